@@ -98,9 +98,9 @@ class DecodingRules:
         object.__setattr__(self, "arc_weights", tuple(weights))
         if not isinstance(self.emission, Softmax):
             raise TypeError(f"DecodingRules: emission must be an emissions.Softmax, got {self.emission!r}.")
-        limit = self.labels_per_frame
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"DecodingRules: labels_per_frame must be None or an integer >= 1, got {limit!r}.")
+        if self.labels_per_frame is not None:
+            limit = _checks.positive("DecodingRules", "labels_per_frame", self.labels_per_frame)
+            object.__setattr__(self, "labels_per_frame", limit)
 
 
 def _checked_sequence(parts, name, suitable, expected, least):

@@ -113,7 +113,7 @@ class TargetRobustRNNTLoss(TransducerLoss):
         for name in ("skip_frame", "skip_label"):
             if (value := getattr(self, name)) is not None:
                 self._set(name, _checks.number(function, name, value))
-        if isinstance(self.skip_label, float) and not self.skip_label <= 0:
+        if self.skip_label is not None and (x := _checks.known(self.skip_label)) is not None and not x <= 0:
             raise ValueError(f"{function}: skip_label must be 0 or less, got {self.skip_label!r}.")
 
     def compose(self) -> Composition:

@@ -4,6 +4,7 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import IO
 
 from jax_rnnt import _checks
 from jax_rnnt.timing._files import checked_intervals
@@ -104,15 +105,15 @@ def _wrapped(texts: list[str], line_length: int, space: str) -> list[str]:
     return lines
 
 
-def write_srt(file: str | os.PathLike, captions: Sequence[Interval]) -> None:
+def write_srt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -> None:
     """Writes the captions of one recording as SubRip (SRT), for players of films. `captions` makes them of words.
 
     Times are rounded to milliseconds.
 
     Parameters
     ----------
-    file : path
-        It is overwritten, in UTF-8.
+    file : path or text file
+        A path is overwritten, in UTF-8.
     captions : sequence of Interval
         In order, without overlap. A text may have several lines.
 
@@ -133,16 +134,16 @@ def write_srt(file: str | os.PathLike, captions: Sequence[Interval]) -> None:
         if "-->" in text:
             raise ValueError(f"write_srt: texts of captions must be without '-->', as times have it, got {text!r}.")
         cues.append(f"{len(cues) + 1}\n{_time(start, ',')} --> {_time(end, ',')}\n{text}\n")
-    pathlib.Path(file).write_text("\n".join(cues), encoding="utf-8")
+    _put(file, cues)
 
 
-def write_vtt(file: str | os.PathLike, captions: Sequence[Interval]) -> None:
+def write_vtt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -> None:
     """Writes the captions of one recording as WebVTT, for browsers. As `write_srt`; any text can be written.
 
     Parameters
     ----------
-    file : path
-        It is overwritten, in UTF-8.
+    file : path or text file
+        A path is overwritten, in UTF-8.
     captions : sequence of Interval
         In order, without overlap. A text may have several lines.
 
@@ -161,7 +162,15 @@ def write_vtt(file: str | os.PathLike, captions: Sequence[Interval]) -> None:
     for start, end, text in _checked("write_vtt", captions):
         text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         cues.append(f"{_time(start, '.')} --> {_time(end, '.')}\n{text}\n")
-    pathlib.Path(file).write_text("\n".join(cues), encoding="utf-8")
+    _put(file, cues)
+
+
+def _put(file, cues: list[str]) -> None:
+    text = "\n".join(cues)
+    if hasattr(file, "write"):
+        file.write(text)
+    else:
+        pathlib.Path(file).write_text(text, encoding="utf-8")
 
 
 def _checked(function: str, captions):

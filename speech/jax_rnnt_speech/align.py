@@ -15,8 +15,9 @@ OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "
 def align(args):
     transcripts.check(args, [args.data])
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
-    given = {name: x for name, x in vars(args).items() if name in OPTIONS}
-    settings = dataclasses.replace(recogniser.config, **{"max_seconds": float("inf")} | given)
+    given = {"max_seconds": recogniser.longest} | config.given(args, OPTIONS)
+    given["max_seconds"] = min(given["max_seconds"], recogniser.longest)
+    settings = dataclasses.replace(recogniser.config, **given)
     corpus = corpora.Recordings(args.data, settings)
     data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
 

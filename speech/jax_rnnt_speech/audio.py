@@ -4,6 +4,8 @@ A file may hold several streams of audio one after the other, at several rates. 
 and one number of channels. Times are those of the decoded samples.
 """
 
+import contextlib
+import io
 import itertools
 import math
 import mmap
@@ -84,8 +86,23 @@ def scaled(samples):
     return samples.astype(np.float32)
 
 
+class Memory(io.BytesIO):
+    """The bytes of a file that is on no disk: may be read in the place of a path."""
+
+    def __init__(self, data, name):
+        super().__init__(data)
+        self.name = name
+
+    def __str__(self):
+        return self.name
+
+
 def opened(path):
     """The file, which must be one that has something in it."""
+    if isinstance(path, Memory):
+        if not path.getbuffer().nbytes:
+            raise AudioError(path, "an empty file")
+        return path
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISDIR(kind):
@@ -103,7 +120,8 @@ def opened(path):
 
 def parts(path, file):
     """(begin, end, options of FFmpeg) of each file in the file."""
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    whole = isinstance(file, Memory)
+    with file.getbuffer() if whole else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         begins = [0]
         for pattern in JOINED:
             if re.match(pattern, data[:16], re.DOTALL):
@@ -134,7 +152,7 @@ def header_holds(path, data, begin, end):
 
 def blocks(path):
     """(rate, samples [channels, n]) of a file, one block after the other."""
-    with opened(path) as file:
+    with contextlib.nullcontext(path) if isinstance(path, Memory) else opened(path) as file:
         for begin, end, options in parts(path, file):
             for rate, samples in decoded(path, Part(file, begin, end), options):
                 if rate not in RATES:

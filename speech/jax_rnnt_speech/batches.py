@@ -64,7 +64,7 @@ def sentences(config, tokens):
         if labels := tokens.encode(" ".join(words)):
             spelled.append(labels[:TEXT_LABELS])
         else:
-            report.add("characters outside the vocabulary", " ".join(words), again=False)
+            report.add("characters outside the vocabulary", " ".join(words))
     for line in report.lines():
         print(f"text: {line}")
     if not spelled:

@@ -1,7 +1,6 @@
 """What corpora hold, before anyone trains on them."""
 
 import collections
-import dataclasses
 import json
 import sys
 import types
@@ -9,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import batches, config, encoders, pretrained, runs, tokens
+from jax_rnnt_speech import batches, config, corpora, encoders, pretrained, runs, tokens
 from jax_rnnt_speech.config import Config, UserError
-from jax_rnnt_speech.corpora import Recordings
 from jax_rnnt_speech.utterances import Report
 
 # Options of train that decide what is read, or how it is padded.
@@ -26,15 +24,7 @@ class Corpora:
 
     def __init__(self, paths, settings, vocabulary, subsampling):
         self.report, self.entries, self.utterances = Report(), [], []
-        for path in paths:
-            try:
-                corpus = Recordings(path, settings)
-            except UserError as error:
-                print(f"rnnt-speech: {error}", file=sys.stderr)
-                self.report.add("not readable", path)
-                continue
-            for reason, names in corpus.report.names.items():
-                self.report.names[reason] += names
+        for corpus in corpora.opened(paths, settings, self.report):
             self.entries += corpus.entries
             self.utterances += corpus.utterances
         self.settings, self.buckets, labels = settings, [], {}
@@ -87,7 +77,7 @@ class Corpora:
 
 def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a run or file and the options."""
-    names, known, setup, vocabulary = {field.name for field in dataclasses.fields(Config)}, {}, {}, None
+    known, setup, vocabulary = {}, {}, None
     if args.workdir:
         run = runs.open_run(args.workdir)
         setup = run.setup()
@@ -95,16 +85,13 @@ def options_of(args):
         known, vocabulary = config.from_json(setup["config"], f"{args.workdir}"), tokens.from_json(setup["tokens"])
     elif args.config:
         known = pretrained.completed(config.read_file(args.config))
-    known |= {name: x for name, x in vars(args).items() if name in names}
-    settings = Config(**known)
+    settings = Config(**known | config.given(args, OPTIONS)).consistent()
     subsampling = encoders.subsampling(settings, setup.get("source"))
     return settings, vocabulary, subsampling if args.workdir or args.config else None
 
 
 def check(args):
     settings, *model = options_of(args)
-    if settings.hop <= 0 or settings.window < settings.hop or settings.rate * settings.window < 2000:
-        raise UserError("--window must be --hop or more, that more than 0, and hold two samples at --rate")
     data = Corpora(args.data, settings, *model)
     if args.json:
         print(json.dumps(data.object(), indent=1))

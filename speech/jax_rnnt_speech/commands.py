@@ -14,12 +14,14 @@ from jax_rnnt_speech import (
     check,
     config,
     corpora,
+    export,
     hosts,
     ngrams,
     outputs,
     pretrained,
     recognise,
     runs,
+    serve,
     streams,
     synthesis,
     testing,
@@ -163,8 +165,6 @@ def transcribe(args):
     ngrams.check(args)
     transcripts.check(args, args.files)
     entries = list(recognise.listed(args.files, getattr(args, "audio_column", "")))
-    if not entries:
-        raise UserError(f"{', '.join(map(str, args.files))}: no recording is listed")
     quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
     with transcripts.writer(args, entries) as write:
@@ -234,4 +234,6 @@ def main(arguments=None):
     align.add_command(commands)
     synthesis.add_command(commands)
     ngrams.add_command(commands)
+    export.add_command(commands)
+    serve.add_command(commands)
     config.run(parser, arguments, "interrupted; a training goes on with --resume")

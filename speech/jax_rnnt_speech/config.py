@@ -18,6 +18,12 @@ class UserError(Exception):
     """A problem with options, files or devices, in one line."""
 
 
+def digits(name):
+    """(kind, folder) of handwritten-digits and spoken-digits:FOLDER; ("", name) of other corpora."""
+    kind, _, folder = name.partition(":")
+    return (kind, folder) if name == "handwritten-digits" or (kind == "spoken-digits" and folder) else ("", name)
+
+
 def number(kind, low, below=float("inf")):
     """A type of argparse: a number from `low` on and less than `below`."""
 
@@ -193,11 +199,15 @@ class Config:
     seed: int = option(0, seed, "of weights, order and masks")
 
     def checked(self):
-        """Itself; raises where options contradict each other."""
+        """Itself, to train with; raises where corpora are missing or options contradict each other."""
         if not self.train:
             raise UserError("--train is missing: a manifest, a folder, handwritten-digits or spoken-digits:FOLDER")
-        if not self.valid and "digits" not in self.train.split(":")[0]:
+        if not self.valid and not digits(self.train)[0]:
             raise UserError("--valid is missing: held-out utterances, as for --train")
+        return self.consistent()
+
+    def consistent(self):
+        """Itself; raises where options contradict each other."""
         if (self.encoder == "conformer" or self.stack) and self.width % (2 * self.heads):
             raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
         if self.encoder in PRETRAINED and not self.init:
@@ -257,11 +267,21 @@ def add_options(parser, names=None):
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)
 
 
+def given(args, names):
+    """Options of a command that take the place of a run's. Of --batch and --batch-seconds the given one counts."""
+    found = {name: x for name, x in vars(args).items() if name in names}
+    if "batch" in found:
+        found.setdefault("batch_seconds", 0.0)
+    elif "batch_seconds" in found:
+        found["batch"] = Config.batch
+    return found
+
+
 def read_file(name):
     """Options of a JSON file, or of one of the folder `configs` by its name."""
     path = Path(name) if Path(name).exists() else CONFIGS / f"{name}.json"
     try:
-        options = json.loads(path.read_text())
+        options = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         known = ", ".join(sorted(x.stem for x in CONFIGS.glob("*.json")))
         raise UserError(f"--config {name} is neither a readable JSON file nor one of {known} ({error})") from None

@@ -5,6 +5,7 @@ A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, 
 """
 
 import dataclasses
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tqdm import tqdm
 
 from jax_rnnt_speech import audio, augmentation, cache, features, manifests, texts
 from jax_rnnt_speech.audio import AudioError
-from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.config import UserError, digits
 from jax_rnnt_speech.digits import Handwritten, Spoken
 from jax_rnnt_speech.manifests import Fault
 from jax_rnnt_speech.utterances import Report, Utterance
@@ -130,8 +131,7 @@ class Joined:
         self.key = [x.key for x in both]
         self.utterances = [*both[0].utterances, *both[1].utterances]
         for corpus in both:
-            for reason, names in corpus.report.names.items():
-                self.report.names[reason] += names
+            self.report.take(corpus.report)
             corpus.report = self.report
 
     def load(self, i, rng):
@@ -141,11 +141,10 @@ class Joined:
 
 def absolute(name):
     """The same corpus from any folder."""
-    kind, _, folder = name.rpartition(":")
-    place = Path(folder if kind == "spoken-digits" else name)
-    if name in ("", "handwritten-digits") or not place.exists():
+    kind, folder = digits(name)
+    if not folder or not Path(folder).exists():
         return name
-    return f"spoken-digits:{place.resolve()}" if kind == "spoken-digits" else str(place.resolve())
+    return f"{kind}:{Path(folder).resolve()}" if kind else str(Path(folder).resolve())
 
 
 def training(config, folder):
@@ -156,13 +155,27 @@ def training(config, folder):
     return Joined(train, cache.features(open_corpus(config.synthetic, config, "train", folder), folder))
 
 
+def opened(paths, settings, report, testing=False):
+    """The corpora to be checked or tested. The report says what is left out; one that cannot be read is printed too."""
+    for path in paths:
+        spoken = testing and digits(path)[0] == "spoken-digits"
+        try:
+            corpus = open_corpus(path, settings, "valid") if spoken else Recordings(path, settings, testing=testing)
+        except UserError as error:
+            if testing and len(paths) == 1:
+                raise
+            print(f"rnnt-speech: {error}", file=sys.stderr)
+            report.add("not readable", path)
+        else:
+            report.take(corpus.report)
+            yield corpus
+
+
 def open_corpus(name, config, split, folder=None):
     """The corpus that --train or --valid names. Lengths of its files are kept in a folder."""
-    if name == "handwritten-digits":
-        return Handwritten(split)
-    kind, _, digits = name.partition(":")
-    if kind == "spoken-digits" and digits:
-        return Spoken(digits, config, split)
+    kind, folder_of_digits = digits(name)
+    if kind:
+        return Spoken(folder_of_digits, config, split) if folder_of_digits else Handwritten(split)
     versions = augmentation.Versions(config) if split == "train" else None
     corpus = Recordings(name, config, cache.Lengths(folder), versions)
     if not corpus.utterances:

@@ -39,22 +39,35 @@ class Extractor:
 
     def count(self, samples):
         """Frames of a number of samples."""
-        samples = samples + self.tail if samples else 0
-        if self.centred:
-            return samples // self.hop
-        return 0 if samples < self.window else 1 + (samples - self.window) // self.hop
+        return max(self.frames(samples), 0) if samples else 0
 
-    def __call__(self, samples, xp=np):
-        """Samples [..., S], floats or integers -> float32 [..., T, mels]; `xp` is numpy or jax.numpy."""
+    def counts(self, lengths, xp):
+        """Frames of an array of numbers of samples."""
+        return xp.where(lengths > 0, xp.maximum(self.frames(lengths), 0), 0)
+
+    def frames(self, samples):
+        """Of one sample or more; 0 or less: none."""
+        samples = samples + self.tail
+        return samples // self.hop if self.centred else 1 + (samples - self.window) // self.hop
+
+    def __call__(self, samples, xp=np, lengths=None):
+        """Samples [..., S], floats or integers -> float32 [..., T, mels]; `xp` is numpy or jax.numpy.
+
+        With `lengths` [...] of JAX, so many samples of each recording count, and `self.counts` of its frames.
+        """
         samples = scaled(samples) if xp is np else samples
         frames, width = self.count(samples.shape[-1]), [(0, 0)] * (samples.ndim - 1)
         if not frames:
             return xp.zeros((*samples.shape[:-1], 0, self.mels), np.float32)
-        samples = xp.pad(self.emphasized(samples, xp), [*width, (0, self.tail)])
+        samples = self.emphasized(samples, xp)
+        if lengths is not None:
+            samples = xp.where(xp.arange(samples.shape[-1]) < lengths[..., None], samples, 0)
+        samples = xp.pad(samples, [*width, (0, self.tail)])
         if self.centred:
             mode = self.centred if samples.shape[-1] > self.margin else "constant"  # too short to be reflected
             samples = xp.pad(samples, [*width, (self.margin, self.margin)], mode=mode)
-        return self.normalized(self.spectra(samples, frames, xp), xp)
+        here = True if lengths is None else (xp.arange(frames) < self.counts(lengths, xp)[..., None])[..., None]
+        return self.normalized(self.spectra(samples, frames, xp), xp, here)
 
     def emphasized(self, samples, xp=np, before=0.0):
         """High frequencies raised; `before` is the sample before the first one."""
@@ -73,12 +86,14 @@ class Extractor:
             return xp.log10(xp.maximum(power, np.float32(self.floor)))
         return xp.log(power + np.float32(self.floor))
 
-    def normalized(self, x, xp):
+    def normalized(self, x, xp, here=True):
+        """`here`: which frames count."""
+        more = {"keepdims": True, "where": here}
         if self.normalize == "whisper":
-            return (xp.maximum(x, x.max((-2, -1), keepdims=True) - 8) + 4) / 4
+            return (xp.maximum(x, x.max((-2, -1), initial=-np.inf, **more) - 8) + 4) / 4
         if self.normalize == "recording":
-            deviation = x.std(-2, ddof=min(x.shape[-2] - 1, 1), keepdims=True)
-            return (x - x.mean(-2, keepdims=True)) / (deviation + np.float32(1e-5))
+            deviation = xp.nan_to_num(x.std(-2, ddof=min(x.shape[-2] - 1, 1), **more))  # of one frame among more
+            return (x - x.mean(-2, **more)) / (deviation + np.float32(1e-5))
         return x
 
     @functools.cached_property

@@ -26,7 +26,9 @@ SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
 SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
             ".amr", ".caf", ".au", ".wma", ".w64", ".wv", ".3gp"}  # fmt: skip
+LISTS = ".jsonl", ".json", ".tsv", ".csv"
 MANIFESTS = ".jsonl, .json, .tsv or .csv, also with .gz"
+KALDI = "wav.scp", "segments", "text"
 
 
 class Entry(NamedTuple):
@@ -52,6 +54,16 @@ class LineError(ValueError):
     """Why a line is left out."""
 
 
+def suffix_of(path):
+    """The suffix of a name, without .gz."""
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def is_list(path):
+    """Whether `read` takes it for a list of recordings, and not for one."""
+    return path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
+
+
 def read(path, audio_column="", text_column="", speaker_column="", texts=True):
     """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read."""
     path = Path(path)
@@ -60,9 +72,9 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
     try:
         if not path.exists():
             raise UserError(f"{path} does not exist")
-        of_kaldi = path.name in ("wav.scp", "segments", "text") and not path.is_dir()
+        of_kaldi = path.name in KALDI and not path.is_dir()
         rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
-        yield next(rows, Fault("a list of nothing", path.name))
+        yield next(rows, Fault("nothing is listed", path.name))
         yield from rows
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} is not readable: {error}") from None
@@ -85,11 +97,9 @@ def lines_of(path):
 
 
 def manifest(path, keys):
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix in (".json", ".jsonl"):
-        rows = objects(path)
-    elif suffix in (".tsv", ".csv"):
-        rows = table(path, keys)
+    suffix = suffix_of(path)
+    if suffix in LISTS:
+        rows = table(path, keys) if suffix in (".tsv", ".csv") else objects(path)
     else:
         raise UserError(f"{path} is neither a folder nor a manifest ({MANIFESTS})")
     for name, row in rows:
@@ -363,7 +373,7 @@ def folder(path, keys):
 def no_corpus(path, what):
     """The error of a folder; it names a manifest there or one level below, which a person may have meant."""
     inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
-    found = [x for x in inside if {".json", ".jsonl", ".tsv", ".csv"} & {*x.suffixes[-2:]}]
+    found = [x for x in inside if suffix_of(x) in LISTS]
     such = f"such as {found[0]}" if found else MANIFESTS
     return UserError(f"{path} holds no {what}; a manifest is named itself ({such})")
 

@@ -7,7 +7,6 @@ context, where types(h) counts the words that follow it. Behind the empty contex
 <unk> is one of them: a model that gives it more prefers any spelling to words that it knows.
 """
 
-import argparse
 import collections
 import dataclasses
 import math
@@ -48,7 +47,8 @@ class Search:
     confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-COLUMNS = "audio_column", "text_column"
+OPTIONS = "lower", "normalize", "audio_column", "text_column"
+MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"
 PROBABILITY = "probability"
 WEIGHTS = {
     "ngram_weight": (0.3, "of the n-gram"),
@@ -134,7 +134,7 @@ def search_of(args, recogniser):
 
 
 def sentences_of(path, normalize, report, columns=()):
-    """Words of the sentences of a corpus, or of the lines of a text; the report names what has none."""
+    """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
     try:
         if path.suffix == ".txt":
             entries = [manifests.Entry(f"{path.name} line {i}", path, x) for i, x in manifests.lines_of(path)]
@@ -143,7 +143,7 @@ def sentences_of(path, normalize, report, columns=()):
         for x in entries:
             if isinstance(x, manifests.Fault):
                 report.add(*x)
-            elif words := normalize(x.text).split():
+            elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
                 yield words
             else:
                 report.add("no words", x.name)
@@ -193,8 +193,9 @@ def write(path, probabilities, shares):
 
 def make(args):
     outputs.check(args.file, args.sources, option="")
-    normalize = texts.normalizer(args.normalize, args.lower)
-    columns, report = [getattr(args, name, "") for name in COLUMNS], Report()
+    settings = config.Config(**{name: x for name, x in vars(args).items() if name in OPTIONS})
+    normalize, report = texts.normalizer(settings.normalize, settings.lower), Report()
+    columns = settings.audio_column, settings.text_column
     sentences = [words for path in args.sources for words in sentences_of(path, normalize, report, columns)]
     print(*report.lines(), sep="\n", end="\n" * bool(report.names), file=sys.stderr)
     if not sentences:
@@ -210,8 +211,5 @@ def add_command(commands):
     help = "manifest, LibriSpeech-like folder, or .txt with a sentence a line"
     parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help=help)
     parser.add_argument("--order", type=positive, default=3, metavar="N", help="(%(default)s)")
-    help = "texts in lower case, as the option of train"
-    parser.add_argument("--lower", action=argparse.BooleanOptionalAction, default=False, help=help)
-    parser.add_argument("--normalize", default="none", metavar="TEXT", help="as the option of train (%(default)s)")
-    config.add_options(parser, COLUMNS)
+    config.add_options(parser, OPTIONS)
     parser.set_defaults(run=make)

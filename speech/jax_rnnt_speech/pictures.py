@@ -2,7 +2,6 @@
 
 import functools
 import html
-import json
 
 import jax
 import numpy as np
@@ -78,8 +77,7 @@ def save(figure, folder, name):
 
 def learning_curve(workdir, folder):
     """Losses and held-out error rates of metrics.jsonl over the steps."""
-    file = workdir / runs.METRICS
-    lines = [json.loads(x) for x in file.read_text().splitlines()] if file.is_file() else []
+    lines = runs.metrics_of(workdir)
     series = {name: [(x["step"], x[name]) for x in lines if name in x] for name in
               ("loss", "valid_loss", "valid_wer", "valid_cer")}  # fmt: skip
     if not series["loss"]:

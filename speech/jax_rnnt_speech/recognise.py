@@ -20,8 +20,7 @@ BATCH = 16_384  # frames of a batch, padding included, if it has more than one r
 def listed(arguments, audio_column=""):
     """Entries and Faults of audio files, manifests and folders, which need no texts."""
     for path in map(Path, arguments):
-        suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-        if path.is_dir() or suffix in (".json", ".jsonl", ".tsv", ".csv") or path.name == "wav.scp":
+        if manifests.is_list(path):
             yield from manifests.read(path, audio_column, texts=False)
         else:
             yield manifests.Entry(str(path), path, "")

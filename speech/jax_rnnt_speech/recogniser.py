@@ -61,6 +61,12 @@ class Recogniser:
         stored = {"config": config, "tokens": self.tokens.to_json()}
         return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "source": self.source}
 
+    @property
+    def longest(self):
+        """Seconds of a recording that the model hears at most."""
+        samples = self.limit * self.extractor.hop - self.extractor.tail
+        return max(0, samples) / self.extractor.rate if self.limit else float("inf")
+
     def measure(self, data):
         """Takes mean and deviation of each feature from some training utterances."""
         if self.extractor.normalize != "corpus":

@@ -96,6 +96,13 @@ def open_run(workdir):
     return run
 
 
+def metrics_of(workdir):
+    """Objects of the lines of metrics.jsonl; the last one may be cut off, and is left out then."""
+    file = workdir / METRICS
+    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+    return [json.loads(x) for x in lines if x.endswith("}")]
+
+
 @contextlib.contextmanager
 def interruptions():
     """A list that holds something after Ctrl-C; the second Ctrl-C interrupts, and in several processes the first."""
@@ -127,9 +134,8 @@ class Metrics:
         if jax.process_index():
             return
         file = workdir / METRICS
-        lines = file.read_text().splitlines() if file.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first]
-        file.write_text("".join(line + "\n" for line in kept))
+        kept = [x for x in metrics_of(workdir) if x["step"] <= first]
+        file.write_text("".join(json.dumps(x) + "\n" for x in kept))
         self.file = file.open("a", buffering=1)
         self.board = SummaryWriter(str(workdir / TENSORBOARD), purge_step=first + 1)
 

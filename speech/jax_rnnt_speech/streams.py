@@ -74,7 +74,49 @@ class Words:
         return self.take(places[-1] if places else 0), False
 
 
-class Stream:
+class Chunks:
+    """Features of a recording as it arrives, in the steps of an encoder: (features [T, F], padded; how many count)."""
+
+    def __init__(self, recogniser):
+        if not recogniser.chunk:
+            raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
+        self.recogniser, self.extractor = recogniser, recogniser.extractor
+        # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
+        self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
+        encoder = recogniser.model(recogniser.params).encoder
+        self.first, self.later = encoder.frames_of_step(True), encoder.frames_of_step(False)
+
+    @property
+    def size(self):
+        """Frames of the next step."""
+        return self.later if self.taken else self.first
+
+    def chunk(self, x):
+        """Features padded to a step, and how many they are."""
+        return np.pad(x, ((0, self.size - len(x)), (0, 0))).astype(np.float32), len(x)
+
+    def cut(self, frames):
+        """The step of the next frames; drops the samples that no later one has."""
+        x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
+        step, self.samples = self.chunk(x), self.samples[frames * self.extractor.hop :]
+        self.taken += frames
+        return step
+
+    def steps(self, samples, end=False):
+        """Yields those of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
+        samples = audio.scaled(samples)
+        if len(samples):
+            self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
+            self.total, self.last = self.total + len(samples), samples[-1]
+        while len(self.samples) >= self.extractor.window + (self.size - 1) * self.extractor.hop:
+            yield self.cut(self.size)
+        if end:
+            self.samples = np.pad(self.samples, (0, self.extractor.margin))
+            while remaining := self.extractor.count(self.total) - self.taken:
+                yield self.cut(min(remaining, self.size))
+
+
+class Stream(Chunks):
     """Words of one recording as it arrives. `how`: greedy or a beam; `silence`: seconds that end an utterance, or 0.
 
     `feed` and, at the end, `finish` return the words that are final since the call before, as `timing.Interval` with
@@ -83,40 +125,23 @@ class Stream:
     """
 
     def __init__(self, recogniser, how=GREEDY, silence=0.0):
-        if not recogniser.chunk:
-            raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
-        self.recogniser, self.extractor, self.how = recogniser, recogniser.extractor, how
-        self.words, self.ends, self.unsure = Words(recogniser, silence), [], no_labels()
-        # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
-        self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
-        encoder = recogniser.model(recogniser.params).encoder
-        self.first, self.later = encoder.frames_of_step(True), encoder.frames_of_step(False)
-        state, silent = encoder.initial(1), self.chunk(np.zeros((0, len(recogniser.mean))))
-        deadline = jnp.zeros(1, jnp.int32)
+        super().__init__(recogniser)
+        self.how, self.words, self.ends, self.unsure = how, Words(recogniser, silence), [], no_labels()
+        silent = jnp.zeros((1, self.first, len(recogniser.mean))), jnp.zeros(1, jnp.int32)
+        state, deadline = recogniser.model(recogniser.params).encoder.initial(1), jnp.zeros(1, jnp.int32)
         shapes = jax.eval_shape(recogniser.continued, recogniser.params, *silent, state, None, deadline, how)
         self.state = state, decode.reset_streams(shapes[2][2], np.ones(1, bool))
-
-    @property
-    def size(self):
-        """Frames of the next step."""
-        return self.later if self.taken else self.first
 
     @property
     def open(self):
         return self.recogniser.tokens.decode(self.words.waiting.labels + self.unsure.labels)
 
-    def chunk(self, x):
-        """Features padded to a step, and how many they are."""
-        return jnp.float32(np.pad(x, ((0, self.size - len(x)), (0, 0))))[None], jnp.array([len(x)], jnp.int32)
-
-    def take(self, frames):
-        """(Labels that are final, rows) after the next frames; drops the samples that no later one has."""
-        x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
-        self.samples = self.samples[frames * self.extractor.hop :]
-        more = jnp.array([self.words.deadline], jnp.int32), self.how
-        encoder, rows, part = self.recogniser.continued(self.recogniser.params, *self.chunk(x), *self.state, *more)
+    def take(self, x, frames):
+        """(Labels that are final, rows) after a step."""
+        step, more = (x[None], np.array([frames], np.int32)), (np.array([self.words.deadline], np.int32), self.how)
+        encoder, rows, part = self.recogniser.continued(self.recogniser.params, *step, *self.state, *more)
         found, final, decoder, _ = part
-        self.state, self.taken = (encoder, decoder), self.taken + frames
+        self.state = encoder, decoder
         found, final, rows = jax.device_get((found, final[0], rows[0]))
         labels = Labels.of(found, 0, found.counts[0], self.how)
         self.unsure = labels.part(final, None)
@@ -124,16 +149,9 @@ class Stream:
 
     def parts(self, samples, end=False):
         """Yields what `take` returns, for more samples [S]; `end`: they are the last ones, and all labels final."""
-        samples = audio.scaled(samples)
-        if len(samples):
-            self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
-            self.total, self.last = self.total + len(samples), samples[-1]
-        while len(self.samples) >= self.extractor.window + (self.size - 1) * self.extractor.hop:
-            yield self.take(self.size)
+        for step in self.steps(samples, end):
+            yield self.take(*step)
         if end:
-            self.samples = np.pad(self.samples, (0, self.extractor.margin))
-            while remaining := self.extractor.count(self.total) - self.taken:
-                yield self.take(min(remaining, self.size))
             some, self.unsure = self.unsure, no_labels()
             yield some, 0
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import config, errors, ngrams, outputs, pretrained, recognise, texts
+from jax_rnnt_speech import config, corpora, errors, ngrams, outputs, pretrained, recognise, texts
 from jax_rnnt_speech.config import UserError, natural
-from jax_rnnt_speech.corpora import Recordings, open_corpus
 from jax_rnnt_speech.utterances import Report, shown
 
 OPTIONS = {"lower", "normalize", "audio_column", "text_column", "speaker_column"}
@@ -27,11 +26,10 @@ class Test:
     """The results of a model on some corpora."""
 
     def __init__(self, recogniser, paths, settings, how):
-        self.report, self.results, self.refused, self.paths = Report(), [], [], paths
+        self.report, self.results, self.refused = Report(), [], []
         self.tested, self.unread = [], set()  # (corpus, number): of each result, and without audio
-        opened = [(path, self.opened(path, settings)) for path in paths]
-        corpora_of = [x for _, x in opened if x is not None]
-        self.listed = [(corpus, i) for corpus in corpora_of for i in range(len(corpus.utterances))]
+        found = corpora.opened(paths, settings, self.report, testing=True)
+        self.listed = [(corpus, i) for corpus in found for i in range(len(corpus.utterances))]
         normalize, started = texts.normalizer(settings.normalize, settings.lower), time.perf_counter()
         found = recognise.transcribe(recogniser, self.recordings(), how)
         bar = outputs.bar(found, "utterances", len(self.listed), disable=None)
@@ -51,21 +49,6 @@ class Test:
             raise UserError(f"no utterance with words in {', '.join(paths)}{left}")
         self.characters = errors.summed([x.characters for x in self.results])
         self.interval = errors.interval([x.words for x in self.results])
-
-    def opened(self, path, settings):
-        """The corpus, or None where it cannot be read, which the report says."""
-        try:
-            spoken = path.startswith("spoken-digits:") and path != "spoken-digits:"
-            corpus = open_corpus(path, settings, "valid") if spoken else Recordings(path, settings, testing=True)
-        except UserError as error:
-            if len(self.paths) == 1:
-                raise
-            print(f"rnnt-speech: {error}", file=sys.stderr)
-            self.report.add("not readable", path)
-            return None
-        for reason, names in corpus.report.names.items():
-            self.report.names[reason] += names
-        return corpus
 
     def recordings(self):
         """(name, samples or UserError) of each utterance; those without samples are in the report."""
@@ -136,8 +119,7 @@ def test(args):
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
-    given = {name: x for name, x in vars(args).items() if name in OPTIONS}
-    settings = dataclasses.replace(recogniser.config, **given)
+    settings = dataclasses.replace(recogniser.config, **config.given(args, OPTIONS))
     result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
     if args.output:
         result.write(args.output)

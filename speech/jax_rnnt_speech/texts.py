@@ -53,11 +53,15 @@ def loaded(name, option="--normalize", others="none of none, basic, basic:LANGUA
     return getattr(module, function)
 
 
+def is_built_in(name):
+    return name in ("none", "basic") or name.startswith("basic:")
+
+
 def normalizer(name, lower=False):
     """Function of a text: in NFC, without spaces at its ends and several in a row, and as `name` says."""
     if name == "none":
         change = str
-    elif name == "basic" or name.startswith("basic:"):
+    elif is_built_in(name):
         change = basic(name.partition(":")[2] or "en")
     else:
         change = loaded(name)
@@ -79,4 +83,5 @@ def normalizer(name, lower=False):
 def absolute(name):
     """The same --normalize from any folder."""
     file, colon, function = name.rpartition(":")
-    return f"{Path(file).resolve()}:{function}" if colon and Path(file).is_file() else name
+    known = is_built_in(name) or not colon or not Path(file).is_file()
+    return name if known else f"{Path(file).resolve()}:{function}"

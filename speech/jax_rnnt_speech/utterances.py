@@ -34,6 +34,11 @@ class Report:
                 self.names[reason].append(name)
             self.seen.add((reason, name))
 
+    def take(self, other):
+        """All names of another report."""
+        for reason, names in other.names.items():
+            self.names[reason] += names
+
     def lines(self, named=NAMED):
         for reason, names in self.names.items():
             more = f", and {len(names) - named} more" if len(names) > named else ""

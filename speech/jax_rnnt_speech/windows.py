@@ -35,8 +35,8 @@ class Recording:
         self.done = False
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         step, rate = self.extractor.hop * recogniser.subsampling, self.extractor.rate
-        most = min(WINDOW * rate, (recogniser.limit or np.inf) * self.extractor.hop - self.extractor.tail)
-        self.size = max(1, int(most) // step) * step
+        most = min(WINDOW, recogniser.longest) * rate
+        self.size = max(1, round(most) // step) * step
         self.margin = min(round(MARGIN * rate / step), self.size // step // 4)
         if isinstance(samples, UserError):
             self.fail(samples)

@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech import commands, model, pretrained, synthesis  # noqa: F401
+from jax_rnnt_speech import commands, model, pretrained, slots, synthesis  # noqa: F401
 
 TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "kernel": 3, "channels": 2,
@@ -21,6 +22,15 @@ CONVOLUTIONAL = {"encoder": "convolutional"}
 
 def configuration(**options):
     return asr.config.Config(**({"train": "t", "valid": "v"} | TINY | options))
+
+
+def random_recogniser(**options):
+    """One of random weights that writes many words."""
+    config = configuration(seed=3, **options)
+    recogniser = asr.recogniser.Recogniser(config, asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
+    larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
+    recogniser.params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
+    return recogniser
 
 
 def write_audio(path, seconds, rate=8000, channels=1, seed=0):

@@ -154,6 +154,19 @@ def test_stream(streaming):
             assert found.labels == golden["stream_labels"].tolist() and found.frames == golden["stream_frames"].tolist()
 
 
+def test_streams_of_a_batch(streaming):
+    """First steps that differ, in slots that are used again: the labels of each are those of the recording alone."""
+    slots, never = asr.slots.Slots(streaming, 2), -asr.streams.NEVER
+    for i, samples in enumerate([*recordings(), recordings()[0]]):
+        found, fresh = asr.results.no_labels(), True
+        for step in asr.streams.Chunks(streaming).steps(samples, end=True):
+            ((part, _, _),) = slots.run([asr.slots.Step(i % 2, *step, never, fresh)])
+            found.extend(part)
+            fresh = False
+        (whole,) = recognise.transcribe(streaming, [("", samples)])
+        assert (found.labels, found.frames) == (list(whole.labels), list(whole.frames))
+
+
 def leaves(recogniser):
     return [np.asarray(x) for x in jax.tree.leaves(recogniser.params)]
 

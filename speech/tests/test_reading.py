@@ -162,6 +162,7 @@ def test_kaldi(folder, tmp_path):
         },
     )
     assert not marker.exists()
+    assert [x.name for x in asr.recognise.listed([tmp_path / "segments"])] == [f"u{i}" for i in (1, 2, 3, 4, 5, 6)]
 
 
 def test_common_voice(folder, tmp_path):
@@ -387,7 +388,7 @@ def test_many_channels():
         asr.audio.read(pathlib.Path(__file__).parent / "broken/channels.aac", RATE)
 
 
-def test_normalize(tmp_path):
+def test_normalize(tmp_path, monkeypatch):
     normalizer = asr.texts.normalizer
     assert normalizer("none")("  Cafe\u0301\u2028 A ") == "Café A"
     assert normalizer("none", lower=True)("İST") == "i\u0307st"
@@ -397,6 +398,11 @@ def test_normalize(tmp_path):
     assert normalizer("basic:de")("Es sind 21 Äpfel.") == "es sind einundzwanzig äpfel"
     (tmp_path / "mine.py").write_text("def swap(text):\n    return text.swapcase()\ndef bad(text):\n    return None\n")
     assert normalizer(f"{tmp_path}/mine.py:swap")("Ab") == "aB"
+    monkeypatch.chdir(tmp_path)
+    for file in ("basic", "a:b"):
+        (tmp_path / file).touch()
+    assert asr.texts.absolute("basic:de") == "basic:de"  # not a function of that file
+    assert asr.corpora.absolute("spoken-digits:a:b") == f"spoken-digits:{tmp_path}/a:b"
     for name, message in (
         ("other", "is none of none, basic, "),
         ("basic:xx", "has no numbers in words; languages: "),
@@ -450,9 +456,14 @@ def test_check(folder, capsys, tmp_path):
     found, error = capsys.readouterr()
     left = {"characters outside the vocabulary": ["b.flac"], "not readable": [str(folder / "none.jsonl")]}
     assert json.loads(found)["left_out"] == left and error == f"rnnt-speech: {folder}/none.jsonl does not exist\n"
+    (tmp_path / "c.json").write_text('{"batch_seconds": 60}')
+    run(["check", folder / "check.jsonl", "--config", tmp_path / "c.json", "--batch", 2])
+    assert "in batches of 2 x" in capsys.readouterr().out
+    run(["check", folder / "check.jsonl", "--window", 0.01, "--hop", 0.01], 2)
+    assert "--window 0.01 has fewer than two samples at --rate 16000" in capsys.readouterr().err
     (tmp_path / "nothing.jsonl").write_text("\n")
     run(["check", tmp_path / "nothing.jsonl", folder / "check.jsonl", "--json"], 1)
-    assert json.loads(capsys.readouterr().out)["left_out"] == {"a list of nothing": ["nothing.jsonl"]}
+    assert json.loads(capsys.readouterr().out)["left_out"] == {"nothing is listed": ["nothing.jsonl"]}
     (tmp_path / "bad.jsonl").write_text("{")
     run(["check", tmp_path / "bad.jsonl", "--json"], 2)
     found, error = capsys.readouterr()

@@ -201,7 +201,7 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, monkeypatch):
     assert f"--model is missing, and there is no {tmp_path / 'n'}" in capsys.readouterr().err
 
 
-def test_align(corpus, trained, tmp_path, capsys):
+def test_align(corpus, trained, tmp_path, capsys, monkeypatch):
     """The words of the texts in their order, within their files; texts outside the vocabulary are named."""
     files = sorted(corpus.rglob("*.flac"))[:3]
     texts = ["AB A", "C", "B Ω"]
@@ -220,6 +220,10 @@ def test_align(corpus, trained, tmp_path, capsys):
         starts = [float(row[2]) for row in mine]
         assert starts == sorted(starts) and starts[0] >= (0.2 if name == files[2].stem else 0)
         assert float(mine[-1][2]) + float(mine[-1][3]) < 0.8
+    with monkeypatch.context() as patch:
+        patch.setattr(asr.recogniser.Recogniser, "longest", 0.2)
+        run([*command, "--max-seconds", 9, "--output", tmp_path / "none.ctm"], 2)
+        assert "left out, longer than 0.2 s: " in capsys.readouterr().err
     run([*command, "--format", "textgrid", "--output", tmp_path / "grids"], 1)
     grid = textgrid.openTextgrid(str(tmp_path / f"grids/{files[0].stem}.TextGrid"), includeEmptyIntervals=False)
     assert [x.label for x in grid.getTier("words").entries] == ["AB", "A"]

@@ -16,7 +16,7 @@ from support import asr, run
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden/whisper.npz")
 RNG = np.random.default_rng(0)
-WIDTH, HEADS, HIDDEN, BINS, PLACES = 8, 2, 12, 5, 20
+WIDTH, HEADS, HIDDEN, BINS, PLACES = 8, 2, 12, 5, 40
 
 
 def arrays_of_whisper():
@@ -120,6 +120,7 @@ def test_whisper(tmp_path, capsys):
     assert "has an encoder alone: rnnt-speech train --init" in capsys.readouterr().err
     (long,) = asr.recognise.transcribe(recogniser, [("x.wav", np.zeros(16000))])
     assert (long.error, long.duration) == ("", 1.0)
+    assert recogniser.longest == pytest.approx(2 * PLACES * 0.01 - 0.5)  # half a second is silence
     data = (tmp_path / "a/model.bin").read_bytes()
     for changed, message in (
         (data[:-500], "is cut off"),

@@ -195,8 +195,10 @@ def test_searches():
         ("ab", {}, TypeError, "phrases must be a list of phrases, which are lists .*, got 'ab'"),
         (["ab"], {}, TypeError, "phrases must be a list of phrases, .* got 'ab'"),
         ([[[0]], [1]], {}, TypeError, "phrases must be .* or such a list for each utterance, got both"),
-        ([[0]], dict(weights=np.nan), ValueError, "weights must be finite, got nan"),
-        ([[0]], dict(weights=[np.inf]), ValueError, r"weights must be finite, got \[inf\]"),
+        ([[0]], dict(weights=np.nan), ValueError, "weights must be known, and at most 1e.30 in size, got nan"),
+        ([[0]], dict(weights=[1e39]), ValueError, r"weights must be .* in size, got \[1e\+39\]"),  # inf in float32
+        ([[0]], dict(weights=10**400), ValueError, "weights must be a number that a float holds"),
+        ([[0]], dict(weights=[True]), TypeError, "weights must be a real number, got True"),
         ([[0]], dict(weights=[1, 2]), ValueError, r"weights must be a number, or one of each phrase .*, got \[1, 2\]"),
         ([[[0]], []], dict(weights=[1]), ValueError, "weights must be a number, or one of each phrase"),
         ([[0, 1], [0, 2, 3]], dict(size=3), ValueError, "size must be 4 or more, as the phrases need so much, got 3"),

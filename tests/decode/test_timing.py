@@ -1,5 +1,6 @@
 """Are words where they were said, with their punctuation and confidences, and do files give back what was written?"""
 
+import io
 import itertools
 import json
 import math
@@ -283,6 +284,9 @@ def test_captions_in_files(tmp_path):
     captions = [Interval(1.0, 2.23451, "a <b>\nc & d"), Interval(2.23451, 1e5, "e")]
     timing.write_srt(tmp_path / "x.srt", captions)
     timing.write_vtt(tmp_path / "x.vtt", captions)
+    for write, text in ((timing.write_srt, SRT), (timing.write_vtt, VTT)):
+        write(memory := io.StringIO(), captions)
+        assert memory.getvalue() == text
     assert (tmp_path / "x.srt").read_text() == SRT
     assert (tmp_path / "x.vtt").read_text() == VTT
     timing.write_vtt(tmp_path / "x.vtt", [Interval(0, 1, "a --> b")])

@@ -187,9 +187,10 @@ def test_searches(tmp_path):
         (["▁x", "y"], {}, ValueError, r"labels must spell words of .*m.arpa, got none of 5: \['a', 'b', .*\]"),
         (["▁a"], dict(separator=None), TypeError, "separator must be a str, got None"),
         (["▁a"], dict(separator=""), ValueError, "separator must have a character or more, got ''"),
-        (["▁a"], dict(unknown="-1"), TypeError, "unknown must be a number or None, got '-1'"),
-        (["▁a"], dict(unknown=0.5), ValueError, "unknown must be a log-probability of 0 or less, got 0.5"),
-        (["▁a"], dict(unknown=math.nan), ValueError, "unknown must be a log-probability of 0 or less, got nan"),
+        (["▁a"], dict(unknown="-1"), TypeError, "unknown must be a real number, got '-1'"),
+        (["▁a"], dict(unknown=-(10**400)), ValueError, "unknown must be a number that a float holds"),
+        (["▁a"], dict(unknown=0.5), ValueError, "unknown must be a known log-probability of 0 or less, got 0.5"),
+        (["▁a"], dict(unknown=math.nan), ValueError, "unknown must be a known log-probability of 0 or less, got nan"),
         (["▁a"], dict(unknown=-3), ValueError, "unknown must be None, as .*m.arpa has <unk>, got -3"),
     ],
 )

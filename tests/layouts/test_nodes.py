@@ -114,24 +114,34 @@ def test_against_loops():
         np.testing.assert_allclose(sum_over_nodes(entropy, both[0], **lengths(p)), alone, rtol=EXACT)
 
 
-def test_joint_networks():
-    """Two, with parameters of their own, in several tiles; and a scale that the function closes over."""
+@pytest.mark.parametrize("shared", [False, family.slow(True)])
+def test_joint_networks(shared):
+    """Two, with parameters of their own, in several tiles; and a scale that the function closes over.
+
+    `shared`: pairs of hypotheses have the encoder rows [B, 1, T, E] of the first network in common.
+    """
     a, b = Network(), Network(seed=1)
     p, weights = a.problem, some_weights(a.problem, 3)
 
+    def pairs(x):
+        return x.reshape(-1, 2, *x.shape[1:]) if shared else x
+
     def got(first, second, rows, others, scale, weights):
+        rows, others = (rows[0][:, None] if shared else rows[0], pairs(rows[1])), map(pairs, others)
         logits = JointLogits(linear(*first), *rows, 64), JointLogits(closure(*second), *others, 128)
-        function = functools.partial(mixed, scale=scale)
-        return sum_over_nodes(function, *logits, **lengths(p), weights=weights, targets=p.targets)
+        function, given = functools.partial(mixed, scale=scale), {name: pairs(x) for name, x in lengths(p).items()}
+        return sum_over_nodes(function, *logits, **given, weights=pairs(weights), targets=pairs(p.targets)).ravel()
 
     def of_all(first, second, rows, others, scale, weights):
+        rows = jnp.repeat(rows[0], 2 if shared else 1, 0), rows[1]
         made = [
             jnp.tanh(e[:, :, None] + q[:, None]) @ w + c[None, None, None]
             for (w, c), (e, q) in ((first, rows), (second, others))
         ]
         return total_of_all(mixed_of_all(p, *made, scale=scale), weights, batches.inside(p))
 
-    check(got, of_all, (a.parameters, b.parameters, a.rows, b.rows, np.array(0.7), weights), limit=1e-11)
+    rows = a.rows[0][: 2 if shared else None], a.rows[1]
+    check(got, of_all, (a.parameters, b.parameters, rows, b.rows, np.array(0.7), weights), limit=1e-11)
 
 
 # --------------------------------------------------------------------------------------- what is not read, and NaN

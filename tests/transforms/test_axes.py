@@ -1,4 +1,4 @@
-"""Modules and decoders on a mesh of `jax.make_mesh`, whose axes are Explicit: the same as on one device."""
+"""Modules and decoders on a mesh of `jax.make_mesh`, whose axes are Explicit, or Auto: the same as on one device."""
 
 import functools
 
@@ -30,12 +30,12 @@ def rank_promotion():
         yield
 
 
-def on_both(devices, function, *arrays):
+def on_both(devices, function, *arrays, kind="explicit"):
     """Results without a mesh, and with arrays split over four devices."""
     alone = jax.device_get(function(*map(jnp.asarray, arrays)))
-    with mesh_of(devices[:4], "explicit", (4,)) as mesh:
+    with mesh_of(devices[:4], kind, (4,)) as mesh:
         split = [at(mesh, x, "data", *[None] * (np.ndim(x) - 1)) for x in arrays]
-        assert jax.typeof(split[0]).sharding.spec[0] == "data"
+        assert kind == "auto" or jax.typeof(split[0]).sharding.spec[0] == "data"
         return alone, jax.device_get(function(*split))
 
 
@@ -117,6 +117,13 @@ def test_streams(devices):
 
     parts = ROWS[:, :3], ROWS[:, 3:], np.minimum(FRAMES, 3), np.maximum(FRAMES - 3, 0)
     agree(on_both(devices, run, *parts, np.int32([1, 0, 3, 2, 5, 4, 7, 7])), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_auto(devices):
+    """Greedy search on axes of type Auto."""
+    run = jax.jit(lambda *x: search(decode.greedy, "stateless", *x)._replace(state=None))
+    agree(on_both(devices, run, ROWS, FRAMES, kind="auto"), rtol=1e-5)
 
 
 def test_rows_of_streams(devices):

@@ -127,7 +127,8 @@ OPTIONS = {"off": [{}], "all": [ALL], "one by one": [ALL, OFF | {"clamp": 0.125}
 CASES = [(RNNT, "kernel", "off", None), *((RNNT, x, "one by one", None) for x in ("kernel", "reference"))]
 CASES += [(RNNT, "kernel", "all", layout) for layout in ("BandLogits", "PackedLogits")]
 CASES += [(loss, "kernel", "all", None) for loss in (TDT, family.HAT)]
-CASES += [slow(loss, "kernel", "all", None) for loss in (family.FINAL_BLANK, family.CONSTRAINED, *family.SKIPPING)]
+LATTICES = family.MONOTONIC, family.FINAL_BLANK, family.MULTIBLANK, family.CONSTRAINED, *family.SKIPPING
+CASES += [slow(loss, "kernel", "all", None) for loss in LATTICES]
 
 
 @pytest.mark.parametrize(("loss", "implementation", "options", "layout"), CASES, ids=str, indirect=["implementation"])

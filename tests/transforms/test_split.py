@@ -322,20 +322,22 @@ def test_refusals(devices):
 
 
 def test_refused_inside_shard_map(devices):
-    """Whole logits, and targets that differ, where types tell."""
-    for axes, array in itertools.product((VOCAB, FRAMES), ("logits", "targets")):
+    """Whole logits, and targets, lengths or options that differ, where types tell."""
+    for axes, wrong in itertools.product((VOCAB, FRAMES), range(4)):
         (axis,), p = axes.values(), problem()
-        specs = [spec(axes), *[P("data")] * 3]
-        if array == "logits":
-            specs[0] = P("data")
-        else:
-            specs[1] = P("data", axis)
-            p = p._replace(targets=np.resize(p.targets, (4, 16)))
-        message = "logits must be split" if array == "logits" else "must be alike"
+        specs, arrays = [spec(axes), P("data"), P("data"), P()], [*p[:3], np.ones(4)]
+        specs[wrong] = (P("data"), P("data", axis), P(("data", axis)), P(axis))[wrong]
+        arrays[wrong] = np.resize(arrays[wrong], (arrays[0].shape, (4, 16), 16, 4)[wrong])
+
+        def f(logits, targets, frames, penalty, axes=axes):
+            loss = RNNTLoss(reduction="none", delay_penalty=penalty[0], **axes)
+            return loss(logits, targets, frames, jnp.minimum(frames, 2))
+
+        message = "logits must be split" if not wrong else "must be alike"
         with split_mesh(devices, "auto", axes) as mesh:
-            f = jax.shard_map(RNNTLoss(reduction="none", **axes), mesh=mesh, in_specs=tuple(specs), out_specs=P("data"))
+            f = jax.shard_map(f, mesh=mesh, in_specs=tuple(specs), out_specs=P("data"))
             with pytest.raises(ValueError, match=message):
-                jax.jit(f)(*p)
+                jax.jit(f)(*arrays)
     for wrong in ({"vocab_axis": 3}, {"vocab_axis": "x", "frame_axis": "x"}):
         with pytest.raises((TypeError, ValueError), match="axis"):
             RNNTLoss(**wrong)

@@ -8,7 +8,6 @@ behind a phrase that begins no other one, only its longest end that does can go 
 import dataclasses
 import itertools
 import math
-import numbers
 import typing
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt.decode.lm._arpa import LARGEST
 from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, score_rows
 
 Labels = typing.Sequence[int]
@@ -57,7 +57,7 @@ class Phrases(Automaton):
     Raises
     ------
     TypeError, ValueError
-        A phrase without labels or with others than those of [0, V), weights that are not finite or not one of each
+        A phrase without labels or with others than those of [0, V), weights beyond 1e30 or not one of each
         phrase, a list beyond `size`. In a search: lists of another number of utterances than the batch has.
 
     References
@@ -158,18 +158,19 @@ def lists_of(phrases) -> tuple[bool, list]:
 def weights_of(weights, shared: bool, lists) -> np.ndarray:
     """float64 [P]"""
     count = sum(map(len, lists))
-    if isinstance(weights, numbers.Real) and not isinstance(weights, bool):
-        flat = np.full(count, float(weights))
+    if not is_list(weights):
+        flat = [weights]
     else:
         nested = [weights] if shared else weights
         if not is_list(nested) or not all(map(is_list, nested)) or [*map(len, nested)] != [*map(len, lists)]:
             raise ValueError(
                 f"Phrases: weights must be a number, or one of each phrase as in phrases, got {weights!r}."
             )
-        flat = np.array([*itertools.chain.from_iterable(nested)], np.float64)
-    if not np.isfinite(flat).all():
-        raise ValueError(f"Phrases: weights must be finite, got {weights!r}.")
-    return flat
+        flat = [*itertools.chain.from_iterable(nested)]
+    known = [_checks.known(_checks.scalar("Phrases", "weights", x)) for x in flat]
+    if not all(x is not None and abs(x) <= LARGEST for x in known):
+        raise ValueError(f"Phrases: weights must be known, and at most {LARGEST:g} in size, got {weights!r}.")
+    return np.array(known if is_list(weights) else known * count, np.float64)
 
 
 # ---------------------------------------------------------------------------------------------------------- trees

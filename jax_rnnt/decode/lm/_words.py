@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import os
 import unicodedata
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _pytree
+from jax_rnnt import _checks, _pytree
 from jax_rnnt.decode._gather import rows_at
-from jax_rnnt.decode.lm._arpa import Arpa, Grams, names_of
+from jax_rnnt.decode.lm._arpa import LARGEST, Arpa, Grams, names_of
 from jax_rnnt.decode.lm._automaton import Automaton, follow, one_root, score_rows
 from jax_rnnt.decode.lm._ngram import NGram, ngram_of
 
@@ -136,16 +135,15 @@ class WordNGram(Automaton):
             Labels that are neither str nor None; a separator that is no str; `unknown` that is no number.
         """
         spelling = Spelling(labels, separator)
-        if unknown is not None and (isinstance(unknown, bool) or not isinstance(unknown, numbers.Real)):
-            raise TypeError(f"{FUNCTION}: unknown must be a number or None, got {unknown!r}.")
-        if unknown is not None and not unknown <= 0:
-            raise ValueError(f"{FUNCTION}: unknown must be a log-probability of 0 or less, got {unknown}.")
+        known = _checks.known(-math.inf if unknown is None else _checks.scalar(FUNCTION, "unknown", unknown))
+        if known is None or not known <= 0:
+            raise ValueError(f"{FUNCTION}: unknown must be a known log-probability of 0 or less, got {unknown}.")
         file = Arpa(FUNCTION, path, spelling.form)
         grams = file.read(spelling.number)
         if not spelling.unknown:
             words, log_probs, backoffs, line = grams[0]
             words = np.append(words, [[spelling.count]], 0)
-            log_probs = np.append(log_probs, -math.inf if unknown is None else unknown)
+            log_probs = np.append(log_probs, -math.inf if known < -LARGEST else known)
             grams[0] = Grams(words, log_probs, np.append(backoffs, 0.0), line)
         elif unknown is not None:
             raise ValueError(f"{FUNCTION}: unknown must be None, as {file.path} has <unk>, got {unknown}.")
