@@ -48,12 +48,13 @@ def test_options_of_losses():
     assert multiblank.loss == jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2) and multiblank.outputs(5) == (8, 9)
 
 
-def test_loss_of_texts(corpus, tmp_path):
+def test_loss_of_texts(corpus, tmp_path, capsys):
     """By hand: of labels alone, without a row of the encoder, and not of what follows a sentence."""
     recogniser, _ = prepared(corpus, **CONVOLUTIONAL)
     (tmp_path / "x.txt").write_text("AB\nnone\nCAB A\n")
     config = dataclasses.replace(recogniser.config, text=str(tmp_path / "x.txt"))
     labels, lengths = asr.batches.sentences(config, recogniser.tokens)
+    assert "text: left out, characters outside the vocabulary: 1 (none)" in capsys.readouterr().out
     assert lengths.tolist() == [2, 5] and labels[0, :3].tolist() == [0, 1, 0]
     model = recogniser.model(recogniser.params)
     joint, states, total = model.joint, np.float64(model.predictor(labels)), 0.0
