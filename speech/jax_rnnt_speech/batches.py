@@ -31,28 +31,32 @@ class Labelled(NamedTuple):
 
     corpus: object
     labels: dict  # by the number of the utterance
+    without: frozenset = frozenset()  # utterances that have no loss, but an error rate: they have no labels here
 
 
-def labelled(corpus, tokens, subsampling):
+def labelled(corpus, tokens, subsampling, held_out=False):
     """Labels of what can be trained on; what cannot goes to the corpus's report.
 
-    `subsampling`: frames of an encoder frame; None: no model decides whether the labels fit.
+    `subsampling`: frames of an encoder frame; None: no model decides whether the labels fit. `held_out`: utterances
+    whose labels do not fit stay, `without` a loss.
     """
-    labels = {}
+    labels, without, scope = {}, [], "from the loss alone, " * held_out
     for i, x in enumerate(corpus.utterances):
         if not x.frames:
             continue
         tokens_of_text = tokens.encode(x.text)
         if tokens_of_text is None:
-            unknown = "characters outside the vocabulary"
-            corpus.report.add(unknown, x.name, again=False)
+            reason = "characters outside the vocabulary"
         elif subsampling and len(tokens_of_text) > -(-x.frames // subsampling):
-            corpus.report.add("fewer frames than labels", x.name, again=False)
+            reason = "fewer frames than labels"
         else:
             labels[i] = np.array(tokens_of_text, np.int32)
+            continue
+        corpus.report.add(scope + reason, x.name, again=False)
+        without += [i] * held_out
     if not labels:
         raise UserError("no usable utterance is left" + "".join(f"; {x}" for x in corpus.report.lines()))
-    return Labelled(corpus, labels)
+    return Labelled(corpus, labels | {i: np.zeros(0, np.int32) for i in without}, frozenset(without))
 
 
 def sentences(config, tokens):

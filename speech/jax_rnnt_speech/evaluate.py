@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from jax_rnnt_speech import batches, errors, hosts, programs
 from jax_rnnt_speech.config import UserError
 
@@ -14,18 +16,20 @@ class Rates(NamedTuple):
 
 def rates(recogniser, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
-    loss, characters, words, shown = 0.0, [], [], []
+    loss, scored, characters, words, shown = 0.0, 0, [], [], []
     evaluated = programs.Announced("a test", recogniser.evaluated)
     for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
+        batch["valid"] &= ~np.isin(batch["index"], [*data.without])
         results = evaluated(params, split(batch), data.corpus.device, search)
         value, labels, counts, index = hosts.gathered((*results, batch["index"]))
         loss += float(value)
         for i, row, count in zip(index, labels, counts):
             if i >= 0:  # its audio is readable
+                scored += i not in data.without
                 pair = data.corpus.utterances[i].text, recogniser.text(row, count)
                 characters.append(errors.counted(*pair))
                 words.append(errors.counted(*(x.split() for x in pair)))
                 shown += [pair] * (len(shown) < examples)
     if not words:
         raise UserError("no held-out utterance has readable audio")
-    return Rates(loss / len(words), *(errors.summed(x).rate for x in (characters, words))), shown
+    return Rates(loss / max(scored, 1), *(errors.summed(x).rate for x in (characters, words))), shown

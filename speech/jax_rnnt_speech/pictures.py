@@ -25,7 +25,9 @@ class HeldOut:
     def __init__(self, recogniser, data, buckets, folder):
         self.recogniser, self.folder, self.first = recogniser, folder, None
         self.device, self.hop = data.corpus.device, data.corpus.hop
-        few = buckets[0]._replace(members=buckets[0].members[:HELD_OUT], batch=HELD_OUT)
+        first = next(x for x in buckets if not data.without.issuperset(x.members))
+        members = [i for i in first.members if i not in data.without]
+        few = first._replace(members=members[:HELD_OUT], batch=HELD_OUT)
         self.batch = next(iter(batches.testing(data, recogniser.config, [few], (0, 1))))
         self.count = int(self.batch["valid"].sum())
 

@@ -135,7 +135,7 @@ class Training:
         self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
         if self.run.last is None and not config.init:
             self.recogniser.measure(self.train)
-        self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.subsampling)
+        self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.subsampling, held_out=True)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
         for name, data in (("train", self.train), ("valid", self.valid)):

@@ -1,6 +1,7 @@
 """Error rates: counts, intervals and differences of texts, and what the command `test` makes of a corpus."""
 
 import csv
+import dataclasses
 import functools
 import itertools
 import json
@@ -147,3 +148,28 @@ def test_what_cannot_be_tested(corpus, trained, tmp_path, capsys):
         run([*command, *more], 2)
         error = capsys.readouterr().err
         assert message in error and len(error.splitlines()) == 1
+
+
+def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
+    """They are those of `test`, also of texts without a loss: too many labels, or characters that no label has."""
+    rows = [json.loads(x) for x in (corpus / "all.jsonl").read_text().splitlines()][:4]
+    rows[1]["text"], rows[3]["text"] = "A B " * 20, "AZ B"
+    (corpus / "rates.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recogniser = asr.pretrained.open_model(trained[0])
+
+    def rates(numbers):
+        (corpus / "some.jsonl").write_text("\n".join(json.dumps(rows[i]) for i in numbers))
+        found = asr.corpora.open_corpus(str(corpus / "some.jsonl"), recogniser.config, "valid")
+        data = asr.batches.labelled(found, recogniser.tokens, recogniser.subsampling, held_out=True)
+        config = dataclasses.replace(recogniser.config, buckets=1)
+        buckets = [x._replace(frames=60, labels=4) for x in asr.batches.make_buckets(data, config, 1)]
+        result, _ = asr.evaluate.rates(recogniser, recogniser.params, data, buckets, lambda x: x, asr.recogniser.GREEDY)
+        return result, data.corpus.report.names
+
+    (some, names), (two, _) = rates(range(4)), rates([0, 2])
+    assert {x.removeprefix("from the loss alone, ") for x in names} == {
+        "characters outside the vocabulary", "fewer frames than labels"}  # fmt: skip
+    run(["test", "--workdir", trained[0], corpus / "rates.jsonl", "--json"])
+    x = json.loads(capsys.readouterr().out)
+    assert x["utterances"] == 4 and (some.wer, some.cer) == pytest.approx((x["wer"], x["cer"]))
+    assert some.loss == pytest.approx(two.loss, rel=1e-5) and some.wer != two.wer
