@@ -67,7 +67,13 @@ def arguments(corpus, workdir, **options):
 
 def start(*arguments):
     """A process of the command line that draws no pictures; its output is in `stdout` and `stderr`."""
-    settings = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "", "PYTHONUNBUFFERED": ""}
+    flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")  # --devices decides
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": flags,
+        "PYTHONUNBUFFERED": "",
+    }
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     program = "from jax_rnnt_speech import commands, pictures; pictures.HeldOut.draw = lambda *_: None; commands.main()"
     command = [sys.executable, "-c", program, *map(str, arguments)]
