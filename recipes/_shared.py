@@ -66,7 +66,7 @@ class Digits:
 
 def usual_loss(recogniser):
     """The mean loss of a batch, as jax_rnnt_speech has it."""
-    return lambda params, batch, step: recogniser.mean_loss(params, batch, step, False)
+    return lambda params, batch, step: recogniser.mean_loss(params, batch, step)
 
 
 def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
@@ -92,7 +92,7 @@ def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
 def greedy(recogniser, params):
     """A function of batches: labels [B, N] and their numbers [B] by greedy search."""
     params = jax.device_put(params)
-    return lambda batch: recogniser.evaluated(params, batch, False, Search())[1:]
+    return lambda batch: recogniser.evaluated(params, batch, Search())[1:]
 
 
 def error_rate(search, digits):

@@ -25,7 +25,7 @@ def main():
     def align(batch):
         """Frames [B, U] of the best path."""
         model = recogniser.model(params)
-        x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
 
     clock, spoken, distances = {"hop": HOP, "subsampling": recogniser.subsampling}, {}, []

@@ -43,7 +43,7 @@ def main():
             rows = []
             for recogniser, parameters in ((teacher, taught), (student, params)):
                 model = recogniser.model(parameters)
-                x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+                x = recogniser.encoded(model, recogniser.inputs(batch), batch)
                 rows.append(model.joint.logits(x.frames, x.states))
             lengths = {"logit_lengths": x.frame_lengths, "target_lengths": x.target_lengths}
             kept = jax.lax.stop_gradient(teacher.loss.posteriors(rows[0], *x[2:]))

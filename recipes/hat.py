@@ -52,7 +52,7 @@ def main():
     @functools.partial(jax.jit, static_argnums=3)
     def beam(params, batch, weights, width):
         network = recogniser.model(params)
-        rows, lengths = network.encode(recogniser.inputs(batch, False), batch["lengths"])
+        rows, lengths = network.encode(recogniser.inputs(batch), batch["lengths"])
         inputs = *network.joint.decoder_inputs(network.predictor, rows), lengths, 20
         fusion, ilm_weight = ((model, weights[0]),), weights[1]
         hypotheses = decode.beam(recogniser.loss, *inputs, width, max_symbols=3, fusion=fusion, ilm_weight=ilm_weight)

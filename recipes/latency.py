@@ -22,7 +22,7 @@ def objective(recogniser, name, strength):
 
     def mean_loss(params, batch, step):
         model = recogniser.model(params, step)
-        x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         problem = model.joint(x.frames[:, :, None], x.states[:, None]), *x[2:]
         losses = loss(*problem)
         if name == "minimum latency":
@@ -38,7 +38,7 @@ def delay(recogniser, params, digits):
     @jax.jit
     def expected(batch):
         model = recogniser.model(params)
-        x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         return recogniser.loss.label_frames(model.joint.logits(x.frames, x.states), *x[2:])
 
     delays = []

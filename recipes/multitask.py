@@ -27,7 +27,7 @@ def main():
 
     def mean_loss(params, batch, step):
         model = recogniser.model(params[0], step)
-        x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         rnnt = recogniser.loss(model.joint.logits(x.frames, x.states), *x[2:])
         lengths = paddings(x.frame_lengths, x.frames.shape[1]), paddings(x.target_lengths, x.targets.shape[1])
         ctc = optax.ctc_loss(ctc_logits(params, x.frames), lengths[0], x.targets, lengths[1], blank_id=blank)
@@ -38,7 +38,7 @@ def main():
     @jax.jit
     def ctc_search(batch):
         """The best class of each frame, without repetitions and blanks."""
-        rows, lengths = recogniser.model(params[0]).encode(recogniser.inputs(batch, False), batch["lengths"])
+        rows, lengths = recogniser.model(params[0]).encode(recogniser.inputs(batch), batch["lengths"])
         best = ctc_logits(params, rows).argmax(-1)
         new = best != jnp.pad(best, ((0, 0), (1, 0)), constant_values=blank)[:, :-1]
         kept = new & (best != blank) & (jnp.arange(best.shape[1]) < lengths[:, None])

@@ -23,14 +23,14 @@ def main():
     def lists(params, batch):
         """The N best hypotheses of each utterance: labels [B, N, L], counts and scores [B, N]."""
         model = recogniser.model(params)
-        rows, lengths = model.encode(recogniser.inputs(batch, False), batch["lengths"])
+        rows, lengths = model.encode(recogniser.inputs(batch), batch["lengths"])
         inputs = model.joint.decoder_inputs(model.predictor, rows)
         hypotheses = decode.beam(recogniser.loss, *inputs, lengths, 12, args.width, max_symbols=3)
         return hypotheses.labels, hypotheses.counts, hypotheses.scores
 
     def mean_loss(params, batch, step):
         model = recogniser.model(params, step)
-        x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         reference = recogniser.loss(model.joint.logits(x.frames, x.states), *x[2:])
         targets = jnp.maximum(batch["found"], 0)
         logits = model.joint.logits(x.frames[:, None], model.predictor(targets))  # hypotheses share the frames

@@ -61,7 +61,7 @@ def main():
 
         def mean_loss(params, batch, step, recogniser=recogniser, loss_of=loss_of):
             model = recogniser.model(params, step)
-            x = recogniser.encoded(model, recogniser.inputs(batch, False), batch)
+            x = recogniser.encoded(model, recogniser.inputs(batch), batch)
             loss = loss_of(jnp.where(step < late * args.steps, -jnp.inf, number))
             return loss(model.joint.logits(x.frames, x.states), *x[2:]).mean()
 

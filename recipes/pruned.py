@@ -39,7 +39,7 @@ def main():
 
     def mean_loss(params, batch, step):
         model = recogniser.model(params, step)
-        simple, pruned = losses(model, recogniser.encoded(model, recogniser.inputs(batch, False), batch))
+        simple, pruned = losses(model, recogniser.encoded(model, recogniser.inputs(batch), batch))
         ready = jnp.minimum(step / args.warm_up, 1)
         return jnp.mean((1 - 0.5 * ready) * simple + (0.1 + 0.9 * ready) * pruned)
 

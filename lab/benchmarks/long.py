@@ -71,7 +71,7 @@ def joined(args):
     reference, total = spelled(" ".join(texts)), sum(map(len, pieces))
     grid = np.split(np.concatenate(pieces), range(30 * rate, total, 30 * rate))
     ways = {"utterances alone": (pieces, False), "cuts at pauses": (pieces, True), "grid of 30 s": (grid, False)}
-    if not model.limit and not model.chunk:
+    if model.longest == float("inf") and not model.chunk:
         ways["one window"] = pieces, True
     print(f"{len(pieces)} utterances, {total / rate / 60:.1f} minutes, {len(reference)} words")
     print("| | WER, % | words late by > 80 ms, % | median, ms | peak, MB | s |\n|---|--:|--:|--:|--:|--:|")

@@ -4,6 +4,6 @@ Read in this order: `config` (every option), `audio`, `manifests`, `texts`, `cor
 come from), `augmentation`, `cache`, `check`, `tokens`, `features`, `batches`, `encoders`, `model`, `losses`,
 `recogniser`, `runs` (checkpoints and logs), `pretrained` (what a training may start from), `parts`, `programs`,
 `train`, `evaluate`, `results`, `streams` and `windows` (recordings of any length), `recognise`, `transcripts` and
-`align`, `errors`, `testing` and `pictures`, `slots`, `server` and `serve`, `export`.
+`align`, `errors`, `testing` and `pictures`, `server` and `serve`, `export`.
 `synthesis` makes a corpus.
 """

@@ -7,29 +7,31 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_rnnt_speech import batches, config, corpora, outputs, pretrained, transcripts
+from jax_rnnt_speech import batches, config, corpora, outputs, pretrained, programs, transcripts
 
 OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
 
 
 def align(args):
-    transcripts.check(args, [args.data])
+    transcripts.check(args, args.data)
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     given = {"max_seconds": recogniser.longest} | config.given(args, OPTIONS)
     given["max_seconds"] = min(given["max_seconds"], recogniser.longest)
     settings = dataclasses.replace(recogniser.config, **given)
-    corpus = corpora.Recordings(args.data, settings)
+    corpus = corpora.Recordings(args.data, settings, lenient=True)
     data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
 
+    @programs.announced("alignments", place=1)
     @jax.jit
     def frames_of(params, batch):
         """The frame of each label on the best path, [B, U]; -1 where there is no path."""
         model = recogniser.model(params)
-        x = recogniser.encoded(model, recogniser.inputs(batch, corpus.device), batch)
+        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
 
     bar = outputs.bar(total=len(data.labels), unit="utterances", disable=None)
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
+    found = {}
     with transcripts.writer(args, entries) as write, bar:
         for batch in batches.testing(data, settings, batches.make_buckets(data, settings, 1), (0, 1)):
             index = batch.pop("index")
@@ -43,8 +45,10 @@ def align(args):
                     continue
                 with transcripts.in_a_line(entry.name):
                     timed = transcripts.words(recogniser, labels, frames, start=entry.start, duration=utterance.seconds)
-                write(i, transcripts.Transcript(utterance.text, utterance.seconds, timed))
+                found[i] = transcripts.Transcript(utterance.text, utterance.seconds, timed)
             bar.update(int(batch["valid"].sum()))
+        for i in sorted(found):
+            write(i, found[i])
     for line in corpus.report.lines(named=sys.maxsize):
         print(line, file=sys.stderr)
     return 1 if corpus.report.names else 0
@@ -52,7 +56,7 @@ def align(args):
 
 def add_command(commands):
     parser = commands.add_parser("align", help="when the words of a corpus are spoken, as CTM or TextGrid")
-    parser.add_argument("data", metavar="DATA", help="manifest or folder, as for train")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
     parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
     pretrained.add_options(parser)
     transcripts.add_options(parser, ("ctm", *(x for x in transcripts.FORMATS if x not in ("ctm", "text"))))

@@ -34,6 +34,10 @@ class Labelled(NamedTuple):
     without: frozenset = frozenset()  # utterances that have no loss, but an error rate: they have no labels here
 
 
+class NothingLeft(UserError):
+    """A corpus of which nothing can be trained on."""
+
+
 def labelled(corpus, tokens, subsampling, held_out=False):
     """Labels of what can be trained on; what cannot goes to the corpus's report.
 
@@ -55,7 +59,7 @@ def labelled(corpus, tokens, subsampling, held_out=False):
         corpus.report.add(scope + reason, x.name, again=False)
         without += [i] * held_out
     if not labels:
-        raise UserError("no usable utterance is left" + "".join(f"; {x}" for x in corpus.report.lines()))
+        raise NothingLeft(f"no usable utterance is left{corpus.report.summary()}")
     return Labelled(corpus, labels | {i: np.zeros(0, np.int32) for i in without}, frozenset(without))
 
 
@@ -109,26 +113,19 @@ def size_of(config, devices, frames):
 
 def collate(data, config, bucket, items, size):
     """Arrays of a batch of `size` rows from (utterance, audio or None, spans); rows without audio are not `valid`."""
-    corpus, rows = data.corpus, size
-    if corpus.device:
-        extractor = features.extractor(config)
-        audio = np.zeros((rows, extractor.window + (bucket.frames - 1) * extractor.hop), np.float32)
-    else:
-        audio = np.zeros((rows, bucket.frames, corpus.features), np.float32)
     batch = {
-        "audio": audio,
-        "lengths": np.ones(rows, np.int32),
-        "targets": np.zeros((rows, bucket.labels), np.int32),
-        "target_lengths": np.zeros(rows, np.int32),
-        "valid": np.zeros(rows, bool),
-        "spans": np.zeros((rows, config.time_masks + config.mel_masks, 2), np.int32),
-        "index": np.full(rows, -1, np.int32),
+        "audio": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
+        "lengths": np.ones(size, np.int32),
+        "targets": np.zeros((size, bucket.labels), np.int32),
+        "target_lengths": np.zeros(size, np.int32),
+        "valid": np.zeros(size, bool),
+        "spans": np.zeros((size, config.time_masks + config.mel_masks, 2), np.int32),
+        "index": np.full(size, -1, np.int32),
     }
     for row, (i, x, spans) in enumerate(items):
         if x is not None:
-            x = x[: audio.shape[1]]
-            audio[row, : len(x)] = x
-            batch["lengths"][row] = extractor.count(len(x)) if corpus.device else len(x)
+            x = x[: bucket.frames]
+            batch["audio"][row, : len(x)], batch["lengths"][row] = x, len(x)
             batch["targets"][row, : len(data.labels[i])] = data.labels[i]
             batch["target_lengths"][row] = len(data.labels[i])
             batch["valid"][row], batch["spans"][row], batch["index"][row] = True, spans, i
@@ -137,10 +134,7 @@ def collate(data, config, bucket, items, size):
 
 def mixed(members, corpus, config):
     """Grain's dataset of utterances, shuffled; those of --synthetic are drawn for their share of all."""
-    further = getattr(corpus, "further", None)
-    parts = (
-        [members] if further is None else [[i for i in members if i < further], [i for i in members if i >= further]]
-    )
+    parts = [[i for i in members if (i in corpus.further) == further] for further in (False, True)]
     parts = [grain.MapDataset.source(x).seed(config.seed).shuffle() for x in parts if x]
     if len(parts) == 1:
         return parts[0]

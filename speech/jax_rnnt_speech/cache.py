@@ -72,11 +72,9 @@ class Stored:
     `made` yields (number of the utterance, array or None) if the folder is not there yet.
     """
 
-    device, stored = False, True
-
     def __init__(self, corpus, folder, key, features, made):
         self.corpus, self.report, self.hop, self.features = corpus, corpus.report, corpus.hop, features
-        self.utterances, self.key, self.further = corpus.utterances, key, getattr(corpus, "further", None)
+        self.utterances, self.key, self.further = corpus.utterances, key, corpus.further
         digest = hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
         self.folder = folder / digest
         if not (self.folder / "index.npy").is_file() and not jax.process_index():
@@ -88,7 +86,7 @@ class Stored:
                 corpus.report.add(reason, name, again=False)
         total = int(self.index[:, 1].sum())
         if not total:
-            raise UserError("no utterance has readable audio" + "".join(f"; {x}" for x in corpus.report.lines()))
+            raise UserError(f"no utterance has readable audio{corpus.report.summary()}")
         self.arrays = np.memmap(self.folder / "arrays", np.float16, "r", shape=(total, features))
 
     def fill(self, made):
@@ -124,7 +122,7 @@ class Stored:
 
 def folders(corpora):
     """Those that hold the arrays of corpora, and of corpora that these are made of."""
-    inner = [y for x in corpora for y in getattr(x, "both", [getattr(x, "corpus", None)]) if y]
+    inner = [x.corpus for x in corpora if isinstance(x, Stored)]
     return {x.folder for x in corpora if isinstance(x, Stored)} | (folders(inner) if inner else set())
 
 
@@ -140,9 +138,8 @@ def tidy(folder, corpora):
 
 
 def features(corpus, folder):
-    """The corpus with its features on disk, all versions of all utterances; corpora without a key stay as they are."""
-    key = getattr(corpus, "key", None)
-    if folder is None or key is None or corpus.device:
+    """Recordings with their features on disk, all versions of all utterances, if there is a folder."""
+    if folder is None:
         return corpus
 
     def made():
@@ -150,7 +147,7 @@ def features(corpus, folder):
             chosen = [i for i, x in enumerate(corpus.utterances) if x.frames]
             yield from zip(chosen, pool.map(lambda i: corpus.load(i, np.random.default_rng(i)), chosen))
 
-    return Stored(corpus, folder, key(), corpus.features, made())
+    return Stored(corpus, folder, corpus.key(), corpus.features, made())
 
 
 def rows(recogniser, parts, data, buckets, folder):

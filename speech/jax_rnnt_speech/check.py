@@ -1,16 +1,15 @@
 """What corpora hold, before anyone trains on them."""
 
 import collections
+import contextlib
 import json
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
 
 from jax_rnnt_speech import batches, config, corpora, encoders, pretrained, runs, tokens
 from jax_rnnt_speech.config import Config, UserError
-from jax_rnnt_speech.utterances import Report
 
 # Options of train that decide what is read, or how it is padded.
 OPTIONS = {"rate", "window", "hop", "max_seconds", "alphabet", "lower", "normalize", "audio_column", "text_column"}
@@ -19,26 +18,24 @@ SHOWN = 10  # texts, before and after --normalize
 RARE = 3  # characters of fewer texts are named, where there are ten times as many texts
 
 
-class Corpora:
-    """The usable utterances of all that is named, as one corpus."""
+class Findings:
+    """What some corpora hold."""
 
     def __init__(self, paths, settings, vocabulary, subsampling):
-        self.report, self.entries, self.utterances = Report(), [], []
-        for corpus in corpora.opened(paths, settings, self.report):
-            self.entries += corpus.entries
-            self.utterances += corpus.utterances
-        self.settings, self.buckets, labels = settings, [], {}
+        corpus = corpora.Recordings(paths, settings, lenient=True)
+        self.report, self.utterances, self.settings = corpus.report, corpus.utterances, settings
+        self.buckets, labels = [], {}
         if self.utterances:
             known = vocabulary or tokens.train(settings, (x.text for x in self.utterances))
-            try:
-                data = batches.labelled(self, known, subsampling)
-            except UserError:  # the report says why none is left
-                data = types.SimpleNamespace(labels={})
-            labels, self.size = data.labels, len(known.pieces)
-        if labels:
-            self.buckets = batches.make_buckets(data, settings, 1)
-            self.padding = batches.padding(data, self.buckets)
-        self.kept = [(self.entries[i], self.utterances[i].text) for i in labels]
+            with contextlib.suppress(batches.NothingLeft):  # the report says why
+                data = batches.labelled(corpus, known, subsampling)
+                labels, self.size, self.buckets = (
+                    data.labels,
+                    len(known.pieces),
+                    batches.make_buckets(data, settings, 1),
+                )
+                self.padding = batches.padding(data, self.buckets)
+        self.kept = [(corpus.entries[i], self.utterances[i].text) for i in labels]
         self.seconds = np.array([entry.whole for entry, _ in self.kept])
 
     def object(self):
@@ -92,7 +89,7 @@ def options_of(args):
 
 def check(args):
     settings, *model = options_of(args)
-    data = Corpora(args.data, settings, *model)
+    data = Findings(args.data, settings, *model)
     if args.json:
         print(json.dumps(data.object(), indent=1))
     else:

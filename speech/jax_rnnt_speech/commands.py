@@ -3,10 +3,12 @@
 import argparse
 import contextlib
 import dataclasses
+import json
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from jax_rnnt_speech import (
@@ -14,6 +16,7 @@ from jax_rnnt_speech import (
     check,
     config,
     corpora,
+    encoders,
     export,
     hosts,
     ngrams,
@@ -28,6 +31,7 @@ from jax_rnnt_speech import (
     texts,
     transcripts,
 )
+from jax_rnnt_speech.audio import AudioError
 from jax_rnnt_speech.config import Config, UserError, amount, natural, positive
 from jax_rnnt_speech.train import Training
 
@@ -84,10 +88,11 @@ def add_recognition(commands):
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
     source = live.add_mutually_exclusive_group(required=True)
-    source.add_argument("file", type=Path, nargs="?", metavar="FILE")
+    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE")
     source.add_argument("--microphone", action="store_true")
     help = "seconds of silence that end an utterance, and its line; 0: none (%(default)s)"
     live.add_argument("--endpoint", type=amount, default=0.0, metavar="S", help=help)
+    live.add_argument("--json", action="store_true", help="an object a line: words, text that may change, endpoints")
     ngrams.add_options(live)
     live.set_defaults(run=stream)
     for one in (parser, live):
@@ -112,8 +117,10 @@ def resumed(options, args):
         return Config(**pretrained.completed(options))
     run.open()
     # A checkpoint of before an option has its default.
-    earlier = dataclasses.asdict(Config()) | config.from_json(run.setup()["config"], f"{args.workdir}")
+    setup = run.setup()
+    earlier = dataclasses.asdict(Config()) | config.from_json(setup["config"], f"{args.workdir}")
     run.close()
+    encoders.checked(Config(**earlier | options), setup.get("source"))
     changed = {name: x for name, x in options.items() if x != earlier[name]}
     for name, x in changed.items():
         option = f"--{name.replace('_', '-')}"
@@ -131,9 +138,8 @@ def train(args):
     names = {field.name for field in dataclasses.fields(Config)}
     options = config.read_file(args.config) if args.config else {}
     options |= {name: x for name, x in vars(args).items() if name in names}
-    options |= {
-        name: corpora.absolute(options[name]) for name in ("train", "valid", "synthetic", "text") if name in options
-    }
+    for name in {"train", "valid", "synthetic", "text"} & options.keys():
+        options[name] = corpora.absolute(config.sources(options[name]))
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
@@ -146,7 +152,7 @@ def train(args):
     if args.change and not args.resume:
         raise UserError("--change needs --resume")
     args.workdir = args.workdir or Path("runs") / "{}-{}".format(
-        Path(args.config or options.get("train", "")).stem, options.get("loss", Config.loss)
+        Path(args.config or config.names(options.get("train", [""]))[0]).stem, options.get("loss", Config.loss)
     )
     chosen = None if args.resume else Config(**pretrained.completed(options)).checked()
     hosts.join(args)
@@ -183,26 +189,55 @@ def transcribe(args):
 def stream(args):
     ngrams.check(args)
     recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
-    live = streams.Stream(recogniser, ngrams.search_of(args, recogniser), args.endpoint)
-    rate = recogniser.config.rate
-    blocks = streams.blocks_of_microphone(rate) if args.microphone else streams.blocks_of_file(args.file, rate)
-    between = ""
+    how, bad = ngrams.search_of(args, recogniser), 0
+    for file in args.files or [None]:
+        live = streams.Stream(recogniser, how, args.endpoint)
+        try:
+            (show_events if args.json else show_words)(live, file, heard_of(live, file), len(args.files) > 1)
+        except AudioError as error:
+            if len(args.files) == 1:
+                raise
+            print(error, file=sys.stderr)
+            bad += 1
+    if bad and bad == len(args.files):
+        raise UserError("no recording could be used")
+    return 1 if bad else 0
 
-    def show(words):
-        nonlocal between
-        for x in words:
-            print(between + x.text, end="", flush=True)
-            between = "" if live.words.mark is None else " "
-        if live.ends:
+
+def heard_of(live, file):
+    """Yields (final words, whether an utterance ends) of a file, or of the microphone until it is interrupted."""
+    rate = live.extractor.rate
+    with contextlib.suppress(*[KeyboardInterrupt] * (file is None)):
+        for samples in streams.blocks_of_file(file, rate) if file else streams.blocks_of_microphone(rate):
+            yield from live.heard(samples)
+    yield from live.heard(np.zeros(0, np.float32), end=True)
+
+
+def show_words(live, file, heard, named):
+    """A line for each utterance, as its words come."""
+    begin, between, empty = f"{file}\t" if named else "", None, True
+    for words, ended in heard:
+        if words:
+            text = live.between.join(x.text for x in words)
+            print((begin if between is None else between) + text, end="", flush=True)
+            between, empty = live.between, False
+        if ended and between is not None:
             print(flush=True)
-            between = ""
+            between = None
+    if empty or between is not None:
+        print(begin if empty else "", flush=True)
 
-    with contextlib.suppress(*[KeyboardInterrupt] * args.microphone):  # its end
-        for samples in blocks:
-            show(live.feed(samples))
-    show(live.finish())
-    print(flush=True)
-    return 0
+
+def show_events(live, file, heard, named):
+    """An object for each event."""
+
+    def show(event):
+        print(json.dumps(({"file": str(file)} if named else {}) | event, ensure_ascii=False), flush=True)
+
+    for found in heard:
+        for event in live.events(*found):
+            show(event)
+    show({"type": "end", "duration": round(live.total / live.extractor.rate, 3)})
 
 
 def convert(args):

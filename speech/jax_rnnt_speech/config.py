@@ -10,7 +10,9 @@ from jax_rnnt_speech.losses import LOSSES
 
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
-WHISPER_SECONDS = 29.5  # with half a second of silence, those that Whisper's positions have
+# What means nothing without another option.
+NEEDS = {"new_head": "init", "synthetic_share": "synthetic", "text_weight": "text", "snr": "noise", "past": "chunk"}
+RETIRED = {"mel_on": "host"}  # options of earlier checkpoints that always have this value now
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -20,8 +22,20 @@ class UserError(Exception):
 
 def digits(name):
     """(kind, folder) of handwritten-digits and spoken-digits:FOLDER; ("", name) of other corpora."""
-    kind, _, folder = name.partition(":")
+    kind, _, folder = name.partition(":") if isinstance(name, str) else ("", "", "")
     return (kind, folder) if name == "handwritten-digits" or (kind == "spoken-digits" and folder) else ("", name)
+
+
+def names(x):
+    """A list of the names of corpora."""
+    return list(x) if isinstance(x, list | tuple) or x == "" else [x]
+
+
+def sources(x):
+    """A type of argparse: the name of a corpus, or a list of names; of one, it is that name."""
+    if x != "" and (not isinstance(x, str | list) or not x or not all(type(y) is str for y in x)):
+        raise argparse.ArgumentTypeError(f"expected a name or a list of names, got {x}")
+    return x[0] if isinstance(x, list) and len(x) == 1 else x
 
 
 def number(kind, low, below=float("inf")):
@@ -110,15 +124,19 @@ def option(default, kind, text, **more):
     return dataclasses.field(default=default, metadata={"type": kind, "help": text, **more})
 
 
+DATA = {"nargs": "+", "metavar": "DATA"}
+
+
 def switch(text):
     return dataclasses.field(default=False, metadata={"action": argparse.BooleanOptionalAction, "help": text})
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    train: str = option("", str, "manifest, folder, handwritten-digits, or spoken-digits:FOLDER")
-    valid: str = option("", str, "the same of held-out utterances; default: what belongs to --train digits")
-    synthetic: str = option("", str, "manifest or folder of more training utterances, such as synthetic speech")
+    # Each of these is a name, or a list of names.
+    train: str = option("", sources, "manifests, folders; handwritten-digits, or spoken-digits:FOLDER", **DATA)
+    valid: str = option("", sources, "the same, held out; default: what belongs to --train digits", **DATA)
+    synthetic: str = option("", sources, "more of them for training, such as synthetic speech", **DATA)
     synthetic_share: float = option(0.5, share, "of the batches' utterances that --synthetic has, in each bucket")
     # Audio and text.
     rate: int = option(16000, positive, "samples a second; other files are resampled")
@@ -126,7 +144,6 @@ class Config:
     window: float = option(25.0, amount, "of a frame, in milliseconds")
     hop: float = option(10.0, amount, "from frame to frame, in milliseconds")
     features: str = option("log-mel", str, "ours, NeMo's or Whisper's spectra", choices=("log-mel", "nemo", "whisper"))
-    mel_on: str = option("host", str, "where spectra are computed", choices=("host", "device"))
     max_seconds: float = option(20.0, amount, "longer utterances are left out")
     tokens: str = option("characters", str, "labels", choices=("characters", "subwords"))
     vocabulary: int = option(256, positive, "number of subwords")
@@ -212,22 +229,15 @@ class Config:
             raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
         if self.encoder in PRETRAINED and not self.init:
             raise UserError(f"--encoder {self.encoder} needs --init, a folder with its weights")
-        if self.new_head and not self.init:
-            raise UserError("--new-head needs --init")
+        for name, other in NEEDS.items():
+            usual = getattr(Config, name)
+            chosen = list(getattr(self, name)) != list(usual) if name == "snr" else getattr(self, name) != usual
+            if chosen and not getattr(self, other):
+                raise UserError(f"--{name.replace('_', '-')} needs --{other}")
         if self.stack and self.encoder not in PRETRAINED:
             raise UserError("--stack joins rows of a pretrained encoder: it needs --init")
-        if self.mel_on == "device" and self.features != "log-mel":
-            raise UserError(f"--mel-on device needs --features log-mel, got {self.features}")
-        if self.features == "whisper" and self.max_seconds > WHISPER_SECONDS:
-            raise UserError(f"--max-seconds {self.max_seconds:g}: --features whisper hears {WHISPER_SECONDS} s at most")
-        if self.synthetic_share != Config.synthetic_share and not self.synthetic:
-            raise UserError("--synthetic-share needs --synthetic")
-        if self.text_weight != Config.text_weight and not self.text:
-            raise UserError("--text-weight needs --text")
         if self.synthetic and not self.synthetic_share:
             raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
-        if list(self.snr) != list(Config.snr) and not self.noise:
-            raise UserError("--snr needs --noise")
         if self.copies != Config.copies and not (self.noise or self.gain):
             raise UserError("--copies needs --noise or --gain")
         if self.scan and self.encoder == "convolutional":
@@ -242,8 +252,6 @@ class Config:
             raise UserError(f"--accumulate {self.accumulate} makes no update in --steps {self.steps}")
         if self.batch_seconds and self.batch != Config.batch:
             raise UserError(f"--batch {self.batch} needs --batch-seconds 0, got {self.batch_seconds:g}")
-        if not self.chunk and self.past != Config.past:
-            raise UserError("--past needs --chunk: without one, every frame sees all others")
         if self.tokens == "subwords" and self.alphabet:
             raise UserError("--alphabet needs --tokens characters")
         if self.tokens == "characters" and self.vocabulary != Config.vocabulary:
@@ -261,7 +269,7 @@ def add_options(parser, names=None):
         if isinstance(usual, tuple):
             usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
         default = "" if usual in ("", False, True) else f" ({usual})"
-        if "choices" not in more and "action" not in more:
+        if not {"choices", "action", "metavar"} & more.keys():
             more["metavar"] = "TEXT" if more["type"] is str else getattr(more["type"], "metavar", "N")
         more["help"] += default
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)
@@ -295,6 +303,8 @@ def from_json(options, name):
     if not isinstance(options, dict):
         raise UserError(f"{name}: expected an object of options, got {type(options).__name__}")
     for key, x in options.items():
+        if key in RETIRED and x == RETIRED[key]:
+            continue
         if key not in fields:
             raise UserError(f"{name}: there is no option {key}")
         kind, choices = fields[key].metadata.get("type"), fields[key].metadata.get("choices")

@@ -5,7 +5,6 @@ A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, 
 """
 
 import dataclasses
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tqdm import tqdm
 
 from jax_rnnt_speech import audio, augmentation, cache, features, manifests, texts
 from jax_rnnt_speech.audio import AudioError
-from jax_rnnt_speech.config import UserError, digits
+from jax_rnnt_speech.config import UserError, digits, names
 from jax_rnnt_speech.digits import Handwritten, Spoken
 from jax_rnnt_speech.manifests import Fault
 from jax_rnnt_speech.utterances import Report, Utterance
@@ -56,35 +55,41 @@ def samples_of(entry, rate):
 
 
 class Recordings:
-    """The usable utterances of a manifest or folder; the rest is in `report`.
+    """The usable utterances of manifests and folders; the rest is in `report`.
 
-    With `versions`, all utterances are there once for each version, one version after the other. `testing`: of any
-    length.
+    With `versions`, all utterances are there once for each version, one version after the other. `synthetic`: further
+    sources, whose utterances are the numbers in `further`. `lenient`: of several sources, some may be no corpus.
+    `testing`: utterances of any length.
     """
 
-    def __init__(self, path, config, lengths=None, versions=None, testing=False):
+    def __init__(self, paths, config, lengths=None, versions=None, synthetic=(), lenient=False, testing=False):
         self.versions, sizes, self.testing = versions, [], testing
-        self.config, self.report = config, Report()
-        self.features, self.hop, self.device = config.mels, config.hop / 1000, config.mel_on == "device"
+        self.config, self.report, lengths = config, Report(), lengths or cache.Lengths()
+        self.features, self.hop = config.mels, config.hop / 1000
         self.extractor = features.extractor(config)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.normalize, config.lower)
-        entries = manifests.read(path, config.audio_column, config.text_column, config.speaker_column)
-        for entry, file in usable(entries, self.report, lengths or cache.Lengths()):
-            samples = audio.size(file, config.rate, entry.start, entry.end)
-            text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
-            utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
-            if reason := self.unusable(entry, utterance, samples):
-                self.report.add(reason, entry.name)
-            else:
-                self.entries.append(entry._replace(whole=seconds))
-                self.utterances.append(utterance)
-                sizes.append(samples)
+        columns = config.audio_column, config.text_column, config.speaker_column
+        for sources in (names(paths), names(synthetic)):
+            first = len(self.entries)
+            entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
+            for entry, file in usable(entries, self.report, lengths):
+                samples = audio.size(file, config.rate, entry.start, entry.end)
+                text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
+                utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
+                if reason := self.unusable(entry, utterance, samples):
+                    self.report.add(reason, entry.name)
+                else:
+                    self.entries.append(entry._replace(whole=seconds))
+                    self.utterances.append(utterance)
+                    sizes.append(samples)
         for version in range(1, versions.count if versions else 1):
             for x, samples in zip(self.utterances[: len(self.entries)], sizes):
                 slower = versions.size(samples, version)
                 frames = self.extractor.count(slower) if slower <= config.max_seconds * config.rate else 0
                 self.utterances.append(x._replace(frames=frames))  # 0: too long for a training
+        count = len(self.entries)
+        self.further = {i for i in range(len(self.utterances)) if synthetic and i % count >= first}
 
     def key(self):
         """All that decides the features, as JSON."""
@@ -106,7 +111,7 @@ class Recordings:
         return samples_of(self.entries[i], self.config.rate)
 
     def load(self, i, rng):
-        """Features [T, F] of an utterance, or its samples [S] where the device makes them; None: its audio is bad."""
+        """Features [T, F] of an utterance; None: its audio is bad."""
         (version, place), frames = divmod(i, len(self.entries)), self.utterances[i].frames
         entry = self.entries[place]
         try:
@@ -116,68 +121,35 @@ class Recordings:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
         except AudioError as error:
             return self.report.add(error.reason, entry.name, again=False)
-        return samples if self.device else self.extractor(samples)
-
-
-class Joined:
-    """Utterances of a corpus, and from number `further` on those of another one."""
-
-    def __init__(self, *both):
-        self.both, self.further, self.report = both, len(both[0].utterances), Report()
-        if both[0].features != both[1].features:
-            raise UserError("--synthetic needs recordings in --train")
-        self.features, self.hop, self.device = both[0].features, both[0].hop, both[0].device
-        self.stored = all(isinstance(x, cache.Stored) for x in both)
-        self.key = [x.key for x in both]
-        self.utterances = [*both[0].utterances, *both[1].utterances]
-        for corpus in both:
-            self.report.take(corpus.report)
-            corpus.report = self.report
-
-    def load(self, i, rng):
-        second = i >= self.further
-        return self.both[second].load(i - self.further * second, rng)
+        return self.extractor(samples)
 
 
 def absolute(name):
-    """The same corpus from any folder."""
+    """The same corpora from any folder."""
+    if not isinstance(name, str):
+        return [absolute(x) for x in name]
     kind, folder = digits(name)
     if not folder or not Path(folder).exists():
         return name
     return f"{kind}:{Path(folder).resolve()}" if kind else str(Path(folder).resolve())
 
 
-def training(config, folder):
-    """The corpus of a training, with its features on disk if there is a folder."""
-    train = cache.features(open_corpus(config.train, config, "train", folder), folder)
-    if not config.synthetic:
-        return train
-    return Joined(train, cache.features(open_corpus(config.synthetic, config, "train", folder), folder))
-
-
-def opened(paths, settings, report, testing=False):
-    """The corpora to be checked or tested. The report says what is left out; one that cannot be read is printed too."""
-    for path in paths:
-        spoken = testing and digits(path)[0] == "spoken-digits"
-        try:
-            corpus = open_corpus(path, settings, "valid") if spoken else Recordings(path, settings, testing=testing)
-        except UserError as error:
-            if testing and len(paths) == 1:
-                raise
-            print(f"rnnt-speech: {error}", file=sys.stderr)
-            report.add("not readable", path)
-        else:
-            report.take(corpus.report)
-            yield corpus
+def tested(paths, config):
+    """The corpus of a test: every utterance with a text; or held-out lines of spoken digits."""
+    if len(paths) == 1 and digits(paths[0])[0] == "spoken-digits":
+        return open_corpus(paths[0], config, "valid")
+    return Recordings(paths, config, lenient=True, testing=True)
 
 
 def open_corpus(name, config, split, folder=None):
-    """The corpus that --train or --valid names. Lengths of its files are kept in a folder."""
-    kind, folder_of_digits = digits(name)
+    """The corpus that --train or --valid names. Lengths of its files and features are kept in a folder."""
+    (kind, folder_of_digits), train = digits(name), split == "train"
+    if kind and train and config.synthetic:
+        raise UserError("--synthetic needs recordings in --train")
     if kind:
         return Spoken(folder_of_digits, config, split) if folder_of_digits else Handwritten(split)
-    versions = augmentation.Versions(config) if split == "train" else None
-    corpus = Recordings(name, config, cache.Lengths(folder), versions)
+    more = {"versions": augmentation.Versions(config), "synthetic": config.synthetic} if train else {}
+    corpus = Recordings(name, config, cache.Lengths(folder), **more)
     if not corpus.utterances:
-        raise UserError(f"{name} has no usable utterance" + "".join(f"; {x}" for x in corpus.report.lines()))
-    return corpus
+        raise UserError(f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
+    return cache.features(corpus, folder)

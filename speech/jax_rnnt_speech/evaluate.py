@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_rnnt_speech import batches, errors, hosts, programs
+from jax_rnnt_speech import batches, errors, hosts
 from jax_rnnt_speech.config import UserError
 
 
@@ -17,10 +17,9 @@ class Rates(NamedTuple):
 def rates(recogniser, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
     loss, scored, characters, words, shown = 0.0, 0, [], [], []
-    evaluated = programs.Announced("a test", recogniser.evaluated)
     for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
         batch["valid"] &= ~np.isin(batch["index"], [*data.without])
-        results = evaluated(params, split(batch), data.corpus.device, search)
+        results = recogniser.evaluated(params, split(batch), search)
         value, labels, counts, index = hosts.gathered((*results, batch["index"]))
         loss += float(value)
         for i, row, count in zip(index, labels, counts):

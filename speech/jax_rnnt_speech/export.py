@@ -1,6 +1,6 @@
 """A model as one file that runs without this package: samples to labels, and the vocabulary.
 
-The file is a zip with two members: `program`, which `jax.export.deserialize` reads, and `model.json`.
+`jax.export.deserialize` reads the file. Behind the program there is a zip, with `model.json` in it.
 """
 
 import importlib.util
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import export as exporting
 
 from jax_rnnt_speech import outputs, pretrained
-from jax_rnnt_speech.config import UserError, amount, positive
+from jax_rnnt_speech.config import UserError, amount
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
-DATE = 1980, 1, 1, 0, 0, 0  # of the members, so that equal models are equal files
+DATE = 1980, 1, 1, 0, 0, 0  # of the member, so that equal models are equal files
 
 
 def program_of(recogniser):
@@ -39,17 +39,17 @@ def export(args):
     recogniser = pretrained.open_model(args.model, "cpu", args.checkpoint)
     tokens, extractor = recogniser.tokens, recogniser.extractor
     rate, samples = extractor.rate, round(args.seconds * extractor.rate)
-    if not extractor.count(samples) or (recogniser.limit and extractor.count(samples) > recogniser.limit):
-        most = recogniser.limit * extractor.hop / rate or "any number"
-        raise UserError(f"--seconds {args.seconds:g}: the model hears one frame or more, and {most} seconds at most")
+    if not extractor.count(samples) or args.seconds > recogniser.longest:
+        most = f"one frame or more, and {recogniser.longest:g} seconds at most"
+        raise UserError(f"--seconds {args.seconds:g}: the model hears {most}")
     print(f"lowering for {', '.join(args.platforms)}", flush=True)
-    shape = args.batch, samples
+    shape = exporting.symbolic_shape(f"recordings, {samples}")
     shapes = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
     made = exporting.export(program_of(recogniser), platforms=args.platforms)(*shapes)
-    about = {"rate": rate, "seconds": recogniser.seconds, "samples": shape, "platforms": args.platforms}
+    about = {"rate": rate, "seconds": recogniser.seconds, "samples": samples, "platforms": args.platforms}
     about |= {"labels": [x or "" for x in tokens.labels()], "separator": tokens.separator}
-    with zipfile.ZipFile(args.file, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr(zipfile.ZipInfo("program", DATE), made.serialize())
+    args.file.write_bytes(made.serialize())
+    with zipfile.ZipFile(args.file, "a") as file:
         file.writestr(zipfile.ZipInfo("model.json", DATE), json.dumps(about, ensure_ascii=False))
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
     return 0
@@ -57,12 +57,10 @@ def export(args):
 
 def add_command(commands):
     parser = commands.add_parser("export", help="a model as one file that JAX runs without this package")
-    parser.add_argument("file", type=Path, metavar="FILE", help="to write: a zip with the program and its vocabulary")
+    parser.add_argument("file", type=Path, metavar="FILE", help="to write: the program, and a zip with its vocabulary")
     parser.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
     parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: by held-out WER (best), or last")
     help = "where it will run (%(default)s)"
     parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cpu", "cuda", "tpu"], help=help)
-    help = "recordings at once (%(default)s)"
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help=help)
     parser.add_argument("--seconds", type=amount, default=30, help="to which recordings are padded (%(default)s)")
     parser.set_defaults(run=export)

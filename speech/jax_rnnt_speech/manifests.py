@@ -54,6 +54,14 @@ class LineError(ValueError):
     """Why a line is left out."""
 
 
+class ListError(UserError):
+    """A manifest or folder that lists nothing. `reason` says why, behind its name."""
+
+    def __init__(self, path, reason):
+        super().__init__(f"{path} {reason}")
+        self.reason = reason
+
+
 def suffix_of(path):
     """The suffix of a name, without .gz."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
@@ -71,22 +79,33 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
     keys = [(chosen,) if chosen else usual for chosen, usual in (*columns, (speaker_column, SPEAKER_KEYS))]
     try:
         if not path.exists():
-            raise UserError(f"{path} does not exist")
+            raise ListError(path, "does not exist")
         of_kaldi = path.name in KALDI and not path.is_dir()
         rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
         yield next(rows, Fault("nothing is listed", path.name))
         yield from rows
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} is not readable: {error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} must be UTF-8: {error}") from None
+        raise ListError(path, f"is not readable: {error}") from None
+
+
+def read_all(paths, *columns, lenient=True, texts=True):
+    """Entries and Faults of several. `lenient`: one that cannot be read is a Fault."""
+    for path in paths:
+        try:
+            yield from read(path, *columns, texts=texts)
+        except ListError as error:
+            if not lenient:
+                raise
+            yield Fault(error.reason, str(path))
 
 
 def text_of(path):
-    """The text of a file, with a newline alone at the ends of lines."""
+    """The text of a file, with a newline alone at the ends of lines. Bytes that are no UTF-8 are for `encodable`."""
     data = path.read_bytes()
     data = gzip.decompress(data) if path.suffix == ".gz" else data
-    return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise ListError(path, "must be UTF-8, got UTF-16")
+    return data.decode("utf-8-sig", "surrogateescape").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def lines_of(path):
@@ -96,12 +115,25 @@ def lines_of(path):
             yield i, line
 
 
+def sentences(path):
+    """An Entry without audio, or a Fault, for each line of a text."""
+    try:
+        for i, line in lines_of(path):
+            name = f"{path.name} line {i}"
+            try:
+                yield Entry(name, path, encodable(line, "the text"))
+            except LineError as error:
+                yield Fault(str(error), name)
+    except OSError as error:
+        raise ListError(path, f"is not readable: {error}") from None
+
+
 def manifest(path, keys):
     suffix = suffix_of(path)
     if suffix in LISTS:
         rows = table(path, keys) if suffix in (".tsv", ".csv") else objects(path)
     else:
-        raise UserError(f"{path} is neither a folder nor a manifest ({MANIFESTS})")
+        raise ListError(path, f"is neither a folder nor a manifest ({MANIFESTS})")
     for name, row in rows:
         try:
             if isinstance(row, LineError):
@@ -144,10 +176,10 @@ def table(path, keys):
     for option, choices in zip(("--audio-column", "--text-column", "--speaker-column"), keys):
         if choices and choices != SPEAKER_KEYS and not set(choices) & set(names):
             known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
-            raise UserError(f"{path} must have {known} in its first line ({option} names another), got {names}"[:1000])
+            raise ListError(path, f"must have {known} in its first line ({option} names another), got {names}"[:1000])
     used = [x for x in names if x]
     if len(set(used)) < len(used):
-        raise UserError(f"{path} must name each column once, got {names}"[:1000])
+        raise ListError(path, f"must name each column once, got {names}"[:1000])
     for i, row in rows:
         other = LineError("another number of columns than in the first line")
         yield f"{path.name} line {i}", dict(zip(names, row)) if len(row) == len(names) else other
@@ -238,13 +270,14 @@ def speaker(row, keys=SPEAKER_KEYS):
 
 
 def encodable(text, what):
-    """The text, unless it holds half of a surrogate pair or is none."""
+    """The text, unless it holds bytes that are no UTF-8, or half of a surrogate pair, or is none."""
     try:
         if isinstance(text, str):
             text.encode()
             return text
     except UnicodeEncodeError:
-        pass
+        if re.search("[\udc80-\udcff]", text):
+            raise LineError(f"{what} is not UTF-8") from None
     raise LineError(f"{what} is no string of characters")
 
 
@@ -375,7 +408,7 @@ def no_corpus(path, what):
     inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
     found = [x for x in inside if suffix_of(x) in LISTS]
     such = f"such as {found[0]}" if found else MANIFESTS
-    return UserError(f"{path} holds no {what}; a manifest is named itself ({such})")
+    return ListError(path, f"holds no {what}; a manifest is named itself ({such})")
 
 
 def below(folder):
@@ -417,12 +450,14 @@ def beside(path):
     for line, parent, name, text in said:
         file = files.get((parent, name))
         unused.pop((parent, name), None)
-        if file is None:
-            yield Fault("a text without its audio file", line)
-        else:
+        try:
+            if file is None:
+                raise LineError("a text without its audio file")
             names = file.resolve().parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
             known = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
-            yield Entry(str(file.relative_to(path)), file, text, speaker=known)
+            yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=known)
+        except LineError as error:
+            yield Fault(str(error), line)
     yield from (Fault("an audio file without a text", str(x.relative_to(path))) for x in unused.values())
 
 
@@ -452,7 +487,8 @@ def kaldi(path, texts=True):
             end = {} if where[2].startswith("-") else {"end": where[2]}
             start, end, _ = span({"start": where[1]} | end)
             audio, of = located(file, path / "wav.scp"), speakers.get(name, "")
-            yield Entry(name, audio, " ".join(text), start, end, channel("".join(where[3:])), speaker=of)
+            said, of = encodable(" ".join(text), "the text"), encodable(of, "the speaker")
+            yield Entry(name, audio, said, start, end, channel("".join(where[3:])), speaker=of)
         except LineError as error:
             yield Fault(str(error), name)
     yield from (Fault("a recording without a text", x) for x in segments)

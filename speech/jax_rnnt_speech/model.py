@@ -27,7 +27,7 @@ class Head(nnx.Module):
 
     def __call__(self, rows, lengths):
         rows = jnp.pad(cut(rows, lengths), ((0, 0), (0, -rows.shape[1] % self.stack), (0, 0)))
-        rows, lengths = rows.reshape(len(rows), -1, self.stack * rows.shape[-1]), -(-lengths // self.stack)
+        rows, lengths = rows.reshape(rows.shape[0], -1, self.stack * rows.shape[-1]), -(-lengths // self.stack)
         rows = self.project(self.dropout(rows))
         for block in self.blocks.layers:
             rows, _ = block(rows, lengths, block.whole)

@@ -100,8 +100,8 @@ def phrases(path, recogniser):
     """The Phrases of a file, spelled as the vocabulary spells texts; what it cannot spell is named, and left out."""
     normalize = texts.normalizer(recogniser.config.normalize, recogniser.config.lower)
     try:
-        lines = list(manifests.lines_of(path))
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [(i, manifests.encodable(line, f"line {i}")) for i, line in manifests.lines_of(path)]
+    except (OSError, ValueError) as error:
         raise UserError(f"--phrases {path} is not readable: {error}") from None
     found = []
     for i, line in lines:
@@ -135,20 +135,13 @@ def search_of(args, recogniser):
 
 def sentences_of(path, normalize, report, columns=()):
     """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
-    try:
-        if path.suffix == ".txt":
-            entries = [manifests.Entry(f"{path.name} line {i}", path, x) for i, x in manifests.lines_of(path)]
+    for x in manifests.sentences(path) if path.suffix == ".txt" else manifests.read(path, *columns):
+        if isinstance(x, manifests.Fault):
+            report.add(*x)
+        elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
+            yield words
         else:
-            entries = manifests.read(path, *columns)
-        for x in entries:
-            if isinstance(x, manifests.Fault):
-                report.add(*x)
-            elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
-                yield words
-            else:
-                report.add("no words", x.name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not readable: {error}") from None
+            report.add("no words", x.name)
 
 
 def estimate(sentences, order):

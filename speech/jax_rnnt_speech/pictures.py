@@ -1,69 +1,19 @@
-"""Pictures of held-out utterances in a training; pictures and tables of a run and its test, for a page."""
+"""Pictures and tables of a run and its test, for a page."""
 
-import functools
 import html
 
 import jax
 import numpy as np
 from matplotlib import pyplot as plt
-from tqdm import tqdm
 
 from jax_rnnt import plot
-from jax_rnnt_speech import batches, errors, runs
+from jax_rnnt_speech import errors, runs
 from jax_rnnt_speech.config import UserError
 
 WIDTH = 3.9  # inches, as a narrow screen has: letters of 9 points can be read there
 DARK = 20, 24, 30  # the background of a dark page
 SHOWN = 10  # transcripts
 LABELS = 3  # at least, in the lattice
-HELD_OUT = 3  # utterances that a training draws
-
-
-class HeldOut:
-    """Draws some held-out utterances: lattices, alignments, and how the times of their labels have moved."""
-
-    def __init__(self, recogniser, data, buckets, folder):
-        self.recogniser, self.folder, self.first = recogniser, folder, None
-        self.device, self.hop = data.corpus.device, data.corpus.hop
-        first = next(x for x in buckets if not data.without.issuperset(x.members))
-        members = [i for i in first.members if i not in data.without]
-        few = first._replace(members=members[:HELD_OUT], batch=HELD_OUT)
-        self.batch = next(iter(batches.testing(data, recogniser.config, [few], (0, 1))))
-        self.count = int(self.batch["valid"].sum())
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def compute(self, params, batch):
-        model = self.recogniser.model(params)
-        features = self.recogniser.inputs(batch, self.device)
-        x = self.recogniser.encoded(model, features, batch)
-        logits = model.joint(x.frames[:, :, None], x.states[:, None])
-        _, emitted = self.recogniser.loss.posteriors(logits, *x[2:])
-        return features, x, logits, emitted, self.recogniser.loss.label_frames(logits, *x[2:])
-
-    def draw(self, params, step):
-        """Writes lattice.png, and latency.png where an earlier step was drawn."""
-        loss, clock = self.recogniser.variant.loss, {"subsampling": self.recogniser.subsampling, "hop": self.hop}
-        if self.first is None:
-            tqdm.write("compiling: pictures of held-out utterances")
-        features, x, logits, emitted, expected = jax.device_get(self.compute(params, self.batch))
-        self.first = self.first or (step, expected)
-        figure, axes = plt.subplots(2, self.count, figsize=(5 * self.count, 8), layout="constrained", squeeze=False)
-        late, moved = plt.subplots(1, self.count, figsize=(5 * self.count, 5), layout="constrained", squeeze=False)
-        for i in range(self.count):
-            frames, labels = int(x.frame_lengths[i]), int(x.target_lengths[i])
-            targets = x.targets[i, :labels]
-            names = {"texts": [self.recogniser.tokens.pieces[k] for k in targets], **clock}
-            cut = logits[i, :frames, : labels + 1], targets, frames, labels
-            plot.draw_lattice(loss, *cut, **names, ax=axes[0, i])
-            heard = features[i, : self.batch["lengths"][i]], emitted[i, :frames], targets
-            plot.draw_emissions(*heard, **names, ax=axes[1, i])
-            times = (self.first[1][i, :labels], expected[i, :labels])
-            steps = f"step {self.first[0]}", f"step {step}"
-            plot.draw_latencies(*times, targets, names=steps, **names, ax=moved[0, i])
-        figure.savefig(self.folder / runs.LATTICE, dpi=100)
-        late.savefig(self.folder / runs.LATENCY, dpi=100)
-        plt.close(figure)
-        plt.close(late)
 
 
 def save(figure, folder, name):
@@ -83,7 +33,7 @@ def learning_curve(workdir, folder):
     series = {name: [(x["step"], x[name]) for x in lines if name in x] for name in
               ("loss", "valid_loss", "valid_wer", "valid_cer")}  # fmt: skip
     if not series["loss"]:
-        return False
+        return
     figure, (above, below) = plt.subplots(2, 1, figsize=(WIDTH, 4.4), dpi=200, sharex=True, layout="constrained")
     for ax, names in (
         (above, {"loss": "training", "valid_loss": "held out"}),
@@ -97,20 +47,19 @@ def learning_curve(workdir, folder):
     above.set_ylabel("nats an utterance")
     below.set(xlabel="step", ylabel="held-out errors, %")
     save(figure, folder, "learning-curve")
-    return True
 
 
 def lattice(recogniser, result, folder):
     """The lattice of the shortest utterance without errors, or of the shortest one."""
     tokens, known = recogniser.tokens, []
-    for (corpus, i), x in zip(result.tested, result.results):
+    for i, x in zip(result.tested, result.results):
         labels = tokens.encode(x.reference)
         if labels and len(labels) >= LABELS:
-            known.append((x.words.errors > 0, x.seconds or len(labels), x.name, corpus, i, labels))
+            known.append((x.words.errors > 0, x.seconds or len(labels), x.name, i, labels))
     if not known:
-        return False
-    *_, corpus, i, labels = min(known, key=lambda x: x[:3])
-    features = recogniser.features(corpus.samples(i, np.random.default_rng(i)))
+        return
+    *_, i, labels = min(known)
+    features = recogniser.features(result.corpus.samples(i, np.random.default_rng(i)))
     batch = {"lengths": np.array([len(features)], np.int32), "targets": np.array([labels], np.int32),
              "target_lengths": np.array([len(labels)], np.int32)}  # fmt: skip
 
@@ -127,7 +76,6 @@ def lattice(recogniser, result, folder):
     targets = np.array(labels, np.int32)
     plot.draw_lattice(recogniser.variant.loss, found, targets, texts=names, **clock, ax=ax)
     save(figure, folder, "lattice")
-    return True
 
 
 def marked(x):

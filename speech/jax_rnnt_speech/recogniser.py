@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jax_rnnt import decode
-from jax_rnnt_speech import encoders, features, losses, tokens
+from jax_rnnt_speech import encoders, features, losses, programs, tokens
 from jax_rnnt_speech.config import Config, UserError, from_json
 from jax_rnnt_speech.losses import Encoded, variant_of
 from jax_rnnt_speech.model import Transducer
@@ -23,6 +23,7 @@ from jax_rnnt_speech.parts import lower_layers
 GREEDY = Search()
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
 OPEN = 100  # labels of a recording in parts, by beam, that later parts may still change
+NEVER = 2**30  # rows before which no deadline is
 SAMPLE = 200  # utterances of which statistics are taken
 
 
@@ -44,8 +45,7 @@ class Recogniser:
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
         model = Transducer(config, len(mean), self.blank, self.classes, encoders.fields_of(source), rngs=rngs)
-        self.subsampling, self.limit = encoders.subsampling(config, source), model.encoder.limit
-        self.width, self.searched = model.encoder.width, set()  # shapes of batches
+        self.subsampling, self.width = encoders.subsampling(config, source), model.encoder.width
         self.chunk = 0 if model.head else model.encoder.chunk
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
 
@@ -64,8 +64,7 @@ class Recogniser:
     @property
     def longest(self):
         """Seconds of a recording that the model hears at most."""
-        samples = self.limit * self.extractor.hop - self.extractor.tail
-        return max(0, samples) / self.extractor.rate if self.limit else float("inf")
+        return encoders.longest(self.config, self.source)
 
     def measure(self, data):
         """Takes mean and deviation of each feature from some training utterances."""
@@ -73,7 +72,7 @@ class Recogniser:
             return
         some = list(data.labels)[:: max(1, len(data.labels) // SAMPLE)]
         loaded = [data.corpus.load(i, np.random.default_rng(i)) for i in some]
-        loaded = [self.extractor(x) if data.corpus.device else x for x in loaded if x is not None]
+        loaded = [x for x in loaded if x is not None]
         if not loaded:
             raise UserError(f"none of the {len(some)} training utterances that were tried has readable audio")
         frames = np.concatenate(loaded)
@@ -91,10 +90,9 @@ class Recogniser:
 
         return nnx.merge(self.graphdef, params, jax.tree.map(fold, self.noise))
 
-    def inputs(self, batch, device):
+    def inputs(self, batch):
         """Features [B, T, F] of a batch, with mean 0 and deviation 1."""
-        x = batch["audio"]
-        return self.standardised(self.extractor(x, jnp) if device else x)
+        return self.standardised(batch["audio"])
 
     def standardised(self, x):
         return (x - self.mean) / self.deviation
@@ -111,9 +109,9 @@ class Recogniser:
             rows, lengths = model.on_rows(*model.encoder.upper(x, batch["lengths"], layers))
         return Encoded(rows, model.predictor(batch["targets"]), batch["targets"], lengths, batch["target_lengths"])
 
-    def mean_loss(self, params, batch, step, device, layers=None):
+    def mean_loss(self, params, batch, step, layers=None):
         """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
-        x = self.inputs(batch, device) if layers is None else batch["audio"]
+        x = self.inputs(batch) if layers is None else batch["audio"]
         x = features.hide(x, batch["lengths"], batch["spans"], self.config.time_masks)
         frozen = lower_layers(self.config.freeze) if layers is None else None
         if frozen is not None:  # they have no dropout, as rows of the cache have none
@@ -131,11 +129,12 @@ class Recogniser:
         texts = batch["texts"], batch["text_lengths"], len(self.tokens.pieces)
         return value + self.config.text_weight * losses.of_texts(model, *texts)
 
+    @programs.announced("rows of frozen blocks")
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def lower(self, params, batch, layers):
         """Rows [B, N, E] of the features of a batch after so many layers of the encoder, and their lengths [B]."""
         encoder = self.model(params).encoder
-        return encoder.lower(self.inputs(batch, False), batch["lengths"], layers), encoder.lengths(batch["lengths"])
+        return encoder.lower(self.inputs(batch), batch["lengths"], layers), encoder.lengths(batch["lengths"])
 
     def search(self, model, rows, lengths, how=GREEDY, state=None, every=False, more=0):
         """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`.
@@ -153,21 +152,15 @@ class Recogniser:
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
         return hypotheses if every else best(hypotheses)
 
-    @functools.partial(jax.jit, static_argnums=(0, 3))
-    def evaluated(self, params, batch, device, how):
+    @programs.announced("a test")
+    @functools.partial(jax.jit, static_argnums=0)
+    def evaluated(self, params, batch, how):
         """Sum of losses, and labels [B, L] with their numbers [B]."""
         model = self.model(params)
-        x = self.encoded(model, self.inputs(batch, device), batch)
+        x = self.encoded(model, self.inputs(batch), batch)
         values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         hypotheses = self.search(model, x.frames, x.frame_lengths, how)
         return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def heard(self, params, x, lengths, how):
-        """Hypotheses [B] of features [B, T, F] of whole recordings; of a beam also labels, counts, scores [B, N]."""
-        model = self.model(params)
-        found = self.search(model, *model.encode(x, lengths), how, every=True)._replace(state=None)
-        return (best(found), (found.labels, found.counts, found.scores)) if how.beam else (found, None)
 
     def part(self, model, rows, lengths, state, deadline, how):
         """(hypotheses [B], how many of their labels [B] are final, state, other hypotheses) of the next rows.
@@ -185,26 +178,41 @@ class Recogniser:
         final = jnp.where(closed, first.counts, jnp.maximum(found.stable, first.counts - OPEN))
         return first._replace(state=None), final, decode.commit_labels(found, final), others
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def continued(self, params, x, lengths, encoder, decoder, deadline, how):
-        """(state of the encoder, rows [B], `part`) of the next features [B, T, F] of streams."""
-        model = self.model(params)
-        rows, lengths, encoder = model.encoder.step(x, lengths, encoder)
-        return encoder, lengths, self.part(model, rows, lengths, decoder, deadline, how)
+    @programs.announced("a step of streams")
+    @functools.partial(jax.jit, static_argnums=(0, 9))
+    def continued(self, params, x, lengths, deadlines, fresh, encoder, decoder, how, first=None):
+        """(state of the encoder, rows [B], `part`) after the next features [B, T, F] of streams.
 
+        `fresh` [B]: those that begin. `first`: all or none do, where states before and after a first step differ.
+        """
+        model = self.model(params)
+        start = model.encoder.initial(1)
+
+        def advanced(x, length, fresh, old):
+            before = start if first else old
+            if first is None:
+                before = jax.tree.map(lambda start, x: jnp.where(fresh, start, x), start, old)
+            rows, counts, new = model.encoder.step(x[None], length[None], before)
+            new = jax.tree.map(lambda new, old: jnp.where(length > 0, new.astype(old.dtype), old), new, old)
+            return rows[0], jnp.where(length > 0, counts[0], 0), new
+
+        rows, counts, encoder = jax.vmap(advanced)(x, lengths, fresh, encoder)  # each stream has its own clock
+        decoder = None if decoder is None else decode.reset_streams(decoder, fresh)
+        return encoder, counts, self.part(model, rows, counts, decoder, deadlines, how)
+
+    @programs.announced("an encoder")
     @functools.partial(jax.jit, static_argnums=0)
     def window(self, params, x, lengths, first):
-        """Rows [B, N, E] from the `first` [B] on, of features [B, T, F]; their lengths [B]; greedy hypotheses [B]."""
-        model = self.model(params)
-        rows, lengths = model.encode(x, lengths)
+        """Rows [B, N, E] from the `first` [B] on, of features [B, T, F], and their lengths [B]."""
+        rows, lengths = self.model(params).encode(x, lengths)
         place = jnp.minimum(jnp.arange(rows.shape[1]) + first[:, None], rows.shape[1] - 1)
-        rows, lengths = jnp.take_along_axis(rows, place[..., None], 1), lengths - first
-        return rows, lengths, self.search(model, rows, lengths)._replace(state=None)
+        return jnp.take_along_axis(rows, place[..., None], 1), lengths - first
 
+    @programs.announced("a search")
     @functools.partial(jax.jit, static_argnums=0)
-    def taken(self, params, rows, lengths, decoder, deadline, how):
+    def taken(self, params, rows, lengths, decoder=None, how=GREEDY):
         """`part` of rows of windows."""
-        return self.part(self.model(params), rows, lengths, decoder, deadline, how)
+        return self.part(self.model(params), rows, lengths, decoder, -NEVER, how)
 
     @property
     def seconds(self):

@@ -16,8 +16,8 @@ from jax_rnnt_speech import hosts
 from jax_rnnt_speech.config import UserError
 
 METRICS, TENSORBOARD, CHECKPOINTS, BEST = "metrics.jsonl", "tensorboard", "checkpoints", "best"
-LATTICE, LATENCY, LEFT_OUT = "lattice.png", "latency.png", "left-out-{}.tsv"
-WRITTEN = METRICS, TENSORBOARD, CHECKPOINTS, BEST, LATTICE, LATENCY, LEFT_OUT.format("*")  # by a run
+LEFT_OUT = "left-out-{}.tsv"
+WRITTEN = METRICS, TENSORBOARD, CHECKPOINTS, BEST, LEFT_OUT.format("*")  # by a run
 
 
 class Run:

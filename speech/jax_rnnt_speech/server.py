@@ -18,9 +18,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from jax_rnnt import timing
-from jax_rnnt_speech import audio, manifests, recognise, results, streams, transcripts
+from jax_rnnt_speech import audio, manifests, recognise, streams, transcripts
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.slots import Slots, Step
 from jax_rnnt_speech.utterances import shown
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
@@ -79,7 +78,7 @@ class Server:
         self.recogniser, self.how, self.options = recogniser, how, options
         self.name = options.name or Path(options.model).resolve().name
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
-        self.slots = Slots(recogniser, options.connections, how) if recogniser.chunk else None
+        self.slots = streams.Slots(recogniser, options.connections, how) if recogniser.chunk else None
         if self.slots:
             self.steps = Together(self.slots.run, options.connections)
             self.slots.run([])
@@ -226,11 +225,11 @@ class Server:
             raise Problem(400, "/v1/stream is a WebSocket")
         if not self.slots.free:
             raise Problem(503, f"{self.slots.count} streams are open, which is the limit: try again later")
-        slot = self.slots.free.pop()
+        stream = streams.Stream(self.recogniser, silence=self.options.endpoint, slots=self.slots)
         try:
             await socket.prepare(request)
             self.sockets.add(socket)
-            await self.listen(socket, slot, Samples(SAMPLES[kind], int(rate), self.recogniser.extractor.rate))
+            await self.listen(socket, stream, Samples(SAMPLES[kind], int(rate), self.recogniser.extractor.rate))
         except Problem as problem:
             await socket.send_json({"type": "error", "error": problem.error})
             await socket.close(code=aiohttp.WSCloseCode.INVALID_TEXT)
@@ -238,23 +237,11 @@ class Server:
             await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
         finally:
             self.sockets.discard(socket)
-            self.slots.free.append(slot)
+            self.slots.free.append(stream.slot)
         return socket
 
-    async def listen(self, socket, slot, samples):
-        chunks, words = streams.Chunks(self.recogniser), streams.Words(self.recogniser, self.options.endpoint)
-        between, unsure, said, end = "" if words.mark is None else " ", results.no_labels(), "", False
-
-        async def say(found, ended=False):
-            nonlocal said
-            text, time = between.join(x.text for x in found), round(words.rows * self.recogniser.seconds, 3)
-            events = [{"type": "words", "text": text, "words": timing.to_json(found)}] if found else []
-            text = self.recogniser.tokens.decode(words.waiting.labels + unsure.labels).strip()
-            events += [{"type": "partial", "text": text}] if text not in ("", said) else []
-            events += [{"type": "endpoint"}] * ended
-            said = text
-            await self.send(socket, [x | {"time": time} for x in events])
-
+    async def listen(self, socket, stream, samples):
+        end = False
         while not end:
             message = await socket.receive(timeout=PATIENCE)
             end = message.type is aiohttp.WSMsgType.TEXT and message.data.strip() == "end"
@@ -262,14 +249,10 @@ class Server:
                 raise Problem(400, 'messages must be samples, and at last the text "end"')
             if not end and message.type is not aiohttp.WSMsgType.BINARY:
                 return
-            for x, count in chunks.steps(samples.rest() if end else samples(message.data), end):
-                job = Step(slot, x, count, words.deadline, chunks.taken <= count)
-                part, unsure, rows = await self.steps(job)
-                await say(*words.add(part, rows, bool(unsure.labels)))
-        last, unsure = unsure, results.no_labels()
+            for step in stream.steps(samples.rest() if end else samples(message.data), end):
+                await self.send(socket, stream.events(*stream.took(*await self.steps(step))))
         seconds = samples.count / samples.rate
-        found, _ = words.add(last, 0)
-        await say(found + words.take(streams.LONGEST, seconds))
+        await self.send(socket, stream.events(stream.rest(seconds)))
         await self.send(socket, [{"type": "end", "duration": round(seconds, 3)}])
         await socket.close()
 

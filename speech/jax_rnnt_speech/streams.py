@@ -2,25 +2,82 @@
 
 The encoder takes steps of its chunk, the search goes on from its state, and samples may come in pieces of any size:
 steps are the same, and so are all numbers. A beam lets go of labels that no hypothesis changes, and of the oldest ones
-where more than `recogniser.OPEN` are open.
+where more than `recogniser.OPEN` are open. Several streams that come and go are one batch.
 """
 
 import queue
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import decode
+from jax_rnnt import decode, timing
 from jax_rnnt_speech import audio, transcripts
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.recogniser import GREEDY
+from jax_rnnt_speech.recogniser import GREEDY, NEVER
 from jax_rnnt_speech.results import Labels, no_labels
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
-NEVER = 2**30  # rows before which no deadline is
 ENDS = "<EOU>", "<eou>"  # labels that end an utterance
+
+
+class Step(NamedTuple):
+    """The next features [T, F] of the stream in a slot, of which `count` count; `fresh`: its first ones."""
+
+    slot: int
+    x: np.ndarray
+    count: int
+    deadline: int  # of `Recogniser.part`
+    fresh: bool
+
+
+class Slots:
+    """A batch of streams. Those without a next step, and slots without a stream, stay as they are.
+
+    One program takes all steps, or two where an encoder's first step and the state before it have other sizes.
+    """
+
+    def __init__(self, recogniser, count=1, how=GREEDY):
+        if not recogniser.chunk:
+            raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
+        self.recogniser, self.count, self.how, self.free = recogniser, count, how, list(range(count))
+        encoder = recogniser.model(recogniser.params).encoder
+        self.sizes = [encoder.frames_of_step(first) for first in (False, True)]
+        start = encoder.initial(1)
+        first = jnp.zeros((1, self.sizes[True], len(recogniser.mean))), jnp.zeros(1, jnp.int32), start
+        after = jax.eval_shape(lambda *x: recogniser.model(recogniser.params).encoder.step(*x)[2], *first)
+        self.apart = [x.shape for x in jax.tree.leaves(after)] != [x.shape for x in jax.tree.leaves(start)]
+        self.encoder = jax.tree.map(lambda new: jnp.zeros((count, *new.shape), new.dtype), after)
+        self.decoder = None
+        shapes = jax.eval_shape(lambda *x: recogniser.continued(*x, *self.rest(False)), *self.arguments(False, []))
+        self.decoder = decode.reset_streams(shapes[2][2], np.ones(count, bool))
+
+    def arguments(self, first, steps):
+        x = np.zeros((self.count, self.sizes[first], len(self.recogniser.mean)), np.float32)
+        (lengths, deadlines), fresh = np.zeros((2, self.count), np.int32), np.zeros(self.count, bool)
+        for slot, features, *rest in steps:
+            x[slot], (lengths[slot], deadlines[slot], fresh[slot]) = features, rest
+        return self.recogniser.params, x, lengths, deadlines, fresh
+
+    def rest(self, first):
+        return self.encoder, self.decoder, self.how, first if self.apart else None
+
+    def run(self, steps):
+        """(Labels that are final, others, rows) of some steps, at most one of each stream; of none: it compiles."""
+        results = {}
+        for first in (True, False) if self.apart else (False,):
+            chosen = [step for step in steps if not self.apart or step.fresh == first]
+            if not chosen and steps:
+                continue
+            found = self.recogniser.continued(*self.arguments(first, chosen), *self.rest(first))
+            self.encoder, rows, (found, final, self.decoder, _) = found
+            found, final, rows = jax.device_get((found, final, rows))
+            for slot, *_ in chosen:
+                labels = Labels.of(found, slot, found.counts[slot], self.how)
+                results[slot] = labels.part(final[slot]), labels.part(final[slot], None), int(rows[slot])
+        return [results[step.slot] for step in steps]
 
 
 class Words:
@@ -74,31 +131,43 @@ class Words:
         return self.take(places[-1] if places else 0), False
 
 
-class Chunks:
-    """Features of a recording as it arrives, in the steps of an encoder: (features [T, F], padded; how many count)."""
+class Stream:
+    """Words of one recording as it arrives. `how`: greedy or a beam; `silence`: seconds that end an utterance, or 0.
 
-    def __init__(self, recogniser):
-        if not recogniser.chunk:
-            raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
-        self.recogniser, self.extractor = recogniser, recogniser.extractor
+    `feed` and, at the end, `finish` return the words that are final since the call before, as `timing.Interval` with
+    seconds from the start. `open` is the text behind them, which may change; `ends` has the seconds of the utterances'
+    ends in the last call.
+
+    A program with many streams gives them the same `slots`, and runs their `steps` together: `took` takes the results.
+    """
+
+    def __init__(self, recogniser, how=GREEDY, silence=0.0, slots=None):
+        self.slots = slots or Slots(recogniser, 1, how)
+        self.slot, self.recogniser, self.extractor = self.slots.free.pop(), recogniser, recogniser.extractor
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
-        encoder = recogniser.model(recogniser.params).encoder
-        self.first, self.later = encoder.frames_of_step(True), encoder.frames_of_step(False)
+        self.words, self.ends, self.unsure, self.said = Words(recogniser, silence), [], no_labels(), ""
+
+    @property
+    def open(self):
+        return self.recogniser.tokens.decode(self.words.waiting.labels + self.unsure.labels)
+
+    @property
+    def between(self):
+        """What is written between two words."""
+        return "" if self.words.mark is None else " "
 
     @property
     def size(self):
         """Frames of the next step."""
-        return self.later if self.taken else self.first
-
-    def chunk(self, x):
-        """Features padded to a step, and how many they are."""
-        return np.pad(x, ((0, self.size - len(x)), (0, 0))).astype(np.float32), len(x)
+        return self.slots.sizes[not self.taken]
 
     def cut(self, frames):
-        """The step of the next frames; drops the samples that no later one has."""
+        """The step of the next frames, padded; drops the samples that no later one has."""
         x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
-        step, self.samples = self.chunk(x), self.samples[frames * self.extractor.hop :]
+        padded = np.pad(x, ((0, self.size - frames), (0, 0))).astype(np.float32)
+        step = Step(self.slot, padded, frames, self.words.deadline, not self.taken)
+        self.samples = self.samples[frames * self.extractor.hop :]
         self.taken += frames
         return step
 
@@ -115,61 +184,46 @@ class Chunks:
             while remaining := self.extractor.count(self.total) - self.taken:
                 yield self.cut(min(remaining, self.size))
 
+    def took(self, part, unsure, rows):
+        """(words that are final, whether an utterance ends) after the step that found these."""
+        self.unsure = unsure
+        return self.words.add(part, rows, bool(unsure.labels))
 
-class Stream(Chunks):
-    """Words of one recording as it arrives. `how`: greedy or a beam; `silence`: seconds that end an utterance, or 0.
+    def rest(self, seconds=None):
+        """The words that are left at the end of a recording of so many seconds."""
+        last, self.unsure = self.unsure, no_labels()
+        found, _ = self.words.add(last, 0)
+        return found + self.words.take(LONGEST, self.total / self.extractor.rate if seconds is None else seconds)
 
-    `feed` and, at the end, `finish` return the words that are final since the call before, as `timing.Interval` with
-    seconds from the start. `open` is the text behind them, which may change; `ends` has the seconds of the utterances'
-    ends in the last call.
-    """
-
-    def __init__(self, recogniser, how=GREEDY, silence=0.0):
-        super().__init__(recogniser)
-        self.how, self.words, self.ends, self.unsure = how, Words(recogniser, silence), [], no_labels()
-        silent = jnp.zeros((1, self.first, len(recogniser.mean))), jnp.zeros(1, jnp.int32)
-        state, deadline = recogniser.model(recogniser.params).encoder.initial(1), jnp.zeros(1, jnp.int32)
-        shapes = jax.eval_shape(recogniser.continued, recogniser.params, *silent, state, None, deadline, how)
-        self.state = state, decode.reset_streams(shapes[2][2], np.ones(1, bool))
-
-    @property
-    def open(self):
-        return self.recogniser.tokens.decode(self.words.waiting.labels + self.unsure.labels)
-
-    def take(self, x, frames):
-        """(Labels that are final, rows) after a step."""
-        step, more = (x[None], np.array([frames], np.int32)), (np.array([self.words.deadline], np.int32), self.how)
-        encoder, rows, part = self.recogniser.continued(self.recogniser.params, *step, *self.state, *more)
-        found, final, decoder, _ = part
-        self.state = encoder, decoder
-        found, final, rows = jax.device_get((found, final[0], rows[0]))
-        labels = Labels.of(found, 0, found.counts[0], self.how)
-        self.unsure = labels.part(final, None)
-        return labels.part(final), int(rows)
-
-    def parts(self, samples, end=False):
-        """Yields what `take` returns, for more samples [S]; `end`: they are the last ones, and all labels final."""
+    def heard(self, samples, end=False):
+        """Yields what `took` returns for each step of more samples [S]; `end`: they are the last ones."""
         for step in self.steps(samples, end):
-            yield self.take(*step)
+            yield self.took(*self.slots.run([step])[0])
         if end:
-            some, self.unsure = self.unsure, no_labels()
-            yield some, 0
+            yield self.rest(), False
 
-    def heard(self, samples, end):
+    def feed(self, samples, end=False):
+        """`samples` [S]: floats in [-1, 1], or integers."""
         found, self.ends = [], []
-        for part, rows in self.parts(samples, end):
-            some, ended = self.words.add(part, rows, bool(self.unsure.labels))
+        for some, ended in self.heard(samples, end):
             found += some
             self.ends += [self.words.rows * self.recogniser.seconds] * ended
         return found
 
-    def feed(self, samples):
-        """`samples` [S]: floats in [-1, 1], or integers."""
-        return self.heard(samples, False)
-
     def finish(self):
-        found = self.heard(np.zeros(0, np.float32), True)
-        return found + self.words.take(LONGEST, self.total / self.extractor.rate)
+        return self.feed(np.zeros(0, np.float32), True)
+
+    def events(self, found, ended=False):
+        """Yields what has happened, for programs: final words, text that may change, the end of an utterance."""
+        time, open_ = {"time": round(self.words.rows * self.recogniser.seconds, 3)}, self.open.strip()
+        if found:
+            text = self.between.join(x.text for x in found)
+            yield {"type": "words", "text": text, "words": timing.to_json(found)} | time
+        if open_ not in ("", self.said):
+            yield {"type": "partial", "text": open_} | time
+        if ended:
+            yield {"type": "endpoint"} | time
+        self.said = open_
 
 
 def blocks_of_file(path, rate):

@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_rnnt_speech import config, corpora, errors, ngrams, outputs, pretrained, recognise, texts
 from jax_rnnt_speech.config import UserError, natural
-from jax_rnnt_speech.utterances import Report, shown
+from jax_rnnt_speech.utterances import shown
 
 OPTIONS = {"lower", "normalize", "audio_column", "text_column", "speaker_column"}
 SPEAKERS = 20  # on the screen
@@ -25,41 +25,36 @@ KINDS = "insertions", "deletions", "substitutions"
 class Test:
     """The results of a model on some corpora."""
 
+    def recordings(self):
+        """(name, samples or UserError) of each utterance; those without samples are in the report."""
+        for i, x in enumerate(self.corpus.utterances):
+            try:
+                yield x.name, self.corpus.samples(i, np.random.default_rng(i))
+            except UserError as error:
+                self.report.add(getattr(error, "reason", str(error)), x.name)
+                self.unread.add(i)
+                yield x.name, error
+
     def __init__(self, recogniser, paths, settings, how):
-        self.report, self.results, self.refused = Report(), [], []
-        self.tested, self.unread = [], set()  # (corpus, number): of each result, and without audio
-        found = corpora.opened(paths, settings, self.report, testing=True)
-        self.listed = [(corpus, i) for corpus in found for i in range(len(corpus.utterances))]
+        self.corpus, self.results, self.refused = corpora.tested(paths, settings), [], []
+        self.report, utterances = self.corpus.report, self.corpus.utterances
+        self.tested, self.unread = [], set()  # numbers of the results' utterances, and of those without audio
         normalize, started = texts.normalizer(settings.normalize, settings.lower), time.perf_counter()
         found = recognise.transcribe(recogniser, self.recordings(), how)
-        bar = outputs.bar(found, "utterances", len(self.listed), disable=None)
-        for (corpus, i), x in zip(self.listed, bar):
-            utterance = corpus.utterances[i]
-            if (corpus, i) in self.unread:
+        for i, x in enumerate(outputs.bar(found, "utterances", len(utterances), disable=None)):
+            if i in self.unread:
                 continue
             self.refused += [x.error] if x.error else []
-            seconds = utterance.seconds or x.duration
-            pair = utterance.text, "" if x.error else normalize(x.text)
-            self.tested.append((corpus, i))
-            self.results.append(errors.tested(shown(utterance.name), utterance.speaker, seconds, *pair))
+            seconds = utterances[i].seconds or x.duration
+            pair = utterances[i].text, "" if x.error else normalize(x.text)
+            self.tested.append(i)
+            self.results.append(errors.tested(shown(utterances[i].name), utterances[i].speaker, seconds, *pair))
         self.seconds = time.perf_counter() - started
         self.words = errors.summed([x.words for x in self.results]) if self.results else errors.Counts(0, 0, 0, 0)
         if not self.words.length:
-            left = "".join(f"; {x}" for x in self.report.lines())
-            raise UserError(f"no utterance with words in {', '.join(paths)}{left}")
+            raise UserError(f"no utterance with words in {', '.join(paths)}{self.report.summary()}")
         self.characters = errors.summed([x.characters for x in self.results])
         self.interval = errors.interval([x.words for x in self.results])
-
-    def recordings(self):
-        """(name, samples or UserError) of each utterance; those without samples are in the report."""
-        for corpus, i in self.listed:
-            name = corpus.utterances[i].name
-            try:
-                yield name, corpus.samples(i, np.random.default_rng(i))
-            except UserError as error:
-                self.report.add(getattr(error, "reason", str(error)), name)
-                self.unread.add((corpus, i))
-                yield name, error
 
     def object(self):
         """What --json prints."""

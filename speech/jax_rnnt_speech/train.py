@@ -62,14 +62,14 @@ def averaged(config, before, state):
     return {"average": average, "updates": updates}
 
 
-def make_train_step(recogniser, parts, optimizer, device, layers=None, places=None):
+def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
     """Returns a jitted (state, batch, frozen, step) -> (state, numbers). `layers`: batches hold rows after so many."""
     config = recogniser.config
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
         def loss(weights):
-            return recogniser.mean_loss(parts.whole(weights, frozen), batch, step, device, layers)
+            return recogniser.mean_loss(parts.whole(weights, frozen), batch, step, layers)
 
         value, gradient = jax.value_and_grad(loss)(state["weights"])
         norm = optax.tree_utils.tree_norm(gradient)
@@ -115,10 +115,8 @@ class Training:
         programs.keep(self.run.workdir / "programs")
         folder = options.cache
         self.folder = None if folder and folder.name == "none" else folder or self.run.workdir / "cache"
-        train = corpora.training(config, self.folder)
-        valid = cache.features(
-            corpora.open_corpus(config.valid or config.train, config, "valid", self.folder), self.folder
-        )
+        train = corpora.open_corpus(config.train, config, "train", self.folder)
+        valid = corpora.open_corpus(config.valid or config.train, config, "valid", self.folder)
         more = {"implementation": options.implementation}
         texts = json.dumps([(x.name, x.text) for x in train.utterances]).encode()
         self.stored, self.progress = {"utterances": hashlib.sha256(texts).hexdigest()}, Progress()
@@ -143,7 +141,7 @@ class Training:
                 print(f"{name}: {line}")
         self.report_sizes()
         self.layers = None
-        if self.parts.layers is not None and getattr(train, "stored", False):
+        if self.parts.layers is not None and isinstance(train, cache.Stored):
             self.layers = self.parts.layers
             self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
         texts = batches.sentences(config, self.recogniser.tokens)
@@ -158,9 +156,6 @@ class Training:
         if folder is None and not jax.process_index():
             cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
         self.search = self.shared(ngrams.search_of(options, self.recogniser))
-        from jax_rnnt_speech import pictures  # Matplotlib takes most of a second
-
-        self.pictures = pictures.HeldOut(self.recogniser, self.valid, self.test_buckets, self.run.workdir)
 
     def split(self, batch):
         """Arrays over all devices, of the rows that this process has."""
@@ -203,7 +198,7 @@ class Training:
 
     def start(self, first):
         """The state of step `first`, and the jitted step."""
-        config, device = self.config, self.train.corpus.device
+        config = self.config
         params = self.shared(self.recogniser.params, config.shard)
         weights, self.frozen = self.parts.free(params), self.parts.frozen(params)
         optimizer = make_optimizer(config, self.parts.factors)
@@ -214,8 +209,8 @@ class Training:
             params, training = self.run.restore(params=params, training=self.training_only(state))
             self.frozen, weights = self.parts.frozen(params), self.parts.free(params)
             state = state | training | {"average" if config.average else "weights": weights}
-        step = make_train_step(self.recogniser, self.parts, optimizer, device, self.layers, places)
-        return state, programs.Announced("a step of training", step)
+        step = make_train_step(self.recogniser, self.parts, optimizer, self.layers, places)
+        return state, programs.announced("a step of training", place=1)(step)
 
     def training_only(self, state):
         """What a checkpoint stores of the state beside the parameters that are used."""
@@ -229,8 +224,6 @@ class Training:
         if better:
             self.run.save_best(step, self.setup(), params)
         self.keep(state, step, params)
-        if not jax.process_index():  # last: its programs take long to compile, and an interruption loses pictures alone
-            self.pictures.draw(jax.device_get(params), step)
 
     def setup(self):
         return self.recogniser.setup() | self.stored | {"progress": self.progress.stored()}

@@ -33,6 +33,8 @@ class Transcript(NamedTuple):
 
     def object(self, entry):
         x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
+        if (entry.start, entry.end) != (0.0, None):
+            x["start"] = entry.start  # of a segment, in seconds from the start of the file
         x["words"] = timing.to_json(self.words)
         return x if self.nbest is None else x | {"nbest": self.nbest}
 

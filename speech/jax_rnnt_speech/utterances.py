@@ -34,15 +34,14 @@ class Report:
                 self.names[reason].append(name)
             self.seen.add((reason, name))
 
-    def take(self, other):
-        """All names of another report."""
-        for reason, names in other.names.items():
-            self.names[reason] += names
-
     def lines(self, named=NAMED):
         for reason, names in self.names.items():
             more = f", and {len(names) - named} more" if len(names) > named else ""
             yield f"left out, {reason}: {len(names)} ({', '.join(names[:named])}{more})"
+
+    def summary(self):
+        """What is behind an error of its corpus."""
+        return "".join(f"; {x}" for x in self.lines())
 
     def write(self, path):
         """All names, one a line after its reason."""

@@ -5,25 +5,25 @@ limit: what is to be transcribed, and `MARGIN` seconds on both sides, of which t
 search of the window finds where it pauses. The search proper ends in the last pause of the latter half, or as far from
 labels as it can, and the next window goes on there: one state goes from window to window, so texts are never merged,
 and frames count from the start of the recording. Windows of several recordings make a batch, of one of two sizes, so
-that few programs are compiled.
+that few programs are compiled. Recordings that fit into a window are sorted by length, and their batches have few
+shapes.
 """
-
-import sys
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from jax_rnnt import decode
 from jax_rnnt_speech import audio
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.results import Labels, Result, no_labels
-from jax_rnnt_speech.streams import NEVER, Stream
+from jax_rnnt_speech.streams import Stream
 
 WINDOW = 30.0  # seconds of a window, margins included
 MARGIN = 2.0  # seconds that the encoder hears before and after what is transcribed
 PAUSE = 0.8  # seconds without a label in which the last place serves as well as any
 MOST = 4  # windows of a batch
+ROUND = 256  # recordings are padded to multiples of so many frames, for few programs
+BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
 
 
 class Recording:
@@ -50,6 +50,11 @@ class Recording:
         """Whether the window ends with the recording."""
         return len(self.samples) <= self.size
 
+    @property
+    def frames(self):
+        """Of the features of the samples."""
+        return self.extractor.count(len(self.samples))
+
     def fail(self, error):
         self.error = f"{error}" if isinstance(error, UserError) else f"{self.name}: {error}"
         self.samples = self.samples[:0]
@@ -72,10 +77,6 @@ class Recording:
             size += len(piece)
         if not self.error:
             self.samples = np.concatenate(held)
-
-    def features(self):
-        """Of the window, and its first row that is to be transcribed."""
-        return self.recogniser.features(self.samples[: self.size]), self.row - self.begin
 
     def cut(self, rows, frames, durations):
         """How many of the rows to transcribe, by the frames of labels that a search found in them."""
@@ -109,6 +110,18 @@ class Recording:
             self.go_on(rows)
             self.done = bool(self.error)
 
+    def stream(self, how):
+        """Finds the labels as a `Stream` does, in the same programs."""
+        live, unsure, piece = Stream(self.recogniser, how), no_labels(), self.samples
+        self.samples = self.samples[:0]
+        while True:
+            for step in live.steps(self.samples if piece is None else piece, piece is None):
+                ((part, unsure, _),) = live.slots.run([step])
+                self.found.extend(part)
+            if piece is None:
+                return self.found.extend(unsure)
+            piece = self.read()
+
     def result(self):
         if self.error:
             return Result(self.name, error=self.error)
@@ -117,55 +130,59 @@ class Recording:
 
 
 def hear(recogniser, recordings, how):
-    """Finds the labels of long Recordings."""
+    """Finds the labels of Recordings."""
+    long = [x for x in recordings if x.long]
     if recogniser.chunk:
-        for x in recordings:
-            stream(recogniser, x, how)
-        return
+        for x in long:
+            x.stream(how)
+    else:
+        hear_long(recogniser, long, how)
+    waiting = sorted((x for x in recordings if x.frames and not x.long), key=lambda x: -len(x.samples))
+    while waiting:
+        frames = -(-waiting[0].frames // ROUND) * ROUND
+        most = max(1, BATCH // frames)
+        size = 1 << min(most.bit_length() - 1, (len(waiting) - 1).bit_length())  # powers of 2: few programs
+        rows, waiting = waiting[:size], waiting[size:]
+        rows += [None] * (size - len(rows))
+        hear_windows(recogniser, rows, frames, None, None, how)
+
+
+def hear_long(recogniser, recordings, how):
+    """Window by window; a row of the batch that has ended is the next recording's."""
     size = 1 if len(recordings) == 1 else MOST
     waiting, rows, state = recordings[::-1], [None] * size, None
     while waiting or any(rows):
         free = np.array([x is None for x in rows])
         rows = [x or (waiting.pop() if waiting else None) for x in rows]
-        state = hear_windows(recogniser, rows, state, free, how)
+        frames = recogniser.extractor.count(next(filter(None, rows)).size)
+        state = hear_windows(recogniser, rows, frames, state, free, how)
         rows = [None if x is None or x.done else x for x in rows]
 
 
-def hear_windows(recogniser, rows, state, free, how):
-    """Takes the next window of each Recording or None; the state of the search after it. `free`: rows that begin."""
-    some = next(filter(None, rows))
-    frames = recogniser.extractor.count(some.size)
+def hear_windows(recogniser, rows, frames, state, free, how):
+    """Takes the next window of each Recording or None; the state of the search after it.
+
+    `free`: rows that begin; None: all do, and end.
+    """
     batch = np.zeros((len(rows), frames, len(recogniser.mean)), np.float32)
     lengths, first = np.zeros((2, len(rows)), np.int32)
     for i, x in enumerate(rows):
         if x is not None:
-            found, first[i] = x.features()
+            found, first[i] = recogniser.features(x.samples[: x.size]), x.row - x.begin
             batch[i, : len(found)], lengths[i] = found, len(found)
-    if batch.shape not in recogniser.searched:
-        recogniser.searched.add(batch.shape)
-        tqdm.write(f"compiling: windows, {len(rows)} x {frames} frames", file=sys.stderr)
-    encoded, sizes, probe = recogniser.window(recogniser.params, batch, lengths, first)
-    sizes, probe = jax.device_get((sizes, probe))
-    labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
-    cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, sizes, labels)], np.int32)
-    deadline = np.full(len(rows), -NEVER, np.int32)
-    if state is None:
-        state = jax.eval_shape(recogniser.taken, recogniser.params, encoded, cuts, None, deadline, how)[2]
-    state = decode.reset_streams(state, free)
-    *part, state, others = recogniser.taken(recogniser.params, encoded, cuts, state, deadline, how)
+    encoded, cuts = recogniser.window(recogniser.params, batch, lengths, first)
+    cuts = np.array(cuts)
+    if not all(x is None or x.last for x in rows):
+        probe = jax.device_get(recogniser.taken(recogniser.params, encoded, cuts)[0])
+        labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
+        cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
+    if free is not None:
+        if state is None:
+            state = jax.eval_shape(recogniser.taken, recogniser.params, encoded, cuts, None, how)[2]
+        state = decode.reset_streams(state, free)
+    *part, state, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
     part = jax.device_get((*part, others))
     for i, x in enumerate(rows):
         if x is not None:
             x.take(i, int(cuts[i]), *part, how)
     return state
-
-
-def stream(recogniser, x, how):
-    """Finds the labels of a Recording as `Stream` does, in the same programs."""
-    live, piece = Stream(recogniser, how), x.samples
-    while piece is not None:
-        for part, _ in live.parts(piece):
-            x.found.extend(part)
-        x.samples, piece = x.samples[:0], x.read()
-    for part, _ in live.parts(x.samples, end=True):
-        x.found.extend(part)

@@ -15,7 +15,6 @@ import json
 import jax
 import pytest
 
-from jax_rnnt_speech import pictures
 from support import arguments, run, write_audio
 
 jax.config.update("jax_disable_most_optimizations", True)
@@ -35,12 +34,6 @@ def optimized():
     yield
     jax.config.update("jax_disable_most_optimizations", True)
     jax.clear_caches()
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    """Half the time of a short run; those of `trained` are drawn, which is set up before."""
-    monkeypatch.setattr(pictures.HeldOut, "draw", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def rows_of(name, data):
     """How many entries and faults a manifest must have at least."""
     if not name.endswith("jsonl"):
         return 0
-    text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    text = data.decode("utf-8-sig", "surrogateescape").replace("\r\n", "\n").replace("\r", "\n")
     try:
         whole = json.loads(text)  # one entry, on however many lines, or an array
         return len(whole) if isinstance(whole, list) else 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech import commands, model, pretrained, slots, synthesis  # noqa: F401
+from jax_rnnt_speech import commands, model, pretrained, synthesis  # noqa: F401
 
 TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "kernel": 3, "channels": 2,
@@ -66,7 +66,7 @@ def arguments(corpus, workdir, **options):
 
 
 def start(*arguments):
-    """A process of the command line that draws no pictures; its output is in `stdout` and `stderr`."""
+    """A process of the command line; its output is in `stdout` and `stderr`."""
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")  # --devices decides
     settings = {
         "JAX_PLATFORMS": "cpu",
@@ -75,7 +75,6 @@ def start(*arguments):
         "PYTHONUNBUFFERED": "",
     }
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    program = "from jax_rnnt_speech import commands, pictures; pictures.HeldOut.draw = lambda *_: None; commands.main()"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    command = [sys.executable, "-m", "jax_rnnt_speech", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=os.environ | settings, stdout=pipe, stderr=pipe, text=True)

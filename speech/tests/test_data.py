@@ -30,6 +30,18 @@ def test_layouts_agree(corpus, tmp_path):
         assert x.frames == len(starts) and whole.load(i, None).shape == (x.frames, 6)
 
 
+def test_several_sources(corpus, tmp_path):
+    """One corpus of all; what lists nothing is named where corpora are tested, and an error of a training."""
+    paths = [str(corpus / "all.jsonl"), str(tmp_path / "none"), str(corpus / "held-out.jsonl")]
+    found = asr.corpora.Recordings(paths, configuration(), lenient=True)
+    assert len(found.utterances) == 12 and dict(found.report.names) == {"does not exist": [paths[1]]}
+    assert len(asr.corpora.open_corpus(paths[::2], configuration(), "train").utterances) == 12
+    with pytest.raises(asr.config.UserError, match="none does not exist"):
+        asr.corpora.open_corpus(paths, configuration(), "train")
+    assert asr.config.from_json({"train": paths, "valid": ["a"]}, "") == {"train": paths, "valid": "a"}
+    assert asr.config.from_json({"mel_on": "host"}, "a checkpoint of before") == {}
+
+
 def test_bad_data_is_left_out_by_name(tmp_path):
     """Each kind of bad data is in the report under its reason; the good utterance alone remains."""
     config = configuration(max_seconds=2.0, alphabet="ABC ", tokens="characters")
@@ -109,7 +121,7 @@ def test_samples_that_are_no_sound(tmp_path, sample):
     reason = reason if np.isfinite(sample) else "samples that are NaN or infinite"
     assert len(found.utterances) == 1 and dict(found.report.names) == {reason: ["c.wav"]}
     (tmp_path / "m.jsonl").write_text(lines[1])
-    with pytest.raises(asr.config.UserError, match="has no usable utterance; left out, samples"):
+    with pytest.raises(asr.config.UserError, match="no usable utterance; left out, samples"):
         asr.corpora.open_corpus(str(tmp_path / "m.jsonl"), configuration(), "train")
 
 

@@ -99,7 +99,7 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(asr.testing, "SPEAKERS", 1)
     run([*command[:4], tmp_path / "nowhere", *command[4:], "--output", tmp_path / "o.tsv"], 1)
     out, error = capsys.readouterr()
-    assert f"left out, not readable: 1 ({tmp_path}/nowhere)" in error and "and 1 more speakers, all with a low" in out
+    assert f"left out, does not exist: 1 ({tmp_path}/nowhere)" in error and "and 1 more speakers, all with a low" in out
     assert f"WER {x['wer']:.1f}% (95% interval " in out and "1000 resamples" in out and "speaker " in out
     with (tmp_path / "o.tsv").open(newline="") as file:
         assert [row["difference"] for row in csv.DictReader(file, delimiter="\t")] == [y["difference"] for y in rows]

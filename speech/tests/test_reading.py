@@ -256,6 +256,30 @@ def test_recordings_without_texts(tmp_path):
     assert [x[0] for x in listed(tmp_path, texts=False)[0]] == ["one", "two"]
 
 
+def test_bytes_that_are_no_utf8(tmp_path):
+    """A line with such a text is named, in every dialect, and the others are read; a file in UTF-16 is an error."""
+    encode(tmp_path / "a.wav")
+    contents = {
+        "m.jsonl": b'{"audio": "a.wav", "text": "A"}\n{"audio": "a.wav", "text": "caf\xe9"}\n',
+        "m.tsv": b"path\tsentence\tclient\na.wav\tA\t\xe9\na.wav\tcaf\xe9\t1\n",
+        "wav.scp": b"u a.wav\nv a.wav\n",
+        "text": b"u A\nv caf\xe9\n",
+        "l/1.trans.txt": b"a A\nb caf\xe9\n",
+    }
+    (tmp_path / "l").mkdir()
+    for name in ("a.wav", "b.wav"):
+        (tmp_path / "l" / name).symlink_to(tmp_path / "a.wav")
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    lines = {"m.jsonl": "m.jsonl line 2", "m.tsv": "m.tsv line 3", "wav.scp": "v", "l": "1.trans.txt line 2"}
+    for name, line in lines.items():
+        entries, faults = listed(tmp_path / name)
+        assert [x[1] for x in entries] == ["A"] and faults == {"the text is not UTF-8": [line]}
+    (tmp_path / "m.tsv").write_bytes("path\tsentence\n".encode("utf-16"))
+    with pytest.raises(asr.config.UserError, match=r"m\.tsv must be UTF-8, got UTF-16"):
+        listed(tmp_path / "m.tsv")
+
+
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_formats(tmp_path, suffix):
     """Every format gives the samples, all of them where files are joined, and says where it is cut off."""
@@ -427,9 +451,9 @@ def test_corpus_of_segments(folder):
     rows = [{"offset": 0.5, "duration": 1, "channel": 1}, {"text": "B"}, {"offset": 2.5, "duration": 1}]
     rows = [{"audio": "b.flac", "text": "A"} | x for x in rows] + [{"audio": "a.wav", "text": "C", "channel": 1}]
     (folder / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    corpus = asr.corpora.Recordings(folder / "parts.jsonl", configuration(rate=RATE, mel_on="device"))
+    corpus = asr.corpora.Recordings(folder / "parts.jsonl", configuration(rate=RATE))
     assert [x.text for x in corpus.utterances] == ["A", "B"]
-    np.testing.assert_allclose(corpus.load(0, None), -0.5 * SWEEP[RATE // 2 : 3 * RATE // 2], atol=2e-5)
+    np.testing.assert_allclose(corpus.samples(0, None), -0.5 * SWEEP[RATE // 2 : 3 * RATE // 2], atol=2e-5)
     assert corpus.utterances[0].frames == 1 + (16000 - 400) // 160
     assert dict(corpus.report.names) == {
         "a segment beyond the end of its file": ["b.flac from 2.5 s to 3.5 s"],
@@ -454,11 +478,13 @@ def test_check(folder, capsys, tmp_path):
     assert len([x for x in out.splitlines() if " -> " in x]) == 10 and "padding: 0%, 0% with one shape" in out
     run(["check", folder / "check.jsonl", folder / "none.jsonl", "--alphabet", "Word 0123456789", "--json"], 1)
     found, error = capsys.readouterr()
-    left = {"characters outside the vocabulary": ["b.flac"], "not readable": [str(folder / "none.jsonl")]}
-    assert json.loads(found)["left_out"] == left and error == f"rnnt-speech: {folder}/none.jsonl does not exist\n"
+    left = {"characters outside the vocabulary": ["b.flac"], "does not exist": [str(folder / "none.jsonl")]}
+    assert json.loads(found)["left_out"] == left and not error
     (tmp_path / "c.json").write_text('{"batch_seconds": 60}')
     run(["check", folder / "check.jsonl", "--config", tmp_path / "c.json", "--batch", 2])
     assert "in batches of 2 x" in capsys.readouterr().out
+    run(["check", folder / "check.jsonl", folder / "none.jsonl", "--normalize", "basic:xx"], 2)  # no fault of a corpus
+    assert capsys.readouterr().err.startswith("rnnt-speech: --normalize basic:xx has no numbers in words")
     run(["check", folder / "check.jsonl", "--window", 0.01, "--hop", 0.01], 2)
     assert "--window 0.01 has fewer than two samples at --rate 16000" in capsys.readouterr().err
     (tmp_path / "nothing.jsonl").write_text("\n")

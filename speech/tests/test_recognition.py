@@ -25,6 +25,16 @@ def test_stream_is_transcribe(corpus, trained, capsys):
     for path in files:
         run(["stream", "--model", trained[0], path])
         assert capsys.readouterr().out.rstrip("\n") == texts[str(path)]
+    command = ["stream", "--model", trained[0], *files, corpus / "missing.flac"]
+    run(command, 1)
+    out, error = capsys.readouterr()
+    assert dict(line.split("\t") for line in out.splitlines()) == texts and "missing.flac: no such file" in error
+    run([*command, "--json"], 1)
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for path in files:
+        words = [y["word"] for x in events if x["file"] == str(path) and x["type"] == "words" for y in x["words"]]
+        assert words == texts[str(path)].split()
+    assert [x["file"] for x in events if x["type"] == "end"] == list(map(str, files))
     run(["transcribe", "--model", corpus, *files], 2)
     assert "has no checkpoint" in capsys.readouterr().err
 
@@ -65,11 +75,11 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
     found, cuts = [], ([100, 101, 2000, 5999], [], range(700, 24000, 700))
     for some in cuts:
         stream, seen = asr.streams.Stream(recogniser, how), []
-        take = stream.chunk
-        stream.chunk = lambda x, take=take, seen=seen: seen.append(x) or take(x)
+        take = stream.slots.run
+        stream.slots.run = lambda steps, take=take, seen=seen: seen.extend(x.x[: x.count] for x in steps) or take(steps)
         words = [x for piece in np.split(samples, some) for x in stream.feed(piece)] + stream.finish()
         np.testing.assert_allclose(np.concatenate(seen), recogniser.features(samples), atol=1e-5)
-        found.append((words, stream.state))
+        found.append((words, (stream.slots.encoder, stream.slots.decoder)))
         assert len(stream.words.waiting.labels) == 0
     assert found[0][0] == found[1][0] == found[2][0]
     for other in found[1:]:
@@ -304,7 +314,7 @@ def test_a_small_real_run(optimized, tmp_path, capsys):
     assert "is not empty" in capsys.readouterr().err
     run(["ngram", tmp_path / "words.arpa", speech / "train", "--lower"])
     options = dict(
-        config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2, mel_on="device",
+        config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
         vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, kernel=5, chunk=0,
         past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=300, save_every=1000,
         learning_rate=0.005,

@@ -208,13 +208,13 @@ ALONE = """
 import json, sys, zipfile
 import jax, numpy as np
 sys.modules["jax_rnnt_speech"] = sys.modules["jax_rnnt"] = None
+program = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
 with zipfile.ZipFile(sys.argv[1]) as file:
-    program = jax.export.deserialize(bytearray(file.read("program")))
     about = json.loads(file.read("model.json"))
-x, texts = np.zeros(about["samples"], np.float32), []
+x, texts = np.zeros((3, about["samples"]), np.float32), []
 for size in (7000, 5000, 100, 0):
     x[0, :size], x[0, size:] = np.load(sys.argv[2])[:size], 9
-    labels, frames, log_probs, counts = program.call(x, np.array([size], np.int32))
+    labels, frames, log_probs, counts = program.call(x, np.array([size, 0, 0], np.int32))
     texts.append("".join(about["labels"][i] for i in labels[0, : counts[0]]))
 print(json.dumps(texts))
 """

@@ -64,7 +64,7 @@ def test_steps_that_are_not_finite(corpus):
 
 def test_dropout_follows_the_step(corpus):
     recogniser, batch = prepared(corpus, dropout=0.5)
-    loss = jax.jit(lambda step: recogniser.mean_loss(recogniser.params, batch, step, False))
+    loss = jax.jit(lambda step: recogniser.mean_loss(recogniser.params, batch, step))
     assert loss(1) == loss(1) != loss(2)
 
 
@@ -78,11 +78,9 @@ def losses(workdir):
 
 
 def test_a_run(trained):
-    """Three epochs compile no more than their shapes; error rates, pictures and logs are there."""
+    """Three epochs compile no more than their shapes; error rates and logs are there."""
     workdir, out = trained
     assert "2 programs for 2 shapes of batches" in out and "padding" in out and "held-out CER" in out
-    for name in ("lattice.png", "latency.png"):
-        assert (workdir / name).stat().st_size > 10_000
     assert list((workdir / "tensorboard").glob("events*")) and [x[0] for x in losses(workdir)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -92,7 +90,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
     (tmp_path / "hook.py").write_text(
         "import os\nend = lambda i, x: i == 3 and 'loss' in x and os.kill(os.getpid(), 2)\n"
     )
-    for name in ("left-out-train7.tsv", "latency.png", "cache/of-another/arrays"):
+    for name in ("left-out-train7.tsv", "best/1", "cache/of-another/arrays"):
         (workdir / name).parent.mkdir(parents=True, exist_ok=True)
         (workdir / name).write_bytes(bytes(10**6))
     run([*arguments(corpus, workdir), "--overwrite", "--hook", f"{tmp_path}/hook.py:end"], 130)
@@ -155,8 +153,8 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys):
             "save_every": 3}  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(arguments(corpus, whole, **more))
-    out = capsys.readouterr().out
-    assert "compiling: a step of training, 4 x 21 frames" in out  # rows: a fourth of the features, at speed 0.9
+    error = capsys.readouterr().err
+    assert "compiling: a step of training, 4 x 21 frames" in error  # rows: a fourth of the features, at speed 0.9
     assert len([x for x in (whole / "cache").iterdir() if x.is_dir()]) == 3  # features of both corpora, and rows
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints/4")
@@ -202,7 +200,7 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
         ({"learning_rate": 10**400}, "learning_rate: expected a number of 0 or more, got 1000"),
         ({"strides": [[2.5, 1]]}, "strides: expected strides over time and features"),
         ({"strides": [2, 1]}, "strides: expected strides over time and features"),
-        ({"train": None}, "train: expected text, got None"),
+        ({"train": None}, "train: expected a name or a list of names, got None"),
         ({"lower": 1}, "lower: expected true or false, got 1"),
         ({"speed": 1}, "there is no option speed"),
     ],
@@ -276,7 +274,7 @@ def steps_of(recogniser, optimizer=None):
     parts = asr.parts.Parts(recogniser.config, recogniser.params)
     optimizer = optimizer or asr.train.make_optimizer(recogniser.config, parts.factors)
     weights = jax.tree.map(jax.numpy.array, parts.free(recogniser.params))  # a step takes its state's memory
-    step = asr.train.make_train_step(recogniser, parts, optimizer, False)
+    step = asr.train.make_train_step(recogniser, parts, optimizer)
     return asr.train.first_state(recogniser.config, optimizer, weights), step
 
 
@@ -299,7 +297,7 @@ PLAIN = {"dropout": 0.0, "time_masks": 0, "mel_masks": 0, "steps": 1000}
 def test_every_loss(corpus, name):
     """Steps lower the loss of a batch, in tiles; logits of all nodes at once give the same first loss."""
     recogniser, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
-    first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0, False))(recogniser.params))
+    first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0))(recogniser.params))
     recogniser.config = dataclasses.replace(recogniser.config, joint="logits" if name == "pruned" else "tiles")
     optimizer = asr.train.optax.apply_if_finite(asr.train.optax.adam(1e-2), 3)
     results = fitted(recogniser, batch, 30, optimizer)
@@ -312,7 +310,7 @@ def test_remat_and_bfloat16(corpus):
     recogniser, batch = prepared(corpus, **PLAIN)
     configs = [dataclasses.replace(recogniser.config, **way) for way in ({}, {"remat": True}, {"dtype": "bfloat16"})]
     others = [asr.recogniser.Recogniser(x, recogniser.tokens, recogniser.mean, recogniser.deviation) for x in configs]
-    values = jax.jit(lambda params: [x.mean_loss(params, batch, 0, False) for x in others])
+    values = jax.jit(lambda params: [x.mean_loss(params, batch, 0) for x in others])
     first, again, rounded = map(float, values(recogniser.params))
     assert again == pytest.approx(first, rel=1e-4) and rounded == pytest.approx(first, rel=0.1)
     assert rounded != first

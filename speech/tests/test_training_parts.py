@@ -81,7 +81,7 @@ def stepped(recogniser, batch, steps, places=None, mesh=None):
         state = jax.device_put(state, places)
         batch = jax.device_put(batch, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
         frozen = jax.device_put(frozen, asr.parts.placed(mesh, frozen, True))
-    step = asr.train.make_train_step(recogniser, parts, optimizer, False, places=places)
+    step = asr.train.make_train_step(recogniser, parts, optimizer, places=places)
     states = [jax.device_get(state)]
     for i in range(steps):
         state, _ = step(state, batch, frozen, i)
@@ -127,7 +127,7 @@ def test_scanned(corpus):
     for way in ({}, {"scan": True, "remat": True}):
         config = dataclasses.replace(recogniser.config, **way)
         other = asr.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
-        gradient = jax.jit(jax.value_and_grad(lambda params, other=other: other.mean_loss(params, batch, 1, False)))
+        gradient = jax.jit(jax.value_and_grad(lambda params, other=other: other.mean_loss(params, batch, 1)))
         results.append(gradient(recogniser.params))
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -174,11 +174,11 @@ def test_versions_of_recordings(tmp_path):
 def test_the_cache(corpus, tmp_path, monkeypatch):
     """Features are those of the recordings up to float16, and a second start decodes nothing."""
     config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25), synthetic=str(corpus / "held-out.jsonl"))
-    plain = asr.corpora.training(config, None)
-    first = asr.corpora.training(config, tmp_path)
+    plain = asr.corpora.open_corpus(config.train, config, "train")
+    first = asr.corpora.open_corpus(config.train, config, "train", tmp_path)
     monkeypatch.setattr(asr.audio, "blocks", None)  # nothing can be decoded
-    second = asr.corpora.training(config, tmp_path)
-    assert len(second.utterances) == 24 and second.further == 20
+    second = asr.corpora.open_corpus(config.train, config, "train", tmp_path)
+    assert len(second.utterances) == 24 and second.further == {10, 11, 22, 23}
     assert [x.frames for x in second.utterances] == [x.frames for x in plain.utterances]
     for i, x in enumerate(second.utterances):
         np.testing.assert_array_equal(second.load(i, None), first.load(i, None))
@@ -212,7 +212,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(asr.cache, "FORM", 0)
     assert not asr.cache.Lengths(tmp_path).known
     data = asr.batches.labelled(second, asr.tokens.Characters("ABC "), 4)
-    share = [i >= 20 for i in map(int, asr.batches.mixed(list(range(24)), second, config)[:36])]
+    share = [i in second.further for i in map(int, asr.batches.mixed(list(range(24)), second, config)[:36])]
     assert sum(share) == 18 and len(data.labels) == 24
 
 
@@ -222,7 +222,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     options |= {"mel_masks": 0}
     config = configuration(**options, blocks=2, buckets=1, **CONVOLUTIONAL)
     tokens, zeros = asr.tokens.Characters("ABC "), np.zeros(6)
-    data = asr.batches.labelled(asr.corpora.training(config, tmp_path), tokens, 4)
+    data = asr.batches.labelled(asr.corpora.open_corpus(config.train, config, "train", tmp_path), tokens, 4)
     recogniser = asr.recogniser.Recogniser(config, tokens, zeros, zeros + 1)
     parts, buckets = asr.parts.Parts(config, recogniser.params), asr.batches.make_buckets(data, config, 1)
     values, whole = [], (data, buckets, tmp_path)
@@ -232,7 +232,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
         batch = asr.batches.training(data, config, buckets, (0, 1))[0]
         assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
         batch.pop("index")
-        values.append(float(recogniser.mean_loss(recogniser.params, batch, 1, False, layers)))
+        values.append(float(recogniser.mean_loss(recogniser.params, batch, 1, layers)))
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
     other = asr.recogniser.Recogniser(dataclasses.replace(config, seed=1), tokens, zeros, zeros + 1)
     assert asr.cache.rows(other, parts, *whole)[0].corpus.folder != data.corpus.folder

@@ -154,9 +154,16 @@ def test_forms(corpus, trained, tmp_path, capsys):
     run([*command, "--format", "jsonl", "--output", tmp_path / "o.jsonl", manifest])
     whole, part = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
     assert "nbest" not in whole and whole == {name: x for name, x in found[0].items() if name != "nbest"}
-    assert part["duration"] < 0.3 and all(0.2 <= x["start"] < x["end"] <= 0.2 + part["duration"] for x in part["words"])
+    assert (
+        part["start"] == 0.2
+        and part["duration"] < 0.3
+        and all(0.2 <= x["start"] < x["end"] <= 0.2 + part["duration"] for x in part["words"])
+    )
     run(["transcribe", "--model", trained[0], "--format", "json", corpus / "missing.flac"], 2)
     assert capsys.readouterr().err.splitlines()[-1] == "rnnt-speech: no recording could be used"
+    run([*command, files[0], tmp_path / "none.jsonl"], 1)
+    out, error = capsys.readouterr()
+    assert out == f"{files[0]}\t{texts[str(files[0])]}\n" and f"{tmp_path}/none.jsonl: does not exist" in error
     for more, message in (
         (["--format", "ctm"], "--format ctm needs --output, a file"),
         (["--format", "vtt"], "--format vtt needs --output, a file .vtt or a folder"),
@@ -185,6 +192,7 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, monkeypatch):
     facts = (folder / "card.md").read_text().splitlines()
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert facts[0] == "Licence: none." and digest in facts[2]
+    assert len({x.stat().st_mode for x in folder.iterdir()}) == 1  # who may read one may read all
     first, again = (asr.pretrained.read(x) for x in (trained[0], folder))
     for x, y in zip(*(jax.tree.leaves(x.params) for x in (first, again)), strict=True):
         np.testing.assert_array_equal(np.float16(x), y)
@@ -220,6 +228,10 @@ def test_align(corpus, trained, tmp_path, capsys, monkeypatch):
         starts = [float(row[2]) for row in mine]
         assert starts == sorted(starts) and starts[0] >= (0.2 if name == files[2].stem else 0)
         assert float(mine[-1][2]) + float(mine[-1][3]) < 0.8
+    capsys.readouterr()
+    run([*command, "--format", "jsonl"], 1)
+    texts = [json.loads(x)["text"] for x in capsys.readouterr().out.splitlines()]
+    assert texts == ["AB A", "C", "BA A"]  # in their order
     with monkeypatch.context() as patch:
         patch.setattr(asr.recogniser.Recogniser, "longest", 0.2)
         run([*command, "--max-seconds", 9, "--output", tmp_path / "none.ctm"], 2)

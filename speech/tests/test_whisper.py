@@ -12,7 +12,7 @@ import scipy.special
 from safetensors.numpy import save_file
 from tones import recordings
 
-from support import asr, run
+from support import asr, configuration, run
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden/whisper.npz")
 RNG = np.random.default_rng(0)
@@ -109,7 +109,6 @@ def test_whisper(tmp_path, capsys):
     recogniser, other = (asr.pretrained.read(tmp_path / name) for name in ("a", "b"))
     for x, y in zip(*(jax.tree.leaves(x.params) for x in (recogniser, other)), strict=True):
         np.testing.assert_array_equal(x, y)
-    assert recogniser.limit == 2 * PLACES
     x, lengths = RNG.normal(size=(2, 21, BINS)).astype(np.float32), np.array([21, 12])
     x[1, 12:] = np.nan
     rows, counts = jax.jit(lambda params: recogniser.model(params).encoder(x, lengths))(recogniser.params)
@@ -146,3 +145,13 @@ def test_whisper_rows():
     encode = jax.jit(lambda params: recogniser.model(params).encoder(x, np.array([x.shape[1]]))[0])
     results = np.asarray(encode(recogniser.params))[0, ::5]
     assert np.linalg.norm(results - expected) < 2e-5 * np.linalg.norm(expected)
+
+
+def test_length_of_utterances():
+    """The positions of the weights say how long an utterance may be; other encoders hear any length."""
+    config = configuration(encoder="whisper", features="whisper", init="x", rate=16000, max_seconds=20.0)
+    for places, seconds in ((1500, 29.5), (500, 9.5)):
+        assert asr.encoders.longest(config, {"config.json": {"max_source_positions": places}}) == seconds
+    with pytest.raises(asr.config.UserError, match=r"--max-seconds 20: the encoder hears 9\.5 s at most"):
+        asr.encoders.checked(config, {"config.json": {"max_source_positions": 500}})
+    assert asr.encoders.longest(configuration(features="whisper"), None) == float("inf")

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from jax_rnnt_speech import features
+from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.encoders.conformer import Conformer
 from jax_rnnt_speech.encoders.convolutional import Convolutional
 from jax_rnnt_speech.encoders.fastconformer import EncoderConfig, FastConformer
@@ -26,10 +28,26 @@ def subsampling(config, source):
     return fields_of(source).get("subsampling_factor", factor) * max(config.stack, 1)
 
 
-def make(config, features, fields, *, dtype, rngs):
+def longest(config, source):
+    """Seconds of a recording that the encoder hears at most."""
+    if config.encoder != "whisper":
+        return math.inf
+    extractor = features.extractor(config)
+    places = fields_of(source).get("max_source_positions", WhisperConfig.max_source_positions)
+    return max(0, Whisper.subsampling * places * extractor.hop - extractor.tail) / extractor.rate
+
+
+def checked(config, source):
+    """The configuration; raises where a training takes what the encoder does not hear."""
+    if config.max_seconds > (most := longest(config, source)):
+        raise UserError(f"--max-seconds {config.max_seconds:g}: the encoder hears {most:g} s at most")
+    return config
+
+
+def make(config, inputs, fields, *, dtype, rngs):
     """The encoder of a configuration. `fields`: those of a pretrained one's config.json."""
     if config.encoder in OWN:
-        encoder = OWN[config.encoder](config, features, dtype=dtype, rngs=rngs)
+        encoder = OWN[config.encoder](config, inputs, dtype=dtype, rngs=rngs)
     else:
         kind, sizes = PRETRAINED[config.encoder]
         known = {field.name for field in dataclasses.fields(sizes)}

@@ -113,13 +113,13 @@ class Encoder(nnx.Module):
 
     def lower(self, x, lengths, layers):
         """Rows [B, N, E] after subsampling and the first `layers` blocks; `self.lengths(lengths)` are theirs."""
-        first, blocks = self.whole(len(x))
+        first, blocks = self.whole(x.shape[0])
         rows, _ = self.subsample(x, lengths, first)
         return self.through(rows, self.lengths(lengths), first, blocks, slice(layers))[0]
 
     def upper(self, rows, lengths, layers):
         """What the blocks after the first `layers` make of rows [B, N, E], whose lengths [B] are encoder frames."""
-        first, blocks = self.whole(len(rows))
+        first, blocks = self.whole(rows.shape[0])
         return self.norm(self.through(rows, lengths, first, blocks, slice(layers, None))[0]), lengths
 
     def step(self, x, lengths, state):

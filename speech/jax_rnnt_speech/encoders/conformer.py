@@ -96,7 +96,7 @@ class Attention(nnx.Module):
             state, first = (key[:, frames:], value[:, frames:], jnp.minimum(seen + frames, self.past)), self.past
         if self.rotary:
             query, key = rotated(query, first), rotated(key, 0)
-        visible = jnp.broadcast_to(visible, (len(x), frames, key.shape[1]))
+        visible = jnp.broadcast_to(visible, (x.shape[0], frames, key.shape[1]))
         x = jax.nn.dot_product_attention(query, key, value, mask=visible[:, None])
         return self.dropout(self.output(x.reshape(*x.shape[:2], -1))), state
 

@@ -7,7 +7,7 @@ new training, whose --init may be any of these or Whisper.
 import os
 from pathlib import Path
 
-from jax_rnnt_speech import devices, runs, tokens
+from jax_rnnt_speech import devices, encoders, programs, runs, tokens
 from jax_rnnt_speech.config import PRETRAINED, Config, UserError, from_json
 from jax_rnnt_speech.pretrained import hugging_face, package, whisper
 from jax_rnnt_speech.recogniser import Recogniser
@@ -76,6 +76,7 @@ def open_model(folder=None, platform=None, checkpoint=None):
     if checkpoint and kind_of(folder) != "run":
         raise UserError(f"--checkpoint {checkpoint}: {folder} is no folder of a training")
     devices.select(platform, 1)
+    programs.keep(Path(folder) / "programs" if kind_of(folder) == "run" else None)
     recogniser = read(folder, best=checkpoint != "last")
     if recogniser.config.train == "handwritten-digits":
         raise UserError(f"{folder} holds a model of images, which hears nothing")
@@ -85,21 +86,21 @@ def open_model(folder=None, platform=None, checkpoint=None):
 
 
 def config_of(folder):
-    """The Config of a folder, without its arrays."""
+    """(Config of a folder, the JSON files of its source)."""
     kind = kind_of(folder)
     if kind != "run":
-        return KINDS[kind].config_of(Path(folder))[0]
+        return KINDS[kind].config_of(Path(folder))
     run = runs.open_run(Path(folder))
     setup = run.setup()
     run.close()
-    return Config(**from_json(setup["config"], f"{folder}"))
+    return Config(**from_json(setup["config"], f"{folder}")), setup.get("source")
 
 
 def completed(options):
     """Options of a new training, with those that its --init decides."""
     if not options.get("init"):
         return options
-    folder, start = options["init"], config_of(options["init"])
+    folder, (start, source) = options["init"], config_of(options["init"])
     new = kind_of(folder) == "whisper" or options.get("new_head", False)
     options = ({"stack": STACK.get(start.encoder, 0)} if new else {}) | options | {"new_head": new}
     decided = HEARING | (set() if new and start.encoder in PRETRAINED else OWN_ENCODER) | (set() if new else HEAD)
@@ -110,6 +111,7 @@ def completed(options):
             hint = ": --new-head allows that" if name in HEAD else ""
             raise UserError(f"--{name.replace('_', '-')} {options[name]}: {folder} has {x}{hint}")
         options[name] = x
+    encoders.checked(Config(**options), source)
     return options
 
 

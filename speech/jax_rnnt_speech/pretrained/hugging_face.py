@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+import shutil
 import sys
 
 import jax
@@ -180,7 +181,8 @@ def config_of(folder):
     generation = source.get("generation_config.json", {})
     start = generation.get("decoder_start_token_id", blank)
     require(start == blank, folder / "generation_config.json", "decoder_start_token_id", f"{blank}, the blank", start)
-    if more := [x for x in generation.get("suppress_tokens") or () if type(x) is not int or x < size]:
+    more = generation.get("suppress_tokens") or []
+    if more := [x for x in more if type(x) is not int or x < size] if isinstance(more, list) else more:
         say(f"{folder / 'generation_config.json'}: not used: suppress_tokens {more}")
     milliseconds = 1000 / sounds.sampling_rate
     config = Config(
@@ -253,7 +255,13 @@ def write(recogniser, folder, dtype="float32"):
         (folder / "tokenizer.json").write_text(recogniser.tokens.text, "utf-8")
     kinds = {name: np.int32 if x.dtype == np.int32 else dtype for name, x in tensors.items()}
     arrays = {name: jax.numpy.asarray(x, kinds[name]) for name, x in tensors.items()}
-    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    save(arrays, folder / "model.safetensors", like=folder / "config.json")
+
+
+def save(arrays, file, like):
+    """Writes tensors to a file with the mode of another one: safetensors lets the owner alone read it."""
+    save_file(arrays, file, {"format": "pt"})
+    shutil.copymode(like, file)
 
 
 def mapped(params, value):

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.flax import save_file
 
-from jax_rnnt_speech.config import Config, UserError, from_json
+from jax_rnnt_speech.config import Config, UserError, from_json, names, sources
 from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.recogniser import Recogniser
 
@@ -29,10 +28,11 @@ def write(recogniser, folder, dtype, card=""):
 
     hugging_face.mapped(recogniser.params, taken)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(arrays, folder / WEIGHTS)
     setup = recogniser.setup()
-    setup["config"] |= {name: Path(setup["config"][name]).name for name in FILES}  # folders of this machine say nothing
+    for name in FILES:  # folders of this machine say nothing
+        setup["config"][name] = sources([Path(x).name for x in names(setup["config"][name])] or "")
     (folder / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")
+    hugging_face.save(arrays, folder / WEIGHTS, like=folder / SETUP)
     digest = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     size, count = (folder / WEIGHTS).stat().st_size / 1e6, sum(x.size for x in arrays.values())
     facts = f"{count:,} parameters in {dtype.name}, {size:.1f} MB; {WEIGHTS} has the SHA-256 {digest}.\n"
@@ -48,9 +48,9 @@ def setup_of(folder):
 
 
 def config_of(folder):
-    """(Config, setup) of a folder."""
+    """(Config, JSON files of its source) of a folder."""
     setup = setup_of(folder)
-    return Config(**from_json(setup["config"], f"{folder}")), setup
+    return Config(**from_json(setup["config"], f"{folder}")), setup.get("source")
 
 
 def read(folder):
