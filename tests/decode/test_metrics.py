@@ -163,7 +163,7 @@ def test_utterance_confidence():
         (([1], 1), "confidences must have a floating dtype, got int64"),
         (([0.0], 1, "most"), "how must be"),
         (([0.5, np.nan], 2), "confidences must be 0 or more"),
-        (([-0.1], 1), r"confidences must be 0 or more.*got \[-0.1"),
+        (([-0.1], 1), r"confidences must be 0 or more.*got -0.1"),
         (([0.0], 2), r"counts must lie in \[0, 1\]"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"utterance_confidence: {message}"):
@@ -210,11 +210,11 @@ def test_calibration():
     np.testing.assert_allclose(found.expected_error, error, rtol=1e-12)
     halves = metrics.calibration([0.5] * 4 + [1.0] * 3, [True, False] * 2 + [True] * 3)
     assert halves.expected_error == 0 and np.isnan(halves.accuracies[:4]).all()
-    assert metrics.calibration([1.0, 1.0], [False, False]).expected_error == 1
+    assert metrics.calibration([1.0, 1 + 1e-7], [False, False]).expected_error == 1  # rounding, as in `words`
     assert np.isnan(metrics.calibration([], []).expected_error)
     for bad, message in (
-        (([0.1, 1.1], [True, True]), r"confidences must be in \[0, 1\], got 1.1"),
-        (([math.nan], [True]), "confidences must be in .* got nan"),
+        (([0.1, -0.1], [True, True]), r"confidences must be 0 or more, .* got -0.1"),
+        (([math.nan], [True]), "confidences must be 0 or more, .* got nan"),
         (([1], [True]), "confidences must have a floating dtype, got int64"),
         (([0.5], [1]), "correct must have the dtype bool, got int64"),
         (([0.5], [True, False]), r"correct must have the shape of confidences, \(1,\), got \(2,\)"),
