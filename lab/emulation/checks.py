@@ -72,17 +72,17 @@ ENVIRONMENT = {
 
 
 def compile_object(
-    source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD, warnings=WARNINGS, **options
+    source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD, warnings=WARNINGS
 ) -> pathlib.Path:
     """The object of a source, compiled unless it is newer than the source and all headers. Files under root shadow
-    those of the repository; options are those of `subprocess.run`."""
+    those of the repository."""
     target = build / mode.name / (pathlib.Path(source).name + ".o")
     path = root / source if (root / source).exists() else ROOT / source
     newest = max(file.stat().st_mtime for file in [path, pathlib.Path(__file__), *HEADERS])
     if not target.exists() or target.stat().st_mtime < newest:
         target.parent.mkdir(parents=True, exist_ok=True)
         flags = [*warnings, *mode.flags, f"-I{root}", f"-I{ROOT}", "-x", "c++"]
-        subprocess.run([*CXX, *flags, "-c", path, "-o", target], check=True, **options)
+        subprocess.run([*CXX, *flags, "-c", path, "-o", target], check=True)
     return target
 
 

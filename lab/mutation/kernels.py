@@ -1,6 +1,6 @@
 """Puts faults into copies of the CUDA kernels, one at a time: how many do the checks of the emulation find?
 
-    python3 lab/emulation/mutations.py --count 20 --seed 1
+    python3 lab/mutation/kernels.py --count 20 --seed 1
 
 Faults are those that one makes there: a barrier or a wait that is missing, a bound or an index off by one, a condition
 turned round. `count` places are drawn, of each kind as many. Prints what found each: EMU is a report of the emulation,
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "emulation"))
 import checks
 
 SOURCES = [*checks.ROOT.glob("xla_kernels/cuda/*.cuh"), *(checks.ROOT / source for source in checks.KERNELS)]
@@ -87,8 +88,7 @@ def try_fault(source, number, line, objects):
         copy.write_text("\n".join(lines) + "\n")
         for mode in checks.MODES:
             try:
-                options = {"warnings": ["-w"], "stderr": subprocess.DEVNULL}
-                faulty = {s: checks.compile_object(s, mode, root, root, **options) for s in concerned(source)}
+                faulty = {s: checks.compile_object(s, mode, root, root, warnings=["-w"]) for s in concerned(source)}
             except subprocess.CalledProcessError:
                 return "does not compile"
             program = checks.link(objects[mode.name] | faulty, mode, root)
