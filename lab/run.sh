@@ -2,7 +2,7 @@
 # What no user needs: the library's tests on other kernels and builds, and studies with large packages.
 #
 #   lab/run.sh kernels        every check of the kernels without a GPU, before a commit that changes them; records their
-#                             sources in xla_kernels/checked.txt. --quick: a part. --recorded: only asks whether
+#                             sources in xla_kernels/checked.txt. --quick: the emulation in part. --recorded: only asks whether
 #                             the record names them as they are
 #   lab/run.sh emulation      the tests on the CUDA kernels, run by the CPU
 #   lab/run.sh interpret      on the Pallas kernels for TPUs, interpreted by the CPU; the emission is XLA's there
@@ -67,16 +67,12 @@ case $mode in
   kernels)
     record=xla_kernels/checked.txt part=${1-}
     if [[ $part == --recorded ]]; then [[ "$(recorded)" == "$(cat $record)" ]]; exit; fi
-    tests=(tests/kernels/test_door.py tests/losses/test_targets.py)
-    if [[ $part == --quick ]]; then
-      "$PYTHON" lab/emulation/checks.py --quick
-    else
-      unset ONLY
-      "$PYTHON" lab/emulation/checks.py
-      tests+=(tests/losses/test_{edges,promises,offsets,emissions,lattices}.py)
-    fi
-    lab/run.sh sanitize -q -x -k 'not reference' "${tests[@]}"
-    [[ $part == --quick ]] || recorded > $record
+    if [[ $part == --quick ]]; then exec "$PYTHON" lab/emulation/checks.py --quick; fi
+    unset ONLY
+    "$PYTHON" lab/emulation/checks.py
+    lab/run.sh sanitize -q -x -k 'not reference' tests/kernels/test_door.py \
+      tests/losses/test_{targets,edges,promises,offsets,emissions,lattices}.py
+    recorded > $record
     ;;
   emulation)
     build emulation -Ccmake.define.JAX_RNNT_EMULATE=ON

@@ -303,7 +303,7 @@ def test_start(tmp_path):
 
 @pytest.mark.slow
 def test_fine_tuning(tmp_path, capsys, monkeypatch):
-    """Steps lower the loss of the old head; what comes out transcribes, also as a folder of `transformers`."""
+    """Steps lower the loss of the old head, and what comes out transcribes."""
     monkeypatch.chdir(tmp_path)
     lines = []
     for i, x in enumerate(recordings()):
@@ -316,14 +316,7 @@ def test_fine_tuning(tmp_path, capsys, monkeypatch):
     options = [x for name, value in more.items() for x in (f"--{name.replace('_', '-')}", value)]
     run(["train", "--train", "m.json", "--valid", "m.json", "--workdir", "w", "--init", GOLDEN / "tdt", *options])
     losses = [json.loads(x).get("loss") for x in pathlib.Path("w/metrics.jsonl").read_text().splitlines()]
-    assert losses[19] < 0.8 * losses[0]
-    run(["convert", "w", "hf"])
-    capsys.readouterr()
-    results = []
-    for model in ("w", "hf"):
-        run(["transcribe", "--model", model, "m.json"])
-        results.append(capsys.readouterr().out)
-    assert results[0] == results[1] and results[0].count("\n") == 3
+    assert losses[19] < 0.8 * losses[0] and "held-out CER" in capsys.readouterr().out
 
 
 def test_tokenizer(tmp_path):

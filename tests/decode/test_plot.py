@@ -235,12 +235,6 @@ def test_reliability(ax):
         plot.draw_reliability([0.5])
 
 
-def test_former_names():
-    for name in ("beam", "emissions", "latencies", "lattice"):
-        with pytest.warns(DeprecationWarning, match=rf"plot\.{name} is deprecated, use jax_rnnt\.plot\.draw_{name}"):
-            assert getattr(plot, name) is getattr(plot, f"draw_{name}")
-
-
 X, ROWS = np.zeros((3, 2, 4)), np.zeros((3, 2))
 BAD = [
     ("lattice", (RNNT, X[None], np.ones((1, 1), int)), {}, r"draw_lattice: targets .*got \(1, 1\)"),

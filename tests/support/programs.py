@@ -14,7 +14,7 @@ def environment(**variables):
     """With buffers, so that lines of two processes stay whole."""
     path = os.pathsep.join([str(project.HERE), *filter(None, sys.path)])
     settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": path, "PYTHONUNBUFFERED": ""}
-    return os.environ | settings | variables
+    return os.environ | settings | {"JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"} | variables
 
 
 def start(program, *arguments, **options):
