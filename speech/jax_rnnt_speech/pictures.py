@@ -41,7 +41,9 @@ class HeldOut:
         return features, x, logits, emitted, self.recogniser.loss.label_frames(logits, *x[2:])
 
     def draw(self, params, step):
-        """Writes lattice.png, and latency.png where an earlier step was drawn."""
+        """Writes lattice.png, and latency.png where an earlier step was drawn. CTC has no lattice of ours."""
+        if self.recogniser.loss is None:
+            return
         loss, clock = self.recogniser.variant.loss, {"subsampling": self.recogniser.subsampling, "hop": self.hop}
         if self.first is None:
             tqdm.write("compiling: pictures of held-out utterances")
@@ -103,6 +105,8 @@ def learning_curve(workdir, folder):
 def lattice(recogniser, result, folder):
     """The lattice of the shortest utterance without errors, or of the shortest one."""
     tokens, known = recogniser.tokens, []
+    if recogniser.loss is None:
+        return False
     for (corpus, i), x in zip(result.tested, result.results):
         labels = tokens.encode(x.reference)
         if labels and len(labels) >= LABELS:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from jax_rnnt import decode
 from jax_rnnt_speech import audio
 from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.ngrams import Search
 from jax_rnnt_speech.results import Labels, Result, no_labels
 from jax_rnnt_speech.streams import NEVER, Stream
 
@@ -144,7 +145,8 @@ def hear_windows(recogniser, rows, state, free, how):
     if batch.shape not in recogniser.searched:
         recogniser.searched.add(batch.shape)
         tqdm.write(f"compiling: windows, {len(rows)} x {frames} frames", file=sys.stderr)
-    encoded, sizes, probe = recogniser.window(recogniser.params, batch, lengths, first)
+    probing = Search(ctc=how.ctc, language=how.language)  # greedy, whatever comes after it
+    encoded, sizes, probe = recogniser.window(recogniser.params, batch, lengths, first, probing)
     sizes, probe = jax.device_get((sizes, probe))
     labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
     cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, sizes, labels)], np.int32)

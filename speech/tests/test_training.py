@@ -218,7 +218,7 @@ def test_interrupted(corpus, tmp_path, refused, monkeypatch):
         (["--save-every", 0], "--save-every: expected a whole number of 1 or more, got 0"),
         (["--dropout", 1], "--dropout: expected a number of 0 or more and less than 1, got 1"),
         (["--strides", "2"], "--strides: expected strides over time and features such as 2x2,2x2, got 2"),
-        (["--loss", "ctc"], "--loss: invalid choice: 'ctc'"),
+        (["--loss", "nothing"], "--loss: invalid choice: 'nothing'"),
         (["--resume", "--overwrite"], "not allowed with argument --resume"),
         (["--change"], "--change needs --resume"),
         (["--encoder", "conformer", "--width", 9], "--width 9 is not a multiple of 2 x 2 --heads"),

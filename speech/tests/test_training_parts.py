@@ -33,9 +33,7 @@ def test_ctc_is_that_of_all_paths():
     for row, (labels, _) in zip(targets, cases):
         row[: len(labels)] = labels
     counts = np.array([len(labels) for labels, _ in cases])
-    model = type("Model", (), {"ctc": staticmethod(lambda x: x)})
-    x = asr.losses.Encoded(rows, None, targets, lengths, counts)
-    values = jax.jit(lambda rows: asr.losses.ctc(model, x._replace(frames=rows), blank))(rows)
+    values = jax.jit(asr.ctc.loss)(rows, targets, lengths, counts)
     truth = [enumerated(x[:n], labels, blank) for x, (labels, n) in zip(rows, cases)]
     assert np.isinf(truth).tolist() == [False, False, True, False, True]
     np.testing.assert_allclose(values, np.where(np.isinf(truth), 0, truth), rtol=1e-5)
@@ -124,7 +122,7 @@ def test_sharded(corpus):
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
 
 
-def test_scanned(corpus):
+def test_computed_again(corpus):
     """Blocks that are computed again, or also one program, have the loss and the gradient of plain ones; bfloat16's is
     near. All with dropout, and beside a predictor that is a scan."""
     recogniser, batch = prepared(corpus, blocks=2, dropout=0.2, predictor="lstm")
@@ -141,6 +139,25 @@ def test_scanned(corpus):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     rounded = jax.jit(loss_of(dtype="bfloat16"))(recogniser.params)
     assert float(rounded) == pytest.approx(float(plain[0]), rel=0.1) and rounded != plain[0]
+
+
+def test_scanned(corpus):
+    """Blocks as one program on one array of parameters, computed again, have the loss and gradient of single blocks."""
+    recogniser, batch = prepared(corpus, blocks=3, dropout=0.2, freeze="encoder:1", rates=[["encoder/blocks", 0.5]])
+    rates, results = [["encoder/blocks", 0.5], ["encoder/blocks/layers/2", 2.0]], []
+    for way in ({}, {"scan": True, "remat": True, "rates": rates}):
+        config = dataclasses.replace(recogniser.config, **way)
+        other = asr.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
+        parts = asr.parts.Parts(config, recogniser.params)
+        free, frozen = parts.free(recogniser.params), parts.frozen(recogniser.params)
+        loss = lambda free, other=other, parts=parts: other.mean_loss(parts.whole(free, frozen), batch, 1, False)
+        value, gradient = jax.jit(jax.value_and_grad(loss))(free)
+        results.append((value, parts.whole(gradient, frozen)))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    name = "encoder/blocks/layers/1-2/first/norm/scale"
+    assert free[name].shape == (2, 8) and parts.factors[name].tolist() == [[0.5], [2.0]]
+    assert parts.factors["joint/output/bias"] == 1.0 and "encoder/blocks/layers/0/first/norm/scale" in frozen
 
 
 def test_versions_of_recordings(tmp_path):
