@@ -51,6 +51,7 @@ def test_options_of_losses():
         "robust": (jax_rnnt.TargetRobustRNNTLoss(skip_frame=-5.0, skip_label=-5.0), (5, 6)),
         "wildcard": (jax_rnnt.WildcardRNNTLoss(skip_start=-5.0, skip_end=-5.0), (5, 6)),
         "pruned": (jax_rnnt.RNNTLoss(), (5, 6)),
+        "ctc": (None, (5, 6)),
     }
     variants = {
         x: asr.losses.variant_of(configuration(loss=x, sigma=0.2, durations=(0, 1, 3))) for x in asr.losses.LOSSES
