@@ -41,6 +41,12 @@ def test_links_into_the_repository_lead_to_files():
             assert (DOCS / f"{page}.md").parent.joinpath(link).exists(), (page, link)
 
 
+def test_size():
+    """A page is read in five minutes."""
+    words = {page: len((DOCS / f"{page}.md").read_text().split()) for page in PAGES}
+    assert {page: count for page, count in words.items() if count > 1200} == {}
+
+
 # What a native would not write here, except where it is right.
 AVOIDED = re.compile(
     r"\b(?:(?:stands?|stood|standing)\b(?! for)|(?:lies?|lay|lain|lying)\b(?! (?:in|inside|between)\b)|mend\w*|"
