@@ -11,6 +11,8 @@
 #   lab/run.sh threads        those of threads under ThreadSanitizer, in a CPython without a GIL: FREE names one
 #   lab/run.sh gpu-compile    training steps compiled for eight GPUs, without one
 #   lab/run.sh searches       what a step of the searches launches on an H100 and a B200; cycles of a TPU v5e
+#   lab/run.sh training       memory and launches of a training step of a Parakeet, on one H100 and on eight TPUs v5e
+#   lab/run.sh parakeet       a training step of transformers beside ours, in time and memory; alone on the machine
 #   lab/run.sh tpu            the losses compiled for five generations of TPUs
 #   lab/run.sh mutation       random faults in the Python sources: how many the tests find
 #
@@ -40,6 +42,12 @@ environment() {
   "build/$mode/bin/pip" install --quiet "-Cbuild-dir=build/$mode-objects" "${@:2}"
   JAX_RNNT_INSTALLED=$("build/$mode/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
   export JAX_RNNT_INSTALLED
+}
+
+# The same, where XLA compiles for CUDA. It asks for names and sizes of kernels alone: those of the emulation do.
+emulated() {
+  environment "$PYTHON" "$@" -Ccmake.define.JAX_RNNT_EMULATE=ON
+  echo 'from jax_rnnt._cpu import *' > "$JAX_RNNT_INSTALLED/jax_rnnt/_cuda.py"
 }
 
 library() { "$CXX" -print-file-name="lib$1.so"; }
@@ -95,15 +103,22 @@ case $mode in
     environment "$FREE" '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=thread -Cinstall.strip=false
     unordered build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py "$@"
     ;;
-  gpu-compile) # XLA asks for names and sizes alone: those of the emulation do
-    environment "$PYTHON" '.[test]' 'jax[cuda13-local]' -Ccmake.define.JAX_RNNT_EMULATE=ON
-    echo 'from jax_rnnt._cpu import *' > "$JAX_RNNT_INSTALLED/jax_rnnt/_cuda.py"
+  gpu-compile)
+    emulated '.[test]' 'jax[cuda13-local]'
     JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q lab/tests/test_gpu_compile.py "$@"
     ;;
   searches)
     environment "$PYTHON" '.[test]' 'jax[cuda13-local]' 'jax[tpu]'
     JAX_RNNT_REQUIRE=searches build/searches/bin/pytest -q lab/tests/test_searches.py
     build/searches/bin/python lab/benchmarks/searches.py "$@"
+    ;;
+  training)
+    emulated . ./speech 'jax[cuda13-local]' 'jax[tpu]'
+    build/training/bin/python lab/benchmarks/training.py "$@"
+    ;;
+  parakeet)
+    environment "$PYTHON" . ./speech torch torchaudio transformers
+    build/parakeet/bin/python lab/benchmarks/parakeet.py "$@"
     ;;
   tpu)
     environment "$PYTHON" . 'jax[tpu]'

@@ -1,6 +1,7 @@
 """Relatives of the golden models: heads for CTC, archives of NeMo, prompts of languages."""
 
 import collections
+import dataclasses
 import io
 import json
 import pickle
@@ -95,6 +96,22 @@ def test_parakeet_ctc(ctc, tmp_path, capsys):
                           (["--prompt", "de"], "knows no prompts")):  # fmt: skip
         run(["transcribe", "--model", ctc, tmp_path / "a.wav", *more], 2)
         assert message in capsys.readouterr().err
+
+
+def test_beams_of_tdt_lose_no_words():
+    """Long blanks have few factors; still the best hypothesis beats greedy's, and none is silent but by the loss."""
+    recogniser = asr.pretrained.open_model(GOLDEN / "tdt")
+    recogniser.config = dataclasses.replace(recogniser.config, duration_choice="pair")
+    rows = [recogniser.features(x) for x in recordings()]
+    lengths = np.array([len(x) for x in rows])
+    x = np.stack([np.pad(x, ((0, lengths.max() - len(x)), (0, 0))) for x in rows])
+    greedy, _ = recogniser.heard(recogniser.params, x, lengths, asr.recogniser.GREEDY)
+    silence = {"lengths": lengths, "targets": np.zeros((3, 1), np.int32), "target_lengths": np.zeros(3, np.int32)}
+    model = recogniser.model(recogniser.params)
+    silent = -recogniser.variant.compute(recogniser.loss, model, recogniser.encoded(model, x, silence), False)
+    for width in (2, 8):
+        best, _ = recogniser.heard(recogniser.params, x, lengths, asr.recogniser.Search(beam=width))
+        assert (best.scores >= greedy.scores - 1e-4).all() and ((best.counts > 0) | (best.scores <= silent)).all()
 
 
 def archive(path, fields, tensors, monkeypatch):
