@@ -46,7 +46,8 @@ format: $(VENV)/.packages ## what lint can mend
 
 docs: $(BUILT) .venv-docs/.packages ## the site, into docs/_build; notebooks run, and a warning is an error
 	rm -rf docs/api
-	JAX_PLATFORMS=cpu .venv-docs/bin/python -m sphinx -W --keep-going -q -j auto -b html $(ARGS) docs docs/_build
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_TRACEBACK_IN_LOCATIONS_LIMIT=0 \
+	  .venv-docs/bin/python -m sphinx -W --keep-going -q -j auto -b html $(ARGS) docs docs/_build
 
 NAME = bench
 bench: $(VENV)/.packages $(BUILT) ## benchmarks/bench.py; NAME=joint or decode: another one; ARGS=--help

@@ -15,7 +15,9 @@ from sphinx.util.inspect import stringify_signature
 import jax_rnnt
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE / "_ext"))
+sys.path[:0] = [str(HERE), str(HERE / "_ext")]
+os.environ.setdefault("MPLBACKEND", "agg")
+import pictures  # noqa: E402
 import public_names  # noqa: E402
 
 PUBLIC = [getattr(importlib.import_module(x), name) for x in public_names.MODULES for name in public_names.public(x)]
@@ -29,7 +31,14 @@ SITE = "https://jax-rnnt.github.io/jax_rnnt"  # assumed: lab/release/README.md
 REPOSITORY = "https://github.com/jax-rnnt/jax_rnnt"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "public_names", "mathml"]
-exclude_patterns = ["_build", "_ext", "_templates", "jupyter_execute", "run/*.md"]  # run.md includes those
+exclude_patterns = [
+    "_build",
+    "_ext",
+    "_templates",
+    "jupyter_execute",
+    "run/*.md",
+    "notes",
+]  # run.md includes those of run
 templates_path = ["_templates"]
 html_extra_path = ["llms.txt"]
 
@@ -127,7 +136,12 @@ def usable_offline(app, error):
                 raise SphinxError(f"{page.name} needs the network: {found[0]}")
 
 
+def draw(app):
+    pictures.draw(HERE / "pictures")
+
+
 def setup(app):
+    app.connect("builder-inited", draw)
     app.add_role("name_or_code", name_or_code)
     app.connect("source-read", files_of_the_repository)
     app.connect("build-finished", usable_offline)

@@ -308,7 +308,8 @@ def calibration(confidences, correct, bins: int = 10) -> Calibration:
     Parameters
     ----------
     confidences : Array, floating
-        From 0 to 1, in any shape: of `timing.words`, `word_confidence` or `Hypotheses.label_confidences`.
+        0 or more, in any shape: of `timing.words`, `word_confidence` or `Hypotheses.label_confidences`. Above 1
+        (rounding) counts as 1.
     correct : Array, bool, of the same shape
         Whether each is right, as `correct_words` says.
     bins : int, default 10
@@ -321,7 +322,7 @@ def calibration(confidences, correct, bins: int = 10) -> Calibration:
     Raises
     ------
     TypeError, ValueError
-        An argument has another dtype or shape, or a confidence is NaN or not in [0, 1].
+        An argument has another dtype or shape, or a confidence is below 0 or NaN.
 
     References
     ----------
@@ -345,10 +346,8 @@ def calibration(confidences, correct, bins: int = 10) -> Calibration:
     if correct.shape != confidences.shape:
         expected = f"the shape of confidences, {confidences.shape}"
         raise ValueError(f"{function}: correct must have {expected}, got {correct.shape}.")
-    confidences, correct = confidences.astype(np.float64).ravel(), correct.astype(bool).ravel()
-    if not np.all((confidences >= 0) & (confidences <= 1)):
-        wrong = confidences[~((confidences >= 0) & (confidences <= 1))][0]
-        raise ValueError(f"{function}: confidences must be in [0, 1], got {wrong}.")
+    confidences, correct = confidences.ravel(), correct.astype(bool).ravel()
+    confidences = checked_confidences(function, confidences)
     edges = np.linspace(0, 1, bins + 1)
     place = np.maximum(np.searchsorted(edges, confidences, side="left") - 1, 0)
     counts, *sums = (np.bincount(place, x, bins) for x in (None, confidences, correct))

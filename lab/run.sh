@@ -2,7 +2,7 @@
 # What no user needs: the library's tests on other kernels and builds, and studies with large packages.
 #
 #   lab/run.sh kernels        every check of the kernels without a GPU, before a commit that changes them; records their
-#                             sources in xla_kernels/checked.txt. --quick: a part. --recorded: only asks whether
+#                             sources in xla_kernels/checked.txt. --quick: the emulation in part. --recorded: only asks whether
 #                             the record names them as they are
 #   lab/run.sh emulation      the tests on the CUDA kernels, run by the CPU
 #   lab/run.sh interpret      on the Pallas kernels for TPUs, interpreted by the CPU; the emission is XLA's there
@@ -11,6 +11,8 @@
 #   lab/run.sh threads        those of threads under ThreadSanitizer, in a CPython without a GIL: FREE names one
 #   lab/run.sh gpu-compile    training steps compiled for eight GPUs, without one
 #   lab/run.sh searches       what a step of the searches launches on an H100 and a B200; cycles of a TPU v5e
+#   lab/run.sh training       memory and launches of a training step of a Parakeet, on one H100 and on eight TPUs v5e
+#   lab/run.sh parakeet       a training step of transformers beside ours, in time and memory; alone on the machine
 #   lab/run.sh tpu            the losses compiled for five generations of TPUs
 #   lab/run.sh mutation       random faults in the Python sources: how many the tests find
 #
@@ -42,6 +44,12 @@ environment() {
   export JAX_RNNT_INSTALLED
 }
 
+# The same, where XLA compiles for CUDA. It asks for names and sizes of kernels alone: those of the emulation do.
+emulated() {
+  environment "$PYTHON" "$@" -Ccmake.define.JAX_RNNT_EMULATE=ON
+  echo 'from jax_rnnt._cpu import *' > "$JAX_RNNT_INSTALLED/jax_rnnt/_cuda.py"
+}
+
 library() { "$CXX" -print-file-name="lib$1.so"; }
 # Under sanitizers: of memory, without products and sums in one instruction, since rounding must not matter; of threads,
 # which sees the module's code, not jaxlib's, and whose memory must not lie at random places.
@@ -67,16 +75,12 @@ case $mode in
   kernels)
     record=xla_kernels/checked.txt part=${1-}
     if [[ $part == --recorded ]]; then [[ "$(recorded)" == "$(cat $record)" ]]; exit; fi
-    tests=(tests/kernels/test_door.py tests/losses/test_targets.py)
-    if [[ $part == --quick ]]; then
-      "$PYTHON" lab/emulation/checks.py --quick
-    else
-      unset ONLY
-      "$PYTHON" lab/emulation/checks.py
-      tests+=(tests/losses/test_{edges,promises,offsets,emissions,lattices}.py)
-    fi
-    lab/run.sh sanitize -q -x -k 'not reference' "${tests[@]}"
-    [[ $part == --quick ]] || recorded > $record
+    if [[ $part == --quick ]]; then exec "$PYTHON" lab/emulation/checks.py --quick; fi
+    unset ONLY
+    "$PYTHON" lab/emulation/checks.py
+    lab/run.sh sanitize -q -x -k 'not reference' tests/kernels/test_door.py \
+      tests/losses/test_{targets,edges,promises,offsets,emissions,lattices}.py
+    recorded > $record
     ;;
   emulation)
     build emulation -Ccmake.define.JAX_RNNT_EMULATE=ON
@@ -99,15 +103,22 @@ case $mode in
     environment "$FREE" '.[test]' -Ccmake.define.JAX_RNNT_SANITIZE=thread -Cinstall.strip=false
     unordered build/threads/bin/python -m pytest -q -p no:xdist tests/kernels/test_threads.py "$@"
     ;;
-  gpu-compile) # XLA asks for names and sizes alone: those of the emulation do
-    environment "$PYTHON" '.[test]' 'jax[cuda13-local]' -Ccmake.define.JAX_RNNT_EMULATE=ON
-    echo 'from jax_rnnt._cpu import *' > "$JAX_RNNT_INSTALLED/jax_rnnt/_cuda.py"
+  gpu-compile)
+    emulated '.[test]' 'jax[cuda13-local]'
     JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q lab/tests/test_gpu_compile.py "$@"
     ;;
   searches)
     environment "$PYTHON" '.[test]' 'jax[cuda13-local]' 'jax[tpu]'
     JAX_RNNT_REQUIRE=searches build/searches/bin/pytest -q lab/tests/test_searches.py
     build/searches/bin/python lab/benchmarks/searches.py "$@"
+    ;;
+  training)
+    emulated . ./speech 'jax[cuda13-local]' 'jax[tpu]'
+    build/training/bin/python lab/benchmarks/training.py "$@"
+    ;;
+  parakeet)
+    environment "$PYTHON" . ./speech torch torchaudio transformers
+    build/parakeet/bin/python lab/benchmarks/parakeet.py "$@"
     ;;
   tpu)
     environment "$PYTHON" . 'jax[tpu]'

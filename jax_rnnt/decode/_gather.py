@@ -1,7 +1,11 @@
 """Rows of arrays by index. B utterances, W hypotheses, K slots of each; every index is in range."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+
+UNROLLED = 16  # hypotheses over which a reduction is no kernel of its own on a GPU
 
 
 def flat(x):
@@ -21,16 +25,33 @@ def take(x, index):
 
 
 def take_each(tree, index):
-    """`take` of all arrays [B, W] of a pytree, by one gather for each dtype."""
-    leaves, structure = jax.tree.flatten(tree)
-    same_dtype: dict = {}
-    for i, x in enumerate(leaves):
-        same_dtype.setdefault(x.dtype, []).append(i)
-    for places in same_dtype.values():
-        rows = take(jnp.stack([leaves[i] for i in places], 2), index)
-        for column, i in enumerate(places):
-            leaves[i] = rows[:, :, column]
-    return jax.tree.unflatten(structure, leaves)
+    """`take` of all arrays [B, W] of a pytree: on a CPU by one gather for each dtype, elsewhere by choices, in which a
+    compiler fuses more.
+    """
+
+    def by_dtype(tree, index):
+        leaves, structure = jax.tree.flatten(tree)
+        same_dtype: dict = {}
+        for i, x in enumerate(leaves):
+            same_dtype.setdefault(x.dtype, []).append(i)
+        for places in same_dtype.values():
+            rows = take(jnp.stack([leaves[i] for i in places], 2), index)
+            for column, i in enumerate(places):
+                leaves[i] = rows[:, :, column]
+        return jax.tree.unflatten(structure, leaves)
+
+    def by_choice(tree, index):
+        def chosen(x):
+            found = jnp.broadcast_to(x[:, :1], index.shape)
+            for i in range(1, x.shape[1]):
+                found = jnp.where(index == i, x[:, i : i + 1], found)
+            return found
+
+        return jax.tree.map(chosen, tree)
+
+    if jax.tree.leaves(tree)[0].shape[1] > 4 * UNROLLED:
+        return by_dtype(tree, index)
+    return jax.lax.platform_dependent(tree, index, cpu=by_dtype, default=by_choice)
 
 
 def in_rows(x, index):
@@ -76,9 +97,26 @@ def put_each(x, index, new):
 
 def put_all(x, index, new):
     """The same by a choice for each of the K, which GPUs and TPUs fuse with what makes the rows, and with its like."""
-    places = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None] == index[:, None]
-    rows = take(new, jnp.argmax(places, 2))
-    return jnp.where(jnp.any(places, 2).reshape(*x.shape[:2], *(1,) * (x.ndim - 2)), rows, x)
+    slots = jnp.arange(x.shape[1], dtype=jnp.int32)[None, None]
+    rows = jnp.arange(index.shape[1], dtype=jnp.int32)[None, :, None]
+    place = over_hypotheses(jnp.maximum, jnp.where(index[..., None] == slots, rows, -1))
+    rows = take(new, jnp.maximum(place, 0))
+    return jnp.where((place >= 0).reshape(*x.shape[:2], *(1,) * (x.ndim - 2)), rows, x)
+
+
+def over_hypotheses(function, x):
+    """[B, ...]: an associative ufunc of NumPy over the W of x [B, W, ...]."""
+    if x.shape[1] > UNROLLED:
+        return function.reduce(x, 1)
+    return functools.reduce(function, [x[:, i] for i in range(x.shape[1])])
+
+
+def one_after_another(arrays):
+    """[B, K W] of K arrays [B, W]: a choice, since a concatenation is a kernel of its own on a GPU."""
+    kind, found = jnp.arange(len(arrays), dtype=jnp.int32)[None, :, None], arrays[0][:, None]
+    for i, x in enumerate(arrays[1:], 1):
+        found = jnp.where(kind == i, x[:, None], found)
+    return found.reshape(found.shape[0], len(arrays) * arrays[0].shape[1])
 
 
 def replace_rows(condition, new, old):

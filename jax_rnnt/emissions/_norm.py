@@ -37,10 +37,28 @@ def row_sum(x, axis=-1) -> RowSum:
     """Over one axis of x."""
     peak = jax.lax.stop_gradient(jnp.max(x, axis, initial=-jnp.inf))
     peak = jnp.where(jnp.isneginf(peak), 0, peak)
-    total = jnp.sum(jnp.exp(x - jnp.expand_dims(peak, axis)), axis)
+    return _row_sum(peak, jnp.sum(jnp.exp(x - jnp.expand_dims(peak, axis)), axis))
+
+
+def _row_sum(peak, total) -> RowSum:
     dead = total == 0
     bad = jnp.isnan(total) | jnp.isposinf(peak)
     return RowSum(peak, total, jnp.log(jnp.where(dead, 1, total)), dead, bad)
+
+
+def row_sum_at_once(x) -> RowSum:
+    """`row_sum` over the last axis, in one pass on a GPU."""
+
+    def add(left, right):
+        peak = jnp.maximum(left[0], right[0])
+        base = jnp.where(jnp.isneginf(peak), 0, peak)
+        return peak, left[1] * jnp.exp(left[0] - base) + right[1] * jnp.exp(right[0] - base)
+
+    def one_pass(x):
+        start = jnp.asarray(-jnp.inf, x.dtype), jnp.asarray(0, x.dtype)
+        return _row_sum(*jax.lax.reduce((x, jnp.ones_like(x)), start, add, (x.ndim - 1,)))
+
+    return jax.lax.platform_dependent(x, cuda=one_pass, rocm=one_pass, default=row_sum)
 
 
 _REACH = 45  # nats from the largest logit down to the anchor

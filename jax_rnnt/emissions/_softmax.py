@@ -30,7 +30,7 @@ import numpy as np
 from jax_rnnt import _checks, _renamed, _xla
 from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Rows, clip_and_scale
 from jax_rnnt.emissions._emission import label_map as label_map
-from jax_rnnt.emissions._norm import encoded_norm, row_sum, softmax_of_norm
+from jax_rnnt.emissions._norm import encoded_norm, row_sum, row_sum_at_once, softmax_of_norm
 
 
 def accumulation_dtype(dtype) -> np.dtype:
@@ -348,9 +348,11 @@ class Softmax(Rows[jax.Array, jax.Array]):
         if not self.normalize:
             return lambda logits: logits.astype(x.dtype), blanks, durations
         if not self.bernoulli:
-            of_token = functools.partial(_of_row, row_sum(tokens))
+            of_token = functools.partial(_of_row, row_sum_at_once(tokens))
             return of_token, [of_token(x) for x in blanks], _log_softmax(durations) if self.num_durations else durations
-        of_token = functools.partial(_of_row, row_sum(jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens)))
+        of_token = functools.partial(
+            _of_row, row_sum_at_once(jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens))
+        )
         written = jax.nn.log_sigmoid(-blanks[0])
 
         def of_label(logits):

@@ -35,9 +35,9 @@ class TransducerLoss:
     """A loss of the transducer family, as a value: frozen, callable, a pytree.
 
     Every subclass is a frozen dataclass and a pytree, without a decorator. Its fields are leaves: numbers and arrays to
-    schedule or learn. A field made by ``dataclasses.field(metadata={"static": True})`` belongs to the structure
-    instead, and a new value compiles anew. A loss can be an argument of `jax.jit`, be closed over, mapped by
-    `jax.tree.map`, changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
+    schedule or learn. A field made by ``dataclasses.field(metadata={"static": True})`` is static instead: a new value
+    compiles the program again. A loss can be an argument of `jax.jit`, be closed over, mapped by `jax.tree.map`,
+    changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
 
     A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `label_frames`,
     `latency`, `label_log_probs`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the loss.
@@ -54,7 +54,7 @@ class TransducerLoss:
         "mean": sum / number of sequences; "mean_target": mean of loss_b / max(U_b, 1); "mean_volume": sum of the losses
         / max(sum of U_b, 1).
     fused_log_softmax : bool, default True
-        False: `logits` already are log-probabilities and are used as they are.
+        False: `logits` are log-probabilities already, and are used as they are.
     fastemit_lambda : float or scalar Array, default 0.0
         FastEmit (Yu et al. 2021): scales the gradient of label arcs by 1 + lambda. The returned loss stays the nll. Its
         own gradient is 0.
@@ -62,9 +62,9 @@ class TransducerLoss:
         Adds delay_penalty * ((T_b - 1) / 2 - t) to the label arcs of frame t (k2), which rewards early labels. The
         returned loss includes it; it has a gradient.
     implementation : {None, "kernel", "reference"}
-        "kernel": compiled kernels, an error where there are none; "reference": plain JAX, differentiable any number of
-        times, and in forward mode if `clamp` is off; None: kernels where there are some, else the reference, with a
-        warning that says why.
+        None: kernels where there are some, else the reference, with a warning that says why; "kernel": an error where
+        there are none; "reference": plain JAX, differentiable any number of times, and in forward mode if `clamp` is
+        off.
     inplace : bool, default True
         Lets the gradient overwrite the logits, which saves their size at the peak. XLA first copies logits that are
         still needed: set it to False where the logits are an argument of the differentiated program and are not

@@ -53,7 +53,7 @@ def captions(
     Raises
     ------
     TypeError, ValueError
-        An option is out of range, or words are not what `write_srt` could write.
+        An option is out of range, or words are not what `write_srt` could write: a text is empty, for example.
 
     Examples
     --------
@@ -76,7 +76,7 @@ def captions(
         raise ValueError(f"{function}: longest must be {expected}, got {longest}.")
     if not isinstance(space, str):
         raise TypeError(f"{function}: space must be a str, got {space!r}.")
-    checked_intervals(function, "words", "words", words)
+    checked_intervals(function, "words", "words", words, form="word")
 
     shown: list[list[Interval]] = []
     for word in words:

@@ -17,6 +17,7 @@ LEAST = {SECOND: "a microsecond", 1000: "a millisecond"}
 # What a text must be, by its form.
 FORMS = {
     "line": "be without line breaks, control characters, byte order marks and lone surrogates",
+    "word": "be without line breaks, control characters, byte order marks and lone surrogates, and not empty",
     "lines": "be lines that are not empty, without control characters, byte order marks and lone surrogates",
     "column": "be without white space and not empty",
 }
@@ -69,7 +70,8 @@ def read_ctm(file: str | os.PathLike, channel: str | None = None) -> dict[str, l
     """Reads a CTM file, as `write_ctm`, SCTK and Kaldi write it.
 
     An interval ends at its start plus duration, by decimal arithmetic: those that meet in the file meet here. Comments
-    (";;") and empty lines are skipped, and of a line all behind the confidence.
+    (";;") and empty lines are skipped, and of a line all behind the confidence. What a writer refuses is an error here
+    too, with two exceptions, which other programs write: an interval may be empty, and may overlap the next one.
 
     Parameters
     ----------
@@ -87,8 +89,9 @@ def read_ctm(file: str | os.PathLike, channel: str | None = None) -> dict[str, l
     Raises
     ------
     ValueError
-        A line lacks columns, or has a number that is none: start or duration must be finite, and 0 or more. A recording
-        has several channels. The file is not in UTF-8.
+        A line lacks columns, or has a number that is none: start or duration must be finite, and 0 or more. A word of a
+        recording begins before the one above it, a confidence is not in [0, 1], a name or text holds control
+        characters. A recording has several channels. The file is not in UTF-8.
 
     Examples
     --------
@@ -123,7 +126,9 @@ def read_ctm(file: str | os.PathLike, channel: str | None = None) -> dict[str, l
             raise ValueError(f"{where}: expected {expected}, got {channels[name]!r} and {here!r}.")
         begin, length = (_decimal(where, what, x) for what, x in (("a start", start), ("a duration", duration)))
         sure = None if columns[5:6] in ([], ["NA"]) else float(_decimal(where, "a confidence", columns[5]))
+        _check_text(where, "the name of a recording", name, "column")
         found.setdefault(name, []).append(Interval(float(begin), float(begin + length), word, sure))
+        checked_intervals(where, "a recording", name, found[name][-2:], form="column", least=0)
     return found
 
 
@@ -239,11 +244,13 @@ def checked_intervals(
     unit: int = SECOND,
     form: str = "line",
     limit: float = math.inf,
+    least: int = 1,
 ) -> list[tuple[int, int, str, float | None]]:
     """Intervals of one recording as (start, end, text, confidence), times in whole units: what every writer checks.
 
     Times are rounded first and compared then, so what is right here is right in the file. `unit`: how many a second
-    has. `form`: a key of `FORMS`. `limit`: seconds before which an interval must begin.
+    has. `form`: a key of `FORMS`. `limit`: seconds before which an interval must begin. `least`: units of an interval;
+    with 0, as readers have it, it may also overlap the next one.
     """
     if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence):
         raise TypeError(f"{function}: {argument} must hold a sequence of intervals, got {entries!r}.")
@@ -257,15 +264,16 @@ def checked_intervals(
         _check_text(function, f"texts of {argument}", text, form)
         edges = [unit * float(_checks.scalar(function, f"times of {argument}", x)) for x in times]
         start, end = map(round, edges) if all(map(math.isfinite, edges)) else (-1, -1)
-        if not before <= start < min(end, unit * limit - 0.5):
-            rule = f"be finite, in order without overlap, {LEAST[unit]} long or more, and begin in [0, {limit})"
+        if not (before <= start < unit * limit - 0.5 and start + least <= end):
+            room = f" without overlap, {LEAST[unit]} long or more," if least else ""
+            rule = f"be finite, in order{room} and begin in [0, {limit})"
             raise ValueError(f"{function}: intervals of {name!r} must {rule}, got {interval!r}.")
         if sure is not None:
             sure = float(_checks.scalar(function, f"confidences of {argument}", sure))
             if not 0 <= sure <= 1:
                 raise ValueError(f"{function}: confidences of {name!r} must be in [0, 1] or None, got {interval!r}.")
         checked.append((start, end, text, sure))
-        before = end
+        before = end if least else start
     return checked
 
 
@@ -276,5 +284,6 @@ def _check_text(function: str, what: str, text, form: str) -> None:
     lines = text.split("\n") if form == "lines" else [text]
     if any(unicodedata.category(x) in ("Cc", "Cs", "Zl", "Zp") or x == "\ufeff" for line in lines for x in line):
         raise ValueError(f"{function}: {what} must {FORMS['line' if form == 'column' else form]}, got {text!r}.")
-    if (form == "lines" and not all(map(str.strip, lines))) or (form == "column" and text.split() != [text]):
+    empty = form in ("word", "lines") and not all(map(str.strip, lines))
+    if empty or (form == "column" and text.split() != [text]):
         raise ValueError(f"{function}: {what} must {FORMS[form]}, got {text!r}.")

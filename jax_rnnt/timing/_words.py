@@ -144,7 +144,7 @@ def checked_confidences(function: str, x) -> np.ndarray:
     """Confidences of labels in float64, at most 1."""
     if not np.all(x >= 0):
         expected = "0 or more, as Hypotheses.label_confidences or exp of log-probabilities are"
-        raise ValueError(f"{function}: confidences must be {expected}, got {x.tolist()}.")
+        raise ValueError(f"{function}: confidences must be {expected}, got {x[~(x >= 0)][0]}.")
     return np.minimum(x.astype(np.float64), 1)
 
 

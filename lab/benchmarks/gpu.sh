@@ -12,8 +12,8 @@
 # git does not know it; LIMIT, seconds of all parts together (585).
 #
 # Parts come in the order of what they teach first. Every part has its own time limit and runs even if others fail; the
-# exit code is 1 if any failed. Results: DATE-DEVICE.json, librispeech.json, counters.txt, parts.tsv (part, seconds, exit
-# code), gpu.log.
+# exit code is 1 if any failed. Results: bench.txt, librispeech.json, counters.txt, parts.tsv (part, seconds, exit code),
+# gpu.log.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -21,8 +21,9 @@ PARTS=(build check selftest benchmark counters librispeech suite large memcheck 
 # Time limits in seconds. They add up to less than ten minutes, so that no part takes the time of another.
 declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [counters]=45 [librispeech]=55 [suite]=100
   [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
-# By ncu, for each kernel of the first and of the narrowest large shape: issue slots and DRAM, then what L1 does for loads
-# of global memory. Those of L1 tell whether rows of a lane each (V = 32) take a cycle a cache line or a sector.
+# B, T, U, V: the first stands for LibriSpeech, the second has the narrowest rows.
+SHAPES=('30 400 80 500' '64 1000 200 32' '8 250 50 4096')
+# By ncu, for each kernel of the first two shapes: issue slots and DRAM, then what L1 does for loads of global memory. Those of L1 tell whether rows of a lane each (V = 32) take a cycle a cache line or a sector.
 LOADS=pipe_lsu_mem_global_op_ld.sum
 COUNTERS=gpu__time_duration.sum,sm__inst_issued.avg.pct_of_peak_sustained_active,sm__inst_issued.avg.per_cycle_active
 COUNTERS+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
@@ -31,6 +32,7 @@ L1+=,l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts.avg.pct
 KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,devices}.cu)
 
 run_part() {
+  if [[ $DRY_RUN ]]; then SHAPES=('2 12 5 7'); fi
   case $1 in
     build)
       rm -rf build/gpu/site
@@ -75,18 +77,20 @@ run_part() {
       if [[ $DRY_RUN ]]; then options=(--steps 4 --batch 4); fi
       PYTHONPATH=$PWD/speech:$PYTHONPATH "$PYTHON" -m jax_rnnt_speech train --config handwritten-digits --overwrite --workdir build/gpu/example "${options[@]}" 2>&1 | tr "\r" "\n" | tail -n 12
       ;;
-    benchmark)
-      if [[ $DRY_RUN ]]; then
-        "$PYTHON" lab/benchmarks/gpu.py --dry-run --budget 1700 --only tiny
-      else
-        "$PYTHON" lab/benchmarks/gpu.py --budget "$((SECONDS_OF[benchmark] - 15))" --output "$OUT"
-      fi
+    benchmark) # loss and gradient, beside a copy
+      local shape dtype
+      for shape in "${SHAPES[@]}"; do
+        for dtype in float32 bfloat16; do
+          "$PYTHON" -P -m jax_rnnt bench $shape --dtype $dtype | tee -a "$OUT/bench.txt" || return
+        done
+      done
       ;;
-    counters)
-      local steps=("$PYTHON" lab/benchmarks/gpu.py --once --only lattice_bound librispeech)
-      if [[ $DRY_RUN ]]; then "${steps[@]}" --dry-run; return; fi
-      # Without command buffers, whose kernels ncu may see as one. A device may lack a counter of L1.
-      profile "$COUNTERS,$L1" "${steps[@]}" || profile "$COUNTERS" "${steps[@]}"
+    counters) # of the first step
+      local steps=("$PYTHON" -P -m jax_rnnt bench)
+      for shape in "${SHAPES[@]:0:2}"; do
+        # Without command buffers, whose kernels ncu may see as one. A device may lack a counter of L1.
+        profile "$COUNTERS,$L1" "${steps[@]}" $shape || profile "$COUNTERS" "${steps[@]}" $shape || return
+      done
       ;;
     librispeech)
       local options=(--limit "$((SECONDS_OF[librispeech] - 15))" --budget 1 --repeat 5)
@@ -121,8 +125,9 @@ compile_check() {
 profile() {
   local metrics=$1
   shift
-  XLA_FLAGS=--xla_gpu_enable_command_buffer= ncu --clock-control none --kernel-name 'regex:Forward|Backward|Skew|Sweep|Total|Loss' \
-    --metrics "$metrics" "$@" | tee "$OUT/counters.txt"
+  if [[ $DRY_RUN ]]; then "$@"; return; fi
+  XLA_FLAGS=--xla_gpu_enable_command_buffer= ncu --clock-control none --launch-count 6 \
+    --kernel-name 'regex:Forward|Backward|Skew|Sweep|Total|Loss' --metrics "$metrics" "$@" | tee -a "$OUT/counters.txt"
 }
 
 sanitizer() {
@@ -165,7 +170,7 @@ chosen=("$@")
 
 main() {
   local failed=0 part most begun code took
-  rm -f "$OUT/parts.tsv"
+  rm -f "$OUT"/{parts.tsv,bench.txt,counters.txt}
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv,noheader || true
   for part in "${chosen[@]}"; do
     if [[ ! ${SECONDS_OF[$part]-} ]]; then

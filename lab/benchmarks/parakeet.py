@@ -8,6 +8,7 @@ turns, and the table has the shortest time and the largest peak of resident memo
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def ours(folder, kind, what, repeats):
     import jax
     import optax
 
-    from jax_rnnt_speech import pretrained, train
+    from jax_rnnt_speech import parts, pretrained, train
 
     recogniser = pretrained.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())
@@ -119,13 +120,14 @@ def ours(folder, kind, what, repeats):
         joint = "tiles" if what == "tiles" else "logits"
         recogniser.config = dataclasses.replace(recogniser.config, joint=joint, time_masks=0, mel_masks=0)
         arrays |= {"valid": np.ones(UTTERANCES, bool), "spans": np.zeros((UTTERANCES, 0, 2), np.int32)}
-        optimizer = optax.apply_if_finite(optax.adamw(1e-5, weight_decay=0.01), 100)
-        step = train.make_train_step(recogniser, optimizer, False)
-        state = recogniser.params, optimizer.init(recogniser.params)
+        chosen = parts.Parts(recogniser.config, recogniser.params)
+        optimizer = train.if_finite(optax.adamw(1e-5, weight_decay=0.01))
+        step = train.make_train_step(recogniser, chosen, optimizer)
+        state = train.first_state(recogniser.config, optimizer, chosen.free(recogniser.params))
 
         def one_step():
             nonlocal state
-            state, numbers = step(state, arrays, 1)
+            state, numbers = step(state, arrays, {}, 1)
             return float(numbers["loss"])
 
         return repeated(one_step, repeats)
@@ -157,6 +159,7 @@ def main():
     parser.add_argument("--torch", metavar="PYTHON", default=sys.executable)
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="in each process (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where all figures go, with the load of the machine")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -169,6 +172,7 @@ def main():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(dict(zip(("first", "seconds", "peak"), (*seconds, peak)))))
         return
+    load = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
         measure(args.torch, "make", folder, "", "", 0)
         runs_of = {}
@@ -178,6 +182,9 @@ def main():
                     if (side, what) != ("theirs", "tiles"):
                         one = measure(python, side, folder, kind, what, args.repeats)
                         runs_of.setdefault((kind, what, side), []).append(one)
+    if args.json:
+        found = {"load": load, "runs": {" ".join(case): figures for case, figures in runs_of.items()}}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     print("| | transformers: ms | MiB | jax_rnnt: ms | MiB |\n|---|---|---|---|---|")
     for kind, what in CASES:
         sides = [

@@ -5,9 +5,8 @@
     python lab/benchmarks/peers.py joint --librispeech
 
 All other options are those of the program. The peers that can be imported take part, in an environment and a process of
-their own: `Worker` starts this file there, which answers a line of JSON on standard input after each repetition. On a
-GPU, gpu.py runs `losses()` in its own process. Each maps (logits, targets, logit_lengths, target_lengths) to the mean
-over the batch; the last class is the blank.
+their own: `Worker` starts this file there, which answers a line of JSON on standard input after each repetition. Each
+maps (logits, targets, logit_lengths, target_lengths) to the mean over the batch; the last class is the blank.
 """
 
 import argparse
@@ -96,17 +95,6 @@ def warp_transducer(path, threads):
     return {"warp-transducer": lambda logits, *rest: Loss.apply(logits.log_softmax(-1), *rest)}
 
 
-def losses(makers):
-    """({name: loss}, {function: why it is missing}) of these functions."""
-    found, missing = {}, {}
-    for make in makers:
-        try:
-            found |= make()
-        except Exception as error:  # an import may raise anything
-            missing[getattr(make, "func", make).__name__] = f"{type(error).__name__}: {error}"
-    return found, missing
-
-
 def versions():
     names = "torch", "torchaudio"
     found = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
@@ -166,9 +154,15 @@ def serve(threads, warp_library):
     # Replies go to the real standard output; output of the libraries goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    makers = [torchaudio]
-    makers += [functools.partial(warp_transducer, warp_library, threads)] if warp_library else []
-    found, missing = losses(makers)
+    makers = {"torchaudio": torchaudio}
+    if warp_library:
+        makers["warp-transducer"] = functools.partial(warp_transducer, warp_library, threads)
+    found, missing = {}, {}
+    for name, make in makers.items():
+        try:
+            found |= make()
+        except Exception as error:  # an import may raise anything
+            missing[name] = f"{type(error).__name__}: {error}"
     print(json.dumps({"names": list(found), "missing": missing, "versions": versions()}), file=replies)
     loaded = None
     for line in sys.stdin:

@@ -1,6 +1,7 @@
-"""Does a training loop's memory stay where it is? Thousands of steps of several kinds, and the resident set.
+"""Does memory stay where it is? Thousands of steps of several trainings, hours of one stream, and the resident set.
 
     python lab/benchmarks/soak.py [--steps 10000] [--kinds jit eager ...]
+    PYTHONPATH=speech python lab/benchmarks/soak.py --kinds stream    # needs the packages of speech/
 
 Prints the resident set after each tenth of the steps. The exit code is 1 where the last six tenths of a run grow by
 more than --allowed MB. (A joint network that is a new function in each step, outside jit, is compiled in each step, and
@@ -10,6 +11,7 @@ JAX keeps all programs: that is none of the kinds.)
 import argparse
 import functools
 import gc
+import itertools
 import pathlib
 import sys
 import time
@@ -37,24 +39,45 @@ def step(loss, weight, *batch):
     return weight - 0.01 * gradient, value
 
 
-def jitted(loss):
-    return jax.jit(functools.partial(step, loss), donate_argnums=0)
-
-
-# Name -> (step, sizes of its batches, share of the steps)
-KINDS = {
-    "jit": (jitted(dense), [(T, U)], 1),
-    "buckets": (jitted(dense), [(T + 8 * i, U + i) for i in range(6)], 1),
-    "reference": (jitted(functools.partial(dense, implementation="reference")), [(T, U)], 0.1),
-    "tiles": (jitted(tiles), [(T, U)], 0.1),
-    "eager": (functools.partial(step, dense), [(T, U)], 0.1),
-}
-
-
 def batch(rng, frames, labels):
     rows = (rng.normal(size=(B, n, H)).astype(np.float32) for n in (frames, labels + 1))
     lengths = rng.integers(1, frames + 1, B), rng.integers(0, labels + 1, B)
     return *rows, *(x.astype(np.int32) for x in (rng.integers(0, V - 1, (B, labels)), *lengths))
+
+
+def training(loss, jitted=True, sizes=((T, U),)):
+    """A step after the other, on batches of these sizes in turn."""
+    rng, weight, train = np.random.default_rng(0), jnp.zeros((H, V)), functools.partial(step, loss)
+    train = jax.jit(train, donate_argnums=0) if jitted else train
+    for frames, labels in itertools.cycle(sizes):
+        weight, value = train(weight, *batch(rng, frames, labels))
+        yield value
+
+
+def stream():
+    """A minute of noise after the other, in pieces of many sizes; the model is drawn, and writes words."""
+    from jax_rnnt_speech import config, recogniser, streams, tokens
+
+    sizes = dict(rate=8000, mels=8, width=16, blocks=1, kernel=3, channels=2, chunk=8, seed=3)
+    settings = config.Config(train="t", valid="v", encoder="convolutional", **sizes)
+    model = recogniser.Recogniser(settings, tokens.Characters("ABC "), [0.0] * 8, [1.0] * 8)
+    model.params["joint"] = jax.tree.map(lambda x: 8 * x, model.params["joint"])
+    rng, live = np.random.default_rng(0), streams.Stream(model, recogniser.Search(), 0.8)
+    while True:
+        loud = np.repeat(rng.uniform(0, 1, 30) > 0.3, 2 * settings.rate).astype(np.float32)
+        pieces = np.array_split(loud * rng.normal(size=len(loud)).astype(np.float32), rng.integers(20, 200))
+        yield sum(len(live.feed(piece)) for piece in pieces)
+
+
+# Name -> (steps one after the other, share of the steps)
+KINDS = {
+    "jit": (functools.partial(training, dense), 1),
+    "buckets": (functools.partial(training, dense, sizes=[(T + 8 * i, U + i) for i in range(6)]), 1),
+    "reference": (functools.partial(training, functools.partial(dense, implementation="reference")), 0.1),
+    "tiles": (functools.partial(training, tiles), 0.1),
+    "eager": (functools.partial(training, dense, jitted=False), 0.1),
+    "stream": (stream, 0.05),  # 8 hours
+}
 
 
 def resident():
@@ -66,20 +89,18 @@ def resident():
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=[x for x in KINDS if x != "stream"], choices=list(KINDS))
     parser.add_argument("--allowed", type=float, default=4, help="MB of growth, the noise of an allocator")
     options = parser.parse_args(argv)
     grown = []
     for name in options.kinds:
-        train, sizes, share = KINDS[name]
-        tenth = max(1, int(options.steps * share) // 10)
-        rng, weight, held, start = np.random.default_rng(0), jnp.zeros((H, V)), [], time.monotonic()
-        for i in range(10 * tenth):
-            weight, value = train(weight, *batch(rng, *sizes[i % len(sizes)]))
-            if (i + 1) % tenth == 0:
-                assert np.isfinite(float(value)), value
-                gc.collect()
-                held.append(resident())
+        start_steps, share = KINDS[name]
+        steps, tenth, held, start = start_steps(), max(1, int(options.steps * share) // 10), [], time.monotonic()
+        for _ in range(10):
+            *_, value = itertools.islice(steps, tenth)
+            assert np.isfinite(float(value)), value
+            gc.collect()
+            held.append(resident())
         grown += [name] * (held[-1] - held[3] > options.allowed)
         seconds, figures = time.monotonic() - start, " ".join(f"{x:.1f}" for x in held)
         print(f"{name}: {10 * tenth} steps in {seconds:.0f} s; MB after each tenth: {figures}", flush=True)

@@ -36,21 +36,18 @@ def test_search_makes_a_failure_small(capsys):
 
 
 BREAKS = {
-    "loss is not finite": lambda p, a: a[0].__setitem__(0, np.nan),
-    "loss below 0": lambda p, a: a[0].__setitem__(0, -1),
-    "gradient of a softmax": lambda p, a: a[1].__setitem__((0, 0, 0, 0), 0.5),
+    "loss": lambda p, a: a[0].__setitem__(0, a[0][0] * 1.001),
+    "gradient": lambda p, a: a[1].__setitem__((0, 0, 0, 0), 0.5),
     "gradient outside the lengths": lambda p, a: a[1].__setitem__((~batches.inside(p)).nonzero(), 1e-30),
-    "posterior of label not in": lambda p, a: a[2][1].__setitem__((0, 0, 0), 1.5),
-    "posteriors of a label": lambda p, a: a[2][1].__setitem__((slice(None), slice(None), 0), 0),
+    "posterior of label": lambda p, a: a[2][1].__setitem__((0, 0, 0), 1.5),
     "best path above": lambda p, a: a[3].score.__setitem__(0, 1),
     "frames outside": lambda p, a: a[3].frames.__setitem__((slice(None), 0), 99),
-    "expected": lambda p, a: a[0].__setitem__(slice(None), a[0] * 1.001),
 }
 
 
 @pytest.mark.parametrize("text", BREAKS)
 def test_the_fuzzer_finds(monkeypatch, text):
-    """Each property fails for an answer that breaks it."""
+    """Whatever of an answer is wrong."""
     draw, rng = fuzz_properties.Draw(family.RNNT), np.random.default_rng(0)
     right = fuzz_properties.program(draw)
 
@@ -60,8 +57,8 @@ def test_the_fuzzer_finds(monkeypatch, text):
         return answer
 
     monkeypatch.setattr(fuzz_properties, "program", lambda d: broken)
-    found = [x for number in range(2) for x in fuzz_properties.failures_of_batch(draw, rng, number, size=64)]
-    assert any(text in x for x in found), found
+    found = [x for _ in range(2) for x in fuzz_properties.failures_of_batch(draw, rng)]
+    assert any(x.startswith(text) for x in found), found
 
 
 needs_door = pytest.mark.skipif(not door.native(), reason="the door leads to the kernels of the CPU platform")

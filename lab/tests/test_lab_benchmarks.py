@@ -1,4 +1,4 @@
-"""Do the studies measure what they say, and has gpu.sh what it runs? Everything but time, without a GPU."""
+"""Does the soak run, and has gpu.sh what it runs? Everything but time, without a GPU."""
 
 import os
 import re
@@ -11,26 +11,10 @@ from programs import environment, run
 HERE = project.ROOT / "lab/benchmarks"
 
 
-RUNS = """
-import importlib, shlex, sys
-sys.path.insert(0, sys.argv[1])
-for command in sys.argv[2:]:
-    print("RUN", command, flush=True)
-    name, *arguments = shlex.split(command)
-    if importlib.import_module(name).main(arguments):
-        sys.exit(f"failed: {command}")
-"""
-
-
-def test_runs():
-    """In one process, in JAX's default configuration."""
-    commands = (
-        "soak --steps 20 --kinds jit eager",
-        "gpu --dry-run --only tiny --budget 1000",
-        "gpu --dry-run --only tiny --once",
-    )
+def test_soak():
+    """In JAX's default configuration."""
     quick = environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1", XLA_FLAGS=os.environ["XLA_FLAGS"])
-    run(RUNS, HERE, *commands, env=quick, timeout=900)
+    run(HERE / "soak.py", "--steps", "20", "--kinds", "jit", "eager", env=quick, timeout=900)
 
 
 # ------------------------------------------------------------------------------------------------------ parts of gpu.sh

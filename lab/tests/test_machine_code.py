@@ -50,10 +50,6 @@ def execute(w, text, immediate=0, mask=operands.FULL):
     operands.compile_instruction(sass.Instruction(0, text, immediate << 32, 0))(w, mask)
 
 
-def carry(total):
-    return total >> 32 & 1
-
-
 # (instruction, the value of R0 in a lane with a = R2, b = R4, c = R6 and the predicates P0, P1)
 INTEGERS = [
     ("IADD3 R0, R2, -R4, R6", lambda a, b, c, p, q: a - b + c),

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jax_rnnt_speech import batches, config, corpora, outputs, pretrained, programs, transcripts
+from jax_rnnt_speech.config import UserError
 
 OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
 
@@ -15,6 +16,8 @@ OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "
 def align(args):
     transcripts.check(args, args.data)
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
+    if recogniser.loss is None:
+        raise UserError(f"{args.workdir} has a head for CTC alone: alignments need a transducer")
     given = {"max_seconds": recogniser.longest} | config.given(args, OPTIONS)
     given["max_seconds"] = min(given["max_seconds"], recogniser.longest)
     settings = dataclasses.replace(recogniser.config, **given)

@@ -193,6 +193,7 @@ class Config:
     scan: bool = switch("the encoder's blocks as one program that is run for each: compiles in less time")
     # Loss and optimiser.
     loss: str = option("rnnt", str, "one of the family", choices=tuple(LOSSES))
+    prompt: str = option("", str, "the language, for a pretrained model that is told; default: its usual one")
     durations: tuple = option((0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read")
     sigma: float = option(0.05, amount, "of --loss tdt and multiblank: the probability that symbols are to exceed")
     max_symbols: int = option(4, positive, "labels that a search writes in a frame, at most")
@@ -244,6 +245,8 @@ class Config:
             raise UserError("--scan needs blocks that are alike, which --encoder convolutional has not")
         if self.joint == "tiles" and self.loss == "pruned":
             raise UserError("--joint tiles: the pruned loss has its own way to do without all logits")
+        if self.loss == "ctc" and (self.ctc or self.text):
+            raise UserError(f"--loss ctc has no transducer beside it, so no --{'ctc' if self.ctc else 'text'}")
         if self.hop <= 0 or self.window < self.hop:
             raise UserError(f"--window {self.window:g} must be --hop {self.hop:g} or more, and that more than 0")
         if round(self.rate * self.window / 1000) < 2:

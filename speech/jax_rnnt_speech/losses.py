@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import jax_rnnt
+from jax_rnnt_speech import ctc
 
 BIG_BLANKS = 2, 3, 4  # frames that the big blanks of the multi-blank transducer read
 COLUMNS = 4  # columns of the lattice that pruning keeps in every frame
@@ -47,18 +48,9 @@ def pruned(loss, model, x, tiles):
     return 0.5 * loss(scores, *x[2:]) + loss(jax_rnnt.BandLogits(logits, first), *x[2:])
 
 
-def ctc(model, x, blank):
-    """Losses [B] of connectionist temporal classification (Graves et al. 2006) of the same encoder rows.
-
-    0 where the labels do not fit: equal neighbours need a blank between them.
-    """
-    logits, targets = model.ctc(x.frames).astype(jnp.float32), x.targets
-    places = jnp.arange(targets.shape[1])
-    again = (targets[:, 1:] == targets[:, :-1]) & (places[1:] < x.target_lengths[:, None])
-    fits = x.target_lengths + again.sum(1) <= x.frame_lengths
-    after = (jnp.arange(n) >= count[:, None] for n, count in zip((logits.shape[1], targets.shape[1]), x[3:]))
-    frames_end, targets_end = (x.astype(jnp.float32) for x in after)
-    return jnp.where(fits, optax.ctc_loss(logits, frames_end, targets, targets_end, blank_id=blank), 0)
+def of_ctc(loss, model, x, tiles):
+    """Losses [B] of a model that has a head for CTC alone."""
+    return ctc.loss(model.ctc(x.frames), *x[2:])
 
 
 def of_texts(model, targets, lengths, labels):
@@ -70,7 +62,7 @@ def of_texts(model, targets, lengths, labels):
 
 
 class Variant(NamedTuple):
-    loss: jax_rnnt.TransducerLoss
+    loss: jax_rnnt.TransducerLoss | None
     compute: Callable = of_all_logits
     extra_blanks: int = 0  # classes between the labels and the blank
     durations: int = 0  # logits after the blank
@@ -91,6 +83,7 @@ LOSSES = {
     "robust": Variant(jax_rnnt.TargetRobustRNNTLoss(skip_frame=-5.0, skip_label=-5.0)),
     "wildcard": Variant(jax_rnnt.WildcardRNNTLoss(skip_start=-5.0, skip_end=-5.0)),
     "pruned": Variant(jax_rnnt.RNNTLoss(), pruned),
+    "ctc": Variant(None, of_ctc),
 }
 
 

@@ -34,24 +34,43 @@ class Head(nnx.Module):
         return self.norm(rows), lengths
 
 
+class Prompt(nnx.Module):
+    """Rows [B, N, E] of recordings in a language, which is one of `count` prompts."""
+
+    def __init__(self, count, hidden, width, **more):
+        self.width, self.linear_1 = width, nnx.Linear(width + count, hidden, **more)
+        self.linear_2 = nnx.Linear(hidden, width, **more)
+
+    def __call__(self, rows, language):
+        kernel, bias = (x[...].astype(rows.dtype) for x in (self.linear_1.kernel, self.linear_1.bias))
+        return self.linear_2(nnx.relu(rows @ kernel[: self.width] + (kernel[self.width + language] + bias)))
+
+
 class Transducer(nnx.Module):
     """Encoder, predictor and joint with `outputs` logits; class `blank` is the blank, with the labels before it.
 
-    `fields` are those of a pretrained encoder's config.json.
+    A model of CTC alone has a head for it in the place of predictor and joint, others may have one beside.
+
+    `source` are the JSON files of a pretrained model.
     """
 
-    def __init__(self, config, features, blank, outputs, fields=None, *, rngs):
+    def __init__(self, config, features, blank, outputs, source=None, *, rngs):
         more, width = {"dtype": jnp.dtype(config.dtype), "rngs": rngs}, config.width
-        self.encoder = encoders.make(config, features, fields, **more)
+        self.encoder = encoders.make(config, features, encoders.fields_of(source), **more)
         self.head = Head(config, self.encoder.width, **more) if config.stack else None
+        fields = {} if self.head else (source or {}).get("config.json", {})
+        sizes = [fields.get(x) for x in ("num_prompts", "prompt_intermediate_size")]
+        self.prompt = Prompt(*sizes, self.encoder.width, **more) if all(sizes) else None
+        rows, activation = width if self.head else self.encoder.width, ACTIVATIONS[config.activation]
+        if config.ctc or config.loss == "ctc":
+            self.ctc = nnx.Linear(rows, blank + 1, **more)
+        if config.loss == "ctc":
+            return
         if config.predictor == "lstm":
             self.predictor = LSTMPredictor(blank + 1, width, layers=config.predictor_layers, **more)
         else:
             self.predictor = StatelessPredictor(blank + 1, width, history=config.history, **more)
-        rows, activation = width if self.head else self.encoder.width, ACTIVATIONS[config.activation]
         self.joint = Joint(rows, width, width, outputs, activation=activation, dropout=config.dropout, **more)
-        if config.ctc:
-            self.ctc = nnx.Linear(rows, blank + 1, **more)
         if config.loss == "pruned":  # linear scores of all classes, for the simple loss that chooses the band
             self.frame_scores = nnx.Linear(rows, outputs, **more)
             self.state_scores = nnx.Linear(width, outputs, **more)

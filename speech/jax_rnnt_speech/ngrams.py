@@ -45,6 +45,8 @@ class Search:
     ilm_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
     fusion: tuple = ()  # of (n-gram or phrases, weight)
     confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
+    ctc: bool = dataclasses.field(default=False, metadata={"static": True})  # by that head
+    language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
 
 
 OPTIONS = "lower", "normalize", "audio_column", "text_column"
@@ -64,6 +66,8 @@ def add_options(parser):
         parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
     help = "texts to prefer, a line each; a weight behind a tab: nats for each label (1)"
     parser.add_argument("--phrases", type=Path, metavar="FILE", help=help)
+    help = "which head of a model with two finds labels (the transducer, if there is one)"
+    parser.add_argument("--head", choices=("transducer", "ctc"), help=help)
 
 
 def check(args):
@@ -130,7 +134,15 @@ def search_of(args, recogniser):
         fusion = (read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)
     if args.phrases:
         fusion += ((phrases(args.phrases, recogniser), 1.0),)
-    return Search(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind))
+    alone = recogniser.config.loss == "ctc"
+    ctc, language = alone if args.head is None else args.head == "ctc", None
+    if ctc != alone and (alone or "ctc" not in recogniser.params):
+        raise UserError(f"--head {args.head}: the model has no such head")
+    if ctc and (args.beam or fusion or kind != PROBABILITY):
+        raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
+    if getattr(args, "prompt", ""):
+        language = recogniser.language(args.prompt)
+    return Search(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)
 
 
 def sentences_of(path, normalize, report, columns=()):

@@ -3,12 +3,14 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_rnnt_speech.config import UserError
 
 LOWER = re.compile(r"encoder:(\d+)")
+BLOCK = re.compile(r"(encoder/blocks/layers)/(\d+)/(.*)")
 
 
 def path_of(keys):
@@ -26,8 +28,21 @@ def within(path, prefix):
     return path == prefix or path.startswith(f"{prefix}/")
 
 
+@jax.custom_vjp
+def unstacked(x):
+    """The rows of an array. Their gradients are stacked; JAX would add as many arrays of zeros with a row each."""
+    return jnp.unstack(x)
+
+
+unstacked.defvjp(lambda x: (jnp.unstack(x), None), lambda _, rows: (jnp.stack(rows),))
+
+
 class Parts:
-    """Which of the parameters are trained. As they are trained, they are a dictionary by path."""
+    """Which of the parameters are trained. As they are trained, they are a dictionary by path.
+
+    With --scan, those of all blocks are one array, as the program of the encoder takes them: XLA leaves out that they
+    are taken apart and put together again, and the optimiser has few arrays.
+    """
 
     def __init__(self, config, params):
         flat, self.tree = jax.tree_util.tree_flatten_with_path(params)
@@ -47,19 +62,37 @@ class Parts:
         if not any(self.trained):
             raise UserError(f"--freeze {config.freeze} leaves nothing to train")
         matching = {p: [(len(x), factor) for x, factor in rates if within(p, x)] for p in self.paths}
-        self.factors = {path: max(x)[1] if x else 1.0 for path, x in matching.items()}
+        factors = [max(matching[path])[1] if matching[path] else 1.0 for path in self.paths]
+        groups = {}
+        for i, (path, free) in enumerate(zip(self.paths, self.trained)):
+            block = config.scan and BLOCK.fullmatch(path)
+            groups.setdefault((block.expand(r"\1/*/\3") if block else path, free), []).append(i)
+        self.groups, self.factors = {}, {}  # indices of the parameters of an array, and factors of its learning rate
+        for group in groups.values():
+            first, last = (BLOCK.fullmatch(self.paths[i]) for i in (group[0], group[-1]))
+            name = first.expand(rf"\1/\2-{last[2]}/\3") if len(group) > 1 else self.paths[group[0]]
+            column = np.reshape([factors[i] for i in group], (-1, *[1] * flat[group[0]][1].ndim))
+            self.groups[name], self.factors[name] = group, float(column.min()) if np.ptp(column) == 0 else column
+
+    def chosen(self, params, trained):
+        leaves = jax.tree.leaves(params)
+        chosen = {name: group for name, group in self.groups.items() if self.trained[group[0]] == trained}
+        return {name: jnp.stack([leaves[i] for i in group]) if len(group) > 1 else leaves[group[0]]
+                for name, group in chosen.items()}  # fmt: skip
 
     def free(self, params):
         """{path: array} of those that are trained."""
-        return {path: x for path, x, free in zip(self.paths, jax.tree.leaves(params), self.trained) if free}
+        return self.chosen(params, True)
 
     def frozen(self, params):
-        return {path: x for path, x, free in zip(self.paths, jax.tree.leaves(params), self.trained) if not free}
+        return self.chosen(params, False)
 
     def whole(self, *some):
         """The parameters of dictionaries that have all of them."""
-        known = {path: x for one in some for path, x in one.items()}
-        return jax.tree_util.tree_unflatten(self.tree, [known[path] for path in self.paths])
+        known, leaves = {path: x for one in some for path, x in one.items()}, {}
+        for name, group in self.groups.items():
+            leaves |= zip(group, unstacked(known[name]) if len(group) > 1 else [known[name]])
+        return jax.tree_util.tree_unflatten(self.tree, [leaves[i] for i in range(len(self.paths))])
 
 
 def placed(mesh, tree, shard):

@@ -52,6 +52,8 @@ def learning_curve(workdir, folder):
 def lattice(recogniser, result, folder):
     """The lattice of the shortest utterance without errors, or of the shortest one."""
     tokens, known = recogniser.tokens, []
+    if recogniser.loss is None:
+        return
     for i, x in zip(result.tested, result.results):
         labels = tokens.encode(x.reference)
         if labels and len(labels) >= LABELS:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jax_rnnt import decode
-from jax_rnnt_speech import encoders, features, losses, programs, tokens
+from jax_rnnt_speech import ctc, encoders, features, losses, programs, tokens
 from jax_rnnt_speech.config import Config, UserError, from_json
 from jax_rnnt_speech.losses import Encoded, variant_of
 from jax_rnnt_speech.model import Transducer
@@ -41,10 +41,11 @@ class Recogniser:
         self.mean, self.deviation = np.float32(mean), np.float32(deviation)
         self.extractor = features.extractor(config)
         options = {"reduction": "none", "fastemit_lambda": config.fastemit, "implementation": implementation}
-        self.loss = dataclasses.replace(self.variant.loss, **options)
+        self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         rngs = nnx.Rngs(config.seed, dropout=config.seed)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
-        model = Transducer(config, len(mean), self.blank, self.classes, encoders.fields_of(source), rngs=rngs)
+        model = Transducer(config, len(mean), self.blank, self.classes, source, rngs=rngs)
+        self.prompt = self.language(config.prompt) if model.prompt or config.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), model.encoder.width
         self.chunk = 0 if model.head else model.encoder.chunk
         self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
@@ -101,13 +102,30 @@ class Recogniser:
         """What the model hears, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
         return self.standardised(self.extractor(samples))
 
-    def encoded(self, model, x, batch, layers=None):
+    def encoded(self, model, x, batch, layers=None, how=GREEDY):
         """`layers`: x holds rows after so many layers of the encoder."""
         if layers is None:
             rows, lengths = model.encode(x, batch["lengths"])
         else:
             rows, lengths = model.on_rows(*model.encoder.upper(x, batch["lengths"], layers))
-        return Encoded(rows, model.predictor(batch["targets"]), batch["targets"], lengths, batch["target_lengths"])
+        states = None if self.loss is None else model.predictor(batch["targets"])
+        return Encoded(self.prompted(model, rows, how), states, batch["targets"], lengths, batch["target_lengths"])
+
+    def language(self, name):
+        """The prompt of a language; its name is one of the model, or a number."""
+        fields, known = ((self.source or {}).get(f"{x}config.json", {}) for x in ("", "processor_"))
+        count, names = fields.get("num_prompts", 0), known.get("prompt_dictionary", {})
+        if not count:
+            raise UserError(f"--prompt {name}: the model knows no prompts")
+        number = int(name) if name.isdecimal() else -1
+        found = names.get(name, number) if name else fields.get("default_prompt_id", 0)
+        if not 0 <= found < count:
+            raise UserError(f"--prompt {name}: expected one of {', '.join(names)}, or a number below {count}")
+        return found
+
+    def prompted(self, model, rows, how):
+        """Rows with the language of a search, for a model that has prompts."""
+        return model.prompt(rows, self.prompt if how.language is None else how.language) if model.prompt else rows
 
     def mean_loss(self, params, batch, step, layers=None):
         """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
@@ -122,7 +140,7 @@ class Recogniser:
         x = self.encoded(model, x, batch, layers)
         values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         if self.config.ctc:
-            values += self.config.ctc * losses.ctc(model, x, self.blank)
+            values += self.config.ctc * losses.of_ctc(None, model, x, None)
         value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
         if "texts" not in batch:
             return value
@@ -142,6 +160,8 @@ class Recogniser:
         `more`: room for so many labels of rows before these.
         """
         config, room = self.config, rows.shape[1] * self.config.max_symbols + more
+        if how.ctc or self.loss is None:
+            return ctc.search(model.ctc(rows), lengths, room, state)
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
         limit = room if config.duration_choice == "token_first" else config.max_symbols
@@ -157,7 +177,7 @@ class Recogniser:
     def evaluated(self, params, batch, how):
         """Sum of losses, and labels [B, L] with their numbers [B]."""
         model = self.model(params)
-        x = self.encoded(model, self.inputs(batch), batch)
+        x = self.encoded(model, self.inputs(batch), batch, how=how)
         values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         hypotheses = self.search(model, x.frames, x.frame_lengths, how)
         return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
@@ -168,7 +188,7 @@ class Recogniser:
         Labels that were not final come again with the next part. All are where the last one ends `deadline` [B] rows,
         counted from the start of the recording, before the end of these, or earlier.
         """
-        found = self.search(model, rows, lengths, how, state, every=True, more=OPEN)
+        found = self.search(model, self.prompted(model, rows, how), lengths, how, state, every=True, more=OPEN)
         if not how.beam:
             return found._replace(state=None), found.counts, found.state, None
         first, others = best(found), (found.labels, found.counts, found.scores)

@@ -40,7 +40,24 @@ def make_optimizer(config, factors=None):
         optimizer = optax.chain(optimizer, scale)
     if config.accumulate > 1:
         optimizer = optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
-    return optax.apply_if_finite(optimizer, max_consecutive_errors=2**30)
+    return if_finite(optimizer)
+
+
+def if_finite(optimizer):
+    """optax.apply_if_finite without its conditional, for which XLA copies the state."""
+
+    def update(updates, state, params):
+        finite = jnp.isfinite(optax.tree_utils.tree_norm(updates))
+        updates, inner = optimizer.update(updates, state.inner_state, params)
+        updates, inner = (
+            jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+            for after, before in ((updates, jax.tree.map(jnp.zeros_like, updates)), (inner, state.inner_state))
+        )
+        row, total = (jnp.where(finite, n, m + 1) for n, m in
+                      ((0, state.notfinite_count), (state.total_notfinite, state.total_notfinite)))  # fmt: skip
+        return updates, optax.ApplyIfFiniteState(row, finite, total, inner)
+
+    return optax.GradientTransformation(optax.apply_if_finite(optimizer, 0).init, update)
 
 
 def first_state(config, optimizer, weights):
@@ -170,10 +187,11 @@ class Training:
         """Prints the shapes of batches, and how much padding is in them."""
         left, one = batches.padding(self.train, self.buckets)
         shapes = ", ".join(f"{b.batch} x {b.frames} frames x {b.labels} labels" for b in self.buckets)
+        trained = jax.eval_shape(self.parts.free, self.recogniser.params)
         print(f"{len(self.train.labels)} training and {len(self.valid.labels)} held-out utterances, "
               f"{len(self.recogniser.tokens.pieces)} labels, "
               f"{sum(x.size for x in jax.tree.leaves(self.recogniser.params)):,} parameters, of which "
-              f"{sum(x.size for x in self.parts.free(self.recogniser.params).values()):,} are trained")  # fmt: skip
+              f"{sum(x.size for x in trained.values()):,} are trained")  # fmt: skip
         print(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
     def used(self, state):

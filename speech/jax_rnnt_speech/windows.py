@@ -15,6 +15,7 @@ import numpy as np
 from jax_rnnt import decode
 from jax_rnnt_speech import audio
 from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.ngrams import Search
 from jax_rnnt_speech.results import Labels, Result, no_labels
 from jax_rnnt_speech.streams import Stream
 
@@ -173,7 +174,8 @@ def hear_windows(recogniser, rows, frames, state, free, how):
     encoded, cuts = recogniser.window(recogniser.params, batch, lengths, first)
     cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
-        probe = jax.device_get(recogniser.taken(recogniser.params, encoded, cuts)[0])
+        probing = Search(ctc=how.ctc, language=how.language)  # greedy, whatever comes after it
+        probe = jax.device_get(recogniser.taken(recogniser.params, encoded, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
     if free is not None:

@@ -3,12 +3,13 @@
 import importlib.metadata
 import os
 
-FLAGS = ["--xla_force_host_platform_device_count=8"]
+FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # compiles in half of the time
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
 import contextlib
+import gc
 import io
 import json
 
@@ -18,6 +19,9 @@ import pytest
 from support import arguments, run, write_audio
 
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads them
+gc.freeze()  # tracing makes millions of objects and few cycles
+gc.set_threshold(200_000, 50, 1000)
 
 
 def pytest_configure(config):
@@ -26,17 +30,20 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-@pytest.fixture(scope="module")
-def optimized():
-    """From here to the end of the module, XLA and LLVM optimise programs as by default."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # the key of a cached program does not contain the compiler's options
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.clear_caches()
+@pytest.fixture
+def refused(capsys):
+    """Asserts that a command says one line with this message, and ends with this status."""
+
+    def check(arguments, message, status=2):
+        capsys.readouterr()
+        run(arguments, status)
+        error = capsys.readouterr().err
+        assert message in error and len(error.strip().splitlines()) == 1
+
+    return check
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder in LibriSpeech's layout: 10 utterances of 0.3 to 0.75 s. Manifests of all and of the last two."""
     folder, texts = tmp_path_factory.mktemp("corpus"), [f"{'ABC'[i % 3]}{'' if i < 5 else ' AB'}" for i in range(10)]
@@ -50,9 +57,9 @@ def corpus(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(corpus, tmp_path_factory):
-    """(folder of a run of 6 steps, what it printed)."""
+    """(folder of a run of 6 steps, what it printed). No test changes it, nor files of the corpus."""
     workdir, out = tmp_path_factory.mktemp("run"), io.StringIO()
     with contextlib.redirect_stdout(out):
         run(arguments(corpus, workdir))

@@ -50,6 +50,19 @@ def prepared(corpus, **options):
     return asr.recogniser.Recogniser(config, tokens, zeros, [1.0] * config.mels), batch
 
 
+def steps_of(recogniser, optimizer=None, mesh=None):
+    """(parts, the first state, frozen weights, the jitted step) of a training."""
+    parts = asr.parts.Parts(recogniser.config, recogniser.params)
+    optimizer = optimizer or asr.train.make_optimizer(recogniser.config, parts.factors)
+    copy = lambda x: jax.tree.map(jax.numpy.array, x)  # a step takes its state's memory
+    state = asr.train.first_state(recogniser.config, optimizer, copy(parts.free(recogniser.params)))
+    frozen, places = copy(parts.frozen(recogniser.params)), None
+    if mesh:
+        places = asr.parts.placed(mesh, state, True)
+        state, frozen = jax.device_put((state, frozen), (places, asr.parts.placed(mesh, frozen, True)))
+    return parts, state, frozen, asr.train.make_train_step(recogniser, parts, optimizer, places=places)
+
+
 def run(arguments, status=0):
     """Runs the command line in this process."""
     with pytest.raises(SystemExit) as caught:
@@ -71,10 +84,12 @@ def start(*arguments):
     settings = {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         "XLA_FLAGS": flags,
         "PYTHONUNBUFFERED": "",
     }
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-m", "jax_rnnt_speech", *map(str, arguments)]
+    program = "import gc; from jax_rnnt_speech import commands; gc.disable(); commands.main()"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=os.environ | settings, stdout=pipe, stderr=pipe, text=True)

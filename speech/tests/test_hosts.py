@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import asr, start
+from support import asr, run, start
 
 pytestmark = pytest.mark.slow
 
@@ -38,13 +38,6 @@ def arguments(corpus, workdir, devices, *options):
     return list(map(str, ["train", *OPTIONS, *files, "--devices", devices, *options]))
 
 
-def run_here(*extra):
-    """The exit status in this process."""
-    with pytest.raises(SystemExit) as end:
-        asr.commands.main(arguments(*extra))
-    return end.value.code
-
-
 def start_two(corpus, workdir, *options):
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -64,9 +57,9 @@ def finished(processes):
 
 
 def parameters(workdir):
-    run = asr.runs.open_run(workdir)
-    (params,) = run.restore(params=asr.recogniser.Recogniser.from_setup(run.setup()).params)
-    run.close()
+    of = asr.runs.open_run(workdir)
+    (params,) = of.restore(params=asr.recogniser.Recogniser.from_setup(of.setup()).params)
+    of.close()
     return [np.asarray(x) for x in jax.tree.leaves(jax.device_get(params))]
 
 
@@ -91,7 +84,7 @@ def test_a_process_that_dies(corpus, tmp_path):
     assert first == second == 0, results
     printed = [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]  # of JAX's collectives
     assert "held-out CER" in results[0][1] and printed == []
-    assert run_here(corpus, tmp_path / "one", 8) == 0
+    run(arguments(corpus, tmp_path / "one", 8))
     pairs = [(x, y) for x, y in zip(metrics(workdir), metrics(tmp_path / "one"), strict=True)]
     assert sum("loss" in x for x, _ in pairs) == 4
     for x, y in pairs:
@@ -102,15 +95,10 @@ def test_a_process_that_dies(corpus, tmp_path):
         np.testing.assert_allclose(x, y, atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options(corpus, tmp_path, refused):
+    for options, message in (
         (["--processes", 2], "--processes and --process need --coordinator HOST:PORT"),
         (["--coordinator", "localhost:1", "--processes", 2], "needs --processes N and --process I"),
         (["--coordinator", "localhost:1", "--processes", 2, "--process", 2], "with I from 0 to N - 1"),
-    ],
-)
-def test_options(corpus, tmp_path, capsys, options, message):
-    assert run_here(corpus, tmp_path / "run", 4, *options) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
+    ):
+        refused(arguments(corpus, tmp_path / "run", 4, *options), message)

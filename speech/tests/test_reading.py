@@ -5,14 +5,12 @@ import gzip
 import json
 import pathlib
 import struct
-import sys
 
 import av
 import numpy as np
 import pytest
 import scipy.io.wavfile
 
-import fuzz_reading
 from recordings import FORMATS, RATE, SWEEP, TIMES, cut, encode
 from support import asr, configuration, run
 
@@ -435,15 +433,6 @@ def test_normalize(tmp_path, monkeypatch):
     ):
         with pytest.raises(asr.config.UserError, match=message):
             normalizer(name)("x")
-
-
-@pytest.mark.slow
-def test_fuzzed(tmp_path):
-    """Mutated manifests and audio files, a few of those that fuzz_reading.py makes."""
-    sys.addaudithook(fuzz_reading.audit)
-    for part, count in ((fuzz_reading.fuzz_manifests, 200), (fuzz_reading.fuzz_audio, 90)):
-        (tmp_path / part.__name__).mkdir()
-        part(count, 0, tmp_path / part.__name__)
 
 
 def test_corpus_of_segments(folder):

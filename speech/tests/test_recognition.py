@@ -15,7 +15,7 @@ import pytest
 from support import asr, random_recogniser, run
 
 
-def test_stream_is_transcribe(corpus, trained, capsys):
+def test_stream_is_transcribe(corpus, trained, capsys, refused):
     """Both find the same text; a file that is bad, or missing, is named and the others are transcribed."""
     files = sorted(corpus.rglob("*.flac"))[:2]
     run(["transcribe", "--model", trained[0], *files, corpus / "missing.flac"], 1)
@@ -35,8 +35,7 @@ def test_stream_is_transcribe(corpus, trained, capsys):
         words = [y["word"] for x in events if x["file"] == str(path) and x["type"] == "words" for y in x["words"]]
         assert words == texts[str(path)].split()
     assert [x["file"] for x in events if x["type"] == "end"] == list(map(str, files))
-    run(["transcribe", "--model", corpus, *files], 2)
-    assert "has no checkpoint" in capsys.readouterr().err
+    refused(["transcribe", "--model", corpus, *files], "has no checkpoint")
 
 
 def test_start_from_a_run(corpus, trained):
@@ -213,7 +212,6 @@ def test_no_microphone(monkeypatch):
 
 
 def test_sentences():
-
     text = 'It was a dark\nand stormy night. "Who\'s there?" Nobody saw 3 men.\n%\nQ: Is this a joke?\nShort one.\n'
     assert asr.synthesis.sentences(text) == ["IT WAS A DARK AND STORMY NIGHT", "IS THIS A JOKE"]
     texts = [f"sentence {i}" for i in range(100)]
@@ -268,7 +266,7 @@ def test_word_ngrams(tmp_path, capsys, order):
                 assert sum(probabilities) == pytest.approx(1, abs=1e-5)
 
 
-def test_texts_of_ngrams(corpus, tmp_path, capsys):
+def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
     """Corpora and texts together; what is left out is named, and what is wrong is one line."""
     (tmp_path / "t.txt").write_text("A <UNK> C </S>\n")  # marks of a model are no words
     (tmp_path / "m.jsonl").write_text('{"audio": "a", "text": "! ?"}\n{"audio": "a", "text": "A."}\n{')
@@ -286,45 +284,39 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys):
         ("t.txt", "t.txt", "t.txt is one of the files that are read"),
         ("n/lm.arpa", "t.txt", "n is no folder"),
     ):
-        run(["ngram", tmp_path / file, tmp_path / source], 2)
-        error = capsys.readouterr().err
-        assert message in error and len(error.strip().splitlines()) == 1
+        refused(["ngram", tmp_path / file, tmp_path / source], message)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
-def test_a_small_real_run(optimized, tmp_path, capsys):
-    """Speech of made-up sentences: held-out sentences and voices are recognised, by each search.
+def test_a_small_real_run(tmp_path, capsys, refused):
+    """Speech of made-up sentences: held-out sentences and voices are recognised, by both searches.
 
-    Subwords, spectra on the devices, and two of these.
+    Subwords, spectra on the devices, and two of these; CTC, with which 200 steps are enough.
     """
     slots = (
-        "The old man, My sister, A young dog, Our teacher, The captain, Her brother, That lady, Somebody",
-        "saw, found, carried, painted, wanted, lost, bought, heard",
-        "a silver spoon, the yellow house, seven letters, his guitar, an open door, fresh bread, no money",
+        "The old man, My sister, A young dog, Our teacher, The captain, Somebody",
+        "saw, found, carried, painted, wanted, lost",
+        "a silver spoon, the yellow house, seven letters, his guitar, fresh bread, no money",
     )
     texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in slots))]
     (tmp_path / "text").write_text("\n%\n".join(texts))
     speech, workdir = tmp_path / "speech", tmp_path / "run"
-    run(["corpus", speech, "--hours", 0.2, "--text", tmp_path / "text"])
+    run(["corpus", speech, "--hours", 0.07, "--text", tmp_path / "text"])
     assert "train: " in capsys.readouterr().out
     (stretch,) = asr.audio.stretches(next((speech / "train").rglob("*.flac")))
     assert (stretch.rate, stretch.channels) == (16000, 1)
-    run(["corpus", speech], 2)
-    assert "is not empty" in capsys.readouterr().err
+    refused(["corpus", speech], "is not empty")
     run(["ngram", tmp_path / "words.arpa", speech / "train", "--lower"])
     options = dict(
         config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
-        vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, kernel=5, chunk=0,
-        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=300, save_every=1000,
-        learning_rate=0.005,
+        vocabulary=50, batch_seconds=16, buckets=1, encoder="convolutional", width=64, blocks=3, kernel=5, chunk=0,
+        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", ctc=0.3, steps=200, save_every=1000,
+        learning_rate=0.01,
     )  # fmt: skip
-    command = ["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))]
-    run(command)
+    run(["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))])
     greedy = float(re.search(r"held-out CER [\d.]+%, WER ([\d.]+)%", capsys.readouterr().out)[1])
-    found = []
-    for more in ([], ["--beam", 4], ["--beam", 4, "--ngram", tmp_path / "words.arpa"]):
-        run(["test", "--workdir", workdir, speech / "valid", "--json", *more])
-        found.append(json.loads(capsys.readouterr().out)["wer"])
-    # Which of the two beam searches is better depends on the seed: 15 held-out sentences cannot tell.
-    assert max(greedy, *found) < 40, (greedy, found)
+    beam = ["--beam", 4, "--ngram", tmp_path / "words.arpa"]
+    run(["test", "--workdir", workdir, speech / "valid", "--json", *beam])
+    # Which search is better depends on the seed: 7 held-out sentences cannot tell.
+    assert max(greedy, json.loads(capsys.readouterr().out)["wer"]) < 40

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, write_audio
+from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, steps_of, write_audio
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
@@ -50,11 +50,11 @@ def test_chunks_are_the_whole():
 def test_steps_that_are_not_finite(corpus):
     """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
     recogniser, batch = prepared(corpus, accumulate=2, warmup=0.0, **CONVOLUTIONAL)
-    state, step = steps_of(recogniser)
+    _, state, frozen, step = steps_of(recogniser)
     bad = batch | {"audio": np.where(np.arange(batch["audio"].shape[1])[:, None] == 3, np.nan, batch["audio"])}
     results, weights = [], []
     for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
-        state, numbers = step(state, one, {}, 1)
+        state, numbers = step(state, one, frozen, 1)
         results.append(int(numbers["skipped"]))
         weights.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state["weights"]))]))
     assert results == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
@@ -84,7 +84,7 @@ def test_a_run(trained):
     assert list((workdir / "tensorboard").glob("events*")) and [x[0] for x in losses(workdir)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_resume_is_exact(corpus, trained, tmp_path, capsys):
+def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
     """A run that Ctrl-C ends in step 4 goes on with the same losses and weights, bit for bit."""
     workdir = tmp_path / "run"
     (tmp_path / "hook.py").write_text(
@@ -106,24 +106,19 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
     for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
         np.testing.assert_array_equal(x, y)
     # An earlier run is neither deleted nor continued otherwise without being asked.
-    command, message = arguments(corpus, workdir), lambda: capsys.readouterr().err
-    message()
+    command = arguments(corpus, workdir)
     for changed, expected in (
         (command, "holds an earlier run: continue it with --resume, or delete it with --overwrite"),
         ([*command, "--resume", "--learning-rate", 0.02], "--learning-rate 0.01, got 0.02: --change allows that"),
         ([*command, "--resume", "--change", "--width", 16], "holds a model with --width 8, got 16"),
     ):
-        run(changed, 2)
-        error = message()
-        assert expected in error and len(error.strip().splitlines()) == 1
+        refused(changed, expected)
     run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
     assert (workdir / "checkpoints" / "6").is_dir()
     before = {path: path.read_bytes() for path in workdir.glob("*.*")}
     run([*command, "--resume"])  # has ended: it is tested, and nothing is written
     assert losses(workdir) == losses(trained[0]) and before == {x: x.read_bytes() for x in workdir.glob("*.*")}
-    message()
-    alone = tmp_path / "alone"
-    shutil.copytree(workdir, alone)
+    alone = shutil.copytree(workdir, tmp_path / "alone")
     shutil.rmtree(alone / "checkpoints")  # as of a run that ended before its first checkpoint
     for changed, expected in (
         ([*command, "--resume", "--change", "--clip", 0], "holds an optimiser with --clip 1.0, which 0.0 does not fit"),
@@ -132,15 +127,12 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys):
         ([*command, "--workdir", alone], "alone holds an earlier run"),
         (["train", "--workdir", tmp_path / "typo", "--resume"], "typo has no checkpoint: train first"),
     ):
-        run(changed, 2)
-        error = message()
-        assert expected in error and len(error.strip().splitlines()) == 1
+        refused(changed, expected)
     assert losses(alone) == losses(workdir)
     shutil.rmtree(workdir / "checkpoints/6/params")
     tested = ["test", "--workdir", workdir, corpus / "held-out.jsonl", "--checkpoint"]
     run([*tested, "best"])
-    run([*tested, "last"], 2)
-    assert "checkpoint 6 lacks arrays of this model" in message()
+    refused([*tested, "last"], "checkpoint 6 lacks arrays of this model")
 
 
 def test_resume_is_exact_with_everything(corpus, tmp_path, capsys):
@@ -205,21 +197,17 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
         ({"speed": 1}, "there is no option speed"),
     ],
 )
-def test_configurations_are_checked(tmp_path, capsys, options, message):
+def test_configurations_are_checked(tmp_path, refused, options, message):
     (tmp_path / "c.json").write_text(json.dumps(options))
-    run(["train", "--config", tmp_path / "c.json"], 2)
-    error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
+    refused(["train", "--config", tmp_path / "c.json"], message)
 
 
-def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
+def test_interrupted(corpus, tmp_path, refused, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(asr.batches, "make_buckets", interrupt)
-    run(arguments(corpus, tmp_path / "run"), 130)
-    error = capsys.readouterr().err
-    assert "rnnt-speech: interrupted" in error and len(error.strip().splitlines()) == 1
+    refused(arguments(corpus, tmp_path / "run"), "rnnt-speech: interrupted", 130)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +216,7 @@ def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
         (["--save-every", 0], "--save-every: expected a whole number of 1 or more, got 0"),
         (["--dropout", 1], "--dropout: expected a number of 0 or more and less than 1, got 1"),
         (["--strides", "2"], "--strides: expected strides over time and features such as 2x2,2x2, got 2"),
-        (["--loss", "ctc"], "--loss: invalid choice: 'ctc'"),
+        (["--loss", "nothing"], "--loss: invalid choice: 'nothing'"),
         (["--resume", "--overwrite"], "not allowed with argument --resume"),
         (["--change"], "--change needs --resume"),
         (["--encoder", "conformer", "--width", 9], "--width 9 is not a multiple of 2 x 2 --heads"),
@@ -262,64 +250,24 @@ def test_interrupted(corpus, tmp_path, capsys, monkeypatch):
         (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts: they"),
     ],
 )
-def test_options_are_checked(corpus, tmp_path, capsys, command, message):
-    run([*arguments(corpus, tmp_path / "run"), *command], 2)
-    error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
+def test_options_are_checked(corpus, tmp_path, refused, command, message):
+    refused([*arguments(corpus, tmp_path / "run"), *command], message)
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def steps_of(recogniser, optimizer=None):
-    """The first state of a training, and the jitted step."""
-    parts = asr.parts.Parts(recogniser.config, recogniser.params)
-    optimizer = optimizer or asr.train.make_optimizer(recogniser.config, parts.factors)
-    weights = jax.tree.map(jax.numpy.array, parts.free(recogniser.params))  # a step takes its state's memory
-    step = asr.train.make_train_step(recogniser, parts, optimizer)
-    return asr.train.first_state(recogniser.config, optimizer, weights), step
-
-
-def fitted(recogniser, batch, steps, optimizer=None):
-    """The losses of some steps on one batch."""
-    (state, step), results = steps_of(recogniser, optimizer), []
-    for i in range(steps):
-        state, numbers = step(state, batch, {}, i)
-        results.append(float(numbers["loss"]))
-    return results
 
 
 PLAIN = {"dropout": 0.0, "time_masks": 0, "mel_masks": 0, "steps": 1000}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned"]
-)
+@pytest.mark.parametrize("name", ["rnnt", "tdt", "multiblank", "hat", "pruned"])
 def test_every_loss(corpus, name):
     """Steps lower the loss of a batch, in tiles; logits of all nodes at once give the same first loss."""
     recogniser, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
     first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0))(recogniser.params))
     recogniser.config = dataclasses.replace(recogniser.config, joint="logits" if name == "pruned" else "tiles")
     optimizer = asr.train.optax.apply_if_finite(asr.train.optax.adam(1e-2), 3)
-    results = fitted(recogniser, batch, 30, optimizer)
+    (_, state, frozen, step), results = steps_of(recogniser, optimizer), []
+    for i in range(30):
+        state, numbers = step(state, batch, frozen, i)
+        results.append(float(numbers["loss"]))
     assert results[0] == pytest.approx(first, rel=1e-4) and results[-1] < 0.6 * results[0]
-
-
-@pytest.mark.slow
-def test_remat_and_bfloat16(corpus):
-    """Recomputed blocks and bfloat16 give nearly the same loss."""
-    recogniser, batch = prepared(corpus, **PLAIN)
-    configs = [dataclasses.replace(recogniser.config, **way) for way in ({}, {"remat": True}, {"dtype": "bfloat16"})]
-    others = [asr.recogniser.Recogniser(x, recogniser.tokens, recogniser.mean, recogniser.deviation) for x in configs]
-    values = jax.jit(lambda params: [x.mean_loss(params, batch, 0) for x in others])
-    first, again, rounded = map(float, values(recogniser.params))
-    assert again == pytest.approx(first, rel=1e-4) and rounded == pytest.approx(first, rel=0.1)
-    assert rounded != first
-
-
-@pytest.mark.slow
-def test_dropout_of_recomputed_blocks(corpus):
-    """Beside a scanned predictor: the loss falls."""
-    more = {"remat": True, "predictor": "lstm"}
-    recogniser, batch = prepared(corpus, steps=100, warmup=0.0, learning_rate=0.01, **more)
-    results = fitted(recogniser, batch, 20)
-    assert results[-1] < 0.8 * results[0]

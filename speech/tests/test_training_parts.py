@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_rnnt
-from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, write_audio
+from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, steps_of, write_audio
 
 
 def enumerated(logits, labels, blank):
@@ -33,19 +33,30 @@ def test_ctc_is_that_of_all_paths():
     for row, (labels, _) in zip(targets, cases):
         row[: len(labels)] = labels
     counts = np.array([len(labels) for labels, _ in cases])
-    model = type("Model", (), {"ctc": staticmethod(lambda x: x)})
-    x = asr.losses.Encoded(rows, None, targets, lengths, counts)
-    values = jax.jit(lambda rows: asr.losses.ctc(model, x._replace(frames=rows), blank))(rows)
+    values = jax.jit(asr.ctc.loss)(rows, targets, lengths, counts)
     truth = [enumerated(x[:n], labels, blank) for x, (labels, n) in zip(rows, cases)]
     assert np.isinf(truth).tolist() == [False, False, True, False, True]
     np.testing.assert_allclose(values, np.where(np.isinf(truth), 0, truth), rtol=1e-5)
 
 
 def test_options_of_losses():
-    tdt, multiblank = (asr.losses.variant_of(configuration(loss=x, sigma=0.2, durations=(0, 1, 3))) for x in
-                       ("tdt", "multiblank"))  # fmt: skip
-    assert tdt.loss == jax_rnnt.TDTLoss((0, 1, 3), sigma=0.2) and tdt.outputs(5) == (5, 9)
-    assert multiblank.loss == jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2) and multiblank.outputs(5) == (8, 9)
+    """The library's loss of each name, the blank and the number of logits of five labels."""
+    losses = {
+        "rnnt": (jax_rnnt.RNNTLoss(), (5, 6)),
+        "monotonic": (jax_rnnt.MonotonicRNNTLoss(), (5, 6)),
+        "constrained": (jax_rnnt.ConstrainedRNNTLoss(), (5, 6)),
+        "tdt": (jax_rnnt.TDTLoss((0, 1, 3), sigma=0.2), (5, 9)),
+        "multiblank": (jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2), (8, 9)),
+        "hat": (jax_rnnt.HATLoss(), (5, 6)),
+        "robust": (jax_rnnt.TargetRobustRNNTLoss(skip_frame=-5.0, skip_label=-5.0), (5, 6)),
+        "wildcard": (jax_rnnt.WildcardRNNTLoss(skip_start=-5.0, skip_end=-5.0), (5, 6)),
+        "pruned": (jax_rnnt.RNNTLoss(), (5, 6)),
+        "ctc": (None, (5, 6)),
+    }
+    variants = {
+        x: asr.losses.variant_of(configuration(loss=x, sigma=0.2, durations=(0, 1, 3))) for x in asr.losses.LOSSES
+    }
+    assert {name: (x.loss, x.outputs(5)) for name, x in variants.items()} == losses
 
 
 def test_loss_of_texts(corpus, tmp_path, capsys):
@@ -69,19 +80,11 @@ def test_loss_of_texts(corpus, tmp_path, capsys):
     assert float(value) == pytest.approx(total / 2, rel=1e-5)
 
 
-def stepped(recogniser, batch, steps, places=None, mesh=None):
+def stepped(recogniser, batch, steps, mesh=None):
     """(parts, the states before and after some steps) on one batch."""
-    parts = asr.parts.Parts(recogniser.config, recogniser.params)
-    optimizer = asr.train.make_optimizer(recogniser.config, parts.factors)
-    copy = lambda x: jax.tree.map(jax.numpy.array, x)  # a step takes its state's memory
-    frozen = copy(parts.frozen(recogniser.params))
-    state = asr.train.first_state(recogniser.config, optimizer, copy(parts.free(recogniser.params)))
+    parts, state, frozen, step = steps_of(recogniser, mesh=mesh)
     if mesh:
-        places = asr.parts.placed(mesh, state, True)
-        state = jax.device_put(state, places)
         batch = jax.device_put(batch, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-        frozen = jax.device_put(frozen, asr.parts.placed(mesh, frozen, True))
-    step = asr.train.make_train_step(recogniser, parts, optimizer, places=places)
     states = [jax.device_get(state)]
     for i in range(steps):
         state, _ = step(state, batch, frozen, i)
@@ -120,17 +123,42 @@ def test_sharded(corpus):
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
 
 
-def test_scanned(corpus):
-    """Blocks as one program, computed again or not, have the loss and the gradient of blocks one by one."""
-    recogniser, batch = prepared(corpus, blocks=2, dropout=0.2)
-    results = []
-    for way in ({}, {"scan": True, "remat": True}):
+def test_computed_again(corpus):
+    """Blocks that are computed again, or also one program, have the loss and the gradient of plain ones; bfloat16's is
+    near. All with dropout, and beside a predictor that is a scan."""
+    recogniser, batch = prepared(corpus, blocks=2, dropout=0.2, predictor="lstm")
+
+    def loss_of(**way):
         config = dataclasses.replace(recogniser.config, **way)
         other = asr.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
-        gradient = jax.jit(jax.value_and_grad(lambda params, other=other: other.mean_loss(params, batch, 1)))
-        results.append(gradient(recogniser.params))
+        return lambda params: other.mean_loss(params, batch, 1)
+
+    ways = {}, {"remat": True}, {"scan": True, "remat": True}
+    plain, *others = (jax.jit(jax.value_and_grad(loss_of(**way)))(recogniser.params) for way in ways)
+    for other in others:
+        for x, y in zip(*map(jax.tree.leaves, (plain, other)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    rounded = jax.jit(loss_of(dtype="bfloat16"))(recogniser.params)
+    assert float(rounded) == pytest.approx(float(plain[0]), rel=0.1) and rounded != plain[0]
+
+
+def test_scanned(corpus):
+    """Blocks as one program on one array of parameters, computed again, have the loss and gradient of single blocks."""
+    recogniser, batch = prepared(corpus, blocks=3, dropout=0.2, freeze="encoder:1", rates=[["encoder/blocks", 0.5]])
+    rates, results = [["encoder/blocks", 0.5], ["encoder/blocks/layers/2", 2.0]], []
+    for way in ({}, {"scan": True, "remat": True, "rates": rates}):
+        config = dataclasses.replace(recogniser.config, **way)
+        other = asr.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
+        parts = asr.parts.Parts(config, recogniser.params)
+        free, frozen = parts.free(recogniser.params), parts.frozen(recogniser.params)
+        loss = lambda free, other=other, parts=parts: other.mean_loss(parts.whole(free, frozen), batch, 1)
+        value, gradient = jax.jit(jax.value_and_grad(loss))(free)
+        results.append((value, parts.whole(gradient, frozen)))
     for x, y in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    name = "encoder/blocks/layers/1-2/first/norm/scale"
+    assert free[name].shape == (2, 8) and parts.factors[name].tolist() == [[0.5], [2.0]]
+    assert parts.factors["joint/output/bias"] == 1.0 and "encoder/blocks/layers/0/first/norm/scale" in frozen
 
 
 def test_versions_of_recordings(tmp_path):

@@ -118,36 +118,21 @@ def test_searches(name, function):
     assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(first.state))
 
 
-@pytest.mark.parametrize("function", [decode.greedy, decode.beam])
-def test_off_costs_nothing(function, monkeypatch):
-    """Without it no program knows of it: not one operation, and no number more in a state."""
+@pytest.mark.parametrize(("function", "sizes"), [(decode.greedy, (16,)), (decode.beam, (16, 4))])
+def test_off_costs_nothing(function, sizes, monkeypatch):
+    """Without it no entropy is computed, and the state of no search has a number more."""
     model = Model(family.TDT, batch=9)
-    sizes = (16,) if function is decode.greedy else (16, 4)
-
-    def search(parameters, encoder, lengths, state=None, **options):
-        networks = parameters.joint, parameters.predictor
-        return function(model.loss.value(), *networks, encoder, lengths, *sizes, state=state, **options)
-
-    def lowered(**options):
-        run = jax.jit(lambda *given: search(*given, **options))
-        arrays = model.parameters, model.encoder, model.lengths
-        state = jax.eval_shape(run, *arrays).state
-        return state, run.lower(*arrays, state).as_text()
-
-    without_option = lowered()
-    state, on = lowered(confidence=decode.Entropy())
+    on = model.idle(function, *sizes, confidence=decode.Entropy())
 
     def never(*_):
         raise AssertionError("an entropy was computed")
 
     monkeypatch.setattr(decode.Entropy, "confidence", never)
-    off = lowered(confidence=None)
-    assert off[1] == without_option[1]
-    assert on.count("stablehlo.exponential") > off[1].count("stablehlo.exponential")
-    numbers = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (state, off[0])]
+    off = model.idle(function, *sizes, confidence=None)
+    numbers = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (on, off)]
     assert (numbers[0] > numbers[1]) if function is decode.beam else (numbers[0] == numbers[1])
     with pytest.raises(AssertionError, match="was computed"):
-        lowered(confidence=decode.Entropy("renyi"))
+        model.idle(function, *sizes, confidence=decode.Entropy("renyi"))
 
 
 # ---------------------------------------------------------------------------------- labels of decoders and of losses

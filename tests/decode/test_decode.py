@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compare
 import family
 from decoding import (
     EXACT,
@@ -16,6 +17,7 @@ from decoding import (
     ROOM,
     Model,
     check_all,
+    check_greedy,
     common,
     ends,
     greedy_loop,
@@ -36,21 +38,13 @@ def test_greedy_is_the_plain_loop(name):
     for seed in range(4):
         model, exact = Model(NAMED[name], batch=16, frames=7, seed=seed), ends(16)
         found = model.search(decode.greedy, ROOM, window=window, max_symbols=max_symbols, exact_end=exact)
-        for b in range(16):
-            expected, log_probs, score = greedy_loop(model, b, exact_end=exact[b], max_symbols=max_symbols)
-            assert trimmed(found, b) == expected
-            np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
-            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
-            assert found.full[b] == (len(expected[0]) == ROOM)
+        check_greedy(model, found, exact_end=exact, max_symbols=max_symbols)
 
 
 # -------------------------------------------------------------------------------------------------- beam search
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("rnnt", "exact"), ("tdt", "open")],
-)
+@pytest.mark.parametrize(("name", "kind"), [("rnnt", "exact"), ("tdt", "open")])
 def test_beam_is_the_enumeration(name, kind):
     """Open ends are ranked by normalised scores. (test_fusion has the whole family.)"""
     model, search, rank = Model(NAMED[name]), {}, lambda scores, counts: scores
@@ -67,12 +61,7 @@ def test_beam_is_the_enumeration(name, kind):
 def test_width_1(loss):
     """Without merging it is the plain loop of greedy search."""
     model, options = Model(loss, batch=8, frames=7), dict(exact_end=True, max_symbols=3)
-    one = model.search(decode.beam, ROOM, 1, merge=False, **options)
-    for b in range(8):
-        expected, log_probs, score = greedy_loop(model, b, **options)
-        assert trimmed(one, b, 0) == expected
-        np.testing.assert_allclose(one.label_log_probs[b, 0, : len(log_probs)], log_probs, rtol=EXACT)
-        np.testing.assert_allclose(one.scores[b, 0], score, rtol=EXACT)
+    check_greedy(model, model.search(decode.beam, ROOM, 1, merge=False, **options), 0, **options)
 
 
 def test_no_labels_stand_twice():
@@ -185,5 +174,4 @@ def test_utterances_in_one_program(monkeypatch):
     found, alone = jax.jit(search)(model.encoder, model.lengths), jax.jit(search)
     for b in range(8):
         one = alone(model.encoder[b : b + 1], model.lengths[b : b + 1])
-        for x, y in zip(*map(jax.tree.leaves, (found, one)), strict=True):
-            np.testing.assert_allclose(x[b], y[0], rtol=EXACT)
+        compare.assert_close(jax.tree.map(lambda x: x[b : b + 1], found), one, rtol=EXACT)

@@ -186,8 +186,6 @@ def broken(initial=None, row=lambda x: x, state=lambda x: x):
     return decode.Predictor(initial or good.initial, step)
 
 
-WIDE = decode.Predictor(lambda batch: (), lambda state, labels: (jnp.zeros((len(labels), 7)), state))
-BEAM = dict(function=decode.beam, sizes=(MOST, 2))
 ERRORS = [
     (dict(loss=lambda: 0), TypeError, "loss must be a TransducerLoss, got .*, which lacks a method deco"),
     (dict(lengths=[T + 1, 1]), ValueError, r"lengths must lie in \[0, 3\], as .* 3 frames, got"),
@@ -200,8 +198,6 @@ ERRORS = [
     (dict(predictor=lambda: 0), TypeError, "predictor must have the functions initial and step"),
     (dict(joint=lambda e, p: e[0]), ValueError, r"joint must make logits \[N, V\]"),
     (dict(state=(1, 2)), ValueError, "state of greedy must keep the structure"),
-    (BEAM | dict(fusion=((WIDE, 1.0),)), ValueError, r"fusion\[0\].step must make .* V = 2 .* or 3 .*got \(4, 7\)"),
-    (dict(fusion=(WIDE, 1.0)), TypeError, r"fusion must be a sequence of pairs .* got fusion\[0\] = Predictor"),
     (dict(exact_end=1), TypeError, "exact_end must be True or False"),
     (dict(exact_end=np.ones(3, bool)), TypeError, r"exact_end .* bool \[B\] with B = 2, got bool \(3,\)"),
 ]

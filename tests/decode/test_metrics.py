@@ -3,7 +3,6 @@
 import decimal
 import itertools
 import math
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -163,7 +162,7 @@ def test_utterance_confidence():
         (([1], 1), "confidences must have a floating dtype, got int64"),
         (([0.0], 1, "most"), "how must be"),
         (([0.5, np.nan], 2), "confidences must be 0 or more"),
-        (([-0.1], 1), r"confidences must be 0 or more.*got \[-0.1"),
+        (([-0.1], 1), r"confidences must be 0 or more.*got -0.1"),
         (([0.0], 2), r"counts must lie in \[0, 1\]"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"utterance_confidence: {message}"):
@@ -210,11 +209,11 @@ def test_calibration():
     np.testing.assert_allclose(found.expected_error, error, rtol=1e-12)
     halves = metrics.calibration([0.5] * 4 + [1.0] * 3, [True, False] * 2 + [True] * 3)
     assert halves.expected_error == 0 and np.isnan(halves.accuracies[:4]).all()
-    assert metrics.calibration([1.0, 1.0], [False, False]).expected_error == 1
+    assert metrics.calibration([1.0, 1 + 1e-7], [False, False]).expected_error == 1  # rounding, as in `words`
     assert np.isnan(metrics.calibration([], []).expected_error)
     for bad, message in (
-        (([0.1, 1.1], [True, True]), r"confidences must be in \[0, 1\], got 1.1"),
-        (([math.nan], [True]), "confidences must be in .* got nan"),
+        (([0.1, -0.1], [True, True]), r"confidences must be 0 or more, .* got -0.1"),
+        (([math.nan], [True]), "confidences must be 0 or more, .* got nan"),
         (([1], [True]), "confidences must have a floating dtype, got int64"),
         (([0.5], [1]), "correct must have the dtype bool, got int64"),
         (([0.5], [True, False]), r"correct must have the shape of confidences, \(1,\), got \(2,\)"),
@@ -291,74 +290,3 @@ def test_edges_in_files(tmp_path):
         assert all(start < end for start, end in ctm)
         for one, other, *pair in zip(given, given[1:], ctm, ctm[1:]):
             assert (one.end == pytest.approx(other.start, abs=1e-9)) == (pair[0][1] == pair[1][0])
-
-
-BAD_TIMES = {  # what no file can hold, of intervals in order
-    "negative": [(-0.1, 0.5)],
-    "NaN": [(math.nan, 0.5)],
-    "an end of NaN": [(0.0, math.nan)],
-    "infinite": [(0.0, math.inf)],
-    "turned": [(0.5, 0.4)],
-    "empty": [(0.5, 0.5)],
-    "too short": [(0.5, 0.5 + 4e-7)],
-    "overlapping": [(0.0, 0.5), (0.499, 0.6)],
-    "out of order": [(0.5, 0.6), (0.1, 0.2)],
-}
-NO_LINE = ["a\n", "a\u2028b", "\t", "a\x00", "\ud800", "\ufeffa", "\x85"]
-NO_COLUMN = ["", "a b", " a", "a\u00a0b"]
-WRITERS = {
-    "write_ctm": timing.write_ctm,
-    "write_textgrid": lambda path, spoken: timing.write_textgrid(path, spoken, seconds=9.0),
-}
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_what_no_file_can_hold(writer, tmp_path):
-    """All writers refuse the same times, name the recording or tier and the interval, and write nothing."""
-    pytest.importorskip("praatio")
-    path, write, one = tmp_path / "file", WRITERS[writer], timing.Interval(0, 1, "x")
-    for times in BAD_TIMES.values():
-        bad = [timing.Interval(*x, "x") for x in times]
-        with pytest.raises(ValueError, match=rf"{writer}: intervals of 'bad' must be finite, .*, got Interval\("):
-            write(path, {"good": [one], "bad": bad})
-    for text in [*NO_LINE, *(NO_COLUMN if writer == "write_ctm" else [])]:
-        for what, spoken in (("names", {text: []}), ("texts", {"a": [one._replace(text=text)]})):
-            with pytest.raises(ValueError, match=f"{writer}: {what} of .* without .*, got {re.escape(repr(text))}"):
-                write(path, spoken)
-    for spoken in ([], {1: []}, {"a": [(0, 1)]}, {"a": [one._replace(text=7)]}, {"a": [one._replace(start="0")]}):
-        with pytest.raises(TypeError, match=f"{writer}: "):
-            write(path, spoken)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda path: timing.frames_to_seconds([1], hop=0), "frames_to_seconds: hop must be a positive .*got 0"),
-        (lambda path: timing.frames_to_seconds([1], hop=1, subsampling=0), "subsampling must be 1 or more, got 0"),
-        (lambda path: timing.frames_to_seconds([1], hop=1, offset=math.nan), "offset must be a finite .*got nan"),
-        (lambda path: timing.frames_to_seconds([1], hop=1, offset=-math.inf), "offset must be a finite .*got -inf"),
-        (
-            lambda path: timing.intervals([1], "a", hop=1, offset=math.nan),
-            "intervals: offset must be a finite .*got nan",
-        ),
-        (lambda path: timing.frames_to_seconds(["x"], hop=1), "frames must be real numbers"),
-        (lambda path: timing.frames_to_seconds([1j], hop=1), "frames must be real numbers, got complex128"),
-        (lambda path: timing.intervals([1, -1], "ab", hop=1), r"frames must be 0 or more .*got \[1, -1\]"),
-        (lambda path: timing.intervals([2, 1], "ab", hop=1), "never go back"),
-        (lambda path: timing.intervals([2, 1], "a", hop=1), r"frames must have shape .*\(1,\), got \(2,\)"),
-        (lambda path: timing.intervals([2], "a", hop=1, durations=[1.5]), "durations must have an integer dtype"),
-        (lambda path: timing.write_ctm(path, {}, "1 "), "channel must be without white space and not empty, got '1 '"),
-        (lambda path: timing.write_ctm(path, {";;u": []}), "names of utterances must not begin with ';;'.* got ';;u'"),
-        (lambda path: timing.write_textgrid(path, {}, 1.0), "tiers must hold one"),
-        (lambda path: timing.write_textgrid(path, {"a": [timing.Interval(1, 2, "x")]}, 1.0), r"'a'.*\[0, 1.0\)"),
-        (lambda path: timing.write_textgrid(path, {"a": []}, math.nan), "seconds must be positive and finite, got nan"),
-        (lambda path: timing.frames_to_seconds([1], hop=10**400), "hop must be a number that a float holds"),
-        (lambda path: timing.write_textgrid(path, {"a": []}, 0), "seconds must be positive and finite, got 0"),
-    ],
-)
-def test_bad_times(tmp_path, call, message):
-    pytest.importorskip("praatio")
-    with pytest.raises((TypeError, ValueError), match=message):
-        call(tmp_path / "file")
-    assert not (tmp_path / "file").exists()

@@ -142,9 +142,11 @@ def test_static_is_traced(name):
 
 @pytest.mark.parametrize(("name", "option"), [(name, x) for name, counts in COUNTS.items() for x in counts])
 def test_counts(name, option):
-    """Integers that are known at trace time."""
+    """Integers that are known at trace time; sizes of arrays beyond int32 are refused before JAX meets them."""
     least = 0 if option == "rounds" else 1
+    large = [] if option in _options.LIMITS else [(2**31, ValueError, f"must lie in .* got {2**31}")]
     for value, error, message in (
+        *large,
         (least - 1, ValueError, f"must be {least} or more, got {least - 1}"),
         (-(2**70), ValueError, f"must be {least} or more, got -{2**70}"),
         (1.0, TypeError, "must be an integer known at trace time, got 1.0"),
@@ -155,14 +157,6 @@ def test_counts(name, option):
             search(name, {}, **{option: value})
 
 
-@pytest.mark.parametrize(("name", "option"), [(name, x) for name, counts in COUNTS.items() for x in counts])
-def test_sizes_of_arrays(name, option):
-    """Those beyond int32 are refused before JAX meets them."""
-    if option not in _options.LIMITS:
-        with pytest.raises(ValueError, match=rf"{name}: {option} must lie in .* got {2**31}"):
-            search(name, {}, **{option: 2**31})
-
-
 @pytest.mark.parametrize("name", ["greedy", "beam"])
 def test_durations_beyond_any_length(name):
     """They end the search of an utterance as a duration of 2^30 frames does; some exceed int64."""
@@ -171,11 +165,10 @@ def test_durations_beyond_any_length(name):
     search = functools.partial(SEARCHES[name], joint=jnp.add, predictor=predictor, max_labels=MOST)
     results = [
         search(TDTLoss((0, 1, long), blank=0), encoder_out=logits, lengths=np.array([7, 5]))._replace(state=None)
-        for long in (2**30, 2**31 - 1, 2**64)
+        for long in (2**30, 2**64)
     ]
     assert np.asarray(results[0].counts).max() > 0
-    for result in results[1:]:
-        assert_same(result, results[0])
+    assert_same(*results)
 
 
 def test_large_counts():

@@ -3,13 +3,13 @@
 import functools
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compare
 import family
-from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, ends, greedy_loop, label_log_prob, trimmed
+from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, assert_same, check_greedy, ends, label_log_prob, trimmed
 from jax_rnnt import decode
 
 ROW = np.linspace(-1, 1, H)  # in place of the predictor's
@@ -59,11 +59,7 @@ def test_is_the_plain_loop(name):
         model.temperature, model.penalty = 1.7, 0.4
         found = model.find(room, exact_end=exact, temperature=1.7, blank_penalty=0.4)
         assert found.counts.max() > 2 and (room > 3 or found.full.any())
-        for b in range(8):
-            expected, log_probs, score = greedy_loop(model, b, exact_end=exact[b], max_symbols=1, room=room)
-            assert trimmed(found, b) == expected and found.full[b] == (len(log_probs) == room)
-            np.testing.assert_allclose(found.label_log_probs[b, : len(log_probs)], log_probs, rtol=EXACT)
-            np.testing.assert_allclose(found.scores[b], score, rtol=EXACT)
+        check_greedy(model, found, exact_end=exact, max_symbols=1, room=room)
 
 
 def test_token_first():
@@ -74,8 +70,7 @@ def test_token_first():
     found = model.find(**options)
     expected = model.find(function=decode.greedy, predictor=same, max_symbols=1, **options)
     assert (found.durations == 0).any() and (found.labels != model.find().labels).any()
-    for x, y in zip(*map(jax.tree.leaves, (found[:-1], expected[:-1])), strict=True):
-        np.testing.assert_allclose(x, y, rtol=EXACT)
+    compare.assert_close(found[:-1], expected[:-1], rtol=EXACT)
 
 
 def chosen_again(model, b, labels, frames):
@@ -87,9 +82,8 @@ def chosen_again(model, b, labels, frames):
 
 def test_rounds():
     """Each label by a loop; all else stays as it is."""
-    name = "rnnt"
-    model, changes = Masked(NAMED[name], seed=2), [0, 0]
-    whole, draft = Model(NAMED[name], batch=8, frames=9, seed=2), model.find()
+    model, changes = Masked(family.RNNT, seed=2), [0, 0]
+    whole, draft = Model(family.RNNT, batch=8, frames=9, seed=2), model.find()
     whole.bias[:] = model.bias
     for rounds in (1, 2):
         found = model.find(rounds=rounds)
@@ -122,8 +116,7 @@ def test_rounds_meet_nan():
 def test_without_its_own_row_it_is_zero():
     model = Masked(family.RNNT)
     zero, none = (model.parameters.predictor._replace(masked_row=x) for x in (jnp.zeros(H), None))
-    for x, y in zip(*(model.find(predictor=x)[:-1] for x in (zero, none))):
-        np.testing.assert_array_equal(x, y)
+    assert_same(*(model.find(predictor=x)[:-1] for x in (zero, none)))
     assert (model.find(predictor=zero).labels != model.find().labels).any()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import family
-from decoding import EXACT, MOST, Model, enumerate_all, trimmed
+from decoding import MOST, Model, check_all
 from jax_rnnt import decode
 from jax_rnnt.decode.lm import _automaton
 
@@ -173,16 +173,8 @@ def test_searches():
             final=lambda labels: value(labels, True) - value(labels, False),
             max_symbols=2,
         )
-        expected = {x: y for x, (y, _) in enumerate_all(model, b, **rules).items()}
-        plain = enumerate_all(model, b, max_symbols=2)
         for found in (whole, last):
-            alive = np.flatnonzero(found.scores[b] > -np.inf)
-            scores = {tuple(trimmed(found, b, n)[0]): found.scores[b, n] for n in alive}
-            assert scores.keys() == expected.keys() and len(alive) == len(scores) > 2
-            np.testing.assert_allclose([scores[x] for x in expected], [*expected.values()], rtol=EXACT)
-            # The whole of a hypothesis is what it is without phrases and what they are worth.
-            gains = [scores[y] - plain[y][0] for y in scores]
-            np.testing.assert_allclose(gains, [value(y, True) for y in scores], atol=EXACT)
+            check_all(model, found, utterances=[b], **rules)
 
 
 @pytest.mark.parametrize(

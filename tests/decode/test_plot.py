@@ -124,7 +124,7 @@ def test_titles_and_legends(ax):
     p = batches.problem(1, 6, 3, 9).take(0)
     p = p._replace(logit_lengths=np.int32(6), target_lengths=np.int32(3))
     plot.draw_lattice(RNNT, *p, texts=["a", " ", "b"], ax=ax)
-    score = float(RNNT.align(*p).score)  # test_align.py has its truth
+    score = float(RNNT.align(*p).score)  # test_questions.py has its truth
     assert ax.get_title() == f"a b\nbest path: {score:.1f} nats"
     assert [x.get_text() for x in ax.get_yticklabels()] == ["start", "a", "␣", "b"]
     handles = ax.get_legend().legend_handles
@@ -233,12 +233,6 @@ def test_reliability(ax):
     ax.figure.canvas.draw()
     with pytest.raises(TypeError, match=r"draw_reliability: calibration must be .*got \[0.5\]"):
         plot.draw_reliability([0.5])
-
-
-def test_former_names():
-    for name in ("beam", "emissions", "latencies", "lattice"):
-        with pytest.warns(DeprecationWarning, match=rf"plot\.{name} is deprecated, use jax_rnnt\.plot\.draw_{name}"):
-            assert getattr(plot, name) is getattr(plot, f"draw_{name}")
 
 
 X, ROWS = np.zeros((3, 2, 4)), np.zeros((3, 2))

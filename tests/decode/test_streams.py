@@ -132,26 +132,6 @@ def test_select_and_concatenate():
     assert_same(select(half.state, np.zeros(0, int)), jax.tree.map(lambda x: x[:0], half.state))
 
 
-def test_batches_that_pack_rows_and_others():
-    """Utterances move from a batch whose rows are packed to a smaller one, and back."""
-    model = Model(NAMED["tdt"], batch=8, frames=12)
-    search, everyone = functools.partial(decode.beam, width=6), list(range(8))
-
-    def part(rows, start, state):
-        encoder = model.encoder[rows, start : start + 6]
-        return model.search(search, MOST, encoder=encoder, lengths=np.full(len(rows), 6), state=state)
-
-    idle = model.idle(search, MOST, encoder=model.encoder[:, :6])
-    half = part(everyone, 0, idle)
-    expected = part(everyone, 6, half.state)
-    few = part([3, 1], 6, select(half.state, np.array([3, 1])))
-    pairs = [part([b, b + 1], 0, select(idle, np.array([0, 1]))).state for b in range(0, 8, 2)]
-    whole = part(everyone, 6, concatenate(*pairs))
-    for found, rows in ((few, [3, 1]), (whole, everyone)):
-        assert_same(found.labels, expected.labels[rows])
-        np.testing.assert_allclose(found.scores, expected.scores[rows], rtol=1e-11)
-
-
 @BOTH
 def test_reset(function):
     """Marked rows start anew bit for bit, marked twice or moved; others go on."""
@@ -251,23 +231,6 @@ def test_errors():
             function(*arguments)
     with pytest.raises(ValueError, match="state of beam must keep the structure"):
         model.search(BEAM, MOST, state=greedy)
-
-
-def test_former_names():
-    """Of these functions, and of an option."""
-    for name in ("select", "concatenate", "reset"):
-        message = f"jax_rnnt.decode.{name} is deprecated, use jax_rnnt.decode.{name}_streams"
-        with pytest.warns(DeprecationWarning, match=message):
-            assert getattr(decode, name) is getattr(decode, f"{name}_streams")
-    for search in (decode.greedy, decode.parallel):
-        with (
-            pytest.warns(
-                DeprecationWarning,
-                match=f"{search.__name__}: the argument durations is deprecated, use duration_choice",
-            ),
-            pytest.raises(ValueError, match=f"{search.__name__}: duration_choice must be one of .*, got 'other'"),
-        ):
-            search(None, None, None, None, None, 1, durations="other")
 
 
 def test_a_part_without_fresh_rows_runs_no_network():

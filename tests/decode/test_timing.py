@@ -117,7 +117,7 @@ BAD_WORDS = [
     ({"frames": [1, 0]}, r"frames must be 0 or more and never go back, without padding, got \[1, 0\]"),
     ({"frames": [1]}, r"frames must have shape \[L\] = \(2,\), as labels, got \(1,\)"),
     ({"durations": [1.5, 1.0]}, "durations must have an integer dtype"),
-    ({"confidences": [-0.1, 0.5]}, r"confidences must be 0 or more, .*exp of log-prob.*got \[-0.1, 0.5\]"),
+    ({"confidences": [-0.1, 0.5]}, r"confidences must be 0 or more, .*exp of log-prob.*got -0.1"),
     ({"confidences": [math.nan, 0.5]}, "confidences must be 0 or more"),
     ({"confidences": [1, 1]}, "confidences must have a floating dtype"),
     ({"mark": ""}, "mark must be None or a str .* got ''"),
@@ -318,7 +318,7 @@ def test_ctm_and_back(tmp_path):
 
 OTHERS = """;; by another program
 7654 A 11.34 0.2 YES -6.763E-1
-7654 A 12 0.34 YOU NA lex spk1
+7654 A 12 0.36 YOU NA lex spk1
 
 2345 B 0.1 .2 HI 0.5
 7654 A 12.34 0.00 CAN'T 0.5
@@ -332,7 +332,7 @@ def test_ctm_of_others(tmp_path):
     assert timing.read_ctm(path) == {
         "7654": [
             Interval(11.34, 11.54, "YES", 0.6763),
-            Interval(12.0, 12.34, "YOU"),
+            Interval(12.0, 12.36, "YOU"),
             Interval(12.34, 12.34, "CAN'T", 0.5),
         ],
         "2345": [Interval(0.1, 0.3, "HI", 0.5)],
@@ -347,6 +347,10 @@ def test_ctm_of_others(tmp_path):
         "a 1 0 1e999 x": "expected a duration .* got '1e999'",
         "a 1 0 -1 x": "expected a duration .* got '-1'",
         "a 1 0 1 x inf": "expected a confidence .* got 'inf'",
+        "a 1 0 1 x 1.1": r"line 1: confidences of 'a' must be in \[0, 1\]",
+        "a 1 1 1 x\nb 1 0 1 y\na 1 0 1 y": "line 3: intervals of 'a' must be .*in order",
+        "a 1 0 1 x\x07": "line 1: texts of a recording must be without .*control characters",
+        "a\x07 1 0 1 x": "line 1: the name of a recording must be without .*control characters",
         "a 1 0 1 x\na 2 0 1 y": "line 2: expected one channel of 'a', or .* channel=, got '1' and '2'",
     }
     for text, message in bad.items():
@@ -378,21 +382,20 @@ WRITERS = {
     "captions": lambda path, x: timing.captions(x),
     "to_json": lambda path, x: timing.to_json(x),
 }
-BAD_INTERVALS = [
-    [Interval(-0.1, 0.5, "x")],
-    [Interval(math.nan, 0.5, "x")],
-    [Interval(0.0, math.inf, "x")],
-    [Interval(0.5, 0.5, "x")],
-    [Interval(0.5, 0.5 + 4e-7, "x")],
-    [Interval(0.0, 0.5, "x"), Interval(0.4, 0.6, "x")],
-    [Interval(0.5, 0.6, "x"), Interval(0.1, 0.2, "x")],
-    [Interval(0, 1, "x", math.nan)],
-    [Interval(0, 1, "x", -0.1)],
-    [Interval(0, 1, "x", 1.1)],
-    [Interval(0, 1, "x\r")],
-    [Interval(0, 1, "x\u2028y")],
-    [Interval(0, 1, "\ud800")],
+BAD_TIMES = [  # of intervals in order
+    [(-0.1, 0.5)],
+    [(math.nan, 0.5)],
+    [(0.0, math.nan)],
+    [(0.0, math.inf)],
+    [(0.5, 0.4)],
+    [(0.5, 0.5)],
+    [(0.5, 0.5 + 4e-7)],
+    [(0.0, 0.5), (0.499, 0.6)],
+    [(0.5, 0.6), (0.1, 0.2)],
 ]
+NO_INTERVALS = "abc", 7, {"a": []}, [(0, 1)], ["abc"], [(0, 1, "x", 1, 2)], [(0, 1, 7)], [("0", 1, "x")]
+NO_LINE = ["a\n", "a\u2028b", "\t", "a\x00", "\ud800", "\ufeffa", "\x85"]
+NO_COLUMN = ["", "a b", " a", "a\u00a0b"]
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -400,38 +403,72 @@ def test_one_check_of_all_writers(name, tmp_path):
     """All refuse the same times, confidences and texts, and no file is written."""
     pytest.importorskip("praatio")
     write, path = WRITERS[name], tmp_path / "file"
-    for bad in BAD_INTERVALS:
+    for times in BAD_TIMES:
+        with pytest.raises(ValueError, match=rf"^{name}: intervals .*must be finite, .*, got Interval\("):
+            write(path, [Interval(*x, "x") for x in times])
+    for more in (("x", math.nan), ("x", -0.1), ("x", 1.1), ("x\r",), ("x\u2028y",), ("\ud800",)):
         with pytest.raises(ValueError, match=rf"^{name}: "):
-            write(path, bad)
-    for bad in ("abc", 7, {"a": []}, [(0, 1)], ["abc"], [(0, 1, "x", 1, 2)], [(0, 1, 7)], [("0", 1, "x")]):
+            write(path, [Interval(0, 1, *more)])
+    for bad in NO_INTERVALS:
         with pytest.raises(TypeError, match=rf"^{name}: "):
             write(path, bad)
     assert not path.exists()
     write(path, [(0, 1, "x"), Interval(np.float32(1), jnp.float32(2), "y", np.float64(0.5))])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda path: timing.write_srt(path, [Interval(0, 1, "a --> b")]), "write_srt: texts .*without '-->'"),
-        (
-            lambda path: timing.write_srt(path, [Interval(0, 1, "a\n\nb")]),
-            "write_srt: texts .*lines that are not",
-        ),
-        (lambda path: timing.write_vtt(path, [Interval(0, 1, "")]), "write_vtt: texts .*lines that are not empty"),
-        (lambda path: timing.write_vtt(path, [Interval(0, 4e-4, "a")]), "write_vtt: intervals .*a millisecond long"),
-        (lambda path: timing.captions(TALK, line_length=0), "captions: line_length must be 1 or more, got 0"),
-        (lambda path: timing.captions(TALK, lines=1.5), "captions: lines must be an integer"),
-        (lambda path: timing.captions(TALK, gap=math.nan), "captions: gap must be 0 or more and finite, got nan"),
-        (
-            lambda path: timing.captions(TALK, longest=0.5),
-            "captions: longest must be .*no less than shortest, 1.0",
-        ),
-        (lambda path: timing.captions(TALK, longest=0, shortest=0), "captions: longest must be a millisecond or more"),
-        (lambda path: timing.captions(TALK, space=None), "captions: space must be a str, got None"),
-    ],
-)
-def test_bad_captions(tmp_path, call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call(tmp_path / "file")
+@pytest.mark.parametrize("name", ["write_ctm", "write_textgrid"])
+def test_names_and_texts(name, tmp_path):
+    """Of recordings and tiers, which are in the message; also where others are good."""
+    pytest.importorskip("praatio")
+    path, one = tmp_path / "file", Interval(0, 1, "x")
+    write = timing.write_ctm if name == "write_ctm" else lambda path, x: timing.write_textgrid(path, x, seconds=9.0)
+    with pytest.raises(ValueError, match=f"{name}: intervals of 'bad' must be finite"):
+        write(path, {"good": [one], "bad": [Interval(1, 1, "x")]})
+    for text in [*NO_LINE, *(NO_COLUMN if name == "write_ctm" else [])]:
+        for what, spoken in (("names", {text: []}), ("texts", {"a": [one._replace(text=text)]})):
+            with pytest.raises(ValueError, match=f"{name}: {what} of .* without .*, got {re.escape(repr(text))}"):
+                write(path, spoken)
+    for spoken in ([], {1: []}):
+        with pytest.raises(TypeError, match=f"{name}: "):
+            write(path, spoken)
+    assert not path.exists()
+
+
+BAD_CALLS = [
+    (lambda path: timing.write_srt(path, [Interval(0, 1, "a --> b")]), "write_srt: texts .*without '-->'"),
+    (lambda path: timing.write_srt(path, [Interval(0, 1, "a\n\nb")]), "write_srt: texts .*lines that are not"),
+    (lambda path: timing.write_vtt(path, [Interval(0, 1, "")]), "write_vtt: texts .*lines that are not empty"),
+    (lambda path: timing.write_vtt(path, [Interval(0, 4e-4, "a")]), "write_vtt: intervals .*a millisecond long"),
+    (lambda path: timing.captions([(0, 1, " ")]), "captions: texts of words must be .*not empty, got ' '"),
+    (lambda path: timing.captions(TALK, line_length=0), "captions: line_length must be 1 or more, got 0"),
+    (lambda path: timing.captions(TALK, lines=1.5), "captions: lines must be an integer"),
+    (lambda path: timing.captions(TALK, gap=math.nan), "captions: gap must be 0 or more and finite, got nan"),
+    (lambda path: timing.captions(TALK, longest=0.5), "captions: longest must be .*no less than shortest, 1.0"),
+    (lambda path: timing.captions(TALK, longest=0, shortest=0), "captions: longest must be a millisecond or more"),
+    (lambda path: timing.captions(TALK, space=None), "captions: space must be a str, got None"),
+    (lambda path: timing.frames_to_seconds([1], hop=0), "frames_to_seconds: hop must be a positive .*got 0"),
+    (lambda path: timing.frames_to_seconds([1], hop=10**400), "hop must be a number that a float holds"),
+    (lambda path: timing.frames_to_seconds([1], hop=1, subsampling=0), "subsampling must be 1 or more, got 0"),
+    (lambda path: timing.frames_to_seconds([1], hop=1, offset=-math.inf), "offset must be a finite .*got -inf"),
+    (lambda path: timing.intervals([1], "a", hop=1, offset=math.nan), "intervals: offset must be a finite .*got nan"),
+    (lambda path: timing.frames_to_seconds(["x"], hop=1), "frames must be real numbers"),
+    (lambda path: timing.frames_to_seconds([1j], hop=1), "frames must be real numbers, got complex128"),
+    (lambda path: timing.intervals([1, -1], "ab", hop=1), r"frames must be 0 or more .*got \[1, -1\]"),
+    (lambda path: timing.intervals([2, 1], "ab", hop=1), "never go back"),
+    (lambda path: timing.intervals([2, 1], "a", hop=1), r"frames must have shape .*\(1,\), got \(2,\)"),
+    (lambda path: timing.intervals([2], "a", hop=1, durations=[1.5]), "durations must have an integer dtype"),
+    (lambda path: timing.write_ctm(path, {}, "1 "), "channel must be without white space and not empty, got '1 '"),
+    (lambda path: timing.write_ctm(path, {";;u": []}), "names of utterances must not begin with ';;'.* got ';;u'"),
+    (lambda path: timing.write_textgrid(path, {}, 1.0), "tiers must hold one"),
+    (lambda path: timing.write_textgrid(path, {"a": [Interval(1, 2, "x")]}, 1.0), r"'a'.*\[0, 1.0\)"),
+    (lambda path: timing.write_textgrid(path, {"a": []}, math.nan), "seconds must be positive and finite, got nan"),
+    (lambda path: timing.write_textgrid(path, {"a": []}, 0), "seconds must be positive and finite, got 0"),
+]
+
+
+def test_bad_calls(tmp_path):
+    pytest.importorskip("praatio")
+    for call, message in BAD_CALLS:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(tmp_path / "file")
     assert not (tmp_path / "file").exists()

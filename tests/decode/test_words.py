@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import family
-from decoding import LABELS, MOST, Model, enumerate_all, trimmed
+from decoding import LABELS, MOST, Model, check_all
 from jax_rnnt import decode
 from ngrams import NATS, TOKENS, arpa, last, log_prob, random_arpa, run, written
 
@@ -105,18 +105,6 @@ def test_words_are_the_definition(labels, order, unk, options, tmp_path):
     np.testing.assert_allclose(got[alive], expected[alive], rtol=2e-6, atol=2e-5)
 
 
-def test_tables_of_words(tmp_path):
-    """20 bytes of a beginning of a word that labels spell, 12 of each label that goes on within one."""
-    model, truth = word_model(tmp_path / "m.arpa", PIECES, 3, True)
-    nodes = {word[:i] for word in truth.words for i in range(len(word) + 1)}
-    within = [x for x in PIECES if x and "▁" not in x]
-    arcs = sum(node + x in nodes for node in nodes for x in within)
-    size = lambda x: sum(y.nbytes for y in jax.tree.leaves(x))
-    rows = 4 * len(PIECES) + 8 * (len(PIECES) + 1)
-    assert size(model) - size(model.ngram) == 20 * (1 + len(nodes)) + 4 + 12 * (arcs + 1) + rows
-    assert repr(model) == f"WordNGram(9 labels, {len(truth.words)} of 10 words)"
-
-
 def test_words_under_vmap(tmp_path):
     """A batch of models of one row each."""
     model, _ = word_model(tmp_path / "m.arpa", CHARACTERS, 3, True)
@@ -168,11 +156,7 @@ def test_searches(tmp_path):
 
     rules = dict(fuse=added, final=lambda prefix: added(prefix, None, end=True))
     found = model.search(decode.beam, MOST, 32, fusion=((ngram, 0.7), (words, 0.5)), max_symbols=2)
-    expected = {x: y for x, (y, _) in enumerate_all(model, 0, max_symbols=2, **rules).items() if y > -np.inf}
-    alive = np.flatnonzero(found.scores[0] > -np.inf)
-    scores = {tuple(trimmed(found, 0, n)[0]): found.scores[0, n] for n in alive}
-    assert scores.keys() == expected.keys() and len(alive) == len(scores) > 2
-    np.testing.assert_allclose([scores[x] for x in expected], [*expected.values()], rtol=1e-6)
+    check_all(model, found, max_symbols=2, rtol=1e-6, **rules)
 
 
 @pytest.mark.parametrize(

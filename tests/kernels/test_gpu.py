@@ -82,7 +82,6 @@ def test_a_hundred_runs_give_the_same_bits(size, dtype):
     assert not np.any(jax.device_get(counts))
 
 
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("size", sizes((3, 16, 4, 40), [(33, 256, 64, 4096)]), indirect=True, ids=str)
 def test_more_than_2_to_the_31_logits(size):
     """(B, T, U, V). Offsets are 64-bit: value and gradient, in place, have the bits that each sequence has alone.

@@ -261,8 +261,17 @@ def test_module_without_a_gpu(kernel):
 
 
 # ---------------------------------------------------------------------------------------------------------- selftest
-def test_selftest(kernel, capsys):
-    """One line a kernel and kind, with every dtype, returned and not printed, all within rounding."""
+def some_kinds(monkeypatch, step):
+    for name in ("EMISSIONS", "LATTICES"):
+        monkeypatch.setattr(_selftest, name, dict([*getattr(_selftest, name).items()][::step]))
+
+
+def test_selftest(kernel, capsys, monkeypatch):
+    """One line a kernel and kind, with every dtype, returned and not printed, all within rounding.
+
+    Of some kinds: all of them run when CI installs the package.
+    """
+    some_kinds(monkeypatch, 3)
     lines = jax_rnnt.selftest()
     assert not capsys.readouterr().out
     emissions, lattices = ("_fwd", "_bwd"), ("_loss", "_grad")
@@ -294,8 +303,7 @@ def test_selftest_notices_a_wrong_kernel(kernel, monkeypatch, capsys, place, fac
 
     for name in ("_emission_kernels", "_lattice_kernels"):
         monkeypatch.setattr(_selftest, name, spoiled(getattr(_selftest, name)))
-    for name in ("EMISSIONS", "LATTICES"):
-        monkeypatch.setattr(_selftest, name, dict([*getattr(_selftest, name).items()][:1]))
+    some_kinds(monkeypatch, 99)
     monkeypatch.setattr(_checks, "FLOATS", ("float32",))
     assert __main__.main(["selftest", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

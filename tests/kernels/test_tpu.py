@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_rnnt
 import platforms
 import reference_numpy as truth
+import topologies
 from family import slow
 from jax_rnnt import lattices
 from jax_rnnt._xla import over_devices, primitive
@@ -32,22 +33,14 @@ STANDARD = TOPOLOGIES["standard"]
 
 
 def check(topology, arcs, lengths, limit, **options):
-    """Against the truth in float64, with NaN outside the lengths, where labels have one column less."""
-    run = functools.partial(pallas.value_and_grad, topology[0], **options)
-    n, m = (np.array(x, np.int32) for x in lengths)
-    given = {}
-    for slot, x in arcs.items():
-        t, u = np.indices(x.shape)[1:]
-        inside = (t < n[:, None, None]) & (u <= m[:, None, None] - slot.startswith("label"))
-        given[slot] = np.where(inside, x, np.nan).astype(x.dtype)
-    loss, gradients = jax.jit(run)(given, n, m)
-    for b, (n, m) in enumerate(zip(*lengths)):
-        own = {slot: x[b] for slot, x in arcs.items()}
-        value, posteriors = truth.posteriors(topology[1], own, n, m)
-        np.testing.assert_allclose(loss[b], -value, rtol=limit, atol=limit)
-        for slot, posterior in posteriors.items():
-            np.testing.assert_allclose(gradients[slot][b][:n, : m + 1], -posterior, atol=limit)
-            assert not np.asarray(gradients[slot][b])[n:].any() and not np.asarray(gradients[slot][b])[:, m + 1 :].any()
+    run = jax.jit(functools.partial(pallas.value_and_grad, topology[0], **options))
+
+    def answer(*problem):
+        loss, gradients = run(*problem)
+        return -loss, -loss, {slot: -x for slot, x in gradients.items()}
+
+    dtype = next(iter(arcs.values())).dtype
+    topologies.check(topology, arcs, *lengths, [answer], {dtype: limit})
 
 
 @pytest.mark.parametrize("name", ["standard", slow("durations")])

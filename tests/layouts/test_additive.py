@@ -141,18 +141,6 @@ def test_sums(case):
     compare.assert_close(got, expected, atol=1e-5)
 
 
-def test_where_no_class_is_left():
-    """A node without a possible class has no arc: loss +inf and gradient 0, as of the sum. So have no frames."""
-    am, lm, p = scores(1.0)
-    frames, labels = [7, 7, 7, 5, 0, 0, 7, 5], [4, 4, 2, 0, 0, 1, 4, 2]
-    p = p._replace(logit_lengths=np.array(frames, np.int32), target_lengths=np.array(labels, np.int32))
-    am[..., 3:], lm[0, :, :3], lm[1, 1, :3] = -np.inf, -np.inf, -np.inf
-    values, *gradients = compiled(None)(am, lm, *p[1:])
-    np.testing.assert_allclose(values, of_sum(am, lm, p)[0], rtol=1e-6)
-    assert np.isposinf(values[0]) and values[4] == 0
-    assert all(np.isfinite(g).all() and not np.any(g[np.array([0, 4, 5])]) for g in gradients)
-
-
 def mixed():
     """Arrays of ordinary sequences and of such whose exponentials underflow, in turns."""
     am, lm, p = scores(2.0)

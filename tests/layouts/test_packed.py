@@ -17,41 +17,12 @@ from jax_rnnt import PackedLogits
 EXACT = 1e-12
 
 
-@functools.cache
-def compiled(implementation, max_frames):
-    @jax.jit
-    def run(rows, rest, cotangents, label_windows, options):
-        loss = jax_rnnt.RNNTLoss(reduction="none", implementation=implementation, **options)
-        call = lambda x: loss(PackedLogits(x, max_frames), *rest, label_windows=label_windows)
-        values, pull = jax.vjp(call, rows)
-        return values, pull(cotangents.astype(values.dtype))[0]
-
-    return run
-
-
-def evaluate(p, rows, implementation, *, cotangents=1.0, max_frames=7, label_windows=None, **options):
-    """(losses [B], gradient of the rows for cotangents [B])"""
-    cotangents = np.broadcast_to(np.float64(cotangents), p.logit_lengths.shape)
-    return compiled(implementation, max_frames)(rows, tuple(p[1:]), cotangents, label_windows, options)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [("kernel", "bfloat16"), family.slow("reference", np.float32)],
-    indirect=["implementation"],
-)
-def test_value_and_gradient(implementation, dtype):
-    """Every option; cotangents of each sequence reach its own rows; rows past the end hold NaN."""
-    p = batches.problem(dtype=dtype)
-    windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
-    weights = np.array([1.0, -2.0, 0.0, 3.0])
-    for options in ({}, {"clamp": 0.125, "fastemit_lambda": 0.5, "delay_penalty": 0.25, "label_windows": windows}):
-        expected, gradient = family.RNNT.expected(p, **options)
-        gradient = batches.packed(p, gradient * weights[:, None, None, None], fill=0)
-        rows = batches.packed(p, p.logits)
-        got = evaluate(p, rows, implementation, cotangents=weights, **options)
-        compare.assert_matches(got, (expected, gradient), dtype, 11, scale=4.5)
-        assert got[1].dtype == rows.dtype and not np.asarray(got[1][-5:]).any()
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def evaluate(p, rows, implementation, max_frames=7):
+    """(losses [B], gradient of the rows)"""
+    loss = jax_rnnt.RNNTLoss(reduction="none", implementation=implementation)
+    values, pull = jax.vjp(lambda x: loss(PackedLogits(x, max_frames), *p[1:]), rows)
+    return values, pull(jnp.ones_like(values))[0]
 
 
 def test_max_frames(kernel):

@@ -16,6 +16,7 @@ from jax_rnnt.emissions import _softmax as softmax
 
 B, T, U1 = 3, 5, 4
 FRAMES = np.array([5, 3, 0], np.int32)
+DTYPES = "float32", "float64", "bfloat16", "float16"
 NO_LABEL, OUTSIDE = softmax.NO_LABEL, softmax.OUTSIDE
 
 
@@ -108,32 +109,26 @@ class Case:
         np.testing.assert_allclose(got.astype(np.float64), self.dx, **limits)
 
 
-BLANKS = {"two": (0, 8), "four": (8, 7, 6, 5), "twice the same": (2, 2), "nine": tuple(range(8, -1, -1))}
-KINDS = {"softmax": {}, "durations": dict(durations=4), "one_duration": dict(durations=1), "many": dict(durations=17)}
-KINDS |= {"bernoulli": dict(bernoulli=True)} | {name: dict(blanks=x) for name, x in BLANKS.items()}
-every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-every_mode = pytest.mark.parametrize("normalize", [True, False], ids=["logits", "log_probs"])
-
-
-def skip_unless_sensible(kind, normalize):
-    if kind.get("bernoulli") and not normalize:
-        pytest.skip("HAT takes log-probabilities as a softmax does")
-
-
 # Rows for every path of the kernels: less than a vector, a few of them, with and without a rest, and blocks.
-SIZES = *range(2, 20), 31, 32, 33, 37, 63, 64, 65, 70, 127, 129, 301, 1023, 1025, 1200, 2049
+SIZES = *range(2, 34), 37, 47, 63, 64, 65, 70, 127, 129, 255, 257, 301, 1023, 1025, 1200, 2049
+DURATIONS = 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 20, 31
+BLANKS = (0, 8), (8, 7, 6, 5), (2, 2), tuple(range(8, -1, -1)), tuple(range(20))
+KINDS = {  # name: (blanks, options) of the i-th case, with rows of so many classes
+    "softmax": lambda i, classes: ((0, classes // 2, classes - 1)[i % 3 : i % 3 + 1], {}),
+    "durations": lambda i, classes: ((0, classes - 1)[i % 2 : i % 2 + 1], {"durations": DURATIONS[i % len(DURATIONS)]}),
+    "bernoulli": lambda i, classes: ((0, classes // 2, classes - 1)[i % 3 : i % 3 + 1], {"bernoulli": True}),
+    "blanks": lambda i, classes: (BLANKS[i % len(BLANKS)], {}),
+}
+MODES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in KINDS if kind != "bernoulli"]  # as a softmax
 
 
-@every_kind
-@every_mode
-def test_kernels(kernel, kind, normalize):
-    """Forward and backward, in place and not, on every instruction set."""
-    skip_unless_sensible(kind, normalize)
-    head = {k: x for k, x in kind.items() if k != "blanks"}
-    for i, classes in enumerate(SIZES):
-        dtype = ("float32", "float64", "bfloat16", "float16")[i % 4]
-        dtype = batches.Problem(np.zeros(1), 0, 0, 0).astype(dtype).logits.dtype
-        blanks = kind.get("blanks", ((0, classes // 2, classes - 1)[i % 3],))
+@pytest.mark.parametrize(("kind", "normalize"), MODES)
+@pytest.mark.parametrize("shift", range(2))
+def test_kernels(kernel, kind, normalize, shift):
+    """Forward and backward, in place and not, on every instruction set; each size in two dtypes."""
+    for i, classes in enumerate(SIZES, shift):
+        dtype = batches.Problem(np.zeros(1), 0, 0, 0).astype(DTYPES[i % 4]).logits.dtype
+        blanks, head = KINDS[kind](i, classes)
         if max(blanks) >= classes:
             continue
         case = Case(i % 2 == 1, dtype, classes, blanks, normalize, **head)
@@ -147,16 +142,14 @@ def test_kernels(kernel, kind, normalize):
             compare.assert_same_bits(got, backward(*arguments, target=target, alias=False))
 
 
-OF_REFERENCE = ("durations", True), ("softmax", False), ("bernoulli", True), ("nine", True), ("twice the same", False)
+OF_REFERENCE = ((5,), True, {"durations": 4}), ((5,), False, {}), ((5,), True, {"bernoulli": True})
+OF_REFERENCE += (tuple(range(8, -1, -1)), True, {}), ((2, 2), False, {})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "normalize"), OF_REFERENCE)
-def test_reference(kind, normalize):
+@pytest.mark.parametrize(("blanks", "normalize", "head"), OF_REFERENCE, ids=str)
+def test_reference(blanks, normalize, head):
     """Labels of all frames alike, and labels by frame."""
-    kind = KINDS[kind]
-    head = {k: x for k, x in kind.items() if k != "blanks"}
-    blanks = kind.get("blanks", (5,))
     case = Case(not normalize, "float64" if normalize else "float32", 9, blanks, normalize, **head)
     forward, backward = stages("reference", blanks, normalize, **head)
 
@@ -263,7 +256,7 @@ def test_norm_is_read_as_it_was_written(kernel, writer, reader, dtype):
         assert_softmax(np.asarray(got)[0, :, 0], x, 4 * compare.eps(dtype) * own)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows(kernel, dtype):
     """Around the blocks in which a long row is read, with its largest value at the end or in the middle."""
     label, frames = np.full((1, 1, 1), NO_LABEL, np.int32), np.array([6], np.int32)

@@ -13,6 +13,7 @@ import family
 import hlo
 import platforms
 import reference_numpy as truth
+import topologies
 from jax_rnnt import emissions, lattices
 from jax_rnnt.lattices import _lattice as lattice
 from topologies import EVERY, TOPOLOGIES, T, U, arcs_of
@@ -49,29 +50,7 @@ def answers(topology, implementation):
 
 
 def check(topology, arcs, frames, labels, implementation, limits):
-    """Against the truth, in each dtype with a limit; arcs that leave the lengths are NaN."""
-    frames, labels = np.array(frames, np.int32), np.array(labels, np.int32)
-    _, rows, columns = arcs[topology[1][0].slot].shape
-    inside = np.arange(rows)[:, None] < frames[:, None, None]
-    inside = inside & (np.arange(columns) <= labels[:, None, None])
-    expected, exact = np.zeros(len(frames)), {slot: np.zeros(x.shape) for slot, x in arcs.items()}
-    for b, (n, m) in enumerate(zip(frames, labels)):
-        own = {slot: x[b] for slot, x in arcs.items()}
-        expected[b], posteriors = truth.posteriors(topology[1], own, n, m)
-        for slot, x in posteriors.items():
-            exact[slot][b, :n, : m + 1] = x[:n, : m + 1]
-    last = np.arange(columns) == labels[:, None, None]  # no label leaves it
-    used = {slot: inside & ~(last & truth.is_label(slot)) for slot in arcs}
-    for dtype, limit in limits.items():
-        dirty = {slot: np.where(used[slot], x, np.nan).astype(dtype) for slot, x in arcs.items()}
-        for answer in answers(topology[0], implementation):
-            alone, values, posteriors = answer(dirty, frames, labels)
-            np.testing.assert_array_equal(alone, values)
-            np.testing.assert_allclose(values, expected, rtol=limit, atol=limit)
-            for slot, x in exact.items():
-                got = np.asarray(posteriors[slot])
-                np.testing.assert_allclose(got, x, atol=limit, err_msg=slot)
-                assert not got[~inside].any()
+    topologies.check(topology, arcs, frames, labels, answers(topology[0], implementation), limits)
 
 
 def forbid(arcs, share, seed=0):
@@ -137,15 +116,8 @@ def test_value_and_gradient_in_jax(kernel):
         np.testing.assert_array_equal(posteriors[slot], x)
 
 
-ORDERS = {
-    "forward over reverse": jax.hessian,
-    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
-    "forward over forward": lambda f: jax.jacfwd(jax.jacfwd(f)),
-}
-
-
-@pytest.mark.parametrize("order", ["forward over reverse", *map(family.slow, list(ORDERS)[1:])])
-def test_derivatives_of_both_orders_and_modes(order):
+@pytest.mark.parametrize("first", [jax.jacfwd, family.slow(jax.jacrev)], ids=["forward", "reverse"])
+def test_derivatives_of_both_orders_and_modes(first):
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration.
 
     Of the reference, whose higher derivatives the kernel has.
@@ -168,9 +140,9 @@ def test_derivatives_of_both_orders_and_modes(order):
         arcs = dict(zip(slots, x.reshape(scores.shape)))
         return lattices.log_likelihood(topology[0], arcs, np.int32(frames), np.int32(labels), "reference")
 
-    if order == "forward over reverse":  # once
-        np.testing.assert_allclose(jax.jit(jax.jacfwd(value))(scores.ravel()), mean, atol=1e-13)
-    np.testing.assert_allclose(jax.jit(ORDERS[order](value))(scores.ravel()), covariance, atol=1e-13)
+    mean_of_arcs, second = jax.jit(lambda x: (first(value)(x), first(jax.jacrev(value))(x)))(scores.ravel())
+    np.testing.assert_allclose(mean_of_arcs, mean, atol=1e-13)
+    np.testing.assert_allclose(second, covariance, atol=1e-13)
 
 
 def test_second_derivative_with_forbidden_arcs_and_no_path(kernel):
@@ -308,7 +280,7 @@ def test_expanded_topologies():
     assert len(set(slots)) == len(slots) and all(slot.startswith("label") for slot in slots[1:])
 
 
-SHIFTS = (-1e3, -1e4, -1e5, -3e6, -5e6, -1e9, -1e15, -1e30, 1e5)
+SHIFTS = (-1e3, -1e4, -1e5, -(2.0**21), -3e6, -5e6, -1e9, -1e15, -1e30, 1e5)
 
 
 @pytest.mark.parametrize("topology", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])

@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import compare
-import hlo
 from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, mwer_loss
-from meshes import at, mesh_of
-from slopes import assert_slopes
 
 pytestmark = pytest.mark.no_kernel
 B, N, T, U, H, V = 2, 3, 6, 3, 5, 4
@@ -107,27 +103,6 @@ def total(arrays, targets, lengths, errors, implementation=None):
     return mwer_loss(nll, errors, "sum")
 
 
-def test_gradient_through_the_joint(kernel):
-    """Finite differences of an N-best list whose hypotheses share the encoder."""
-    arrays, *rest = problem()
-    value = jax.jit(lambda arrays: total(arrays, *rest, kernel))
-    gradients = jax.jit(jax.grad(lambda arrays: total(arrays, *rest, kernel)))(arrays)
-    assert_slopes(gradients, lambda *arrays: value([*arrays]), arrays)
-
-
-def test_encoder_is_shared(kernel):
-    """The value and gradient are those of copies of the encoder, and need no memory for them."""
-    arrays, *rest = problem(batch=2, hypotheses=8, frames=64, units=64, dtype=np.float32)
-    copied = [np.repeat(arrays[0], 8, 1), *arrays[1:]]
-    run = jax.jit(jax.value_and_grad(lambda arrays: total(arrays, *rest, kernel)))
-    (value, gradient), (other, of_copies) = run(arrays), run(copied)
-    np.testing.assert_allclose(value, other, rtol=1e-5)
-    np.testing.assert_allclose(gradient[0], of_copies[0].sum(1, keepdims=True), atol=1e-5)
-    np.testing.assert_allclose(gradient[1], of_copies[1], atol=1e-5)
-    shared, apart = (run.lower(x).compile().memory_analysis().temp_size_in_bytes for x in (arrays, copied))
-    assert shared < apart
-
-
 def test_a_bad_hypothesis_spoils_its_own_utterance(kernel):
     """NaN in one hypothesis reaches the encoder that it reads, and no other."""
     bad = 1
@@ -144,14 +119,3 @@ def test_a_bad_hypothesis_spoils_its_own_utterance(kernel):
     every = jax.jit(jax.grad(lambda arrays: jnp.sum(nll(arrays))))(arrays)
     assert np.isnan(every[0][bad]).any() and np.isfinite(every[0][1 - bad]).all() and np.isfinite(every[2]).all()
     assert np.isfinite(every[1][bad, 0]).all()
-
-
-def test_sharded_over_utterances(devices):
-    """Nothing but sums of parameters is exchanged."""
-    arrays, *rest = problem(batch=8)
-    run = jax.value_and_grad(total)
-    with mesh_of(devices, "auto") as mesh:
-        placed = [*at(mesh, arrays[:2], "data"), at(mesh, arrays[2])]
-        got, text = hlo.compiled(run, placed, *at(mesh, rest, "data"))
-    compare.assert_close(got, jax.jit(run)(arrays, *rest), 1e-9)
-    assert set(hlo.collectives(text)) <= {"all-reduce"}

@@ -7,7 +7,6 @@ import pytest
 
 import batches
 import compare
-import family
 import reference_numpy as truth
 from jax_rnnt import BandLogits, RNNTLoss, TargetRobustRNNTLoss
 
@@ -20,14 +19,13 @@ def values(skip_frame, skip_label, p, implementation):
     )(*p)
 
 
-@family.reference_slow
-def test_weights(implementation):
+def test_weights(kernel):
     """Loss and the derivatives by both weights, against float64 sums and their differences."""
     p, names, h = batches.problem(), ("skip_frame", "skip_label"), 1e-5
 
     @jax.jit
     def run(leaves):
-        found, pull = jax.vjp(lambda leaves: values(*map(leaves.get, names), p, implementation), leaves)
+        found, pull = jax.vjp(lambda leaves: values(*map(leaves.get, names), p, kernel), leaves)
         return found, pull(jnp.ones_like(found))[0]
 
     for skips in SKIPS:
@@ -43,10 +41,10 @@ def test_weights(implementation):
             np.testing.assert_allclose(gradient[name], expected, rtol=1e-5, atol=1e-8)
 
 
-def test_no_skips(implementation):
+def test_no_skips(kernel):
     p = batches.problem(dtype=np.float32)
-    rnnt = RNNTLoss(reduction="none", implementation=implementation)(*p)
-    compare.assert_same_bits(values(None, None, p, implementation), rnnt)
+    rnnt = RNNTLoss(reduction="none", implementation=kernel)(*p)
+    compare.assert_same_bits(values(None, None, p, kernel), rnnt)
 
 
 def test_traced_weights_of_nothing(kernel):
@@ -77,7 +75,7 @@ def test_label_weights_above_0():
     np.testing.assert_array_equal(np.isnan(found), p.target_lengths > 0)
 
 
-def test_band(implementation):
+def test_band(kernel):
     """Nothing skips at nodes outside of a band: sums over the nodes inside of it alone."""
     rng = np.random.default_rng(3)
     rows, first, targets = rng.normal(size=(5, 2, 6)), np.array([0, 0, 1, 1, 1]), np.array([2, 4])
@@ -89,6 +87,6 @@ def test_band(implementation):
             blank, label = p[t, u - first[t], 5], p[t, u - first[t], targets[u]] if u < 2 else 0
             alpha[t, u + 1] += alpha[t, u] * (label + np.exp(-0.5) * (1 - blank - label) if u < 2 else 0)
             alpha[t + 1, u] += alpha[t, u] * (blank + (np.exp(-1.0) if t < 4 else 0))
-    loss = TargetRobustRNNTLoss(skip_frame=-1.0, skip_label=-0.5, implementation=implementation)
+    loss = TargetRobustRNNTLoss(skip_frame=-1.0, skip_label=-0.5, implementation=kernel)
     got = loss(BandLogits(rows, first), targets, np.array(5), np.array(2))
     np.testing.assert_allclose(got, -np.log(alpha[5, 2]), rtol=1e-12)

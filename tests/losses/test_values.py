@@ -127,9 +127,9 @@ def test_reductions(implementation):
             np.testing.assert_allclose(gradient, weights[:, None, None, None] * per_logit, atol=1e-13)
 
 
-@every_way
+@pytest.mark.parametrize(("loss", "implementation"), WAYS[2:4], indirect=["implementation"], ids=str)
 def test_empty_dimensions(loss, implementation):
-    """No frames, and no labels, in the arrays themselves."""
+    """No frames, and no labels, in the arrays themselves. Kernels: test_targets.py."""
     for B, T, U, V in ((2, 0, 2, 5), (2, 4, 0, 5)):
         p = batches.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)], [U, 0]))
         compare.assert_matches(compare.evaluate(loss, p, implementation), loss.expected(p), np.float64, 6)

@@ -10,7 +10,6 @@ import pytest
 
 import batches
 import compare
-import family
 import reference_numpy as truth
 from jax_rnnt import RNNTLoss, WildcardRNNTLoss
 
@@ -47,13 +46,12 @@ def value(skips, implementation=None, **options):
     return WildcardRNNTLoss(skip_start=skips[0], skip_end=skips[1], implementation=implementation, **options)
 
 
-@family.reference_slow
-def test_every_arc(implementation):
+def test_every_arc(kernel):
     """Loss, and its derivatives by both weights: minus the expected numbers of skips. Every (T_b, U_b)."""
 
     @jax.jit
     def run(leaves):
-        of = lambda leaves: value((leaves.get("start"), leaves.get("end")), implementation, reduction="none")(*p)
+        of = lambda leaves: value((leaves.get("start"), leaves.get("end")), kernel, reduction="none")(*p)
         return of(leaves), jax.jacrev(of)(leaves)
 
     for skips in SKIPS:
@@ -89,18 +87,13 @@ def test_questions(skips):
         assert frames[b].tolist() == [*best, *[-1] * (U - m)]
 
 
-@pytest.mark.parametrize(
-    ("skips", "implementation"),
-    [((None, None), "kernel"), ((-np.inf, -np.inf), "kernel")],
-    indirect=["implementation"],
-    ids=str,
-)
-def test_no_skips(skips, implementation):
+@pytest.mark.parametrize("skips", [(None, None), (-np.inf, -np.inf)], ids=str)
+def test_no_skips(skips, kernel):
     """Without skips it is the RNN-T loss; masked blanks included, with finite gradients."""
     p = batches.problem(dtype=np.float32)
     p.logits[0, 1, :, -1] = p.logits[1, :2, 2, -1] = -np.inf
     run = lambda loss: jax.value_and_grad(lambda x: loss(x, *p[1:]))(p.logits)
-    got, expected = run(value(skips, implementation)), run(RNNTLoss(implementation=implementation))
+    got, expected = run(value(skips, kernel)), run(RNNTLoss(implementation=kernel))
     compare.assert_same_bits(got[0], expected[0])
     compare.assert_close(got, expected, 1e-6)
     assert np.isfinite(got[1]).all()

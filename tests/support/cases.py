@@ -103,15 +103,5 @@ GPU_LARGE = (
     Case("long", B=32, T=1500, U=300, V=129),
     Case("lattice_bound", B=64, T=1000, U=200, V=32),
 )
-GPU = (*GPU_LARGE, Case("tiny", B=1, T=50, U=10, V=29))
-GPU_DRY_RUN = tuple(dataclasses.replace(case, B=2, T=12, U=5, V=7) for case in GPU)
-
-
-def diagonals(short: int, long: int) -> list[tuple[Case, ...]]:
-    """Pairs of single sequences that differ only in their frames, so their times give the time of a diagonal."""
-    return [tuple(Case(f"U = {U}", B=1, T=T, U=U, V=2) for T in (short, long)) for U in (31, 127, 300)]
-
-
-DIAGONALS, DIAGONALS_DRY_RUN = diagonals(1000, 9000), diagonals(20, 40)
 
 CASES = {case.name: case for case in LARGE}

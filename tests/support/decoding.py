@@ -17,6 +17,7 @@ from jax_rnnt import Composition, DecodingRules, LinearJoint, TransducerLoss, de
 T, H, LABELS = 3, 4, 2  # frames, units, labels that are no blank
 MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
 EXACT = 1e-11
+assert_same = compare.assert_same_bits
 WAYS = {0: 0.5, 1: 0.8}  # of a label of `SplitLoss` by the frames that it reads: not normalised
 
 
@@ -263,24 +264,30 @@ def trimmed(hypotheses, *index):
     return [x[:count].tolist() for x in rows]
 
 
-def assert_same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        compare.assert_same_bits(x, y)
+def check_greedy(model, hypotheses, *place, exact_end=False, room=ROOM, **options):
+    """Every utterance has, at this place of its list if there is one, what the plain loop finds, which is returned."""
+    found = []
+    for b, end in enumerate(np.broadcast_to(exact_end, len(hypotheses.counts))):
+        expected, log_probs, score = greedy_loop(model, b, exact_end=end, room=room, **options)
+        assert trimmed(hypotheses, b, *place) == expected
+        np.testing.assert_allclose(hypotheses.label_log_probs[(b, *place)][: len(log_probs)], log_probs, rtol=EXACT)
+        np.testing.assert_allclose(hypotheses.scores[(b, *place)], score, rtol=EXACT)
+        assert hypotheses.full[(b, *place)] == (len(log_probs) == room)
+        found.append(expected)
+    return found
 
 
-def check_all(model, hypotheses, rank=lambda scores, counts: scores, **options):
+def check_all(model, hypotheses, rank=lambda scores, counts: scores, utterances=None, rtol=EXACT, **options):
     """Every label sequence has the sum over its alignments, and frames and log-probabilities of the best one."""
-    for b in range(len(hypotheses.scores)):
-        expected = enumerate_all(model, b, **options)
+    for b in range(len(hypotheses.scores)) if utterances is None else utterances:
+        expected = {x: y for x, y in enumerate_all(model, b, **options).items() if y[0] > -math.inf}
         alive = np.flatnonzero(hypotheses.scores[b] > -np.inf)
-        assert (
-            len(alive) == len(expected) > 2
-            and (np.diff(rank(hypotheses.scores[b], hypotheses.counts[b])[alive]) <= 0).all()
-        )
+        assert len(alive) == len(expected) > 2
+        assert (np.diff(rank(hypotheses.scores[b], hypotheses.counts[b])[alive]) <= 0).all()
         for n in alive:
             labels, frames, _ = trimmed(hypotheses, b, n)
             total, (_, best_frames, log_probs) = expected.pop(tuple(labels))
-            np.testing.assert_allclose(hypotheses.scores[b, n], total, rtol=EXACT)
+            np.testing.assert_allclose(hypotheses.scores[b, n], total, rtol=rtol)
             assert tuple(frames) == best_frames
             np.testing.assert_allclose(hypotheses.label_log_probs[b, n, : len(labels)], log_probs, rtol=EXACT)
         assert not expected

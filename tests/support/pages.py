@@ -1,5 +1,6 @@
 """The code blocks of README and docs."""
 
+import contextlib
 import re
 
 import jax
@@ -24,9 +25,16 @@ def blocks(page):
 def run_alone(page, line):
     """Runs the block of this line without any other code, in JAX's default configuration."""
     program = compile("\n" * (line - 1) + blocks(page)[line], str(project.ROOT / page), "exec")
+    with defaults():
+        exec(program, {"__name__": "__main__"})
+
+
+@contextlib.contextmanager
+def defaults():
+    """JAX's default configuration."""
     jax.config.update("jax_enable_x64", False)
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            exec(program, {"__name__": "__main__"})
+            yield
     finally:
         jax.config.update("jax_enable_x64", True)

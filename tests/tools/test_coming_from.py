@@ -140,24 +140,6 @@ def test_no_path_in_ctc():
     assert value == np.inf and not gradient.any()
 
 
-def test_column_0_has_the_start_label():
-    predictor = jax_rnnt.decode.stateless_predictor(lambda labels: labels.astype(jnp.float32), 1, start=0)
-    assert jax_rnnt.decode.predict(predictor, jnp.array([[3, 4]]))[0, :, 0].tolist() == [0, 3, 4]
-
-
-def test_ranks_by_score_over_labels_and_one():
-    """length_norm=1; the scores stay sums."""
-    encoder = np.random.default_rng(0).normal(size=(1, 4, 3))
-    predictor = jax_rnnt.decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=3)
-    inputs = jax_rnnt.MonotonicRNNTLoss(), jnp.add, predictor, jnp.asarray(encoder), jnp.array([4])
-    plain = jax_rnnt.decode.beam(*inputs, max_labels=4, width=40)
-    ranked = jax_rnnt.decode.beam(*inputs, max_labels=4, width=40, length_norm=1.0)
-    found = sorted(zip(np.asarray(plain.scores[0]), np.asarray(plain.counts[0])), key=lambda x: -x[0] / (x[1] + 1))
-    found = [score for score, _ in found if np.isfinite(score)]
-    assert len(found) == 31  # sequences of up to four of two labels
-    np.testing.assert_allclose(ranked.scores[0, :31], found, rtol=1e-6)
-
-
 def test_paddings_of_axlearn():
     """BOS is a row of the predictor and no label."""
     paddings = np.array([[0, 0, 0, 1], [0, 1, 1, 1]])

@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
+import doctest
 import importlib
 import inspect
-import os
 import pathlib
 import pickle
 import re
@@ -19,8 +19,9 @@ import batches
 import family
 import jax_rnnt
 import project
-from programs import run
+from pages import defaults
 
+PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
 OPTIONAL = ("flax", "matplotlib", "praatio", "rapidfuzz")  # packages of extras
 
 
@@ -47,8 +48,7 @@ def test_names():
     public = {name for name in vars(jax_rnnt) if not name.startswith("_")}
     modules = {name for name in public if inspect.ismodule(getattr(jax_rnnt, name))}
     assert public - modules == set(jax_rnnt.__all__) and modules <= MODULES
-    package = pathlib.Path(jax_rnnt.__file__).parent
-    files = {path.relative_to(package) for path in package.rglob("*.py") if path.parts[len(package.parts)] != "_xla"}
+    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.parts[len(PACKAGE.parts)] != "_xla"}
     found = {path.parts[0].removesuffix(".py") for path in files if not path.parts[0].startswith("_")}
     assert found == MODULES  # a stranger tells public from private by the path
     inner = {path for path in files if len(path.parts) > 1 and not path.name.startswith("_")}
@@ -96,22 +96,23 @@ def test_docstrings():
     assert len(found) > 40 and {name: x for name, x in found.items() if x} == {}
 
 
+EXAMPLES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py")) if "    >>> " in path.read_text()]
+
+
 @pytest.mark.slow
-def test_examples_in_docstrings():
-    """The examples run as written, in JAX's default configuration."""
-    program = """
-import doctest, importlib, pkgutil, sys, jax_rnnt
-flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-results = []
-for module in pkgutil.walk_packages(jax_rnnt.__path__, "jax_rnnt."):
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+def test_examples_in_docstrings(path, tmp_path, monkeypatch):
+    """They run as written, in JAX's default configuration."""
+    monkeypatch.chdir(tmp_path)
     try:
-        results.append(doctest.testmod(importlib.import_module(module.name), optionflags=flags))
+        module = importlib.import_module(".".join(["jax_rnnt", *path.with_suffix("").parts]))
     except ModuleNotFoundError as error:
-        if error.name not in sys.argv[1:]:
+        if error.name not in OPTIONAL:
             raise
-sys.exit(any(r.failed for r in results) or sum(r.attempted for r in results) < 5)
-"""
-    run(program, *OPTIONAL, timeout=900, env=os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})  # half of the time
+        pytest.skip(f"needs {error.name}")
+    with defaults():
+        found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert found.attempted and not found.failed
 
 
 def test_losses_are_pytrees():
@@ -211,9 +212,8 @@ def test_errors_of_a_loss_of_ones_own(call, message):
 
 def test_machinery_is_in_one_folder():
     """Internals of JAX, and all that has "jaxpr" in its name."""
-    package = pathlib.Path(jax_rnnt.__file__).parent
     machinery = r"jax\.(_src|extend|ffi|interpreters)|from jax import .*\b(extend|ffi|interpreters)|^[^#\"]*jaxpr"
-    found = {path for path in package.rglob("*.py") if re.search(machinery, path.read_text(), re.M)}
+    found = {path for path in PACKAGE.rglob("*.py") if re.search(machinery, path.read_text(), re.M)}
     assert {path.parent.name for path in found} == {"_xla"}
 
 

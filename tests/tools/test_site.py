@@ -9,7 +9,7 @@ DOCS = project.ROOT / "docs"
 PAGES = {
     path.relative_to(DOCS).as_posix().removesuffix(".md")
     for path in DOCS.rglob("*.md")
-    if not {"_build", "api", "run"} & set(path.relative_to(DOCS).parts)  # run.md includes those of run/
+    if not {"_build", "api", "notes", "run"} & set(path.relative_to(DOCS).parts)  # run.md includes those of run/
 }
 
 
@@ -39,6 +39,12 @@ def test_links_into_the_repository_lead_to_files():
     for page in PAGES:
         for link in re.findall(r"\]\((\.\./[^)#]*)", (DOCS / f"{page}.md").read_text()):
             assert (DOCS / f"{page}.md").parent.joinpath(link).exists(), (page, link)
+
+
+def test_size():
+    """A page is read in five minutes."""
+    words = {page: len((DOCS / f"{page}.md").read_text().split()) for page in PAGES}
+    assert {page: count for page, count in words.items() if count > 1200} == {}
 
 
 # What a native would not write here, except where it is right.

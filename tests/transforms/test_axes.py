@@ -1,4 +1,4 @@
-"""Modules and decoders on a mesh of `jax.make_mesh`, whose axes are Explicit, or Auto: the same as on one device."""
+"""Modules and decoders on a mesh of Explicit axes, as `jax.make_mesh` makes them: the same as on one device."""
 
 import functools
 
@@ -19,8 +19,6 @@ RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(B, T, E)).astype(np.float32)
 TARGETS = RNG.integers(V - 1, size=(B, U)).astype(np.int32)
 FRAMES, LABELS = np.int32([6, 5, 6, 4, 1, 3, 6, 6]), np.int32([3, 2, 3, 1, 0, 3, 2, 3])
-PREDICTORS = {"LSTM": "LSTMPredictor", "stateless": "StatelessPredictor"}
-JOINTS = {"plain": {}, "dropout": {"dropout": 0.3}, "masking": {"masking": 0.3}}
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +28,12 @@ def rank_promotion():
         yield
 
 
-def on_both(devices, function, *arrays, kind="explicit"):
+def on_both(devices, function, *arrays):
     """Results without a mesh, and with arrays split over four devices."""
     alone = jax.device_get(function(*map(jnp.asarray, arrays)))
-    with mesh_of(devices[:4], kind, (4,)) as mesh:
+    with mesh_of(devices[:4], "explicit", (4,)) as mesh:
         split = [at(mesh, x, "data", *[None] * (np.ndim(x) - 1)) for x in arrays]
-        assert kind == "auto" or jax.typeof(split[0]).sharding.spec[0] == "data"
+        assert jax.typeof(split[0]).sharding.spec[0] == "data"
         return alone, jax.device_get(function(*split))
 
 
@@ -46,47 +44,38 @@ def agree(results, **tolerance):
         np.testing.assert_allclose(y, x, **tolerance)
 
 
-def nnx_modules(predictor, joint="plain"):
-    predictor = getattr(flax_nnx, PREDICTORS[predictor])(V, E, rngs=nnx.Rngs(0))
-    return predictor, flax_nnx.Joint(E, E, 8, V, rngs=nnx.Rngs(1), **JOINTS[joint])
+def nnx_modules(predictor, **options):
+    return predictor(V, E, rngs=nnx.Rngs(0)), flax_nnx.Joint(E, E, 8, V, rngs=nnx.Rngs(1), **options)
 
 
-def nnx_logits(predictor, joint, tiles):
-    graphdef, params, rest = nnx.split(nnx_modules(predictor, joint), nnx.Param, ...)
+def nnx_logits():
+    """(function of parameters, rows and targets; parameters): in tiles, with dropout."""
+    modules = nnx_modules(flax_nnx.StatelessPredictor, dropout=0.3)
+    graphdef, params, rest = nnx.split(modules, nnx.Param, ...)
 
     def logits(params, rows, targets):
         predictor, joint = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, rest))
-        states = predictor(targets)
-        return joint.logits(rows, states) if tiles else joint(rows[:, :, None], states[:, None])
+        return joint.logits(rows, predictor(targets))
 
     return logits, params
 
 
-def linen_logits(predictor, joint, tiles):
-    predictor, training = getattr(flax_linen, PREDICTORS[predictor])(V, E), joint != "plain"
-    joint = flax_linen.Joint(8, V, **JOINTS[joint])
-    options = {"deterministic": True} if training else {}
-    states = np.zeros((B, 1, U + 1, E), np.float32)
-    params = (
-        predictor.init(jax.random.key(0), TARGETS),
-        joint.init(jax.random.key(1), ROWS[:, :, None], states, **options),
-    )
-    if training:
-        options = {"deterministic": False, "rngs": {"dropout": jax.random.key(2)}}
+def linen_logits():
+    """The same as an array, with masking."""
+    predictor, joint = flax_linen.LSTMPredictor(V, E), flax_linen.Joint(8, V, masking=0.3)
+    of_predictor, states = predictor.init(jax.random.key(0), TARGETS), np.zeros((B, 1, U + 1, E), np.float32)
+    params = of_predictor, joint.init(jax.random.key(1), ROWS[:, :, None], states, deterministic=True)
 
     def logits(params, rows, targets):
-        states = predictor.apply(params[0], targets)
-        if tiles:
-            return joint.apply(params[1], rows, states, method="logits", **options)
-        return joint.apply(params[1], rows[:, :, None], states[:, None], **options)
+        states, rngs = predictor.apply(params[0], targets), {"dropout": jax.random.key(2)}
+        return joint.apply(params[1], rows[:, :, None], states[:, None], deterministic=False, rngs=rngs)
 
     return logits, params
 
 
 def test_modules(devices):
     """Loss and gradient of all parameters; dropout draws the same masks. Without them: decode/test_agreement.py."""
-    cases = nnx_logits("stateless", "dropout", tiles=True), linen_logits("LSTM", "masking", tiles=False)
-    logits, params = zip(*cases)
+    logits, params = zip(nnx_logits(), linen_logits())
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=4, has_aux=True)
@@ -106,7 +95,7 @@ def search(function, predictor, rows, frames, state=None):
 def test_streams(devices):
     """A stream in two parts, with its rows changed between them in every way."""
 
-    beam = functools.partial(search, functools.partial(decode.beam, width=3), "LSTM")
+    beam = functools.partial(search, functools.partial(decode.beam, width=3), flax_nnx.LSTMPredictor)
 
     @jax.jit
     def run(first, second, lengths, more, order):
@@ -119,17 +108,10 @@ def test_streams(devices):
     agree(on_both(devices, run, *parts, np.int32([1, 0, 3, 2, 5, 4, 7, 7])), rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_auto(devices):
-    """Greedy search on axes of type Auto."""
-    run = jax.jit(lambda *x: search(decode.greedy, "stateless", *x)._replace(state=None))
-    agree(on_both(devices, run, ROWS, FRAMES, kind="auto"), rtol=1e-5)
-
-
 def test_rows_of_streams(devices):
     """They lie where the frames do; no mesh splits three of them."""
     with mesh_of(devices[:4], "explicit", (4,)) as mesh:
-        found = jax.jit(functools.partial(search, decode.greedy, "stateless"))(
+        found = jax.jit(functools.partial(search, decode.greedy, flax_nnx.StatelessPredictor))(
             at(mesh, ROWS, "data"), at(mesh, FRAMES, "data")
         )
         assert jax.typeof(found.labels).sharding.spec[0] == "data"

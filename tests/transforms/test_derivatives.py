@@ -17,7 +17,6 @@ import compare
 import family
 import jax_rnnt
 import layout_table
-import meshes
 import reference_numpy as truth
 from family import RNNT, TDT, slow
 from jax_rnnt import AdditiveLogits, JointLogits, LinearJoint
@@ -127,8 +126,7 @@ OPTIONS = {"off": [{}], "all": [ALL], "one by one": [ALL, OFF | {"clamp": 0.125}
 CASES = [(RNNT, "kernel", "off", None), *((RNNT, x, "one by one", None) for x in ("kernel", "reference"))]
 CASES += [(RNNT, "kernel", "all", layout) for layout in ("BandLogits", "PackedLogits")]
 CASES += [(loss, "kernel", "all", None) for loss in (TDT, family.HAT)]
-LATTICES = family.MONOTONIC, family.FINAL_BLANK, family.MULTIBLANK, family.CONSTRAINED, *family.SKIPPING
-CASES += [slow(loss, "kernel", "all", None) for loss in LATTICES]
+CASES += [slow(loss, "kernel", "all", None) for loss in family.SKIPPING]  # another table of arcs: test_lattices.py
 
 
 @pytest.mark.parametrize(("loss", "implementation", "options", "layout"), CASES, ids=str, indirect=["implementation"])
@@ -137,10 +135,10 @@ def test_second_derivatives(loss, implementation, options, layout):
     check(loss, implementation, OPTIONS[options], layout)
 
 
-@pytest.mark.parametrize(("loss", "dtype"), [(RNNT, "float32"), (RNNT, "float16"), slow(TDT, "float32")], ids=str)
-def test_sizes(loss, kernel, dtype):
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_sizes(kernel, dtype):
     """Nothing underflows and nothing overflows that its dtype can hold."""
-    check(loss, kernel, [{}], None, jnp.dtype(dtype), SIZES if dtype != "float16" else (2e-4, 1.0, 5e3))
+    check(RNNT, kernel, [{}], None, jnp.dtype(dtype), SIZES if dtype != "float16" else (2e-4, 1.0, 5e3))
 
 
 # ------------------------------------------------------------------------------------------------------- layouts
@@ -159,6 +157,11 @@ def test_tiles_are_refused(kernel):
     for call in REFUSED:
         with pytest.raises(NotImplementedError, match="implementation='reference'"):
             call(gradient_of(values_of(p, None, layout="JointLogits")), p.logits, WEIGHTS)
+
+
+def two():
+    """Two sequences, since paths of many take long to trace."""
+    return small().take(slice(2))
 
 
 def enumerated(p, fused=True):
@@ -189,7 +192,7 @@ def assert_same_products(got, expected, operands, atol=1e-10):
     """Hessian-vector products of two functions of trees, forward over reverse and reverse over reverse."""
     rng = np.random.default_rng(0)
     vectors = jax.tree.map(lambda x: rng.normal(size=np.shape(x)), operands)
-    gradient = lambda function: jax.grad(lambda operands: (WEIGHTS * function(*operands)).sum())
+    gradient = lambda function: jax.grad(lambda operands: (WEIGHTS[:2] * function(*operands)).sum())
     product = lambda function: lambda operands: jax.jvp(gradient(function), (operands,), (vectors,))[1]
     truth = jax.jit(product(expected))(operands)
     both = jax.jit(lambda x: (product(got)(x), jax.vjp(gradient(got), x)[1](vectors)[0]))
@@ -199,9 +202,9 @@ def assert_same_products(got, expected, operands, atol=1e-10):
 
 def test_joint_networks():
     """Through a joint network, by the reference: half with a linear output layer, half with a function."""
-    p, loss = small(), jax_rnnt.RNNTLoss(reduction="none", implementation="reference")
+    p, loss = two(), jax_rnnt.RNNTLoss(reduction="none", implementation="reference")
     rng = np.random.default_rng(1)
-    operands = [rng.normal(size=shape) for shape in ((4, 3, 5), (4, 3, 5), (5, 4), (4,))]
+    operands = [rng.normal(size=shape) for shape in ((2, 3, 5), (2, 3, 5), (5, 4), (4,))]
 
     def logits(encoder, predictor, weight, bias):
         return jnp.tanh(encoder[:, :, None] + predictor[:, None]) @ weight + bias.reshape(1, 1, 1, -1)
@@ -215,9 +218,9 @@ def test_joint_networks():
 
 def test_additive():
     """With a smoothed loss."""
-    p = small()._replace(target_lengths=np.full(4, 2, np.int32))
+    p = two()._replace(target_lengths=np.full(2, 2, np.int32))
     rng = np.random.default_rng(2)
-    operands = [rng.normal(size=(4, 3, 4)), rng.normal(size=(4, 3, 4)), np.float64(0.25), np.float64(0.125)]
+    operands = [rng.normal(size=(2, 3, 4)), rng.normal(size=(2, 3, 4)), np.float64(0.25), np.float64(0.125)]
 
     def expected(am, lm, *scales):
         own = jax.nn.log_softmax(lm)
@@ -282,11 +285,11 @@ def test_hessians(kernel):
 @pytest.mark.slow
 def test_third_derivatives(kernel):
     """Twice along a vector: both modes give the same."""
-    p = small()
+    p = two()
     x, v = p.logits, np.random.default_rng(4).normal(size=p.logits.shape)
 
     def product(call):
-        gradient = jax.grad(lambda x: (WEIGHTS * call(x)).sum())
+        gradient = jax.grad(lambda x: (WEIGHTS[:2] * call(x)).sum())
         return lambda x: jax.jvp(gradient, (x,), (v,))[1]
 
     got, expected = product(values_of(p, kernel)), product(enumerated(p))
@@ -300,9 +303,10 @@ def test_gradient_that_is_zero(kernel):
     p = batches.Problem(np.zeros((1, 2, 2, 2)), np.zeros((1, 1), np.int32), *lengths)
     expected = jax.jit(jax.hessian(lambda x: enumerated(p)(x).sum()))(p.logits)
     assert np.asarray(expected)[0, 0, 0, 0].any()
+    gradient = jax.grad(lambda x, clamp: values_of(p, kernel, clamp=clamp)(x).sum())
+    run = jax.jit(lambda *x: (gradient(*x), jax.jacfwd(gradient)(*x)))
     for clamp in (-1.0, 0.75):
-        gradient = jax.grad(lambda x, c=clamp: values_of(p, kernel, clamp=c)(x).sum())
-        found, hessian = jax.jit(lambda x, g=gradient: (g(x), jax.jacfwd(g)(x)))(p.logits)
+        found, hessian = run(p.logits, clamp)
         assert not np.asarray(found[0, 0, 0]).any()
         np.testing.assert_allclose(hessian, expected, atol=1e-14)
 
@@ -362,30 +366,9 @@ def test_masked_scores_that_are_nan(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["shard_map", "explicit"])
-def test_on_a_mesh(kernel, devices, split):
-    """Each device has a sequence."""
-    p = small()
-    v, dw = directions(p, np.float64, 1.0)
-    spec = jax.sharding.PartitionSpec("data")
-
-    def run(x, w, v, dw, *rest):
-        return both_modes(gradient_of(values_of(batches.Problem(x, *rest), kernel)))(x, w, v, dw)
-
-    with meshes.mesh_of(devices[:4], split, (4,)) as mesh:
-        if split == "shard_map":
-            run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
-        tangent, (of_x, of_w) = jax.jit(run)(*meshes.at(mesh, (p.logits, WEIGHTS, v, dw, *p[1:]), "data"))
-    forward, _, unit = expected(RNNT, p, WEIGHTS, v, dw)
-    np.testing.assert_allclose(tangent, forward, atol=1e-8)
-    np.testing.assert_allclose(of_x, expected(RNNT, p, WEIGHTS, v, 0 * dw)[0], atol=1e-8)
-    np.testing.assert_allclose(of_w, unit, atol=1e-8)
-
-
-@pytest.mark.slow
 def test_questions(kernel):
     """Second derivatives of latency and posteriors, against slopes of enumerated gradients."""
-    p, loss = small(), jax_rnnt.RNNTLoss(implementation=kernel)
+    p, loss = two(), jax_rnnt.RNNTLoss(implementation=kernel)
     direction = np.random.default_rng(6).normal(size=batches.inside(p).shape) * batches.inside(p)
     frame = np.arange(3.0)[None, :, None]
 
@@ -395,7 +378,7 @@ def test_questions(kernel):
     def expected(x):
         label = -jax.grad(lambda s: enumerated(p)(x, s).sum())(jnp.zeros(direction.shape))
         latency = ((frame + 1) * label).sum((-1, -2)) / np.maximum(p.target_lengths, 1.0)
-        return latency.sum() / 4 + (label * direction).sum()
+        return latency.mean() + (label * direction).sum()
 
     v = np.random.default_rng(7).normal(size=p.logits.shape)
     product = lambda call: jax.jit(lambda x: jax.jvp(jax.grad(call), (x,), (v,))[1])(p.logits)

@@ -137,19 +137,25 @@ def of_whole_joint(loss, hypotheses=None):
     return jax.jit(jax.value_and_grad(of_joint, (1, 2, 3, 4)))(loss, *network(hypotheses=hypotheses))
 
 
-# Axes, hypotheses of each utterance, kind of mesh, implementation.
-OF_JOINTS = [(axes, None, kind, "kernel") for axes in AXES.values() for kind in ("auto", "explicit", "shard_map")]
-OF_JOINTS += [(BOTH, None, "unchecked", "kernel"), (BOTH, 3, "shard_map", "kernel"), (BOTH, 3, "explicit", "kernel")]
-OF_JOINTS += [(BOTH, None, "shard_map", "reference")]
+# Loss, axes, hypotheses of each utterance, kind of mesh, implementation.
+WHOLE, DURATIONS = RNNTLoss(), TDTLoss((0, 2))
+OF_JOINTS = [(WHOLE, axes, None, kind, "kernel") for axes in AXES.values() for kind in ("auto", "shard_map")]
+OF_JOINTS += [(WHOLE, BOTH, None, kind, "kernel") for kind in ("explicit", "unchecked")]
+OF_JOINTS += [(WHOLE, BOTH, 3, "shard_map", "kernel"), (WHOLE, BOTH, 3, "explicit", "kernel")]
+OF_JOINTS += [(WHOLE, BOTH, None, "shard_map", "reference")]
+OF_JOINTS += [(loss, BOTH, None, "auto", "kernel") for loss in (DURATIONS, jax_rnnt.HATLoss())]
 
 
 @pytest.mark.parametrize(
-    ("axes", "hypotheses", "kind", "implementation"), OF_JOINTS, ids=str, indirect=["implementation"]
+    ("loss", "axes", "hypotheses", "kind", "implementation"), OF_JOINTS, ids=str, indirect=["implementation"]
 )
-def test_joint(axes, hypotheses, kind, implementation, devices):
-    """The output layer lies split over classes, the encoder over frames; every gradient is that of whole arrays."""
-    arguments, want = network(hypotheses=hypotheses), of_whole_joint(RNNTLoss(), hypotheses)
-    loss = RNNTLoss(implementation=implementation, **axes)
+def test_joint(loss, axes, hypotheses, kind, implementation, devices):
+    """The output layer lies split over classes, the encoder over frames; every gradient is that of whole arrays.
+
+    Durations, or the blank of HAT, lie on the last device.
+    """
+    arguments, want = network(hypotheses=hypotheses), of_whole_joint(loss, hypotheses)
+    loss = dataclasses.replace(loss, implementation=implementation, **axes)
     model, seq = axes.get("vocab_axis"), axes.get("frame_axis")
     rows = ("data",) if hypotheses is None else ("data", None)
     specs = P(None, model), P(model), P(*rows, seq), *[P("data")] * 4
@@ -163,17 +169,6 @@ def test_joint(axes, hypotheses, kind, implementation, devices):
     compare.assert_close(got, want, 1e-12)
     sizes = [n for each in ("all-gather", "all-to-all") for n in map(np.prod, hlo.exchanged(text, each))]
     assert max(sizes, default=0) <= 2 * 3 * 8 * 5
-
-
-@pytest.mark.parametrize("loss", [TDTLoss((0, 2)), jax_rnnt.HATLoss()], ids=str)
-def test_joint_of_two_heads(loss, kernel, devices):
-    """Durations, or the blank of HAT, lie on the last device."""
-    arguments, want = network(), of_whole_joint(loss)
-    with split_mesh(devices, "auto", BOTH) as mesh, jax.set_mesh(mesh):
-        specs = P(None, "model"), P("model"), P("data", "seq"), *[P("data")] * 4
-        split = dataclasses.replace(loss, implementation=kernel, **BOTH)
-        step = jax.value_and_grad(functools.partial(of_joint, split), (0, 1, 2, 3))
-        compare.assert_close(jax.jit(step)(*place(arguments, mesh, *specs)), want, 1e-12)
 
 
 def odd_logits(loss, blank):

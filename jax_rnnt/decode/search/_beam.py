@@ -170,7 +170,7 @@ def run_steps(rules: Rules, stream: Stream, bad) -> State:
     score = functools.partial(_beam_step.score_rows, search)
     results = empty_results(rules.rows, score, search.encoder_out, networks.rows)
     bad = jnp.broadcast_to((stream.bad | search.bad | bad)[:, None], beam.score.shape)
-    state = search.vary(State(_beam_step.first_frame(beam), stream.reached, beam, networks, results, bad))
+    state = search.vary(State(stream.reached, beam, networks, results, bad))
     running, step = functools.partial(_beam_step.running, rules), functools.partial(_beam_step.step, rules)
     return jax.lax.while_loop(running, step, state)
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt.decode._gather import flat, hypothesis_rows, rows_at, take, take_each
+from jax_rnnt.decode._gather import flat, hypothesis_rows, one_after_another, over_hypotheses, rows_at, take, take_each
 from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks
 from jax_rnnt.decode.search._hashing import append_label, fingerprints
@@ -32,7 +32,6 @@ from jax_rnnt.decode.search._packing import any_or_always, compute_rows, packs, 
 from jax_rnnt.decode.search._search import Search
 
 NEVER = np.iinfo(np.int32).max  # later than any frame
-UNROLLED = 16  # hypotheses whose minimum is no kernel of its own on a GPU
 WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
 
 
@@ -57,6 +56,12 @@ class Rules(typing.NamedTuple):
         """Rows of the joint network that a step usually computes."""
         return self.rows // (1 if self.recurrent else 4)
 
+    @property
+    def reads(self):
+        """[C]: frames that each of the candidates reads."""
+        moves = self.search.symbols.moves
+        return np.repeat([0, *(move.frames for move in moves)], self.width).astype(np.int32)
+
 
 class Beam(typing.NamedTuple):
     """The hypotheses of all utterances; a dead one has the score -inf."""
@@ -75,12 +80,17 @@ class Beam(typing.NamedTuple):
 class State(typing.NamedTuple):
     """Of the loop over steps."""
 
-    frame: jax.Array  # [B]: of the utterance, the first one that a live hypothesis has still to read
     reached: jax.Array  # [B]: frames that an exact end needs, as no kept hypothesis has other moves
     beam: Beam
     networks: Networks  # in their slots [B, 2 W, ...]; without a key where rows are not packed
     results: Any  # of `score_rows`, kept for their arrays
-    bad: jax.Array  # [B, W]: NaN or +inf has been met
+    bad: jax.Array  # [B, W]: the utterance has met NaN or +inf
+
+    @property
+    def frame(self):
+        """[B]: of the utterance, the first one that a live hypothesis has still to read."""
+        frame = jnp.where(self.beam.score > -jnp.inf, self.beam.frame, NEVER)
+        return over_hypotheses(jnp.minimum, frame)
 
 
 class Scores(typing.NamedTuple):
@@ -92,6 +102,7 @@ class Scores(typing.NamedTuple):
     model_labels: jax.Array  # [R, V]: of the model alone
     model_row: jax.Array  # [B, W]
     confidence: jax.Array | None  # [R]: of the model alone
+    bad: jax.Array  # [B, W]: NaN or +inf has been met
 
 
 class Expansion(typing.NamedTuple):
@@ -100,7 +111,6 @@ class Expansion(typing.NamedTuple):
     parent: jax.Array  # [B, C]: the hypothesis
     gain: jax.Array  # [B, C]: log-probability
     label: jax.Array  # [B, C]: -1 for none
-    reads: jax.Array  # [B, C]: frames
 
 
 class Candidates(typing.NamedTuple):
@@ -111,13 +121,13 @@ class Candidates(typing.NamedTuple):
 
     score: Any  # [B, C]
     path_score: jax.Array  # [B, C]
-    parent: jax.Array  # [B, C]: the next three as in `Expansion`
+    parent: jax.Array  # [B, C]: the next two as in `Expansion`
     label: jax.Array  # [B, C]
-    reads: jax.Array  # [B, C]
     frame: jax.Array  # [B, C]: after the move, as the next two
     counts: jax.Array  # [B, C]
     count_here: jax.Array  # [B, C]
     key: tuple  # two of [B, C]
+    bad: jax.Array  # [B, C]: as in `State`
 
     @property
     def identity(self):
@@ -205,7 +215,7 @@ def advance(rules: Rules, state: State):
     read = functools.partial(read_label, rules)
     stepped, slot, networks = step_rows(read, networks, label, label >= 0, source, now.slot, may_wait, lag)
     unread = jnp.where(stepped, -1, now.unread)
-    active &= ~jnp.any((label >= 0) & ~stepped, 1)[:, None]
+    active &= ~over_hypotheses(jnp.logical_or, (label >= 0) & ~stepped)[:, None]
     unread, slot = jax.lax.optimization_barrier((unread, slot))
     return state._replace(beam=now._replace(unread=unread, slot=slot), networks=networks), active
 
@@ -265,8 +275,8 @@ def score(rules: Rules, state: State, active):
         bad |= ~(jnp.max(labels, -1) < jnp.inf).reshape(shape)
         labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
         row = jnp.arange(rules.rows, dtype=jnp.int32).reshape(shape)
-    state = state._replace(results=results, bad=state.bad | (bad & active))
-    return state, Scores(moves, labels, row, *model, confidence)
+    state = state._replace(results=results)
+    return state, Scores(moves, labels, row, *model, confidence, state.bad | (bad & active))
 
 
 def score_rows(search: Search, encoder, rows):
@@ -296,28 +306,27 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
 
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
     none = jnp.zeros(active.shape, jnp.int32)
-    kinds = [Expansion(itself, jnp.where(active, -jnp.inf, 0).astype(dtype), none - 1, none)]
-    for blank, gain in zip(symbols.blanks, moves):
-        kinds.append(Expansion(itself, gain, none - 1, jnp.full_like(itself, blank.frames)))
-    for arc, gain in zip(symbols.labels, moves[len(symbols.blanks) :]):
+    blanks = [jnp.where(active, -jnp.inf, 0).astype(dtype), *moves[: len(symbols.blanks)]]
+    kinds = [Expansion(itself, gain, none - 1) for gain in blanks]
+    for gain in moves[len(symbols.blanks) :]:
         parent, label, best = largest_sums(scores.labels, scores.row, now.score + gain, rules.width)
-        kinds.append(Expansion(parent, take(gain, parent) + best, label, jnp.full_like(parent, arc.frames)))
-    move = jax.tree.map(lambda *x: jnp.concatenate(x, 1), *kinds)
+        kinds.append(Expansion(parent, take(gain, parent) + best, label))
+    move = jax.tree.map(lambda *x: one_after_another(x), *kinds)
 
     before = now.score, now.path_score, now.frame, now.counts, now.count_here, now.key
     score, path_score, frame, counts, count_here, key = take_each(before, move.parent)
-    writes = move.label >= 0
+    writes, reads = move.label >= 0, rules.reads[None]
     written = writes.astype(jnp.int32)
     return Candidates(
         score=score + move.gain,
         path_score=path_score + move.gain,
         parent=move.parent,
         label=move.label,
-        reads=move.reads,
-        frame=frame + move.reads,
+        frame=frame + reads,
         counts=counts + written,
-        count_here=jnp.where(move.reads == 0, count_here + written, 0),
+        count_here=jnp.where(reads == 0, count_here + written, 0),
         key=tuple(jnp.where(writes, x, y) for x, y in zip(append_label(key, move.label), key)),
+        bad=jnp.broadcast_to(over_hypotheses(jnp.logical_or, scores.bad)[:, None], writes.shape),
     )
 
 
@@ -367,15 +376,13 @@ def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates
     if rules.search.symbols.reach:
         needed = frames_needed(rules, candidates, alive, chosen)
         reached = jnp.maximum(reached, jnp.where(score > -jnp.inf, needed, 0).max(-1))
-    chosen = candidates._replace(score=None).take(chosen)._replace(score=score)
-    beam = moved(rules, state.beam, scores, chosen)
-    # The frame of the utterance stays as long as a hypothesis has still to read it.
-    frame = jnp.where(state.frame < rules.search.lengths, first_frame(beam), state.frame)
-    return state._replace(frame=frame, reached=reached, beam=beam)
+    reads = rows_at(jnp.asarray(rules.reads), chosen)
+    moves = candidates._replace(score=None).take(chosen)._replace(score=score)
+    return state._replace(reached=reached, beam=moved(rules, state.beam, scores, moves, reads), bad=moves.bad)
 
 
-def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates) -> Beam:
-    """The beam after these moves [B, W] of its hypotheses."""
+def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates, reads) -> Beam:
+    """The beam after these moves [B, W] of its hypotheses, which read so many frames [B, W]."""
     parent, label = moves.parent, moves.label
     slot, unread = take_each((beam.slot, beam.unread), parent)
     writes = label >= 0
@@ -386,7 +393,7 @@ def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates) -> Beam:
     numbers = [scores.model_labels.at[row, label].get(mode="clip")]
     if scores.confidence is not None:
         numbers.append(rows_at(scores.confidence, row))
-    new = jnp.stack([label, rules.first[:, None] + moves.frame - moves.reads, moves.reads], 2)
+    new = jnp.stack([label, rules.first[:, None] + moves.frame - reads, reads], 2)
     new = jnp.concatenate([new, as_bits(jnp.stack(numbers, 2))], 2)
     return Beam(
         score=moves.score,
@@ -401,24 +408,14 @@ def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates) -> Beam:
     )
 
 
-def first_frame(beam: Beam):
-    """[B]: the first frame that a live hypothesis has still to read."""
-    frame = jnp.where(beam.score > -jnp.inf, beam.frame, NEVER)
-    if frame.shape[1] > UNROLLED:
-        return frame.min(-1)
-    return functools.reduce(jnp.minimum, [frame[:, i] for i in range(frame.shape[1])])
-
-
 def frames_needed(rules: Rules, candidates: Candidates, alive, chosen):
     """[B, W]: frames that the utterance must have for the moves of the chosen candidates, and of those merged there."""
     moves = rules.search.symbols.moves
-    needs, reads = (
-        np.repeat([0, *numbers], rules.width).astype(np.int32)[None]
-        for numbers in ([move.needs for move in moves], [max(move.frames, 1) for move in moves])
-    )
+    needs = np.repeat([0, *(move.needs for move in moves)], rules.width).astype(np.int32)[None]
+    reads = rules.reads[None]
     frame = candidates.frame
-    needed = take(jnp.where(needs > 0, frame - candidates.reads + needs, 0), chosen)
-    longer = needs > reads
+    needed = take(jnp.where(needs > 0, frame - reads + needs, 0), chosen)
+    longer = needs > np.maximum(reads, 1)
     if rules.merge and longer.any():  # what is merged with a kept one counts too
         equal = [take(x, chosen)[:, :, None] == x[:, None] for x in candidates.identity]
         equal = functools.reduce(jnp.logical_and, equal) & (alive & longer)[:, None]

@@ -106,7 +106,7 @@ def greedy(
     exact_end: bool | jax.Array = False,
     state: Any = None,
 ) -> Hypotheses:
-    """The most probable move out of each node, from the first frame to the last.
+    """Takes the most probable move out of each node, from the first frame to the last.
 
     B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. A move is an arc of the loss, a
     blank or a label, with the log-probability of this arc in the loss; ties prefer blanks, then lower classes.

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _xla
-from jax_rnnt.decode._gather import flat, hypothesis_rows, put_hypothesis_rows, rows_at, take
+from jax_rnnt.decode._gather import (
+    flat,
+    hypothesis_rows,
+    one_after_another,
+    over_hypotheses,
+    put_hypothesis_rows,
+    rows_at,
+    take,
+)
 
 PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 weights take 290 us for 16, 490 for 32
 
@@ -147,7 +155,7 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
 
     def targets(computed):
         """[B, W]: the slots into which hypotheses step; 2 W for those that do not, or share another one's step."""
-        return jnp.where(computed, free_slots(computed, slot), 2 * width)
+        return jnp.where(computed, free_slots(slot), 2 * width)
 
     def advance(target, tree, rows):
         before = jax.tree.map(lambda x: hypothesis_rows(x, slot, rows), tree)
@@ -173,16 +181,16 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
     return steps, jnp.where(steps, target, slot), tree
 
 
-def free_slots(computed, slot):
-    """[B, W]: the n-th computed hypothesis of an utterance gets its n-th slot, of 2 W, without a hypothesis."""
-    slots = jnp.arange(2 * computed.shape[1], dtype=jnp.int32)[None, None]
-    free = ~jnp.any(slot[:, :, None] == slots, 1)
-    same_rank = count_before(computed)[:, :, None] == count_before(free)[:, None]
-    paired = computed[:, :, None] & free[:, None] & same_rank
-    return jnp.sum(jnp.where(paired, slots, 0), 2, dtype=jnp.int32)
-
-
-def count_before(chosen):
-    """[B, W]: how many before this one are chosen."""
-    before = jnp.tri(chosen.shape[1], k=-1, dtype=bool)[None]
-    return jnp.sum(chosen[:, None] & before, 2, dtype=jnp.int32)
+def free_slots(slot):
+    """[B, W]: the first slots, of 2 W, without a hypothesis."""
+    width = slot.shape[1]
+    if width > 16:
+        slots = jnp.arange(2 * width, dtype=jnp.int32)[None]
+        taken = jnp.any(slot[:, :, None] == slots[:, None], 1)
+        return jnp.sort(jnp.where(taken, 2 * width, slots))[:, :width]
+    free, found = ~over_hypotheses(jnp.bitwise_or, jnp.left_shift(jnp.uint32(1), slot.astype(jnp.uint32))), []
+    for _ in range(width):
+        rest = free & (free - 1)  # without its lowest bit
+        found.append(jax.lax.population_count((free ^ rest) - 1)[:, None])
+        free = rest
+    return one_after_another(found).astype(jnp.int32)

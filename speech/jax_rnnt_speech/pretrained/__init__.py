@@ -9,12 +9,12 @@ from pathlib import Path
 
 from jax_rnnt_speech import devices, encoders, programs, runs, tokens
 from jax_rnnt_speech.config import PRETRAINED, Config, UserError, from_json
-from jax_rnnt_speech.pretrained import hugging_face, package, whisper
+from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
 from jax_rnnt_speech.recogniser import Recogniser
 
 # Options that weights decide: of the features and the encoder; with the old head, all of these.
 HEARING = {"rate", "mels", "window", "hop", "features", "encoder", "chunk"}
-KINDS = {"package": package, "hugging_face": hugging_face, "whisper": whisper}
+KINDS = {"package": package, "hugging_face": hugging_face, "whisper": whisper, "nemo": nemo}
 VARIABLE = "RNNT_SPEECH_MODEL"
 STACK = {"whisper": 4, "fastconformer": 1}  # rows of 80 ms, if nothing else is wanted
 OWN_ENCODER = {"width", "blocks", "heads", "expansion", "kernel", "strides", "channels", "past"}
@@ -23,7 +23,7 @@ HEAD |= {"durations", "sigma", "max_symbols", "duration_choice", "stack"}
 
 
 def kind_of(folder):
-    """run, package, hugging_face or whisper."""
+    """run, package, hugging_face, whisper or nemo."""
     folder = Path(folder)
     if (folder / runs.CHECKPOINTS).is_dir():
         return "run"
@@ -33,8 +33,8 @@ def kind_of(folder):
         return "whisper"
     if any((folder / name).is_file() for name in ("config.json", "preprocessor_config.json", "processor_config.json")):
         return "whisper" if whisper.is_whisper(folder) else "hugging_face"
-    if nemo := [x for x in (folder, *folder.glob("*")) if x.suffix == ".nemo"]:
-        raise UserError(f"{nemo[0]} is an archive of NeMo, which is not read: take the model as Hugging Face has it")
+    if any(x.suffix == ".nemo" and x.is_file() for x in (folder, *folder.glob("*.nemo"))):
+        return "nemo"
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder")
     known = f"neither checkpoints/ of a run, nor {package.SETUP}, nor config.json, nor model.bin"
@@ -58,6 +58,7 @@ def read(folder, best=True):
 
 def add_options(parser):
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+    parser.add_argument("--prompt", metavar="NAME", help="the language of the recordings, for a model that is told")
     parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: by held-out WER (best), or last")
 
 

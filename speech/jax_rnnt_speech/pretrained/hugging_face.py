@@ -25,10 +25,14 @@ from jax_rnnt_speech.encoders.fastconformer import EncoderConfig
 from jax_rnnt_speech.recogniser import Recogniser
 
 # Of a model: its encoder, its loss, and what makes its features.
+WHOLE = "parakeet_encoder", "ParakeetFeatureExtractor"
+CAUSAL = "nemotron_asr_streaming_encoder", "NemotronAsrStreamingFeatureExtractor"
 MODELS = {
-    "parakeet_rnnt": ("parakeet_encoder", "rnnt", "ParakeetFeatureExtractor"),
-    "parakeet_tdt": ("parakeet_encoder", "tdt", "ParakeetFeatureExtractor"),
-    "nemotron_asr_streaming": ("nemotron_asr_streaming_encoder", "rnnt", "NemotronAsrStreamingFeatureExtractor"),
+    "parakeet_ctc": ("ctc", *WHOLE),
+    "parakeet_rnnt": ("rnnt", *WHOLE),
+    "parakeet_tdt": ("tdt", *WHOLE),
+    "nemotron_asr_streaming": ("rnnt", *CAUSAL),
+    "nemotron3_5_asr": ("rnnt", *CAUSAL),
 }
 FILES = "config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"
 FILES += "tokenizer_config.json", "special_tokens_map.json"
@@ -45,6 +49,9 @@ MODULES = {
     "joint.predictor": "decoder.decoder_projector",
     "joint.output": "joint.head",
     "predictor.embed": "decoder.embedding",
+    "ctc": "ctc_head",
+    "prompt.linear_1": "prompt_projector.linear_1",
+    "prompt.linear_2": "prompt_projector.linear_2",
 }
 UNUSED = re.compile(r".*\.num_batches_tracked$")  # a count that only a batch norm without momentum needs
 
@@ -57,6 +64,13 @@ class Head:
     num_decoder_layers: int = 2
     hidden_act: str = "relu"
     max_symbols_per_step: int = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptedHead(Head):
+    num_prompts: int = 128
+    prompt_intermediate_size: int = 2048
+    default_prompt_id: int = 101
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +117,7 @@ def checked(kind, fields, file, only=None):
         if isinstance(default, bool | str):
             fine, expected = type(x) is type(default), {bool: "true or false", str: "text"}[type(default)]
         elif isinstance(default, int):
-            low = 0 if field.name == "default_num_lookahead_tokens" else 1
+            low = 0 if field.name.startswith("default_") else 1
             fine, expected = type(x) is int and x >= low, f"a whole number of {low} or more"
         else:
             fine, expected = type(x) in (int, float) and 0 <= x < 1, "a number of 0 or more and less than 1"
@@ -161,22 +175,30 @@ def config_of(folder):
     """(Config of a folder, its JSON files by name); both are checked as a whole."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json")
-    source, file = {x: read_json(folder / x) for x in FILES if (folder / x).is_file()}, folder / "config.json"
-    fields = source["config.json"]
+    source = {x: read_json(folder / x) for x in FILES if (folder / x).is_file()}
+    return described(folder, source), source
+
+
+def described(folder, source):
+    """The Config of JSON files by name."""
+    file, fields = folder / "config.json", source["config.json"]
     kind = fields.get("model_type")
     require(kind in MODELS, file, "model_type", f"one of {', '.join(MODELS)}", kind)
-    encoder, loss, extractor = MODELS[kind]
+    loss, encoder, extractor = MODELS[kind]
     encoder = encoder_of(fields.get("encoder_config"), encoder, file)
     size, frames = fields.get("vocab_size"), fields.get("durations")
     require(type(size) is int and size >= 2, file, "vocab_size", "a whole number of 2 or more", size)
-    blank = fields.get("blank_token_id")
-    require(blank == size - 1, file, "blank_token_id", f"{size - 1}, the last of vocab_size", blank)
+    name = "pad_token_id" if loss == "ctc" else "blank_token_id"
+    blank = fields.get(name)
+    require(blank == size - 1, file, name, f"{size - 1}, the last of vocab_size", blank)
     try:
         frames = durations(frames or ()) if loss == "tdt" else []
     except argparse.ArgumentTypeError:
         frames = []
     require(frames or loss != "tdt", file, "durations", "different whole numbers", fields.get("durations"))
-    head = checked(Head, {k: x for k, x in fields.items() if k not in CHECKED}, file)
+    left = {k: x for k, x in fields.items() if k not in CHECKED}
+    width = left.get("decoder_hidden_size", Head.decoder_hidden_size)
+    head = checked(PromptedHead if kind == "nemotron3_5_asr" else Head, left, file, {"joint_hidden_size": width})
     sounds = features_of(source, folder, extractor, encoder.num_mel_bins)
     generation = source.get("generation_config.json", {})
     start = generation.get("decoder_start_token_id", blank)
@@ -185,7 +207,7 @@ def config_of(folder):
     if more := [x for x in more if type(x) is not int or x < size] if isinstance(more, list) else more:
         say(f"{folder / 'generation_config.json'}: not used: suppress_tokens {more}")
     milliseconds = 1000 / sounds.sampling_rate
-    config = Config(
+    return Config(
         init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=sounds.feature_size,
         window=sounds.win_length * milliseconds, hop=sounds.hop_length * milliseconds, width=head.decoder_hidden_size,
         chunk=encoder.default_num_lookahead_tokens + 1 if encoder.causal else 0, predictor="lstm", loss=loss,
@@ -193,7 +215,6 @@ def config_of(folder):
         max_symbols=head.max_symbols_per_step, duration_choice="token_first" if frames else "pair",
         durations=frames or list(Config.durations), dropout=0.0,
     )  # fmt: skip
-    return config, source
 
 
 def read(folder):
@@ -201,8 +222,13 @@ def read(folder):
     config, source = config_of(folder)
     labels, file = source["config.json"]["vocab_size"] - 1, folder / "tokenizer.json"
     vocabulary = tokens.Pretrained(file.read_text("utf-8"), labels) if file.exists() else tokens.Numbers(labels)
+    return filled(folder, config, source, vocabulary, read_tensors(folder))
+
+
+def filled(folder, config, source, vocabulary, tensors):
+    """The Recogniser of {name: array}, all of which must be of this model."""
     recogniser = Recogniser(config, vocabulary, [0.0] * config.mels, [1.0] * config.mels, source)
-    tensors, used, channels = folded(read_tensors(folder)), set(), channels_of(source)
+    tensors, used, channels = folded(tensors), set(), channels_of(source)
 
     def value(path, x):
         names = names_of(path, config)
@@ -221,9 +247,9 @@ def fits(recogniser):
     """Whether it has the old head of its source."""
     fields, config = (recogniser.source or {}).get("config.json", {}), recogniser.config
     head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", Head.decoder_hidden_size)
-    same = (len(recogniser.tokens.pieces), config.width) == head and config.predictor == "lstm" and not config.stack
-    same &= isinstance(recogniser.tokens, tokens.Pretrained | tokens.Numbers)
-    return fields.get("model_type") in MODELS and same and config.loss == MODELS[fields["model_type"]][1]
+    same = (len(recogniser.tokens.pieces), config.width) == head and not config.stack
+    same &= config.predictor == "lstm" and isinstance(recogniser.tokens, tokens.Pretrained | tokens.Numbers)
+    return fields.get("model_type") in MODELS and same and config.loss == MODELS[fields["model_type"]][0]
 
 
 def write(recogniser, folder, dtype="float32"):
@@ -231,6 +257,9 @@ def write(recogniser, folder, dtype="float32"):
     config, tensors, channels = recogniser.config, {}, channels_of(recogniser.source)
 
     def add(path, x):
+        if path.startswith("ctc.") and config.loss != "ctc":
+            say("the head for CTC is left out: `transformers` has no model with both")
+            return x
         for i, name in enumerate(names_of(path, config)):
             if not np.isfinite(x).all():
                 raise UserError(f"{name} must be finite, got NaN or infinity: nothing is written")
@@ -334,7 +363,8 @@ def to_torch(path, name, x, channels):
     x = np.moveaxis(x[..., None, :] if "depthwise_conv" in path else x, (-2, -1), (1, 0))
     if name.endswith("subsampling.linear.weight"):
         return x.reshape(len(x), -1, channels).swapaxes(1, 2).reshape(x.shape)
-    ones = 0 if "pointwise_conv" not in path else 2 if "subsample" in path else 1  # sizes of its kernel
+    convolves = "pointwise_conv" in path or path.startswith("ctc.")
+    ones = 0 if not convolves else 2 if "subsample" in path else 1  # sizes of its kernel
     return x.reshape(*x.shape, *[1] * ones)
 
 

@@ -1,21 +1,22 @@
 """Mutated manifests and audio files: each is read, or left out with a reason in one line; nothing else happens.
 
-python speech/tests/fuzz_reading.py --manifests 10000 --audio 2000
+MANIFESTS=10000 AUDIO=2000 SEED=1 pytest -s speech/tests/test_fuzzed.py
 """
 
-import argparse
 import collections
 import itertools
 import json
+import os
 import sys
-import tempfile
-import time
-from pathlib import Path
 
 import numpy as np
+import pytest
 
 from recordings import FORMATS, RATE, SWEEP, TIMES, cut, encode
 from support import asr, configuration, write_audio
+
+pytestmark = pytest.mark.slow
+MANIFESTS, AUDIO, SEED = (int(os.environ.get(name, x)) for name, x in (("MANIFESTS", 200), ("AUDIO", 90), ("SEED", 0)))
 
 # fmt: off
 TOKENS = [
@@ -99,16 +100,17 @@ def rows_of(name, data):
         return sum(bool(x.strip()) for x in text.split("\n"))
 
 
-def fuzz_manifests(count, seed, folder):
-    """Reasons and errors, counted."""
-    rng, config, cases, seen = np.random.default_rng(seed), configuration(), dialects(), collections.Counter()
+def test_manifests(tmp_path):
+    sys.addaudithook(audit)
+    folder, rng, config = tmp_path, np.random.default_rng(SEED), configuration()
+    cases, seen = dialects(), collections.Counter()
     write_audio(folder / "a.wav", 0.3)
     write_audio(folder / "b.wav", 0.3, channels=2)
     for name in ("kaldi", "libri", "pairs"):
         (folder / name).mkdir()
     for path in ("libri/x.wav", "pairs/x.wav", "kaldi/a.wav", "kaldi/b.wav"):
         (folder / path).symlink_to(folder / ("b.wav" if "b" in path[-5:] else "a.wav"))
-    for _, (name, files) in zip(range(count), itertools.cycle(cases.items())):
+    for _, (name, files) in zip(range(MANIFESTS), itertools.cycle(cases.items())):
         chosen = list(files)[rng.integers(len(files))]
         contents = files | {chosen: mutated(rng, files[chosen])}
         for path, data in contents.items():
@@ -131,7 +133,8 @@ def fuzz_manifests(count, seed, folder):
         for x in corpus.entries:
             assert x.start >= 0 and 0 < x.whole <= 0.3 + 1e-9, contents
         seen["whole" if not left else "some left out" if corpus.utterances else "all left out"] += 1
-    return seen
+    print(dict(seen))
+    assert len(seen) == 4
 
 
 def sources(folder):
@@ -142,13 +145,11 @@ def sources(folder):
         yield suffix, (folder / f"a.{suffix}").read_bytes()
 
 
-def fuzz_audio(count, seed, folder):
-    """Reasons, counted; the longest time of a file."""
-    rng, cases, seen, longest = np.random.default_rng(seed), dict(sources(folder)), collections.Counter(), 0.0
-    for _, (suffix, data) in zip(range(count), itertools.cycle(cases.items())):
-        path, changed = folder / f"b.{suffix}", mutated(rng, data)
+def test_audio(tmp_path):
+    rng, cases, seen = np.random.default_rng(SEED), dict(sources(tmp_path)), collections.Counter()
+    for _, (suffix, data) in zip(range(AUDIO), itertools.cycle(cases.items())):
+        path, changed = tmp_path / f"b.{suffix}", mutated(rng, data)
         path.write_bytes(changed)
-        started = time.perf_counter()
         try:
             file = asr.audio.stretches(path)
             samples = asr.audio.read(path, RATE)
@@ -161,26 +162,7 @@ def fuzz_audio(count, seed, folder):
             one_line(error)
             seen[error.reason] += 1
         except Exception:
-            (folder / "bad").write_bytes(changed)
             print(suffix, changed[:300])
             raise
-        longest = max(longest, time.perf_counter() - started)
-    return seen, longest
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--manifests", type=int, default=10000)
-    parser.add_argument("--audio", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    sys.addaudithook(audit)
-    with tempfile.TemporaryDirectory() as folder:
-        print(dict(fuzz_manifests(args.manifests, args.seed, Path(folder))), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        seen, longest = fuzz_audio(args.audio, args.seed, Path(folder))
-        print(dict(seen), f"the longest took {longest:.2f} s")
-
-
-if __name__ == "__main__":
-    main()
+    print(dict(seen))
+    assert len(seen) > 3

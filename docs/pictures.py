@@ -1,0 +1,236 @@
+"""The pictures of the pages: the build draws each function of `PICTURES` into docs/pictures, as an SVG.
+
+`python docs/pictures.py` draws docs/lattice.png, the picture of the README. Needs the extras "metrics" and "plot".
+"""
+
+import json
+import pathlib
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+
+from jax_rnnt import (
+    ConstrainedRNNTLoss,
+    MonotonicRNNTLoss,
+    MultiblankRNNTLoss,
+    RNNTLoss,
+    TargetRobustRNNTLoss,
+    TDTLoss,
+    WildcardRNNTLoss,
+    decode,
+    metrics,
+    plot,
+    timing,
+)
+
+HERE = pathlib.Path(__file__).parent
+WIDTH = 5  # inches: letters of 9 points can be read on a screen of 390 pixels
+STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "svg.hashsalt": "jax_rnnt", "svg.fonttype": "path"}
+WORD, SPOKEN, FRAMES = "hello", (2, 5, 8, 11, 15), 20  # when each letter is spoken
+CLOCK = {"hop": 0.01, "subsampling": 4}  # input frames of 10 ms, 4 of them an encoder frame
+TARGETS = np.array([ord(letter) - ord("a") + 1 for letter in WORD], np.int32)  # the blank is 0
+LOSS = RNNTLoss(blank=0)
+PICTURES = {}
+
+
+def picture(function):
+    PICTURES[function.__name__] = function
+    return function
+
+
+def model(sure):
+    """Logits of a model that has heard each letter where it is spoken, and is more or less sure."""
+    logits = np.random.default_rng(3).normal(0, 0.3, (FRAMES, len(WORD) + 1, 27)).astype(np.float32)
+    logits[..., 0] += 4 * sure
+    for u, (label, middle) in enumerate(zip(TARGETS, SPOKEN)):
+        logits[:, u, label] += sure * (7 - 1.6 * np.abs(np.arange(FRAMES) - middle))
+    return logits
+
+
+def axes(height, rows=1, columns=1, **options):
+    return plt.subplots(rows, columns, figsize=(WIDTH, height), layout="constrained", **options)[1]
+
+
+@picture
+def untrained():
+    plot.draw_lattice(LOSS, model(0.0), TARGETS, texts=list(WORD), ax=axes(2.6))
+
+
+@picture
+def lattice():
+    plot.draw_lattice(LOSS, model(1.0), TARGETS, texts=list(WORD), ax=axes(2.6))
+
+
+LOSSES = {
+    "RNNTLoss, HATLoss": RNNTLoss(),
+    "MonotonicRNNTLoss": MonotonicRNNTLoss(),
+    "ConstrainedRNNTLoss": ConstrainedRNNTLoss(),
+    "MultiblankRNNTLoss((2, 3))": MultiblankRNNTLoss((2, 3)),
+    "TDTLoss((0, 1, 2))": TDTLoss((0, 1, 2)),
+    "TargetRobustRNNTLoss": TargetRobustRNNTLoss(skip_frame=0.0, skip_label=0.0),
+    "WildcardRNNTLoss": WildcardRNNTLoss(skip_start=0.0, skip_end=0.0),
+}
+# Where a loss has more than its table of arcs says: from, to.
+SKIPS = {
+    "TargetRobustRNNTLoss": [((1, 0), (2, 0)), ((1, 0), (1, 1))],
+    "WildcardRNNTLoss": [((0, 0), (t, 0)) for t in (1, 2, 3)] + [((t, 2), (4, 2)) for t in (2, 3)],
+}
+
+
+def draw_arc(ax, start, end, *, dashed=False, faint=False):
+    """Blue where it writes nothing, orange where it writes a label, dashed where it skips."""
+    (t, u), (right, above) = start, end
+    bend = {"connectionstyle": f"arc3,rad={0.45 if dashed else 0.2 * (right - t - 1) * (above == u)}"}
+    look = {
+        "color": "tab:blue" if above == u else "tab:orange",
+        "alpha": 0.2 if faint else 1,
+        "shrinkA": 2,
+        "shrinkB": 3,
+    }
+    line = {"linestyle": "--" if dashed else "-", "lw": 1 if faint or dashed else 1.5}
+    ax.annotate("", end, start, arrowprops={"arrowstyle": "->", **bend, **look, **line})
+
+
+@picture
+def topologies():
+    """The arcs of each loss: those that leave one node, among those of all."""
+    frames, labels, center = 4, 2, (1, 0)
+    places = [*axes(6.4, 4, 2).flat]
+    for ax, (name, loss) in zip(places, LOSSES.items()):
+        for t, u in np.ndindex(frames + 1, labels + 1):
+            ax.plot(t, u, "o", color="0.4", markersize=3)
+            for arc in loss.topology:
+                end = t + arc.dt, u + arc.du
+                if end[0] <= frames and end[1] <= labels and (t, arc.du) != (frames, 1):
+                    draw_arc(ax, (t, u), end, faint=(t, u) != center)
+        for start, end in SKIPS.get(name, ()):
+            draw_arc(ax, start, end, dashed=True)
+        ax.set(title=name, xlim=(-0.3, frames + 0.3), ylim=(-0.9, labels + 0.4), yticks=range(labels + 1))
+        ax.set_yticklabels(["start", "a", "b"])
+    for ax in (places[-3], places[-2]):
+        ax.set_xlabel("frames read")
+    places[-1].set_axis_off()
+
+
+@picture
+def planes():
+    """What the two stages compute."""
+    logits = model(1.0)
+    both = LOSS.arc_log_probs(logits, TARGETS, FRAMES, len(WORD))
+    posteriors = dict(zip(("blank", "label"), LOSS.posteriors(logits, TARGETS, FRAMES, len(WORD))))
+    places = axes(3.6, 2, 2, sharex=True, sharey=True)
+    for row, name, stage in ((0, "emission", both), (1, "posterior", posteriors)):
+        for ax, slot in zip(places[row], ("blank", "label")):
+            shown = np.asarray(stage[slot]).T
+            ax.imshow(np.exp(shown) if row == 0 else shown, cmap="Greys", vmin=0, vmax=1, origin="lower", aspect="auto")
+            ax.set_title(f"{name}: {'blank' if slot == 'blank' else 'next letter'}")
+            ax.set_yticks(range(len(WORD) + 1), ["start", *WORD])
+    for ax in places[1]:
+        ax.set_xlabel("frame")
+
+
+@picture
+def emissions():
+    rng = np.random.default_rng(0)
+    features = rng.normal(0, 0.2, (4 * FRAMES, 24))
+    for middle in SPOKEN:
+        features[max(4 * middle - 8, 0) : 4 * middle, rng.integers(4, 20) :][:, :4] += 2
+    _, label = LOSS.posteriors(model(1.0), TARGETS, FRAMES, len(WORD))
+    plot.draw_emissions(features, label, TARGETS, texts=list(WORD), **CLOCK, ax=axes(3.4))
+
+
+@picture
+def latencies():
+    batch = model(1.0), TARGETS, FRAMES, len(WORD)
+    slow, fast = LOSS.label_frames(*batch), RNNTLoss(blank=0, delay_penalty=0.5).label_frames(*batch)
+    plot.draw_latencies(slow, fast, TARGETS, names=("plain", "penalty 0.5"), texts=list(WORD), **CLOCK, ax=axes(2.6))
+
+
+@picture
+def beam():
+    heard = np.zeros((FRAMES, 27), np.float32)
+    heard[:, 0] = 3
+    for letters, middle in zip(("h", "ea", "l", "l", "ou"), SPOKEN):
+        for place, letter in enumerate(letters):
+            heard[:, ord(letter) - ord("a") + 1] += np.maximum(0, 9 - place - 8 * np.abs(np.arange(FRAMES) - middle))
+    predictor = decode.stateless_predictor(lambda labels: jax.numpy.zeros((len(labels), 27)), 1, start=27)
+    inputs = jax.numpy.add, predictor, heard[None], np.array([FRAMES])  # the joint network only adds
+    found = decode.beam(MonotonicRNNTLoss(blank=0), *inputs, max_labels=20, width=6)
+    plot.draw_beam(found, texts=["", *"abcdefghijklmnopqrstuvwxyz"], **CLOCK, ax=axes(2.2))
+
+
+@picture
+def reliability():
+    rng = np.random.default_rng(0)
+    confidences = rng.beta(4, 1, 600)
+    plot.draw_reliability(metrics.calibration(confidences, rng.random(600) < confidences**1.5), ax=axes(3.6))
+
+
+@picture
+def waveform():
+    """Words with confidences, as `timing.words` gives them, over the sound."""
+    said = (0.24, 0.61, "good", 0.98), (0.66, 1.12, "morning", 0.93), (1.5, 1.7, "to", 0.55), (1.72, 2.1, "you", 0.9)
+    time = np.arange(0, 2.4, 1 / 4000)
+    sound = np.random.default_rng(1).normal(0, 0.02, len(time))
+    ax = axes(1.8)
+    for start, end, text, confidence in (timing.Interval(*word) for word in said):
+        inside = (time >= start) & (time < end)
+        swell = np.sin(np.pi * (time[inside] - start) / (end - start)) ** 0.5
+        sound[inside] += 0.6 * swell * np.sin(2 * np.pi * 140 * time[inside]) * (1 + 0.5 * np.sin(60 * time[inside]))
+        ax.axvspan(start, end, color="tab:blue", alpha=0.25 * confidence, lw=0)
+        ax.text((start + end) / 2, 1.2, f"{text}\n{100 * confidence:.0f}%", ha="center", va="center")
+    ax.plot(time, sound, color="0.25", lw=0.4)
+    ax.set(xlim=(0, 2.4), ylim=(-1, 1.5), yticks=[], xlabel="seconds")
+
+
+@picture
+def memory():
+    """Of `make bench NAME=joint`: logits in memory, in tiles, in a band."""
+    file = HERE.parent / "benchmarks/results/2026-11-21-epyc-2-cores-joint.json"
+    results = json.loads(file.read_text())["value_and_gradient"]
+    cases = [name for name in results if "padded" not in name]
+    left, right = axes(3.2, 1, 2, sharey=True)
+    gray, blue, orange = "0.75", "tab:blue", "tab:orange"
+    ways = ("materialized", "in memory", gray), ("linear", "JointLogits", blue), ("pruned", "pruned", orange)
+    rows = np.arange(len(cases))[::-1]
+    for place, (way, name, color) in enumerate(ways):
+        found = [results[case][way] for case in cases]
+        bar = {"height": 0.25, "color": color, "label": name}
+        left.barh(rows + 0.25 - 0.25 * place, [x["temporary_bytes"] / 1e6 for x in found], **bar)
+        right.barh(rows + 0.25 - 0.25 * place, [x["median_ms"] for x in found], **bar)
+    left.set(yticks=rows, yticklabels=cases, xlabel="workspace, MB")
+    right.set(xlabel="value and gradient, ms")
+    right.legend(loc="upper right")
+
+
+@picture
+def decoders():
+    """Of `lab/benchmarks/peers.py`."""
+    file = HERE.parent / "lab/benchmarks/results/2026-11-23-epyc-2-cores-rivals.json"
+    times = json.loads(file.read_text())["times"]
+    searches = [name for name in times["digits 16"] if name != "encoder"]
+    ax = axes(3.2)
+    for case, look in (("digits 16", "o"), ("stateless 16", "s"), ("lstm 16", "^")):
+        known = [(times[case][name]["median_ms"] / 16, row) for row, name in enumerate(searches) if name in times[case]]
+        ax.plot(*zip(*known), look, markersize=5, label=case)
+    ax.set(xscale="log", xlabel="milliseconds an utterance", yticks=range(len(searches)), yticklabels=searches)
+    ax.axhline(3.5, color="0.7", lw=0.8)
+    ax.grid(axis="x", alpha=0.3)
+    ax.invert_yaxis()
+    ax.legend(loc="upper right")
+
+
+def draw(folder):
+    folder.mkdir(exist_ok=True)
+    with plt.rc_context(STYLE):
+        for name, function in PICTURES.items():
+            function()
+            plt.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            plt.close()
+
+
+if __name__ == "__main__":
+    with plt.rc_context(STYLE):
+        lattice()
+        plt.savefig(HERE / "lattice.png", dpi=200)

@@ -1,0 +1,163 @@
+"""What a training step of a Parakeet of 0.6 billion parameters takes on GPUs and TPUs, by XLA, without either.
+
+    python lab/benchmarks/training.py                  # for one H100 and for eight v5e: a table
+    python lab/benchmarks/training.py h100 --json FILE
+    python lab/benchmarks/training.py --layers 2       # a shorter encoder: compiles sooner
+
+`lab/run.sh training` installs what it compiles with. The step is that of `rnnt-speech train --dtype bfloat16 --remat
+--scan`, for 16 utterances of 20 seconds with 80 labels: TDT loss in tiles, AdamW. It is compiled ahead of time; nothing
+runs, and nothing is timed but the compiler. Memory is a device's: arguments, results and temporaries. Launches are
+those of `searches.py`, with a loop's body counted as often as it runs.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import resource
+import sys
+import tempfile
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# isort: off
+import jax_rnnt  # noqa: F401  # the installed one, with the names of all kernels; `searches` would take the clone's
+import searches
+# isort: on
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(searches.FOLDER / "speech"))
+
+from jax_rnnt_speech import parts, tokens, train
+from jax_rnnt_speech.config import Config
+from jax_rnnt_speech.recogniser import Recogniser
+
+DEVICES = {"h100": ("cuda", 1), "v5e": ("tpu", 8)}
+AIMS = {"h100": {"GB": 14, "launches": 3000}, "v5e": {"GB": 4}}
+LABELS, UTTERANCES, FRAMES, TARGETS = 8192, 16, 2000, 80
+SIZES = dict(features="nemo", mels=128, width=640, predictor="lstm", predictor_layers=2, loss="tdt", activation="relu")
+CHEAP = dict(dtype="bfloat16", remat=True, scan=True, dropout=0.0)
+
+
+def recogniser_of(layers):
+    """A Recogniser whose parameters are shapes alone."""
+    config = Config(init="none", encoder="fastconformer", **SIZES, **CHEAP)
+    fields = {"num_mel_bins": config.mels, "num_hidden_layers": layers}
+    made = []
+
+    def make():
+        zeros, ones = np.zeros(config.mels), np.ones(config.mels)
+        made.append(Recogniser(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields}))
+        return made[0].params, made[0].noise
+
+    params, noise = jax.eval_shape(make)
+    (recogniser,) = made
+    recogniser.params, keys = params, jax.random.key(0)
+
+    def is_key(x):
+        return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+    recogniser.noise = jax.tree.map(lambda x: keys if is_key(x) else np.zeros(x.shape, x.dtype), noise)
+    return recogniser
+
+
+def mesh_of(device):
+    kind, count = DEVICES[device]
+    if kind == "tpu":
+        found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    else:
+        config = (searches.FOLDER / "lab" / "tests" / f"{device}.txtpb").read_text()
+        found = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}").devices
+    return Mesh(np.array(found[:count]), ("data",))
+
+
+def lowered(device, layers):
+    mesh, recogniser = mesh_of(device), recogniser_of(layers)
+    shard = mesh.size > 1
+    chosen = parts.Parts(recogniser.config, recogniser.params)
+    optimizer = train.make_optimizer(recogniser.config, chosen.factors)
+    state = jax.eval_shape(lambda x: train.first_state(recogniser.config, optimizer, chosen.free(x)), recogniser.params)
+    places = parts.placed(mesh, state, shard)
+    state = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), state, places)
+    shapes = {"audio": (FRAMES, recogniser.config.mels), "targets": (TARGETS,), "spans": (4, 2)}
+    kinds = {"audio": np.float32, "valid": bool}
+    split = NamedSharding(mesh, P("data"))
+    batch = {
+        name: jax.ShapeDtypeStruct((UTTERANCES, *shapes.get(name, ())), kinds.get(name, np.int32), sharding=split)
+        for name in ("audio", "lengths", "targets", "target_lengths", "valid", "spans")
+    }
+    step = train.make_train_step(recogniser, chosen, optimizer, places=places)
+    one = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
+    return step.lower(state, batch, {}, one)
+
+
+def seconds():
+    """CPU time of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def step_launches(program, text):
+    """Of a step outside of the lattice: thunks of the program, and each loop's body as often as `text` says it runs."""
+    entry = [line for line in text[text.index("\nENTRY") :].splitlines() if " while(" in line]
+    loops = [thunk for thunk in program.all_inside() if thunk.kind == "While"]
+    found = searches.launches(program) - sum(map(searches.launches, loops))
+    for loop, line in zip(loops, entry, strict=True):  # both are in the order in which they run
+        turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+        if "loss_of_batch" not in line:
+            found += int(turns[1]) * searches.launches(loop)
+    return found
+
+
+def counted(dump, device, layers):
+    times, cuda = [seconds()], DEVICES[device][0] == "cuda"
+    program = lowered(device, layers)
+    times.append(seconds())
+    # To try ways of products would need the GPU; without that Triton's may have no sizes of tiles.
+    program = program.compile({"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False} if cuda else {})
+    times.append(seconds())
+    memory = program.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    found = {"tracing, CPU s": round(times[1] - times[0]), "compiling, CPU s": round(times[2] - times[1])}
+    found["GB"] = round((total + memory.temp_size_in_bytes) / 1e9, 2)
+    if cuda:
+        files = pathlib.Path(dump).glob("*.jit_train_step.thunk_sequence*.txt")
+        text = max(files, key=lambda path: len(path.name)).read_text()
+        found["launches"] = step_launches(searches.parse(text), program.as_text())
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("devices", nargs="*", help=", ".join(DEVICES))
+    parser.add_argument("--layers", type=int, default=24, help="of the encoder (%(default)s)")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the counts go")
+    options = parser.parse_args()
+    if unknown := {*options.devices} - {*DEVICES}:
+        parser.error(f"devices must be among {', '.join(DEVICES)}, got {', '.join(unknown)}")
+    counts = {}
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
+        for device in options.devices or DEVICES:
+            counts[device] = counted(dump, device, options.layers)
+            print(device, json.dumps(counts[device]), flush=True)
+    missed = [
+        f"{device}: {name} is {counts[device][name]}, more than {most}"
+        for device in counts
+        for name, most in AIMS[device].items()
+        if counts[device][name] > most
+    ]
+    if options.json:
+        found = {"jax": jax.__version__, "load": os.getloadavg(), "layers": options.layers, **counts}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit("\n".join(missed))
+
+
+if __name__ == "__main__":
+    main()

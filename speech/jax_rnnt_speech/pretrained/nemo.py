@@ -1,0 +1,284 @@
+"""Archives of NeMo: a tar file with model_config.yaml, weights that PyTorch has pickled, and a model of sentencepiece.
+
+Configuration and tensors become those of `transformers`, which `hugging_face` checks and reads. Pickles are not run:
+what they name, but for tensors, is an error.
+"""
+
+import collections
+import dataclasses
+import io
+import math
+import pickle
+import re
+import tarfile
+import zipfile
+
+import jax.numpy as jnp
+import numpy as np
+import yaml
+
+from jax_rnnt_speech import tokens
+from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.pretrained import hugging_face
+
+CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+DTYPES = {"Float": "f4", "Double": "f8", "Half": "f2", "Long": "i8", "Int": "i4", "Short": "i2", "Char": "i1",
+          "Byte": "u1", "Bool": "?"}  # fmt: skip
+STORAGES = {f"{name}Storage": np.dtype(x) for name, x in DTYPES.items()} | {"BFloat16Storage": np.dtype(jnp.bfloat16)}
+# Of NeMo's names of modules, and those of `transformers`; a pattern that does not fit changes nothing.
+MODULES = {
+    r"^encoder\.pre_encode\.out": "encoder.subsampling.linear",
+    r"^encoder\.pre_encode\.conv": "encoder.subsampling.layers",
+    r"\.conv\.batch_norm\.": ".conv.norm.",
+    r"\.self_attn\.linear_([qkv])\.": r".self_attn.\1_proj.",
+    r"\.self_attn\.linear_out\.": ".self_attn.o_proj.",
+    r"\.self_attn\.linear_pos\.": ".self_attn.relative_k_proj.",
+    r"\.self_attn\.pos_bias_([uv])$": r".self_attn.bias_\1",
+    r"^decoder\.prediction\.embed": "decoder.embedding",
+    r"^decoder\.prediction\.dec_rnn\.lstm": "decoder.lstm",
+    r"^(ctc_)?decoder\.decoder_layers\.0": "ctc_head",
+    r"^joint\.enc\.": "encoder_projector.",
+    r"^joint\.pred\.": "decoder.decoder_projector.",
+    r"^joint\.joint_net\.\d+": "joint.head",
+    r"^prompt_kernel\.0": "prompt_projector.linear_1",
+    r"^prompt_kernel\.2": "prompt_projector.linear_2",
+}
+UNUSED = re.compile(r"preprocessor\..*|encoder\.pos_enc\..*|.*spec_augmentation.*")
+# Fields of the encoder, those of `transformers`, and what others must be.
+ENCODER = {
+    "feat_in": "num_mel_bins", "n_layers": "num_hidden_layers", "d_model": "hidden_size",
+    "n_heads": "num_attention_heads", "subsampling_factor": "subsampling_factor",
+    "subsampling_conv_channels": "subsampling_conv_channels", "conv_kernel_size": "conv_kernel_size",
+    "xscaling": "scale_input", "dropout": "dropout", "dropout_emb": "dropout_positions",
+    "dropout_att": "attention_dropout",
+}  # fmt: skip
+ONLY = {"subsampling": "dw_striding", "self_attention_model": "rel_pos", "untie_biases": True, "feat_out": -1}
+ONLY |= {"reduction": None, "global_tokens": 0, "use_pytorch_sdpa": False}
+STYLES = {  # of attention: what goes with it
+    "regular": {"causal_downsampling": False, "conv_norm_type": "batch_norm", "conv_context_size": None},
+    "chunked_limited": {"causal_downsampling": True, "conv_norm_type": "layer_norm", "conv_context_size": "causal"},
+}
+KNOWN = {*ENCODER, *ONLY, *STYLES["regular"], "_target_", "use_bias", "ff_expansion_factor", "att_context_size"}
+KNOWN |= {"att_context_style", "pos_emb_max_len", "dropout_pre_encoder", "att_context_probs", "sync_max_audio_length"}
+KNOWN |= {"reduction_position", "reduction_factor", "stochastic_depth_start_layer", "stochastic_depth_mode"}
+SOUNDS = {"window": "hann", "log": True, "frame_splicing": 1, "mag_power": 2.0, "exact_pad": False}
+
+
+class Tensors(pickle.Unpickler):
+    """The tensors of a checkpoint of PyTorch, a zip file."""
+
+    def __init__(self, archive):
+        (name,) = (x for x in archive.namelist() if x.rpartition("/")[2] == "data.pkl")
+        super().__init__(io.BytesIO(archive.read(name)))
+        self.archive, self.folder, self.read = archive, name.removesuffix("data.pkl"), {}
+
+    def find_class(self, module, name):
+        known = {("collections", "OrderedDict"): collections.OrderedDict}
+        known |= {("torch._utils", "_rebuild_tensor_v2"): strided}
+        known |= {("torch._utils", "_rebuild_parameter"): lambda x, *_: x}
+        known |= {("torch", storage): dtype for storage, dtype in STORAGES.items()}
+        if (module, name) not in known:
+            raise UserError(f"its weights name {module}.{name}, which is no tensor")
+        return known[module, name]
+
+    def persistent_load(self, pid):
+        _, dtype, key, _, size = pid
+        if key not in self.read:
+            self.read[key] = np.frombuffer(self.archive.read(f"{self.folder}data/{key}"), dtype, size)
+        return self.read[key]
+
+
+def strided(storage, offset, shape, strides, *_):
+    """A tensor, copied from within its storage."""
+    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    if min([offset, *shape, *strides], default=0) < 0 or (math.prod(shape) and last >= len(storage)):
+        raise UserError(f"a tensor {tuple(shape)} of its weights is outside of their {len(storage)} numbers")
+    bytes_of = [step * storage.itemsize for step in strides]
+    return np.array(np.lib.stride_tricks.as_strided(storage[offset:], shape, bytes_of, writeable=False))
+
+
+def archive_of(path):
+    """The archive itself, or that in a folder."""
+    return path if path.suffix == ".nemo" and path.is_file() else next(iter(sorted(path.glob("*.nemo"))))
+
+
+def opened(path):
+    """(the archive, {last part of a member's name: its bytes}, but for the weights; fields of the configuration)."""
+    file, members = archive_of(path), {}
+    try:
+        with tarfile.open(file) as tar:
+            for x in tar:
+                name = x.name.rpartition("/")[2]
+                members[name] = b"" if name == WEIGHTS or not x.isfile() else tar.extractfile(x).read()
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise UserError(f"{file} must be an archive of NeMo: {error}") from None
+    if missing := {CONFIG, WEIGHTS} - {*members}:
+        raise UserError(f"{file} must be an archive of NeMo, but has no {min(missing)}")
+    try:
+        fields = yaml.safe_load(members[CONFIG])
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}: {CONFIG} must be YAML: {str(error).splitlines()[0]}") from None
+    hugging_face.require(isinstance(fields, dict), file, CONFIG, "an object", fields)
+    return file, members, fields
+
+
+def weights_of(file):
+    """{NeMo's name: array}"""
+    try:
+        with tarfile.open(file) as tar:
+            member = next(x for x in tar if x.name.rpartition("/")[2] == WEIGHTS)
+            with zipfile.ZipFile(tar.extractfile(member)) as archive:
+                return Tensors(archive).load()
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        EOFError,
+    ) as error:
+        raise UserError(f"{file}: {WEIGHTS} must be a checkpoint of PyTorch: {error}") from None
+
+
+class Fields:
+    """A part of the configuration, whose fields must have some type or value."""
+
+    def __init__(self, file, whole, *path):
+        self.file, self.name, x = file, ".".join(path), whole
+        for key in path:
+            x = (x or {}).get(key) if isinstance(x, dict) else None
+        hugging_face.require(isinstance(x, dict), file, self.name, "an object", x)
+        self.fields = x
+
+    def must(self, name, expected, default=None):
+        got = self.fields.get(name, default)
+        hugging_face.require(got == expected, self.file, f"{self.name}.{name}", expected, got)
+
+    def number(self, name, default=None):
+        x = self.fields.get(name, default)
+        fine = type(x) in (int, float) and x >= 0
+        hugging_face.require(fine, self.file, f"{self.name}.{name}", "a number of 0 or more", x)
+        return x
+
+
+def encoder_of(file, whole):
+    encoder = Fields(file, whole, "encoder")
+    fields, style = encoder.fields, encoder.fields.get("att_context_style", "regular")
+    known = ", ".join(STYLES)
+    hugging_face.require(style in STYLES, file, "encoder.att_context_style", f"one of {known}", style)
+    for name, x in ONLY.items():
+        encoder.must(name, x, x)
+    for name, x in STYLES[style].items():
+        encoder.must(name, x, STYLES["regular"][name])
+    found = {ours: fields[theirs] for theirs, ours in ENCODER.items() if theirs in fields}
+    size = round(encoder.number("d_model") * encoder.number("ff_expansion_factor", 4))
+    found |= {"hidden_act": "silu", "intermediate_size": size}
+    found |= {"attention_bias": fields.get("use_bias", True), "convolution_bias": fields.get("use_bias", True)}
+    context = fields.get("att_context_size") or [-1, -1]
+    left, right = context[0] if isinstance(context[0], list) else context
+    if style == "regular":
+        fine, found["model_type"] = (left, right) == (-1, -1), hugging_face.WHOLE[0]
+    else:
+        fine, found["model_type"] = left >= 0 <= right, hugging_face.CAUSAL[0]
+        found |= {"sliding_window": left + 1, "default_num_lookahead_tokens": right}
+    expected = "[-1, -1]" if style == "regular" else "numbers of frames before and ahead"
+    hugging_face.require(fine, file, "encoder.att_context_size", expected, context)
+    if more := sorted(f"{k} {x}" for k, x in fields.items() if k not in KNOWN and x not in (None, False, 0, "")):
+        hugging_face.say(f"{file}: not used: encoder.{', encoder.'.join(more)}")
+    return found
+
+
+def sounds_of(file, whole, causal):
+    sounds = Fields(file, whole, "preprocessor")
+    for name, x in SOUNDS.items():
+        sounds.must(name, x, x)
+    names = ("NA", None, False) if causal else ("per_feature",)
+    got = sounds.fields.get("normalize")
+    hugging_face.require(got in names, file, "preprocessor.normalize", names[0], got)
+    rate = sounds.number("sample_rate", 16000)
+    sizes = {x: round(rate * sounds.number(name, default)) for x, name, default in
+             (("win_length", "window_size", 0.025), ("hop_length", "window_stride", 0.01))}  # fmt: skip
+    count = sounds.fields.get("n_fft") or 2 ** math.ceil(math.log2(sizes["win_length"]))
+    kind = (hugging_face.CAUSAL if causal else hugging_face.WHOLE)[1]
+    found = {"feature_extractor_type": kind, "sampling_rate": rate, "feature_size": sounds.number("features", 64)}
+    return found | sizes | {"n_fft": count, "preemphasis": sounds.fields.get("preemph", 0.97)}
+
+
+def described(path):
+    """(the archive, JSON files by name, further options, labels)"""
+    file, members, whole = opened(path)
+    if any("${" in str(x) for x in whole.values()):
+        raise UserError(f"{file}: {CONFIG} refers to other fields by ${{...}}: save it with NeMo's save_to")
+    vocabulary = labels_of(file, members, whole)
+    encoder, size = encoder_of(file, whole), len(vocabulary.pieces) + 1
+    fields = {"encoder_config": encoder, "vocab_size": size, "blank_token_id": size - 1}
+    more, causal = {"init": str(path)}, encoder["model_type"] == hugging_face.CAUSAL[0]
+    if "joint" not in whole:
+        fields |= {"model_type": "parakeet_ctc", "pad_token_id": size - 1}
+    else:
+        prednet, joint = Fields(file, whole, "decoder", "prednet"), Fields(file, whole, "joint", "jointnet")
+        width = prednet.number("pred_hidden")
+        joint.must("joint_hidden", width, 0)
+        Fields(file, whole, "decoder").must("blank_as_pad", True, True)
+        fields |= {"decoder_hidden_size": width, "num_decoder_layers": prednet.number("pred_rnn_layers", 1)}
+        fields["hidden_act"] = joint.fields.get("activation", "relu")
+        fields["max_symbols_per_step"] = (whole.get("decoding", {}).get("greedy") or {}).get("max_symbols") or 10
+        if "aux_ctc" in whole:
+            more["ctc"] = float(Fields(file, whole, "aux_ctc").number("ctc_loss_weight", 0.5)) or 0.5
+        fields["model_type"] = "nemotron_asr_streaming" if causal else "parakeet_rnnt"
+        if whole["joint"].get("num_extra_outputs"):
+            found = (whole.get(part) or {} for part in ("decoding", "model_defaults"))
+            durations = next((y for x in found for y in (x.get("durations"), x.get("tdt_durations")) if y), None)
+            fields |= {"model_type": "parakeet_tdt", "durations": durations}
+    source = {"config.json": fields, "preprocessor_config.json": sounds_of(file, whole, causal)}
+    defaults = whole.get("model_defaults") or {}
+    if causal and defaults.get("num_prompts"):
+        names = {str(k): x for k, x in (defaults.get("prompt_dictionary") or {}).items()}
+        fields |= {"model_type": "nemotron3_5_asr", "num_prompts": defaults["num_prompts"]}
+        fields |= {"default_prompt_id": names.get("auto", 0)}
+        source["processor_config.json"] = {"prompt_dictionary": names}
+    return file, source, more, vocabulary
+
+
+def labels_of(file, members, whole):
+    """The vocabulary: a model of sentencepiece, or characters."""
+    kind = (whole.get("tokenizer") or {}).get("type")
+    models = [x for name, x in members.items() if name.endswith(".model")]
+    if kind == "bpe" and len(models) == 1:
+        return tokens.Subwords(models[0])
+    labels = whole.get("labels") or (whole.get("joint") or {}).get("vocabulary")
+    if not kind and labels and all(isinstance(x, str) and len(x) == 1 for x in labels):
+        return tokens.Characters(labels)
+    got = f"{kind} with {len(models)}"
+    raise UserError(f"{file}: tokenizer.type must be bpe, with one model of sentencepiece, got {got}")
+
+
+def config_of(path):
+    file, source, more, _ = described(path)
+    return dataclasses.replace(hugging_face.described(file, source), **more), source
+
+
+def renamed(name, causal):
+    for pattern, x in MODULES.items():
+        name = re.sub(pattern, x, name)
+    if causal and (part := re.match(r"encoder\.subsampling\.layers\.(\d+)", name)):
+        layer, place = divmod(int(part[1]) - 2, 3)
+        new = "conv_in" if layer < 0 else f"layers.{layer}.{('depthwise_conv', 'pointwise_conv')[place]}"
+        name = name.replace(part[0], f"encoder.subsampling.{new}")
+    return name
+
+
+def read(path):
+    """The Recogniser of an archive, with its parameters in float32."""
+    file, source, more, vocabulary = described(path)
+    tensors = weights_of(file)
+    fields = source["config.json"]
+    causal = fields["encoder_config"]["model_type"] == hugging_face.CAUSAL[0]
+    arrays = {renamed(k, causal): np.asarray(x, np.float32) for k, x in tensors.items() if not UNUSED.fullmatch(k)}
+    if "prompt_projector.linear_1.bias" in arrays:
+        fields["prompt_intermediate_size"] = len(arrays["prompt_projector.linear_1.bias"])
+    config = dataclasses.replace(hugging_face.described(file, source), **more)
+    return hugging_face.filled(file, config, source, vocabulary, arrays)
