@@ -63,6 +63,12 @@ def steps_of(recogniser, optimizer=None, mesh=None):
     return parts, state, frozen, asr.train.make_train_step(recogniser, parts, optimizer, places=places)
 
 
+def arrays(path):
+    """Of a file in NumPy's form, by name; the file is closed."""
+    with np.load(path) as file:
+        return dict(file)
+
+
 def run(arguments, status=0):
     """Runs the command line in this process."""
     with pytest.raises(SystemExit) as caught:

@@ -18,7 +18,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from tones import recordings
 
-from support import asr, run
+from support import arrays, asr, run
 from test_pretrained import GOLDEN
 
 LETTERS = "ABCDEFGHIJKLMNOPQRS"  # 19 labels
@@ -82,7 +82,7 @@ def ctc(tmp_path):
 
 def test_parakeet_ctc(ctc, tmp_path, capsys):
     """Labels of the golden rows; what is written is what was read; options that it has not are errors."""
-    recogniser, golden = asr.pretrained.open_model(ctc), np.load(GOLDEN / "tdt/golden.npz")
+    recogniser, golden = asr.pretrained.open_model(ctc), arrays(GOLDEN / "tdt/golden.npz")
     tensors = load_file(ctc / "model.safetensors")
     logits = golden["rows"] @ tensors["ctc_head.weight"][..., 0].T + tensors["ctc_head.bias"]
     for x, rows, n in zip(asr.recognise.transcribe(recogniser, enumerate(recordings())), logits, golden["lengths"]):
@@ -188,7 +188,7 @@ def test_archives_of_nemo(ctc, tmp_path, monkeypatch, capsys):
         for a, b in zip(jax.tree.leaves(recogniser.params[name]), jax.tree.leaves(x), strict=True):
             np.testing.assert_array_equal(a, b)
     assert recogniser.config.ctc == 0.3 and recogniser.config.durations == other.config.durations
-    golden = np.load(GOLDEN / "tdt/golden.npz")
+    golden = arrays(GOLDEN / "tdt/golden.npz")
     for how in (asr.recogniser.GREEDY, asr.recogniser.Search(ctc=True)):
         found = [list(x.labels) for x in asr.recognise.transcribe(recogniser, enumerate(recordings()), how)]
         if not how.ctc:

@@ -13,7 +13,7 @@ import scipy.io.wavfile
 from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
-from support import asr, run
+from support import arrays, asr, run
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 SLOW = pytest.mark.slow
@@ -30,7 +30,7 @@ def case(request):
     rows = [recogniser.features(x) for x in recordings()]
     lengths = np.array([len(x) for x in rows])
     x = np.stack([np.pad(x, ((0, lengths.max() - len(x)), (0, 0))) for x in rows])
-    return recogniser, np.load(GOLDEN / request.param / "golden.npz"), x, lengths
+    return recogniser, arrays(GOLDEN / request.param / "golden.npz"), x, lengths
 
 
 def frames_of(x, lengths):
@@ -49,7 +49,7 @@ def test_features(case):
 
 def test_features_of_128_bins():
     config = asr.config.Config(features="nemo", mels=128)
-    expected = np.load(GOLDEN / "features128.npz")["features"]
+    expected = arrays(GOLDEN / "features128.npz")["features"]
     results = asr.features.extractor(config)(recordings()[2][:3000])
     np.testing.assert_allclose(results, expected[0, : len(results)], **NEAR)
 
@@ -104,7 +104,7 @@ def test_rule_of_durations():
     recogniser = asr.pretrained.open_model(GOLDEN / "tdt")
     recogniser.config = dataclasses.replace(recogniser.config, duration_choice="pair")
     results = [x.labels for x in recognise.transcribe(recogniser, enumerate(recordings()))]
-    assert results != [x[x >= 0].tolist() for x in np.load(GOLDEN / "tdt/golden.npz")["labels"]]
+    assert results != [x[x >= 0].tolist() for x in arrays(GOLDEN / "tdt/golden.npz")["labels"]]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ GRADIENTS |= {f"encoder.blocks.{KEYS}.kernel": f"encoder.{KEYS}.weight"}
 
 def test_gradients(streaming):
     """Loss and gradients of a training step, without dropout, of single blocks and of scanned ones."""
-    golden = np.load(GOLDEN / "streaming/golden.npz")
+    golden = arrays(GOLDEN / "streaming/golden.npz")
     rows = [streaming.features(x) for x in recordings()]
     lengths = np.array([len(x) for x in rows])
     batch = {"audio": np.stack([np.pad(x, ((0, lengths[0] - len(x)), (0, 0))) for x in rows]), "lengths": lengths}
@@ -141,7 +141,7 @@ def test_gradients(streaming):
 
 def test_stream(streaming):
     """Labels and frames are those of `transformers`, and at every length those of the whole recording."""
-    golden = np.load(GOLDEN / "streaming/golden.npz")
+    golden = arrays(GOLDEN / "streaming/golden.npz")
     full = recordings()[0][: 105 * 160]
     for samples in (full, *recordings(), full[: 97 * 160], full[:100]):
         live, seen, found = asr.streams.Stream(streaming), [], asr.results.no_labels()

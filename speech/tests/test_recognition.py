@@ -292,7 +292,7 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
 def test_a_small_real_run(tmp_path, capsys, refused):
     """Speech of made-up sentences: held-out sentences and voices are recognised, by both searches.
 
-    Subwords, spectra on the devices, and two of these; CTC, with which 200 steps are enough.
+    Subwords and two devices. After fewer steps, or with CTC beside, beams are worse than greedy search.
     """
     slots = (
         "The old man, My sister, A young dog, Our teacher, The captain, Somebody",
@@ -310,9 +310,9 @@ def test_a_small_real_run(tmp_path, capsys, refused):
     run(["ngram", tmp_path / "words.arpa", speech / "train", "--lower"])
     options = dict(
         config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
-        vocabulary=50, batch_seconds=16, buckets=1, encoder="convolutional", width=64, blocks=3, kernel=5, chunk=0,
-        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", ctc=0.3, steps=200, save_every=1000,
-        learning_rate=0.01,
+        vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, kernel=5, chunk=0,
+        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=300, save_every=1000,
+        learning_rate=0.005,
     )  # fmt: skip
     run(["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))])
     greedy = float(re.search(r"held-out CER [\d.]+%, WER ([\d.]+)%", capsys.readouterr().out)[1])

@@ -12,9 +12,9 @@ import scipy.special
 from safetensors.numpy import save_file
 from tones import recordings
 
-from support import asr, configuration
+from support import arrays, asr, configuration
 
-GOLDEN = np.load(pathlib.Path(__file__).parent / "golden/whisper.npz")
+GOLDEN = arrays(pathlib.Path(__file__).parent / "golden/whisper.npz")
 RNG = np.random.default_rng(0)
 WIDTH, HEADS, HIDDEN, BINS, PLACES = 8, 2, 12, 5, 40
 
