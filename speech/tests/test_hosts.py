@@ -82,9 +82,7 @@ def test_a_process_that_dies(corpus, tmp_path):
     finished(processes)
     (first, *_), (second, quiet, _) = results = finished(start_two(corpus, workdir, "--resume"))
     assert first == second == 0, results
-    printed = [
-        line for line in quiet.splitlines() if "peer ranks" not in line
-    ]  # of collectives
+    printed = [line for line in quiet.splitlines() if "peer ranks" not in line]  # of collectives
     assert "held-out CER" in results[0][1] and printed == []
     run(arguments(corpus, tmp_path / "one", 8))
     pairs = [(x, y) for x, y in zip(metrics(workdir), metrics(tmp_path / "one"), strict=True)]
