@@ -2,8 +2,8 @@
 # What no user needs: the library's tests on other kernels and builds, and studies with large packages.
 #
 #   lab/run.sh kernels        every check of the kernels without a GPU, before a commit that changes them; records their
-#                             sources in xla_kernels/checked.txt. --quick: the emulation in part. --recorded: only asks whether
-#                             the record names them as they are
+#                             sources in xla_kernels/checked.txt. --quick: the emulation in part. --recorded: only asks
+#                             whether the record names them as they are
 #   lab/run.sh emulation      the tests on the CUDA kernels, run by the CPU
 #   lab/run.sh interpret      on the Pallas kernels for TPUs, interpreted by the CPU; the emission is XLA's there
 #   lab/run.sh sanitize       on the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
