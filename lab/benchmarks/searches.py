@@ -13,6 +13,7 @@ that is in no graph.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -218,29 +219,43 @@ def counted(dump, device, name, options, graphs=False):
     program, module = compiled(device, f"{name} {device}", options, graphs)
     if DEVICES[device] == "tpu":
         return {"cycles": step_cycles(program.as_text())}
+    return step_counts(parse(thunks(dump, module)))
+
+
+def thunks(dump, module):
+    """The text of a module's sequence of thunks."""
     files = pathlib.Path(dump).glob(f"*.jit_{module}.thunk_sequence*.txt")
-    last = max(files, key=lambda path: len(path.name))  # where no graph is made there is no second one
-    return step_counts(parse(last.read_text()))
+    return max(files, key=lambda path: len(path.name)).read_text()  # where no graph is made there is no second one
+
+
+def device_options(parser, known):
+    """Parses the command line: some of the known devices, or all, and where the counts go."""
+    parser.add_argument("devices", nargs="*", help=", ".join(known))
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the counts go")
+    options = parser.parse_args()
+    if unknown := {*options.devices} - {*known}:
+        parser.error(f"devices must be among {', '.join(known)}, got {', '.join(unknown)}")
+    options.devices = options.devices or [*known]
+    return options
+
+
+@contextlib.contextmanager
+def dumped():
+    """A folder for what XLA writes, which reads its name at the first compilation."""
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
+        yield dump
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("devices", nargs="*", help=", ".join(DEVICES))
     parser.add_argument("--only", action="append", metavar="TEXT", help="searches whose names hold it, or another one")
     parser.add_argument("--graphs", action="store_true", help="loops in CUDA graphs")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the counts go")
-    options = parser.parse_args()
-    if unknown := {*options.devices} - {*DEVICES}:
-        parser.error(f"devices must be among {', '.join(DEVICES)}, got {', '.join(unknown)}")
-    counts = {}
-    with tempfile.TemporaryDirectory() as dump:
-        os.environ["XLA_FLAGS"] = (
-            f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"  # read at the first compilation
-        )
+    options, counts = device_options(parser, DEVICES), {}
+    with dumped() as dump:
         for name, program in searches().items():
             if any(text in name for text in options.only or [""]):
-                devices = options.devices or DEVICES
-                counts[name] = {device: counted(dump, device, name, program, options.graphs) for device in devices}
+                counts[name] = {x: counted(dump, x, name, program, options.graphs) for x in options.devices}
                 print(name, counts[name], flush=True)
     if options.json:
         found = {"jax": jax.__version__, "loops in graphs": options.graphs, "steps": counts}

@@ -13,11 +13,9 @@ those of `searches.py`, with a loop's body counted as often as it runs.
 import argparse
 import json
 import os
-import pathlib
 import re
 import resource
 import sys
-import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # isort: off
@@ -127,24 +125,16 @@ def counted(dump, device, layers):
     found = {"tracing, CPU s": round(times[1] - times[0]), "compiling, CPU s": round(times[2] - times[1])}
     found["GB"] = round((total + memory.temp_size_in_bytes) / 1e9, 2)
     if cuda:
-        files = pathlib.Path(dump).glob("*.jit_train_step.thunk_sequence*.txt")
-        text = max(files, key=lambda path: len(path.name)).read_text()
-        found["launches"] = step_launches(searches.parse(text), program.as_text())
+        found["launches"] = step_launches(searches.parse(searches.thunks(dump, "train_step")), program.as_text())
     return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("devices", nargs="*", help=", ".join(DEVICES))
     parser.add_argument("--layers", type=int, default=24, help="of the encoder (%(default)s)")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="where the counts go")
-    options = parser.parse_args()
-    if unknown := {*options.devices} - {*DEVICES}:
-        parser.error(f"devices must be among {', '.join(DEVICES)}, got {', '.join(unknown)}")
-    counts = {}
-    with tempfile.TemporaryDirectory() as dump:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump}"
-        for device in options.devices or DEVICES:
+    options, counts = searches.device_options(parser, DEVICES), {}
+    with searches.dumped() as dump:
+        for device in options.devices:
             counts[device] = counted(dump, device, options.layers)
             print(device, json.dumps(counts[device]), flush=True)
     missed = [
