@@ -1,12 +1,10 @@
-"""Long recordings: what they cost in errors, times of words, memory and seconds; and a stream that does not end.
+"""Long recordings: what they cost in errors, times of words, memory and seconds.
 
-    PYTHONPATH=speech python lab/benchmarks/long.py joined --model FOLDER DATA --minutes 5
-    PYTHONPATH=speech python lab/benchmarks/long.py soak [--hours 8] [--model FOLDER] [--beam 4]
+    PYTHONPATH=speech python lab/benchmarks/long.py --model FOLDER DATA --minutes 5
 
-`joined`: utterances of DATA (a corpus, or spoken-digits:FOLDER), in their order, one behind the other: each alone, and
+Utterances of DATA (a corpus, or spoken-digits:FOLDER), in their order, one behind the other: each alone, and
 joined in windows that end in pauses, in a fixed grid, in one window. A word is late by the difference to itself in its
-utterance. `soak` feeds noise, and prints the resident set after each hour of audio. The exit code is 1 where it grows
-by more than --allowed MB after the first tenth.
+utterance.
 """
 
 import argparse
@@ -15,19 +13,14 @@ import pathlib
 import sys
 import time
 
-import jax
 import numpy as np
-from soak import resident
 
 from jax_rnnt_speech import (
-    config,
     corpora,
     errors,
     pretrained,
     recognise,
     recogniser,
-    streams,
-    tokens,
     transcripts,
     windows,
 )
@@ -96,49 +89,13 @@ def joined(args):
     return 0
 
 
-def soak(args):
-    if args.model:
-        model = pretrained.open_model(args.model, "cpu")
-    else:
-        options = dict(
-            train="t", valid="v", rate=8000, mels=8, width=16, blocks=1, kernel=3, channels=2, chunk=8, seed=3
-        )
-        settings = config.Config(encoder="convolutional", **options)
-        model = recogniser.Recogniser(settings, tokens.Characters("ABC "), [0.0] * 8, [1.0] * 8)
-        model.params["joint"] = jax.tree.map(lambda x: 8 * x, model.params["joint"])  # so that it writes words
-    rng, rate, held = np.random.default_rng(0), model.config.rate, []
-    live, words, ends, started = streams.Stream(model, recogniser.Search(beam=args.beam), 0.8), 0, 0, time.monotonic()
-    for i in range(1, round(args.hours * 60) + 1):
-        loud = np.repeat(rng.uniform(0, 1, 30) > 0.3, 2 * rate).astype(np.float32)
-        for piece in np.array_split(loud * rng.normal(size=len(loud)).astype(np.float32), rng.integers(20, 200)):
-            words, ends = words + len(live.feed(piece)), ends + len(live.ends)
-        held.append(resident())
-        if i % args.every == 0:
-            seconds = time.monotonic() - started
-            print(f"{i} minutes in {seconds:.0f} s: {words} words, {ends} ends, {held[-1]:.1f} MB", flush=True)
-    grown = held[-1] - max(held[: max(1, len(held) // 10)])
-    print(f"memory grows by {grown:.1f} MB after the first tenth")
-    return int(grown > args.allowed)
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("joined")
-    one.add_argument("data")
-    one.add_argument("--model", required=True)
-    one.add_argument("--minutes", type=float, default=5)
-    one.set_defaults(run=joined)
-    other = commands.add_parser("soak")
-    other.add_argument("--model")
-    other.add_argument("--hours", type=float, default=8)
-    other.add_argument("--every", type=int, default=60, metavar="MINUTES", help="between two lines")
-    other.add_argument("--allowed", type=float, default=8, help="MB of growth, the noise of an allocator")
-    other.set_defaults(run=soak)
-    for x in (one, other):
-        x.add_argument("--beam", type=int, default=0)
-    args = parser.parse_args(argv)
-    return args.run(args)
+    parser.add_argument("data")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--beam", type=int, default=0)
+    return joined(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Does memory stay where it is? Thousands of steps of several trainings, hours of one stream, and the resident set.
 
     python lab/benchmarks/soak.py [--steps 10000] [--kinds jit eager ...]
-    PYTHONPATH=speech python lab/benchmarks/soak.py --kinds stream    # needs the packages of speech/
+    PYTHONPATH=speech python lab/benchmarks/soak.py --kinds stream beam    # needs the packages of speech/
 
 Prints the resident set after each tenth of the steps. The exit code is 1 where the last six tenths of a run grow by
 more than --allowed MB. (A joint network that is a new function in each step, outside jit, is compiled in each step, and
@@ -54,7 +54,7 @@ def training(loss, jitted=True, sizes=((T, U),)):
         yield value
 
 
-def stream():
+def stream(beam=0):
     """A minute of noise after the other, in pieces of many sizes; the model is drawn, and writes words."""
     from jax_rnnt_speech import config, recogniser, streams, tokens
 
@@ -62,7 +62,7 @@ def stream():
     settings = config.Config(train="t", valid="v", encoder="convolutional", **sizes)
     model = recogniser.Recogniser(settings, tokens.Characters("ABC "), [0.0] * 8, [1.0] * 8)
     model.params["joint"] = jax.tree.map(lambda x: 8 * x, model.params["joint"])
-    rng, live = np.random.default_rng(0), streams.Stream(model, recogniser.Search(), 0.8)
+    rng, live = np.random.default_rng(0), streams.Stream(model, recogniser.Search(beam=beam), 0.8)
     while True:
         loud = np.repeat(rng.uniform(0, 1, 30) > 0.3, 2 * settings.rate).astype(np.float32)
         pieces = np.array_split(loud * rng.normal(size=len(loud)).astype(np.float32), rng.integers(20, 200))
@@ -77,7 +77,9 @@ KINDS = {
     "tiles": (functools.partial(training, tiles), 0.1),
     "eager": (functools.partial(training, dense, jitted=False), 0.1),
     "stream": (stream, 0.05),  # 8 hours
+    "beam": (functools.partial(stream, 4), 0.05),
 }
+STREAMS = "stream", "beam"
 
 
 def resident():
@@ -89,7 +91,7 @@ def resident():
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--kinds", nargs="+", default=[x for x in KINDS if x != "stream"], choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=[x for x in KINDS if x not in STREAMS], choices=list(KINDS))
     parser.add_argument("--allowed", type=float, default=4, help="MB of growth, the noise of an allocator")
     options = parser.parse_args(argv)
     grown = []
