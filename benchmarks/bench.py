@@ -1,7 +1,4 @@
-"""Times a loss of logits and its gradient: this library, its rivals, and the floor of the machine.
-
-    python benchmarks/bench.py            # the RNN-T loss, by shape
-    python benchmarks/bench.py --family   # every other loss and layout of logits, beside it
+"""Times the RNN-T loss of logits and its gradient, by shape: this library, its rivals, and the floor of the machine.
 
 All contestants of a case take turns in one run; every repetition works on a fresh copy of the logits, made outside the
 timed region. See README.md beside this file.
@@ -9,7 +6,6 @@ timed region. See README.md beside this file.
 
 import ctypes
 import functools
-import itertools
 import os
 import subprocess
 import time
@@ -21,18 +17,6 @@ import measure
 import plain_jax
 import problems
 from problems import cases
-
-WIDTHS = 5, 10, 20  # of bands
-FAMILY = "subwords", "characters"
-DURATIONS, BIG_BLANKS = (0, 1, 2, 3, 4), (2, 3, 4)
-LOSSES = {
-    "rnnt": rnnt.RNNTLoss,
-    "monotonic": rnnt.MonotonicRNNTLoss,
-    "constrained": rnnt.ConstrainedRNNTLoss,
-    "hat": rnnt.HATLoss,
-    "multiblank": functools.partial(rnnt.MultiblankRNNTLoss, BIG_BLANKS),
-    "tdt": functools.partial(rnnt.TDTLoss, DURATIONS),
-}
 
 
 @functools.cache
@@ -105,10 +89,6 @@ def aims(case, by_name):
         limits += [("warp-transducer", "ours", ">= 4")]
     limits += [("ours", "floor", "<= 2")] * (case == "lattice_bound")
     limits += [("ours", "ours, all valid", "<= 0.55")] * (case == "subwords_ragged")
-    return judged(case, by_name, limits)
-
-
-def judged(case, by_name, limits):
     return [
         measure.aim(f"{case}: {a} / {b}", by_name[a], by_name[b], limit)
         for a, b, limit in limits
@@ -116,81 +96,22 @@ def judged(case, by_name, limits):
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------- family
-
-
-def family(case, args):
-    """`rnnt` and every other loss and layout of the same B, T, U, V."""
-
-    def start(name, loss, kind="dense", size=0, case=case):
-        sources, batch = problems.logits(case, args.seed, kind, size)
-        heads = sources if len(sources) > 1 else sources[0]
-        return measure.program(name, loss, (heads, *batch), donate=True)
-
-    def wide(name):
-        return ("wide", len(DURATIONS)) if name == "tdt" else ()
-
-    short, loss = case.ragged(), rnnt.RNNTLoss()
-    measured = [floor("floor", case, args.seed, args.threads, passes=2)]
-    measured += [start(name, make(), *wide(name)) for name, make in LOSSES.items()]
-    for name in ("multiblank", "tdt"):
-        measured.append(start(f"{name}, reference", LOSSES[name](implementation="reference"), *wide(name)))
-    measured.append(start("simple", lambda heads, *batch: loss(rnnt.AdditiveLogits(*heads), *batch), "heads"))
-    for n in WIDTHS:
-        measured.append(
-            start(f"pruned {n}", lambda x, first, *batch: loss(rnnt.BandLogits(x, first), *batch), "band", n)
-        )
-    measured.append(start("rnnt, ragged", loss, case=short))
-    measured.append(
-        start("packed, ragged", lambda x, *batch: loss(rnnt.PackedLogits(x, case.T), *batch), "packed", case=short)
-    )
-    check_family(case, {c.name: c for c in measured if c.check})
-    return measured
-
-
-def check_family(case, by_name):
-    """Fails if two contestants for the same loss disagree by more than the error of float32 logs of T + U nats."""
-    assert np.isfinite([c.check[0] for c in by_name.values()]).all()
-    np.testing.assert_allclose(by_name["packed, ragged"].check[0], by_name["rnnt, ragged"].check[0], rtol=1e-6)
-    for name, contestant in by_name.items():
-        same = name.removesuffix(", reference")
-        if same != name:
-            measure.agree(by_name[same], [contestant], gradient=2e-3 / case.B)
-
-
-def family_aims(case, by_name):
-    limits = [("multiblank", "rnnt", "<= 1.3"), ("tdt", "rnnt", "<= 1.3"), ("packed, ragged", "rnnt, ragged", "<= 1")]
-    # The time must be proportional to the width of the band.
-    limits += [(f"pruned {b}", f"pruned {a}", f"<= {1.1 * b / a:.3g}") for a, b in itertools.pairwise(WIDTHS)]
-    return judged(case, by_name, limits)
-
-
-def parse(argv):
-    parser = measure.options(__doc__, [case.name for case in cases.LARGE])
-    parser.set_defaults(only=None)
-    parser.add_argument("--family", action="store_true", help=f"every loss, on {', '.join(FAMILY)}")
-    args = parser.parse_args(argv)
-    args.only = args.only or (FAMILY if args.family else [case.name for case in cases.LARGE])
-    return args
-
-
 def main(argv=None, peers=None):
     """`peers` starts a worker with so many threads, whose contestants join in."""
-    args = parse(argv)
+    args = measure.options(__doc__, [case.name for case in cases.LARGE]).parse_args(argv)
     budget = measure.settle(args)
-    worker = peers(args.threads) if peers and not args.family else None
+    worker = peers(args.threads) if peers else None
     results, checks = {}, []
     for case in (cases.CASES[name] for name in args.only):
-        bases, judge = (("rnnt", "rnnt, ragged"), family_aims) if args.family else (("floor", "ours"), aims)
-        measured = results[case.name] = family(case, args) if args.family else contestants(case, args, worker)
+        measured = results[case.name] = contestants(case, args, worker)
         measure.take_turns(measured, budget, args.repeat)
         moved = 3 * 4 * np.prod(case.shape) * case.valid
         title = f"{case.name}: B={case.B} T={case.T} U={case.U} V={case.V}, {case.valid:.0%} of the nodes valid"
-        measure.report(title, measured, bases, **{"GB/s": lambda c, moved=moved: f"{moved / c.median / 1e9:.1f}"})
-        checks += judge(case.name, {c.name: c for c in measured})
+        speed = {"GB/s": lambda c, moved=moved: f"{moved / c.median / 1e9:.1f}"}
+        measure.report(title, measured, ("floor", "ours"), **speed)
+        checks += aims(case.name, {c.name: c for c in measured})
     measure.report_aims(checks)
-    name = "-family" if args.family else ""
-    measure.save(args, name, checks, results, versions=worker.versions if worker else {})
+    measure.save(args, "", checks, results, versions=worker.versions if worker else {})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ subsampling by 4, and tokens of 500 BPE units. They come from shape_info.pt of c
 2,400 of that file, in its order. `sorted`: the 1,760 with the most frames, by falling T.
 """
 
-import dataclasses
 import itertools
 import sys
 from pathlib import Path
@@ -24,38 +23,23 @@ MAX_FRAMES = 10_000
 ORDERS = ("file order", "sorted")
 
 
-def logits(case, seed, kind="dense", size=0):
-    """dense: [B, T, U1, V]; wide: [B, T, U1, V + size], the durations last; heads: am [B, T, V] and lm [B, U1, V];
-    packed: [N, V], the nodes inside the lengths; band: [B, T, size, V] along the diagonal, with its first columns.
-    """
-    case = cases.CASES[case] if isinstance(case, str) else case
-    x, *batch = cases.make_inputs(case, seed=seed)
-    if kind == "wide":
-        x = cases.make_inputs(dataclasses.replace(case, V=case.V + size), seed=seed).logits
-    if kind == "heads":
-        return (x[:, :, 0], x[:, 0]), batch
-    if kind == "packed":
-        rows = [x[b, :n, : m + 1].reshape(-1, case.V) for b, (n, m) in enumerate(zip(*case.lengths))]
-        return (np.concatenate(rows),), batch
-    if kind == "band":
-        first = np.linspace(0, case.U + 1 - size, case.T).astype(np.int32)
-        columns = first[:, None] + np.arange(size)
-        band = np.take_along_axis(x, columns[None, :, :, None], 2)
-        return (band,), [np.tile(first, (case.B, 1)), *batch]
+def logits(case, seed):
+    """[B, T, U1, V]"""
+    x, *batch = cases.make_inputs(cases.CASES[case] if isinstance(case, str) else case, seed=seed)
     return (x,), batch
 
 
-def joint(case, seed, extra=0):
-    """Weight [H, V + extra], bias, encoder and predictor rows. As newly initialised: logits have unit variance."""
+def joint(case, seed):
+    """Weight [H, V], bias, encoder and predictor rows. As newly initialised: logits have unit variance."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
         return rng.standard_normal(shape, np.float32)
 
-    weight = draw(case.H, case.V + extra) * np.float32(case.H**-0.5)
+    weight = draw(case.H, case.V) * np.float32(case.H**-0.5)
     rows = draw(case.B, case.T, case.H), draw(case.B, case.U + 1, case.H)
     targets = rng.integers(0, case.V - 1, (case.B, case.U), np.int32)
-    return (weight, np.zeros(case.V + extra, np.float32), *rows), (targets, *case.lengths)
+    return (weight, np.zeros(case.V, np.float32), *rows), (targets, *case.lengths)
 
 
 def batches(order, share=1.0, shrink=1):

@@ -127,9 +127,7 @@ class Block:
         self.shared = np.full((kernel.shared + dynamic + 15) // 16 * 16, 0xFF, np.uint8)
         constants = dict(kernel.constants)
         bank = bytearray(constants[0])
-        # Sizes of the block and of the grid, and the stack: at the beginning, or on sm_100 before the parameters.
-        places = (0, 12, 0x28) if kernel.base < 0x380 else (0x360, 0x370, 0x37C)
-        for place, values in zip(places, (block, grid, [STACK]), strict=True):
+        for place, values in ((0, block), (12, grid), (0x28, [STACK])):
             struct.pack_into(f"<{len(values)}I", bank, place, *values)
         for (offset, size), value in zip(kernel.parameters, parameters, strict=True):
             assert len(value) == size

@@ -136,12 +136,6 @@ def _(x, w, m):
     w.group.barriers[x.operands[0].index] = Barrier(w.group.mask)
 
 
-@step("BMOV", allow="32 CLEAR")
-def _(x, w, m):  # on sm_75: a barrier that no lane waits for any more
-    assert x.operands[0].index == RZ
-    w.group.barriers.pop(x.operands[1].index, None)
-
-
 @step("BSYNC", allow="RECONVERGENT")
 def _(x, w, m):
     group = w.group if m == w.group.mask else w.split(w.group, m, w.group.pc)

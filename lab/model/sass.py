@@ -1,5 +1,4 @@
-"""Machine code of CUDA kernels (for sm_90; the emission for sm_75, 80, 100 too): cubins, disassembled by nvdisasm, as
-instructions with their control bits."""
+"""Machine code of CUDA kernels for sm_90: cubins, disassembled by nvdisasm, as instructions with their control bits."""
 
 import importlib.util
 import itertools
@@ -111,10 +110,6 @@ class Instruction:
         if self.name.startswith(("H", "VH")):  # an immediate of two halves is printed as two numbers
             pairs = itertools.pairwise([None, *self.operands])
             self.operands = [x for before, x in pairs if not (before and before.kind == x.kind == "imm")]
-        if "SYS" in self.modifiers and "E" in self.modifiers:  # on sm_75 addresses of 64 bits are not marked
-            for x in self.operands:
-                if x.kind == "memory":
-                    x.terms = [(r, s if r is None else ".64", c) for r, s, c in x.terms]
         self.target = None  # number of the instruction that a branch names
         self.run = None  # compiled at first use
 

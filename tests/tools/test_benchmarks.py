@@ -84,7 +84,7 @@ import dataclasses, importlib, os, shlex, sys, traceback
 sys.path.insert(0, sys.argv[1])
 from problems import cases
 
-small = {"characters": dict(B=2, T=30, U=20, V=16), "small": dict(B=2, T=30, U=20, V=16)}
+small = {"characters": dict(B=2, T=30, U=20, V=16)}
 of = lambda found, **more: tuple(dataclasses.replace(x, **small.get(x.name, {}), **more) for x in found)
 cases.LARGE, cases.JOINT = of(cases.LARGE), of(cases.JOINT, H=8)
 cases.CASES = {case.name: case for case in cases.LARGE}
@@ -108,7 +108,6 @@ def test_runs(tmp_path):
     """Contestants agree, and what is said to be written is there."""
     written = (
         "bench --only tiny",
-        "bench --family --only small",
         "joint --librispeech --batches 1 --share 0.1 --shrink 40",
         "joint --only characters",
         "decode --only 'stateless 1' --frames 8",
