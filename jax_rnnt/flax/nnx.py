@@ -231,20 +231,10 @@ class LSTMPredictor(nnx.Module):
 
     Parameters
     ----------
-    symbols : int
-        Labels that `step` takes, with the start label: V of most losses.
-    width : int
-        P.
     layers : int, default 1
         LSTM layers.
-    start : int, default -1
-        The label before the first one, in training and decoding. Negative: from the end; the attribute is 0 or more.
-    dtype : dtype, optional
-        Of rows and state. Default: `param_dtype`.
-    param_dtype : dtype, default float32
-        Of the parameters.
-    rngs : flax.nnx.Rngs
-        Makes the parameters.
+    symbols, width, start, dtype, param_dtype, rngs
+        As for `StatelessPredictor`; `dtype` is that of the state too.
 
     References
     ----------

@@ -23,10 +23,8 @@ class ConstrainedRNNTLoss(TransducerLoss):
 
     Parameters
     ----------
-    implementation, inplace, vocab_axis, frame_axis
-        As for `TransducerLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
-        As for `TransducerLoss`.
+    **options
+        Those of `TransducerLoss`.
 
     References
     ----------

@@ -32,10 +32,8 @@ class HATLoss(TransducerLoss):
     ----------
     variant : {"standard", "monotonic", "constrained"}
         The recursion: that of `RNNTLoss`, `MonotonicRNNTLoss` or `ConstrainedRNNTLoss`.
-    implementation, inplace, vocab_axis, frame_axis
-        As for `TransducerLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
-        As for `TransducerLoss`; fused_log_softmax=False: `logits` already are these log-probabilities.
+    **options
+        Those of `TransducerLoss`; fused_log_softmax=False: `logits` already are these log-probabilities.
 
     References
     ----------

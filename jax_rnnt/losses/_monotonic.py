@@ -26,10 +26,8 @@ class MonotonicRNNTLoss(TransducerLoss):
     ----------
     final_blank : bool, default False
         True: the last frame emits a blank (optimized_transducer's one_sym_per_frame; TDT with the duration 1 alone).
-    implementation, inplace, vocab_axis, frame_axis
-        As for `TransducerLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
-        As for `TransducerLoss`.
+    **options
+        Those of `TransducerLoss`.
 
     References
     ----------

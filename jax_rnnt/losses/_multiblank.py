@@ -41,10 +41,8 @@ class MultiblankRNNTLoss(TransducerLoss, _BigBlanks):
     sigma : float or scalar Array, default 0.0
         Logit under-normalisation: every arc pays sigma once, which favours paths of fewer, longer steps. The returned
         loss includes it; it has a gradient.
-    implementation, inplace, vocab_axis, frame_axis
-        As for `TransducerLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
-        As for `TransducerLoss`; `blank` is the blank of one frame.
+    **options
+        Those of `TransducerLoss`; `blank` is the blank of one frame.
 
     References
     ----------

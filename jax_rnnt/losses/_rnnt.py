@@ -13,10 +13,8 @@ class RNNTLoss(TransducerLoss):
 
     Parameters
     ----------
-    implementation, inplace, vocab_axis, frame_axis
-        As for `TransducerLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
-        As for `TransducerLoss`.
+    **options
+        Those of `TransducerLoss`.
 
     Examples
     --------
@@ -72,32 +70,11 @@ def rnnt_loss(
         T_b, the number of frames of each sequence, 0 <= T_b <= T.
     target_lengths : Array, integer [...]
         U_b, the number of labels of each sequence, 0 <= U_b <= U.
-    blank : int, default -1
-        The blank class; a negative one counts from the end.
-    clamp : float or scalar Array, default -1.0
-        Clips the gradient of each sequence's loss to [-clamp, clamp], before the incoming cotangent and the reduction
-        multiply it; <= 0: off.
-    reduction : {"mean", "none", "sum", "mean_target", "mean_volume"}
-        "mean": sum / number of sequences; "mean_target": mean of loss_b / max(U_b, 1); "mean_volume": sum of the losses
-        / max(sum of U_b, 1).
-    fused_log_softmax : bool, default True
-        False: `logits` already are log-probabilities and are used as they are.
-    fastemit_lambda : float or scalar Array, default 0.0
-        FastEmit (Yu et al. 2021): scales the gradient of label arcs by 1 + lambda. The returned loss stays the nll.
-    delay_penalty : float or scalar Array, default 0.0
-        Adds delay_penalty * ((T_b - 1) / 2 - t) to the label arcs of frame t (k2), which rewards early labels. The
-        returned loss includes it.
+    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty, implementation, inplace
+        As for `TransducerLoss`.
     label_windows : Array, integer [..., U, 2], optional
         First and last frame (inclusive) in which label u may be emitted (alignment-restricted RNN-T, Mahadeokar et al.
         2021).
-    implementation : {None, "kernel", "reference"}
-        "kernel": compiled kernels, an error where there are none; "reference": plain JAX, differentiable any number of
-        times, and in forward mode if `clamp` is off; None: kernels where there are some, else the reference, with a
-        warning that says why.
-    inplace : bool, default True
-        Lets the gradient overwrite the logits, which saves their size at the peak. XLA first copies logits that are
-        still needed: set it to False where the logits are an argument of the differentiated program and are not
-        donated.
 
     Returns
     -------

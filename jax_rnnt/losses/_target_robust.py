@@ -87,10 +87,8 @@ class TargetRobustRNNTLoss(TransducerLoss):
     skip_label : float, scalar Array or None, default 0.0
         Added to the log-weight of a skipped label, in nats, at most 0 (where it is traced, a larger one makes the loss
         NaN); None: no label may be skipped. It has a gradient.
-    implementation, inplace, vocab_axis, frame_axis
-        As for `TransducerLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
-        As for `TransducerLoss`.
+    **options
+        Those of `TransducerLoss`.
 
     References
     ----------

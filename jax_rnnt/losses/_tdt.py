@@ -47,10 +47,8 @@ class TDTLoss(TransducerLoss, _TokenDurations):
         Probability that a call takes the RNN-T loss of the token logits instead, without durations and sigma; every
         call then needs `key`. One coin decides for the whole batch. A traced omega that is no probability makes the
         loss NaN. Its gradient is 0.
-    implementation, inplace, vocab_axis, frame_axis
-        As for `TransducerLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
-        As for `TransducerLoss`; a negative blank counts from the end of the tokens: -1 is V - 1.
+    **options
+        Those of `TransducerLoss`; a negative blank counts from the end of the tokens: -1 is V - 1.
 
     References
     ----------

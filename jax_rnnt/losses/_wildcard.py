@@ -87,10 +87,8 @@ class WildcardRNNTLoss(TransducerLoss):
     skip_start, skip_end : float, scalar Array or None, default 0.0
         Log-weight of a skip at the beginning and at the end, in nats; None: no frame may be skipped there. Both have a
         gradient.
-    implementation, inplace, vocab_axis, frame_axis
-        As for `TransducerLoss`.
-    blank, clamp, reduction, fused_log_softmax, fastemit_lambda, delay_penalty
-        As for `TransducerLoss`.
+    **options
+        Those of `TransducerLoss`.
 
     References
     ----------

@@ -194,12 +194,8 @@ def draw_emissions(
     posteriors : Array, floating [T, U + 1]
         Posteriors of labels: the second result of ``loss.posteriors``, of one utterance. Further columns are padding.
     targets : Array, integer [U]
-    texts : sequence of str, optional
-        What the labels of `targets` are called; default: their numbers.
-    hop, subsampling
-        As in `timing.frames_to_seconds`. Default: the axis counts input frames.
-    ax : matplotlib.axes.Axes, optional
-        Default: the current ones of pyplot.
+    texts, hop, subsampling, ax
+        As in `draw_lattice`; by default the axis counts input frames.
 
     Returns
     -------
@@ -302,12 +298,8 @@ def draw_latencies(
     targets : Array, integer [U]
     names : tuple of two str
         What the models are called.
-    texts : sequence of str, optional
-        What the labels of `targets` are called; default: their numbers.
-    hop, subsampling
-        As in `timing.frames_to_seconds`. Default: the axis counts frames.
-    ax : matplotlib.axes.Axes, optional
-        Default: the current ones of pyplot.
+    texts, hop, subsampling, ax
+        As in `draw_lattice`.
 
     Returns
     -------
@@ -374,10 +366,8 @@ def draw_beam(
         Its row in the batch.
     texts : sequence of str, optional
         What the classes of the vocabulary are called; default: their numbers.
-    hop, subsampling
-        As in `timing.frames_to_seconds`. Default: the axis counts frames.
-    ax : matplotlib.axes.Axes, optional
-        Default: the current ones of pyplot.
+    hop, subsampling, ax
+        As in `draw_lattice`.
 
     Returns
     -------

@@ -142,10 +142,8 @@ def write_vtt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -
 
     Parameters
     ----------
-    file : path or text file
-        A path is overwritten, in UTF-8.
-    captions : sequence of Interval
-        In order, without overlap. A text may have several lines.
+    file, captions
+        As for `write_srt`.
 
     Raises
     ------

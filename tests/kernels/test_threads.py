@@ -8,9 +8,12 @@ import warnings
 
 import jax
 import numpy as np
+import pytest
 
 import batches
+import compare
 import family
+import jax_rnnt
 import platforms
 import reference_numpy as truth
 from jax_rnnt._xla import loading, primitive
@@ -83,6 +86,17 @@ def test_threads_share_a_program(kernel):
             assert np.abs(np.asarray(gradient) * 32 - gradients[order]).max() < 1e-5
 
     at_once(call)
+
+
+@pytest.mark.usefixtures("optimized")
+def test_devices_at_once(kernel, devices):
+    """Eight devices share one pool of threads; none waits for another, and all give the same bits."""
+    loss = jax_rnnt.RNNTLoss(reduction="none", implementation=kernel)
+    gradient = jax.jit(lambda *p: jax.vjp(lambda x: loss(x, *p[1:]), p[0])[1](np.ones(8, np.float32)))
+    p = batches.problem(8, 100, 60, 9, dtype="float32")
+    expected, *others = [gradient(*jax.device_put(p, device)) for device in devices]
+    for got in others:
+        compare.assert_same_bits(got, expected)
 
 
 def test_threads_warn_once():

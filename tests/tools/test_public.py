@@ -83,7 +83,10 @@ def undocumented(function):
         block = doc.split("Parameters\n----------\n")[1]
         block = re.split(r"\n[\w ]+\n-+\n", block)[0]
         names = (line.split(" : ")[0] for line in block.splitlines() if line[:1].strip())  # at the margin
-        yield from sorted(parameters ^ {name.strip(" *") for line in names for name in line.split(",")})
+        names = {name.strip(" *") for line in names for name in line.split(",")}
+        if "options" in names and inspect.isclass(function):  # "Those of `TransducerLoss`."
+            parameters = {"options"} | parameters - set(inspect.signature(jax_rnnt.TransducerLoss).parameters)
+        yield from sorted(parameters ^ names)
     if not inspect.isclass(function) and not function.__name__.startswith("write_"):
         yield from {"Returns"} - set(sections)
     yield from {"Examples"} - set(sections)
