@@ -114,13 +114,9 @@ def agree(first, others, *, loss=1e-5, gradient):
 # ---------------------------------------------------------------------------------------------------------- report
 
 
-def markdown(header, rows):
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "--:|" * (len(header) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
-
-
 def table(header, rows):
-    print(markdown(header, rows), flush=True)
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, *rows)]
+    print(lines[0], "|---|" + "--:|" * (len(header) - 1), *lines[1:], "", sep="\n", flush=True)
 
 
 def report(title, contestants, bases, **more):

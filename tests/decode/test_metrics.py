@@ -14,6 +14,11 @@ from jax_rnnt import timing
 HOP = {"hop": 0.01, "subsampling": 4}
 
 
+@pytest.fixture
+def metrics():
+    return pytest.importorskip("jax_rnnt.metrics")
+
+
 def distance(a, b):
     """By the recursion over first labels."""
     if not a or not b:
@@ -21,9 +26,8 @@ def distance(a, b):
     return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
 
 
-def test_label_errors():
+def test_label_errors(metrics):
     """All pairs of sequences over two labels, with anything in the padding."""
-    metrics = pytest.importorskip("jax_rnnt.metrics")
     sequences = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
     counts = np.array([len(x) for x in sequences])
     labels = np.array([[*x, *range(-4, 0)][:4] for x in sequences])
@@ -37,9 +41,8 @@ def test_label_errors():
     assert metrics.label_errors(*none, *none).total.shape == (0,)
 
 
-def test_empty_lists():
+def test_empty_lists(metrics):
     """NumPy makes floats of them. Without labels there is nothing to count, and everything to insert."""
-    metrics = pytest.importorskip("jax_rnnt.metrics")
     assert [int(x) for x in metrics.label_errors([], 0, [1, 2], 2)] == [0, 2, 0]
     assert [int(x) for x in metrics.label_errors([1, 2], 2, [], 0)] == [0, 0, 2]
     assert metrics.label_errors([[], []], [0, 0], [[1], [2]], [1, 0]).total.tolist() == [1, 0]
@@ -71,8 +74,7 @@ def test_empty_lists():
         ({"labels": np.ones(3, int), "counts": np.int32(2)}, r"targets must have 0 batch dimensions .*got \(2, 4\)"),
     ],
 )
-def test_bad_labels(change, message):
-    metrics = pytest.importorskip("jax_rnnt.metrics")
+def test_bad_labels(metrics, change, message):
     good = {"labels": np.ones((2, 3), int), "counts": np.array([1, 3])}
     good |= {"targets": np.ones((2, 4), int), "target_lengths": np.array([4, 0])}
     with pytest.raises((TypeError, ValueError), match=f"label_errors: {message}"):
@@ -90,9 +92,8 @@ def confidences(log_probs, words, how):
 
 @pytest.mark.parametrize("how", ["min", "mean", "product"])
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3), (0,)], ids=str)
-def test_word_confidence(how, batch):
+def test_word_confidence(metrics, how, batch):
     """Any batch dimensions; words without labels, labels without words, garbage in the padding."""
-    metrics = pytest.importorskip("jax_rnnt.metrics")
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 8, batch)
     log_probs = rng.normal(-1, 1, (*batch, 7)).astype(np.float32)  # some above 0
@@ -111,9 +112,8 @@ def test_word_confidence(how, batch):
     assert all(isinstance(x, float) and 0 <= x <= 1 for x in itertools.chain(*got))
 
 
-def test_words_of_pieces_and_of_characters():
+def test_words_of_pieces_and_of_characters(metrics):
     """A hypothesis may begin within a word; impossible labels, and unknown ones."""
-    metrics = pytest.importorskip("jax_rnnt.metrics")
     labels, probabilities = np.array([3, 1, 3, 2, 0, 0]), [0.5, 0.25, 1.0, 0.0, np.nan, np.nan]
     with np.errstate(divide="ignore"):
         log_probs = np.log(probabilities)
@@ -141,16 +141,14 @@ def test_words_of_pieces_and_of_characters():
         ({"word_of_label": np.array([[0, 1, 1], [1, 0, 0]], np.uint8)}, r"word_of_label must never decrease.*\[1, 0\]"),
     ],
 )
-def test_bad_words(change, message):
-    metrics = pytest.importorskip("jax_rnnt.metrics")
+def test_bad_words(metrics, change, message):
     good = {"labels": np.ones((2, 3), int), "label_log_probs": np.zeros((2, 3)), "counts": [3, 2]}
     with pytest.raises((TypeError, ValueError), match=f"word_confidence: {message}"):
         metrics.word_confidence(**good | {"word_of_label": np.zeros((2, 3), int)} | change)
 
 
-def test_utterance_confidence():
+def test_utterance_confidence(metrics):
     """All labels of a hypothesis; none of an empty one."""
-    metrics = pytest.importorskip("jax_rnnt.metrics")
     sure = np.array([[0.5, 1.5, 0.25], [0.5, 0.25, -7.0], [np.nan] * 3], np.float32)
     counts = np.array([3, 2, 0])
     for how, expected in {"mean": [1.75 / 3, 0.375], "min": [0.25, 0.25], "product": [0.125, 0.125]}.items():
@@ -169,9 +167,8 @@ def test_utterance_confidence():
             metrics.utterance_confidence(*bad)
 
 
-def test_correct_words():
+def test_correct_words(metrics):
     """As many as the fewest edits leave, in the right order."""
-    metrics = pytest.importorskip("jax_rnnt.metrics")
     right = lambda words, reference: metrics.correct_words(words.split(), reference.split()).tolist()
     assert right("a b c", "a x c") == [True, False, True]
     assert right("a a b", "a b") in ([True, False, True], [False, True, True])
@@ -189,9 +186,8 @@ def test_correct_words():
         metrics.correct_words(["a"], "a b")
 
 
-def test_calibration():
+def test_calibration(metrics):
     """Bin by bin in a loop; what is calibrated by construction has no error, and what is sure and wrong has all."""
-    metrics = pytest.importorskip("jax_rnnt.metrics")
     rng = np.random.default_rng(0)
     confidences = np.concatenate([rng.random(500), np.linspace(0, 1, 21)]).astype(np.float32).reshape(-1, 1)
     correct = rng.random(confidences.shape) < 0.3 + 0.5 * confidences
