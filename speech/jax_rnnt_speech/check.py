@@ -13,7 +13,7 @@ from jax_rnnt_speech.config import Config, UserError
 
 # Options of train that decide what is read, or how it is padded.
 OPTIONS = {"rate", "window", "hop", "max_seconds", "alphabet", "lower", "normalize", "audio_column", "text_column"}
-OPTIONS |= {"batch_seconds", "batch", "buckets"}
+OPTIONS |= {"speaker_column", "batch_seconds", "batch", "buckets"}
 SHOWN = 10  # texts, before and after --normalize
 RARE = 3  # characters of fewer texts are named, where there are ten times as many texts
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import unicodedata
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -282,10 +283,14 @@ def encodable(text, what):
 
 
 def located(name, manifest):
-    """The file of a name: beside the manifest, in `clips` there (Common Voice), or from the current folder."""
+    """The file of a name: beside the manifest, in `clips` there (Common Voice), or from the current folder.
+
+    A Mac may have written accents of the name by themselves, on its disk or in the list.
+    """
     name = encodable(name, "the name of the audio")
-    beside = manifest.parent / name
-    return next((x for x in (beside, manifest.parent / "clips" / name, Path(name)) if is_file(x)), beside)
+    forms = dict.fromkeys((name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))))
+    places = manifest.parent, manifest.parent / "clips", Path()
+    return next((file for x in places for form in forms if is_file(file := x / form)), manifest.parent / name)
 
 
 def is_file(path):
@@ -404,10 +409,10 @@ def folder(path, keys):
 
 
 def no_corpus(path, what):
-    """The error of a folder; it names a manifest there or one level below, which a person may have meant."""
+    """The error of a folder; it names the largest manifest there or one level below, which a person may have meant."""
     inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
-    found = [x for x in inside if suffix_of(x) in LISTS]
-    such = f"such as {found[0]}" if found else MANIFESTS
+    found = [x for x in inside if suffix_of(x) in LISTS and x.is_file()]
+    such = f"such as {max(found, key=lambda x: x.stat().st_size)}" if found else MANIFESTS
     return ListError(path, f"holds no {what}; a manifest is named itself ({such})")
 
 

@@ -10,7 +10,9 @@ from unicode_rbnf.engine import NoRuleForNumberError
 
 from jax_rnnt_speech.config import UserError
 
-NUMBER = re.compile(r"(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?")
+# Languages that write 1,234.5, where others write 1.234,5.
+POINT = {"am", "cy", "en", "fil", "ga", "he", "hi", "ja", "ko", "lo", "ms", "mt", "my", "ne", "sw", "ta", "th"}
+POINT |= {"yue", "zh"}
 
 
 def basic(language):
@@ -19,16 +21,18 @@ def basic(language):
         known = ", ".join(RbnfEngine.get_supported_languages())
         raise UserError(f"--normalize basic:{language} has no numbers in words; languages: {known}")
     engine = RbnfEngine.for_language(language)
+    group, mark = ",." if language.split("_")[0] in POINT else ".,"
+    number = re.compile(rf"(?:\d{{1,3}}(?:[{group}]\d{{3}})+(?![{group}]?\d)|\d+)(?:[{mark}]\d+)?")
 
     def spelled(match):
         try:
             # Soft hyphens mark where a long word may be broken.
-            return f" {engine.format_number(match[0].replace(',', '')).text} ".replace("\xad", "")
+            return f" {engine.format_number(match[0].replace(group, '').replace(mark, '.')).text} ".replace("\xad", "")
         except NoRuleForNumberError:  # it is too large
             return " ".join(spelled(x) for x in re.finditer(r"\d", match[0]))
 
     def normalize(text):
-        text = NUMBER.sub(spelled, text).lower().replace("\u2019", "'")
+        text = number.sub(spelled, text).lower().replace("\u2019", "'")
         text = re.sub(r"(?<!\w)'|'(?!\w)", " ", text)
         return "".join(x if x == "'" or unicodedata.category(x)[0] in "LMNZ" else " " for x in text)
 

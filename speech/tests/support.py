@@ -69,6 +69,11 @@ def arrays(path):
         return dict(file)
 
 
+def weights(workdir):
+    """Those of the last checkpoint, one array after the other."""
+    return [np.asarray(x) for x in jax.tree.leaves(asr.pretrained.read(workdir, best=False).params)]
+
+
 def run(arguments, status=0):
     """Runs the command line in this process."""
     with pytest.raises(SystemExit) as caught:

@@ -11,25 +11,6 @@ import scipy.io.wavfile
 from support import CONVOLUTIONAL, asr, configuration, write_audio
 
 
-def test_layouts_agree(corpus, tmp_path):
-    """A folder, JSON lines and TSV list the same utterances, with the frames that a loop counts."""
-    config = configuration()
-    whole = asr.corpora.Recordings(corpus, config)
-    rows = [{"audio": str(corpus / x.name), "text": x.text, "duration": None} for x in whole.utterances]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    lines = ["duration\taudio\ttext", *(f"\t{x['audio']}\t{x['text']}" for x in rows)]
-    (tmp_path / "a.tsv").write_text("\n".join(lines))
-    for path in ("a.jsonl", "a.tsv"):
-        other = asr.corpora.Recordings(tmp_path / path, config)
-        assert [x[1:3] for x in other.utterances] == [x[1:3] for x in whole.utterances] and not other.report.names
-    texts = ["A", "A", "A AB", "A AB", "B", "B", "B AB", "C", "C AB", "C AB"]
-    assert sorted(x.text for x in whole.utterances) == texts
-    for i, x in enumerate(whole.utterances):
-        samples = 2400 + 400 * int(x.name[-6])
-        starts = [n for n in range(0, samples, 80) if n + 200 <= samples]
-        assert x.frames == len(starts) and whole.load(i, None).shape == (x.frames, 6)
-
-
 def test_several_sources(corpus, tmp_path):
     """One corpus of all; what lists nothing is named where corpora are tested, and an error of a training."""
     paths = [str(corpus / "all.jsonl"), str(tmp_path / "none"), str(corpus / "held-out.jsonl")]
@@ -209,6 +190,10 @@ def test_buckets(corpus):
     data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), asr.tokens.Characters("ABC "), 4)
     buckets = asr.batches.make_buckets(data, config, 2)
     assert sorted(i for b in buckets for i in b.members) == list(range(10)) and len(buckets) == 3
+    for i, x in enumerate(data.corpus.utterances):
+        samples = 2400 + 400 * int(x.name[-6])
+        assert x.frames == len([n for n in range(0, samples, 80) if n + 200 <= samples])
+        assert data.corpus.load(i, None).shape == (x.frames, 6)
     for bucket in buckets:
         frames = [data.corpus.utterances[i].frames for i in bucket.members]
         assert max(frames) == bucket.frames and bucket.batch % 2 == 0

@@ -43,7 +43,7 @@ def test_own_lines(folder):
         {"audio": "a.wav", "text": "whole", "duration": 3.0},
         {"audio": "a.wav", "text": "one", "offset": 0, "duration": 1},
         {"audio": "b.flac", "text": "two", "start": 0.5, "end": 1.25, "channel": 1},
-        {"audio": "b.flac", "text": "three", "offset": 2, "channel_selector": [0, 1]},
+        {"audio": "b.flac", "text": "three", "offset": 2, "duration": None, "channel_selector": [0, 1]},
         {"audio": "a.wav", "channel": 0, "segments": [{"start": i, "end": i + 1, "text": "xy"[i]} for i in range(2)]},
         {"audio": "a.wav", "text": "x", "start": 1, "end": 2, "duration": 3},
         {"audio": "a.wav", "text": "x", "offset": 1, "start": 2},
@@ -83,10 +83,16 @@ def test_own_lines(folder):
 
 
 def test_nemo(folder):
+    """Parts of a file; accents of its name may be characters of their own on the disk, or in the list."""
+    for name in ("caf\u00e9.wav", "e\u0301te\u0301.wav"):
+        (folder / name).symlink_to(folder / "a.wav")
     lines = '{"audio_filepath": "a.wav", "duration": 3.0, "text": "whole"}\n'
     lines += '{"audio_filepath": "a.wav", "offset": 1.5, "duration": 0.5, "text": "part", "lang": "en"}\n'
+    others = "cafe\u0301.wav", "\u00e9t\u00e9.wav"
+    lines += "".join(f'{{"audio_filepath": "{name}", "text": "other"}}\n' for name in others)
     (folder / "nemo.json").write_text(lines)
     expected = [("a.wav", "whole", 0.0, None, None), ("a.wav from 1.5 s to 2 s", "part", 1.5, 2.0, None)]
+    expected += [(name, "other", 0.0, None, None) for name in others]
     assert listed(folder / "nemo.json") == (expected, {})
 
 
@@ -186,8 +192,9 @@ def test_tables(folder, suffix, delimiter):
         rows.writerow(["id", "clip", "said", "offset", "duration", "channel"])
         rows.writerows([i, "b.flac", text, 0.5, 1, 1] for i, text in enumerate(said))
         rows.writerow(["x", "b.flac", "short"])
+        rows.writerow(["y", "b.flac", "whole", "", "", ""])
     entries, faults = listed(path, audio_column="clip", text_column="said")
-    assert [x[1:] for x in entries] == [(text, 0.5, 1.5, 1) for text in said]
+    assert [x[1:] for x in entries] == [*((text, 0.5, 1.5, 1) for text in said), ("whole", 0.0, None, None)]
     assert faults == {"another number of columns than in the first line": [f"table.{suffix} line 7"]}
     for columns, message in (
         ({}, r"must have one of the columns audio, .* \(--audio-column names another"),
@@ -230,6 +237,7 @@ def test_folders(folder, tmp_path):
         listed(tmp_path / "empty")
     (tmp_path / "empty/part").mkdir()
     (tmp_path / "empty/part/train.tsv").write_text("clip\na.wav\n")
+    (tmp_path / "empty/part/durations.tsv").touch()
     for texts in (True, False):
         with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*part/train\.tsv\)"):
             listed(tmp_path / "empty", texts=texts)
@@ -418,6 +426,7 @@ def test_normalize(tmp_path, monkeypatch):
     written = "i don't have one thousand two hundred thirty four point five things but x rays twenty one"
     assert normalizer("basic")(said) == written
     assert normalizer("basic:de")("Es sind 21 Äpfel.") == "es sind einundzwanzig äpfel"
+    assert normalizer("basic:de")("1.021,5 um 9.30") == "eintausendeinundzwanzig komma fünf um neun dreißig"
     (tmp_path / "mine.py").write_text("def swap(text):\n    return text.swapcase()\ndef bad(text):\n    return None\n")
     assert normalizer(f"{tmp_path}/mine.py:swap")("Ab") == "aB"
     monkeypatch.chdir(tmp_path)

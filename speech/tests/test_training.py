@@ -9,42 +9,35 @@ import jax
 import numpy as np
 import pytest
 
-from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, steps_of, write_audio
+from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, steps_of, weights, write_audio
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
 def test_padding_and_the_future(chunk):
-    """Rows of an utterance are those that it has alone; with a chunk they depend on no later chunk, else they do."""
-    config = configuration(chunk=chunk, blocks=2)
-    model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
-    model.eval()
-    x = np.random.default_rng(0).normal(size=(2, 50, 6)).astype(np.float32)
-    encode = jax.jit(lambda *x: model.encode(*x))
-    rows, lengths = encode(x, np.array([50, 37]))
-    alone, _ = encode(x[1:, :37], np.array([37]))
-    assert lengths.tolist() == [13, 10]
-    np.testing.assert_allclose(rows[1, :10], alone[0], atol=1e-5)
-    later = x.copy()
-    later[0, 16:] = 0  # from the second chunk on
-    changed = np.abs(encode(later, np.array([50, 37]))[0] - rows)[0, :4].max()
-    assert changed < 1e-5 if chunk else changed > 1e-3
-
-
-def test_chunks_are_the_whole():
-    """The encoder in chunks gives the rows of whole utterances, of which one ends within a chunk."""
-    config = configuration(chunk=4, past=6, blocks=2, kernel=5)
+    """Rows of an utterance are those that it has alone; with a chunk they depend on no later chunk, and chunks one by
+    one give them, also where an utterance ends within a chunk. Else they depend on what comes later.
+    """
+    config = configuration(chunk=chunk, past=6, blocks=2, kernel=5)
     model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
     model.eval()
     x, lengths = np.random.default_rng(0).normal(size=(2, 64, 6)).astype(np.float32), np.array([64, 37])
-    whole, _ = jax.jit(lambda *x: model.encode(*x))(x, lengths)
-    step = jax.jit(lambda *x: model.encoder.step(*x))
-    state, parts = model.encoder.initial(2), []
-    for start in range(0, 64, 16):
-        rows, _, state = step(x[:, start : start + 16], np.clip(lengths - start, 0, 16), state)
-        parts.append(rows)
-    results = np.concatenate(parts, 1)
-    np.testing.assert_allclose(results[0], whole[0], atol=1e-5)
-    np.testing.assert_allclose(results[1, :10], whole[1, :10], atol=1e-5)
+    encode = jax.jit(lambda *x: model.encode(*x))
+    rows, counts = encode(x, lengths)
+    alone, _ = encode(x[1:, :37], lengths[1:])
+    assert counts.tolist() == [16, 10]
+    np.testing.assert_allclose(rows[1, :10], alone[0], atol=1e-5)
+    later = x.copy()
+    later[0, 16:] = 0  # from the second chunk on
+    changed = np.abs(encode(later, lengths)[0] - rows)[0, :4].max()
+    assert changed < 1e-5 if chunk else changed > 1e-3
+    if chunk:
+        step = jax.jit(lambda *x: model.encoder.step(*x))
+        state, parts = model.encoder.initial(2), []
+        for start in range(0, 64, 16):
+            part, _, state = step(x[:, start : start + 16], np.clip(lengths - start, 0, 16), state)
+            parts.append(part)
+        for i, count in enumerate(counts):
+            np.testing.assert_allclose(np.concatenate(parts, 1)[i, :count], rows[i, :count], atol=1e-5)
 
 
 def test_steps_that_are_not_finite(corpus):
@@ -68,13 +61,8 @@ def test_dropout_follows_the_step(corpus):
     assert loss(1) == loss(1) != loss(2)
 
 
-def weights(workdir):
-    return [np.asarray(x) for x in jax.tree.leaves(asr.pretrained.read(workdir).params)]
-
-
 def losses(workdir):
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [(x["step"], x["loss"], x["norm"]) for x in lines if "loss" in x]
+    return [(x["step"], x["loss"], x["norm"]) for x in asr.runs.metrics_of(workdir) if "loss" in x]
 
 
 def test_a_run(trained):
@@ -248,6 +236,9 @@ def test_interrupted(corpus, tmp_path, refused, monkeypatch):
         (["--hook", "nothing.py:f"], "--hook nothing.py:f is no FILE:FUNCTION of a Python file"),
         (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
         (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts: they"),
+        (["--processes", 2], "--processes and --process need --coordinator HOST:PORT"),
+        (["--coordinator", "localhost:1", "--processes", 2], "needs --processes N and --process I"),
+        (["--coordinator", "localhost:1", "--processes", 2, "--process", 2], "with I from 0 to N - 1"),
     ],
 )
 def test_options_are_checked(corpus, tmp_path, refused, command, message):
