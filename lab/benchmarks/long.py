@@ -34,58 +34,63 @@ def peak(reset=False):
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def timed(model, result, offset):
-    found = transcripts.words(model, result.labels, result.frames, result.confidences, result.durations, offset)
-    return [(x.text, x.start) for x in found]
+def heard(model, pieces, how, begins=None):
+    """[(word, second)] of pieces of samples: in windows of all of them; or of each alone, which begins there."""
+    found, whole = [], [("", iter(pieces))]
+    for x, begin in zip(recognise.transcribe(model, whole if begins is None else enumerate(pieces), how), begins or [0]):
+        words = transcripts.words(model, x.labels, x.frames, x.confidences, x.durations, float(begin))
+        found += [(word.text, word.start) for word in words]
+    return found
 
 
-def heard(model, pieces, how, joined):
-    """[(word, second)] of pieces of samples: of each alone, or in windows of all of them."""
-    if joined:
-        (result,) = recognise.transcribe(model, [("", iter(pieces))], how)
-        return timed(model, result, 0.0)
-    results = recognise.transcribe(model, enumerate(pieces), how)
-    begins = np.cumsum([0, *map(len, pieces)]) / model.extractor.rate
-    return [x for result, begin in zip(results, begins) for x in timed(model, result, float(begin))]
+def blocks(pieces, size):
+    """The samples of pieces in blocks of a size."""
+    held = np.zeros(0, np.float32)
+    for piece in pieces:
+        held = np.concatenate([held, piece])
+        while len(held) > size:
+            yield held[:size]
+            held = held[size:]
+    yield held
 
 
-def joined(args):
+def compared(args):
     model, how = pretrained.open_model(args.model, "cpu"), recogniser.Search(beam=args.beam)
     kind, _, folder = args.data.partition(":")
     digits = kind == "spoken-digits" and folder
     corpus = corpora.open_corpus(args.data, model.config, "valid") if digits else \
         corpora.Recordings(args.data, model.config, testing=True)  # fmt: skip
-    pieces, texts, rate = [], [], model.config.rate
-    for i, x in enumerate(corpus.utterances):
-        if sum(map(len, pieces)) < args.minutes * 60 * rate:
-            pieces.append(corpus.samples(i, np.random.default_rng(i)).astype(np.float32))
-            texts.append(x.text)
+    rate, begins = model.config.rate, [0]
+    samples = lambda i: corpus.samples(i, np.random.default_rng(i)).astype(np.float32)
+    while begins[-1] < args.minutes * 60 * rate and len(begins) <= len(corpus.utterances):
+        begins.append(begins[-1] + len(samples(len(begins) - 1)))
+    count, total, begins = len(begins) - 1, begins[-1], [x / rate for x in begins[:-1]]
+    pieces = lambda: map(samples, range(count))  # none is held
     spelled = str.split if transcripts.mark_of(model.tokens) else lambda x: list("".join(x.split()))
-    reference, total = spelled(" ".join(texts)), sum(map(len, pieces))
-    grid = np.split(np.concatenate(pieces), range(30 * rate, total, 30 * rate))
-    ways = {"utterances alone": (pieces, False), "cuts at pauses": (pieces, True), "grid of 30 s": (grid, False)}
+    reference = spelled(" ".join(x.text for x in corpus.utterances[:count]))
+    grid = int(min(30, model.longest))
+    ways = {
+        "utterances alone": (pieces, begins),
+        f"grid of {grid} s": (lambda: blocks(pieces(), grid * rate), range(0, -(-total // rate), grid)),
+        "cuts at pauses": (pieces, None),
+    }
     if model.longest == float("inf") and not model.chunk:
-        ways["one window"] = pieces, True
-    print(f"{len(pieces)} utterances, {total / rate / 60:.1f} minutes, {len(reference)} words")
-    print("| | WER, % | words late by > 80 ms, % | median, ms | peak, MB | s |\n|---|--:|--:|--:|--:|--:|")
+        ways["one window"] = pieces, None
+    print(f"{count} utterances, {total / rate / 60:.1f} minutes, {len(reference)} words")
+    print("| | WER, % | words late by > 80 ms, % | median, ms | peak, MB | CPU s |\n|---|--:|--:|--:|--:|--:|")
     first = None
-    for name, (some, whole) in ways.items():
-        windows.WINDOW = 1e9 if name == "one window" else 30.0
-        heard(model, some, how, whole)  # compiles
+    for name, (some, begins) in ways.items():
+        windows.WINDOW = 1e9 if name == "one window" else windows.WINDOW
         peak(reset=True)
-        started = time.perf_counter()
-        found = heard(model, some, how, whole)
-        seconds = time.perf_counter() - started
-        first = first or found
-        matches = difflib.SequenceMatcher(
-            None, [x for x, _ in first], [x for x, _ in found], False
-        ).get_matching_blocks()
+        started = time.process_time()
+        found = heard(model, some(), how, begins)
+        seconds, first = time.process_time() - started, first or found
+        pair = ([x for x, _ in y] for y in (first, found))
+        matches = difflib.SequenceMatcher(None, *pair, False).get_matching_blocks()
         apart = [abs(first[m.a + i][1] - found[m.b + i][1]) for m in matches for i in range(m.size)] or [0.0]
-        rate_of_errors = errors.counted(reference, spelled(" ".join(x for x, _ in found))).rate
+        wrong = errors.counted(reference, spelled(" ".join(x for x, _ in found))).rate
         late, middle = 100 * np.mean(np.array(apart) > 0.08), 1000 * np.median(apart)
-        print(
-            f"| {name} | {rate_of_errors:.2f} | {late:.2f} | {middle:.0f} | {peak():.0f} | {seconds:.1f} |", flush=True
-        )
+        print(f"| {name} | {wrong:.2f} | {late:.2f} | {middle:.0f} | {peak():.0f} | {seconds:.1f} |", flush=True)
     return 0
 
 
@@ -95,7 +100,7 @@ def main(argv=None):
     parser.add_argument("--model", required=True)
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--beam", type=int, default=0)
-    return joined(parser.parse_args(argv))
+    return compared(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -122,15 +122,21 @@ def test_words_of_streams():
 @pytest.fixture(scope="module")
 def whole():
     """A model that sees whole utterances; its rows see 0.3 s on both sides, less than a margin."""
-    return random_recogniser(loss="rnnt", encoder="convolutional", chunk=0)
+    return random_recogniser(loss="rnnt", encoder="convolutional", chunk=0, ctc=0.3)
 
 
-@pytest.mark.parametrize("beam", [0, 3])
-def test_long_recordings(whole, beam, monkeypatch):
-    """Windows find what the whole finds, labels, frames and all hypotheses, where margins hold all that a row sees."""
+@pytest.mark.parametrize("options", [{}, {"beam": 3}, {"ctc": True}], ids=str)
+def test_long_recordings(whole, options, monkeypatch):
+    """Windows find what the whole finds, labels, frames and all hypotheses, where margins hold all that a row sees.
+
+    What looks for pauses is the same head: without a state to go on from, that of CTC finds its labels in their frames.
+    """
+    cut, looked = asr.windows.Recording.cut, []
+    spy = lambda x, rows, frames, *more: looked.append((x, x.row, rows, frames)) or cut(x, rows, frames, *more)
+    monkeypatch.setattr(asr.windows.Recording, "cut", spy)
     monkeypatch.setattr(asr.windows, "MARGIN", 0.4)
     monkeypatch.setattr(asr.recogniser, "OPEN", 1000)  # random weights leave more open than speech does
-    how, sound = asr.recogniser.Search(beam=beam), random_sound(120_000)
+    how, sound = asr.recogniser.Search(**options), random_sound(120_000)
     sound[40_000:48_000] = 0
     many = [sound[:30_000], sound, asr.config.UserError("bad"), sound[:3000], sound[:0], sound[20_000:90_000]]
     many += [sound[5_000:60_000], sound[3_000:]]
@@ -142,10 +148,14 @@ def test_long_recordings(whole, beam, monkeypatch):
         found.append(list(asr.recognise.transcribe(whole, enumerate(some), how)))
     for a, b, x in zip(*found, many, strict=True):
         assert (a.name, a.text, a.labels, a.frames, a.error) == (b.name, b.text, b.labels, b.frames, b.error)
-        assert [text for text, _ in a.nbest] == [text for text, _ in b.nbest] and len(a.nbest) in (0, beam)
+        assert [text for text, _ in a.nbest] == [text for text, _ in b.nbest] and len(a.nbest) in (0, how.beam)
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-3)
         assert a.error or a.duration == b.duration == len(x) / 8000
-    assert len(found[0][1].labels) > 200
+    assert len(found[0][1].labels) > (50 if how.ctc else 200)
+    for x, row, rows, frames in looked if how.ctc else ():
+        inside = lambda frames, n=rows - x.margin: [i for i in frames if 0 < i < n]
+        assert inside(frames) == inside(np.array(x.found.frames) - row)
+    assert len(looked) > 20
 
 
 def test_cuts(whole):
