@@ -6,9 +6,8 @@ A float32 lse near 1e4 is rounded by 5e-4, and exp(x - lse) is off by as much. S
     lse         where the anchor is less than exp(-45) of the largest logit
 
 The range of a number tells the code: scaled sums lie between 0 and any positive lse, an lse closer to 0 counts as the
-largest negative one, and 0 is a row of -inf alone. The anchor is the first blank (HAT, whose blank is not in the
-softmax: class 0, or 1 if that is the
-blank).
+largest negative one, and 0 is a row of -inf alone. The anchor is the first blank; for HAT, whose blank is not in the
+softmax, class 0, or 1 if 0 is the blank.
 """
 
 import typing

@@ -83,13 +83,13 @@ def _heads(logits, label, num_frames, blanks, durations, bernoulli):
     inside = inside_rows(logits, label, num_frames)
     x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
     tokens = x.shape[-1] - durations
-    lengths = [_pick(tokens + i, x) for i in range(durations)]
+    of_durations = [_pick(tokens + i, x) for i in range(durations)]
     if durations:
         classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
         x = jnp.where(classes < tokens, x, -jnp.inf)
     if not bernoulli:
-        return inside, x, lengths, None
-    return inside, jnp.where(one_hot(blanks[0], x), -jnp.inf, x), lengths, _pick(blanks[0], x)
+        return inside, x, of_durations, None
+    return inside, jnp.where(one_hot(blanks[0], x), -jnp.inf, x), of_durations, _pick(blanks[0], x)
 
 
 def softmax_emission(
@@ -125,9 +125,9 @@ def softmax_emission(
         log_blank for each blank class, log_label, log-probability of each duration, norm. Outside the sequence -inf,
         and 0 for norm. NaN where the row holds a NaN or +inf. norm has no derivative: it is a cache of the logits.
     """
-    inside, x, lengths, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
+    inside, x, of_durations, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     row = row_sum(x) if normalize else None
-    duration_row = row_sum(jnp.stack(lengths), 0) if normalize and durations else None
+    duration_row = row_sum(jnp.stack(of_durations), 0) if normalize and durations else None
     bad_row = functools.reduce(
         jnp.logical_or, (r.bad for r in (row, duration_row) if r is not None), jnp.asarray(False)
     )
@@ -151,10 +151,10 @@ def softmax_emission(
         log_blanks = [log_probability(blank) for blank in blanks]
     log_label = jnp.where(label == NO_LABEL, -jnp.inf, plane(log_label))
     if duration_row is not None:
-        lengths = map(duration_row.log_probability, lengths)
+        of_durations = map(duration_row.log_probability, of_durations)
     norm = jnp.zeros_like(log_label) if row is None else encoded_norm(row, _pick(_anchor(blanks, bernoulli), x))
     norm = jax.lax.stop_gradient(jnp.where(inside, norm, 0))
-    return (*map(plane, log_blanks), log_label, *map(plane, lengths), norm)
+    return (*map(plane, log_blanks), log_label, *map(plane, of_durations), norm)
 
 
 def backward_reference(
@@ -162,7 +162,7 @@ def backward_reference(
 ):
     """Gradient of the logits, as in the head of this file; `clamp` clips it before `scale` multiplies it."""
     ct_blanks, ct_label = cotangents[: len(blanks)], cotangents[len(blanks)]
-    inside, x, lengths, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
+    inside, x, of_durations, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     used = inside & functools.reduce(jnp.logical_or, (ct != 0 for ct in cotangents))
     # Picked as in the forward pass, so that XLA does it once: picking from used rows would read the logits once more.
     anchor = _pick(_anchor(blanks, bernoulli), x) if normalize else norm
@@ -180,14 +180,14 @@ def backward_reference(
         gradient = gradient - softmax * sum(ct_blanks, ct_label)[..., None]
     if bernoulli:
         gradient = jnp.where(one_hot(blanks[0], x), grad_blank[..., None], gradient)
-    grad_lengths = list(cotangents[len(blanks) + 1 :])
+    grad_durations = list(cotangents[len(blanks) + 1 :])
     if durations and normalize:
-        lengths = jnp.where(used[None], jnp.stack(lengths), 0)
-        row, total = row_sum(lengths, 0), sum(grad_lengths)
-        softmax = jnp.exp(lengths - row.peak[None]) / jnp.where(row.dead, 1, row.total)[None]
-        grad_lengths = [ct - probability * total for ct, probability in zip(grad_lengths, softmax)]
-    for i, grad_length in enumerate(grad_lengths):
-        gradient = jnp.where(one_hot(x.shape[-1] - durations + i, x), grad_length[..., None], gradient)
+        of_durations = jnp.where(used[None], jnp.stack(of_durations), 0)
+        row, total = row_sum(of_durations, 0), sum(grad_durations)
+        softmax = jnp.exp(of_durations - row.peak[None]) / jnp.where(row.dead, 1, row.total)[None]
+        grad_durations = [ct - probability * total for ct, probability in zip(grad_durations, softmax)]
+    for i, grad_duration in enumerate(grad_durations):
+        gradient = jnp.where(one_hot(x.shape[-1] - durations + i, x), grad_duration[..., None], gradient)
     gradient = clip_and_scale(gradient, scale, clamp)
     return [jnp.where(used[..., None], gradient, 0).astype(logits.dtype)]
 
@@ -275,7 +275,8 @@ class Softmax(Rows[jax.Array, jax.Array]):
     num_durations : int, default 0
         D: the last D logits of a row are a second softmax.
     bernoulli : bool, default False
-        The only blank is no part of the softmax; its logit belongs to a Bernoulli variable.
+        The only blank is no part of the softmax; its logit belongs to a Bernoulli variable. Not with
+        ``normalize=False``: log-probabilities of one row have no second head.
     """
 
     blanks: tuple[int, ...]
@@ -304,6 +305,8 @@ class Softmax(Rows[jax.Array, jax.Array]):
         if self.num_durations < 0 or (self.bernoulli and (len(self.blanks) > 1 or self.num_durations)):
             expected = "one blank and no durations with bernoulli, and num_durations of 0 or more"
             raise ValueError(f"Softmax: there must be {expected}, got {self}.")
+        if self.bernoulli and not self.normalize:
+            raise ValueError("Softmax: normalize must be True with bernoulli, which reads a logit, got False.")
 
     def resolved(self, function: str, classes: int) -> "Softmax":
         """The same for rows of `classes` logits, with blanks in [0, V)."""

@@ -239,14 +239,14 @@ class AdditiveLogits(Layout):
         sequences = targets, logit_lengths, target_lengths
         return _checks.sequences(function, *sequences, *shape, "lm", "am", self.frames)
 
-    def emission(self, function, loss, head, *sequences):
+    def emission(self, function, loss, softmax, *sequences):
         name = type(loss).__name__
-        if head.num_durations or head.bernoulli or not head.normalize:
+        if softmax.num_durations or softmax.bernoulli or not softmax.normalize:
             reason = (
                 "durations are a second softmax"
-                if head.num_durations
+                if softmax.num_durations
                 else "the blank is no part of the softmax"
-                if head.bernoulli
+                if softmax.bernoulli
                 else "fused_log_softmax=False leaves nothing to normalise"
             )
             expected = "an array, JointLogits, PackedLogits or BandLogits"
@@ -264,6 +264,6 @@ class AdditiveLogits(Layout):
         unigram = None if lm_only is None and am_only is None else self.unigram
         if unigram is not None:
             unigram = jnp.broadcast_to(unigram, (*self.am.shape[:-2], self.classes))
-        arithmetic = Additive(head.blanks, head.slots, normalized=lm_only is None and am_only is None)
+        arithmetic = Additive(softmax.blanks, softmax.slots, normalized=lm_only is None and am_only is None)
         scores = Scores(self.am, lm, lm_only, am_only, unigram)
         return Emission(arithmetic, self.frames, self.classes), scores

@@ -106,10 +106,10 @@ class BandLogits(Layout):
         labels = np.shape(targets)[-1] if np.ndim(targets) else 0
         return _checks.sequences(function, targets, logit_lengths, target_lengths, self.shape[:-3], labels)
 
-    def emission(self, function, loss, head, targets, *lengths):
+    def emission(self, function, loss, softmax, targets, *lengths):
         unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "S"})
         placement = Band(targets.shape[-1] + 1, self.shape[-2])
-        return Emission(head, self.frames, head.tokens(self.classes), placement), (self.logits, self.first)
+        return Emission(softmax, self.frames, softmax.tokens(self.classes), placement), (self.logits, self.first)
 
     @property
     def integers(self):

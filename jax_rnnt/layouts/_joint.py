@@ -202,12 +202,12 @@ class JointLogits(Layout):
         values = joint, encoder, P(*axes_of(self.predictor_out)), self.chunk, parameters
         return _pytree.make(JointLogits, _FIELDS, values)
 
-    def emission(self, function, loss, head, *sequences):
+    def emission(self, function, loss, softmax, *sequences):
         if loss.implementation == "reference":
-            logits = _materialized(function, self, head, *sequences)
-            return Emission(head, self.frames, head.tokens(self.classes)), logits
-        rows, logits = tiled(function, self, head)
-        return Emission(rows, self.frames, head.tokens(self.classes)), logits
+            logits = _materialized(function, self, softmax, *sequences)
+            return Emission(softmax, self.frames, softmax.tokens(self.classes)), logits
+        rows, logits = tiled(function, self, softmax)
+        return Emission(rows, self.frames, softmax.tokens(self.classes)), logits
 
 
 def _linear(function, joint, widths):
@@ -230,7 +230,7 @@ def _linear(function, joint, widths):
     return LinearJoint(weight, bias, activation)
 
 
-def _materialized(function, logits: JointLogits, head, targets, num_frames, num_labels):
+def _materialized(function, logits: JointLogits, softmax, targets, num_frames, num_labels):
     """The logits as an array, for the reference. The joint gets zeros for rows that no sequence reads.
 
     These are rows outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
@@ -239,7 +239,7 @@ def _materialized(function, logits: JointLogits, head, targets, num_frames, num_
     """
     if logits.parameters is not None:
         split(function, logits, 1)  # which raises where the joint closes over arrays
-    tokens = head.tokens(logits.classes)
+    tokens = softmax.tokens(logits.classes)
     empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, logits.frames, tokens)
     rows = []
     for x, last in ((logits.encoder_out, num_frames), (logits.predictor_out, num_labels + 1)):

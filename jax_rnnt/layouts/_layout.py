@@ -53,8 +53,8 @@ class Layout:
         """targets [..., U] and both lengths [...], checked against the logits."""
         raise NotImplementedError
 
-    def emission(self, function: str, loss, head, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
-        """(emission, its logits); `head` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
+    def emission(self, function: str, loss, softmax, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
+        """(emission, its logits); `softmax` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
         raise NotImplementedError
 
     # What a loss with `vocab_axis` or `frame_axis` asks.
@@ -122,6 +122,6 @@ class ArrayLogits(Layout):
     def specs(self, function, batch, frame_axis, vocab_axis):
         return ArrayLogits(P(*batch, frame_axis, None, vocab_axis))
 
-    def emission(self, function, loss, head, *sequences):
+    def emission(self, function, loss, softmax, *sequences):
         unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "U + 1"})
-        return Emission(head, self.frames, head.tokens(self.classes)), self.logits
+        return Emission(softmax, self.frames, softmax.tokens(self.classes)), self.logits

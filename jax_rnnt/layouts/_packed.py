@@ -159,9 +159,9 @@ class PackedLogits(Layout):
         batch, labels = np.shape(targets)
         return _checks.sequences(function, targets, logit_lengths, target_lengths, (batch,), labels)
 
-    def emission(self, function, loss, head, targets, logit_lengths, target_lengths):
+    def emission(self, function, loss, softmax, targets, logit_lengths, target_lengths):
         frames = self.frames_for(logit_lengths)
-        return Emission(head, frames, head.tokens(self.classes), Packed(frames)), self.rows
+        return Emission(softmax, frames, softmax.tokens(self.classes), Packed(frames)), self.rows
 
     def frames_for(self, logit_lengths) -> int:
         """A bound of the frames of sequences of these lengths."""

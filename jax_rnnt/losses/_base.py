@@ -466,8 +466,8 @@ class TransducerLoss:
         name = f"{type(self).__name__}.validate"
         layout = _layout.of(name, logits)
         loss = _pytree.replace(self._without_options(), clamp=_call.switched_off(self).clamp, implementation=None)
-        head = _call.resolved_emission(name, loss, layout.classes * parts(loss)[1])
-        _validation.validate(name, loss, layout, head, targets, logit_lengths, target_lengths)
+        softmax = _call.resolved_emission(name, loss, layout.classes * parts(loss)[1])
+        _validation.validate(name, loss, layout, softmax, targets, logit_lengths, target_lengths)
 
 
 _pytree.register(TransducerLoss)

@@ -45,12 +45,12 @@ class Call:
             windows = _checks.integers(self.function, "label_windows", windows, shape, "[..., U, 2]")
         return Call(self.loss, layout, targets, logit_lengths, target_lengths, windows, self.method, self.function)
 
-    def head(self, classes: int) -> Softmax:
+    def softmax(self, classes: int) -> Softmax:
         """The emission of the loss, for rows of `classes` logits."""
         return resolved_emission(self.function, self.loss, classes)
 
     def result(self, emission, logits):
-        return self.method.function(self.loss, emission, logits, *self.sequences, self.label_windows)
+        return self.method.compute(self.loss, emission, logits, *self.sequences, self.label_windows)
 
     def reduced(self, losses):
         """The result, from that of the same call with reduction "none"."""
@@ -72,8 +72,8 @@ def run(call: Call) -> Any:
     if call.loss.vocab_axis is not None or call.loss.frame_axis is not None:
         return _over_mesh.run(call)
     call = call.checked()
-    head = call.head(call.layout.classes)
-    return call.result(*call.layout.emission(call.function, call.loss, head, *call.sequences))
+    softmax = call.softmax(call.layout.classes)
+    return call.result(*call.layout.emission(call.function, call.loss, softmax, *call.sequences))
 
 
 def resolved_emission(function: str, loss, classes: int) -> Softmax:

@@ -320,10 +320,10 @@ def arc_log_probs(loss, emission, *problem):
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What a method of a loss computes: ``function(loss, emission, logits, targets, both lengths, windows)``."""
+    """A method of a loss: ``compute(loss, emission, logits, targets, both lengths, windows)`` makes its results."""
 
     name: str  # of `TransducerLoss`
-    function: Callable[..., Any]
+    compute: Callable[..., Any]
     per_node: bool = False  # whether results are planes [..., T, U1]
     reduces: bool = False  # whether `loss.reduction` acts on it
 

@@ -18,11 +18,11 @@ from jax_rnnt.losses._adjustments import adjust
 from jax_rnnt.sharding._device import parts
 
 
-def validate(function: str, loss, layout, head, targets, logit_lengths, target_lengths) -> None:
+def validate(function: str, loss, layout, softmax, targets, logit_lengths, target_lengths) -> None:
     """Raises for the first length or label with which `loss` is NaN or +inf, or takes a label for a blank.
 
-    `layout` is checked, and `head` is the loss's own resolved emission. `loss` has no option on, which act in training
-    alone. Lengths and targets are as the user gave them.
+    `layout` is checked, and `softmax` is the resolved emission of the loss. All options of `loss` that act in training
+    alone are off. Lengths and targets are as the user gave them.
     """
     sequences = targets, logit_lengths, target_lengths
     names = "targets", "logit_lengths", "target_lengths", *("first" for _ in layout.integers)
@@ -39,21 +39,21 @@ def validate(function: str, loss, layout, head, targets, logit_lengths, target_l
 
     with now():
         targets, num_frames, num_labels = layout.sequences(function, *sequences)
-    layout.emission(function, loss, head, targets, num_frames, num_labels)  # raises where the two do not fit
+    layout.emission(function, loss, softmax, targets, num_frames, num_labels)  # raises where the two do not fit
     check = functools.partial(_check, function)
     in_frames, in_classes = parts(loss)
     frames, labels = layout.frames * in_frames, targets.shape[-1]
-    classes = head.tokens(layout.classes * in_classes)
+    classes = softmax.tokens(layout.classes * in_classes)
     with now():
         check("logit_lengths", num_frames, (num_frames >= 0) & (num_frames <= frames), f"lie in [0, {frames}]")
         check("target_lengths", num_labels, (num_labels >= 0) & (num_labels <= labels), f"lie in [0, {labels}]")
         unused = ~inside_targets(targets, num_labels)
         tokens = f"lie in [0, {classes})" + (
-            f", before the {head.num_durations} durations" if head.num_durations else ""
+            f", before the {softmax.num_durations} durations" if softmax.num_durations else ""
         )
         check("targets", targets, unused | ((targets >= 0) & (targets < classes)), tokens)
-        is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in head.blanks))
-        blanks = ", ".join(map(str, head.blanks))
+        is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in softmax.blanks))
+        blanks = ", ".join(map(str, softmax.blanks))
         check("targets", targets, unused | ~is_blank, f"not be a blank class ({blanks})")
         check("logit_lengths", num_frames, layout.fits(num_frames, num_labels), "leave a row of logits for every node")
         if known:

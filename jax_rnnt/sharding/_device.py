@@ -25,16 +25,16 @@ def emission_of_device(call):
     targets, logit_lengths, target_lengths = call.sequences
     _check(call)
     frames, vocabulary = parts(loss)
-    full = call.head(layout.classes * vocabulary)
-    head, own_lengths, exchange = full, logit_lengths, Exchange()
+    full = call.softmax(layout.classes * vocabulary)
+    softmax, own_lengths, exchange = full, logit_lengths, Exchange()
     if loss.frame_axis is not None:
         own_lengths = own_frames(logit_lengths, layout.frames, loss.frame_axis)
     if loss.vocab_axis is not None:
-        head = SplitVocabulary.own_head(function, full, vocabulary, layout.classes * vocabulary)
-    emission, logits = layout.emission(function, loss, head, targets, own_lengths, target_lengths)
+        softmax = SplitVocabulary.own_softmax(function, full, vocabulary, layout.classes * vocabulary)
+    emission, logits = layout.emission(function, loss, softmax, targets, own_lengths, target_lengths)
     rows = emission.rows
     if loss.vocab_axis is not None:
-        rows = SplitVocabulary(rows, head, full, loss.vocab_axis, vocabulary, layout.classes)
+        rows = SplitVocabulary(rows, softmax, full, loss.vocab_axis, vocabulary, layout.classes)
         exchange = VocabularyExchange(loss.vocab_axis)
     if loss.frame_axis is not None:
         exchange = FrameExchange(loss.frame_axis, jnp.shape(logit_lengths), emission.frames, exchange)

@@ -90,24 +90,24 @@ class OwnClasses(Softmax):
 class SplitVocabulary(Rows[Any, Any]):
     """A `Softmax` over all logits of a row, from those of this device. Runs where `axis` is a manual mesh axis.
 
-    `inner` reads the rows as `head`, or makes them for it. `full` reads rows of all logits, of which a device has
+    `inner` reads the rows as `softmax`, or makes them for it. `full` reads rows of all logits, of which a device has
     `columns`.
     """
 
     inner: Rows
-    head: OwnClasses
+    softmax: OwnClasses
     full: Softmax
     axis: str
     size: int
     columns: int
 
     @classmethod
-    def own_head(cls, function: str, full: Softmax, size: int, logits: int) -> OwnClasses:
+    def own_softmax(cls, function: str, full: Softmax, size: int, logits: int) -> OwnClasses:
         """The emission of the rows of one device of `size`; `full` is for rows of `logits`."""
         beside, width = full.num_durations + full.bernoulli, logits // size
         if width <= beside:
-            head = f"the {beside} durations" if full.num_durations else "the blank of HATLoss"
-            expected = f"each device must hold more logits of a row than {head}"
+            others = f"the {beside} durations" if full.num_durations else "the blank of HATLoss"
+            expected = f"each device must hold more logits of a row than {others}"
             raise ValueError(f"{function}: vocab_axis: {expected}, got {logits} logits on {size} devices.")
         if full.bernoulli and full.blanks[0] != logits - 1:
             expected = f"the blank of HATLoss must be the last class, -1 or {logits - 1}"
@@ -127,7 +127,7 @@ class SplitVocabulary(Rows[Any, Any]):
     @property
     def _beside(self):
         """The columns that the kernel leaves out."""
-        return range(self.columns - self.head.num_durations, self.columns)
+        return range(self.columns - self.softmax.num_durations, self.columns)
 
     def _is_last(self):
         return jax.lax.axis_index(self.axis) == self.size - 1
@@ -202,7 +202,7 @@ class SplitVocabulary(Rows[Any, Any]):
         inside, column = self._inside(nodes, norm.shape[-2]), self._column(all_labels)
         beside = {i: jnp.where(inside, x, -jnp.inf) for i, x in zip(self._beside, beside)}
         beside = {i: jnp.where(jnp.isposinf(x), jnp.nan, x) for i, x in beside.items()}
-        first = planes[self.head.slots[0]]
+        first = planes[self.softmax.slots[0]]
         if self.full.normalize:
             anchored, dead = is_anchored(norm), norm == 0
             reference = jnp.where(dead, -jnp.inf, jnp.where(anchored, anchor, norm))
@@ -253,7 +253,7 @@ class SplitVocabulary(Rows[Any, Any]):
         blanks = {blank: cotangents[slot] for slot, blank in self._blanks.items()}
         total, column = sum(blanks.values(), label), self._column(all_labels)
         durations = [cotangents[f"duration+{i}"] for i in range(self.full.num_durations)]
-        local: dict[str, Any] = dict.fromkeys(self.head.slots, 0)
+        local: dict[str, Any] = dict.fromkeys(self.softmax.slots, 0)
         for i, place in enumerate(self._beside):
             gradient = jnp.where(column == place, label, 0)
             for blank_class, ct in blanks.items():

@@ -47,7 +47,7 @@ def expected(x, label, inside, blanks, normalize, cotangents, scale, clamp, *, d
         here = inside[b, t]
         rows, ct = x[b, t, here].astype(np.float64), cotangents[:, b, t, here]
         split = rows.shape[-1] - durations
-        emission = truth.hat_emission if bernoulli else softmax
+        emission = family.HAT.truth["emission"] if bernoulli else softmax
         arcs, pullback = emission(rows[None, :, :split], label[b, t, here], blank=blanks[0])
         lengths = truth.log_softmax(rows[:, split:]) if normalize and durations else rows[:, split:]
         outputs[:, b, t, here] = np.concatenate([[arcs[slot][0] for slot in slots], lengths.T])

@@ -23,17 +23,11 @@ import numpy as np
 
 from reference_emissions import NEG as NEG
 from reference_emissions import as_float as as_float
-from reference_emissions import constrained_emission as constrained_emission
-from reference_emissions import duration_emission as duration_emission
 from reference_emissions import fractions_of as fractions_of
-from reference_emissions import hat_emission as hat_emission
 from reference_emissions import is_exact as is_exact
 from reference_emissions import log_softmax as log_softmax
-from reference_emissions import multi_blank_emission as multi_blank_emission
 from reference_emissions import nearest as nearest
 from reference_emissions import softmax_emission as softmax_emission
-from reference_emissions import target_robust_emission as target_robust_emission
-from reference_emissions import wildcard_emission as wildcard_emission
 
 
 @dataclasses.dataclass(frozen=True)
