@@ -81,13 +81,4 @@ JOINT = (
     Case("V = 131072", B=1, T=50, U=10, V=131072, H=320),
 )
 
-# Losses on a GPU. The first case stands for LibriSpeech.
-GPU_LARGE = (
-    Case("librispeech", B=30, T=400, U=80, V=500),
-    Case("bpe1024", B=16, T=300, U=60, V=1024),
-    Case("words", B=8, T=250, U=50, V=4096),
-    Case("long", B=32, T=1500, U=300, V=129),
-    Case("lattice_bound", B=64, T=1000, U=200, V=32),
-)
-
 CASES = {case.name: case for case in LARGE}
