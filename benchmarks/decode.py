@@ -157,10 +157,6 @@ def host_loop(joint, predictor, encoder, lengths, max_labels):
     return run
 
 
-def label_lists(labels, counts, *_):
-    return [row[:n].tolist() for row, n in zip(np.asarray(labels), np.asarray(counts))]
-
-
 def decoders(joint, predictor, loss, max_labels):
     """{name: program of (encoder_out, lengths)} of ours: labels, counts and scores."""
     options = dict(max_labels=max_labels, max_symbols=MAX_SYMBOLS)
@@ -188,7 +184,8 @@ def contestants(joint, predictor, encoder, lengths, loss, max_labels):
     measured, results = [], {}
     for name, program in programs.items():
         compiled = jax.jit(program).lower(encoder, lengths).compile()
-        results[name] = label_lists(*compiled(encoder, lengths))
+        labels, counts = map(np.asarray, compiled(encoder, lengths)[:2])
+        results[name] = [row[:n].tolist() for row, n in zip(labels, counts)]
         measured.append(measure.calls(name, compiled, encoder, lengths))
     loop = host_loop(joint, predictor, encoder, lengths, max_labels)
     results["host loop"] = loop(encoder, lengths)

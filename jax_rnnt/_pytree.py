@@ -20,10 +20,6 @@ def option(default: float, *, negative: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"off": lambda x: x == 0 or (negative and x < 0)})
 
 
-def _is_static(field) -> bool:
-    return field.metadata.get("static", False)
-
-
 def make(cls, names, values):
     """A value with these fields, without checks."""
     instance = object.__new__(cls)
@@ -34,7 +30,8 @@ def make(cls, names, values):
 
 def register(cls):
     """Registers a dataclass; keys of leaves are the names of fields."""
-    names = [[f.name for f in dataclasses.fields(cls) if _is_static(f) == kept] for kept in (False, True)]
+    fields = dataclasses.fields(cls)
+    names = [[f.name for f in fields if f.metadata.get("static", False) == kept] for kept in (False, True)]
 
     def flatten_with_keys(x):
         leaves = [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names[0]]

@@ -119,10 +119,6 @@ def _row_major(x):
     return layout.with_layout_constraint(x, make(tuple(range(x.ndim))))
 
 
-def _encoded(attributes):
-    return {k: np.array(v, np.int64) if isinstance(v, tuple) else np.int64(v) for k, v in attributes.items()}
-
-
 class Kernel:
     """Calls the kernel `target`, or `reference` where the platform has no kernel for the problem.
 
@@ -271,7 +267,8 @@ class Kernel:
                 text = _sharding_rule(num_batch_dims, extended.avals_in, extended.avals_out)
                 lowering["extra_attributes"]["sdy.sharding_rule"] = ir.Attribute.parse(text)
         rule = jax.ffi.ffi_lowering(self.target, **lowering)
-        return rule(extended, *operands, **_encoded(attributes))[: len(ctx.avals_out)]
+        encoded = {k: np.array(v, np.int64) if isinstance(v, tuple) else np.int64(v) for k, v in attributes.items()}
+        return rule(extended, *operands, **encoded)[: len(ctx.avals_out)]
 
     def batch(self, operands, axes, **params):
         return add_batch_dim(self.primitive, operands, axes, **params)

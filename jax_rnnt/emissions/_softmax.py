@@ -58,11 +58,6 @@ def _anchor(blanks, bernoulli) -> int:
     return blanks[0] if not bernoulli else int(blanks[0] == 0)
 
 
-def _log_softmax(x):
-    """Over the last axis of x; NaN where a row holds a NaN or +inf, -inf where all of it is -inf."""
-    return _of_row(row_sum(x), x)
-
-
 def _of_row(row, x):
     """As `RowSum.log_probability`; NaN where a row holds a NaN or +inf."""
     bad = row.bad if x.ndim == row.bad.ndim else row.bad[..., None]
@@ -352,7 +347,8 @@ class Softmax(Rows[jax.Array, jax.Array]):
             return lambda logits: logits.astype(x.dtype), blanks, durations
         if not self.bernoulli:
             of_token = functools.partial(_of_row, row_sum_at_once(tokens))
-            return of_token, [of_token(x) for x in blanks], _log_softmax(durations) if self.num_durations else durations
+            durations = _of_row(row_sum(durations), durations) if self.num_durations else durations
+            return of_token, [of_token(x) for x in blanks], durations
         of_token = functools.partial(
             _of_row, row_sum_at_once(jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens))
         )

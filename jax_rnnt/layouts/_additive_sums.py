@@ -166,10 +166,6 @@ def _columns(am, lm, peak, above_peak, weight, x, *, branch):
     return _rows(am, lm, peak, above_peak, weight, x, branch, False)
 
 
-def _times(x, y):
-    return None if x is None or y is None else x * y
-
-
 def _jvp(which):
     """Of `nodes`, `frames` or `columns`: the product rule, with the derivative of p."""
 
@@ -185,7 +181,8 @@ def _jvp(which):
         }[which]
         terms = [] if by_result[0] is None else [by_result[1] * by_result[0] * results[0]]
         for i, shift in enumerate(by_factor):
-            change = _sum(_times(factors[i], shift), of_factors[i])
+            shifted = None if shift is None or factors[i] is None else factors[i] * shift
+            change = _sum(shifted, of_factors[i])
             if change is not None:
                 terms.append(result_of(*factors[:i], change, *factors[i + 1 :]))
         return [_sum(*terms)]

@@ -69,10 +69,6 @@ def label_windows(label, windows):
     return jnp.where((first <= t) & (t <= last), label, -jnp.inf)
 
 
-def label_slots(arcs) -> list[str]:
-    return [slot for slot in arcs if slot.startswith("label")]
-
-
 # ------------------------------------------------------------------------------------------------ steps of variants
 
 Step = Callable[[dict[str, jax.Array], jax.Array, jax.Array], dict[str, jax.Array]]
@@ -161,7 +157,7 @@ def adjust(planes, num_frames, num_labels, loss, windows, closed=True):
     wanted = slots(composition.topology)
     _checked(planes, like.shape, wanted, loss)
     arcs = {slot: planes[slot].astype(like.dtype) for slot in wanted}
-    for slot in label_slots(arcs):
+    for slot in [slot for slot in arcs if slot.startswith("label")]:
         label = arcs[slot]
         if loss.delay_penalty is not None:
             label = delay_penalty(label, num_frames, jnp.asarray(loss.delay_penalty, label.dtype))

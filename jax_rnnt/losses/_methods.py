@@ -216,12 +216,7 @@ def _plain_planes(loss, emission, logits, placed):
     """Planes by slot, without the fused gradient."""
     if loss.implementation == "reference":
         return emission.reference(logits, placed)
-    return _planes(emission, _pure(loss), logits, placed)
-
-
-def _pure(loss):
-    """The loss without its leaves: the static fields."""
-    return jax.tree.map(lambda _: None, loss)
+    return _planes(emission, jax.tree.map(lambda _: None, loss), logits, placed)  # of its static fields alone
 
 
 def _lattice(loss, emission, *problem):

@@ -85,13 +85,7 @@ def _seconds(function, frames, hop, subsampling, offset):
 
 @_renamed.argument(reduction="subsampling")
 def intervals(
-    frames,
-    texts: Sequence[str],
-    *,
-    hop: float,
-    subsampling: int = 1,
-    offset: float = 0.0,
-    durations=None,
+    frames, texts: Sequence[str], *, hop: float, subsampling: int = 1, offset: float = 0.0, durations=None
 ) -> list[Interval]:
     """The stretches of time of an utterance's labels.
 

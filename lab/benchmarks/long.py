@@ -15,15 +15,7 @@ import time
 
 import numpy as np
 
-from jax_rnnt_speech import (
-    corpora,
-    errors,
-    pretrained,
-    recognise,
-    recogniser,
-    transcripts,
-    windows,
-)
+from jax_rnnt_speech import corpora, errors, pretrained, recognise, recogniser, transcripts, windows
 
 
 def peak(reset=False):

@@ -1,18 +1,12 @@
 """Opcodes of integers, bits and predicates: see operands.py."""
 
 import functools
+import operator
 
 import numpy as np
 from operands import FULL, addend, integer, lanes, mask_of, op, ordered, put, put_pred, step, wide, words
 
-COMPARE = {
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-    "EQ": lambda a, b: a == b,
-    "NE": lambda a, b: a != b,
-}
+COMPARE = {name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")}
 
 
 def low_word(v):

@@ -69,7 +69,6 @@ class Warp:
         self.block, self.number, self.alive = block, number, mask
         self.registers = np.zeros((UNIFORM + 64, 32), np.uint32)
         self.r = list(self.registers)
-        self.f = list(self.registers.view(np.float32))
         self.p = [0] * 7 + [FULL] + [0] * 7 + [FULL]
         self.groups = [Group(mask, 0, {})]
         self.trace = []  # (Instruction, detail); detail: what memory or a barrier met, or None
@@ -142,11 +141,11 @@ class Block:
         self.read, self.written = set(), set()  # sectors of global memory
         self.stored = []  # (addresses, bytes) of global stores
 
-    def constant(self, bank, offset, size=4):
+    def constant(self, bank, offset):
         """32 lanes of a word of a constant bank."""
-        key = bank, offset, size
+        key = bank, offset
         if key not in self.cached:
-            data = self.constants[bank][offset : offset + size].tobytes()
+            data = self.constants[bank][offset : offset + 4].tobytes()
             self.cached[key] = np.full(32, int.from_bytes(data, "little"), np.uint32)
         return self.cached[key]
 

@@ -4,7 +4,7 @@ A register is a row of 32 words, a predicate a mask of 32 bits. `op` registers t
 of its operands to those of its results; where an opcode does more, `step` registers what executes it for the lanes of a
 mask, or `machine` a function that reads the instruction once and returns that. Instructions of the uniform datapath are
 the vector instructions of the same name, on registers whose lanes are equal. An opcode, a form of it or a modifier that
-is missing raises Unsupported and names it: the table has what nvcc 12.4 and 13.0 make of the kernels. integers.py,
+is missing raises Unsupported and names it: the table has what nvcc 13.0 makes of the kernels for sm_90. integers.py,
 floats.py and machine.py fill it.
 """
 

@@ -19,7 +19,6 @@ from floats import from_half, to_half
 from resources import OPTIONS, ROOT, SOURCES, kernel_name
 
 import reference_numpy as reference
-from cases import GPU_LARGE
 
 Launch = collections.namedtuple("Launch", "kernel grid block shared parameters")
 
@@ -88,7 +87,8 @@ def run_block(launch, memory, index):
 
 # ---- emission
 
-CASES = {case.V: case.shape[:3] for case in sorted(GPU_LARGE, key=lambda case: case.V)}  # V: B, T, U + 1
+# V: B, T, U + 1; 500 stands for LibriSpeech
+CASES = {32: (64, 1000, 201), 129: (32, 1500, 301), 500: (30, 400, 81), 1024: (16, 300, 61), 4096: (8, 250, 51)}
 DTYPES = {"float16": (0, np.uint16), "bfloat16": (1, np.uint16), "float32": (2, np.float32)}
 
 

@@ -1,5 +1,5 @@
 """The interpreter of machine code of lab/model: what it must refuse, and the CUDA kernels as compiled for sm_90 against
-float64, whose results show every instruction that they have. Needs no GPU; the kernels need nvcc and nvdisasm.
+float64, whose results show nearly every instruction that they have. Needs no GPU; the kernels need nvcc and nvdisasm.
 """
 
 import shutil
@@ -61,6 +61,16 @@ def test_lanes_outside_the_mask():
     np.testing.assert_array_equal(w.registers[3, :8], (w.registers[2] + w.registers[4])[:8])
     with pytest.raises(RuntimeError, match="does not take part"):
         execute(w, "SHFL.UP PT, R10, R2, 0x1, RZ", mask=0xFFFF0000)
+
+
+def test_negative_words_and_nan():
+    """Which the problems below do not show."""
+    w = warp()
+    w.registers[2, ::3] = 0x7FC00000
+    execute(w, "SHF.R.S32.HI R0, RZ, 0x1f, R6")
+    np.testing.assert_array_equal(w.registers[0].view(np.int32), w.registers[6].view(np.int32) >> 31)
+    execute(w, "FSETP.GEU.AND P3, PT, R2, R4, PT")
+    assert w.p[3] == operands.mask_of(~np.less(*w.registers[2:5:2].view(np.float32)))
 
 
 @pytest.mark.parametrize(

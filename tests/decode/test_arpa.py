@@ -82,10 +82,6 @@ def test_a_context_that_is_missing(tmp_path):
         decode.NGram.from_arpa(path, [*TOKENS, "<unk>"])
 
 
-def assert_same_model(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)  # of one structure, which has what is static
-
-
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 def test_one_model_in_many_files(form, tmp_path):
     """Tables are those of the plain file: marks in capitals, a byte order mark, text before the data, other line ends,
@@ -113,7 +109,8 @@ def test_one_model_in_many_files(form, tmp_path):
         expected = read(written(tmp_path / "plain.arpa", plain))
         assert (expected.vocabulary, expected.spelled) in ((5, 5), (5, 4))
         for text in files:
-            assert_same_model(read(written(tmp_path / "other.arpa", text)), expected)
+            found = read(written(tmp_path / "other.arpa", text))  # of one structure, which has what is static
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_words_that_are_left_out(tmp_path):

@@ -365,10 +365,7 @@ def test_status_of_the_selftest(capsys, monkeypatch, arguments):
     assert json.loads(out)["error"] == "a reason" if in_json else out.endswith("a reason\n")
 
 
-@pytest.mark.parametrize(
-    ("loss", "dtype", "classes"),
-    [("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5)],
-)
+@pytest.mark.parametrize(("loss", "dtype", "classes"), [("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5)])
 def test_bench(capsys, monkeypatch, loss, dtype, classes):
     """A row for each implementation, with figures that fit the shape."""
 

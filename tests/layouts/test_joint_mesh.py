@@ -94,10 +94,7 @@ def test_uneven_batch(devices):
 
 
 # Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none).
-MAPPED = {
-    "parameters": (("model",), None),
-    "in_turn": (("model",), (None, "model")),
-}
+MAPPED = {"parameters": (("model",), None), "in_turn": (("model",), (None, "model"))}
 
 
 @pytest.mark.parametrize("case", MAPPED)

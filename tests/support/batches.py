@@ -29,11 +29,9 @@ def problem(B=4, T=7, U=4, V=9, *, loss=RNNT, dtype=np.float64, seed=0, scale=2.
         labels = np.resize([max(U - 4 + m, 0) if m else 0 for m in LABELS], B)
     else:
         frames, labels = lengths
-    classes = V + loss.extra_classes
-    case = cases.Case("problem", B, T, U, classes, logit_lengths=frames, target_lengths=labels)
-    logits = rng.normal(0, scale, case.shape)
-    targets = rng.integers(0, V - 1, (B, U))
-    return Problem(logits, targets.astype(np.int32), *case.lengths).astype(dtype)
+    logits = rng.normal(0, scale, (B, T, U + 1, V + loss.extra_classes))
+    rest = rng.integers(0, V - 1, (B, U)), frames, labels
+    return Problem(logits, *(np.array(x, np.int32) for x in rest)).astype(dtype)
 
 
 def inside(p):

@@ -13,8 +13,7 @@ import numpy as np
 class Case:
     """B sequences, T frames, U labels, V classes (the last is the blank); H units of a joint network.
 
-    Lengths decrease evenly from full ones in the first sequence to `shortest` times T and U in the last. A case can
-    also list its lengths.
+    Lengths decrease evenly from full ones in the first sequence to `shortest` times T and U in the last.
     """
 
     name: str
@@ -24,8 +23,6 @@ class Case:
     V: int
     H: int = 0
     shortest: float = 1.0
-    logit_lengths: tuple[int, ...] | None = None
-    target_lengths: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -35,22 +32,13 @@ class Case:
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 [B] T_b and int32 [B] U_b."""
         share = np.linspace(1, self.shortest, self.B)
-        frames = np.ceil(self.T * share) if self.logit_lengths is None else self.logit_lengths
-        labels = np.floor(self.U * share) if self.target_lengths is None else self.target_lengths
-        return np.array(frames, np.int32), np.array(labels, np.int32)
+        return np.ceil(self.T * share).astype(np.int32), np.floor(self.U * share).astype(np.int32)
 
     @property
     def valid(self) -> float:
         """The share of nodes inside the lengths."""
         frames, labels = self.lengths
         return float(np.mean(frames * (labels + 1.0))) / (self.T * (self.U + 1))
-
-    def ragged(self, shortest: float = 0.45) -> "Case":
-        """Replaces the lengths. By default 55% of the nodes are valid, as in a batch of LibriSpeech."""
-        return dataclasses.replace(self, shortest=shortest, logit_lengths=None, target_lengths=None)
-
-    def full(self) -> "Case":
-        return self.ragged(1.0)
 
 
 class Inputs(NamedTuple):
@@ -60,13 +48,11 @@ class Inputs(NamedTuple):
     target_lengths: np.ndarray  # int32 [B]
 
 
-def make_inputs(case: Case, dtype=np.float32, seed: int = 0) -> Inputs:
-    """Normal logits and uniform labels. All dtypes have the same values, up to rounding."""
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+    """Normal logits and uniform labels."""
     rng = np.random.default_rng(seed)
     targets = rng.integers(0, case.V - 1, (case.B, case.U), np.int32)
-    wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    logits = rng.standard_normal(case.shape, np.float32).astype(wide, copy=False).astype(dtype, copy=False)
-    return Inputs(logits, targets, *case.lengths)
+    return Inputs(rng.standard_normal(case.shape, np.float32), targets, *case.lengths)
 
 
 # Losses on the CPU. The speech shapes stand for characters, subwords and words.
@@ -93,15 +79,6 @@ JOINT = (
     Case("words", B=2, T=100, U=25, V=8192, H=320),
     Case("V = 32768", B=1, T=100, U=20, V=32768, H=320),
     Case("V = 131072", B=1, T=50, U=10, V=131072, H=320),
-)
-
-# Losses on a GPU. The first case stands for LibriSpeech.
-GPU_LARGE = (
-    Case("librispeech", B=30, T=400, U=80, V=500),
-    Case("bpe1024", B=16, T=300, U=60, V=1024),
-    Case("words", B=8, T=250, U=50, V=4096),
-    Case("long", B=32, T=1500, U=300, V=129),
-    Case("lattice_bound", B=64, T=1000, U=200, V=32),
 )
 
 CASES = {case.name: case for case in LARGE}

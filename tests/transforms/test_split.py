@@ -253,9 +253,7 @@ def test_vmap_remat_and_second_derivatives(devices):
     p = problem()
     stacked = jax.tree.map(lambda x: np.stack([x, x[::-1]]), p)
 
-    def sharpness(loss, x):
-        return jnp.sum(jax.grad(lambda x: loss(x, *p[1:]))(x) ** 2)
-
+    sharpness = lambda loss, x: jnp.sum(jax.grad(lambda x: loss(x, *p[1:]))(x) ** 2)
     each = jax.jit(lambda loss, *p: jax.vmap(jax.value_and_grad(jax.checkpoint(lambda *p: loss(*p))))(*p))
     curve = jax.jit(lambda loss: jax.grad(functools.partial(sharpness, loss))(p.logits))
     want = each(RNNTLoss(), *stacked)
