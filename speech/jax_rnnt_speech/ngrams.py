@@ -57,6 +57,8 @@ WEIGHTS = {
     "word_bonus": (1.5, "nats for each word"),
     "ilm_weight": (0.1, "share of the network's own language model that --ngram replaces"),
 }
+# Nats for each label of a phrase. Greedy search cannot go back from a phrase that it has begun to write.
+WITH_BEAM, GREEDY = 1.0, 0.25
 
 
 def add_options(parser):
@@ -64,7 +66,7 @@ def add_options(parser):
     parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
     for name, (default, help) in WEIGHTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
-    help = "texts to prefer, a line each; a weight behind a tab: nats for each label (1)"
+    help = f"texts to prefer, a line each; a weight behind a tab: nats for each label ({WITH_BEAM}; greedy: {GREEDY})"
     parser.add_argument("--phrases", type=Path, metavar="FILE", help=help)
     help = "which head of a model with two finds labels (the transducer, if there is one)"
     parser.add_argument("--head", choices=("transducer", "ctc"), help=help)
@@ -100,8 +102,11 @@ def word_bonus(recogniser):
     return WordBonus(jnp.zeros(recogniser.classes).at[: len(begins)].set(jnp.asarray(begins, jnp.float32)))
 
 
-def phrases(path, recogniser):
-    """The Phrases of a file, spelled as the vocabulary spells texts; what it cannot spell is named, and left out."""
+def phrases(path, recogniser, usual):
+    """The Phrases of a file, spelled as the vocabulary spells texts; what it cannot spell is named, and left out.
+
+    `usual`: the weight of lines without one.
+    """
     normalize = texts.normalizer(recogniser.config.normalize, recogniser.config.lower)
     try:
         lines = [(i, manifests.encodable(line, f"line {i}")) for i, line in manifests.lines_of(path)]
@@ -111,7 +116,7 @@ def phrases(path, recogniser):
     for i, line in lines:
         text, _, weight = line.partition("\t")
         try:
-            weight = float(weight.strip() or 1)
+            weight = float(weight.strip() or usual)
         except ValueError:
             weight = math.nan
         if not text.strip() or not math.isfinite(weight):
@@ -133,7 +138,7 @@ def search_of(args, recogniser):
         weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
         fusion = (read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)
     if args.phrases:
-        fusion += ((phrases(args.phrases, recogniser), 1.0),)
+        fusion += ((phrases(args.phrases, recogniser, WITH_BEAM if args.beam else GREEDY), 1.0),)
     alone = recogniser.config.loss == "ctc"
     ctc, language = alone if args.head is None else args.head == "ctc", None
     if ctc != alone and (alone or "ctc" not in recogniser.params):

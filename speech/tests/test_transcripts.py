@@ -104,13 +104,15 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     """A file's texts are spelled as the model spells them, with their weights; a large one decides what is heard."""
     file = tmp_path / "phrases.txt"
     file.write_text("AB  a\t2\nC\t1e3\n\nx Ω\nB\n")
-    config = types.SimpleNamespace(normalize="none", lower=False)
-    tokens = asr.tokens.Characters("ABC a")
-    read = asr.ngrams.phrases(file, types.SimpleNamespace(tokens=tokens, config=config, blank=5))
-    assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
-    expected = decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, 1.0], classes=6)
-    for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(x, y)
+    config = types.SimpleNamespace(normalize="none", lower=False, loss="rnnt")
+    model = types.SimpleNamespace(tokens=asr.tokens.Characters("ABC a"), config=config, blank=5)
+    for beam, usual in ((0, 0.25), (4, 1.0)):
+        args = types.SimpleNamespace(ngram=None, phrases=file, beam=beam, head=None)
+        found = asr.ngrams.search_of(args, model).fusion
+        assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
+        expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(x, y)
     audio = next(corpus.rglob("*.flac"))
     file.write_text("C\t1e3\n")
     command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]
