@@ -237,7 +237,7 @@ class TransducerLoss:
             As for `rnnt_loss`; TypeError also for a layout that does not suit the loss.
         """
         batch = logits, targets, logit_lengths, target_lengths, label_windows, key
-        return _call.run(_call.prepare(_methods.LOSS, type(self).__name__, self, *batch))
+        return _call.run(_call.of(_methods.LOSS, type(self).__name__, self, *batch))
 
     def posteriors(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
@@ -429,7 +429,7 @@ class TransducerLoss:
         return self._run(_methods.ARC_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def _run(self, method, *batch):
-        return _call.run(_call.prepare(method, f"{type(self).__name__}.{method.name}", self, *batch))
+        return _call.run(_call.of(method, f"{type(self).__name__}.{method.name}", self, *batch))
 
     def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
         """Checks the data of a batch: raises where the loss would be NaN or +inf for the sake of lengths or labels.

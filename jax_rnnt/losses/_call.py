@@ -57,7 +57,7 @@ class Call:
         return reduce(losses, jnp.asarray(self.target_lengths), self.loss.reduction) if self.method.reduces else losses
 
 
-def prepare(
+def of(
     method: Method, function: str, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None
 ) -> Call:
     """The call of a method with these arguments; errors name `function`."""

@@ -125,4 +125,4 @@ def rnnt_loss(
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
     batch = logits, targets, logit_lengths, target_lengths, label_windows
-    return _call.run(_call.prepare(_methods.LOSS, "rnnt_loss", loss, *batch))
+    return _call.run(_call.of(_methods.LOSS, "rnnt_loss", loss, *batch))

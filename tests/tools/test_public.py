@@ -182,7 +182,10 @@ ERRORS = [
     (lambda: jax_rnnt.emissions.Softmax((0,), slots=("label",)), "or 'label'"),
     (lambda: jax_rnnt.emissions.Softmax((0, 1), slots=("blank", "more"), bernoulli=True), "one blank"),
     (lambda: jax_rnnt.emissions.Softmax((0,), num_durations=-1), "durations of 0 or more"),
-    (lambda: jax_rnnt.emissions.Softmax((0,), normalize=False, bernoulli=True), "normalize must be True with bernoulli"),
+    (
+        lambda: jax_rnnt.emissions.Softmax((0,), normalize=False, bernoulli=True),
+        "normalize must be True with bernoulli",
+    ),
     (lambda: own(COMPOSITION(SOFTMAX, MISSPELT)), r"Own.compose\(\): .*'label', 'lable'\], got \['blank', 'label'\]"),
     (lambda: own(COMPOSITION(SOFTMAX, steps=(cut,))), r"Own.*'label' must have shape .*\(4, 7, 5\).*got \(4, 7, 4\)"),
     (lambda: own(3), r"Own.compose\(\) must return a Composition, got 3"),
