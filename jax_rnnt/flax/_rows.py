@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import Predictor, predict
@@ -17,6 +18,7 @@ from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._predictor import declared_start, declared_symbols
 
 Layer = Callable[..., Any]
+_GATES = "gates of an LSTM"
 
 
 def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
@@ -125,13 +127,18 @@ def layered(predictor, cells, products, targets) -> jax.Array:
     for cell, state in zip(cells, predictor.initial(targets.shape[0]), strict=True):
         of_input, of_state = products(cell)
         state = jax.tree.map(lambda x: _xla.batch_like(targets, x), state)
-        _, x = jax.lax.scan(functools.partial(_lstm, cell, of_state), state, of_input(x))
+        # For a GPU's launches: the backward pass has the gates alone and computes the rest again; long loops have fewer
+        # turns, which a CPU takes longer to compile.
+        kept = jax.checkpoint_policies.save_only_these_names(_GATES)
+        step = jax.checkpoint(functools.partial(_lstm, cell, of_state), prevent_cse=False, policy=kept)
+        _, x = jax.lax.scan(step, state, of_input(x), unroll=4 if labels > 32 else 1)
     return jnp.swapaxes(x, 0, 1)
 
 
 def _lstm(layer, of_state, state, gates):
     cell, hidden = state
-    read, forget, new, write = jnp.split(gates + of_state(hidden), 4, -1)
+    gates = checkpoint_name(gates + of_state(hidden), _GATES)
+    read, forget, new, write = jnp.split(gates, 4, -1)
     cell = layer.gate_fn(forget) * cell + layer.gate_fn(read) * layer.activation_fn(new)
     hidden = layer.gate_fn(write) * layer.activation_fn(cell)
     return (cell, hidden), hidden

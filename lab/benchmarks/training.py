@@ -102,15 +102,16 @@ def seconds():
 
 
 def step_launches(program, text):
-    """Of a step outside of the lattice: thunks of the program, and each loop's body as often as `text` says it runs."""
+    """Of a step outside of the lattice, and of its loops: a body as often as `text` says it runs."""
     entry = [line for line in text[text.index("\nENTRY") :].splitlines() if " while(" in line]
     loops = [thunk for thunk in program.all_inside() if thunk.kind == "While"]
-    found = searches.launches(program) - sum(map(searches.launches, loops))
+    total, found = searches.launches(program) - sum(map(searches.launches, loops)), []
     for loop, line in zip(loops, entry, strict=True):  # both are in the order in which they run
-        turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
         if "loss_of_batch" not in line:
-            found += int(turns[1]) * searches.launches(loop)
-    return found
+            turns = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1])
+            total += turns * searches.launches(loop)
+            found.append(f"{turns} x {searches.launches(loop)}")
+    return {"launches": total, "of which": ", ".join(found)}
 
 
 def counted(dump, device, layers):
@@ -125,7 +126,7 @@ def counted(dump, device, layers):
     found = {"tracing, CPU s": round(times[1] - times[0]), "compiling, CPU s": round(times[2] - times[1])}
     found["GB"] = round((total + memory.temp_size_in_bytes) / 1e9, 2)
     if cuda:
-        found["launches"] = step_launches(searches.parse(searches.thunks(dump, "train_step")), program.as_text())
+        found |= step_launches(searches.parse(searches.thunks(dump, "train_step")), program.as_text())
     return found
 
 

@@ -89,8 +89,8 @@ def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
             return recogniser.mean_loss(parts.whole(weights, frozen), batch, step, layers)
 
         value, gradient = jax.value_and_grad(loss)(state["weights"])
-        norm = optax.tree_utils.tree_norm(gradient)
         gradient = jax.tree.map(lambda x: jnp.where(jnp.isfinite(value), x, jnp.nan), gradient)
+        norm = optax.tree_utils.tree_norm(gradient)  # as clipping has it: computed once
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["weights"])
         after = {"weights": optax.apply_updates(state["weights"], updates), "optimizer": optimizer_state}
         if config.average:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
-from tones import recordings
+from tones import LABELS, recordings
 
 from support import arrays, asr, run
 from test_pretrained import GOLDEN
@@ -65,28 +65,47 @@ def test_search_of_ctc():
     np.testing.assert_array_equal(again.labels, whole.labels[:2])
 
 
+def relative(folder, name, golden, left=()):
+    """(a folder of Hugging Face with some tensors of a golden model and its own ones, what `transformers` found)."""
+    shutil.copytree(GOLDEN / golden, folder)
+    shutil.copy(GOLDEN / f"{name}.json", folder / "config.json")
+    found = {k.removeprefix(f"{name}/"): x for k, x in arrays(GOLDEN / "relatives.npz").items() if k.startswith(name)}
+    tensors = asr.pretrained.hugging_face.read_tensors(folder)
+    tensors = {k: x for k, x in tensors.items() if not k.startswith(left)}
+    tensors |= {k.removeprefix("tensor:"): x for k, x in found.items() if k.startswith("tensor:")}
+    save_file({k: np.array(x, np.float32) for k, x in tensors.items()}, folder / "model.safetensors")
+    return folder, found
+
+
+def padded(recogniser):
+    """Features [B, T, F] of the golden recordings, and their lengths."""
+    rows = [recogniser.features(x) for x in recordings()]
+    lengths = np.array([len(x) for x in rows])
+    return np.stack([np.pad(x, ((0, lengths.max() - len(x)), (0, 0))) for x in rows]), lengths
+
+
 @pytest.fixture
 def ctc(tmp_path):
-    """A folder of Parakeet CTC, with the encoder of the golden TDT."""
-    folder = shutil.copytree(GOLDEN / "tdt", tmp_path / "ctc")
-    fields = json.loads((folder / "config.json").read_text())
-    fields |= {"model_type": "parakeet_ctc", "pad_token_id": 19}
-    (folder / "config.json").write_text(json.dumps(fields))
-    tensors = asr.pretrained.hugging_face.read_tensors(folder)
-    rng = np.random.default_rng(1)
-    tensors = {k: x for k, x in tensors.items() if not k.startswith(HEADS)}
-    tensors |= {"ctc_head.weight": rng.normal(size=(20, 16, 1)), "ctc_head.bias": rng.normal(size=20)}
-    save_file({k: np.array(x, np.float32) for k, x in tensors.items()}, folder / "model.safetensors")
-    return folder
+    """A folder of Parakeet CTC, with the encoder of the golden TDT, and what `transformers` makes of it."""
+    return relative(tmp_path / "ctc", "ctc", "tdt", HEADS)
 
 
 def test_parakeet_ctc(ctc, tmp_path, capsys):
-    """Labels of the golden rows; what is written is what was read; options that it has not are errors."""
-    recogniser, golden = asr.pretrained.open_model(ctc), arrays(GOLDEN / "tdt/golden.npz")
-    tensors = load_file(ctc / "model.safetensors")
-    logits = golden["rows"] @ tensors["ctc_head.weight"][..., 0].T + tensors["ctc_head.bias"]
-    for x, rows, n in zip(asr.recognise.transcribe(recogniser, enumerate(recordings())), logits, golden["lengths"]):
-        assert (list(x.labels), list(x.frames)) == collapsed(rows[:n].argmax(-1), 19) and x.labels
+    """Losses, labels and frames of `transformers`; what is written is what was read; options that it has not."""
+    ctc, golden = ctc
+    recogniser, tensors = asr.pretrained.open_model(ctc), load_file(ctc / "model.safetensors")
+    x, lengths = padded(recogniser)
+
+    @jax.jit
+    def compute(params):
+        model = recogniser.model(params)
+        encoded = recogniser.encoded(model, x, {"lengths": lengths} | LABELS)
+        return recogniser.variant.compute(None, model, encoded, False), encoded.frame_lengths
+
+    losses, counts = compute(recogniser.params)
+    np.testing.assert_allclose(losses, golden["loss"], rtol=1e-5)
+    for x, best, n in zip(asr.recognise.transcribe(recogniser, enumerate(recordings())), golden["best"], counts):
+        assert (list(x.labels), list(x.frames)) == collapsed(best[:n], 19) and x.labels
     run(["convert", ctc, tmp_path / "again"])
     for name, x in load_file(tmp_path / "again/model.safetensors").items():
         if "conv.norm" not in name:
@@ -102,9 +121,7 @@ def test_beams_of_tdt_lose_no_words():
     """Long blanks have few factors; still the best hypothesis beats greedy's, and none is silent but by the loss."""
     recogniser = asr.pretrained.open_model(GOLDEN / "tdt")
     recogniser.config = dataclasses.replace(recogniser.config, duration_choice="pair")
-    rows = [recogniser.features(x) for x in recordings()]
-    lengths = np.array([len(x) for x in rows])
-    x = np.stack([np.pad(x, ((0, lengths.max() - len(x)), (0, 0))) for x in rows])
+    x, lengths = padded(recogniser)
     heard = recogniser.window(recogniser.params, x, lengths, np.zeros(3, np.int32))
     greedy, *_ = recogniser.taken(recogniser.params, *heard)
     silence = {"lengths": lengths, "targets": np.zeros((3, 1), np.int32), "target_lengths": np.zeros(3, np.int32)}
@@ -177,7 +194,7 @@ def nemo_name(name):
 
 def test_archives_of_nemo(ctc, tmp_path, monkeypatch, capsys):
     """A hybrid has the parameters of the golden TDT and a head for CTC, to the bit; both find labels."""
-    tensors = asr.pretrained.hugging_face.read_tensors(GOLDEN / "tdt")
+    (ctc, _), tensors = ctc, asr.pretrained.hugging_face.read_tensors(GOLDEN / "tdt")
     heads = {k: x for k, x in load_file(ctc / "model.safetensors").items() if k.startswith("ctc_head")}
     named = {nemo_name(k): np.array(x, np.float32) for k, x in (tensors | heads).items()}
     assert "encoder.layers.0.self_attn.linear_pos.weight" in named and "joint.joint_net.2.bias" in named
@@ -211,28 +228,25 @@ def test_archives_of_nemo(ctc, tmp_path, monkeypatch, capsys):
 
 
 def test_prompts(tmp_path):
-    """Rows of a language go through two layers with a row of the first one's kernel: by hand; the usual one is auto."""
-    folder = shutil.copytree(GOLDEN / "streaming", tmp_path / "prompted")
-    sizes = {"model_type": "nemotron3_5_asr", "num_prompts": 3, "prompt_intermediate_size": 5, "default_prompt_id": 2}
-    fields = json.loads((folder / "config.json").read_text()) | sizes
-    (folder / "config.json").write_text(json.dumps(fields))
+    """Logits of `transformers` for a language each; the usual one is auto."""
+    folder, golden = relative(tmp_path / "prompted", "prompted", "streaming")
     sounds = json.loads((folder / "preprocessor_config.json").read_text())
     processor = {"feature_extractor": sounds, "prompt_dictionary": {"de-DE": 1, "auto": 2}}
     (folder / "processor_config.json").write_text(json.dumps(processor))
-    rng = np.random.default_rng(0)
-    shapes = {"linear_1.weight": (5, 19), "linear_1.bias": (5,), "linear_2.weight": (16, 5), "linear_2.bias": (16,)}
-    more = {f"prompt_projector.{k}": rng.normal(size=x).astype(np.float32) for k, x in shapes.items()}
-    save_file(asr.pretrained.hugging_face.read_tensors(folder) | more, folder / "model.safetensors")
-    recogniser, rows = asr.pretrained.open_model(folder), rng.normal(size=(2, 4, 16)).astype(np.float32)
-    model = recogniser.model(recogniser.params)
-    first, bias, second, last = more.values()
-    for name in ("de-DE", "", "0"):
-        language = recogniser.language(name)
-        assert language == {"de-DE": 1, "": 2, "0": 0}[name]
-        told = np.concatenate([rows, np.tile(np.eye(3, dtype=np.float32)[language], (2, 4, 1))], -1)
-        expected = np.maximum(told @ first.T + bias, 0) @ second.T + last
-        how = asr.recogniser.Search(language=language)
-        np.testing.assert_allclose(recogniser.prompted(model, rows, how), expected, rtol=1e-4, atol=1e-5)
+    recogniser = asr.pretrained.open_model(folder)
+    assert [recogniser.language(x) for x in ("0", "de-DE", "")] == [0, 1, 2]
+    x, lengths = padded(recogniser)
+
+    @jax.jit
+    def compute(params):
+        model = recogniser.model(params)
+        rows, counts = model.encode(x, lengths)
+        row = model.predictor(np.zeros((3, 0), np.int32))
+        told = (recogniser.prompted(model, rows, asr.recogniser.Search(language=i)) for i in range(3))
+        return [model.joint(x, row)[i] for i, x in enumerate(told)], counts
+
+    for logits, n, expected in zip(*compute(recogniser.params), golden["logits"], strict=True):
+        np.testing.assert_allclose(logits[:n], expected[:n], rtol=0, atol=1e-4)
     with pytest.raises(asr.config.UserError, match="--prompt xx: expected one of de-DE, auto, or a number below 3"):
         recogniser.language("xx")
     for language in (0, 1):

@@ -1,5 +1,6 @@
 """Do pretrained models compute what other programs computed for golden: padded, in gradients, searches and streams?"""
 
+import copy
 import dataclasses
 import json
 import pathlib
@@ -199,6 +200,26 @@ def test_what_is_written_is_read(kind, tmp_path, capsys):
     with pytest.raises(asr.config.UserError, match="must be finite, got NaN or infinity: nothing is written"):
         hugging_face.write(recogniser, tmp_path / "nan")
     assert not (tmp_path / "nan").exists()
+
+
+def test_transformers_reads_what_is_written(case, tmp_path):
+    """Logits after small steps of training."""
+    torch, hf = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    recogniser, _, x, lengths = case
+    recogniser, mask = copy.copy(recogniser), np.arange(x.shape[1]) < lengths[:, None]
+    recogniser.params = jax.tree.map(lambda x: x + np.float32(1e-5), recogniser.params)
+    hugging_face.write(recogniser, tmp_path)
+    name = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+    theirs = getattr(hf, name).from_pretrained(tmp_path).eval()
+    labels = np.pad(TARGETS, ((0, 0), (1, 0)), constant_values=recogniser.blank)
+    with torch.no_grad():
+        rows = theirs.get_audio_features(input_features=torch.tensor(x), attention_mask=torch.tensor(mask))
+        expected = theirs(encoder_outputs=rows, decoder_input_ids=torch.tensor(labels)).logits.numpy()
+    model = recogniser.model(recogniser.params)
+    rows, counts = model.encode(x, lengths)
+    logits = model.joint(rows[:, :, None], model.predictor(TARGETS)[:, None])
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(frames_of(logits, counts) / scale, frames_of(expected, counts) / scale, atol=1e-5)
 
 
 TEXT, ENCODER = "version https://git-lfs", "encoder_config"

@@ -52,15 +52,25 @@ def recomputed(block):
 
 
 def scanned(blocks, rows, shared, states, remat):
-    """Rows after blocks that are alike, and a list of their states, by one program that runs for each of them."""
+    """Rows after blocks that are alike, and a list of their states, by one program that runs for each of them.
+
+    Blocks round their parameters to the type of the rows, but for those of norms: here once, not in each run.
+    """
     graphdefs, parameters = zip(*map(nnx.split, blocks))
-    stack = functools.partial(jax.tree.map, lambda *x: jnp.stack(x))
+
+    def stack(*trees):
+        return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+    def rounded(path, x):
+        kept = any("norm" in str(name) for name in path) or not jnp.issubdtype(x.dtype, jnp.floating)
+        return x if kept else x.astype(rows.dtype)
 
     def run(rows, x):
         parameters, state = x
         return nnx.merge(graphdefs[0], parameters)(rows, shared, state)
 
-    rows, after = jax.lax.scan(jax.checkpoint(run) if remat else run, rows, (stack(*parameters), stack(*states)))
+    parameters = jax.tree.map_with_path(rounded, stack(*parameters))
+    rows, after = jax.lax.scan(jax.checkpoint(run) if remat else run, rows, (parameters, stack(*states)))
     return rows, [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(blocks))]
 
 

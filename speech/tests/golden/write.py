@@ -1,6 +1,6 @@
 """Writes the small random checkpoints of tests/golden, and what `transformers` makes of them: golden.npz of each.
 
-    pip install torch torchaudio transformers==5.23.0
+    pip install torch torchaudio transformers==5.24.0
     python tests/golden/write.py FOLDER
 
 The RNN-T loss is torchaudio's, so its release must fit that of torch. The tests read the files alone.
@@ -174,12 +174,52 @@ def write(folder, kind, seed):
     print(kind, lengths.tolist(), arrays["labels"].tolist(), arrays["loss_none"], arrays.get("stream_labels"))
 
 
+@torch.no_grad()
+def relatives(folder):
+    """Parakeet CTC and Nemotron 3.5 with the weights of the golden TDT and stream: their further tensors, and results.
+
+    relatives.npz names them ctc/... and prompted/...; ctc.json and prompted.json are their config.json.
+    """
+    torch.manual_seed(0)
+    old = hf.ParakeetForTDT.from_pretrained(folder / "tdt", dtype=torch.float32)
+    sizes = dict(vocab_size=20, pad_token_id=19, ctc_loss_reduction="none")
+    config = hf.ParakeetCTCConfig(**sizes, encoder_config=old.config.encoder_config)
+    arrays, batch = {}, build("tdt")[1]([*recordings()], sampling_rate=RATE, return_tensors="pt")
+    ctc = hf.ParakeetForCTC(config).eval()
+    ctc.encoder.load_state_dict(old.encoder.state_dict())
+    ctc.ctc_head.weight.normal_()
+    ctc.ctc_head.bias.normal_()
+    targets, inside = torch.tensor(LABELS["targets"]), torch.arange(5) < torch.tensor(LABELS["target_lengths"])[:, None]
+    out = ctc(**batch, labels=torch.where(inside, targets, -100))
+    arrays["ctc"] = {"loss": out.loss, "best": ctc.generate(**batch)}
+    arrays["ctc"] |= {f"tensor:ctc_head.{name}": x for name, x in ctc.ctc_head.named_parameters()}
+
+    old = hf.NemotronAsrStreamingForRNNT.from_pretrained(folder / "streaming", dtype=torch.float32)
+    prompts = dict(num_prompts=3, prompt_intermediate_size=5, default_prompt_id=2)
+    more = hf.Nemotron3_5AsrConfig(**SHARED, **prompts, encoder_config=old.config.encoder_config)
+    batch = build("streaming")[1]([*recordings()], sampling_rate=RATE, return_tensors="pt")
+    told, arrays["prompted"] = hf.Nemotron3_5AsrForRNNT(more).eval(), {}
+    told.load_state_dict(old.state_dict(), strict=False)
+    for name, x in told.prompt_projector.named_parameters():
+        x.normal_()
+        arrays["prompted"][f"tensor:prompt_projector.{name}"] = x
+    languages = torch.tensor([0, 1, 2])
+    rows = told.get_audio_features(**batch, prompt_ids=languages)
+    logits = told(encoder_outputs=rows, decoder_input_ids=decoder_input_ids(told)).logits
+    arrays["prompted"]["logits"] = logits[:, :, 0]
+    ctc.config.to_json_file(folder / "ctc.json")
+    told.config.to_json_file(folder / "prompted.json")
+    flat = {f"{kind}/{name}": x.numpy() for kind, some in arrays.items() for name, x in some.items()}
+    np.savez_compressed(folder / "relatives.npz", **flat)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     for seed, kind in ((0, "rnnt"), (7, "tdt"), (2, "streaming")):  # 7: "token_first" and "pair" find other labels
         write(folder, kind, seed)
+    relatives(folder)
     wide = hf.ParakeetFeatureExtractor(feature_size=128)  # as large checkpoints have it: some filters are narrow
     batch = wide([recordings()[2][:3000]], sampling_rate=RATE, return_tensors="np")
     np.savez_compressed(folder / "features128.npz", features=batch.input_features)
