@@ -265,7 +265,7 @@ def _check_emissions(features, posteriors, labels: int) -> None:
 
 def _add_key_of_emissions(ax: Axes) -> None:
     lines = [
-        Line2D([], [], color="tab:red", lw=1.5, label="probability of a label, by turns - and - -"),
+        Line2D([], [], color="tab:red", lw=1.5, label="probability of a label, - and - - alternately"),
         Line2D([], [], color="black", lw=0.8, label="its mean"),
         Line2D([], [], color="black", lw=2, label="one standard deviation to both sides"),
     ]

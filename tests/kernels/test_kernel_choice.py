@@ -161,7 +161,7 @@ def test_limits_in_the_text():
         assert found(r"(?:V <=|at most) 2\^(\d+)(?:;| logits)") <= power(limits["row"]), name
     for name in ("rnnt_loss", "losses.md"):
         assert f"U < {usual} (" in texts[name] and "T (U + 1) < 2^" in texts[name]
-    assert all(f"U < {number}" in texts["cuda.md"] for number in (least, usual, most))
+    assert all(f"U < {number}" in texts["accelerators.md"] for number in (least, usual, most))
 
 
 # ------------------------------------------------------------------------------------------------ devices of a GPU

@@ -17,7 +17,6 @@ import platforms
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits
 from layout_table import pruned_step
 from meshes import KINDS, mean_over_devices, mesh_of, place
-from pages import code
 
 pytestmark = pytest.mark.no_kernel
 
@@ -241,9 +240,13 @@ def test_split_logits_under_shard_map(kernel, devices):
     beyond it are NaN. Split columns are an error."""
     p, expected = split_problem()
     loss, specs = call(family.RNNT, kernel), over(3)
-    names, _ = code("docs/sharding.md", "def body", jax=jax, rnnt_loss=loss)
+
+    def body(logits, *batch):
+        logits = jax.lax.all_gather(logits, "model", axis=3, tiled=True)
+        return jax.lax.pmean(loss(logits, *batch), ("data", "model"))
+
     with model_mesh(devices, "auto") as mesh:
-        gathered = jax.shard_map(names["body"], mesh=mesh, in_specs=specs, out_specs=P())
+        gathered = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
         whole = mean_over_devices(loss, mesh, (P("data"), *specs[1:]))
         placed = place(p, mesh, *specs)
         for right in (gathered, whole):

@@ -11,7 +11,7 @@
 // thread-local scratch with the arcs' probabilities, then beta with the posteriors. A log-probability is read before
 // its gradient is written, so the gradients may overwrite them.
 //
-// docs/notes/cpu.md has times, and what was tried.
+// lab/notes/cpu.md has times, and what was tried.
 #include "xla_kernels/cpu/lattice.h"
 
 #include "xla_kernels/cpu/lattice_planes.h"

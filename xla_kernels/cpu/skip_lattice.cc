@@ -8,7 +8,7 @@
 // overwrite them.
 //
 // Why not the unit-step kernel's wavefront: it keeps one frame per lane. Here each lane would also need the values of
-// as many earlier frames as the longest arc spans. docs/notes/cpu.md has times.
+// as many earlier frames as the longest arc spans. lab/notes/cpu.md has times.
 #include "xla_kernels/cpu/lattice.h"
 #include "xla_kernels/cpu/lattice_planes.h"
 #include "xla_kernels/cpu/scratch.h"

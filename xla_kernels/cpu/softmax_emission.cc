@@ -7,7 +7,7 @@
 // Work per row (log, classes of the arcs, special values) is done for a group of kWidth rows at once, one row per lane.
 // The result does not depend on the grouping, so a range of rows may be split anywhere without changing a bit.
 //
-// Long rows of zeros (padding) bypass the caches, so they are not read first. docs/notes/cpu.md has times, and what was
+// Long rows of zeros (padding) bypass the caches, so they are not read first. lab/notes/cpu.md has times, and what was
 // tried.
 #include "xla_kernels/cpu/softmax_emission.h"
 

@@ -20,7 +20,7 @@
 //
 // Memory traffic is 72 bytes per node in float32. The two skewing passes have 32 of them, at the speed of the memory;
 // without them, reading frame order would cost 32 sectors per access on the critical path instead of 4.
-// docs/notes/lattice.md has the attempts that led here, with their cycles.
+// lab/notes/lattice.md has the attempts that led here, with their cycles.
 #include "xla_kernels/cuda/lattice.h"
 
 #include <algorithm>

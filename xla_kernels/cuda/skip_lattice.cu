@@ -16,7 +16,7 @@
 // This takes up to 16 arcs (10 in float64), 256 columns, and shared memory for all of it. Other tables and sizes read
 // earlier diagonals from memory, that is from the L1 cache, and take a few thousand cycles per diagonal.
 //
-// docs/notes/lattice.md has the attempts that led here, with their cycles.
+// lab/notes/lattice.md has the attempts that led here, with their cycles.
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
 // moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond

@@ -20,7 +20,7 @@
 // * Forward keeps a running maximum and a running sum per lane, rescaled once per step, so it needs no second read. See
 //   BinarySum.
 // * Backward treats all classes alike. Then it corrects those of the arcs, whose gradients were found before any logit
-//   was overwritten. docs/notes/emission.md has what was tried.
+//   was overwritten. lab/notes/emission.md has what was tried.
 //
 // Offsets have 64 bits from the beginning, 32 bits inside the rows of a sequence (T * U1 < 2^31) and inside a row.
 #include "xla_kernels/cuda/softmax_emission.h"
