@@ -274,10 +274,12 @@ class Kernel:
         return add_batch_dim(self.primitive, operands, axes, **params)
 
     def jvp(self, primals, tangents, *, num_batch_dims, strict, alias, **attributes):
-        def instantiate(primal, tangent):
-            if not jnp.issubdtype(primal.dtype, jnp.inexact):
-                return np.zeros(primal.shape, jax.dtypes.float0)
-            return ad.instantiate_zeros(tangent) if type(tangent) is ad.Zero else tangent
+        # Without the integers, whose tangents would be NumPy arrays: none has the size of a symbol (`jax.export`).
+        floats = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        function = functools.partial(self.reference, **attributes)
-        return jax.jvp(function, primals, tuple(map(instantiate, primals, tangents)))
+        def function(*values):
+            operands = dict(enumerate(primals)) | dict(zip(floats, values))
+            return self.reference(*operands.values(), **attributes)
+
+        of_floats = ([primals[i] for i in floats], [ad.instantiate_zeros(tangents[i]) for i in floats])
+        return jax.jvp(function, *of_floats)

@@ -168,7 +168,7 @@ def _padded(layouts, x: Sequences) -> Planes:
 
 def _packed(layouts, x: Sequences) -> Planes:
     """Every row is a sequence of one node."""
-    rows, count = len(layouts[0].rows), len(x.num_frames)
+    rows, count = layouts[0].rows.shape[0], x.num_frames.shape[0]
     first, end = offsets(x.num_frames, x.num_labels, rows)
     bad, num_frames, num_labels = x.within(layouts[0].frames_for(x.num_frames), end > rows)
     used, (b, t, u) = nodes_of_rows(num_frames, num_labels, first, end, rows)

@@ -31,7 +31,10 @@ def offsets(num_frames: jax.Array, num_labels: jax.Array, rows: int) -> tuple[ja
     frames, columns = jnp.clip(num_frames, 0, rows + 1), jnp.clip(num_labels, -1, rows) + 1
     many = frames > rows // jnp.maximum(columns, 1)
     count = jnp.where(columns == 0, 0, jnp.where(many, rows + 1, frames * columns))
-    end = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows + 1), count)
+    if isinstance(count.shape[0], int):
+        end = jax.lax.associative_scan(lambda a, b: jnp.minimum(a + b, rows + 1), count)
+    else:  # a symbol of `jax.export`
+        end = jax.lax.scan(lambda a, b: (jnp.minimum(a + b, rows + 1),) * 2, jnp.zeros_like(count[0]), count)[1]
     return jnp.concatenate([jnp.zeros_like(end[:1]), end[:-1]]), end
 
 
@@ -43,11 +46,12 @@ class Packed(Placement[NodesOfRows]):
     frames: int
 
     def fits(self, logits, num_frames, num_labels):
-        return offsets(num_frames, num_labels, len(logits))[1] <= len(logits)
+        return offsets(num_frames, num_labels, logits.shape[0])[1] <= logits.shape[0]
 
     def nodes(self, logits, targets, num_frames, num_labels, lengths):
         # A sequence takes as many rows as its lengths say, in range or not.
-        (first, end), (batch, labels), rows = offsets(lengths[0], lengths[1], len(logits)), targets.shape, len(logits)
+        (batch, labels), rows = targets.shape, logits.shape[0]
+        first, end = offsets(lengths[0], lengths[1], rows)
         shape = (batch, self.frames, labels + 1)
         t, u = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
         inside = (t < num_frames[:, None, None]) & (u <= num_labels[:, None, None])
@@ -72,7 +76,7 @@ class Packed(Placement[NodesOfRows]):
     def to_rows(self, planes, where):
         def pick(x):
             if not x.size:
-                return jnp.zeros((len(where.used), 1, 1), x.dtype)
+                return jnp.zeros((where.used.shape[0], 1, 1), x.dtype)
             return jnp.where(where.used[:, None, None], x[where.node][:, None, None], 0)
 
         return {slot: pick(x) for slot, x in planes.items()}
@@ -83,7 +87,7 @@ class Packed(Placement[NodesOfRows]):
 
 def nodes_of_rows(num_frames, num_labels, first, end, rows: int):
     """(bool [N]: whether a row belongs to a sequence, its (b, t, u), t = u = 0 where it belongs to none)."""
-    batch, index = len(end), jnp.arange(rows, dtype=jnp.int32)
+    batch, index = end.shape[0], jnp.arange(rows, dtype=jnp.int32)
     b = jnp.sum(end[:, None] <= index[None], 0, dtype=jnp.int32)
     known, b = b < batch, jnp.minimum(b, max(batch - 1, 0))
     if batch == 0:
@@ -142,7 +146,7 @@ class PackedLogits(Layout):
 
     @property
     def frames(self):
-        return len(self.rows) if self.max_frames is None else self.max_frames
+        return self.rows.shape[0] if self.max_frames is None else self.max_frames
 
     def checked(self, function):
         rows = _checks.floating(function, "logits", self.rows, 2, "[N, V]")
@@ -167,8 +171,8 @@ class PackedLogits(Layout):
         """A bound of the frames of sequences of these lengths."""
         if self.max_frames is not None:
             return int(self.max_frames)
-        rows, known = len(self.rows), _checks.known(logit_lengths)
+        rows, known = self.rows.shape[0], _checks.known(logit_lengths)
         return rows if known is None else max(min(int(np.max(known, initial=0)), rows), 0)
 
     def fits(self, num_frames, num_labels):
-        return offsets(num_frames, num_labels, len(self.rows))[1] <= len(self.rows)
+        return offsets(num_frames, num_labels, self.rows.shape[0])[1] <= self.rows.shape[0]

@@ -12,7 +12,7 @@ import compare
 import family
 import jax_rnnt
 import platforms
-from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss, decode
+from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss, decode
 
 pytestmark = pytest.mark.no_kernel
 
@@ -104,6 +104,16 @@ def test_symbolic_joint(kind, sizes):
 
     shapes = (6, 9), (b, t, 6), (b, u + 1, 6), (b, u), (b,), (b,)
     check_symbolic(jax.value_and_grad(f, argnums=(0, 1, 2)), shapes, arrays)
+
+
+def test_symbolic_rows_and_posteriors():
+    """Packed rows of any number; a derivative of the lattice's kernel, whose operands are integers, too."""
+    p = batches.problem(dtype=np.float32)
+    b, t, u, n = names("b", "t", "u", "n")
+    rest = (b, u), (b,), (b,)
+    packed = lambda rows, *rest: RNNTLoss()(PackedLogits(rows), *rest)
+    check_symbolic(jax.grad(packed), [(n, 9), *rest], (batches.packed(p, p.logits, fill=0), *p[1:]))
+    exported(jax.grad(RNNTLoss().latency), like([(b, t, u + 1, 9), *rest], p))
 
 
 @pytest.mark.parametrize(
