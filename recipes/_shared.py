@@ -16,11 +16,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from jax_rnnt.metrics import label_errors
-from jax_rnnt_speech import batches, config, corpora, tokens
+from jax_rnnt_speech import batches, config, corpora, pretrained
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.ngrams import Search
 from jax_rnnt_speech.recogniser import Recogniser
@@ -34,13 +33,11 @@ class Digits:
         options = config.read_file("handwritten-digits") | options
         self.config = Config(**options)
         train, test = (corpora.open_corpus("handwritten-digits", self.config, x) for x in ("train", "valid"))
-        self.tokens = tokens.train(self.config, (x.text for x in train.utterances))
-        self.blank = len(self.tokens.pieces)
-        subsampling = int(np.prod([time for time, _ in self.config.strides]))
-        self.train, self.test = (batches.labelled(x, self.tokens, subsampling) for x in (train, test))
-        unmeasured = Recogniser(self.config, self.tokens, [0.0] * train.features, [1.0] * train.features)
-        unmeasured.measure(self.train)
-        self.mean, self.deviation = unmeasured.mean, unmeasured.deviation
+        start = pretrained.fresh(self.config, train)
+        self.tokens, self.blank, self.subsampling = start.tokens, start.blank, start.subsampling
+        self.train, self.test = (batches.labelled(x, self.tokens, self.subsampling) for x in (train, test))
+        start.measure(self.train)
+        self.mean, self.deviation = start.mean, start.deviation
 
     def recogniser(self, **options):
         """A new model; options differ from those of `config`."""
@@ -56,7 +53,7 @@ class Digits:
         other = copy.copy(self)
         corpus = copy.copy(self.test.corpus)
         corpus.utterances = [utterance._replace(text=text) for utterance, text in zip(corpus.utterances, texts)]
-        other.test = batches.labelled(corpus, self.tokens, int(np.prod([time for time, _ in self.config.strides])))
+        other.test = batches.labelled(corpus, self.tokens, self.subsampling)
         return other
 
     def tests(self):

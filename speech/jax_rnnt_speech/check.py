@@ -29,11 +29,8 @@ class Findings:
             known = vocabulary or tokens.train(settings, (x.text for x in self.utterances))
             with contextlib.suppress(batches.NothingLeft):  # the report says why
                 data = batches.labelled(corpus, known, subsampling)
-                labels, self.size, self.buckets = (
-                    data.labels,
-                    len(known.pieces),
-                    batches.make_buckets(data, settings, 1),
-                )
+                labels, self.size = data.labels, len(known.pieces)
+                self.buckets = batches.make_buckets(data, settings, 1)
                 self.padding = batches.padding(data, self.buckets)
         self.kept = [(corpus.entries[i], self.utterances[i].text) for i in labels]
         self.seconds = np.array([entry.whole for entry, _ in self.kept])

@@ -196,7 +196,7 @@ class Config:
     prompt: str = option("", str, "the language, for a pretrained model that is told; default: its usual one")
     durations: tuple = option((0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read")
     sigma: float = option(0.05, amount, "of --loss tdt and multiblank: the probability that symbols are to exceed")
-    max_symbols: int = option(4, positive, "labels that a search writes in a frame, at most")
+    max_symbols: int = option(10, positive, "labels that a search writes in a frame, at most")
     duration_choice: str = option(
         "pair", str, "of greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first")
     )

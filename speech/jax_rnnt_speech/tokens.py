@@ -10,7 +10,18 @@ import sentencepiece
 from jax_rnnt_speech.config import UserError
 
 
-class Characters:
+class Vocabulary:
+    """Labels and what each writes, its `pieces`."""
+
+    separator = " "  # between words
+    unknown = None  # the label of what no other spells
+
+    def labels(self):
+        """What each label writes, for a model of words."""
+        return [None if i == self.unknown else piece for i, piece in enumerate(self.pieces)]
+
+
+class Characters(Vocabulary):
     def __init__(self, alphabet):
         self.pieces = list(alphabet)
         self.index = {piece: i for i, piece in enumerate(self.pieces)}
@@ -20,12 +31,6 @@ class Characters:
         labels = [self.index.get(x) for x in text]
         return None if None in labels else labels
 
-    separator = " "  # between words
-
-    def labels(self):
-        """What each label writes, for a model of words."""
-        return self.pieces
-
     def decode(self, labels):
         return "".join(self.pieces[i] for i in labels)
 
@@ -33,34 +38,33 @@ class Characters:
         return {"alphabet": "".join(self.pieces)}
 
 
-class Subwords:
-    def __init__(self, model):
-        self.model = model
-        self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.pieces = [self.processor.id_to_piece(i) for i in range(self.processor.get_piece_size())]
-
-    def encode(self, text):
-        """Labels of a text, or None if a character is in no subword."""
-        labels = self.processor.encode(text)
-        return None if self.processor.unk_id() in labels else labels
+class Pieces(Vocabulary):
+    """Subwords of a `tokenizer`."""
 
     separator = "▁"  # the first piece of a word begins with it
 
-    def labels(self):
-        unknown = self.processor.unk_id()
-        return [None if i == unknown else piece for i, piece in enumerate(self.pieces)]
-
     def decode(self, labels):
-        return self.processor.decode(list(map(int, labels)))
+        return self.tokenizer.decode(list(map(int, labels)))
+
+
+class Subwords(Pieces):
+    def __init__(self, model):
+        self.model = model
+        self.tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.unknown = self.tokenizer.unk_id()
+        self.pieces = [self.tokenizer.id_to_piece(i) for i in range(self.tokenizer.get_piece_size())]
+
+    def encode(self, text):
+        """Labels of a text, or None if a character is in no subword."""
+        labels = self.tokenizer.encode(text)
+        return None if self.unknown in labels else labels
 
     def to_json(self):
         return {"sentencepiece": base64.b64encode(self.model).decode()}
 
 
-class Pretrained:
+class Pretrained(Pieces):
     """The labels of a tokenizer.json of Hugging Face."""
-
-    separator = "▁"
 
     def __init__(self, text, count):
         try:
@@ -81,20 +85,12 @@ class Pretrained:
         labels = self.tokenizer.encode(text, add_special_tokens=False).ids
         return None if self.unknown in labels or max(labels, default=0) >= len(self.pieces) else labels
 
-    def labels(self):
-        return [None if i == self.unknown else piece for i, piece in enumerate(self.pieces)]
-
-    def decode(self, labels):
-        return self.tokenizer.decode(list(map(int, labels)))
-
     def to_json(self):
         return {"tokenizer": self.text, "count": len(self.pieces)}
 
 
-class Numbers:
+class Numbers(Vocabulary):
     """Labels without a tokenizer: they are their own text, with spaces between them."""
-
-    separator = " "
 
     def __init__(self, count):
         self.pieces = [f" {i}" for i in range(count)]
@@ -104,9 +100,6 @@ class Numbers:
         words = text.split()
         known = all(x.isdecimal() and int(x) < len(self.pieces) for x in words)
         return [int(x) for x in words] if known else None
-
-    def labels(self):
-        return self.pieces
 
     def decode(self, labels):
         return " ".join(str(int(i)) for i in labels)

@@ -300,9 +300,9 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
 def test_a_small_real_run(tmp_path, capsys, refused):
-    """Speech of made-up sentences: held-out sentences and voices are recognised, by both searches.
+    """Speech of made-up sentences: held-out sentences and voices are recognised, by greedy search and by beams.
 
-    Subwords and two devices. After fewer steps, or with CTC beside, beams are worse than greedy search.
+    Subwords and two devices. After so few steps, half of a sentence may be on one frame.
     """
     slots = (
         "The old man, My sister, A young dog, Our teacher, The captain, Somebody",
@@ -321,12 +321,14 @@ def test_a_small_real_run(tmp_path, capsys, refused):
     options = dict(
         config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
         vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, kernel=5, chunk=0,
-        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=300, save_every=1000,
+        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=200, save_every=1000,
         learning_rate=0.005,
     )  # fmt: skip
     run(["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))])
     greedy = float(re.search(r"held-out CER [\d.]+%, WER ([\d.]+)%", capsys.readouterr().out)[1])
-    beam = ["--beam", 4, "--ngram", tmp_path / "words.arpa"]
-    run(["test", "--workdir", workdir, speech / "valid", "--json", *beam])
-    # Which search is better depends on the seed: 7 held-out sentences cannot tell.
-    assert max(greedy, json.loads(capsys.readouterr().out)["wer"]) < 40
+    rates = [greedy]
+    for more in ([], ["--ngram", tmp_path / "words.arpa"]):
+        run(["test", "--workdir", workdir, speech / "valid", "--json", "--beam", 4, *more])
+        rates.append(json.loads(capsys.readouterr().out)["wer"])
+    # Which search is best depends on the seed: 7 held-out sentences cannot tell.
+    assert max(rates) < 40, rates
