@@ -197,6 +197,9 @@ def _checked_layouts(logits):
                 got = f"lm_only_scale {x.lm_only_scale} and am_only_scale {x.am_only_scale}"
                 raise TypeError(f"{NAME}: AdditiveLogits must be {expected}, got {got}.")
             layouts[i] = JointLogits(operator.add, x.am, x.lm).checked(NAME)
+    of_library = _layout.ArrayLogits, JointLogits, PackedLogits, BandLogits
+    if others := [type(x).__name__ for x in layouts if type(x) not in of_library]:
+        raise TypeError(f"{NAME}: logits must be arrays or layouts of jax_rnnt, got {others[0]}.")
     if len({x if x in (PackedLogits, BandLogits) else None for x in map(type, layouts)}) > 1:
         got = ", ".join(type(x).__name__ for x in layouts)
         raise TypeError(f"{NAME}: logits must all be PackedLogits, or all BandLogits, or none of them, got {got}.")

@@ -273,7 +273,7 @@ def test_padding_of_nan_under_debug_nans(kernel):
 
 
 def test_a_layout_is_one_placement(kernel):
-    """A layout that the library lacks: that of the page on design, whose rows are other sequences than the batch's."""
+    """A layout that the library lacks: that of lab/extending.md, whose rows are other sequences than the batch's."""
     if not (project.ROOT / "lab").exists():
         pytest.skip("no lab beside the tests")
     layout = code("lab/extending.md", "class FramesFirst")[0]["FramesFirstLogits"]
@@ -283,3 +283,5 @@ def test_a_layout_is_one_placement(kernel):
     step = lambda x: jnp.sum(value(layout(x), *p[1:]))
     losses, gradient = jax.jit(lambda x: (value(layout(x), *p[1:]), jax.grad(step)(x)))(p.logits.swapaxes(0, 1))
     compare.assert_matches((losses, np.swapaxes(gradient, 0, 1)), loss.expected(p, clamp=0.3), np.float64, 11)
+    with pytest.raises(TypeError, match="arrays or layouts of jax_rnnt, got FramesFirstLogits"):
+        jax_rnnt.sum_over_nodes(jnp.sum, layout(p.logits), logit_lengths=p[2], target_lengths=p[3])

@@ -33,7 +33,7 @@ class Stream(typing.NamedTuple):
 
     fresh: jax.Array  # [B]: the next part starts anew
     bad: jax.Array  # [B]: NaN has been met
-    first: jax.Array  # [B]: frames of the stream before this part
+    first: jax.Array  # [B]: frames of the stream before the next part
     skip: jax.Array  # [B]: frames of the next part that the last move has read
     reached: jax.Array  # [B]: frames of the next part that an exact end after it needs
     scores: jax.Array  # [B]
