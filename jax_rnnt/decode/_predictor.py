@@ -115,9 +115,15 @@ def start_of(function: str, predictor, start) -> int | None:
     return start if declared is None else declared
 
 
-def shifted(past: jax.Array, labels: jax.Array) -> jax.Array:
-    """The last labels [B, history] after one more."""
-    return jnp.concatenate([past[:, 1:], labels.astype(past.dtype)[:, None]], 1)
+def no_labels(batch: int, history: int, start: int) -> tuple[jax.Array, ...]:
+    """The last labels before the first one: an array [batch] for each, which a GPU shifts without a copy."""
+    return (jnp.full(batch, start, jnp.int32),) * history
+
+
+def shifted(past: tuple[jax.Array, ...], labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The last labels after one more, as [B, history] and as `no_labels` has them."""
+    past = *past[1:], labels.astype(past[0].dtype)
+    return jnp.stack(past, 1), past
 
 
 def stateless_predictor(
@@ -152,10 +158,10 @@ def stateless_predictor(
     start = start_label("stateless_predictor", "start", start, symbols)
 
     def step(past, labels):
-        past = shifted(past, labels)
-        return function(past), past
+        seen, past = shifted(past, labels)
+        return function(seen), past
 
-    return Predictor(lambda batch: jnp.full((batch, history), start, jnp.int32), step, start, symbols)
+    return Predictor(lambda batch: no_labels(batch, history, start), step, start, symbols)
 
 
 def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) -> jax.Array:

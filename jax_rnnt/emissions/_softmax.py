@@ -30,7 +30,7 @@ import numpy as np
 from jax_rnnt import _checks, _renamed, _xla
 from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Rows, clip_and_scale
 from jax_rnnt.emissions._emission import label_map as label_map
-from jax_rnnt.emissions._norm import encoded_norm, row_sum, row_sum_at_once, softmax_of_norm
+from jax_rnnt.emissions._norm import encoded_norm, row_sum, row_sum_at_once, row_sum_of, softmax_of_norm
 
 
 def accumulation_dtype(dtype) -> np.dtype:
@@ -324,30 +324,33 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return self.normalize
 
     def log_probabilities(self, rows):
-        """(of all tokens [..., V], of all durations [..., D]) in rows [..., V + D], as `heads` has them."""
-        log_probability, blanks, durations = self.heads(rows)
+        """Of all tokens [..., V] in rows [..., V + D], as `heads` has them."""
+        log_probability, blanks, _ = self.heads(rows)
         logits = rows[..., : rows.shape[-1] - self.num_durations]
         tokens = log_probability(logits.astype(accumulation_dtype(rows.dtype)))
         if self.bernoulli:
             tokens = jnp.where(one_hot(self.blanks[0], tokens), blanks[0][..., None], tokens)
-        return tokens, durations
+        return tokens
 
     def heads(self, rows):
-        """Of rows [..., V + D] of a resolved emission, in plain JAX: (function, of each of `blanks` [...], of all
-        durations [..., D]).
+        """Of rows [..., V + D] of a resolved emission, in plain JAX: (function, of each of `blanks` [...], of
+        each duration [...]).
 
         The function makes log-probabilities of logits of labels, one of each row [...] or all [..., V]. NaN in a head
         that holds a NaN or +inf. Those of blanks come from their logits alone: XLA for GPUs would write an array of all
         tokens to slice it.
         """
         x = rows.astype(accumulation_dtype(rows.dtype))
-        tokens, durations = x[..., : x.shape[-1] - self.num_durations], x[..., x.shape[-1] - self.num_durations :]
+        tokens = x[..., : x.shape[-1] - self.num_durations]
+        durations = [x[..., i] for i in range(tokens.shape[-1], x.shape[-1])]
         blanks = [tokens[..., blank] for blank in self.blanks]
         if not self.normalize:
             return lambda logits: logits.astype(x.dtype), blanks, durations
         if not self.bernoulli:
             of_token = functools.partial(_of_row, row_sum_at_once(tokens))
-            durations = _of_row(row_sum(durations), durations) if self.num_durations else durations
+            if durations:
+                row = row_sum_of(durations)
+                durations = [_of_row(row, x) for x in durations]
             return of_token, [of_token(x) for x in blanks], durations
         of_token = functools.partial(
             _of_row, row_sum_at_once(jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens))

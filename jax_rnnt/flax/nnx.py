@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
 from jax_rnnt.decode._modules import in_evaluation
-from jax_rnnt.decode._predictor import shifted
+from jax_rnnt.decode._predictor import no_labels, shifted
 from jax_rnnt.flax import _rows
 from jax_rnnt.layouts import JointLogits, LinearJoint
 
@@ -213,14 +213,14 @@ class StatelessPredictor(nnx.Module):
         targets = _rows.checked("StatelessPredictor", targets)
         return self.rows(_rows.windows(targets, self.history, self.start))
 
-    def initial(self, batch: int) -> jax.Array:
-        """The state before the start label: the last labels, int32 [batch, history]."""
-        return jnp.full((batch, self.history), self.start, jnp.int32)
+    def initial(self, batch: int) -> tuple[jax.Array, ...]:
+        """The state before the start label: each of the last labels, int32 [batch]."""
+        return no_labels(batch, self.history, self.start)
 
-    def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(self, state, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Rows [B, P] after labels [B], and the next state."""
-        state = shifted(state, labels)
-        return self.rows(state), state
+        past, state = shifted(state, labels)
+        return self.rows(past), state
 
 
 class LSTMPredictor(nnx.Module):

@@ -5,7 +5,7 @@ and so on; the arcs of a root are dense rows. The last column V, no label, is th
 """
 
 import dataclasses
-import functools
+import math
 import typing
 
 import jax
@@ -72,41 +72,77 @@ def follow(arcs: Arcs, state, label, depth: int | None = None):
     `depth`: the most suffixes from a state to its root, if that is known before the program runs. A GPU then has no
     loops, after each turn of which its host would have to look whether there is another one.
     """
+
+    def at_once(arcs, state, label):
+        suffixes = _suffixes(arcs, state, depth)
+        states = jnp.stack(suffixes[:-1])
+        has_arc, at = _find(arcs, states, jnp.broadcast_to(label[None], states.shape), _by_blocks)
+        found = jnp.where(has_arc, at, -1)
+        return _taken(arcs, suffixes[-1], label, *_longest(arcs, suffixes, found))
+
     state, label, *_ = _xla.vary_together(state, label, *arcs)
-    on_gpu = _follow if depth is None else functools.partial(_follow_all, depth=depth)
+    on_gpu = _follow if depth is None else at_once
     return jax.lax.platform_dependent(arcs, state, label, cuda=on_gpu, rocm=on_gpu, default=_follow)
 
 
 def score_rows(arcs: Arcs, state, depth: int | None = None):
-    """[N, V]: the scores of all labels after each state [N]; `depth` as for `follow`.
-
-    A GPU looks for each label as `follow` does, where it knows the depth: all at once.
-    """
-    state, *_ = _xla.vary_together(state, *arcs)
+    """[N, V]: the scores of all labels after each state [N]; `depth` as for `follow`."""
+    columns = arcs.root_scores.shape[1]
 
     def at_once(arcs, state):
-        shape = state.shape[0], arcs.root_scores.shape[1] - 1
-        label = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        return _follow_all(arcs, jnp.broadcast_to(state[:, None], shape), label, depth)[0]
+        suffixes = _suffixes(arcs, state, depth)
+        states = jnp.stack(suffixes[:-1])
+        shape = *states.shape, columns  # a state has at most one arc of each label
+        level, row, place = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
+        arc = rows_at(arcs.first, states)[..., None] + place
+        inside = arc < rows_at(arcs.first, states + 1)[..., None]
+        arc = jnp.minimum(arc, arcs.labels.shape[0] - 1)
+        labels = jnp.where(inside, rows_at(arcs.labels, arc), columns + place)
+        found = (-1 - 0 * arc).at[level, row, labels].set(arc, mode="drop", unique_indices=True)
+        label = place[0]
+        suffixes = [jnp.broadcast_to(x[:, None], label.shape) for x in suffixes]
+        return _taken(arcs, suffixes[-1], label, *_longest(arcs, suffixes, found))[0][:, :-1]
 
+    state, *_ = _xla.vary_together(state, *arcs)
     on_gpu = _filled_rows if depth is None else at_once
     return jax.lax.platform_dependent(arcs, state, cuda=on_gpu, rocm=on_gpu, default=_filled_rows)
 
 
-def _find(arcs, state, label, unroll=False):
+def _find(arcs, state, label, search):
     """(whether a state [...] has an arc with the label [...], that arc)"""
-    halvings = arcs.root_scores.shape[1].bit_length()  # a state has at most one arc of each label
-    last = arcs.labels.shape[0] - 1
     first, end = rows_at(arcs.first, state), rows_at(arcs.first, state + 1)
+    at = search(arcs, first, end, label)
+    arc = jnp.minimum(at, arcs.labels.shape[0] - 1)
+    return (at < end) & (rows_at(arcs.labels, arc) == label), arc
+
+
+def _is_below(arcs, arc, end, label):
+    """Whether an arc comes before `end`, and its label before `label`."""
+    return (arc < end) & (rows_at(arcs.labels, jnp.minimum(arc, arcs.labels.shape[0] - 1)) < label)
+
+
+def _by_halves(arcs, first, end, label):
+    """The first arc of `first` to `end` [...] whose label is not below this one [...]."""
+    halvings = arcs.root_scores.shape[1].bit_length()  # a state has at most one arc of each label
 
     def halve(i, at):
         after = at + (1 << halvings - 1) // (1 << i)
-        below = rows_at(arcs.labels, jnp.clip(after - 1, 0, last)) < label
-        return jnp.where(below & (after <= end), after, at)
+        return jnp.where(_is_below(arcs, after - 1, end, label), after, at)
 
-    at = jax.lax.fori_loop(0, halvings, halve, first, unroll=unroll)
-    arc = jnp.minimum(at, last)
-    return (at < end) & (rows_at(arcs.labels, arc) == label), arc
+    return jax.lax.fori_loop(0, halvings, halve, first)
+
+
+def _by_blocks(arcs, first, end, label):
+    """The same by two sums, over the first arcs of blocks and over the arcs of one, which on a GPU are two kernels."""
+    size = math.isqrt(arcs.root_scores.shape[1]) + 1
+    places = jax.lax.broadcasted_iota(jnp.int32, (*label.shape, size), label.ndim)
+
+    def number(first, step):
+        below = _is_below(arcs, first[..., None] + step * places, end[..., None], label[..., None])
+        return jnp.sum(below, -1, dtype=jnp.int32)
+
+    first = first + size * jnp.maximum(number(first, size) - 1, 0)
+    return first + number(first, 1)
 
 
 def _follow(arcs, state, label):
@@ -114,7 +150,7 @@ def _follow(arcs, state, label):
 
     def back_off(carry):
         looking, state, added, arc = carry
-        has_arc, at = _find(arcs, state, label)
+        has_arc, at = _find(arcs, state, label, _by_halves)
         arc = jnp.where(looking & has_arc, at, arc)
         looking &= ~has_arc
         added = jnp.where(looking, added + rows_at(arcs.backoffs, state), added)
@@ -126,19 +162,23 @@ def _follow(arcs, state, label):
     return _taken(arcs, state, label, added, arc)
 
 
-def _follow_all(arcs, state, label, depth):
-    """`follow` by a search in all suffixes at the same time, in an axis of their own."""
-    states, added = [state], [(0 * state).astype(arcs.scores.dtype)]
-    for _ in range(depth):
-        added.append(added[-1] + rows_at(arcs.backoffs, states[-1]))
+def _suffixes(arcs, state, depth):
+    """The state [...] and its suffixes down to the root, where it has no more than `depth`; the root's is itself."""
+    states = [state]
+    for _ in range(max(depth, 1)):
         states.append(rows_at(arcs.suffixes, states[-1]))
-    root, arc, total = states[-1], -1 - 0 * state, added[-1]
-    if depth:
-        labels = jnp.broadcast_to(label[None], (depth, *label.shape))
-        has_arc, at = _find(arcs, jnp.stack(states[:-1]), labels, unroll=True)
-        for i in reversed(range(depth)):  # the longest context decides
-            arc, total = jnp.where(has_arc[i], at[i], arc), jnp.where(has_arc[i], added[i], total)
-    return _taken(arcs, root, label, total, arc)
+    return states
+
+
+def _longest(arcs, states, found):
+    """(what backing off adds, arc or -1) [...]: of the arcs `found` [depth, ...] that of the longest context."""
+    added = [(0 * states[0]).astype(arcs.scores.dtype)]
+    for state in states[:-1]:
+        added.append(added[-1] + rows_at(arcs.backoffs, state))
+    total, arc = added[-1], -1 - 0 * states[0]
+    for i in reversed(range(len(states) - 1)):
+        total, arc = jnp.where(found[i] >= 0, added[i], total), jnp.where(found[i] >= 0, found[i], arc)
+    return total, arc
 
 
 def _taken(arcs, state, label, added, arc):

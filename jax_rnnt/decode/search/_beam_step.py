@@ -386,9 +386,8 @@ def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates, reads) ->
     parent, label = moves.parent, moves.label
     slot, unread = take_each((beam.slot, beam.unread), parent)
     writes = label >= 0
-    here = (jnp.arange(rules.max_labels, dtype=jnp.int32)[None, None] == moves.counts[..., None] - 1) & writes[
-        ..., None
-    ]
+    places = np.arange(1, rules.max_labels + 1, dtype=np.int32)[None, None]
+    here = (places == moves.counts[..., None]) & writes[..., None]
     row = take(scores.model_row, parent)
     numbers = [scores.model_labels.at[row, label].get(mode="clip")]
     if scores.confidence is not None:

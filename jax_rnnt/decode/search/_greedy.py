@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_rnnt import _checks, _renamed
 from jax_rnnt.decode._gather import replace_rows
@@ -53,7 +54,7 @@ class Rules(typing.NamedTuple):
     @property
     def offsets(self):
         """[1, K]: frames of the window after its first one."""
-        return jnp.arange(self.window, dtype=jnp.int32)[None]
+        return np.arange(self.window, dtype=np.int32)[None]
 
 
 class State(typing.NamedTuple):
@@ -355,8 +356,8 @@ def write(rules: Rules, state: State, walk: Walk):
     new |= {} if walk.confidence is None else {"confidences": walk.confidence}
     # The walk is computed once, and what follows reads no array of the old state that it replaces: no copies.
     fields, new = jax.lax.optimization_barrier((fields, new))
-    columns = jnp.arange(rules.max_labels, dtype=jnp.int32)[None]
-    here = (columns == fields["counts"][:, None] - 1) & (new["labels"] >= 0)[:, None]
+    places = np.arange(1, rules.max_labels + 1, dtype=np.int32)[None]
+    here = (places == fields["counts"][:, None]) & (new["labels"] >= 0)[:, None]
     fields |= {name: jnp.where(here, x[:, None], getattr(state, name)) for name, x in new.items()}
     return state._replace(**fields), new["labels"]
 

@@ -168,9 +168,10 @@ class Symbols:
         """(log-probability of each move [..., moves] without that of its label, `Labels`)."""
         rows = self.tempered(logits)
         log_probability, blanks, durations = self.emission.heads(rows)
-        all_labels = self.all_labels(durations)
+        all_labels = self.all_labels(durations, jnp.zeros_like(blanks[0]))
         if self.scoring.token_first:  # the best duration alone
-            durations = jnp.where(_model.is_class(peak(durations)[1], durations), durations, -jnp.inf)
+            best = peak(jnp.stack(durations, -1))[1]
+            durations = [jnp.where(best == i, x, -jnp.inf) for i, x in enumerate(durations)]
         move_scores = []
         for move in self.moves:
             is_label = move.token is None
@@ -179,7 +180,7 @@ class Symbols:
                 score = score - jnp.asarray(self.scoring.blank_penalty, score.dtype)
             if not _checks.is_zero(move.weight):
                 score = score + jnp.asarray(move.weight, score.dtype)
-            score = score if move.duration is None else score + durations[..., move.duration]
+            score = score if move.duration is None else score + durations[move.duration]
             if all_labels is not None and is_label:
                 score = score - jnp.where(jnp.isneginf(all_labels), 0, all_labels)
             move_scores.append(score)
@@ -190,7 +191,7 @@ class Symbols:
     def confidence(self, logits):
         """Of labels in rows [..., V + D]: [...]; None without an entropy. A compiler shares the softmax of `scores`."""
         entropy = self.scoring.entropy
-        return entropy and entropy.confidence(self.emission.log_probabilities(self.tempered(logits))[0])
+        return entropy and entropy.confidence(self.emission.log_probabilities(self.tempered(logits)))
 
     def tempered(self, logits):
         """Rows [..., V + D] of logits over the temperature, each head up to a number."""
@@ -202,14 +203,16 @@ class Symbols:
         tempered = [self.scoring.tempered(heads[0], apart)]
         return jnp.concatenate(tempered + [self.scoring.tempered(heads[1])] * (heads[1].shape[-1] > 0), -1)
 
-    def all_labels(self, durations):
-        """log of the summed weight of the moves that write one label [...], without the label; None: exactly 0."""
+    def all_labels(self, durations, nothing):
+        """log of the summed weight of the moves that write one label [...], without the label; None: exactly 0.
+
+        `nothing` [...]: zeros.
+        """
         every = sorted(-1 if move.duration is None else move.duration for move in self.labels)
         weighted = not all(_checks.is_zero(move.weight) for move in self.labels)
         if not weighted and every in ([-1], [*range(self.emission.num_durations)]):
             return None
-        nothing = jnp.zeros(durations.shape[:-1], durations.dtype)
-        parts = [nothing if move.duration is None else durations[..., move.duration] for move in self.labels]
+        parts = [nothing if move.duration is None else durations[move.duration] for move in self.labels]
         parts = [x + jnp.asarray(move.weight, x.dtype) for x, move in zip(parts, self.labels)]
         return jax.nn.logsumexp(jnp.stack(parts), 0)
 
