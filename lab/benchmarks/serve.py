@@ -90,9 +90,10 @@ async def run(options):
         delays = np.linspace(0, 1, options.streams, endpoint=False)
         streams = await asyncio.gather(*(stream(session, options, samples, x) for x in delays))
         late = list(itertools.chain(*streams))
-        median, most = (1000 * np.percentile(late, x) for x in (50, 99)) if late else (np.nan, np.nan)
-        print(f"{options.streams} streams of {options.seconds:g} s: {len(late)} events, {median:.0f} ms late (median), "
-              f"{most:.0f} ms (99th percentile)", flush=True)  # fmt: skip
+        if late:
+            median, most = 1000 * np.percentile(late, (50, 99))
+            print(f"{options.streams} streams of {options.seconds:g} s: {len(late)} events, {median:.0f} ms late "
+                  f"(median), {most:.0f} ms (99th percentile)", flush=True)  # fmt: skip
         return int(await bad(session, options)) if options.bad else 0
 
 
