@@ -221,6 +221,18 @@ def decoders():
     ax.legend(loc="upper right")
 
 
+@picture
+def tuning():
+    """Of `rnnt-speech train`, as docs/parakeet.md says: the lines of its metrics.jsonl."""
+    file = HERE.parent / "lab/benchmarks/results/2026-11-26-epyc-2-cores-tuning.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    ax = axes(2)
+    for name, look, label in (("loss", "-", "training"), ("valid_loss", "o", "held out")):
+        ax.plot(*zip(*((x["step"], x[name]) for x in lines if name in x)), look, label=label)
+    ax.set(xlabel="step", ylabel="nats an utterance")
+    ax.legend()
+
+
 def draw(folder):
     folder.mkdir(exist_ok=True)
     with plt.rc_context(STYLE):

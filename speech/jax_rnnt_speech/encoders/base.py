@@ -92,14 +92,27 @@ class Depthwise(nnx.Module):
         *sizes, _ = kernel.shape
         counts = [(n - k) // self.stride + 1 for n, k in zip(x.shape[1:], sizes)]
         out = 0 if self.bias is None else self.bias[...].astype(self.dtype)
-        # Every stride-th entry first, so that few gradients of slices are as large as x.
-        phases = np.ndindex(*(min(k, self.stride) for k in sizes))
-        parts = {phase: x[:, *(slice(start, None, self.stride) for start in phase)] for phase in phases}
+        parts = self.phases(x)
         for offset in np.ndindex(*sizes):
             steps, phase = zip(*(divmod(o, self.stride) for o in offset))
             window = [slice(step, step + count) for step, count in zip(steps, counts)]
             out = out + parts[phase][:, *window] * kernel[offset]
         return out
+
+    def phases(self, x):
+        """{start along each axis: every stride-th entry of x from there}.
+
+        By splits, whose gradients are joined: those of slices are a sum of arrays as large as x.
+        """
+        sizes, stride = x.shape[1:-1], self.stride
+        counts = [-(-n // stride) for n in sizes]
+        x = jnp.pad(x, [(0, 0), *((0, stride * count - n) for count, n in zip(counts, sizes)), (0, 0)])
+        ends = x.shape[0], x.shape[-1]
+        parts = {(): x.reshape(ends[0], *(n for count in counts for n in (count, stride)), ends[1])}
+        for axis in range(2, 2 + 2 * len(counts), 2):
+            split = {start: jax.lax.split(part, [1] * stride, axis) for start, part in parts.items()}
+            parts = {(*start, i): part for start, some in split.items() for i, part in enumerate(some)}
+        return {start: part.reshape(ends[0], *counts, ends[1]) for start, part in parts.items()}
 
 
 class Encoder(nnx.Module):
