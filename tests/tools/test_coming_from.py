@@ -1,6 +1,6 @@
 """Do the tables of docs/coming_from name what the library has, with its defaults, and is equal what they call equal?
 
-Numbers of other libraries: losses/test_vectors.py, and the programs of the pages (test_docs.py). What remarks say of the
+Numbers of other libraries: losses/test_vectors.py, and programs of the pages (test_docs.py). What remarks say of the
 library itself is tested where that is.
 """
 
