@@ -1,5 +1,7 @@
 """Does the code of the documentation run, and does it do what its text promises?"""
 
+import warnings
+
 import jax
 import numpy as np
 import pytest
@@ -61,6 +63,8 @@ def test_block_runs_alone(page, line, tmp_path, monkeypatch, capsys):
     for name in NEEDED:
         if name in block:
             pytest.importorskip(name)
+    if "import torch" in block:
+        warnings.simplefilter("ignore")  # what other libraries import
     if "jax.set_mesh" in block and not hasattr(jax, "set_mesh"):
         pytest.skip("needs jax.set_mesh")
     monkeypatch.setenv("MPLBACKEND", "Agg")
