@@ -9,7 +9,7 @@ DOCS = project.ROOT / "docs"
 PAGES = {
     path.relative_to(DOCS).as_posix().removesuffix(".md")
     for path in DOCS.rglob("*.md")
-    if not {"_build", "api", "run"} & set(path.relative_to(DOCS).parts)  # run.md includes those of run/
+    if not {"_build", "api", "notes"} & set(path.relative_to(DOCS).parts)
 }
 
 
