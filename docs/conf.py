@@ -31,7 +31,7 @@ SITE = "https://jax-rnnt.github.io/jax_rnnt"  # assumed: lab/release/README.md
 REPOSITORY = "https://github.com/jax-rnnt/jax_rnnt"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "public_names", "mathml"]
-exclude_patterns = ["_build", "_ext", "_templates", "jupyter_execute", "notes"]
+exclude_patterns = ["_build", "_ext", "_templates", "jupyter_execute"]
 templates_path = ["_templates"]
 html_extra_path = ["llms.txt"]
 
