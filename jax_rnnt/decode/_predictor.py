@@ -116,8 +116,11 @@ def start_of(function: str, predictor, start) -> int | None:
 
 
 def no_labels(batch: int, history: int, start: int) -> tuple[jax.Array, ...]:
-    """The last labels before the first one: an array [batch] for each, which a GPU shifts without a copy."""
-    return (jnp.full(batch, start, jnp.int32),) * history
+    """The last labels before the first one: an array [batch] for each, which a GPU shifts without a copy.
+
+    No two are the same buffer, which a program could not take as donated.
+    """
+    return tuple(jnp.full(batch, start, jnp.int32) for _ in range(history))
 
 
 def shifted(past: tuple[jax.Array, ...], labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

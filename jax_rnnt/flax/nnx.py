@@ -277,7 +277,8 @@ class LSTMPredictor(nnx.Module):
 
     def initial(self, batch: int) -> Any:
         """The state before the start label: two arrays [batch, P] for each layer."""
-        return [(jnp.zeros((batch, self.width), self.dtype),) * 2 for _ in range(self.layers)]
+        shape = batch, self.width
+        return [(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in range(self.layers)]
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""
