@@ -79,7 +79,10 @@ def options_of(args):
         known, vocabulary = config.from_json(setup["config"], f"{args.workdir}"), tokens.from_json(setup["tokens"])
     elif args.config:
         known = pretrained.completed(config.read_file(args.config))
-    settings = Config(**known | config.given(args, OPTIONS)).consistent()
+    given = config.given(args, OPTIONS)
+    file = {name: x for name, x in known.items() if name not in given}
+    with config.origins(args.workdir or f"--config {args.config}", file):
+        settings = Config(**file | given).consistent()
     subsampling = encoders.subsampling(settings, setup.get("source"))
     return settings, vocabulary, subsampling if args.workdir or args.config else None
 

@@ -136,8 +136,9 @@ def resumed(options, args):
 
 def train(args):
     names = {field.name for field in dataclasses.fields(Config)}
-    options = config.read_file(args.config) if args.config else {}
-    options |= {name: x for name, x in vars(args).items() if name in names}
+    given = config.given(args, names)
+    file = {name: x for name, x in (config.read_file(args.config) if args.config else {}).items() if name not in given}
+    options = file | given
     for name in {"train", "valid", "synthetic", "text"} & options.keys():
         options[name] = corpora.absolute(config.sources(options[name]))
     if "normalize" in options:
@@ -154,7 +155,8 @@ def train(args):
     args.workdir = args.workdir or Path("runs") / "{}-{}".format(
         Path(args.config or config.names(options.get("train", [""]))[0]).stem, options.get("loss", Config.loss)
     )
-    chosen = None if args.resume else Config(**pretrained.completed(options)).checked()
+    with config.origins(f"--config {args.config}", file):
+        chosen = None if args.resume else Config(**pretrained.completed(options)).checked()
     hosts.join(args)
     started = time.perf_counter()
     with hosts.together():

@@ -1,8 +1,10 @@
 """What decides the result of a run: one dataclass, whose fields are options of the command line and of a JSON file."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -297,6 +299,17 @@ def read_file(name):
         known = ", ".join(sorted(x.stem for x in CONFIGS.glob("*.json")))
         raise UserError(f"--config {name} is neither a readable JSON file nor one of {known} ({error})") from None
     return from_json(options, f"--config {name}")
+
+
+@contextlib.contextmanager
+def origins(file, options):
+    """Errors say which of the options that they name are those of a file."""
+    try:
+        yield
+    except UserError as error:
+        named = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", str(error))}
+        found = [f"{x} {options[x]}, by default {getattr(Config, x) or 'off'}" for x in options if x in named]
+        raise UserError(f"{error} ({file} has {'; '.join(found)})" if found else f"{error}") from None
 
 
 def from_json(options, name):

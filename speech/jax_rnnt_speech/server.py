@@ -298,7 +298,7 @@ def answer(transcript, form, parts, language):
         return web.Response(text=f"{transcript.text}\n")
     if form == "json":
         return web.json_response({"text": transcript.text})
-    captions = timing.captions(transcript.words)
+    captions = transcripts.captions(transcript.words, transcript.duration)
     if form != "verbose_json":
         write, file = {"srt": timing.write_srt, "vtt": timing.write_vtt}[form], io.StringIO()
         write(file, captions)

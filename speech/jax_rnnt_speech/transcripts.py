@@ -71,6 +71,11 @@ def words(recogniser, labels, frames, confidences=None, durations=None, start=0.
     return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in found]
 
 
+def captions(words, end):
+    """Captions of a recording that ends after so many seconds. They are shown no longer, but for slivers at the end."""
+    return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in timing.captions(words)]
+
+
 @contextlib.contextmanager
 def in_a_line(name):
     """What the library cannot write, or make words of, is an error of the user's."""
@@ -196,7 +201,8 @@ def write_files(args, kept):
         args.output.mkdir(exist_ok=True)
     for name, found in spoken.items():
         path = args.output if single else args.output / f"{name}{SUFFIXES[args.format]}"
+        end = max(end for end, _ in kept[name])
         if args.format == "textgrid":
-            timing.write_textgrid(path, {"words": found}, max(end for end, _ in kept[name]))
+            timing.write_textgrid(path, {"words": found}, end)
         else:
-            {"srt": timing.write_srt, "vtt": timing.write_vtt}[args.format](path, timing.captions(found))
+            {"srt": timing.write_srt, "vtt": timing.write_vtt}[args.format](path, captions(found, end))

@@ -218,6 +218,7 @@ def test_interrupted(corpus, tmp_path, refused, monkeypatch):
         (["--window", 0.01, "--hop", 0.01], "--window 0.01 has fewer than two samples at --rate 8000"),
         (["--accumulate", 7], "--accumulate 7 makes no update in --steps 6"),
         (["--batch-seconds", 3], "--batch 4 needs --batch-seconds 0, got 3"),
+        (["--config", "base", "--tokens", "characters"], "(--config base has vocabulary 512, by default 256)"),
         (["--config", "nothing"], "--config nothing is neither a readable JSON file nor one of"),
         (["--train", "nowhere"], "nowhere does not exist"),
         (["--train", "digits/m.jsonl", "--valid", ""], "--valid is missing: held-out utterances"),

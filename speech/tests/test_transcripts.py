@@ -85,9 +85,9 @@ def test_files(tmp_path):
     assert write("ctm", "o.ctm") == rows
     srt = "1\n00:00:00,250 --> 00:00:01,250\nso be\n\n2\n00:00:02,500 --> 00:00:03,500\nlate\n"
     assert write("srt", "o.SRT") == srt
-    write("srt", "captions", [*Entries.parts, Entries.whole], [*found, ([I(0.0, 0.5, "good")], 2)])
+    write("srt", "captions", [*Entries.parts, Entries.whole], [*found, ([I(1.5, 1.75, "good")], 2)])
     assert (tmp_path / "captions/a.srt").read_text() == srt
-    assert (tmp_path / "captions/my talk.srt").read_text().endswith("00:00:00,000 --> 00:00:01,000\ngood\n")
+    assert (tmp_path / "captions/my talk.srt").read_text().endswith("00:00:01,500 --> 00:00:02,000\ngood\n")
     assert write("vtt", "o.vtt") == "WEBVTT\n\n" + srt.replace(",", ".").replace("1\n0", "0").replace("2\n0", "0")
     write("textgrid", "o.TextGrid")
     grid = textgrid.openTextgrid(str(tmp_path / "o.TextGrid"), includeEmptyIntervals=False)
