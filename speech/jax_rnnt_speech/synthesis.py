@@ -120,8 +120,9 @@ def write_split(folder, lines, hours, seed, bar):
                 audio.write(place / f"{name}.flac", samples, RATE)
                 with (place / f"{chapter}.trans.txt").open("a") as file:
                     file.write(f"{name} {line.text}\n")
-                seconds, written = seconds + len(samples) / RATE, written + 1
-                bar.update(len(samples) / RATE)
+                length = len(samples) / RATE
+                bar.update(min(length, 3600 * hours - seconds))  # the last one may be longer than is left
+                seconds, written = seconds + length, written + 1
                 if seconds >= 3600 * hours:
                     return seconds, written
     raise UserError(f"the texts last {seconds / 3600:.2f} of {hours:g} hours of {folder.name}: give more by --text")
@@ -137,7 +138,7 @@ def make(args):
     args.folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch,  # a corpus is there as a whole, or not at all
-        tqdm(total=round(total), unit="s", unit_scale=True, mininterval=5) as bar,
+        tqdm(total=round(total) + 1, unit="s", unit_scale=True, mininterval=5) as bar,
     ):
         corpus = Path(scratch, "corpus")
         for split, share in SHARES.items():

@@ -1,8 +1,11 @@
-"""Texts of files and streams, n-grams, and a small real run."""
+"""Texts of files and streams, n-grams, made-up speech, and the tutorial."""
 
 import itertools
 import json
+import pathlib
 import re
+import runpy
+import shlex
 import shutil
 import sys
 import tracemalloc
@@ -297,38 +300,43 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
         refused(["ngram", tmp_path / file, tmp_path / source], message)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
-def test_a_small_real_run(tmp_path, capsys, refused):
-    """Speech of made-up sentences: held-out sentences and voices are recognised, by greedy search and by beams.
-
-    Subwords and two devices. After so few steps, half of a sentence may be on one frame.
-    """
-    slots = (
-        "The old man, My sister, A young dog, Our teacher, The captain, Somebody",
-        "saw, found, carried, painted, wanted, lost",
-        "a silver spoon, the yellow house, seven letters, his guitar, fresh bread, no money",
-    )
-    texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in slots))]
+def test_made_up_speech(tmp_path, capsys, refused):
+    """Three folders of recordings with their texts."""
+    words = "The old man, My sister, Somebody", "saw, found, carried, lost", "a silver spoon, his guitar, no money"
+    texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in words))]
     (tmp_path / "text").write_text("\n%\n".join(texts))
-    speech, workdir = tmp_path / "speech", tmp_path / "run"
-    run(["corpus", speech, "--hours", 0.07, "--text", tmp_path / "text"])
+    speech = tmp_path / "speech"
+    run(["corpus", speech, "--hours", 0.005, "--text", tmp_path / "text"])
     assert "train: " in capsys.readouterr().out
     (stretch,) = asr.audio.stretches(next((speech / "train").rglob("*.flac")))
     assert (stretch.rate, stretch.channels) == (16000, 1)
+    run(["check", *(speech / name for name in ("train", "valid", "test"))])
+    assert "left out" not in capsys.readouterr().out
     refused(["corpus", speech], "is not empty")
-    run(["ngram", tmp_path / "words.arpa", speech / "train", "--lower"])
-    options = dict(
-        config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
-        vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, kernel=5, chunk=0,
-        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=200, save_every=1000,
-        learning_rate=0.005,
-    )  # fmt: skip
-    run(["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))])
-    greedy = float(re.search(r"held-out CER [\d.]+%, WER ([\d.]+)%", capsys.readouterr().out)[1])
-    rates = [greedy]
-    for more in ([], ["--ngram", tmp_path / "words.arpa"]):
-        run(["test", "--workdir", workdir, speech / "valid", "--json", "--beam", 4, *more])
-        rates.append(json.loads(capsys.readouterr().out)["wer"])
-    # Which search is best depends on the seed: 7 held-out sentences cannot tell.
-    assert max(rates) < 40, rates
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is missing")
+def test_the_tutorial(tmp_path, capsys, monkeypatch):
+    """Its commands as they are, on two devices, write what the page says; so does a beam."""
+    monkeypatch.chdir(tmp_path)
+    text, printed = PAGE.read_text(), []
+    runpy.run_path(str(PAGE.with_name("toy_recordings.py")))
+    commands = re.findall(r"^    rnnt-speech (.*)", text, re.MULTILINE)
+    assert [x.split()[0] for x in commands] == ["check", "train", "test", "transcribe", "transcribe"]
+    for command in commands:
+        run(shlex.split(command, comments=True) + ["--devices", "2"] * command.startswith("train"))
+        printed.append(capsys.readouterr().out)
+    check, training, rates, words, timed = printed
+    assert "220 utterances" in check and "left out" not in check
+    assert words == "test/000.wav\tfade\n"
+    (found,), (expected,) = json.loads(timed), json.loads(re.search(r"^    (\[{.*)", text, re.MULTILINE)[1])
+    assert found.pop("words") == [pytest.approx(x, abs=0.2) for x in expected.pop("words")] and found == expected
+    run(["ngram", "words.arpa", "train"])
+    run(["test", "--workdir", "run", "test", "--beam", 4, "--ngram", "words.arpa"])
+    for out in (training.splitlines()[-1], rates, capsys.readouterr().out):
+        assert float(re.search(r"\bWER ([\d.]+)%", out)[1]) < 6

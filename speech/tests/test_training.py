@@ -124,13 +124,13 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
 
 
 def test_resume_is_exact_with_everything(corpus, tmp_path, capsys):
-    """CTC, averaged weights, speeds, noise, masks, dropout, accumulation, cached rows, bfloat16, rates, texts."""
+    """CTC, averaged weights, speeds, noise, masks, dropout, accumulation, cached rows, bfloat16, rates, subwords."""
     (tmp_path / "text.txt").write_text("A BC\nCAB\nX\n")
     write_audio(tmp_path / "noise/a.wav", 1.0, seed=99)
     more = {"encoder": "conformer", "blocks": 2, "ctc": 0.3, "average": 0.9, "speeds": "0.9,1.1", "gain": 3.0,
             "noise": tmp_path / "noise", "snr": "0,10", "accumulate": 2, "freeze": "encoder:1", "dtype": "bfloat16",
             "rates": "joint=0.5,predictor=0", "text": tmp_path / "text.txt", "buckets": 1, "steps": 4,
-            "save_every": 3}  # fmt: skip
+            "save_every": 3, "tokens": "subwords", "vocabulary": 8}  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(arguments(corpus, whole, **more))
     error = capsys.readouterr().err
