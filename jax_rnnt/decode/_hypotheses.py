@@ -29,15 +29,16 @@ class Hypotheses(typing.NamedTuple):
         stream was too short for `exact_end`.
     label_log_probs : Array, dtype of `scores` [..., L]
         Log-probability of each label where the hypothesis took it: the sum over all arcs of the loss that write it
-        there, whatever they read. It is that of the model alone, at the temperature of the search: without fusion,
-        internal language model and penalty. A merged hypothesis has those of its best alignment. 0 from `counts` on.
+        there, whatever they read. It is that of the model alone, at the temperature of the search, without fusion,
+        internal language model or penalty. A merged hypothesis has those of its best alignment. 0 from `counts` on.
     full : Array, bool [...]
         The hypothesis holds L labels. Some may be missing: decode again with more room.
     stable : Array, int32 [B]
         Leading labels that all hypotheses of the utterance share; `counts` where there is one. Later parts of a stream
-        of `beam` keep them, so a caption that shows no more never changes.
+        of `beam` keep them, so a caption of these labels never changes.
     label_confidences : Array, dtype of `scores` [..., L], or None
-        With `confidence`, from 0 to 1: of the row from which the label has its `label_log_probs`. 0 from `counts` on.
+        From 0 to 1, with the argument `confidence`: by the entropy of the row that gives the label its
+        `label_log_probs`. 0 from `counts` on.
     state : pytree
         For the next part of a stream.
 

@@ -12,8 +12,8 @@ def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Pr
     Parameters
     ----------
     module : flax.nnx.Module
-        Its parameters are read now, and its attributes `start` and `symbols`, if it has them. Dropout is off, and
-        nothing that a step changes in the module is kept.
+        The predictor reads its parameters now, and its attributes `start` and `symbols`, if it has them. Dropout is
+        off, and what a step changes in the module is lost.
     initial, step : str
         Names of its methods, as in `Predictor`.
 
@@ -44,7 +44,7 @@ def linen_predictor(module, variables, *, initial: str = "initial", step: str = 
     module : flax.linen.Module
         Unbound. Its attributes `start` and `symbols` count, if it has them.
     variables : pytree
-        As for ``module.apply``; no collection is changed.
+        As for ``module.apply``; no call changes a collection.
     initial, step : str
         Names of its methods, as in `Predictor`.
     **options

@@ -31,7 +31,7 @@ class Predictor(typing.NamedTuple):
         argument `start`.
     symbols : int, optional
         Labels that `step` takes, with the start label; the joint network must not have more. A negative start label
-        counts from its end, and is an error without it.
+        counts from their end, and is an error without `symbols`.
     masked_row : Array [P], optional
         The row in place of all others where no label is read (`parallel`). Without it, a row of zeros.
 
@@ -45,10 +45,10 @@ class Predictor(typing.NamedTuple):
     optional:
 
     * ``final(state) -> scores [N]`` of an end after the labels, as of </s>. Scores and ranks of a result are those of
-      utterances that end with its frames; the state of a stream goes on without.
+      utterances that end with its frames; the state of a stream goes on without it.
     * ``utterances``: how many utterances B a model with tables for each of them serves. None: any.
-    * ``place(state) -> state``, for such a model: of the state of a stream, the rows in the order of this call's
-      utterances, the same with the numbers of these.
+    * ``place(state) -> state``, for such a model: the rows of a stream's state, each with the number of the utterance
+      that has this row in the present call.
 
     Examples
     --------
@@ -116,8 +116,11 @@ def start_of(function: str, predictor, start) -> int | None:
 
 
 def no_labels(batch: int, history: int, start: int) -> tuple[jax.Array, ...]:
-    """The last labels before the first one: an array [batch] for each, which a GPU shifts without a copy."""
-    return (jnp.full(batch, start, jnp.int32),) * history
+    """The last labels before the first one: an array [batch] for each, which a GPU shifts without a copy.
+
+    No two are the same buffer, which a program could not take as donated.
+    """
+    return tuple(jnp.full(batch, start, jnp.int32) for _ in range(history))
 
 
 def shifted(past: tuple[jax.Array, ...], labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -171,14 +174,15 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     ----------
     predictor : Predictor
     targets : Array, integer [B, U]
-        Labels. Padding is read too, and changes no earlier row.
+        Labels. Padding is read too, but changes no earlier row.
     start : int, optional
         The label before the first one, of a predictor that has no `start`. Negative: from the end of its `symbols`.
 
     Returns
     -------
     Array [B, U + 1, P]
-        `predictor_out` of `JointLogits`. A loop over U: a network that takes all labels at once trains faster.
+        `predictor_out` of `JointLogits`. The rows come from a loop over U: a network that takes all labels at once
+        trains faster.
 
     Examples
     --------

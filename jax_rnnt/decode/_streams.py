@@ -53,7 +53,8 @@ def select_streams(state: Any, rows: jax.Array) -> Any:
     Raises
     ------
     TypeError, ValueError
-        `state` is none, `rows` are no integers in the range, or explicit mesh axes cannot split R as they split B.
+        `state` is not a state, `rows` are not integers in the range, or explicit mesh axes cannot split R as they split
+        B.
 
     Examples
     --------
@@ -86,7 +87,7 @@ def select_streams(state: Any, rows: jax.Array) -> Any:
 
 
 def concatenate_streams(states: Sequence[Any]) -> Any:
-    """One state of the utterances of several, one after another.
+    """One state with the utterances of several states, one after another.
 
     Parameters
     ----------
@@ -149,7 +150,7 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
     Raises
     ------
     TypeError, ValueError
-        `state` is none, or `where` is not bool [B].
+        `state` is not a state, or `where` is not bool [B].
 
     Examples
     --------
@@ -178,19 +179,19 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
 
 
 def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
-    """The state of `beam` without the first labels of its best hypotheses: room is needed for the others alone.
+    """The state of `beam` without the first labels of its best hypotheses, whose room is free again.
 
     Hypotheses that do not begin with these labels are dropped. With `hypotheses.stable` there are none, and the stream
-    goes on bit for bit as it would have; the labels of later parts begin behind those that were committed. These have
-    the frames of the hypothesis that was the best one: another may have the next label on an earlier frame.
+    goes on bit for bit as it would have; later parts return the labels after the committed ones. These have the frames
+    of the hypothesis that was the best one: another may have the next label on an earlier frame.
 
     Parameters
     ----------
     hypotheses : Hypotheses
         Of `beam`, with its state.
     counts : Array, integer [B]
-        How many labels of the best hypothesis of each utterance; more than it has are all. They may exceed `stable`:
-        all at the end of a sentence, or the oldest ones, so that `max_labels` always suffices.
+        How many labels of the best hypothesis of each utterance to commit; more than it has means all. They may exceed
+        `stable`: all at the end of a sentence, or the oldest ones, so that `max_labels` always suffices.
 
     Returns
     -------
@@ -201,7 +202,7 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     Raises
     ------
     TypeError, ValueError
-        `hypotheses` are not of `beam`, or `counts` are no integers [B].
+        `hypotheses` are not of `beam`, or `counts` are not integers [B].
 
     Examples
     --------

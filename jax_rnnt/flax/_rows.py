@@ -128,10 +128,10 @@ def layered(predictor, cells, products, targets) -> jax.Array:
         of_input, of_state = products(cell)
         state = jax.tree.map(lambda x: _xla.batch_like(targets, x), state)
         # For a GPU's launches: the backward pass has the gates alone and computes the rest again; long loops have fewer
-        # turns, which a CPU takes longer to compile.
+        # turns, which a CPU takes longer to compile, where their number is known.
         kept = jax.checkpoint_policies.save_only_these_names(_GATES)
         step = jax.checkpoint(functools.partial(_lstm, cell, of_state), prevent_cse=False, policy=kept)
-        _, x = jax.lax.scan(step, state, of_input(x), unroll=4 if labels > 32 else 1)
+        _, x = jax.lax.scan(step, state, of_input(x), unroll=4 if isinstance(labels, int) and labels > 32 else 1)
     return jnp.swapaxes(x, 0, 1)
 
 

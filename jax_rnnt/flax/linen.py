@@ -232,7 +232,8 @@ class LSTMPredictor(nn.Module):
 
     def initial(self, batch: int) -> Any:
         """The state before the start label: two arrays [batch, P] for each layer."""
-        return [(jnp.zeros((batch, self.width), self._dtype),) * 2 for _ in range(self.layers)]
+        shape = batch, self.width
+        return [(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self.layers)]
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""

@@ -23,7 +23,7 @@ __all__ = ["Joint", "LSTMPredictor", "StatelessPredictor"]
 
 
 class Joint(nnx.Module):
-    """Additive joint network: ``activation(encoder_out W + predictor_out P + b) O + c``.
+    """Additive joint network: ``activation(encoder_out W1 + predictor_out W2 + b) W3 + c``.
 
     T frames, U labels, V classes; E, P and H the widths of encoder rows, predictor rows and hidden units; `...` is any
     number of batch dimensions. Dropout acts on projected rows, not on nodes: tiles draw nothing, so `logits` and the
@@ -111,7 +111,7 @@ class Joint(nnx.Module):
 
     @property
     def linear(self) -> LinearJoint:
-        """The joint behind its projections: from projected rows [..., H] to logits [..., V]."""
+        """The joint after its projections: from projected rows [..., H] to logits [..., V]."""
         _rows.check_output(_is_linear(self.output), self.output, "a flax.nnx.Linear")
         kernel, bias = (jnp.asarray(x) for x in (self.output.kernel, self.output.bias))
         return LinearJoint(kernel.astype(self.dtype), bias, self.activation)
@@ -131,8 +131,8 @@ class Joint(nnx.Module):
     def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
         """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
 
-        The bias of the encoder's projection is in the predictor's rows: an encoder row of zeros means no encoder, as
-        `ilm_weight` of a beam search has it. Adapters in place of `encoder` or `predictor` count.
+        The bias of the encoder's projection is in the predictor's rows: so an encoder row of zeros means no encoder, as
+        `ilm_weight` of a search needs it. Adapters in place of `encoder` or `predictor` work too.
 
         ``decode.greedy(loss, *joint.decoder_inputs(predictor, encoder_out), lengths, max_labels)``
         """
@@ -277,7 +277,8 @@ class LSTMPredictor(nnx.Module):
 
     def initial(self, batch: int) -> Any:
         """The state before the start label: two arrays [batch, P] for each layer."""
-        return [(jnp.zeros((batch, self.width), self.dtype),) * 2 for _ in range(self.layers)]
+        shape = batch, self.width
+        return [(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in range(self.layers)]
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
         """Rows [B, P] after labels [B], and the next state."""

@@ -33,22 +33,22 @@ def captions(
     words : sequence of Interval
         In order, as `timing.words` gives them.
     line_length : int, default 42
-        Characters of a line at most. A longer word has a line of its own.
+        The most characters of a line. A longer word has a line to itself.
     lines : int, default 2
-        Of a caption, at most.
+        The most lines of a caption.
     gap : float, default 1.0
         Seconds between two words that end a caption.
     shortest : float, default 1.0
-        Seconds that a caption is shown at least, if the next one leaves it so much time.
+        The least seconds that a caption is shown, if the next one leaves it so much time.
     longest : float, default 7.0
-        Seconds that a caption is shown at most; a longer word is cut.
+        The most seconds that a caption is shown; a longer word is cut.
     space : str, default " "
         Between words of a line; "" for languages without spaces.
 
     Returns
     -------
     list of Interval
-        Lines of a text are divided by line breaks.
+        Line breaks separate the lines of a text.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def _wrapped(texts: list[str], line_length: int, space: str) -> list[str]:
 
 
 def write_srt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -> None:
-    """Writes the captions of one recording as SubRip (SRT), for players of films. `captions` makes them of words.
+    """Writes the captions of one recording as SubRip (SRT), for video players. `captions` makes them from words.
 
     Times are rounded to milliseconds.
 
@@ -138,7 +138,7 @@ def write_srt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -
 
 
 def write_vtt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -> None:
-    """Writes the captions of one recording as WebVTT, for browsers. As `write_srt`; any text can be written.
+    """Writes the captions of one recording as WebVTT, for browsers. As `write_srt`, but texts may hold "-->".
 
     Parameters
     ----------

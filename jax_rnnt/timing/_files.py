@@ -70,8 +70,8 @@ def read_ctm(file: str | os.PathLike, channel: str | None = None) -> dict[str, l
     """Reads a CTM file, as `write_ctm`, SCTK and Kaldi write it.
 
     An interval ends at its start plus duration, by decimal arithmetic: those that meet in the file meet here. Comments
-    (";;") and empty lines are skipped, and of a line all behind the confidence. What a writer refuses is an error here
-    too, with two exceptions, which other programs write: an interval may be empty, and may overlap the next one.
+    (";;") and empty lines are skipped, and so is what follows the confidence in a line. What a writer refuses is an
+    error here too, except what other programs write: an interval may be empty, and may overlap the next one.
 
     Parameters
     ----------
@@ -89,9 +89,9 @@ def read_ctm(file: str | os.PathLike, channel: str | None = None) -> dict[str, l
     Raises
     ------
     ValueError
-        A line lacks columns, or has a number that is none: start or duration must be finite, and 0 or more. A word of a
-        recording begins before the one above it, a confidence is not in [0, 1], a name or text holds control
-        characters. A recording has several channels. The file is not in UTF-8.
+        A line lacks columns, or start or duration are not finite numbers of 0 or more. A word of a recording begins
+        before the one above it, a confidence is not in [0, 1], a name or text holds control characters. A recording has
+        several channels. The file is not in UTF-8.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def to_json(words: Sequence[Interval]) -> list[dict[str, Any]]:
 
 @_renamed.argument(duration="seconds")
 def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
-    """Writes a TextGrid of one recording, for Praat and other annotation tools. praatio makes it.
+    """Writes a TextGrid of one recording, for Praat and other annotation tools, with praatio.
 
     Times are rounded to microseconds. White space at the ends of a text is left out, and so are confidences, for which
     the format has no place.

@@ -89,9 +89,9 @@ def intervals(
 ) -> list[Interval]:
     """The stretches of time of an utterance's labels.
 
-    U labels. A transducer says when a label is emitted, and not how long it is: a label gets its frame, or the frames
-    that it reads (`durations`). Labels of one frame share it in equal parts. So intervals neither overlap nor are
-    empty.
+    U labels. A transducer says when it emits a label, but not how long the label is: a label gets its frame, or the
+    frames that it reads (`durations`). Labels of one frame share it in equal parts. So no interval is empty or overlaps
+    another.
 
     Parameters
     ----------

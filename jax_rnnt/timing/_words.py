@@ -38,7 +38,7 @@ def words(
     Parameters
     ----------
     labels : Array, integer [L]
-        Of one utterance, as in `Hypotheses`: -1 is padding at the end, and not read in the other arrays either.
+        Of one utterance, as in `Hypotheses`: -1 is padding at the end, where the other arrays are not read either.
     frames : Array, integer [L]
         The encoder frame of each label, in order.
     vocabulary : sequence of str or None
@@ -59,7 +59,7 @@ def words(
         that begin with it begin a word. None: every label is a word, as in languages that write no spaces;
         combining characters continue the word, and a "▁" is left out.
     how : {"min", "mean", "product"}
-        What a word has of the confidences of its labels, as in `metrics.word_confidence`.
+        How the confidences of its labels make that of a word, as in `metrics.word_confidence`.
 
     Returns
     -------
@@ -69,8 +69,9 @@ def words(
     Raises
     ------
     TypeError, ValueError
-        An argument has another shape or type, or is no choice. Labels outside of the vocabulary, -1 before a label, or
-        labels with the mark behind their beginning. Frames that are negative or go back, confidences below 0 or NaN.
+        An argument has another shape or type, or `how` is another word. Labels outside of the vocabulary, -1 before a
+        label, or labels with the mark behind their beginning. Frames that are negative or go back, confidences below 0
+        or NaN.
 
     Examples
     --------

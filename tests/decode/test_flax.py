@@ -73,7 +73,7 @@ def test_steps_equal_the_whole(flavour, name):
     predictor, _ = make(flavour, name, V, P, **EXTRA[name])
     targets = np.random.default_rng(0).integers(0, V - 1, (B, U))
     state, rows = predictor.initial(B), []
-    step, call = jax.jit(lambda *x: predictor.step(*x)), jax.jit(lambda x: predictor(x))
+    step, call = jax.jit(lambda *x: predictor.step(*x), donate_argnums=0), jax.jit(lambda x: predictor(x))
     whole = call(targets)
     for labels in (np.full(B, V - 1), *targets.T):
         row, state = step(state, jnp.asarray(labels))

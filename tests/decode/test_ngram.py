@@ -90,7 +90,7 @@ def test_the_file(tmp_path):
 
 
 def test_chunks(monkeypatch, tmp_path):
-    """Rows of more arcs than are put there at once, and files of more lines than are read at once."""
+    """Rows of more arcs than are put there at once, files of more lines than are read at once, and a GPU's way."""
     path = written(tmp_path / "m.arpa", arpa(random_arpa(0, 4)))
     rows = sentences(6, 30, 5)
     model = lambda: decode.NGram.from_arpa(path, [*TOKENS, None, None, None])
@@ -100,6 +100,9 @@ def test_chunks(monkeypatch, tmp_path):
     in_parts = run(model(), rows, program=jax.jit(lambda *x: scan(*x)))
     for x, y in zip(whole, in_parts):
         np.testing.assert_array_equal(x, y)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cuda, **_: cuda(*x))
+    for x, y in zip(whole, run(model(), rows, program=jax.jit(lambda *x: scan(*x)))):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 def test_tables_are_arguments(tmp_path):

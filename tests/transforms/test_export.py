@@ -128,7 +128,7 @@ def test_symbolic_search(search, kind):
         predictor = getattr(modules, kind)(5, 6, rngs=nnx.Rngs(0))
         joint = modules.Joint(4, 6, 6, 7, rngs=nnx.Rngs(1))
         options = {"parallel": {"rounds": 1}, "beam": {"max_symbols": 2, "width": 3}}.get(search, {"max_symbols": 2})
-        b, t = names("b", "t")
+        b, t, u = names("b", "t", "u")
 
         def f(encoder, lengths, targets):
             networks = joint.decoder_inputs(predictor, encoder)
@@ -137,4 +137,4 @@ def test_symbolic_search(search, kind):
 
         encoder = np.random.default_rng(0).normal(size=(3, 7, 4)).astype(np.float32)
         arrays = encoder, np.array([7, 5, 0], np.int32), np.ones((3, 2), np.int32)
-        check_symbolic(f, ((b, t, 4), (b,), (b, 2)), arrays)
+        check_symbolic(f, ((b, t, 4), (b,), (b, u)), arrays)

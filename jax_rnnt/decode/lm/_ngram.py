@@ -27,8 +27,8 @@ class NGram(Automaton):
     """A backoff n-gram language model for `greedy` and `beam`, of any order. `from_arpa` makes one.
 
     A pytree of arrays: give it to a jitted function as an argument, else its tables are constants of the program. They
-    are linear in the n-grams: 12 to 24 bytes of each, and one row of unigrams. A state is one integer, the longest
-    context that has an influence on what follows: hypotheses with equal states share their rows.
+    take 12 to 24 bytes for each n-gram, and one row of unigrams. A state is one integer, the longest context that has
+    an influence on what follows: hypotheses with equal states share their rows.
 
     As a model of fusion it has `initial`, `step` and `final`. V, its `start`, is the label that begins a sentence.
 
@@ -85,10 +85,10 @@ class NGram(Automaton):
     def from_arpa(cls, path: str | os.PathLike, labels: Sequence[str | None]) -> NGram:
         """Reads a model in ARPA format, as lmplz, SRILM and others write it.
 
-        N-grams with a token that is no label cannot be met and are left out; a warning tells how many words that are.
-        Labels that the file lacks are <unk>. Texts that are equal in Unicode's form NFC are one token, as composed and
-        decomposed accents; <UNK>, <S> and </S> are <unk>, <s> and </s>. A file without <s> begins in the empty context;
-        one without </s> has no score of the end.
+        No search can meet n-grams with a token that is no label: they are left out, and a warning tells how many words
+        those are. Labels that the file lacks are <unk>. Texts that are equal in Unicode's form NFC are one token, as
+        composed and decomposed accents; <UNK>, <S> and </S> are <unk>, <s> and </s>. A file without <s> begins in the
+        empty context; one without </s> has no score of the end.
 
         Parameters
         ----------

@@ -38,7 +38,7 @@ class Phrases(Automaton):
     So the score of a finished sequence is the first sum. A state is one integer, the match in progress: hypotheses with
     equal states share their rows. It is a pytree of arrays, whose shapes depend on `classes`, `size` and the number of
     utterances alone: as an argument of a jitted function, new lists compile nothing. A match in progress belongs to its
-    list: give an utterance of a stream another list where it begins.
+    list: give an utterance of a stream another list only where it begins.
 
     Parameters
     ----------

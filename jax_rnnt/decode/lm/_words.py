@@ -48,9 +48,9 @@ class WordNGram(Automaton):
     So the score of a finished sequence is that of its words and of </s>. Where unknown words have -inf, labels that
     spell no beginning of a word are -inf at once.
 
-    A pytree of arrays, as `NGram`: 20 bytes of a node, 12 of each label that goes on within a word, besides the
-    n-grams. A state is two integers, the context of words and the node: hypotheses with equal states share their rows.
-    V, its `start`, is the label that begins a sentence.
+    A pytree of arrays, as `NGram`. Besides the n-grams, they take 20 bytes for each beginning of a word, and 12 for
+    each label that may follow it within a word. A state is two integers, the context of words and the node: hypotheses
+    with equal states share their rows. V, its `start`, is the label that begins a sentence.
 
     References
     ----------
@@ -118,8 +118,8 @@ class WordNGram(Automaton):
         separator : str, default "▁"
             What labels begin with that begin a word: U+2581 of SentencePiece, or the label between words.
         unknown : float, optional
-            The unigram log-probability of <unk>, in nats, where the file has none; by default -inf. To it are added
-            the backoff weights of the context, as to every unigram.
+            The unigram log-probability of <unk>, in nats, where the file has none; by default -inf. The backoff weights
+            of the context are added, as to every unigram.
 
         Returns
         -------

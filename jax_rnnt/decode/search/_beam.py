@@ -66,7 +66,7 @@ def beam(
 
     B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. As in `greedy`, a move is an
     arc of the loss with its log-probability. Hypotheses with equal labels are merged: their score is the log of the
-    summed probability of their alignments. With a beam that loses none, and `exact_end`, it is minus the loss of these
+    summed probability of their alignments. If the beam loses none, and with `exact_end`, it is minus the loss of these
     labels.
 
     Parameters
@@ -76,8 +76,8 @@ def beam(
     max_labels : int
         Room for labels in a hypothesis, over the whole stream.
     width : int
-        Hypotheses that are kept, N: those of an utterance compete whatever frame they have reached, so a beam that
-        loses none needs room for all labels on several frames.
+        Hypotheses that the search keeps, N. Those of an utterance compete whatever frame they have reached, so a beam
+        that loses none needs room for the same labels on several frames.
     max_symbols : int, default 10
         Labels that one frame may emit.
     merge : bool, default True

@@ -25,8 +25,8 @@ class Entropy:
         The entropy H, with the exponent a: (sum p^a - 1) / (1 - a), log(sum p^a) / (1 - a), or -sum p^a log p^a. For
         a = 1 all are Shannon's.
     exponent : float, default 1 / 3
-        a, above 0; of Gibbs's at most 1, as uniform rows have next to none above. Below 1 it gives more weight to
-        improbable tokens, so overconfident models get lower confidences.
+        a, above 0; for "gibbs" at most 1, as above that uniform rows have next to no entropy. Below 1 it gives more
+        weight to improbable tokens, so overconfident models get lower confidences.
     normalization : {"exponential", "linear"}
         With M, the entropy of the uniform distribution: (e^-H - e^-M) / (1 - e^-M), or 1 - H / M. A few distributions
         have a Gibbs entropy above M; their confidence is 0.

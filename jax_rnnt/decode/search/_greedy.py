@@ -132,7 +132,7 @@ def greedy(
     max_labels : int
         Room for labels in a hypothesis. Once it is full, no label follows; `Hypotheses.full` says so.
     max_symbols : int, default 10
-        Labels that one frame may emit; only blanks leave it then.
+        Labels that one frame may emit; after these only a blank is allowed.
     window : int, default 4
         Frames that a step looks at. More frames make fewer and larger steps.
     fusion : sequence of pairs (model, weight), default ()
@@ -141,33 +141,33 @@ def greedy(
         adds nothing; a Python 0 skips the model.
     ilm_weight : float or scalar Array, default 0.0
         Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
-        of ``joint(0, predictor row)``. If `encoder_out` was projected before, its bias belongs to the joint. For
-        `HATLoss` it is the model's own (Variani et al. 2020); for others, without blanks, an estimate (Meng et al.
-        2021). A Python 0 skips its network.
+        of ``joint(0, predictor row)``. If `encoder_out` was projected before, the bias of that projection belongs in
+        the joint. For `HATLoss` this is the model's own language model (Variani et al. 2020); for others, without
+        blanks, an estimate (Meng et al. 2021). A Python 0 skips it.
     blank_penalty : float or scalar Array, default 0.0
-        Subtracted, in nats, from the log-probability of every blank move after the softmax, so that fewer labels are
-        left out. It counts in the scores. For every loss but `HATLoss` greedy search finds the labels that it finds
-        with the blanks' logits lowered by it, as icefall and sherpa-onnx do.
+        Nats to subtract from the log-probability of every blank move, after the softmax, so that the search leaves out
+        fewer labels. It counts in the scores. For every loss but `HATLoss`, greedy search finds the same labels as if
+        the blanks' logits were lowered by it, as icefall and sherpa-onnx do.
     temperature : float or scalar Array, default 1.0
         Divides the logits before the softmax: those of tokens, of durations and of a HAT's blank. It counts in the
-        scores. Rows that are log-probabilities already (`fused_log_softmax=False`) take 1 alone.
+        scores. Rows that are log-probabilities already (`fused_log_softmax=False`) allow 1 alone.
     duration_choice : {"pair", "token_first"}, default "pair"
         "pair": the best move is the best pair of token and duration. "token_first": NeMo's and Hugging Face's rule for
         TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
-        one frame, and so does, with no log-probability, a label of duration 0 that is the `max_symbols`-th of its
-        frame (Hugging Face has no such limit). The score is the log-probability of the tokens and durations taken,
-        which is no path of the loss's lattice where such frames are: `exact_end` is an error. For losses without
-        durations it changes nothing.
+        one frame, and so does, with no log-probability, a label of duration 0 that is the `max_symbols`-th of its frame
+        (Hugging Face has no such limit). The score is the log-probability of the chosen tokens and durations. A path
+        with such frames is not in the loss's lattice, so `exact_end` is an error. For losses without durations it
+        changes nothing.
     confidence : Entropy, optional
-        Adds `Hypotheses.label_confidences`, from the entropy of the row of each label. None: the log-probabilities of
-        the labels tell alone how sure the model is, and the program computes nothing more.
+        Adds `Hypotheses.label_confidences`, from the entropy of the row of each label. None: only the log-probabilities
+        of the labels tell how sure the model is, and the program computes nothing more.
     start : int, optional
         The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
         the predictor's `symbols`, an error without them.
     exact_end : bool or bool Array [B], default False
         True: only paths of the loss's lattice, so no move reads beyond the last frame. False: the last move may read
-        further, as a stream's end is not known before. Durations, big blanks and `final_blank` make the difference. In
-        a stream: which utterances end with this part.
+        further, as a search does not know a stream's end in advance. It matters for durations, big blanks and
+        `final_blank`. In a stream: which utterances end with this part.
     state : pytree, optional
         `Hypotheses.state` of the previous part of a stream. Labels are those of this part; frames and scores count from
         the start of the stream.

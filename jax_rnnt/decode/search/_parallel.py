@@ -46,10 +46,10 @@ def parallel(
 ) -> Hypotheses:
     """The most probable moves without a predictor, all frames at once; then labels are chosen again, with it.
 
-    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. For models that were trained
-    with masked predictor rows, as ``Joint(masking=0.5)`` of `jax_rnnt.flax` does (HAINAN, Xu et al. 2024). Without
-    rounds it is greedy search with one predictor row at every node, that of a masked predictor, and at most one label
-    a frame: the joint network runs once, on B T rows, and the predictor never. The logits of all frames are in memory.
+    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. The model must be trained with
+    masked predictor rows, as ``Joint(masking=0.5)`` of `jax_rnnt.flax` does (HAINAN, Xu et al. 2024). Without rounds it
+    is greedy search with one predictor row at every node, that of a masked predictor, and at most one label a frame:
+    the joint network runs once, on B T rows, and the predictor never. The logits of all frames are in memory.
 
     In a round (semi-autoregressive), the predictor reads all labels of an utterance. Then each label becomes the most
     probable one at its frame, after the labels before it, for all labels at once. Frames, durations and counts stay.
@@ -68,8 +68,8 @@ def parallel(
     Returns
     -------
     Hypotheses
-        One of each utterance. `scores` are of the moves without a predictor, also after rounds; `label_log_probs` of
-        the last choice. `state` is None.
+        One of each utterance. `scores` are those of the moves without a predictor, also after rounds; `label_log_probs`
+        those of the last choice. `state` is None.
 
     Raises
     ------

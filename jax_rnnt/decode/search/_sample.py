@@ -40,27 +40,27 @@ def sample(
     """Alignments drawn from the model, move by move, with the exact log-probability of each draw.
 
     B utterances, N samples. Out of each node an alignment takes an allowed move at random: a blank, or a label with its
-    duration. A move has the probability that it has in the loss, divided by that of all allowed moves. Allowed are
-    those of `greedy`: all arcs of the loss, but no labels at `max_symbols` and `max_labels`, and with `exact_end` no
-    move out of the lattice. So without these limits an alignment of `RNNTLoss` or `HATLoss` is drawn with its
-    probability in the model, and labels with the sum over their alignments. For `TDTLoss`, blanks of duration 0 share
-    their probability among the other moves.
+    duration. A move has the probability that it has in the loss, divided by that of all allowed moves. As in `greedy`,
+    all arcs of the loss are allowed, but no labels at `max_symbols` and `max_labels`, and with `exact_end` no move out
+    of the lattice. So without these limits an alignment of `RNNTLoss` or `HATLoss` is drawn with its probability in the
+    model, and labels with the sum over their alignments. For `TDTLoss`, blanks of duration 0 share their probability
+    among the other moves.
 
     Parameters
     ----------
     loss, joint, predictor, encoder_out, lengths, max_labels, max_symbols, window, temperature, start, exact_end
         As for `greedy`. The predictor runs on B N sequences.
     key : Array, a JAX random key, or one of each utterance [B]
-        An utterance has the draws of the key's `jax.random.fold_in` with its number, or those of its own key, which do
-        not depend on the batch. Inside `jax.shard_map`, where numbers start anew on each device, give one of each.
+        An utterance draws by the key's `jax.random.fold_in` with its number, or by its own key; then its draws do not
+        depend on the batch. Inside `jax.shard_map`, where numbers start anew on each device, give one of each.
     samples : int
         N. Samples are independent, so labels may repeat.
 
     Returns
     -------
     Hypotheses
-        [B, N], in the order of the draws. `scores` are log-probabilities, in nats, with which these alignments, not
-        their labels, are drawn. -inf: the draws met a dead end of the lattice (`exact_end`). `state` is None.
+        [B, N], in the order of the draws. `scores` are log-probabilities, in nats, of drawing these alignments, not of
+        their labels. -inf: the draws met a dead end of the lattice (`exact_end`). `state` is None.
 
     Raises
     ------
