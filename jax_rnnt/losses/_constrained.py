@@ -18,8 +18,8 @@ class ConstrainedRNNTLoss(TransducerLoss):
                       + alpha(t - 1, u - 1) exp(l[t - 1, u - 1, y[u - 1]] + l[t - 1, u, blank])
         loss        = -log alpha(T_b, U_b)
 
-    These are the RNN-T's paths with at most one label a frame. One exists if U_b <= T_b; the loss of other sequences is
-    +inf with a zero gradient. FastEmit scales the gradient of the whole label arc, its blank included.
+    These are the RNN-T's paths with at most one label in a frame. A path exists if U_b <= T_b; the loss of other
+    sequences is +inf with a zero gradient. FastEmit scales the gradient of the whole label arc, its blank included.
 
     Parameters
     ----------
