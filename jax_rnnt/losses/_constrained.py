@@ -46,5 +46,5 @@ class ConstrainedRNNTLoss(TransducerLoss):
         return Composition(emission, MONOTONIC, bounded=True, closing=(pay_next_blank,))
 
     def decoding(self) -> DecodingRules:
-        """The same as standard arcs: after a label its frame must be left by a blank."""
+        """The same paths on standard arcs: after a label, a blank must leave the frame."""
         return DecodingRules(Softmax((self.blank,), self.fused_log_softmax), labels_per_frame=1)
