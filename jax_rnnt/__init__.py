@@ -1,4 +1,4 @@
-"""jax_rnnt: the RNN-Transducer loss family for JAX."""
+"""jax_rnnt: the RNN-Transducer loss family for JAX, with decoders and language models."""
 
 import typing as _typing
 

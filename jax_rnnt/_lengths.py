@@ -20,13 +20,13 @@ def lengths_from_paddings(paddings: jax.Array) -> jax.Array:
     Returns
     -------
     Array, int32 [...]
-        The number of frames. -1 where a frame follows padding: no length describes such a sequence, and -1 makes its
+        Frames of each sequence. -1 where a frame follows padding: no length describes such a sequence, and -1 makes its
         loss NaN.
 
     Raises
     ------
     TypeError, ValueError
-        If `paddings` is no array of numbers, or has no dimension.
+        If `paddings` is not an array of bools or numbers, or has no dimension.
 
     Examples
     --------
@@ -48,14 +48,14 @@ def lengths_from_paddings(paddings: jax.Array) -> jax.Array:
 
 
 def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax.Array:
-    """Paddings of sequences of these lengths, in `size` frames.
+    """Paddings of sequences of these lengths, the inverse of `lengths_from_paddings`.
 
-    T = size; `...` is any number of batch dimensions.
+    T frames (or labels); `...` is any number of batch dimensions.
 
     Parameters
     ----------
     lengths : Array, integer [...]
-        Frames (or labels) of each sequence: from 0 to `size`. A negative one counts as 0, a larger one as `size`.
+        Frames of each sequence, from 0 to `size`. A negative length counts as 0, a larger one as `size`.
     size : int
         T, the extent of the padded dimension.
     dtype : dtype, default bool
@@ -64,12 +64,12 @@ def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax
     Returns
     -------
     Array, `dtype` [..., T]
-        1 where a sequence is padded, else 0.
+        1 (True) where a sequence is padded, else 0.
 
     Raises
     ------
     TypeError, ValueError
-        If `lengths` is no array of integers, or `size` is no integer from 0 on.
+        If `lengths` is not an array of integers, or `size` is not an integer of 0 or more.
 
     Examples
     --------

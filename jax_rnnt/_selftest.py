@@ -136,15 +136,15 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     """Runs every kind of kernel against the pure-JAX reference, on small ragged batches.
 
     Emissions: rows of each size, log-probabilities, several blanks, durations, a Bernoulli blank. Lattices: unit steps,
-    arcs that skip frames, arcs of -1e9. Dtypes: every one of the kernel. The default backend's kernels run, and those
-    of the required platforms.
+    arcs that skip frames, arcs of -1e9. Dtypes: all that the kernel takes. The kernels of the default backend run, and
+    those of the required platforms.
 
     Parameters
     ----------
     require : sequence of {"cpu", "cuda"}, optional
         Platforms whose kernels must run. None: "cpu", and "cuda" where the default backend is an NVIDIA GPU; a CPU that
-        JAX_PLATFORMS hides is reported only. Kernels of TPUs need no build; ROCm and Metal have none and run the
-        reference. (): none, so that a pure-Python install passes.
+        JAX_PLATFORMS hides is no error, but a line of the result. Kernels of TPUs need no build; ROCm and Metal have
+        none and run the reference. (): none, so that a pure-Python install passes.
 
     Returns
     -------

@@ -1,6 +1,6 @@
 """Error rates of decoded labels, confidences and their calibration, on the host.
 
-The edit distance is rapidfuzz's, as jiwer's.
+The edit distance comes from rapidfuzz, as in jiwer.
 """
 
 import math
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class LabelErrors(typing.NamedTuple):
-    """Edits that turn hypotheses into targets, from `label_errors`.
+    """Edits that turn targets into hypotheses, from `label_errors`.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class LabelErrors(typing.NamedTuple):
 
     @property
     def total(self) -> np.ndarray:
-        """The edit distance (Levenshtein), int32 [...]: `errors` of a minimum word error rate loss."""
+        """The edit distance (Levenshtein), int32 [...]: the argument `errors` of `mwer_loss`."""
         return self.substitutions + self.deletions + self.insertions
 
 
@@ -56,20 +56,20 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     """The fewest edits between hypotheses and targets.
 
     L and U labels at most; `...` is any number of batch dimensions, the same for hypotheses and targets. A dimension of
-    1 is broadcast: labels [B, N, L] and targets [B, 1, U] are N hypotheses of each utterance. The error rate of a
-    test set is the sum of `total` over the sum of `target_lengths`. For words of texts take jiwer, which normalises
-    them too.
+    1 broadcasts: labels [B, N, L] and targets [B, 1, U] are N hypotheses of each utterance. The error rate of a test
+    set is the sum of `total` over the sum of `target_lengths`. For words of texts take jiwer, which normalises them
+    too.
 
     Parameters
     ----------
     labels : Array, integer [..., L]
         Hypotheses.
     counts : Array, integer [...]
-        Labels of each hypothesis; later ones are not read.
+        Number of labels of each hypothesis; later ones are never read.
     targets : Array, integer [..., U]
         Reference labels.
     target_lengths : Array, integer [...]
-        Labels of each target; later ones are not read.
+        Number of labels of each target; later ones are never read.
 
     Returns
     -------
@@ -78,8 +78,8 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     Raises
     ------
     TypeError, ValueError
-        An argument is no array of integers, has another shape or number of batch dimensions, or counts more labels than
-        there are.
+        An argument is not an array of integers, has another shape or number of batch dimensions, or counts more labels
+        than there are.
 
     Examples
     --------
@@ -114,26 +114,26 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
 def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "min") -> list:
     """The confidence of each word of a hypothesis: a number from 0 to 1, made of the probabilities of its labels.
 
-    `timing.words` has the words of one utterance with their times, too. L labels at most; `...` is any number of batch
-    dimensions. The probabilities are those of a decoder's hypotheses, or
-    of given targets: `targets`, `loss.label_log_probs(...)` and `target_lengths`. Labels that belong to one word have
-    the same number in `word_of_label`, later words have larger numbers.
+    `timing.words` gives the words of one utterance with their times, too. L labels at most; `...` is any number of
+    batch dimensions. The probabilities are those of a decoder's hypotheses, or of given targets: `targets`,
+    `loss.label_log_probs(...)` and `target_lengths`. Labels of one word have the same number in `word_of_label`, later
+    words have larger numbers.
 
     Parameters
     ----------
     labels : Array, integer [..., L]
         Hypotheses.
     label_log_probs : Array, floating [..., L]
-        Log-probability of each label, in nats; above 0 (rounding, arcs that are not normalised) counts as 0. Or the
-        logarithm of `Hypotheses.label_confidences`.
+        Log-probability of each label, in nats, or the logarithm of `Hypotheses.label_confidences`. A number above 0
+        (rounding, arcs that are not normalised) counts as 0.
     counts : Array, integer [...]
-        Labels of each hypothesis; later ones are not read.
+        Number of labels of each hypothesis; later ones count for nothing.
     word_of_label : Array, integer [..., L], or function
-        The number of the word that each label belongs to, -1 for a label of no word, such as a space. Numbers may be
-        left out. A function makes this array of `labels`, a NumPy array.
+        The number of the word that each label belongs to, -1 for a label of no word, such as a space. Numbers may have
+        gaps. A function makes this array from `labels`, a NumPy array.
     how : {"min", "mean", "product"}
-        What a word has of its labels' probabilities: the least, the arithmetic mean, or the product, which is the
-        probability of the word and is low for long ones.
+        The confidence of a word is the least of its labels' probabilities, their arithmetic mean, or their product,
+        which is the probability of the word and is low for long ones.
 
     Returns
     -------
@@ -143,8 +143,8 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
     Raises
     ------
     TypeError, ValueError
-        An argument has another dtype or shape, counts more labels than there are, or is no choice; a number of a word
-        is less than one before it.
+        An argument has another dtype or shape, counts more labels than there are, or is none of the choices; the number
+        of a word is less than one before it.
 
     Examples
     --------
@@ -190,17 +190,17 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
 
 
 def utterance_confidence(confidences, counts, how: str = "mean") -> np.ndarray:
-    """The confidence of each hypothesis as a whole, made of those of its labels.
+    """The confidence of each hypothesis as a whole, from those of its labels.
 
     L labels at most; `...` is any number of batch dimensions.
 
     Parameters
     ----------
     confidences : Array, floating [..., L]
-        Of each label, 0 or more: `Hypotheses.label_confidences`, or exp of `label_log_probs`. Above 1 (rounding) counts
-        as 1.
+        Of each label, 0 or more: `Hypotheses.label_confidences`, or exp of `label_log_probs`. A number above 1
+        (rounding) counts as 1.
     counts : Array, integer [...]
-        Labels of each hypothesis; later ones are not read.
+        Number of labels of each hypothesis; later ones are never read.
     how : {"mean", "min", "product"}
         As in `word_confidence`.
 
@@ -212,8 +212,8 @@ def utterance_confidence(confidences, counts, how: str = "mean") -> np.ndarray:
     Raises
     ------
     TypeError, ValueError
-        An argument has another dtype or shape, counts more labels than there are, or is no choice; a confidence is
-        below 0 or NaN.
+        An argument has another dtype or shape, counts more labels than there are, or is none of the choices; a
+        confidence is below 0 or NaN.
 
     Examples
     --------
@@ -251,7 +251,7 @@ def correct_words(words: Sequence[str], reference: Sequence[str]) -> np.ndarray:
     Raises
     ------
     TypeError
-        One is a text and no sequence of words.
+        An argument is a text, or not a sequence.
 
     Examples
     --------
@@ -277,11 +277,11 @@ class Calibration(typing.NamedTuple):
     Parameters
     ----------
     edges : ndarray, float64 [N + 1]
-        From 0 to 1. A bin holds its upper edge; the first one holds 0 too.
+        From 0 to 1. A bin holds its upper edge; the first bin holds 0 too.
     counts : ndarray, int64 [N]
-        Words of each bin.
+        Number of words in each bin.
     confidences, accuracies : ndarray, float64 [N]
-        Their mean confidence, and the share of them that is right; NaN for an empty bin.
+        The mean confidence of these words, and the share of them that is right; NaN for an empty bin.
 
     Examples
     --------
@@ -297,7 +297,7 @@ class Calibration(typing.NamedTuple):
 
     @property
     def expected_error(self) -> float:
-        """Expected calibration error: the mean over words of ``|accuracy - confidence|`` of their bins; NaN without."""
+        """Expected calibration error: over words, the mean ``|accuracy - confidence|`` of bins; NaN without words."""
         distance = np.where(self.counts > 0, np.abs(self.accuracies - self.confidences), 0)
         return float(np.sum(self.counts * distance) / self.counts.sum()) if self.counts.any() else math.nan
 
@@ -308,8 +308,8 @@ def calibration(confidences, correct, bins: int = 10) -> Calibration:
     Parameters
     ----------
     confidences : Array, floating
-        0 or more, in any shape: of `timing.words`, `word_confidence` or `Hypotheses.label_confidences`. Above 1
-        (rounding) counts as 1.
+        0 or more, in any shape: of `timing.words`, `word_confidence` or `Hypotheses.label_confidences`. A number above
+        1 (rounding) counts as 1.
     correct : Array, bool, of the same shape
         Whether each is right, as `correct_words` says.
     bins : int, default 10

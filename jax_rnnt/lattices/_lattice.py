@@ -196,8 +196,8 @@ def log_likelihood(
         alpha(0, 0) = 1
         alpha(t, u) = sum over arcs a = (dt, du) of alpha(t - dt, u - du) * w(a)(t - dt, u - du)
 
-    The result is log alpha(T_b, U_b); only arcs that may end a path enter (T_b, U_b). Arcs that leave nodes outside the
-    lengths are never used, whatever they hold. Arcs need not be normalised.
+    The result is log alpha(T_b, U_b); only arcs that may end a path enter (T_b, U_b). No path uses arcs that leave
+    nodes outside the lengths, whatever they hold. Arcs need not be normalised.
 
     Parameters
     ----------
@@ -210,8 +210,8 @@ def log_likelihood(
         Lengths 0 <= T_b <= T and 0 <= U_b <= U of each sequence.
     implementation : {None, "kernel", "reference"}
         "kernel": the compiled kernel, an error where there is none; "reference": a scan in plain JAX; None: the kernel
-        where there is one. Both are differentiable any number of times and in both modes. The kernel's derivative is
-        the arcs' posteriors, by kernel; those of higher order are the reference's.
+        where there is one. Both are differentiable any number of times, in forward and reverse mode. Another kernel
+        computes the first derivative, the posteriors of the arcs; higher derivatives are those of the reference.
 
     Returns
     -------

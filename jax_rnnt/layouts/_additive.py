@@ -155,18 +155,18 @@ class Additive(Rows[Scores, tuple[()]]):
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdditiveLogits(Layout):
-    """Logits am[t, v] + lm[u, v], never formed: the softmax is normalised by a matrix product (Kuang et al. 2022).
+    """Logits am[t, v] + lm[u, v], never formed: a matrix product normalises the softmax (Kuang et al. 2022).
 
-    T frames, U labels, V classes; `...` is any number of batch dimensions. With smoothing, log-probabilities of either
-    network alone are mixed in, p[v] being the mean over u of softmax(lm)[u, v] of the same sequence::
+    T frames, U labels, V classes; `...` is any number of batch dimensions. Smoothing mixes in log-probabilities of
+    either network alone; p[v] is the mean over u of softmax(lm)[u, v] of the same sequence::
 
         log_x(t, u) = (1 - l - a) log_softmax(am[t] + lm[u])[x] + l log_softmax(lm[u])[x]
                       + a (am[t, x] + log p[x] - log sum over v of exp(am[t, v]) p[v])
 
     All arrays and scales have their true gradient, at any size of scores and any scales. A term of -inf adds 0 if its
     scale is 0, else it makes the arc impossible; the loss jumps there, and the term adds 0 to the scales' gradients.
-    There are no logits to clip: a loss whose `clamp` is above 0 is an error; where `clamp` is traced, the loss and its
-    gradient are NaN.
+    There are no logits to clip: a loss whose `clamp` is above 0 is an error, or, if it is traced, NaN with a gradient
+    of NaN.
 
     Parameters
     ----------

@@ -27,43 +27,43 @@ class JointLogits(Layout):
     """Logits that a joint network makes in tiles, on demand and never all at once.
 
     T frames, U labels, V classes, E and P the widths of encoder and predictor; `...` is any number of batch dimensions.
-    They stand for ``joint(encoder_out[..., :, None, :], predictor_out[..., None, :, :])``. Only
-    implementation="reference" makes them all.
+    They are ``joint(encoder_out[..., :, None, :], predictor_out[..., None, :, :])``. Only implementation="reference"
+    makes all at once.
 
     Parameters
     ----------
     joint : callable or LinearJoint
-        ``joint(parameters, encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself, or
-        without `parameters` ``joint(encoder rows, predictor rows)``. Then gradients reach the arrays it closes over. A
-        joint that is a pytree brings its leaves; a function is part of the structure.
+        ``joint(parameters, encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself; without
+        `parameters`, ``joint(encoder rows, predictor rows)``, whose gradients reach the arrays that `joint` closes
+        over. The leaves of a joint that is a pytree are leaves here too; a function is part of the structure.
     encoder_out : Array, float16 | bfloat16 | float32 | float64 [..., T, E]
         Output of the encoder; frames from `logit_lengths` on are never read.
     predictor_out : Array, float16 | bfloat16 | float32 | float64 [..., U + 1, P]
-        Output of the predictor; columns after `target_lengths` are never read. Batch dimensions of 1 are broadcast:
-        [B, 1, T, E] and [B, N, U + 1, P] are the N hypotheses of each of B utterances. Both have equally many of them,
-        or one has none.
+        Output of the predictor; columns after `target_lengths` are never read. Both arrays have equally many batch
+        dimensions, or one has none. Those of 1 broadcast: [B, 1, T, E] and [B, N, U + 1, P] are N hypotheses of
+        each of B utterances.
     chunk : int, optional
         Approximate number of rows in a tile; the default depends on the shapes and the device. More rows take more
         memory, fewer rows more time. The result is the same up to rounding.
     parameters : pytree of Array, optional
-        The first argument of `joint`, which gets their gradients and closes over no other array. `joint` should be the
-        same function in every call: outside of `jax.jit` too it is then compiled once.
+        The first argument of `joint`. Gradients reach them, and `joint` closes over no other array. It should be the
+        same function in every call: then it compiles once, outside of `jax.jit` too.
 
     See Also
     --------
     LinearJoint : The usual joint network.
-    BandLogits : Makes fewer logits, instead of all in less memory.
+    BandLogits : Fewer logits, instead of all in less memory.
 
     Notes
     -----
     The joint network runs on tiles of rows, once forward and once more backward, in the memory of one tile and some
     planes [..., T, U + 1]. The backward pass skips blocks of nodes whose posteriors together stay below the rounding
-    error of the gradient. Time follows the lengths, not the padding. Projections of encoder or predictor alone belong
-    outside of `joint`, where they run once a frame or column and not once a node.
+    error of the gradient. Time grows with the lengths, not the padding. Projections of encoder or predictor alone
+    belong outside of `joint`, where they run once a frame or column and not once a node.
 
     Sharding over the batch exchanges the gradient of the parameters alone. With an output layer that jit splits over V
-    the result is right, but every tile of logits is gathered. Inside `shard_map` a part of V is taken for all of V, and
-    the loss is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on the output layer first.
+    the result is right, but devices gather every tile of logits. Inside `shard_map` the loss takes a part of V for all
+    of V, and is wrong: call ``jax.lax.all_gather(..., tiled=True)`` on the output layer first.
 
     A random key that `joint` closes over, or gets, draws the same numbers in every tile and in both passes. Outside of
     `jax.jit`, every call with a joint that closes over its arrays compiles anew.

@@ -191,10 +191,10 @@ class Tanh:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearJoint:
-    """Joint network ``activation(encoder + predictor) @ weight + bias``, known to `JointLogits`.
+    """The usual joint network, ``activation(encoder + predictor) @ weight + bias``, for `JointLogits`.
 
     H units, V classes. A pytree of its arrays. The sum and the activation are in float32 (float64 for a float64
-    weight), the product and the logits in the dtype of the weight; gradients are summed in float32.
+    weight), the product and the logits in the dtype of the weight; sums of gradients are in float32 too.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ class LinearJoint:
     activation: Callable[[jax.Array], jax.Array] = dataclasses.field(default=Tanh(), metadata={"static": True})
 
     def __call__(self, encoder: jax.Array, predictor: jax.Array) -> jax.Array:
-        """Logits [..., V] of rows [..., H], whose leading dimensions are broadcast against each other."""
+        """Logits [..., V] of rows [..., H], whose leading dimensions broadcast against each other."""
         return Linear(self.activation).rows(self.parameters, encoder, predictor)
 
     @property

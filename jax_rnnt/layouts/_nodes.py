@@ -300,14 +300,14 @@ def sum_over_nodes(
 
         sum over t < T_b, u <= U_b of weights[t, u] * function(row (t, u) of each of the logits)
 
-    All logits of a `JointLogits` never exist at once, nor do all values of several side by side.
+    Of each `JointLogits`, no more than a tile of logits exists at a time.
 
     Parameters
     ----------
     function : callable
         ``function(rows [N, V], ...) -> [N]``, each row by itself: rows of each of `logits`, in their dtype and order.
-        Gradients reach the arrays that it closes over. With `targets` it gets one argument more, labels int32 [N]: the
-        label that leaves the node, -1 in the last column (`jax.nn.one_hot` makes that a row of zeros).
+        Gradients reach the arrays that it closes over. With `targets` it gets labels int32 [N] as the last argument:
+        the label that leaves the node, -1 in the last column (`jax.nn.one_hot` makes that a row of zeros).
     *logits : Array, floating [..., T, U + 1, V], or a layout
         One or several, with the same batch, T and U + 1. V may differ. Arrays, `JointLogits` and `AdditiveLogits`
         without smoothing go together. `BandLogits` and `PackedLogits` go with their like: only nodes inside the band
@@ -315,11 +315,11 @@ def sum_over_nodes(
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
     weights : Array, real or bool [..., T, U + 1], optional
-        Of each node; by default 1. A node of weight 0 is skipped: NaN or inf there reaches nothing, and its derivative
-        with respect to the weight counts as 0. For posteriors take ``jax.lax.stop_gradient(blank + label)``. Beside
-        `PackedLogits`, T is its `max_frames`.
+        The weight of each node; by default 1. The sum skips nodes of weight 0: NaN or inf there reaches nothing, and
+        the derivative with respect to such a weight counts as 0. For posteriors take
+        ``jax.lax.stop_gradient(blank + label)``. Beside `PackedLogits`, T is their `max_frames`.
     targets : Array, integer [..., U], optional
-        Labels, if the function asks for them.
+        Labels, if the function takes them.
 
     Returns
     -------
@@ -340,10 +340,10 @@ def sum_over_nodes(
 
     Notes
     -----
-    The value runs joint networks and function once for each node inside the lengths with a weight, the gradient once
-    more, without logits that need no gradient (a teacher). The backward pass leaves out blocks of nodes whose weights
-    stay below eps / (T + U + 1) of the sequence's largest weight, or of 1 if that is less. There are gradients of first
-    order only. Outside of `jax.jit`, every call compiles anew.
+    The value runs joint networks and function once for each node inside the lengths whose weight is not 0, the gradient
+    once more; it differentiates no network that needs no gradient (a teacher). The backward pass leaves out blocks of
+    nodes whose weights stay below eps / (T + U + 1) of the sequence's largest weight, or of 1 if that is less. Only
+    gradients of first order exist. Outside of `jax.jit`, every call compiles anew.
 
     References
     ----------

@@ -117,15 +117,15 @@ class PackedLogits(Layout):
         Output of the joint network. N is static: the sum of T_b (U_b + 1), or more.
     max_frames : int, optional
         A bound of T_b, known at trace time: beside the logits there are planes [B, max_frames, U + 1]. Default: the
-        largest of `logit_lengths`; where these are traced, N: correct but wasteful, so give it under jit.
+        largest of `logit_lengths`, or N where these are traced, which is correct but wasteful: set it under jit.
 
     Notes
     -----
     The loss is NaN also for T_b > max_frames and for sequences that do not fit into the N rows. A sequence whose
     lengths are out of range still takes as many rows as they say, or none if one is negative.
 
-    More batch dimensions come by `jax.vmap`. The rows of a sequence may be on any device of a sharded array: under
-    `jax.shard_map` every device can pack its own sequences, under jit the rows are gathered.
+    `jax.vmap` adds batch dimensions. The rows of a sequence may be on any device of a sharded array: under
+    `jax.shard_map` every device can pack its own sequences, while jit gathers the rows.
 
     Examples
     --------

@@ -36,8 +36,8 @@ class TransducerLoss:
 
     Every subclass is a frozen dataclass and a pytree, without a decorator. Its fields are leaves: numbers and arrays to
     schedule or learn. A field made by ``dataclasses.field(metadata={"static": True})`` is static instead: a new value
-    compiles the program again. A loss can be an argument of `jax.jit`, be closed over, mapped by `jax.tree.map`,
-    changed by `dataclasses.replace` and stored in a module. It is hashable if its fields are.
+    compiles the program again. `jax.jit` takes a loss as an argument or closes over it, `jax.tree.map` maps it,
+    `dataclasses.replace` changes it, and a module can store it. It is hashable if its fields are.
 
     A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `label_frames`,
     `latency`, `label_log_probs`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the loss.
@@ -54,7 +54,7 @@ class TransducerLoss:
         "mean": sum / number of sequences; "mean_target": mean of loss_b / max(U_b, 1); "mean_volume": sum of the losses
         / max(sum of U_b, 1).
     fused_log_softmax : bool, default True
-        False: `logits` are log-probabilities already, and are used as they are.
+        False: `logits` are log-probabilities already.
     fastemit_lambda : float or scalar Array, default 0.0
         FastEmit (Yu et al. 2021): scales the gradient of label arcs by 1 + lambda. The returned loss stays the nll. Its
         own gradient is 0.
@@ -66,13 +66,12 @@ class TransducerLoss:
         there are none; "reference": plain JAX, differentiable any number of times, and in forward mode if `clamp` is
         off.
     inplace : bool, default True
-        Lets the gradient overwrite the logits, which saves their size at the peak. XLA first copies logits that are
-        still needed: set it to False where the logits are an argument of the differentiated program and are not
-        donated.
+        Lets the gradient overwrite the logits, which saves their size at the peak of memory. XLA first copies logits
+        that are still needed: choose False where they are an argument of the differentiated program and not donated.
     vocab_axis : str, optional
-        Mesh axis whose devices hold V / n classes each, in its order. Targets and blanks stay indices into all V.
+        Mesh axis whose n devices hold V / n classes each, in order. Targets and blanks stay indices into all V.
     frame_axis : str, optional
-        Mesh axis whose devices hold T / n frames each, in its order. Lengths count all frames.
+        Mesh axis whose n devices hold T / n frames each, in order. Lengths count all frames.
 
     See Also
     --------
@@ -245,8 +244,8 @@ class TransducerLoss:
         """Posterior probability of every blank and every label, given the targets.
 
         The posterior of an arc is the probability that an alignment drawn from the model uses it: alpha(source) * arc *
-        beta(destination) / alpha(T_b, U_b). Several arcs of a kind that leave one node (big blanks, durations) are
-        summed. Arguments and errors are those of the call.
+        beta(destination) / alpha(T_b, U_b). Arcs of one kind that leave the same node (big blanks, durations) add up.
+        Arguments and errors are those of the call.
 
         Returns
         -------
@@ -255,7 +254,7 @@ class TransducerLoss:
         label : Array, float32 (float64 for float64 logits) [..., T, U + 1]
             Posterior of the label, of any duration, that leaves node (t, u). Every label u < U_b sums to 1 over t; on
             the standard lattice the blanks of every frame t < T_b sum to 1 over u. 0 outside the lengths and where no
-            path exists; NaN for a sequence whose lengths or labels are out of range or whose logits hold NaN or +inf.
+            path exists; NaN where a length or a label is out of range or logits inside the lengths are NaN or +inf.
 
         References
         ----------
@@ -280,7 +279,7 @@ class TransducerLoss:
             best(t, u) = max(best(t - 1, u) + l[t - 1, u, blank], best(t, u - 1) + l[t, u - 1, targets[u - 1]])
             score      = best(T_b, U_b)
 
-        Arguments and errors are those of the call; the search itself has no kernel.
+        Arguments and errors are those of the call. No kernel searches: implementation="kernel" is an error.
 
         Returns
         -------
@@ -323,7 +322,7 @@ class TransducerLoss:
         Returns
         -------
         Array, float32 (float64 for float64 logits) [..., U]
-            0 past U_b and where no path exists; NaN as for `posteriors`. Its gradient runs on the reference lattice.
+            0 past U_b and where no path exists; NaN as for `posteriors`. The gradient runs on the reference lattice.
 
         Examples
         --------
@@ -342,8 +341,9 @@ class TransducerLoss:
 
             latency = sum over u < U_b, t < T_b of (t + 1) * label(t, u) / max(U_b, 1)
 
-        Unlike FastEmit it is a function with a gradient of its own, which differentiates all posteriors on the
-        reference lattice and takes several times as long as the loss. Arguments and errors are those of the call.
+        Unlike FastEmit, which only scales a gradient, latency is a function. Its gradient differentiates all posteriors
+        on the reference lattice and takes several times as long as the loss. Arguments and errors are those of the
+        call.
 
         Returns
         -------
@@ -382,20 +382,20 @@ class TransducerLoss:
         A_u is the probability that the labels start with y_1 ... y_u. What must follow a label on its frame, the blank
         of `ConstrainedRNNTLoss`, belongs to the next entry. An arc counts if the lattice has it when y_u is the last
         label: it leads to a frame t + d < T_b, or ends the path at t + d = T_b. So an entry depends on no later label,
-        and the entries add up to log A_U >= -loss, which leaves the frames after the last label open.
+        and the entries add up to log A_U >= -loss, since A_U leaves open what the frames after the last label emit.
         Delay penalty, windows and `sigma` act on arcs as in `posteriors`: for confidences take a loss without them.
 
         `Hypotheses.label_log_probs` of a decoder is the same for one alignment: the sum over the arcs of y_u out of the
-        node where the alignment has it. Where one alignment carries all of the probability, both are equal.
+        node where the alignment has it. Where one alignment has all of the probability, both are equal.
 
         Arguments and errors are those of the call. The recursion is plain JAX, also for implementation="kernel"; the
-        logits are read, and their gradient written, by the kernels.
+        kernels read the logits and write their gradient.
 
         Returns
         -------
         Array, float32 (float64 for float64 logits) [..., U]
             In nats. 0 past U_b; -inf, with a zero gradient, for a label that no path reaches and those after it; NaN
-            for a sequence whose lengths or labels are out of range or whose logits hold NaN or +inf.
+            as for `posteriors`.
 
         References
         ----------
@@ -414,17 +414,17 @@ class TransducerLoss:
     def arc_log_probs(
         self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
     ) -> dict[str, jax.Array]:
-        """Log-probabilities of the arcs, with all options: planes for a dynamic program of one's own.
+        """Log-probabilities of the arcs, for a dynamic program of your own.
 
-        Arguments and errors are those of the call.
+        Every option but `clamp` and `reduction` acts on them. Arguments and errors are those of the call.
 
         Returns
         -------
         dict of str to Array, float32 (float64 for float64 logits) [..., T, U + 1]
             A plane for each slot of `topology`, in nats: entry (t, u) is the arc that leaves node (t, u). -inf outside
             the lengths; NaN for a sequence whose lengths or labels are out of range.
-            `lattices.log_likelihood(loss.topology, planes, logit_lengths, target_lengths)` is minus the loss. The
-            gradient reads and writes the logits once.
+            `lattices.log_likelihood(loss.topology, planes, logit_lengths, target_lengths)` is minus the loss of each
+            sequence. The gradient reads the logits once.
         """
         return self._run(_methods.ARC_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
@@ -432,14 +432,13 @@ class TransducerLoss:
         return _call.run(_call.of(method, f"{type(self).__name__}.{method.name}", self, *batch))
 
     def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
-        """Checks the data of a batch: raises where the loss would be NaN or +inf for the sake of lengths or labels.
+        """Checks the data of a batch: raises where lengths or labels would make the loss NaN or +inf.
 
-        The loss itself never raises on data. It takes a label that equals a blank, which is an error here. Logits are
-        not read, so NaN among them is not found, and options are off: masks and windows play no part.
+        The loss itself never raises on data. It accepts a label that equals a blank, which is an error here. The checks
+        read no logits, so they find neither NaN nor masks there, and they leave options and windows out.
 
-        Outside of `jax.jit` it raises, and waits for lengths and targets. Under `jax.jit` it does so for arrays that
-        are known while tracing; traced ones need `jax.experimental.checkify.checkify` around the function, whose error
-        value then has the checks.
+        Outside of `jax.jit` they wait for lengths and targets. Under `jax.jit` they need arrays that are known while
+        tracing, or `jax.experimental.checkify.checkify` around the function, whose error value then has the checks.
 
         Parameters
         ----------

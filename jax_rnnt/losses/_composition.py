@@ -30,8 +30,8 @@ class Composition:
     bounded : bool, default False
         True: the likelihood is at most 1, so a loss below 0 is rounding and becomes 0.
     closing : tuple of callable, default ()
-        Further steps, after `steps`: they add to arcs of labels what must follow on the same frame, as the blank of
-        `ConstrainedRNNTLoss`. `label_log_probs` leaves them out of the label's own entry; all else has them.
+        Further steps, after `steps`: they add to arcs of labels what must follow on the same frame, such as the blank
+        of `ConstrainedRNNTLoss`. `label_log_probs` alone leaves them out, of the label's own entry.
 
     Examples
     --------
@@ -58,8 +58,8 @@ class Composition:
 class DecodingRules:
     """What the classes of a row mean to a decoder: what `TransducerLoss.decoding` returns.
 
-    A decoder leaves a node by an arc with its log-probability and weight. Adjustments of arcs and options that act in
-    training alone, such as sigma, do not count.
+    A decoder scores an arc by its log-probability and weight, without the steps and options that act in training alone,
+    such as sigma.
 
     Parameters
     ----------
@@ -71,9 +71,9 @@ class DecodingRules:
     labels_per_frame : int, optional
         Labels that a frame may emit; a blank must follow them. Default: as many as the decoder allows.
     arc_weights : sequence of float or scalar Array, default ()
-        What is added to the log-probability of each arc of `topology`, in nats: what steps of `compose` add, such as
-        the log of an arc's share in a label. Fields of the loss may be among them, traced or not. -inf forbids an arc;
-        (): 0 for all.
+        Added to the log-probability of each arc of `topology`, in nats: what steps of `compose` add, such as the log of
+        an arc's share in a label. Fields of the loss may be among them, traced or not. -inf forbids an arc; (): 0 for
+        all.
 
     Examples
     --------
@@ -119,7 +119,7 @@ class Alignment(typing.NamedTuple):
 
     Parameters
     ----------
-    score : Array [...]
+    score : Array, float32 (float64 for float64 logits) [...]
         Log-probability of the path, in nats.
     frames : Array, int32 [..., U]
         The frame of each label; -1 past U_b, and where there is no path or the score is NaN.

@@ -18,8 +18,8 @@ class ConstrainedRNNTLoss(TransducerLoss):
                       + alpha(t - 1, u - 1) exp(l[t - 1, u - 1, y[u - 1]] + l[t - 1, u, blank])
         loss        = -log alpha(T_b, U_b)
 
-    These are the RNN-T's paths with at most one label a frame. One exists if U_b <= T_b; the loss of other sequences is
-    +inf with a zero gradient. FastEmit scales the gradient of the whole label arc, its blank included.
+    These are the RNN-T's paths with at most one label in a frame. A path exists if U_b <= T_b; the loss of other
+    sequences is +inf with a zero gradient. FastEmit scales the gradient of the whole label arc, its blank included.
 
     Parameters
     ----------
@@ -46,5 +46,5 @@ class ConstrainedRNNTLoss(TransducerLoss):
         return Composition(emission, MONOTONIC, bounded=True, closing=(pay_next_blank,))
 
     def decoding(self) -> DecodingRules:
-        """The same as standard arcs: after a label its frame must be left by a blank."""
+        """The same paths on standard arcs: after a label, a blank must leave the frame."""
         return DecodingRules(Softmax((self.blank,), self.fused_log_softmax), labels_per_frame=1)

@@ -19,19 +19,19 @@ UNIT_STEP_LOSSES: dict[str, type[TransducerLoss]] = {
 class HATLoss(TransducerLoss):
     """Hybrid autoregressive transducer loss (Variani et al. 2020): first blank or not, then which label.
 
-    T frames, U labels, V classes (blank included). With logits x, these log-probabilities replace the softmax in the
-    recursion of the loss that `variant` names::
+    T frames, U labels, V classes (blank included). In the recursion of the loss that `variant` names, these
+    log-probabilities of logits x replace those of the softmax::
 
         l[blank] = log sigmoid(x[blank])
         l[k]     = log(1 - sigmoid(x[blank])) + x[k] - log sum over classes j other than blank of exp(x[j])
 
-    The blank class is the Bernoulli logit, the others are the label softmax. A label that is the blank class scores as
-    the blank.
+    The logit of the blank decides between blank and label; the others form the softmax over labels. A label that is the
+    blank class scores as the blank.
 
     Parameters
     ----------
     variant : {"standard", "monotonic", "constrained"}
-        The recursion: that of `RNNTLoss`, `MonotonicRNNTLoss` or `ConstrainedRNNTLoss`.
+        Whose recursion: that of `RNNTLoss`, `MonotonicRNNTLoss` or `ConstrainedRNNTLoss`.
     **options
         Those of `TransducerLoss`; fused_log_softmax=False: `logits` already are these log-probabilities.
 

@@ -19,13 +19,13 @@ class MonotonicRNNTLoss(TransducerLoss):
         alpha(t, u) = alpha(t - 1, u) exp l[t - 1, u, blank] + alpha(t - 1, u - 1) exp l[t - 1, u - 1, targets[u - 1]]
         loss        = -log alpha(T_b, U_b)
 
-    A path exists if U_b <= T_b, or U_b < T_b with `final_blank`; the loss of other sequences is +inf with a zero
+    A path exists if U_b <= T_b (with `final_blank`, U_b < T_b); the loss of other sequences is +inf with a zero
     gradient. This is k2's rnnt_type="modified".
 
     Parameters
     ----------
     final_blank : bool, default False
-        True: the last frame emits a blank (optimized_transducer's one_sym_per_frame; TDT with the duration 1 alone).
+        True: the last frame emits a blank, as in optimized_transducer's one_sym_per_frame and TDT with durations [1].
     **options
         Those of `TransducerLoss`.
 

@@ -20,9 +20,9 @@ def mwer_loss(nll: jax.Array, errors: jax.Array, reduction: str = "mean") -> jax
     Parameters
     ----------
     nll : Array, float16 | bfloat16 | float32 | float64 [..., N]
-        A loss of each hypothesis with reduction="none", in nats. +inf: not in the list.
+        The loss of each hypothesis, with reduction="none", in nats. +inf: not in the list.
     errors : Array, integer or floating [..., N]
-        Edit distance of each hypothesis to the reference, in words or labels. It has no gradient.
+        Edit distance of each hypothesis to the reference, in words or labels. They get no gradient.
     reduction : {"mean", "none", "sum"}
         Over utterances.
 

@@ -21,10 +21,10 @@ def prune_ranges(
     """First of the `width` columns that every frame keeps, by k2's rule.
 
     T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. Each frame takes the `width` columns that
-    hold the most blank posterior, less the label posterior that enters them from outside. The first column is then made
-    monotonic: it starts at 0, ends at max(U_b - width + 1, 0), and grows by less than `width` a frame (by at most 1
-    where a frame emits at most one label). All arguments are keywords: k2 takes the posteriors of labels (px) before
-    those of blanks (py), this library returns those of blanks first.
+    hold the most blank posterior, less the label posterior that enters them from outside. A second pass makes the first
+    column monotonic: it starts at 0, ends at max(U_b - width + 1, 0), and grows by less than `width` a frame (by at
+    most 1 where a frame emits at most one label). All arguments are keywords, since k2 takes the posteriors of labels
+    (px) before those of blanks (py), and this library returns those of blanks first.
 
     Parameters
     ----------
@@ -33,11 +33,11 @@ def prune_ranges(
     logit_lengths, target_lengths : Array, integer [...]
         T_b and U_b of each sequence.
     width : int
-        S, the number of columns to keep: 2 or more on the standard lattice, else 1 or more. The band holds a path where
-        U_b <= (width - 1) * T_b on the standard lattice, where U_b <= T_b on the monotonic one, and where also width >=
-        2 or U_b = 0 on the constrained one. k2 widens the band for the batch, which a static shape forbids.
+        S, the number of columns to keep: 2 or more on the standard lattice, else 1 or more. The band holds a path if
+        U_b <= (width - 1) * T_b on the standard lattice, or if U_b <= T_b on the other two; the constrained one also
+        needs width >= 2 unless U_b = 0. k2 widens the band for the batch, which a static shape forbids.
     variant : {"standard", "monotonic", "constrained"}
-        The recursion of the loss, as for `HATLoss`, that gave the posteriors.
+        The recursion that gave the posteriors, named as for `HATLoss`.
 
     Returns
     -------
@@ -47,9 +47,8 @@ def prune_ranges(
     Raises
     ------
     TypeError, ValueError
-        For a static mistake in an argument, named in the message. ValueError also where the lengths are known and only
-        a wider band holds a path of some sequence. Traced lengths (under jit) cannot be checked: the loss of
-        such a sequence is +inf with a zero gradient.
+        For a static mistake in an argument, named in the message. ValueError also where the lengths are known and some
+        sequence has a path only in a wider band. With traced lengths (under jit) its loss is +inf with a zero gradient.
 
     References
     ----------
@@ -130,9 +129,9 @@ def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Ar
 
     Parameters
     ----------
-    encoder_out : Array [..., T, E]
+    encoder_out : Array, float16 | bfloat16 | float32 | float64 [..., T, E]
         Output of the encoder.
-    predictor_out : Array [..., U + 1, P]
+    predictor_out : Array, float16 | bfloat16 | float32 | float64 [..., U + 1, P]
         Output of the predictor.
     first : Array, integer [..., T]
         From `prune_ranges`.
@@ -141,10 +140,10 @@ def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Ar
 
     Returns
     -------
-    encoder : Array [..., T, S, E]
+    encoder : Array, dtype of `encoder_out` [..., T, S, E]
         The encoder's rows, repeated.
-    predictor : Array [..., T, S, P]
-        The predictor's rows; where the band leaves the columns, the nearest one.
+    predictor : Array, dtype of `predictor_out` [..., T, S, P]
+        The predictor's rows; the nearest row where the band reaches beyond them.
 
     Raises
     ------

@@ -58,7 +58,7 @@ def rnnt_loss(
         alpha(t, u) = alpha(t - 1, u) exp l[t - 1, u, blank] + alpha(t, u - 1) exp l[t, u - 1, targets[u - 1]]
         loss        = -log alpha(T_b, U_b)
 
-    A blank enters (T_b, U_b). The value and the gradient read the logits twice and write the gradient once.
+    The last arc is a blank. Value and gradient together read the logits twice and write the gradient once.
 
     Parameters
     ----------
@@ -88,21 +88,21 @@ def rnnt_loss(
     TypeError, ValueError
         For a static mistake in an argument, named in the message.
     NotImplementedError
-        For implementation="kernel" on a platform without kernels and beyond their limits: V <= 2^26; with CUDA also
+        For implementation="kernel" on a platform without kernels, or beyond their limits: V <= 2^26; with CUDA also
         T (U + 1) < 2^30 and U < 22240 (by the GPU's shared memory: 13280 to 55008).
 
     Notes
     -----
     Traced numbers (`clamp`, `fastemit_lambda`, `delay_penalty`) can change without recompilation. `delay_penalty` has a
-    gradient; with FastEmit, its part through label arcs is also scaled by 1 + lambda. `clamp` and `fastemit_lambda` act
-    on gradients alone; their own gradient is exactly 0. Float16 and bfloat16 logits are summed in float32.
+    gradient, which FastEmit also scales by 1 + lambda. `clamp` and `fastemit_lambda` act on gradients alone; their own
+    gradient is exactly 0. Sums over float16 and bfloat16 logits are in float32.
 
     Masking with -1e9 or `finfo.min` works like masking with -inf where another path exists; where none does, the loss
     is finite. A number added to all logits of a node changes neither loss nor gradient beyond the rounding of the
     logits.
 
-    Sharding over the batch costs no collective. Logits that jit splits over V, T or U + 1 are gathered in front of the
-    kernels, so the split saves no memory; inside `shard_map` a part of V or T is taken for the whole, and the loss is
+    Sharding over the batch costs no collective. Logits that jit splits over V, T or U + 1 are gathered before the
+    kernels, so the split saves no memory; inside `shard_map` the loss takes a part of V or T for the whole, and is
     wrong. `RNNTLoss` with `vocab_axis` or `frame_axis` works on the parts.
 
     References

@@ -85,8 +85,8 @@ class TargetRobustRNNTLoss(TransducerLoss):
     skip_frame : float, scalar Array or None, default 0.0
         Log-weight of a skipped frame, in nats; None: no frame may be skipped. It has a gradient.
     skip_label : float, scalar Array or None, default 0.0
-        Added to the log-weight of a skipped label, in nats, at most 0 (where it is traced, a larger one makes the loss
-        NaN); None: no label may be skipped. It has a gradient.
+        Added to the log-weight of a skipped label, in nats, at most 0 (a larger traced value makes the loss NaN); None:
+        no label may be skipped. It has a gradient.
     **options
         Those of `TransducerLoss`.
 

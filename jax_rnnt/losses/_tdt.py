@@ -32,21 +32,21 @@ class TDTLoss(TransducerLoss, _TokenDurations):
                       + sum over i of alpha(t - d_i, u - 1) exp(l[.., targets[u - 1]] + q[t - d_i, u - 1, i] - sigma)
         loss        = -log alpha(T_b, U_b)
 
-    The last arc is a blank that ends exactly at T_b; labels lead only to nodes with t < T_b. Where the durations do not
-    add up to T_b the loss is +inf with a zero gradient. FastEmit scales the gradient of the whole label arc, in both
+    The last arc is a blank that ends exactly at T_b; labels lead only to nodes with t < T_b. Where no such durations
+    add up to T_b, the loss is +inf with a zero gradient. FastEmit scales the gradient of the whole label arc, in both
     heads; `clamp` clips that of every logit.
 
     Parameters
     ----------
     durations : sequence of int
-        Frames that duration i reads: distinct integers >= 0, one of them >= 1, in any order. Kernels take 32; with
-        `omega` the frames 0 and 1 count among them.
+        Frames that duration i reads: distinct integers >= 0, one or more of them >= 1, in any order. Kernels take 32;
+        with `omega`, 0 and 1 always count among them.
     sigma : float or scalar Array, default 0.0
         Logit under-normalisation: every arc pays sigma once. The returned loss includes it; it has a gradient.
     omega : float or scalar Array, default 0.0
-        Probability that a call takes the RNN-T loss of the token logits instead, without durations and sigma; every
-        call then needs `key`. One coin decides for the whole batch. A traced omega that is no probability makes the
-        loss NaN. Its gradient is 0.
+        Probability that a call takes the RNN-T loss of the token logits instead, without durations and sigma; unless it
+        is 0, every call needs `key`. One coin decides for the whole batch. A traced omega that is not a probability, or
+        not 0 without `key`, makes the loss NaN. Its gradient is 0.
     **options
         Those of `TransducerLoss`; a negative blank counts from the end of the tokens: -1 is V - 1.
 

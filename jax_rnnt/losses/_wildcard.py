@@ -73,14 +73,14 @@ class WildcardRNNTLoss(TransducerLoss):
                       + sum_(s < t) alpha(s, u) exp(skip_end)       u = U_b, t = T_b - 1
         loss        = -log(alpha(T_b - 1, U_b) exp l[T_b - 1, U_b, blank])
 
-    One arc leads from the first node to (t, 0), for every t, and one from (t, U_b) to the last node: a skip has one
-    weight, however many frames it skips. Blanks beside it stay. The last frame ends with a blank. With both None this
-    is `RNNTLoss`. The loss may be below 0.
+    For every t, one arc leads from the first node to (t, 0), and one from (t, U_b) to (T_b - 1, U_b): a skip has one
+    weight, however many frames it skips. The blanks of these frames stay. The last frame ends with a blank. With both
+    None this is `RNNTLoss`. The loss may be below 0.
 
-    A blank of the first or the last column also stands for the skips over its frame. So in `posteriors`, a blank of
-    column 0 has the probability that the first label comes later, one of column U_b that the last label has come. A
-    path of `align` is the frames of its labels; its score is the sum over all ways to pass the frames before the first
-    label and after the last.
+    A blank of the first or the last column also counts the skips over its frame. So in `posteriors`, a blank of column
+    0 has the probability that the first label comes later, one of column U_b that the last label has come. A path of
+    `align` fixes the frames of its labels alone: its score sums over all ways to pass the frames before the first label
+    and after the last.
 
     Parameters
     ----------

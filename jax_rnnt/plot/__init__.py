@@ -1,8 +1,8 @@
 """Pictures of lattices, emissions and confidences, with matplotlib.
 
-Every function draws on Axes, returns them and shows nothing. They read in grey: dark is probable, and marks and line
-styles tell things apart, not colours alone. Long utterances have thinner lines, and names only where there is room; a
-space is shown as ␣.
+Every `draw_...` draws on Axes, returns them and shows nothing. The pictures work in grey: dark is probable, and marks
+and line styles tell things apart, not colours alone. Long utterances have thinner lines, and names only where there is
+room; a space appears as ␣.
 """
 
 import typing as _typing

@@ -46,9 +46,9 @@ def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=
     Returns
     -------
     dict of str to Array, floating [..., T, U + 1]
-        By the slot of the arc, in the order of `loss.topology`. Arcs that share a slot are told apart by their frames:
-        "blank" over 1 and over 2 frames are "blank+1" and "blank+2". All paths cross each frame and each label, so for
-        unit steps the blanks of a frame add up to 1, and so do the labels of a column.
+        By the slot of the arc, in the order of `loss.topology`. The names of arcs that share a slot tell their frames:
+        "blank" over 1 and over 2 frames are "blank+1" and "blank+2". Every path writes every label, so all arcs that
+        write label u add up to 1; on the standard lattice the blanks of a frame do too.
 
     Examples
     --------
@@ -94,14 +94,14 @@ def draw_lattice(
 ) -> Axes:
     """Draws the lattice of one utterance: its arcs, as dark and thick as they are probable, and the best path.
 
-    A dot is a node from which the best path writes a label. The title has the labels, if they have `texts`, and the
+    A dot is a node from which the best path writes a label. The title has the labels, if `texts` names them, and the
     score of the best path. T frames, U labels, V classes.
 
     Parameters
     ----------
     loss : TransducerLoss
         Says which arcs there are, and how probable.
-    logits : Array [T, U + 1, V], or a layout of one utterance, but for PackedLogits
+    logits : Array, floating [T, U + 1, V], or a layout of one utterance other than `PackedLogits`
     targets : Array, integer [U]
     logit_length, target_length : int, optional
         Default: T and U.
@@ -182,15 +182,15 @@ def draw_emissions(
     subsampling: int = 1,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draws labels over the features that they were heard or seen in, each with its spread in time.
+    """Draws the labels of an utterance over its features, each with its spread in time.
 
-    T frames of the encoder, U labels, F features. A curve at the bottom is the probability that the label is emitted in
-    a frame; the line is its mean frame, and the bar one standard deviation to both sides.
+    T frames of the encoder, U labels, F features. A curve at the bottom is the label's probability in each frame; the
+    line marks its mean frame, and the bar one standard deviation to both sides.
 
     Parameters
     ----------
     features : Array, floating [subsampling T, F]
-        A spectrogram or an image, without padding; the last encoder frame may reach beyond.
+        A spectrogram or an image, without padding; the last encoder frame may reach beyond its end.
     posteriors : Array, floating [T, U + 1]
         Posteriors of labels: the second result of ``loss.posteriors``, of one utterance. Further columns are padding.
     targets : Array, integer [U]
@@ -289,11 +289,11 @@ def draw_latencies(
     """Draws when two models expect to emit each label of an utterance.
 
     U labels. The title says by how much the second model is later, on average over the labels that both emit: a frame
-    below 0 is padding or no path, and no time.
+    below 0 is padding or no path, and has no time.
 
     Parameters
     ----------
-    first, second : Array, floating [U]
+    first, second : Array, integer or floating [U]
         Frames of the encoder: ``loss.label_frames`` of either model, or frames of best paths.
     targets : Array, integer [U]
     names : tuple of two str
@@ -354,16 +354,16 @@ def draw_beam(
 ) -> Axes:
     """Draws the hypotheses of one utterance below each other, the best one on top: each label at its frame.
 
-    A label is as dark as the model is sure of it. A box around it: the best hypothesis lacks it. Where labels would
-    overlap, they move right; ticks mark the true frames. A row begins with its score, in nats. L is `max_labels`, N
-    the width of the beam.
+    A label is as dark as the model is sure of it. A label in a box is missing from the best hypothesis. Where labels
+    would overlap, they move right; ticks mark the true frames. A row begins with its score, in nats. B utterances, N
+    hypotheses of each.
 
     Parameters
     ----------
     hypotheses : decode.Hypotheses [B, N]
         From `decode.beam`.
     utterance : int, default 0
-        Its row in the batch.
+        The utterance's row in the batch.
     texts : sequence of str, optional
         What the classes of the vocabulary are called; default: their numbers.
     hop, subsampling, ax

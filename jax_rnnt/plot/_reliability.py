@@ -1,4 +1,4 @@
-"""A picture of confidences: how often is right what a model is so sure of?"""
+"""A picture of confidences: how often is a model right when it is so sure?"""
 
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def draw_reliability(calibration: "Calibration", *, ax: Axes | None = None) -> Axes:
     """Draws how often words are right, by the confidence in them: a reliability diagram.
 
-    A bar is as dark as its bin has words, and a dot is at their mean confidence. On the dashed line confidences are
-    probabilities; below it the model is too sure. The title has the expected calibration error.
+    The height of a bar is the share of its bin's words that is right; the more words, the darker it is. A dot marks
+    their mean confidence. On the dashed line confidences are probabilities; below it the model is too sure. The title
+    has the expected calibration error.
 
     Parameters
     ----------
@@ -34,7 +35,7 @@ def draw_reliability(calibration: "Calibration", *, ax: Axes | None = None) -> A
     Raises
     ------
     TypeError
-        `calibration` is none.
+        `calibration` lacks a field of `metrics.Calibration`.
 
     Examples
     --------

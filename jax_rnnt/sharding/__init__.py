@@ -1,4 +1,4 @@
-"""Losses whose classes or frames are split over devices. No public names: `vocab_axis` and `frame_axis` of a loss.
+"""Losses whose classes or frames are split over devices. No public names: losses have `vocab_axis` and `frame_axis`.
 
 `_over_mesh` enters `jax.shard_map` where the program is not yet one for each device. There `_device` checks what a
 device has, and gives the loss's emission other rows (`_vocabulary`) and another exchange (`_vocabulary`, `_frames`);

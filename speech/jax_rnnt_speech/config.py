@@ -308,7 +308,8 @@ def origins(file, options):
         yield
     except UserError as error:
         named = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", str(error))}
-        found = [f"{x} {options[x]}, by default {getattr(Config, x) or 'off'}" for x in options if x in named]
+        chosen = [x for x in options if x in named and options[x] != getattr(Config, x)]
+        found = [f"{x} {options[x]}, by default {getattr(Config, x) or 'off'}" for x in chosen]
         raise UserError(f"{error} ({file} has {'; '.join(found)})" if found else f"{error}") from None
 
 

@@ -127,7 +127,10 @@ def phrases(path, recogniser, usual):
             print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
     if not found:
         raise UserError(f"--phrases {path} has no phrase that the model's vocabulary can spell")
-    return decode.Phrases(*map(list, zip(*found)), classes=recogniser.blank + 1)
+    try:
+        return decode.Phrases(*map(list, zip(*found)), classes=recogniser.blank + 1)
+    except ValueError as error:
+        raise UserError(f"--phrases {path}: {error}") from None
 
 
 def search_of(args, recogniser):

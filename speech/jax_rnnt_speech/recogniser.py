@@ -23,7 +23,6 @@ from jax_rnnt_speech.parts import lower_layers
 GREEDY = Search()
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
 OPEN = 100  # labels of a recording in parts, by beam, that later parts may still change
-DENSEST = 4  # labels for each row of the encoder for which there is room; one row may have more
 NEVER = 2**30  # rows before which no deadline is
 SAMPLE = 200  # utterances of which statistics are taken
 
@@ -160,7 +159,7 @@ class Recogniser:
 
         `more`: room for so many labels of rows before these.
         """
-        config, room = self.config, rows.shape[1] * DENSEST + more
+        config, room = self.config, rows.shape[1] * self.config.max_symbols + more
         if how.ctc or self.loss is None:
             return ctc.search(model.ctc(rows), lengths, room, state)
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room

@@ -25,8 +25,8 @@ def configuration(**options):
 
 
 def random_recogniser(**options):
-    """One of random weights that writes many words."""
-    config = configuration(seed=3, **options)
+    """One of random weights, which writes many words: as many labels of a row as it may."""
+    config = configuration(**{"seed": 3, "max_symbols": 4, **options})
     recogniser = asr.recogniser.Recogniser(config, asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     recogniser.params = jax.tree_util.tree_map_with_path(larger, recogniser.params)

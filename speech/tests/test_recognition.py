@@ -162,7 +162,13 @@ def test_long_recordings(whole, options, monkeypatch):
 
 
 def test_cuts(whole):
-    """In the middle of the last pause of the latter half, or as far from labels as there; never within the margin."""
+    """In the middle of the last pause of the latter half, or as far from labels as there; never within the margin.
+
+    No label is cut off: there is room for all that rows may have.
+    """
+    shapes = jax.ShapeDtypeStruct((1, 30, whole.width), np.float32), jax.ShapeDtypeStruct((1,), np.int32)
+    found, *_ = jax.eval_shape(whole.taken, whole.params, *shapes)
+    assert found.labels.shape[1] >= 30 * whole.config.max_symbols
     x = asr.windows.Recording("a", np.zeros(8000 * 31), whole)
     assert x.long and x.size == 30 * 8000
     assert x.margin * whole.seconds == pytest.approx(2.0)

@@ -113,6 +113,9 @@ def test_phrases(corpus, trained, tmp_path, capsys):
         expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(x, y)
+    file.write_text("C\t1e39\n")
+    with pytest.raises(asr.config.UserError, match=r"--phrases .*weights must be known, and at most 1e\+30"):
+        asr.ngrams.search_of(args, model)
     audio = next(corpus.rglob("*.flac"))
     file.write_text("C\t1e3\n")
     command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]

@@ -101,7 +101,7 @@ def test_chunks(monkeypatch, tmp_path):
     for x, y in zip(whole, in_parts):
         np.testing.assert_array_equal(x, y)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, cuda, **_: cuda(*x))
-    for x, y in zip(whole, run(model(), rows, program=jax.jit(lambda *x: scan(*x)))):
+    for x, y in zip(whole, run(model(), rows, program=jax.jit(lambda *inputs: scan(*inputs)))):
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
