@@ -67,6 +67,9 @@ def theirs(folder, kind, what, repeats):
     hf.logging.set_verbosity_error()
     torch.set_num_threads(2)
     model = (hf.ParakeetForTDT if kind == "tdt" else hf.ParakeetForRNNT).from_pretrained(folder / kind).train()
+    for module in model.modules():  # ours keeps the stored statistics
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.eval()
     features, lengths, targets, target_lengths = (torch.tensor(x) for x in batch())
     mask = torch.arange(features.shape[1]) < lengths[:, None]
     inputs = torch.nn.functional.pad(targets.long(), (1, 0), value=model.config.blank_token_id)
