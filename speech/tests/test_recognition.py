@@ -1,4 +1,4 @@
-"""Texts of files and streams, n-grams, made-up speech, and the tutorial."""
+"""Texts of files and streams, n-grams, made-up speech with a small real run, and the tutorial."""
 
 import itertools
 import json
@@ -320,6 +320,43 @@ def test_made_up_speech(tmp_path, capsys, refused):
     run(["check", *(speech / name for name in ("train", "valid", "test"))])
     assert "left out" not in capsys.readouterr().out
     refused(["corpus", speech], "is not empty")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
+def test_a_small_real_run(tmp_path, capsys, refused):
+    """Speech of made-up sentences: held-out sentences and voices are recognised, by greedy search and by beams.
+
+    Subwords and two devices. After so few steps, half of a sentence may be on one frame.
+    """
+    slots = (
+        "The old man, My sister, A young dog, Our teacher, The captain, Somebody",
+        "saw, found, carried, painted, wanted, lost",
+        "a silver spoon, the yellow house, seven letters, his guitar, fresh bread, no money",
+    )
+    texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in slots))]
+    (tmp_path / "text").write_text("\n%\n".join(texts))
+    speech, workdir = tmp_path / "speech", tmp_path / "run"
+    run(["corpus", speech, "--hours", 0.07, "--text", tmp_path / "text"])
+    assert "train: " in capsys.readouterr().out
+    (stretch,) = asr.audio.stretches(next((speech / "train").rglob("*.flac")))
+    assert (stretch.rate, stretch.channels) == (16000, 1)
+    refused(["corpus", speech], "is not empty")
+    run(["ngram", tmp_path / "words.arpa", speech / "train", "--lower"])
+    options = dict(
+        config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
+        vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, kernel=5, chunk=0,
+        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=200, save_every=1000,
+        learning_rate=0.005,
+    )  # fmt: skip
+    run(["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))])
+    greedy = float(re.search(r"held-out CER [\d.]+%, WER ([\d.]+)%", capsys.readouterr().out)[1])
+    rates = [greedy]
+    for more in ([], ["--ngram", tmp_path / "words.arpa"]):
+        run(["test", "--workdir", workdir, speech / "valid", "--json", "--beam", 4, *more])
+        rates.append(json.loads(capsys.readouterr().out)["wer"])
+    # Which search is best depends on the seed: 7 held-out sentences cannot tell.
+    assert max(rates) < 40, rates
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"
