@@ -306,14 +306,16 @@ class Softmax(Rows[jax.Array, jax.Array]):
     def resolved(self, function: str, classes: int) -> "Softmax":
         """The same for rows of `classes` logits, with blanks in [0, V)."""
         tokens = classes - self.num_durations
-        if tokens < 1:
+        if _checks.smaller(tokens, 1):
             expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.num_durations}"
             raise ValueError(f"{function}: logits must have {expected}, got V + D = {classes}.")
         blanks = [int(blank) for blank in self.blanks]
-        if not all(-tokens <= blank < tokens for blank in blanks):
-            name, got = ("blank", blanks[0]) if len(blanks) == 1 else ("blank and further blanks", blanks)
+        name, got = ("blank", blanks[0]) if len(blanks) == 1 else ("blank and further blanks", blanks)
+        if not isinstance(tokens, int) and min(blanks) < 0:
+            raise ValueError(f"{function}: {name} must be 0 or more for a symbolic number of classes, got {got}.")
+        if any(_checks.smaller(tokens, max(blank + 1, -blank)) for blank in blanks):
             raise ValueError(f"{function}: {name} must lie in [{-tokens}, {tokens}) for {tokens} classes, got {got}.")
-        return dataclasses.replace(self, blanks=tuple(blank % tokens for blank in blanks))
+        return dataclasses.replace(self, blanks=tuple(blank + tokens * (blank < 0) for blank in blanks))
 
     def tokens(self, classes: int) -> int:
         """The classes that a label may be, in rows of `classes` logits."""

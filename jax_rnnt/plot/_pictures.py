@@ -121,7 +121,7 @@ def draw_lattice(
     Raises
     ------
     TypeError, ValueError
-        `logits` are packed, `targets` are those of a batch, or `texts` are not one for each label.
+        `logits` are packed, `logits` or `targets` are those of a batch, or `texts` are not one for each label.
 
     Examples
     --------
@@ -134,10 +134,13 @@ def draw_lattice(
     if isinstance(logits, PackedLogits):
         expected = "an array or another layout (the rows of one utterance, reshaped to [T, U + 1, V])"
         raise TypeError(f"draw_lattice: logits must be {expected}, got PackedLogits, which have a batch dimension.")
+    layout = _layout.of("draw_lattice", logits)
+    if layout.ndim != 3:
+        raise ValueError(f"draw_lattice: logits must be those of one utterance, [T, U + 1, V], got {layout.shape}.")
     targets = _checks.array("draw_lattice", "targets", targets)
     names = _names("draw_lattice", targets[:target_length], texts)
     labels = len(names) if target_length is None else int(target_length)
-    frames = _layout.of("draw_lattice", logits).frames if logit_length is None else int(logit_length)
+    frames = layout.frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
     posteriors = arc_posteriors(loss, *arguments, key=key)
     score, best = loss.align(*arguments, key=key)

@@ -23,10 +23,9 @@ import re
 import subprocess
 import sys
 
+import kernel_problems as model
 import numpy as np
 from cycles import RATES, Replay, memory_cycles, pipe
-
-import problems as model
 
 # H200: the bandwidth of a copy, 4.3 TB/s, in bytes a cycle of one of 132 multiprocessors at 1.98 GHz.
 COPY = 16.45

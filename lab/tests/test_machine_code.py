@@ -13,10 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "lab/model"))
 import cycles
 import interpreter
+import kernel_problems as model
 import operands
 import sass
-
-import problems as model
 
 
 def warp():

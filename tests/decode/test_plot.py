@@ -236,8 +236,11 @@ def test_reliability(ax):
 
 
 X, ROWS = np.zeros((3, 2, 4)), np.zeros((3, 2))
+JOINT = jax_rnnt.JointLogits(jax_rnnt.LinearJoint(np.zeros((5, 4))), np.zeros((2, 3, 5)), np.zeros((2, 2, 5)))
 BAD = [
-    ("lattice", (RNNT, X[None], np.ones((1, 1), int)), {}, r"draw_lattice: targets .*got \(1, 1\)"),
+    ("lattice", (RNNT, X, np.ones((1, 1), int)), {}, r"draw_lattice: targets .*got \(1, 1\)"),
+    ("lattice", (RNNT, X[None], [1]), {}, r"draw_lattice: logits must be those of one .*got \(1, 3, 2, 4\)"),
+    ("lattice", (RNNT, JOINT, [1]), {}, r"draw_lattice: logits must be those of one .*got \(2, 3, 2, 4\)"),
     ("lattice", (RNNT, X, np.array([1])), {"texts": "ab"}, "draw_lattice: texts .* one for each of 1 .*got 2"),
     ("lattice", (RNNT, jax_rnnt.PackedLogits(X.reshape(6, 4), 3), [1]), {}, "draw_lattice: logits .* got PackedLogits"),
     ("emissions", (np.zeros(3), ROWS, [1]), {}, r"draw_emissions: features .*got \(3,\)"),

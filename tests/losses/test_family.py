@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -156,7 +157,9 @@ def test_durations_are_checked(table):
 
 def test_own_arguments_are_checked():
     p = batches.problem(dtype=np.float32)
+    any_classes = jax.ShapeDtypeStruct(jax.export.symbolic_shape("4, 7, 5, v"), np.float32)
     for make, message in (
+        (lambda: jax.eval_shape(lambda x: jax_rnnt.RNNTLoss()(x, *p[1:]), any_classes), "blank must be 0 .* symbolic"),
         (lambda: jax_rnnt.MultiblankRNNTLoss([2, 3], blank=1)(*p), r"MultiblankRNNTLoss: blank .* got 1"),
         (lambda: jax_rnnt.MultiblankRNNTLoss([1]), "big_blank_durations"),
         (lambda: jax_rnnt.TDTLoss([0]), "TDTLoss: durations"),
