@@ -14,7 +14,6 @@
 #   lab/run.sh training       memory and launches of a training step of a Parakeet, on one H100 and on eight TPUs v5e
 #   lab/run.sh parakeet       a training step of transformers beside ours, in time and memory; alone on the machine
 #   lab/run.sh tpu            the losses compiled for five generations of TPUs
-#   lab/run.sh mutation       random faults in the Python sources: how many the tests find
 #
 # Further arguments are those of pytest, or of the program. ONLY=avx2: the CPU kernels for that instruction set alone.
 set -euo pipefail
@@ -123,10 +122,6 @@ case $mode in
   tpu)
     environment "$PYTHON" . 'jax[tpu]'
     build/tpu/bin/python lab/benchmarks/tpu.py "$@"
-    ;;
-  mutation)
-    environment "$PYTHON" '.[all,test]' 'cosmic-ray>=8.7'
-    build/mutation/bin/python lab/mutation/score.py "$@"
     ;;
   *)
     sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2
