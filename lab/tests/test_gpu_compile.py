@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 import family
 import hlo
 import jax_rnnt
-import launches
 from jax_rnnt._xla import loading
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -154,16 +153,16 @@ def test_tiles(kind, mesh, dtype):
     assert all("unique_indices=true" in line or "= pred[" in line for line in scatters), scatters
 
 
-JOINTS = {
-    "rnnt": (family.RNNT, "linear", 1.0),
-    "tdt": (family.tdt((0, 1, 2, 3, 4)), "linear", 1.01),  # 1,207 launches; with a tile less, 257 MB
-    "hat": (family.HAT, "linear", 1.0),
-    "function": (family.RNNT, "function", 1.5),
+JOINTS = {  # and the most launches
+    "rnnt": (family.RNNT, "linear", 1000),
+    "tdt": (family.tdt((0, 1, 2, 3, 4)), "linear", 1200),  # with a tile less, 257 MB
+    "hat": (family.HAT, "linear", 1000),
+    "function": (family.RNNT, "function", 1700),
 }
 
 
-@pytest.mark.parametrize(("loss", "joint", "share"), JOINTS.values(), ids=JOINTS)
-def test_default_tiles(monkeypatch, loss, joint, share):
+@pytest.mark.parametrize(("loss", "joint", "most"), JOINTS.values(), ids=JOINTS)
+def test_default_tiles(monkeypatch, loss, joint, most):
     """Without `chunk`, in bfloat16. A launch costs about 2.5 us, the products of the step 15 ms."""
 
     def mean(parameters, rows, rest):
@@ -177,49 +176,14 @@ def test_default_tiles(monkeypatch, loss, joint, share):
     compiled = compile_for_gpus(jax.value_and_grad(mean, (0, 1)), shapes)
     # At most 256 MB, where the logits have 3.4 GB; an eighth of them would be 420 MB.
     assert temporaries(compiled) <= 256e6
-    text = compiled.as_text()
-    rows = max(int(n) for n in re.findall(rf"bf16\[(\d+),1,1,{V}\]", text))
-    turns = 1 + 1.03 * TILED_NODES / rows  # with all blocks listed, of which a block's edges take 1%
-    program = launches.Program(text, dict.fromkeys(EMISSION, turns))
-    assert program.launches() <= 1200 * share
-    # The products round to 16 bits: no array has the logits or hidden units of a tile in float32.
-    has_emission = lambda own: any(x.opcode == "custom-call" and "softmax_emission" in x.tail for x in own)
-    loops = [own for own in program.computations.values() if has_emission(own)]
+    # The kernels of the two loops over tiles, which run as often as there are tiles; few others run once.
+    parts = compiled.as_text().split("\n\n")
+    loops = [x for x in parts if "ENTRY" not in x and re.search(r" custom-call\(.*softmax_emission", x)]
     assert len(loops) == 2
-    kernels = [x for own in loops for x in own if x.opcode in ("fusion", "custom-call", "copy")]
-    shapes = [dims for x in kernels for dtype, dims in launches.arrays(x.shape) if dtype == "f32"]
+    kernels = re.findall(r" = (.*?) (?:fusion|custom-call|copy|sort)\(", "\n".join(loops))
+    rows = max(int(n) for x in loops for n in re.findall(rf"bf16\[(\d+),1,1,{V}\]", x))
+    turns = 1 + 1.03 * TILED_NODES / rows  # with all blocks listed, of which a block's edges take 1%
+    assert turns * len(kernels) <= most
+    # The products round to 16 bits: no array has the logits or hidden units of a tile in float32.
+    shapes = [tuple(map(int, dims.split(","))) for x in kernels for dims in re.findall(r"\bf32\[([\d,]+)\]", x)]
     assert shapes and max(map(np.prod, shapes)) < rows * WIDTH
-
-
-def test_counted_launches():
-    """A loop counts as often as it runs, a fusion once, a custom call by its kernels, a large sort by its stages."""
-    text = """HloModule m
-
-%product (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
-  %a = bf16[64,32]{1,0} parameter(0)
-  %b = bf16[32,16]{1,0} parameter(1)
-  ROOT %d = bf16[64,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%body (p: (s32[], bf16[64,32], bf16[32,16])) -> (s32[], bf16[64,32], bf16[32,16]) {
-  %p = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
-  %f = bf16[64,16]{1,0} fusion(%x, %y), kind=kCustom, calls=%product
-  %c = f32[4]{0} custom-call(%p), custom_call_target="jax_rnnt_lattice_grad"
-  ROOT %t = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) tuple(%p)
-}
-
-%condition (q: (s32[], bf16[64,32], bf16[32,16])) -> pred[] {
-  ROOT %q = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
-}
-
-ENTRY %main (v: (s32[], bf16[64,32], bf16[32,16])) -> f32[8192] {
-  %v = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) parameter(0)
-  %w = (s32[], bf16[64,32]{1,0}, bf16[32,16]{1,0}) while(%v), condition=%condition, body=%body, TRIPS
-  ROOT %s = f32[8192]{0} sort(%v), dimensions={0}, to_apply=%product
-}
-"""
-    known = launches.Program(text.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"5"}}'))
-    assert known.launches() == 5 * (1 + 4) + 1 + (1 + 2) + 2  # two stages beyond a tile of 2,048
-    assert launches.Program(text, {"jax_rnnt_lattice_grad": 7}).launches() == 7 * 5 + 6
-    with pytest.raises(ValueError, match="no one said"):
-        launches.Program(text).launches()
