@@ -1,8 +1,6 @@
 """Are ARPA files of any form read, and are broken ones refused by file and line?"""
 
 import gzip
-import io
-import re
 import unicodedata
 import warnings
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 
 from jax_rnnt import decode
-from jax_rnnt.decode.lm import _arpa
 from ngrams import TOKENS, arpa, random_arpa, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are left out, as no labels spell them:UserWarning")
@@ -134,60 +131,10 @@ def test_words_that_are_left_out(tmp_path):
         decode.NGram.from_arpa(path, ["A", "B"])
 
 
-NUMBERS = [*b"nan inf -inf 1e400 -1e400 1e30 -1e38 -0 0x1 1_0".split(), b"9" * 25, b"", b"\xff"]
-
-
-def mutated(rng, text):
-    """A byte flipped, put in or taken out; an end cut; a line doubled, taken out or moved; another number."""
-    for _ in range(rng.integers(1, 4)):
-        at, way = int(rng.integers(len(text) + 1)), rng.integers(8)
-        lines = text.split(b"\n")
-        i, j = (int(x) for x in rng.integers(len(lines), size=2))
-        if way == 0:
-            text = text[:at] + bytes(rng.integers(256, size=1, dtype=np.uint8)) + text[at + 1 :]
-        elif way == 1:
-            text = text[:at] + bytes(rng.integers(256, size=rng.integers(4), dtype=np.uint8)) + text[at:]
-        elif way == 2:
-            text = text[:at] if rng.random() < 0.5 else text[at:]
-        elif way == 3:
-            text = b"\n".join([*lines[:i], lines[i], *lines[i:]])
-        elif way == 4:
-            text = b"\n".join([*lines[:i], *lines[i + 1 :]])
-        elif way == 5:
-            lines[i], lines[j] = lines[j], lines[i]
-            text = b"\n".join(lines)
-        else:
-            found = [*re.finditer(rb"-?\d+(\.\d+)?", text)]
-            if found:
-                place = found[rng.integers(len(found))]
-                text = text[: place.start()] + NUMBERS[rng.integers(len(NUMBERS))] + text[place.end() :]
-    return text
-
-
-def test_any_file_is_read_or_refused(monkeypatch):
-    """Thousands of broken ones: a model without NaN, or a ValueError with the file, and the line if there is one."""
-    rng, content = np.random.default_rng(0), b""
-    monkeypatch.setattr(_arpa, "open", lambda path, mode: io.BytesIO(content), raising=False)  # disks are slow
-    monkeypatch.setattr(gzip, "open", lambda path, mode: gzip.GzipFile(fileobj=io.BytesIO(content)))
-    good = arpa(random_arpa(0, 2, sentences=3, tokens=["a", "b\u00e9"])).encode()
-    readers = [
-        lambda path: decode.NGram.from_arpa(path, ["a", "b\u00e9", None]),
-        lambda path: decode.WordNGram.from_arpa(path, ["▁a", "▁b", "\u00e9", None]),
-    ]
-    loaded, with_line, number = 0, 0, 3000
-    for n in range(number):
-        path, content = "m.arpa", mutated(rng, good)
-        if n % 10 == 0:
-            path, content = "m.arpa.gz", mutated(rng, gzip.compress(good)) if n % 20 else gzip.compress(content)
-        try:
-            model = readers[n % 2](path)
-        except ValueError as error:
-            if not (
-                type(error) is ValueError and re.search(rf"{path}(, line \d+: expected |, as |, got )", str(error))
-            ):
-                pytest.fail(f"{error!r} of {content!r}")
-            with_line += ", line " in str(error)
-        else:
-            loaded += 1
-            assert all((x < np.inf).all() for x in jax.tree.map(np.asarray, jax.tree.leaves(model))), content
-    assert loaded > 200 and with_line > 0.9 * (number - loaded)
+def test_broken_archives(tmp_path):
+    whole = gzip.compress(GOOD.encode())
+    for content in (whole[:99], b"x" + whole, whole[:50] + b"x" + whole[51:]):
+        with pytest.raises(
+            ValueError, match=r"m.arpa.gz, line \d+: expected a whole gzip file, got"
+        ):
+            decode.NGram.from_arpa(written(tmp_path / "m.arpa.gz", content), TOKENS)

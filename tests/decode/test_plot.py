@@ -141,46 +141,6 @@ def test_titles_and_legends(ax):
     assert "␣" in {x.get_text().strip() for x in ax.child_axes[0].get_xticklabels()}
 
 
-def overlaps(texts):
-    """Pairs of texts on one line that cover each other on the canvas."""
-    named = [x.get_text() for x in texts if x.get_text().strip()]
-    boxes = [x.get_window_extent().padded(-1) for x in texts if x.get_text().strip()]
-    assert len(boxes) >= 2
-    return [
-        (named[i], named[j])
-        for i, a in enumerate(boxes)
-        for j, b in enumerate(boxes[:i])
-        if named[i].count("\n") == named[j].count("\n") and a.overlaps(b)
-    ]
-
-
-def test_real_lengths():
-    """90 labels in 400 frames: thin lines, and names that do not overlap, but as many as there is room for."""
-    rng = np.random.default_rng(0)
-    frames = np.sort(rng.choice(400, 90, replace=False))
-    targets, texts = rng.integers(0, 26, 90), [chr(97 + i) for i in rng.integers(0, 26, 90)]
-    logits = rng.normal(size=(400, 91, 27)).astype(np.float32)
-    logits[..., 26] += 5
-    logits[frames, np.arange(90), targets] += 20
-    figure, axes = plt.subplots(3, 1, figsize=(9, 10), layout="constrained")
-    plot.draw_lattice(RNNT, logits, targets, texts=texts, ax=axes[0])
-    _, label = RNNT.posteriors(logits, targets, 400, 90)
-    plot.draw_emissions(rng.normal(size=(400, 8)), label, targets, texts=texts, ax=axes[1])
-    plot.draw_latencies(frames, frames + 1, targets, texts=texts, ax=axes[2])
-    figure.canvas.draw()
-    for texts in (axes[0].get_yticklabels(), axes[1].child_axes[0].get_xticklabels(), axes[2].get_yticklabels()):
-        assert overlaps(texts) == []
-    for ax in (axes[0], axes[2]):  # with a row less between them, names would touch: lines are 1.2 sizes of a font high
-        shown = ax.get_yticklabels()
-        size = shown[0].get_size() * figure.dpi / 72
-        places = ax.transData.transform([x.get_position() for x in shown])[:, 1]
-        row = abs(np.diff(ax.transData.transform([(0, 0), (0, 1)])[:, 1])).item()
-        assert np.all(abs(np.diff(places)) - row < 1.2 * size)
-    widths = np.concatenate([x.get_linewidths() for x in axes[0].collections])
-    assert widths.min() > 0 and widths.max() < 1.5  # points; a frame has 1.5
-    assert len(axes[1].child_axes[0].get_xticks()) > 45  # half of the names, on two lines
-
-
 BEAM = {
     "labels": [[[1, 0, 2, -1], [1, 2, -1, -1], [1, 3, 0, 2], [-1] * 4]],
     "frames": [[[0, 5, 9, -1], [0, 9, -1, -1], [0, 0, 5, 9], [-1] * 4]],

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -231,22 +230,3 @@ def test_errors():
             function(*arguments)
     with pytest.raises(ValueError, match="state of beam must keep the structure"):
         model.search(BEAM, MOST, state=greedy)
-
-
-def test_a_part_without_fresh_rows_runs_no_network():
-    """The start of a stream is computed in a branch."""
-    model, calls = Model(NAMED["rnnt"]), []
-    state = jax.tree.map(jnp.asarray, model.search(decode.greedy, MOST).state)
-    good = model.parameters.predictor
-
-    def step(state, labels):
-        jax.debug.callback(lambda: calls.append(1))
-        return good.step(state, labels)
-
-    predictor = good._replace(step=step)
-    networks = model.loss.value(), model.parameters.joint, predictor
-    run = jax.jit(lambda n, state: decode.greedy(*networks, model.encoder, n, MOST, state=state).scores)
-    for where, expected in ((False, 0), (True, 1)):
-        run(np.zeros(2, np.int32), decode.reset_streams(state, np.array([where, False])))
-        jax.effects_barrier()
-        assert len(calls) == expected

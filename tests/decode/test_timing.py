@@ -6,15 +6,13 @@ import json
 import math
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_rnnt import MonotonicRNNTLoss, RNNTLoss, TDTLoss, decode, timing
+from jax_rnnt import timing
 from jax_rnnt.timing import Interval
 
-HOP = {"hop": 0.01, "subsampling": 4}
 UNIT = {"hop": 1.0}
 
 
@@ -134,82 +132,6 @@ def test_bad_words(change, message):
     good = {"labels": [0, 1], "frames": [0, 1], "vocabulary": ["▁a", "b", "c"], **UNIT}
     with pytest.raises((TypeError, ValueError), match=f"words: {message}"):
         timing.words(**good | change)
-
-
-# ----------------------------------------------------------------------------------------- recordings that are joined
-
-VOCABULARY = ["▁one", "▁t", "wo", ",", "▁three", None]
-SPOKEN = [[("one", 2, 3)], [("two,", 1, 4)], [("three", 0, 1), ("one,", 4, 5)], []]  # frames of words in 8 frames
-LABELS = [[(0, 2)], [(1, 1), (2, 3), (3, 5)], [(4, 0), (0, 4), (3, 4)], []]  # and of their labels
-
-
-DURATIONS = (1, 2, 4)
-
-
-def joined(rng):
-    """12 recordings one after another, with sure labels: (labels, their frames, words in frames, number of frames)."""
-    labels, frames, expected = [], [], []
-    for start, i in enumerate(rng.integers(0, 4, 12)):
-        labels += [label for label, _ in LABELS[i]]
-        frames += [8 * start + frame for _, frame in LABELS[i]]
-        expected += [(text, 8 * start + begin, 8 * start + end) for text, begin, end in SPOKEN[i]]
-    return labels, frames, expected, 12 * 8
-
-
-def planted(labels, frames, size, reads=None):
-    """Rows [1, T, V or V + D]: a blank everywhere, but labels on their frames, with the durations that they read."""
-    tokens, lengths = np.full((size, len(VOCABULARY)), -9.0), np.full((size, len(DURATIONS)), -9.0)
-    tokens[:, -1] = lengths[:, 0] = 0
-    for label, frame, length in zip(labels, frames, reads or labels):
-        tokens[frame, label] = 9.0
-        if reads:
-            lengths[frame, DURATIONS.index(length)] = 9.0
-    return np.concatenate([tokens, lengths][: 2 if reads else 1], 1)[None]
-
-
-def test_joined_recordings():
-    """Forced alignment, both searches and parts of a stream have every word in its place, a TDT by its durations."""
-    labels, frames, expected, size = joined(np.random.default_rng(1))
-    room, lengths, clock = len(labels) + 3, np.array([size]), {"hop": 0.01, "subsampling": 4, "offset": 2.0}
-
-    def check(labels, frames, expected=expected, **options):
-        found = timing.words(labels, frames, VOCABULARY, **clock, **options)
-        assert [x.text for x in found] == [x[0] for x in expected]
-        np.testing.assert_allclose([x[:2] for x in found], [[2 + 0.04 * t for t in x[1:]] for x in expected], atol=1e-9)
-        assert options == {} or all(x.confidence > 0.9 for x in found)
-
-    logits = np.repeat(planted([], [], size)[0][:, None], len(labels) + 1, 1)
-    logits[frames, range(len(labels)), labels] = 9.0
-    check(labels, RNNTLoss().align(logits, np.array(labels), size, len(labels)).frames)
-
-    # A label reads its frame, so a comma on the frame of its word comes on the next one.
-    later = [frame + (label == 3 and frame in frames[:i]) for i, (label, frame) in enumerate(zip(labels, frames))]
-    rows, part = planted(labels, later, size), 7
-    network = decode.Predictor(lambda batch: (), lambda state, labels: (jnp.zeros((len(labels), 6)), state), start=5)
-    model, sure = (MonotonicRNNTLoss(), jnp.add, network), decode.Entropy()
-    found = decode.greedy(*model, rows, lengths, room, confidence=sure)
-    check(found.labels[0], found.frames[0], confidences=found.label_confidences[0])
-    lists = decode.beam(*model, rows, lengths, room, 2)
-    check(lists.labels[0, 0], lists.frames[0, 0], confidences=np.exp(lists.label_log_probs[0, 0]))
-    search = jax.jit(lambda x, n, state: decode.greedy(*model, x, n, room, state=state))
-    state, parts = None, []
-    for begin in range(0, size, part):
-        here = np.pad(rows[:, begin : begin + part], [(0, 0), (0, max(begin + part - size, 0)), (0, 0)])
-        parts.append(search(here, np.array([min(part, size - begin)]), state))
-        state = parts[-1].state
-    kept = [[x[i][0, : int(x.counts[0])] for x in parts] for i in (0, 1)]
-    check(*map(np.concatenate, kept))
-
-    reads = [max(d for d in DURATIONS if d <= gap) for gap in np.diff([*later, size])]
-    loss, network = (
-        TDTLoss(DURATIONS, blank=5),
-        network._replace(step=lambda state, labels: (jnp.zeros((len(labels), 9)), state)),
-    )
-    found = decode.greedy(loss, jnp.add, network, planted(labels, later, size, reads), lengths, room)
-    assert found.durations[0, : len(reads)].tolist() == reads
-    ends = {frame: frame + length for frame, length in zip(later, reads)}
-    longer = [(text, begin, ends[end - 1]) for text, begin, end in expected]
-    check(found.labels[0], found.frames[0], longer, durations=found.durations[0], confidences=np.ones(room))
 
 
 # ---------------------------------------------------------------------------------------------------------- captions
