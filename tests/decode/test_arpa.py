@@ -134,7 +134,5 @@ def test_words_that_are_left_out(tmp_path):
 def test_broken_archives(tmp_path):
     whole = gzip.compress(GOOD.encode())
     for content in (whole[:99], b"x" + whole, whole[:50] + b"x" + whole[51:]):
-        with pytest.raises(
-            ValueError, match=r"m.arpa.gz, line \d+: expected a whole gzip file, got"
-        ):
+        with pytest.raises(ValueError, match=r"m.arpa.gz, line \d+: expected a whole gzip file, got"):
             decode.NGram.from_arpa(written(tmp_path / "m.arpa.gz", content), TOKENS)
