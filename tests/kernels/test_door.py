@@ -1,6 +1,5 @@
 """Does the door give what JAX gives, bit for bit? Does it see what a kernel must not do?"""
 
-import concurrent.futures
 import ctypes
 
 import jax
@@ -11,7 +10,7 @@ import batches
 import compare
 import door
 import family
-from jax_rnnt.emissions import _emission, _softmax
+from jax_rnnt.emissions import _softmax
 
 LATTICE = "jax_rnnt_lattice_loss"
 
@@ -48,14 +47,6 @@ def test_clamp_and_scale_of_jax():
     compare.assert_same_bits((values, pull(scale)[0]), door.evaluate(family.RNNT, p, clamp=0.125, scale=scale))
 
 
-@pytest.mark.parametrize("batch", [(), (3,), (2, 2)], ids=str)
-def test_label_map(batch):
-    """It is the library's, which makes a program for each shape."""
-    rng = np.random.default_rng(0)
-    targets, lengths = rng.integers(0, 5, (*batch, 4)).astype(np.int32), rng.integers(0, 5, batch).astype(np.int32)
-    compare.assert_same_bits(door.label_map(targets, lengths), _emission.label_map(jax.numpy.asarray(targets), lengths))
-
-
 def lattice_call(num_frames=2, dtype=np.float32, **options):
     arcs, lengths = np.zeros((1, 2, 2), dtype), [np.array([n], np.int32) for n in (num_frames, 1)]
     attributes = {"dt": (1, 0), "du": (0, 1), "may_end": (1, 1), "plane": (0, 1), "other": (-1, -1)}
@@ -63,12 +54,6 @@ def lattice_call(num_frames=2, dtype=np.float32, **options):
     results = [((1,), "float32"), *([((1, 4096), "float32")] if terms else [])]
     given = {"operands": [arcs, *lengths, arcs], "attributes": attributes, "results": results}
     return door.call(LATTICE, **given | options)
-
-
-def test_call():
-    """Two paths of three arcs with log-probability 0."""
-    loss, *_ = lattice_call()
-    np.testing.assert_allclose(loss, [-np.log(2)], rtol=1e-6)
 
 
 def test_errors():
@@ -114,28 +99,6 @@ def test_subnormals_are_flushed():
         log_blank, log_label, _ = _softmax.forward(small, label, frames, blanks=(1,), normalize=False)
     assert log_blank == 0 and log_label == 0
     assert (small * np.float32(1) > 0).all()
-
-
-def test_operands_keep_their_values():
-    """In place or not: the door copies."""
-    p = batches.problem(dtype="float32")
-    before = p.logits.copy()
-    for inplace in (True, False):
-        door.evaluate(family.RNNT, p, inplace=inplace)
-    compare.assert_same_bits(p.logits, before)
-
-
-def test_calls_at_once():
-    """From several threads of Python, each with threads of the kernels."""
-    p = batches.problem(9, 60, 61, 5, dtype="float32")
-    expected = door.evaluate(family.RNNT, p)
-    with door.opened(), concurrent.futures.ThreadPoolExecutor(4) as pool:
-        emission, _ = door.parts(family.RNNT, 5)
-        nodes = door.nodes_of(p)
-        one, *others = pool.map(lambda _: emission.forward(p.logits, nodes), range(8))
-    for other in others:
-        compare.assert_same_bits(other, one)
-    compare.assert_same_bits(door.evaluate(family.RNNT, p, threads=4), expected)
 
 
 def test_losses_with_steps_have_no_door():

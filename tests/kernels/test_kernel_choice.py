@@ -19,7 +19,6 @@ import family
 import hlo
 import jax_rnnt
 import platforms
-import project
 from jax_rnnt import __main__, _checks, _selftest
 from jax_rnnt._xla import devices, loading, primitive
 
@@ -139,29 +138,6 @@ def test_limits_of_each_device(kernel):
         if platforms.platform() != "cuda":  # no device changes them
             assert loading.missing(platform) is None
             assert loading.limits(platform) == loading.LIMITS[platform]
-
-
-def test_limits_in_the_text():
-    """Docstrings and documentation name the limits that the modules export."""
-    pages = [project.ROOT / "README.md", *(project.ROOT / "docs").glob("*.md")]
-    texts = {page.name: page.read_text() for page in pages}
-    for name in jax_rnnt.__all__:
-        texts[name] = getattr(jax_rnnt, name).__doc__ or ""
-    limits = CUDA | loading.LIMITS[platforms.platform()]
-    least, usual, most = map(str, UNIT_COLUMNS.values())
-    power = lambda limit: {f"{limit.bit_length() - 1}"}
-    for name, text in texts.items():
-        text = " ".join(text.split())
-        found = lambda pattern: set(re.findall(pattern, text))
-        assert found(r"U < (\d{4,})") <= {least, usual, most}, name
-        of_memory = found(r"U < \d{4,} \(([^)]*shared memory[^)]*)\)")
-        assert all(re.findall(r"\d+", written) == [least, most] for written in of_memory), name
-        assert found(r"T \(U \+ 1\) < 2\^(\d+)") <= power(limits["lattice_nodes"] + 1), name
-        assert found(r"T \+ U < 2\^(\d+)") <= power(limits["diagonals"] + 1), name
-        assert found(r"(?:V <=|at most) 2\^(\d+)(?:;| logits)") <= power(limits["row"]), name
-    for name in ("rnnt_loss", "losses.md"):
-        assert f"U < {usual} (" in texts[name] and "T (U + 1) < 2^" in texts[name]
-    assert all(f"U < {number}" in texts["accelerators.md"] for number in (least, usual, most))
 
 
 # ------------------------------------------------------------------------------------------------ devices of a GPU

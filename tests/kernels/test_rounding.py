@@ -1,5 +1,5 @@
 """Does rounding that matters depend on a compiler? Flags that reorder sums are refused; products that must be rounded
-stay apart. `xla_kernels/common/rounding.h` says which. Needs a C++ compiler; nvcc for the kernels of CUDA.
+stay apart. `xla_kernels/common/rounding.h` says which. Needs a C++ compiler.
 """
 
 import shutil
@@ -12,14 +12,11 @@ ROOT = Path(__file__).parents[2]
 COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
 
 CPU = '#include "xla_kernels/cpu/softmax_rows.h"\nint main() {}\n'
-CUDA = """#include "xla_kernels/cuda/runtime.cuh"
-__global__ void Kernel(float* x) { *x = jax_rnnt::cuda::Exp2(*x); }
-"""
 
 
 def compile_program(compiler, source, path, *flags):
     """(exit code, messages) of compiling and linking the text `source` into the file `path`."""
-    file = path.with_suffix(".cu" if compiler == "nvcc" else ".cc")
+    file = path.with_suffix(".cc")
     file.write_text(source)
     command = [compiler, "-std=c++17", f"-I{ROOT}", *flags, file, "-o", path]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -34,16 +31,6 @@ def test_flags_that_change_arithmetic_are_refused(compiler, flag, tmp_path):
     refused = flag != "-O2"
     assert (code != 0) == refused, messages
     assert ("jax_rnnt needs IEEE arithmetic" in messages) == refused
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
-@pytest.mark.parametrize("flag", ["--use_fast_math", "--ftz=true", "--fmad=false"])
-def test_fast_math_of_nvcc_is_refused(flag, tmp_path):
-    code, messages = compile_program("nvcc", CUDA, tmp_path / "program.cubin", "-cubin", "-arch=sm_90", flag)
-    refused = flag != "--fmad=false"
-    assert (code != 0) == refused, messages
-    assert ("jax_rnnt_is_not_built_with_use_fast_math" in messages) == refused
 
 
 # Differences of equal products: 0, or the error of the product where the compiler makes a multiply-add. The factors are

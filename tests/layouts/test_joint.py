@@ -236,34 +236,6 @@ def test_linear_joint():
         assert "jnp.tanh" in text and " at 0x" not in text
 
 
-def test_flax_module():
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Joint(nnx.Module):
-        def __init__(self, rngs):
-            kwargs = dict(param_dtype=jnp.float64, rngs=rngs)
-            self.encoder, self.predictor = nnx.Linear(H, 5, **kwargs), nnx.Linear(H, 5, use_bias=False, **kwargs)
-            self.output = nnx.Linear(5, V, **kwargs)
-
-        def __call__(self, encoder, predictor):
-            return self.output(jax.nn.relu(self.encoder(encoder) + self.predictor(predictor)))
-
-    network, joint, loss = Network(), Joint(nnx.Rngs(0)), jax_rnnt.RNNTLoss()
-    frames, states = network.rows
-
-    def in_tiles(joint):
-        return loss(JointLogits(joint, frames, states, CHUNK), *network.batch)
-
-    def of_logits(joint):
-        return loss(joint(jnp.repeat(frames[:, :, None], U + 1, 2), jnp.repeat(states[:, None], T, 1)), *network.batch)
-
-    step = nnx.jit(lambda joint: [nnx.value_and_grad(f)(joint) for f in (in_tiles, of_logits)])
-    for _ in range(2):  # the same module, updated in place
-        got, expected = step(joint)
-        compare.assert_close(got, expected, 1e-12)
-        nnx.update(joint, jax.tree.map(lambda p, g: p - 0.5 * g, nnx.state(joint), expected[1]))
-
-
 def test_complex_parameters():
     network, loss = Network(), jax_rnnt.RNNTLoss()
     phases = np.exp(1j * np.random.default_rng(4).normal(size=H))

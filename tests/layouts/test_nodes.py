@@ -20,7 +20,6 @@ import layout_table
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
 from layout_table import Network, closure, linear
 from meshes import at, mean_over_devices, mesh_of
-from pages import code
 
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-12
@@ -247,20 +246,6 @@ def test_nan_stays_in_its_sequence():
     compare.assert_close(gradient, expected, atol=EXACT)  # a masked sum that is NaN adds nothing
 
 
-@pytest.mark.slow
-def test_empty_batches():
-    for shape in ((0, 3, 2, 5), (2, 0, 2, 5)):
-        given = {name: np.zeros(shape[0], np.int32) for name in ("logit_lengths", "target_lengths")}
-        for make in (family.in_tiles, family.in_a_band):
-            x = jnp.zeros(shape)
-            total = lambda x, make=make, given=given: sum_over_nodes(entropy, make(x), **given).sum()
-            value, gradient = jax.jit(jax.value_and_grad(total))(x)
-            assert value == 0 and gradient.shape == shape
-    packed = PackedLogits(jnp.zeros((3, 5)), 2)
-    given = {name: np.zeros(0, np.int32) for name in ("logit_lengths", "target_lengths")}
-    assert sum_over_nodes(entropy, packed, **given, weights=np.zeros((0, 2, 1))).shape == (0,)
-
-
 def test_bands_that_differ():
     p = batches.problem(scale=1.0)
     first = layout_table.first_columns(p)
@@ -314,24 +299,6 @@ def test_blocks_without_weight_are_skipped(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------- programs
-@pytest.mark.slow
-def test_half_precision():
-    """Rows come in the dtype of the logits; sums are in float32."""
-    network, seen = Network(dtype=jnp.bfloat16), []
-
-    def function(rows, others):
-        seen.append((rows.dtype, others.dtype))
-        return entropy(rows.astype(np.float32)) * others[:, 0].astype(np.float32)
-
-    def total(parameters, rows):
-        first = JointLogits(LinearJoint(*parameters), *rows, 64)
-        second = JointLogits(jnp.add, *(x.astype(np.float32) for x in rows))
-        return sum_over_nodes(function, first, second, **lengths(network.problem))
-
-    summed = lambda *x: (jnp.sum(sums := total(*x)), sums)
-    gradient, sums = jax.jit(jax.grad(summed, (0, 1), has_aux=True))(network.parameters, network.rows)
-    assert set(seen) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(np.float32))} and sums.dtype == np.float32
-    assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def divergence(parameters, rows, rest, weights):
@@ -375,28 +342,6 @@ def test_programs(way, devices):
         got, text = hlo.compiled(step, *placed)
         compare.assert_close(got, expected, 1e-5)
         assert set(hlo.collectives(text)) == {"all-reduce"}
-
-
-@pytest.mark.slow
-def test_random_numbers():
-    """Those of the forward pass are those of the backward pass."""
-    network = Network()
-    weights = some_weights(network.problem)
-    weights[:, 4:20] = 0
-    key = jax.random.key(0)
-
-    @jax.jit
-    def total(x):
-        drop = lambda rows: rows * jax.random.bernoulli(key, 0.5, rows.shape)
-        joint = lambda e, p: jnp.tanh(e + p) @ network.parameters[0] * x
-        made, function = (lambda e, p: drop(joint(e, p))), (lambda rows: entropy(drop(rows)))
-        rows = network.rows[0] * x, network.rows[1]
-        logits = JointLogits(made, *rows, 64)
-        return sum_over_nodes(function, logits, **lengths(network.problem), weights=weights).sum()
-
-    with jax.numpy_dtype_promotion("standard"):
-        slope = (total(1 + 1e-6) - total(1 - 1e-6)) / 2e-6
-        np.testing.assert_allclose(jax.grad(total)(1.0), slope, rtol=1e-7)
 
 
 @pytest.mark.slow
@@ -455,40 +400,3 @@ def test_errors(arguments, given, message):
 def test_second_derivative():
     with pytest.raises(NotImplementedError, match=r"none of second order.*plain JAX for sum_over_nodes"):
         jax.hessian(lambda x: sum_over_nodes(entropy, x, **GIVEN).sum())(X)
-
-
-# ------------------------------------------------------------------------------------------- examples of the page
-def logits_of(encoder_out, predictor_out, weight):
-    return np.tanh(np.asarray(encoder_out)[:, :, None] + np.asarray(predictor_out)[:, None]) @ np.asarray(weight)
-
-
-def nodes_of(lengths):
-    for b, (n, m) in enumerate(zip(*(np.asarray(lengths[x]) for x in ("logit_lengths", "target_lengths")))):
-        yield from ((b, t, u, u == m) for t in range(n) for u in range(m + 1))
-
-
-@pytest.fixture
-def as_users():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def softmax(x):
-    made = np.exp(x - x.max())
-    return made / made.sum()
-
-
-@pytest.mark.slow
-def test_example_of_distillation(as_users):
-    names, _ = code("docs/nodes.md", "def distillation(")
-    student = logits_of(*(names[x] for x in ("encoder_out", "predictor_out", "weight")))
-    teacher = logits_of(*(names[f"teacher_{x}"] for x in ("encoder_out", "predictor_out", "weight")))
-    expected = np.zeros(2)
-    for b, t, u, is_last in nodes_of(names["lengths"]):
-        p, q = softmax(teacher[b, t, u]), softmax(student[b, t, u])
-        expected[0] += p @ np.log(p / q)
-        kinds = [[0]] if is_last else [[0], [int(names["targets"][b, u])]]
-        kinds.append([v for v in range(10) if [v] not in kinds])
-        for kind in kinds:
-            expected[1] += p[kind].sum() * np.log(p[kind].sum() / q[kind].sum())
-    np.testing.assert_allclose(names["distillation"](names["weight"]), expected / 2, rtol=1e-6)

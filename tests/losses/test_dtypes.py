@@ -15,7 +15,6 @@ import family
 from programs import run
 
 DTYPES = "float16", "bfloat16", "float32", "float64"
-HALF = pytest.mark.parametrize("dtype", DTYPES[:2])
 WINDOWS = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4)
 
 

@@ -159,45 +159,6 @@ def label_failures(topology, rows, log_probs):
                 break
 
 
-COSTLY = ("class without a label", "labels of a frame", "run of arcs")
-
-
-def check_twins(loss, function):
-    """Results of the masks -inf, -1e9 and finfo.min are the same, and finite."""
-    names = [f"{name} at {m:g}" for name in COSTLY for m in (-INF, -1e9, feeds.lowest(np.float32))]
-    rows = [row for row in table(loss) if row.name.split(",")[0] in names]
-    ids = [table(loss).index(row) if row.twin is None else row.twin for row in rows]
-    p = problem_of(rows, 0)
-    for x in map(np.asarray, jax.jit(lambda x: function(x, *p[1:]))(p.logits)):
-        assert x.any()
-        x = np.where(np.isneginf(p.logits), 0, x) if x.shape == p.logits.shape else x
-        for i, row in enumerate(rows):
-            assert np.isfinite(x[i]).all(), row.name
-            np.testing.assert_allclose(x[i], x[ids.index(ids[i])], rtol=1e-5, atol=2e-5, err_msg=row.name)
-
-
-def test_latency_of_masks(kernel):
-    """Value and gradient."""
-    latency = family.RNNT.value(reduction="none", implementation=kernel).latency
-
-    def run(x, *rest):
-        values, pull = jax.vjp(lambda x: latency(x, *rest), x)
-        return values, pull(jnp.ones_like(values))[0]
-
-    check_twins(family.RNNT, run)
-
-
-def test_second_derivatives_of_masks():
-    """Hessian-vector products, forward over reverse."""
-
-    def run(x, *rest):
-        direction = np.random.default_rng(1).normal(size=x.shape[1:]).astype(np.float32)
-        gradient = jax.grad(lambda x: family.RNNT(x, *rest, reduction="sum", implementation="reference"))
-        return jax.jvp(gradient, (x,), (jnp.broadcast_to(direction, x.shape),))[1:]
-
-    check_twins(family.RNNT, run)
-
-
 # ------------------------------------------------------------------------------------------------------------- the arcs
 def test_masked_arcs(implementation):
     """`lattices.log_likelihood` and its posteriors with arcs of any size, huge ones included."""

@@ -96,13 +96,6 @@ def problem(batch=B, hypotheses=N, frames=T, units=H, dtype=np.float64):
     return arrays, targets, (np.full_like(labels, frames), labels), rng.integers(0, 4, (batch, hypotheses))
 
 
-def total(arrays, targets, lengths, errors, implementation=None):
-    encoder, predictor, weight = arrays
-    logits = JointLogits(LinearJoint(weight), encoder, predictor, chunk=16)
-    nll = RNNTLoss(reduction="none", implementation=implementation)(logits, targets, *lengths)
-    return mwer_loss(nll, errors, "sum")
-
-
 def test_a_bad_hypothesis_spoils_its_own_utterance(kernel):
     """NaN in one hypothesis reaches the encoder that it reads, and no other."""
     bad = 1

@@ -231,46 +231,6 @@ def test_search_has_no_kernel():
 
 
 # ---------------------------------------------------------------------------------------------- log-probabilities
-@pytest.mark.parametrize("loss", [jax_rnnt.RNNTLoss(), jax_rnnt.HATLoss(variant="monotonic")], ids=["rnnt", "hat"])
-def test_next_labels_and_the_end_sum_to_one(loss, kernel):
-    """sum over y of P(y | y_<u) + P(end | y_<u) = 1, for prefixes of 0 ... 4 labels."""
-    V, loss = 6, dataclasses.replace(loss, implementation=kernel)
-    p = batches.problem(1, 7, 4, V, lengths=([7], [4]))
-    longer = np.tile(p.targets, (4, V - 1, 1))  # [m, y]: label y after m others
-    longer[range(4), :, range(4)] = np.arange(V - 1)
-    targets = np.concatenate([longer.reshape(-1, 4), np.tile(p.targets, (5, 1))])
-    counts = np.concatenate([np.repeat(np.arange(1, 5), V - 1), np.arange(5)]).astype(np.int32)
-
-    def run(targets, count):
-        rest = targets, np.int32(7), count
-        return loss.label_log_probs(p.logits[0], *rest), -loss(p.logits[0], *rest)
-
-    each, likelihood = map(np.asarray, jax.jit(jax.vmap(run))(targets, counts))
-    each, of_prefix = each[:-5].reshape(4, V - 1, 4), each[-5:]
-    end = likelihood[-5:] - of_prefix.sum(-1)
-    for m in range(4):
-        assert_close(np.exp(each[m, :, m]).sum() + np.exp(end[m]), 1)
-        for more in range(m, 5):  # later labels change no entry
-            assert_close(of_prefix[more, :m], of_prefix[4, :m])
-
-
-def test_second_derivatives_of_the_reference():
-    """Hessian-vector products against differences of differences, and the first derivative in forward mode."""
-    loss, p = family.RNNT, batches.problem(2, 4, 2, 6, scale=1.0, lengths=([4, 3], [2, 1]))
-    rng = np.random.default_rng(3)
-    (v, w), weights = rng.normal(size=(2, *p.logits.shape)), rng.normal(size=(2, 2))
-    value = loss.value(implementation="reference")
-    total = lambda x: (value.label_log_probs(x, *p[1:]) * weights).sum()
-    got, tangent = jax.jit(lambda x: (jax.jvp(jax.grad(total), (x,), (v,))[1], jax.jvp(total, (x,), (v,))[1]))(p.logits)
-
-    def of(x):
-        answers = (truth.label_log_probs(*arcs, n, m) for _, n, m, *arcs in loss.sequences(p._replace(logits=x)))
-        return sum((w[: len(a)] * a).sum() for a, w in zip(answers, weights, strict=True))
-
-    x, h = p.logits, 1e-3
-    mixed = of(x + h * (v + w)) - of(x + h * (v - w)) - of(x - h * (v - w)) + of(x - h * (v + w))
-    np.testing.assert_allclose((got * w).sum(), mixed / (4 * h**2), rtol=1e-4)
-    np.testing.assert_allclose(tangent, slopes.slope(of, x, directions=[v]), **slopes.CLOSE)
 
 
 def test_long_utterance(kernel):

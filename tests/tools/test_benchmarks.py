@@ -1,7 +1,6 @@
 """Do the benchmarks measure what they say? Everything but time, on tiny problems and without a GPU."""
 
 import importlib.util
-import itertools
 import json
 import os
 import sys
@@ -28,39 +27,6 @@ def load(name):
     finally:
         sys.path.remove(str(HERE))
     return module
-
-
-# ------------------------------------------------------------------------------------------------------------ problems
-
-
-def test_batches_of_lengths():
-    """30 utterances in file order; sorted ones up to 10,000 frames, as many as fit."""
-    problems = load("problems")
-    with np.load(HERE / "librispeech_lengths.npz") as file:
-        rows = {name: file[name] for name in file.files}
-    assert all(x.dtype == np.int16 and x.shape[1] == 2 for x in rows.values())
-    assert rows["file_order"][0].tolist() == [433, 101]  # the first utterance of the published file
-    found = problems.batches("file order")
-    assert len(found) == 20 and all(T.shape == U.shape == (30,) for T, U in found)
-    np.testing.assert_array_equal(found[0][0], rows["file_order"][600:630, 0])
-    found = problems.batches("sorted")
-    frames = np.concatenate([T for T, _ in found])
-    assert len(found) == 20 and (np.diff(frames) <= 0).all()
-    for (T, _), (after, _) in itertools.pairwise(found):
-        assert T.sum() <= problems.MAX_FRAMES < T.sum() + after[0]
-    assert problems.batches("sorted", 0.1, 20)[0].tolist() == (found[0][:, ::10] // 20).tolist()
-
-
-def test_inputs_do_not_depend_on_the_padding():
-    problems = load("problems")
-    batch = "file order", 0, 0.1, 20
-    (small, rest), (large, more) = (problems.librispeech(*batch, *padding) for padding in ((1, 1), (32, 8)))
-    np.testing.assert_array_equal(small[0], large[0])
-    for b, (T, U) in enumerate(zip(*rest[1:])):
-        np.testing.assert_array_equal(small[2][b, :T], large[2][b, :T])
-        np.testing.assert_array_equal(small[3][b, : U + 1], large[3][b, : U + 1])
-        np.testing.assert_array_equal(rest[0][b, :U], more[0][b, :U])
-        assert not (rest[0][b, :U] == problems.BLANK).any()
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
