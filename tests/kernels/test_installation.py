@@ -233,26 +233,6 @@ def test_note_of_the_build(tmp_path):
     assert "Looking for a CXX compiler\n" in run("-S", str(source), "-B", "build").stdout
 
 
-def fields(file, struct):
-    """Names of a struct of C++, or of a class of ctypes, in order."""
-    text = (project.ROOT / "xla_kernels/common" / file).read_text()
-    if file.endswith(".py"):
-        return re.findall(r'\("(\w+)", ', re.search(rf"(?s)\nclass {struct}\b.*?\n\n\n", text)[0])
-    lines = re.search(rf"(?s)\nstruct {struct} {{\n(.*?)\n}};", text)[1].splitlines()
-    members = [line.split("//")[0] for line in lines]
-    return [n for m in members for n in re.findall(r"\(\*(\w+)\)", m) or re.findall(r"(\w+)(?: = \w+)?[,;]", m)]
-
-
-def test_plain_c_and_ctypes_have_the_same_fields():
-    """A field that one side lacks would shift the next ones; the wheels of plain C are built for releases alone."""
-    if not (project.ROOT / "xla_kernels").exists():
-        pytest.skip("no sources beside the tests")
-    structs = {"Device": "plain.h", "Table": "plain.h", "Registration": "registration.h", "Limit": "registration.h"}
-    for name, file in structs.items():
-        found = fields(file, f"Plain{name}" if file == "plain.h" else name)
-        assert len(found) > 1 and fields("plain.py", f"_{name}") == found
-
-
 # ---------------------------------------------------------------------------------------------------------- selftest
 @pytest.fixture
 def pretend(monkeypatch):

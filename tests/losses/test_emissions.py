@@ -94,8 +94,8 @@ class Case:
         self.scale, self.clamp = np.array([1, -2, 0.5], wide), np.array([0.25, -1, 0.5], wide)
         arguments = self.x, self.label, self.inside, blanks, normalize, cotangents, self.scale, self.clamp
         self.outputs, self.dx = expected(*arguments, **head)
-        # Scores are below 8 in size and rounded a few times; a 16-bit gradient once more.
-        self.limit = 8 * compare.eps(wide)
+        # Scores are below 8 in size and rounded a few times, as are sums over blanks; a 16-bit gradient once more.
+        self.limit = (8 + len(blanks)) * compare.eps(wide)
         self.rounding, self.smallest = compare.rounding(dtype)
 
     def check_forward(self, planes):
@@ -123,9 +123,9 @@ MODES = [(kind, True) for kind in KINDS] + [(kind, False) for kind in KINDS if k
 
 
 @pytest.mark.parametrize(("kind", "normalize"), MODES)
-@pytest.mark.parametrize("shift", range(2))
+@pytest.mark.parametrize("shift", range(4))
 def test_kernels(kernel, kind, normalize, shift):
-    """Forward and backward, in place and not, on every instruction set; each size in two dtypes."""
+    """Forward and backward, in place and not, on every instruction set; each size in each dtype."""
     for i, classes in enumerate(SIZES, shift):
         dtype = batches.Problem(np.zeros(1), 0, 0, 0).astype(DTYPES[i % 4]).logits.dtype
         blanks, head = KINDS[kind](i, classes)

@@ -102,25 +102,6 @@ def test_keys():
         drawing(*p, key=3)
 
 
-def test_coin_does_not_depend_on_64_bit_types():
-    """The same keys sample the same calls, for any dtype of omega."""
-    p = batches.problem(loss=family.TDT, dtype=np.float32)
-
-    def drawn(omega):
-        call = jax.jit(lambda key: jax_rnnt.TDTLoss((2, 0, 1), omega=omega)(*p, key=key))
-        return [float(call(jax.random.key(k))) for k in range(20)]
-
-    wide = drawn(0.5)
-    assert len(set(wide)) == 2
-    assert drawn(jnp.float64(0.5)) == drawn(jnp.float32(0.5)) == wide
-    jax.config.update("jax_enable_x64", False)
-    try:
-        narrow = drawn(0.5)
-    finally:
-        jax.config.update("jax_enable_x64", True)
-    np.testing.assert_allclose(narrow, wide, rtol=1e-6)
-
-
 @pytest.mark.parametrize("alone", [family.RNNT, family.MONOTONIC, family.CONSTRAINED], ids=str)
 def test_topologies_of_hat(alone):
     """The blank amid the classes; also with the log-probabilities of HAT as they are, and in a band."""

@@ -1,6 +1,6 @@
-"""Are the kernels right on every compiled instruction set, for rows of any size, in place and not, on many threads?
+"""Are the kernels right on every compiled instruction set, in place and not, on many threads?
 
-Nearly all go through the door, without a JAX program.
+Nearly all go through the door, without a JAX program. Rows of every size: test_emissions.py.
 """
 
 import numpy as np
@@ -30,24 +30,6 @@ def test_options(loss, dtype):
         door.check(loss, p, blank=blank, fused_log_softmax=False)
 
 
-def rows(loss, classes, dtype, seed=0):
-    """Three nodes of two frames: few rows, so that each instruction set has a last, partial group of them."""
-    p = batches.problem(2, 3, 2, classes, loss=loss, dtype=dtype, seed=seed, lengths=([3, 2], [2, 1]))
-    return batches.poisoned(p._replace(targets=p.targets % (classes - 1)))
-
-
-WIDTHS = 2, 4, 8, 16, 32, 64, 128, 256, 1024
-AROUND = sorted({width + i for width in WIDTHS for i in (-1, 0, 1)})
-
-
-@every_dtype
-def test_every_row_size(dtype):
-    """A row may end in any lane of any vector. Other heads, several blanks: test_emissions.py."""
-    for i, classes in enumerate([*range(2, 70), *(x for x in AROUND if x > 69)]):
-        blank = (0, classes // 2, classes - 1)[i % 3]
-        door.check(family.RNNT, rows(family.RNNT, classes, dtype, i), blank=blank, fused_log_softmax=i % 5 != 4)
-
-
 @every_loss
 def test_label_equal_to_blank(loss):
     """A class that is both blank and label gets both terms; in rows of less than a vector, and of many."""
@@ -63,15 +45,6 @@ def test_empty_dimensions(loss):
     """No sequences, no frames, no labels in the arrays themselves."""
     for B, T, U, V in ((0, 4, 2, 5), (2, 0, 2, 5), (2, 4, 0, 5), (2, 0, 0, 3), (0, 0, 0, 4)):
         door.check(loss, batches.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)][:B], [U, 0][:B])))
-
-
-@every_loss
-def test_every_small_length(loss):
-    """Every (T_b, U_b) up to (9, 5), without frames and labels too, in one batch with room to spare."""
-    frames, labels = np.array([(n, m) for n in range(10) for m in range(6)]).T
-    for dtype in DTYPES:
-        p = batches.problem(60, 10, 7, 6, loss=loss, dtype=dtype, lengths=(frames, labels))
-        door.check(loss, batches.poisoned(p))
 
 
 def odd(classes, dtype):

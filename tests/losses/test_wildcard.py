@@ -106,3 +106,18 @@ def test_blanks_that_are_impossible(kernel):
     loss = value((-1.0, 0.5), kernel)
     np.testing.assert_allclose(loss(*p), -expected, rtol=1e-12)
     assert np.isfinite(jax.grad(lambda x: loss(x, *p[1:]))(p.logits)).all()
+
+
+def test_long_utterance():
+    """In float32 at T = 1000, values and gradients by the weights are those of float64.
+
+    Blanks of the first and last columns multiply to e^-300 and less, and in the other half of the batch to nearly 1.
+    """
+    p = batches.problem(2, 1000, 20, 8, lengths=([1000, 991], [20, 17]), scale=1.0)
+    p.logits[1, :, :, -1] += 12
+    p = p.astype(np.float32)
+    run = jax.jit(jax.value_and_grad(lambda skips, p: value(skips, reduction="sum")(*p)))
+    for skip in (-30.0, -3.0, 0.0):
+        found, exact = (run((np.dtype(x).type(skip),) * 2, p.astype(x)) for x in (np.float32, np.float64))
+        np.testing.assert_allclose(found[0], exact[0], rtol=1e-6)
+        np.testing.assert_allclose(found[1], exact[1], rtol=1e-5, atol=1e-6)
