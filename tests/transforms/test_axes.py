@@ -1,17 +1,16 @@
-"""Streams on a mesh of Explicit axes, as `jax.make_mesh` makes them: the same as on one device.
-
-Modules: decode/test_agreement.py.
-"""
+"""Masks and streams on a mesh of Explicit axes, as `jax.make_mesh` makes them: the same as on one device."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import compare
 from jax_rnnt import RNNTLoss, decode
+from jax_rnnt.flax import linen as flax_linen
 from jax_rnnt.flax import nnx as flax_nnx
 from meshes import at, mesh_of
 
@@ -26,6 +25,17 @@ def rank_promotion():
     """Layers of Flax need it."""
     with jax.numpy_rank_promotion("allow"):
         yield
+
+
+def test_masking(devices):
+    """The same predictor rows are masked, with gradients. Modules without: decode/test_agreement.py."""
+    joint, rows = flax_linen.Joint(8, V, masking=0.3), (ROWS[:, :, None], np.ones((B, 1, 4, E), np.float32))
+    variables = joint.init(jax.random.key(1), *rows, deterministic=True)
+    options = dict(deterministic=False, rngs={"dropout": jax.random.key(2)})
+    run = jax.jit(jax.value_and_grad(lambda x, *rows: jnp.sum(joint.apply(x, *rows, **options) ** 2)))
+    alone = run(variables, *rows)
+    with mesh_of(devices[:4], "explicit", (4,)) as mesh:
+        compare.assert_close(jax.device_get(run(variables, *at(mesh, rows, "data"))), alone, 1e-5)
 
 
 def search(function, predictor, rows, frames, state=None):
