@@ -14,7 +14,7 @@ import hlo
 import jax_rnnt
 from jax_rnnt import JointLogits
 from jax_rnnt.layouts import _tiles as tiled
-from layout_table import CHUNK, H, Network, V, closure, function, linear, step_of_logits, tiles
+from layout_table import CHUNK, H, Network, V, closure, function, linear, materialized, step_of_logits, tiles
 from meshes import KINDS, at, mean_over_devices, mesh_of
 
 pytestmark = [pytest.mark.no_kernel, pytest.mark.slow]
@@ -78,6 +78,53 @@ def test_batch_sharded(joint, way, devices):
         _, (_, rows) = check_sharded(step(mean), arguments, step_of_logits(16))
         for x, gradient in zip(arguments[1], rows, strict=True):
             assert gradient.sharding.is_equivalent_to(x.sharding, 3)
+
+
+def test_uneven_batch(devices):
+    with mesh_of(devices, "auto") as mesh:
+        sharding = NamedSharding(mesh, P("data"))
+
+        @jax.jit
+        def run(parameters, *batched):
+            batched = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x * 1, sharding), batched)
+            return step(tiles)(parameters, *batched)
+
+        got = run(*at(mesh, Network(batch=10, dtype=np.float32).arguments))
+    compare.assert_close(got, step_of_logits(10), 1e-5)
+
+
+# Mesh axes of the mapped dimensions of parameters and of the batch (None: it has none).
+MAPPED = {"parameters": (("model",), None), "in_turn": (("model",), (None, "model"))}
+
+
+@pytest.mark.parametrize("case", MAPPED)
+def test_vmap_over_a_mesh(case, devices):
+    """The gradient of every element; each has the type of what it is the gradient of."""
+    of_parameters, of_batch = MAPPED[case]
+    network, sizes = Network(batch=8), {None: 3, "model": 2}
+    random = np.random.default_rng(3)
+
+    def stack(axes, x):
+        shape = tuple(sizes[a] for a in axes or ())
+        x = np.broadcast_to(x, (*shape, *x.shape))
+        return (x * random.normal(1, 0.1, x.shape)).astype(x.dtype) if x.dtype.kind == "f" else x
+
+    joint = closure if case == "parameters" else linear
+    run, expected = step(tiles, reduction="sum", joint=joint), step(materialized, reduction="sum")
+    depth = max(len(axes or ()) for axes in (of_parameters, of_batch))
+    for level in range(depth):  # from the innermost on
+        axes = [0 if axes and len(axes) > level else None for axes in (of_parameters, of_batch, of_batch)]
+        run, expected = (jax.vmap(f, axes) for f in (run, expected))
+    parameters = jax.tree.map(functools.partial(stack, of_parameters), network.parameters)
+    batch = jax.tree.map(functools.partial(stack, of_batch), network.arguments[1:])
+    with mesh_of(devices, "explicit", (4, 2), ("data", "model")) as mesh:
+        placed = at(mesh, parameters, *(of_parameters or ())), *at(mesh, batch, *(of_batch or ()), "data")
+        got = jax.jit(run)(*placed)
+        for axes, x, gradient in zip(MAPPED[case], placed, got[1]):
+            if len(axes or ()) == depth:
+                shardings = jax.tree.map(lambda x, g: g.sharding.is_equivalent_to(x.sharding, x.ndim), x, gradient)
+                assert all(jax.tree.leaves(shardings))
+    compare.assert_close(got, jax.jit(expected)(parameters, *batch), 1e-11)
 
 
 # ----------------------------------------------------------------------------------------------- programs in joints
