@@ -118,6 +118,23 @@ def test_searches(name, function):
     assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(first.state))
 
 
+@pytest.mark.parametrize(("function", "sizes"), [(decode.greedy, (16,)), (decode.beam, (16, 4))])
+def test_off_costs_nothing(function, sizes, monkeypatch):
+    """Without it no entropy is computed, and the state of no search has a number more."""
+    model = Model(family.TDT, batch=9)
+    on = model.idle(function, *sizes, confidence=decode.Entropy())
+
+    def never(*_):
+        raise AssertionError("an entropy was computed")
+
+    monkeypatch.setattr(decode.Entropy, "confidence", never)
+    off = model.idle(function, *sizes, confidence=None)
+    numbers = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (on, off)]
+    assert (numbers[0] > numbers[1]) if function is decode.beam else (numbers[0] == numbers[1])
+    with pytest.raises(AssertionError, match="was computed"):
+        model.idle(function, *sizes, confidence=decode.Entropy("renyi"))
+
+
 # ---------------------------------------------------------------------------------- labels of decoders and of losses
 
 FRAMES, MOST = 6, 2

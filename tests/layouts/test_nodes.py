@@ -246,6 +246,20 @@ def test_nan_stays_in_its_sequence():
     compare.assert_close(gradient, expected, atol=EXACT)  # a masked sum that is NaN adds nothing
 
 
+@pytest.mark.slow
+def test_empty_batches():
+    for shape in ((0, 3, 2, 5), (2, 0, 2, 5)):
+        given = {name: np.zeros(shape[0], np.int32) for name in ("logit_lengths", "target_lengths")}
+        for make in (family.in_tiles, family.in_a_band):
+            x = jnp.zeros(shape)
+            total = lambda x, make=make, given=given: sum_over_nodes(entropy, make(x), **given).sum()
+            value, gradient = jax.jit(jax.value_and_grad(total))(x)
+            assert value == 0 and gradient.shape == shape
+    packed = PackedLogits(jnp.zeros((3, 5)), 2)
+    given = {name: np.zeros(0, np.int32) for name in ("logit_lengths", "target_lengths")}
+    assert sum_over_nodes(entropy, packed, **given, weights=np.zeros((0, 2, 1))).shape == (0,)
+
+
 def test_bands_that_differ():
     p = batches.problem(scale=1.0)
     first = layout_table.first_columns(p)
@@ -299,6 +313,26 @@ def test_blocks_without_weight_are_skipped(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.mark.slow
+def test_half_precision():
+    """Rows come in the dtype of the logits; sums are in float32."""
+    network, seen = Network(dtype=jnp.bfloat16), []
+
+    def function(rows, others):
+        seen.append((rows.dtype, others.dtype))
+        return entropy(rows.astype(np.float32)) * others[:, 0].astype(np.float32)
+
+    def total(parameters, rows):
+        first = JointLogits(LinearJoint(*parameters), *rows, 64)
+        second = JointLogits(jnp.add, *(x.astype(np.float32) for x in rows))
+        return sum_over_nodes(function, first, second, **lengths(network.problem))
+
+    summed = lambda *x: (jnp.sum(sums := total(*x)), sums)
+    gradient, sums = jax.jit(jax.grad(summed, (0, 1), has_aux=True))(network.parameters, network.rows)
+    assert set(seen) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(np.float32))} and sums.dtype == np.float32
+    assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def divergence(parameters, rows, rest, weights):
