@@ -63,7 +63,9 @@ def row_sum_at_once(x) -> RowSum:
 
     def one_pass(x):
         start = jnp.asarray(-jnp.inf, x.dtype), jnp.asarray(0, x.dtype)
-        return _row_sum(*jax.lax.reduce((x, jnp.ones_like(x)), start, add, (x.ndim - 1,)))
+        peak, total = jax.lax.reduce((x, jnp.ones_like(x)), start, add, (x.ndim - 1,))
+        dead = jnp.isneginf(peak)  # of one logit XLA returns (x, 1), without `start`
+        return _row_sum(jnp.where(dead, 0, peak), jnp.where(dead, 0, total))
 
     return jax.lax.platform_dependent(x, cuda=one_pass, rocm=one_pass, default=row_sum)
 

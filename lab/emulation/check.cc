@@ -30,7 +30,7 @@ void CheckEmissions() {
   Check<Half>("float16", [](O) {});
   Check<BFloat16>("bfloat16", [](O) {});
   Check<float>("two classes", [](O o) { o.classes = 2; });
-  Check<float>("one class", [](O o) { o.classes = 1; });
+  Check<float>("one class, rows of -inf", [](O o) { o.classes = 1; o.fault = Fault::kDeadRow; o.frames = 9; });
   Check<float>("one node", [](O o) { o.labels = 0; o.frames = 1; o.batch = 1; });
   Check<float>("an axis of no frames", [](O o) { o.frames = 0; });
   Check<float>("no sequence", [](O o) { o.batch = 0; });
@@ -79,7 +79,7 @@ void CheckEmissions() {
   Check<float>("infinite scale", [](O o) { o.scale = kInfinity; o.fault = Fault::kMinusInfinity; o.durations = 3; });
   Check<BFloat16>("NaN scale", [](O o) { o.scale = kNaN; o.fault = Fault::kMinusInfinity; o.clamp = 0.1; });
   Check<Half>("infinite scale, Bernoulli blank", [](O o) { o.scale = -kInfinity; o.fault = Fault::kMinusInfinity; o.bernoulli = true; o.classes = 300; });
-  Check<double>("durations, rows of -inf", [](O o) { o.durations = 2; o.fault = Fault::kDeadRow; o.frames = 9; });
+  Check<double>("durations, rows of -inf", [](O o) { o.durations = 1; o.fault = Fault::kDeadRow; o.frames = 9; });
   Check<float>("Bernoulli blank", [](O o) { o.bernoulli = true; o.batch = 4; });
   Check<double>("Bernoulli blank, float64", [](O o) { o.bernoulli = true; o.classes = 3; o.in_place = false; });
   Check<BFloat16>("Bernoulli blank, a warp per row", [](O o) { o.bernoulli = true; o.classes = 300; o.frames = 3; o.clamp = 0.1; });
@@ -88,27 +88,16 @@ void CheckEmissions() {
   Check<float>("Bernoulli blank, -inf", [](O o) { o.bernoulli = true; o.fault = Fault::kMinusInfinity; o.frames = 12; });
   Check<Half>("Bernoulli blank, +inf", [](O o) { o.bernoulli = true; o.fault = Fault::kInfinity; });
   Check<float>("Bernoulli blank of +inf", [](O o) { o.bernoulli = true; o.fault = Fault::kInfiniteBlank; });
-  Check<float>("Bernoulli blank alone", [](O o) { o.bernoulli = true; o.classes = 1; });
+  Check<float>("Bernoulli blank alone, rows of -inf", [](O o) { o.bernoulli = true; o.classes = 1; o.fault = Fault::kDeadRow; o.frames = 9; });
   Check<float>("Bernoulli blank alone, no row after it", [](O o) { o.bernoulli = true; o.classes = 1; o.batch = 1; });
   // Common offsets, improbable anchors.
-  Check<float>("offset 1e3", [](O o) { o.shift = 1e3; });
-  Check<float>("offset -1e4", [](O o) { o.shift = -1e4; o.in_place = false; o.spread = 30; });
-  Check<float>("offset 1e4, a warp per row", [](O o) { o.shift = 1e4; o.classes = 300; o.frames = 3; o.num_blanks = 2; });
   Check<float>("offset 1e4, a block per row", [](O o) { o.shift = 1e4; o.batch = 1; o.classes = 16424; o.offset = 1; o.frames = 2; o.labels = 1; });
-  Check<double>("offset 1e4, float64", [](O o) { o.shift = 1e4; });
-  Check<Half>("offset 1e4, float16", [](O o) { o.shift = 1e4; o.spread = 40; });
   Check<BFloat16>("offset -1e4, bfloat16", [](O o) { o.shift = -1e4; o.spread = 300; o.clamp = 0.1; });
-  Check<float>("offset 1e5", [](O o) { o.shift = 1e5; o.classes = 64; o.spread = 20; });
   Check<float>("offset 1e6, tiny rows", [](O o) { o.shift = 1e6; o.classes = 32; o.spread = 20; });
-  Check<float>("offset -1e6", [](O o) { o.shift = -1e6; o.classes = 129; o.spread = 20; o.frames = 3; });
-  Check<float>("offset 1e6, a warp per row", [](O o) { o.shift = 1e6; o.classes = 300; o.frames = 3; o.spread = 20; });
-  Check<float>("offset 1e5, a block per row", [](O o) { o.shift = 1e5; o.batch = 1; o.classes = 16424; o.frames = 2; o.labels = 1; o.spread = 20; });
   Check<float>("offset 3e38", [](O o) { o.shift = 3e38; o.durations = 3; });
   Check<float>("offset -3e38, Bernoulli blank", [](O o) { o.shift = -3e38; o.bernoulli = true; o.batch = 3; });
   Check<double>("offset 1e308, float64", [](O o) { o.shift = 1e308; o.in_place = false; });
   Check<BFloat16>("offset 3e38, bfloat16", [](O o) { o.shift = 3e38; });
-  Check<float>("offset 1e4, Bernoulli blank", [](O o) { o.shift = 1e4; o.bernoulli = true; o.batch = 3; });
-  Check<float>("offset 1e4, durations", [](O o) { o.shift = 1e4; o.durations = 5; o.in_place = false; });
   Check<float>("improbable anchors", [](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.spread = 1; });
   Check<double>("improbable anchors, float64", [](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.in_place = false; });
   Check<Half>("improbable anchors, float16", [](O o) { o.fault = Fault::kFarAnchor; o.frames = 12; o.classes = 300; });
@@ -288,7 +277,6 @@ int main(int argc, char** argv) {
   CheckUnitSteps();
   CheckSkips();
   CheckSizes();
-  CheckThreads(kUnit);
   printf("largest error: %.2f of what is allowed\n", worst);
   printf("%d passed, %d failed, checksum %016llx\n", num_passed, num_failed, static_cast<unsigned long long>(checksum));
   return num_failed != 0;

@@ -63,30 +63,10 @@ cudaError_t OnDevice(const Call& call) {
   return cudaSuccess;
 }
 
-// A stream of its own, which has done its work at the end of its life.
-class Stream {
- public:
-  Stream() { Must(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  Stream(const Stream&) = delete;
-  ~Stream() {
-    Must(cudaStreamSynchronize(stream_));
-    Must(cudaStreamDestroy(stream_));
-  }
-  cudaStream_t Get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 // LoadKernels loads where there is a context.
 inline void MakeContext() { Must(cudaFree(nullptr)); }
 
 #else
-
-class Stream {
- public:
-  cudaStream_t Get() const { return nullptr; }
-};
 
 inline void MakeContext() {}
 

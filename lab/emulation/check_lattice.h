@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <thread>
 #include <vector>
 
 #include "lab/emulation/check_common.h"
@@ -123,10 +122,7 @@ class LatticeProblem {
     Count(name_, problem_.text);
   }
 
-  // Launches on the stream, with the gradient in its own memory.
-  cudaError_t Launch(Buffer<A>& workspace, cudaStream_t stream) {
-    return Launch(planes_, &grads_, loss_, workspace, stream);
-  }
+ private:
   Buffer<A> NewWorkspace() const {
     const LatticeArgs args = {ArcsOf(), B, T, U1, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
     Buffer<A> workspace(B * LatticeWorkspace(args, true));
@@ -138,8 +134,6 @@ class LatticeProblem {
     for (size_t p = 0; p < grads_.size(); ++p) same = same && grads_[p].SameBits(other.grads_[p]);
     return same;
   }
-
- private:
   static bool SameBits(A x, A y) { return memcmp(&x, &y, sizeof(A)) == 0; }
   int64_t Row(int64_t b, int64_t t, int64_t u) const { return (b * T + t) * U1 + u; }
   int Frames(int b) const { return std::max(0, std::min(int(num_frames_[b]), int(T))); }
@@ -166,8 +160,7 @@ class LatticeProblem {
     return {int(table_.Arcs()),    int(planes_.size()), table_.dt.data(),   table_.du.data(),
             table_.may_end.data(), table_.plane.data(), table_.other.data()};
   }
-  cudaError_t Launch(std::vector<Buffer<A>>& in, std::vector<Buffer<A>>* out, Buffer<A>& loss, Buffer<A>& workspace,
-                     cudaStream_t stream) {
+  cudaError_t Launch(std::vector<Buffer<A>>& in, std::vector<Buffer<A>>* out, Buffer<A>& loss, Buffer<A>& workspace) {
     std::vector<const void*> log_plane;
     std::vector<void*> grad_plane;
     for (auto& plane : in) log_plane.push_back(plane.data());
@@ -182,14 +175,14 @@ class LatticeProblem {
                               loss.data(),
                               out != nullptr ? grad_plane.data() : nullptr,
                               workspace.data()};
-    return Lattice(sizeof(A) == 8, args, stream);
+    return Lattice(sizeof(A) == 8, args, nullptr);
   }
   void Run() {
     std::vector<Buffer<A>> in(planes_);
     Buffer<A> loss_only(B), workspace = NewWorkspace(), other_workspace = NewWorkspace();
-    problem_.Succeeded(OnDevice([&] { return Launch(in, nullptr, loss_only, workspace, nullptr); }));
+    problem_.Succeeded(OnDevice([&] { return Launch(in, nullptr, loss_only, workspace); }));
     std::vector<Buffer<A>>& out = options_.in_place ? in : grads_;
-    problem_.Succeeded(OnDevice([&] { return Launch(in, &out, loss_, other_workspace, nullptr); }));
+    problem_.Succeeded(OnDevice([&] { return Launch(in, &out, loss_, other_workspace); }));
     for (int b = 0; b < B; ++b) {
       if (loss_[b] == loss_[b] && !SameBits(loss_[b], loss_only[b])) {
         problem_.Wrong("loss without gradient", b, loss_only[b], loss_[b]);
@@ -336,35 +329,6 @@ void CheckMasks(const char* name, const Table& table, int batch, int frames, int
       CheckLattice<A>(text, table, {batch, frames, labels, size < 0, 0, masks});
     }
   }
-}
-
-// Two threads that launch on one device, lattices whose sweeps take other amounts of shared memory, both above 48 KiB:
-// results have the same bits as alone.
-inline void CheckThreads(const Table& table) {
-  Problem problem;
-  using Lattice = LatticeProblem<float>;
-  const auto make = [&](int labels) { return Lattice("", table, {2, 24, labels, false}); };
-  Lattice alone[] = {make(200), make(300)}, both[] = {make(200), make(300)};
-  Buffer<float> workspaces[] = {alone[0].NewWorkspace(), alone[1].NewWorkspace()};
-  for (int i = 0; i < 2; ++i) problem.Succeeded(OnDevice([&] { return alone[i].Launch(workspaces[i], nullptr); }));
-  cudaError_t errors[2] = {cudaSuccess, cudaSuccess};
-  problem.Succeeded(OnDevice([&] {
-    std::vector<std::thread> threads;
-    for (int i = 0; i < 2; ++i) {
-      threads.emplace_back([&, i] {
-        const Stream stream;
-        for (int k = 0; k < 8 && errors[i] == cudaSuccess; ++k) {
-          errors[i] = both[i].Launch(workspaces[i], stream.Get());
-        }
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    return errors[0] != cudaSuccess ? errors[0] : errors[1];
-  }));
-  for (int i = 0; i < 2; ++i) {
-    if (!both[i].SameResults(alone[i])) problem.Say("results are not those of a thread alone");
-  }
-  Count("two threads, U = 200 and 300", problem.text);
 }
 
 }  // namespace jax_rnnt::cuda

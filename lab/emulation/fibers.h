@@ -35,10 +35,8 @@ extern "C" void AnnotateIgnoreWritesEnd(const char* file, int line);
 #else
 #define JAX_RNNT_SCHEDULER
 #endif
-#if defined(__x86_64__) && defined(__linux__) && !defined(JAX_RNNT_EMULATION_UCONTEXT)
-#define JAX_RNNT_OWN_SWITCH 1
-#else
-#include <ucontext.h>
+#if !defined(__x86_64__) || !defined(__linux__)
+#error "the emulation switches stacks in the assembly of x86-64, on Linux"
 #endif
 
 namespace jax_rnnt::emulation {
@@ -64,11 +62,7 @@ struct Fiber {
   const char* operation = "";  // where it waits, unless it is ready
   Caller caller = {"", 0};
   Copies copies;
-#if JAX_RNNT_OWN_SWITCH
   void* stack_pointer = nullptr;
-#else
-  ucontext_t context;
-#endif
 #if JAX_RNNT_ASAN
   void* fake_stack = nullptr;
 #endif
@@ -158,7 +152,6 @@ T* Renew(T* old, size_t bytes) {
 
 // ---- switching ----
 
-#if JAX_RNNT_OWN_SWITCH
 // Saves the callee-saved registers and the stack pointer, and loads those of the other stack.
 extern "C" void JaxRnntEmulationSwitch(void** save, void* load);
 asm(R"(.text
@@ -183,7 +176,6 @@ JaxRnntEmulationSwitch:
   retq
 .size JaxRnntEmulationSwitch, . - JaxRnntEmulationSwitch
 )");
-#endif
 
 // Runs after a switch, on the new stack.
 JAX_RNNT_SCHEDULER void Arrived(Fiber* self) {
@@ -212,11 +204,7 @@ JAX_RNNT_SCHEDULER void SwitchTo(Fiber* to, bool exits = false) {
 #if JAX_RNNT_TSAN
   __tsan_switch_to_fiber(to->tsan, __tsan_switch_to_fiber_no_sync);
 #endif
-#if JAX_RNNT_OWN_SWITCH
   JaxRnntEmulationSwitch(&from->stack_pointer, to->stack_pointer);
-#else
-  swapcontext(&from->context, &to->context);
-#endif
   Arrived(from);
 }
 
@@ -331,20 +319,12 @@ JAX_RNNT_SCHEDULER bool StartThread(Fiber* fiber, unsigned linear) {
   fiber->linear = linear;
   fiber->index = {linear % block_size.x, linear / block_size.x % block_size.y, linear / (block_size.x * block_size.y)};
   fiber->state = State::kReady;
-#if JAX_RNNT_OWN_SWITCH
   // JaxRnntEmulationSwitch pops six registers, then ThreadMain, which must find the stack as after a call.
   void** top = reinterpret_cast<void**>(fiber->stack + kStackBytes - 64);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(&ThreadMain);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   fiber->stack_pointer = top;
-#else
-  getcontext(&fiber->context);
-  fiber->context.uc_stack.ss_sp = fiber->stack;
-  fiber->context.uc_stack.ss_size = kStackBytes;
-  fiber->context.uc_link = nullptr;
-  makecontext(&fiber->context, ThreadMain, 0);
-#endif
   return true;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "xla_kernels/cuda/lattice.h"
 #include "xla_kernels/cuda/lattice_values.cuh"
@@ -23,18 +24,24 @@ struct Arguments {
         workspace(static_cast<A*>(args.workspace)),
         stride(LatticeWorkspace(args, true)),
         loss(static_cast<A*>(args.loss)) {
+    // Sorted here, so that no kernel looks an arc up behind its place: reads of constants that wait for each other.
+    const auto frames_of = [&](int i) { return int(std::min<int64_t>(args.topology.dt[i], args.frames + 1)); };
+    const auto span_of = [&](int i) { return frames_of(i) + int(args.topology.du[i]); };
+    int order[kMaxArcs];
+    std::iota(order, order + num_arcs, 0);
+    std::stable_sort(order, order + num_arcs, [&](int i, int j) { return span_of(i) < span_of(j); });
+    std::fill(dt + num_arcs, dt + kMaxArcs, 2);  // for ColumnArc
     for (int k = 0; k < num_arcs; ++k) {
-      dt[k] = int(std::min<int64_t>(args.topology.dt[k], args.frames + 1));  // no path takes a longer one
-      du[k] = int(args.topology.du[k]);
-      may_end[k] = args.topology.may_end[k] != 0;
-      plane[k] = int(args.topology.plane[k]);
-      other[k] = int(args.topology.other[k]);
-      back[k] = unsigned((dt[k] + du[k]) % std::max(1, frames) * columns + du[k]);
-      span = std::max(span, dt[k] + du[k]);
-      near += dt[k] + du[k] == 1;
-      order[k] = k;
+      const int i = order[k];
+      dt[k] = frames_of(i);  // no path takes a longer one
+      du[k] = int(args.topology.du[i]);
+      may_end[k] = args.topology.may_end[i] != 0;
+      plane[k] = int(args.topology.plane[i]);
+      other[k] = int(args.topology.other[i]);
+      back[k] = unsigned(span_of(i) % std::max(1, frames) * columns + du[k]);
+      span = std::max(span, span_of(i));
+      near += span_of(i) == 1;
     }
-    std::stable_sort(order, order + num_arcs, [&](int i, int j) { return dt[i] + du[i] < dt[j] + du[j]; });
     for (int p = 0; p < num_planes; ++p) {
       log_plane[p] = static_cast<const A*>(args.log_plane[p]);
       grad_plane[p] = args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[p]) : nullptr;
@@ -49,12 +56,12 @@ struct Arguments {
   A* loss;
   const A* log_plane[kMaxArcs];
   A* grad_plane[kMaxArcs];
-  int dt[kMaxArcs], du[kMaxArcs], plane[kMaxArcs], other[kMaxArcs];
-  unsigned back[kMaxArcs];  // from the end of an arc to its beginning, in a plane
+  int dt[kMaxArcs], du[kMaxArcs] = {};  // arcs, those first that span few diagonals
+  int plane[kMaxArcs], other[kMaxArcs];
+  unsigned back[kMaxArcs] = {};  // from the end of an arc to its beginning, in a plane
   bool may_end[kMaxArcs];
-  int order[kMaxArcs];  // arcs, those first that span few diagonals
-  int span = 1;         // diagonals that the longest arc spans
-  int near = 0;         // arcs that lead to the next diagonal
+  int span = 1;  // diagonals that the longest arc spans
+  int near = 0;  // arcs that lead to the next diagonal
 };
 
 // One sequence, as all kernels see it. Its workspace has alpha, beta and the arcs, all in diagonal order, and a flag

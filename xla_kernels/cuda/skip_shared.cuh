@@ -6,9 +6,9 @@
 namespace jax_rnnt::cuda {
 namespace {
 
-// Values of earlier diagonals, probabilities and arcs in shared memory, for up to kMostInShared arcs. Arcs are taken in
-// pairs, in `order`; only the first pair may have arcs to the next diagonal, so all others are known a diagonal early.
-// A block has groups of one thread per column, with one barrier per diagonal:
+// Values of earlier diagonals, probabilities and arcs in shared memory, for up to 2 kPairs arcs. They are taken in
+// pairs, as Arguments sorts them. Only the first pair may have arcs to the next diagonal, so all others are known a
+// diagonal early. A block has groups of one thread per column, with one barrier per diagonal:
 //
 // * The other groups, a pair of arcs each or all pairs: probabilities of the next diagonal, and for all pairs but the
 //   first the sum of their two terms. They start copies (cp.async) of the arcs of three diagonals after that.
@@ -30,13 +30,12 @@ struct ColumnArc {
   template <class Sequence>
   __device__ __forceinline__ ColumnArc(const Arguments<A>& args, const Sequence& sequence, bool up, int i, int u,
                                        int pitch) {
-    const bool is = i < args.num_arcs;
-    const int k = is ? args.order[i] : 0, dt = args.dt[k], du = args.du[k];
-    exists = Settled(unsigned(is & (u <= sequence.labels) & (!up | (u >= du))));
-    back = Settled(up ? args.back[k] : 0u);
-    // Without an arc, away from the diagonal that others write.
-    reach = Settled(is ? (up ? -du : du) - (dt + du) * pitch : -2 * pitch);
-    log = Settled(sequence.arcs + k * sequence.plane);
+    const int dt = args.dt[i], du = args.du[i];
+    exists = Settled(unsigned((i < args.num_arcs) & (u <= sequence.labels) & (!up | (u >= du))));
+    back = Settled(up ? args.back[i] : 0u);
+    // Of no arc, dt is 2: away from the diagonal that others write.
+    reach = Settled((up ? -du : du) - (dt + du) * pitch);
+    log = Settled(sequence.arcs + i * sequence.plane);
   }
 
   unsigned exists, back;
