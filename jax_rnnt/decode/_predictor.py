@@ -116,17 +116,17 @@ def start_of(function: str, predictor, start) -> int | None:
 
 
 def no_labels(batch: int, history: int, start: int) -> tuple[jax.Array, ...]:
-    """The last labels before the first one: an array [batch] for each, which a GPU shifts without a copy.
+    """The last labels but one before the first one: an array [batch] for each, which a GPU shifts without a copy.
 
     No two are the same buffer, which a program could not take as donated.
     """
-    return tuple(jnp.full(batch, start, jnp.int32) for _ in range(history))
+    return tuple(jnp.full(batch, start, jnp.int32) for _ in range(history - 1))
 
 
 def shifted(past: tuple[jax.Array, ...], labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The last labels after one more, as [B, history] and as `no_labels` has them."""
-    past = *past[1:], labels.astype(past[0].dtype)
-    return jnp.stack(past, 1), past
+    """The last labels, with one more, as [B, history], and those that the next label needs, as of `no_labels`."""
+    seen = *past, labels.astype(jnp.int32)
+    return jnp.stack(seen, 1), seen[1:]
 
 
 def stateless_predictor(

@@ -214,7 +214,7 @@ class StatelessPredictor(nnx.Module):
         return self.rows(_rows.windows(targets, self.history, self.start))
 
     def initial(self, batch: int) -> tuple[jax.Array, ...]:
-        """The state before the start label: each of the last labels, int32 [batch]."""
+        """The state before the start label: each of the last labels but one, int32 [batch]."""
         return no_labels(batch, self.history, self.start)
 
     def step(self, state, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

@@ -7,9 +7,10 @@
 
 `lab/run.sh searches` installs what it compiles with. Programs are compiled ahead of time and their parts counted;
 nothing runs, and nothing is timed. A GPU's program is XLA's sequence of thunks after the pass that makes CUDA graphs. A
-step is one turn of the outermost loop: its condition, its body, and the longer branch of each conditional. Loops inside
-of it count one turn, and `loops` says how many there are. The host waits for a predicate of each loop and conditional
-that is in no graph.
+step is one turn of the loop that does most: its condition, its body, and the longer branch of each conditional. Loops
+inside of it count one turn, and `loops` says how many there are; `around` counts what a turn of the loop around it
+launches besides, every 32 steps of a beam. The host waits for a predicate of each loop and conditional that is in no
+graph.
 """
 
 import argparse
@@ -174,11 +175,12 @@ def parse(text):
     return path[0]
 
 
-def launches(thunk):
-    """Of one turn of all loops, and the longest branches."""
+def launches(thunk, loops=True):
+    """Of one turn of all loops, or without those inside, and the longest branches."""
     if thunk.kind == "Conditional":
-        return max(sum(map(launches, branch)) for branch in thunk.inside.values())
-    return sum(map(launches, thunk.all_inside())) + (not thunk.inside and thunk.kind not in ("While", "CommandBuffer"))
+        return max(sum(launches(x, loops) for x in branch) for branch in thunk.inside.values())
+    inside = sum(launches(x, loops) for x in thunk.all_inside() if loops or x.kind != "While")
+    return inside + (not thunk.inside and thunk.kind not in ("While", "CommandBuffer"))
 
 
 def kinds(thunk, kind, graph=False):
@@ -190,29 +192,32 @@ def kinds(thunk, kind, graph=False):
 
 
 def step_counts(program):
-    """What a turn of the program's largest loop does."""
-    loop, graph = max(kinds(program, "While"), key=lambda found: launches(found[0]))
+    """What a turn of the loop that does most in the program does."""
+    all_loops = [*kinds(program, "While")]
+    loop, graph = max(all_loops, key=lambda found: launches(found[0], loops=False))
+    around = [launches(x) - launches(loop) for x, _ in all_loops if loop in (y for y, _ in kinds(x, "While"))]
     loops, branches = ([*kinds(loop, kind, graph)] for kind in ("While", "Conditional"))
     waits = sum(not inside for _, inside in [(loop, graph), *loops, *branches])
     graphs = len([*kinds(loop, "CommandBuffer")]) + graph
-    return {"launches": launches(loop), "waits": waits, "loops": len(loops), "graphs": graphs}
+    return {"launches": launches(loop), "waits": waits, "loops": len(loops), "graphs": graphs, "around": sum(around)}
 
 
 def step_cycles(text):
-    """XLA's estimate for the largest loop of a TPU's program, in cycles; loops inside count one turn."""
+    """XLA's estimate for the loop of a TPU's program that does most, in cycles; loops inside count one turn."""
     bodies = re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text)
     named = {re.match(r"(?:ENTRY )?%([\w.\-]+)", body)[1]: body for body in bodies if body.startswith(("%", "ENTRY"))}
 
-    def cycles(name):
+    def cycles(name, inside=True):
         own = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', named[name])))
         branches = re.findall(r"branch_computations=\{([^}]*)\}", named[name])
         branches += re.findall(r"true_computation=(\S+), false_computation=(\S+?)[,\s]", named[name])
         names = [re.findall(r"%?([\w.\-]+)", x if isinstance(x, str) else " ".join(x)) for x in branches]
-        loops = re.findall(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", named[name])
-        return own + sum(max(map(cycles, x)) for x in names) + sum(sum(map(cycles, x)) for x in loops)
+        loops = re.findall(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", named[name]) if inside else []
+        own += sum(max(cycles(y, inside) for y in x) for x in names)
+        return own + sum(sum(map(cycles, x)) for x in loops)
 
     loops = re.findall(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", text)
-    return max(sum(map(cycles, loop)) for loop in loops)
+    return sum(map(cycles, max(loops, key=lambda loop: sum(cycles(x, inside=False) for x in loop))))
 
 
 def counted(dump, device, name, options, graphs=False):

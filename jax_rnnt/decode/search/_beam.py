@@ -23,7 +23,7 @@ from jax_rnnt.decode.search import _beam_step, _options
 from jax_rnnt.decode.search._beam_step import Beam, Rules, State
 from jax_rnnt.decode.search._entropy import Entropy
 from jax_rnnt.decode.search._hashing import append_label
-from jax_rnnt.decode.search._packing import empty_results, packs
+from jax_rnnt.decode.search._packing import by_platform, packs
 from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
 
@@ -156,23 +156,24 @@ def fitted(state, rows: int):
     """The state of a stream with keys if so many rows are packed, and without if not: a batch may change its size."""
     if not isinstance(state, Stream) or (state.networks.key is not None) == packs(rows):
         return state
-    key = None
-    if packs(rows):  # slots share no rows until their next labels
-        batch, slots, _ = state.networks.rows.shape
-        slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], (batch, slots))
-        key = jnp.stack(append_label((slot, slot), slot), 2)
+    key = unshared_keys(state.networks) if packs(rows) else None
     return state._replace(networks=state.networks._replace(key=key))
+
+
+def unshared_keys(networks: Networks):
+    """Keys [B, 2 W, 2] by which slots share no rows until their next labels."""
+    batch, slots, _ = networks.rows.shape
+    slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], (batch, slots))
+    return jnp.stack(append_label((slot, slot), slot), 2)
 
 
 def run_steps(rules: Rules, stream: Stream, bad) -> State:
     """The state after all frames of this part; `bad` [B]: utterances without a result."""
     search, beam, networks = rules.search, stream.beam, stream.networks
-    score = functools.partial(_beam_step.score_rows, search)
-    results = empty_results(rules.rows, score, search.encoder_out, networks.rows)
     bad = jnp.broadcast_to((stream.bad | search.bad | bad)[:, None], beam.score.shape)
-    state = search.vary(State(stream.reached, beam, networks, results, bad))
-    running, step = functools.partial(_beam_step.running, rules), functools.partial(_beam_step.step, rules)
-    return jax.lax.while_loop(running, step, state)
+    state = search.vary(State(stream.reached, beam, networks, bad))
+    running, few_steps = functools.partial(_beam_step.running, rules), functools.partial(_beam_step.few_steps, rules)
+    return jax.lax.while_loop(running, few_steps, state)
 
 
 def result(rules: Rules, committed, state: State, length_norm) -> Hypotheses:
@@ -180,8 +181,11 @@ def result(rules: Rules, committed, state: State, length_norm) -> Hypotheses:
     state = state._replace(bad=jnp.any(state.bad, -1))
     now, lengths = state.beam, rules.search.lengths
     part = now._replace(frame=now.frame - lengths[:, None])
-    first, reached = rules.first + lengths, state.reached - lengths
-    after = Stream(jnp.zeros_like(state.bad), state.bad, first, reached, committed, part, state.networks)
+    first, reached, networks = rules.first + lengths, state.reached - lengths, state.networks
+    if networks.key is not None:  # elsewhere than on a CPU they are those of the first state
+        key = by_platform(rules.rows, lambda key: key, lambda key: unshared_keys(networks), networks.key)
+        networks = networks._replace(key=key)
+    after = Stream(jnp.zeros_like(state.bad), state.bad, first, reached, committed, part, networks)
     score = now.score
     if rules.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, _ = _beam_step.merged(score, now.path_score, now.key)

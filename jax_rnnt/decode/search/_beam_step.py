@@ -28,10 +28,11 @@ from jax_rnnt.decode.lm import _fusion
 from jax_rnnt.decode.lm._fusion import Fusion, Networks
 from jax_rnnt.decode.search._hashing import append_label, fingerprints
 from jax_rnnt.decode.search._largest import largest, largest_sums
-from jax_rnnt.decode.search._packing import any_or_always, compute_rows, packs, step_rows
+from jax_rnnt.decode.search._packing import any_or_always, compute_rows, empty_results, packs, step_rows
 from jax_rnnt.decode.search._search import Search
 
 NEVER = np.iinfo(np.int32).max  # later than any frame
+STEPS = 32  # after so many, new labels go into the table of all
 WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
 
 
@@ -77,14 +78,24 @@ class Beam(typing.NamedTuple):
     written: jax.Array  # [B, W, 3 + n, L]: labels, their frames and durations, and the bits of numbers (`as_bits`)
 
 
+class Recent(typing.NamedTuple):
+    """What a few steps have written. They do not touch the table of the beam, which has room for all labels."""
+
+    steps: jax.Array  # [B]: how many, of the utterance
+    # [B, W, 3 + n, K + 1]: as in the table, label i of a hypothesis at i modulo K. Last come, in the first two places,
+    # the hypothesis of the table from which this one comes, and its labels.
+    written: jax.Array
+
+
 class State(typing.NamedTuple):
-    """Of the loop over steps."""
+    """Of the loops over steps."""
 
     reached: jax.Array  # [B]: frames that an exact end needs, as no kept hypothesis has other moves
     beam: Beam
     networks: Networks  # in their slots [B, 2 W, ...]; without a key where rows are not packed
-    results: Any  # of `score_rows`, kept for their arrays
     bad: jax.Array  # [B, W]: the utterance has met NaN or +inf
+    recent: Recent | None = None  # this and the next one in the inner loop
+    results: Any = None  # of `score_rows`, kept for their arrays
 
     @property
     def frame(self):
@@ -182,6 +193,29 @@ def recurrent(networks: Networks) -> bool:
 
 def running(rules: Rules, state: State):
     return jnp.any(state.frame < rules.search.lengths)
+
+
+def few_steps(rules: Rules, state: State) -> State:
+    """Steps to the end of these frames, or as many as may come before the table has the new labels."""
+    search, beam = rules.search, state.beam
+    room = min(STEPS, rules.max_labels)
+    itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], beam.counts.shape)
+    origin = jnp.stack([itself, beam.counts, *(beam.written.shape[2] - 2) * [itself]], 2)
+    recent = Recent(jnp.zeros_like(state.reached), jnp.repeat(origin[..., None], room + 1, 3))
+    score = functools.partial(score_rows, search)
+    results = empty_results(rules.rows, score, search.encoder_out, state.networks.rows)
+    state = state._replace(recent=search.vary(recent), results=search.vary(results))
+
+    def more(state):
+        return jnp.any((state.frame < search.lengths) & (state.recent.steps < room))
+
+    state = jax.lax.while_loop(more, functools.partial(step, rules), state)
+    beam, (_, written) = state.beam, state.recent
+    place = np.arange(rules.max_labels, dtype=np.int32)[None, None]
+    is_new = (place >= written[:, :, 1, -1:]) & (place < beam.counts[..., None])
+    new = jnp.tile(written[..., :-1], -(-rules.max_labels // room))[..., : rules.max_labels]
+    table = jnp.where(is_new[:, :, None], new, take(beam.written, written[:, :, 0, -1]))
+    return state._replace(beam=beam._replace(written=table), recent=None, results=None)
 
 
 def step(rules: Rules, state: State) -> State:
@@ -378,23 +412,27 @@ def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates
         reached = jnp.maximum(reached, jnp.where(score > -jnp.inf, needed, 0).max(-1))
     reads = rows_at(jnp.asarray(rules.reads), chosen)
     moves = candidates._replace(score=None).take(chosen)._replace(score=score)
-    return state._replace(reached=reached, beam=moved(rules, state.beam, scores, moves, reads), bad=moves.bad)
+    beam, written = moved(rules, state, scores, moves, reads)
+    steps = state.recent.steps + (state.frame < rules.search.lengths).astype(jnp.int32)
+    return state._replace(reached=reached, beam=beam, recent=Recent(steps, written), bad=moves.bad)
 
 
-def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates, reads) -> Beam:
-    """The beam after these moves [B, W] of its hypotheses, which read so many frames [B, W]."""
-    parent, label = moves.parent, moves.label
+def moved(rules: Rules, state: State, scores: Scores, moves: Candidates, reads):
+    """(beam, `Recent.written`) after these moves [B, W] of the hypotheses, which read so many frames [B, W]."""
+    beam, parent, label = state.beam, moves.parent, moves.label
     slot, unread = take_each((beam.slot, beam.unread), parent)
     writes = label >= 0
-    places = np.arange(1, rules.max_labels + 1, dtype=np.int32)[None, None]
-    here = (places == moves.counts[..., None]) & writes[..., None]
+    before = state.recent.written
+    room = before.shape[-1] - 1
+    places = np.arange(room + 1, dtype=np.int32)[None, None]
+    here = (places == (moves.counts[..., None] - 1) % room) & writes[..., None]
     row = take(scores.model_row, parent)
     numbers = [scores.model_labels.at[row, label].get(mode="clip")]
     if scores.confidence is not None:
         numbers.append(rows_at(scores.confidence, row))
     new = jnp.stack([label, rules.first[:, None] + moves.frame - reads, reads], 2)
     new = jnp.concatenate([new, as_bits(jnp.stack(numbers, 2))], 2)
-    return Beam(
+    beam = beam._replace(
         score=moves.score,
         path_score=moves.path_score,
         frame=moves.frame,
@@ -403,8 +441,8 @@ def moved(rules: Rules, beam: Beam, scores: Scores, moves: Candidates, reads) ->
         unread=jnp.where(writes, label, unread),
         slot=slot,
         key=moves.key,
-        written=jnp.where(here[:, :, None], new[..., None], take(beam.written, parent)),
     )
+    return beam, jnp.where(here[:, :, None], new[..., None], take(before, parent))
 
 
 def frames_needed(rules: Rules, candidates: Candidates, alive, chosen):

@@ -173,9 +173,9 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
         return steps, take(target, source % width), tree
 
     def all_rows(tree, lag, may_wait):
-        target = targets(wanted)
-        tree = jax.lax.cond(any_or_always(wanted), lambda tree: advance(target, tree, None), lambda tree: tree, tree)
-        return wanted, target, tree
+        target, without = targets(wanted), tree._replace(key=None)  # no rows are shared
+        after = jax.lax.cond(any_or_always(wanted), lambda x: advance(target, x, None), lambda x: x, without)
+        return wanted, target, after._replace(key=tree.key)
 
     steps, target, tree = by_platform(batch * width, in_packs, all_rows, tree, lag, may_wait)
     return steps, jnp.where(steps, target, slot), tree
