@@ -127,11 +127,12 @@ def ours(folder, kind, what, repeats):
         chosen = parts.Parts(recogniser.config, recogniser.params)
         optimizer = train.if_finite(optax.adamw(1e-5, weight_decay=0.01))
         step = train.make_train_step(recogniser, chosen, optimizer)
+        frozen = chosen.frozen(recogniser.params)
         state = train.first_state(recogniser.config, optimizer, chosen.free(recogniser.params))
 
         def one_step():
             nonlocal state
-            state, numbers = step(state, arrays, {}, 1)
+            state, numbers = step(state, arrays, frozen, 1)
             return float(numbers["loss"])
 
         return repeated(one_step, repeats)

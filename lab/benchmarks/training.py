@@ -82,7 +82,11 @@ def lowered(device, layers):
     optimizer = train.make_optimizer(recogniser.config, chosen.factors)
     state = jax.eval_shape(lambda x: train.first_state(recogniser.config, optimizer, chosen.free(x)), recogniser.params)
     places = parts.placed(mesh, state, shard)
-    state = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), state, places)
+    frozen = jax.eval_shape(chosen.frozen, recogniser.params)
+    state, frozen = (
+        jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), *pair)
+        for pair in ((state, places), (frozen, parts.placed(mesh, frozen, shard)))
+    )
     shapes = {"audio": (FRAMES, recogniser.config.mels), "targets": (TARGETS,), "spans": (4, 2)}
     kinds = {"audio": np.float32, "valid": bool}
     split = NamedSharding(mesh, P("data"))
@@ -92,7 +96,7 @@ def lowered(device, layers):
     }
     step = train.make_train_step(recogniser, chosen, optimizer, places=places)
     one = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
-    return step.lower(state, batch, {}, one)
+    return step.lower(state, batch, frozen, one)
 
 
 def seconds():

@@ -192,6 +192,9 @@ class Config:
     row_dropout: float = option(0.0, share, "of a pretrained encoder's rows, before blocks of our own")
     dtype: str = option("float32", str, "of products", choices=("float32", "bfloat16"))
     remat: bool = switch("compute blocks again in the backward pass, which saves memory")
+    batch_norm: str = option(
+        "frozen", str, "statistics of a pretrained encoder's: its own, or each batch's", choices=("frozen", "batch")
+    )
     scan: bool = switch("the encoder's blocks as one program that is run for each: compiles in less time")
     # Loss and optimiser.
     loss: str = option("rnnt", str, "one of the family", choices=tuple(LOSSES))

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_rnnt_speech.config import UserError
 
 LOWER = re.compile(r"encoder:(\d+)")
+STATISTICS = "/norm/mean", "/norm/var"  # ends of the paths of batch norms'
 BLOCK = re.compile(r"(encoder/blocks/layers)/(\d+)/(.*)")
 
 
@@ -49,8 +50,9 @@ class Parts:
         self.paths = [path_of(keys) for keys, _ in flat]
         prefixes = [x.strip() for x in config.freeze.split(",") if x.strip()]
         self.layers = lower_layers(config.freeze)
+        prefixes = [x for x in prefixes if not LOWER.fullmatch(x)]
+        prefixes += self.statistics(config, prefixes)
         if self.layers is not None:
-            prefixes = [x for x in prefixes if not LOWER.fullmatch(x)]
             prefixes += ["encoder/subsample", *(f"encoder/blocks/layers/{i}" for i in range(self.layers))]
         rates = [(name, float(x)) for name, x in config.rates]
         for option, known in (("--freeze", prefixes), ("--rates", [name for name, _ in rates])):
@@ -73,6 +75,18 @@ class Parts:
             name = first.expand(rf"\1/\2-{last[2]}/\3") if len(group) > 1 else self.paths[group[0]]
             column = np.reshape([factors[i] for i in group], (-1, *[1] * flat[group[0]][1].ndim))
             self.groups[name], self.factors[name] = group, float(column.min()) if np.ptp(column) == 0 else column
+
+    def statistics(self, config, frozen):
+        """Paths of batch norms' statistics that --batch-norm freezes, beside the prefixes that --freeze names."""
+        found = [path for path in self.paths if path.endswith(STATISTICS)]
+        if config.batch_norm == "frozen":
+            return found
+        if not found:
+            raise UserError("--batch-norm batch: the encoder has no batch norm")
+        for prefix in frozen:
+            if any(within(path, prefix) for path in found):
+                raise UserError(f"--batch-norm batch needs its batch norms: --freeze {prefix} must be encoder:N")
+        return []
 
     def chosen(self, params, trained):
         leaves = jax.tree.leaves(params)

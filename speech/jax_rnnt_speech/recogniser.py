@@ -48,7 +48,7 @@ class Recogniser:
         self.prompt = self.language(config.prompt) if model.prompt or config.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), model.encoder.width
         self.chunk = 0 if model.head else model.encoder.chunk
-        self.graphdef, self.params, self.noise = nnx.split(model, nnx.Param, ...)
+        self.graphdef, self.params, self.noise = nnx.split(model, (nnx.Param, nnx.BatchStat), ...)
 
     @classmethod
     def from_setup(cls, setup, **options):
@@ -131,6 +131,7 @@ class Recogniser:
         """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
         x = self.inputs(batch) if layers is None else batch["audio"]
         x = features.hide(x, batch["lengths"], batch["spans"], self.config.time_masks)
+        batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # of no other row are frames
         frozen = lower_layers(self.config.freeze) if layers is None else None
         if frozen is not None:  # they have no dropout, as rows of the cache have none
             lower = self.model(params).encoder
@@ -138,6 +139,7 @@ class Recogniser:
             layers = frozen
         model = self.model(params, step)
         x = self.encoded(model, x, batch, layers)
+        x = x._replace(frame_lengths=jnp.maximum(x.frame_lengths, 1))
         values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
         if self.config.ctc:
             values += self.config.ctc * losses.of_ctc(None, model, x, None)

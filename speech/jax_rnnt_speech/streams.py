@@ -17,10 +17,10 @@ from jax_rnnt_speech import audio, transcripts
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.recogniser import GREEDY, NEVER
 from jax_rnnt_speech.results import Labels, no_labels
+from jax_rnnt_speech.tokens import ENDS
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
-ENDS = "<EOU>", "<eou>"  # labels that end an utterance
 
 
 class Step(NamedTuple):

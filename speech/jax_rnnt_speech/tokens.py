@@ -9,6 +9,9 @@ import sentencepiece
 
 from jax_rnnt_speech.config import UserError
 
+ENDS = "<EOU>", "<eou>"  # labels that end an utterance
+SILENT = *ENDS, "<EOB>", "<eob>"  # labels that are no part of a word: NeMo marks the ends of interjections too
+
 
 class Vocabulary:
     """Labels and what each writes, its `pieces`."""
@@ -17,8 +20,8 @@ class Vocabulary:
     unknown = None  # the label of what no other spells
 
     def labels(self):
-        """What each label writes, for a model of words."""
-        return [None if i == self.unknown else piece for i, piece in enumerate(self.pieces)]
+        """What each label writes, for words and models of words."""
+        return [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.pieces)]
 
 
 class Characters(Vocabulary):

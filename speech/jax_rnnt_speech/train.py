@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from jax_rnnt_speech import batches, cache, corpora, devices, evaluate, hosts, ngrams, pretrained, programs, runs
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.parts import Parts, placed
+from jax_rnnt_speech.parts import STATISTICS, Parts, placed
 from jax_rnnt_speech.recogniser import Recogniser
 
 HOPELESS = 100  # steps in a row that are not finite end the run
@@ -89,10 +89,14 @@ def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
             return recogniser.mean_loss(parts.whole(weights, frozen), batch, step, layers)
 
         value, gradient = jax.value_and_grad(loss)(state["weights"])
+        statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch
+        gradient |= jax.tree.map(jnp.zeros_like, statistics)
         gradient = jax.tree.map(lambda x: jnp.where(jnp.isfinite(value), x, jnp.nan), gradient)
         norm = optax.tree_utils.tree_norm(gradient)  # as clipping has it: computed once
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["weights"])
-        after = {"weights": optax.apply_updates(state["weights"], updates), "optimizer": optimizer_state}
+        weights = optax.apply_updates(state["weights"], updates)
+        weights |= {name: jnp.where(jnp.isfinite(norm), x, weights[name]) for name, x in statistics.items()}
+        after = {"weights": weights, "optimizer": optimizer_state}
         if config.average:
             after |= averaged(config, state, after)
         numbers = {"loss": value, "norm": norm, "skipped": optimizer_state.total_notfinite}

@@ -1,12 +1,10 @@
 """Relatives of the golden models: heads for CTC, archives of NeMo, prompts of languages."""
 
-import collections
 import dataclasses
 import io
 import json
 import pickle
 import shutil
-import sys
 import tarfile
 import types
 import zipfile
@@ -21,16 +19,7 @@ from tones import LABELS, recordings
 from support import arrays, asr, run
 from test_pretrained import GOLDEN
 
-LETTERS = "ABCDEFGHIJKLMNOPQRS"  # 19 labels
 HEADS = "decoder.", "encoder_projector.", "joint."
-NEMO = {  # parts of names of `transformers`
-    "subsampling.linear": "pre_encode.out", "subsampling.layers": "pre_encode.conv", ".conv.norm.": ".conv.batch_norm.",
-    "relative_k_proj": "linear_pos", "q_proj": "linear_q", "k_proj": "linear_k", "v_proj": "linear_v",
-    "o_proj": "linear_out", "self_attn.bias_": "self_attn.pos_bias_", "decoder.decoder_projector": "joint.pred",
-    "encoder_projector": "joint.enc", "joint.head": "joint.joint_net.2",
-    "decoder.embedding": "decoder.prediction.embed",
-    "decoder.lstm": "decoder.prediction.dec_rnn.lstm", "ctc_head": "ctc_decoder.decoder_layers.0",
-}  # fmt: skip
 
 
 def collapsed(best, blank):
@@ -132,99 +121,77 @@ def test_beams_of_tdt_lose_no_words():
         assert (best.scores >= greedy.scores - 1e-4).all() and ((best.counts > 0) | (best.scores <= silent)).all()
 
 
-def archive(path, fields, tensors, monkeypatch):
-    """What NeMo and PyTorch write: a tar file with YAML and a zip file, whose pickle names storages."""
-    names = {"torch": types.ModuleType("torch"), "torch._utils": types.ModuleType("torch._utils")}
-    storage = type("FloatStorage", (), {"__module__": "torch", "__qualname__": "FloatStorage"})
-    names["torch"].FloatStorage, data = storage, {}
-
-    def rebuild(*_): ...
-
-    rebuild.__module__, rebuild.__qualname__ = "torch._utils", "_rebuild_tensor_v2"
-    names["torch._utils"]._rebuild_tensor_v2 = rebuild
-    for name, module in names.items():
-        monkeypatch.setitem(sys.modules, name, module)
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, x):
-            return ("storage", storage, x.key, "cpu", x.size) if isinstance(x, types.SimpleNamespace) else None
-
-        def reducer_override(self, x):
-            if not isinstance(x, np.ndarray):
-                return NotImplemented
-            key = str(len(data))
-            data[key] = np.array(x, order="C")
-            place = types.SimpleNamespace(key=key, size=x.size)
-            steps = tuple(n // 4 for n in data[key].strides)
-            return rebuild, (place, 0, x.shape, steps, False, collections.OrderedDict())
-
-    out, weights = io.BytesIO(), io.BytesIO()
-    Pickler(out, 2).dump(tensors)
-    with zipfile.ZipFile(weights, "w") as file:
-        file.writestr("model_weights/data.pkl", out.getvalue())
-        for key, x in data.items():
-            file.writestr(f"model_weights/data/{key}", x.tobytes())
-    with tarfile.open(path, "w") as tar:
-        members = ("model_config.yaml", yaml.safe_dump(fields).encode()), ("model_weights.ckpt", weights.getvalue())
-        for name, x in members:
-            info = tarfile.TarInfo(f"./{name}")
-            info.size = len(x)
-            tar.addfile(info, io.BytesIO(x))
+def changed(path, fields, weights=None):
+    """The golden hybrid with other fields in parts of its configuration, or other weights, a pickle of these."""
+    with tarfile.open(GOLDEN / "hybrid.nemo") as old, tarfile.open(path, "w") as new:
+        for member in old:
+            x = old.extractfile(member).read() if member.isfile() else b""
+            if member.name.endswith(".yaml"):
+                whole = yaml.safe_load(x)
+                whole |= {k: whole.get(k, {}) | y if isinstance(y, dict) else y for k, y in fields.items()}
+                x = yaml.safe_dump(whole).encode()
+            elif weights is not None and member.name.endswith(".ckpt"):
+                out = io.BytesIO()
+                with zipfile.ZipFile(out, "w") as file:
+                    file.writestr("model_weights/data.pkl", pickle.dumps(weights))
+                x = out.getvalue()
+            member.size = len(x)
+            new.addfile(member, io.BytesIO(x))
 
 
-def fields_of():
-    encoder = dict(feat_in=16, n_layers=2, d_model=16, n_heads=4, subsampling="dw_striding", subsampling_factor=8)
-    encoder |= dict(subsampling_conv_channels=4, ff_expansion_factor=1.5, self_attention_model="rel_pos", xscaling=True)
-    encoder |= dict(att_context_size=[-1, -1], att_context_style="regular", conv_kernel_size=9, dropout=0.0)
-    sounds = dict(sample_rate=16000, normalize="per_feature", window_size=0.025, window_stride=0.01, features=16)
-    return {
-        "preprocessor": sounds, "encoder": encoder, "labels": list(LETTERS),
-        "decoder": {"blank_as_pad": True, "prednet": {"pred_hidden": 12, "pred_rnn_layers": 2}},
-        "joint": {"jointnet": {"joint_hidden": 12, "activation": "relu"}, "num_extra_outputs": 5},
-        "decoding": {"durations": [0, 1, 2, 3, 4], "greedy": {"max_symbols": 3}},
-        "aux_ctc": {"ctc_loss_weight": 0.3},
-    }  # fmt: skip
+@pytest.mark.parametrize("kind", ["hybrid", "eou"])
+def test_archives_of_nemo(kind):
+    """Logits, labels and those of a head for CTC are what NeMo computed; a stream has them too, and ends at <EOU>."""
+    golden = {k.removeprefix(f"{kind}/"): x for k, x in arrays(GOLDEN / "archives.npz").items() if k.startswith(kind)}
+    recogniser = asr.pretrained.open_model(GOLDEN / f"{kind}.nemo")
+    x, lengths = padded(recogniser)
+
+    @jax.jit
+    def compute(params):
+        model = recogniser.model(params)
+        rows, counts = model.encode(x, lengths)
+        logits = model.joint(rows[:, :, None], model.predictor(LABELS["targets"][:, :2] % 17)[:, None])
+        return rows, counts, logits, model.ctc(rows).argmax(-1) if recogniser.config.ctc else None
+
+    rows, counts, logits, best = jax.device_get(compute(recogniser.params))
+    np.testing.assert_array_equal(counts, golden["lengths"])
+    for i, n in enumerate(counts):
+        np.testing.assert_allclose(logits[i, :n], golden["logits"][i, :n], rtol=0, atol=2e-5)
+    labels = [golden[f"labels{i}"].tolist() for i in range(3)]
+    if kind == "hybrid":
+        found, *_ = recogniser.taken(recogniser.params, rows, counts)
+        assert [x[:n].tolist() for x, n in zip(np.array(found.labels), found.counts)] == labels
+        assert [recogniser.text(x, n) for x, n in zip(found.labels, found.counts)] == golden["texts"].tolist()
+        for i, n in enumerate(counts):
+            np.testing.assert_array_equal(best[i, :n], golden["ctc"][i, :n])
+        assert recogniser.config.ctc == 0.3 and recogniser.config.durations == [0, 1, 2, 3, 4]
+        return
+    slots, end = asr.streams.Slots(recogniser), recogniser.tokens.pieces.index("<EOU>")
+    for samples, expected in zip(recordings(), labels):
+        live, found, ends = asr.streams.Stream(recogniser, slots=slots), [], 0
+        slots.free.append(live.slot)
+        for step in live.steps(samples, end=True):
+            ((part, *rest),) = slots.run([step])
+            found, ended = found + part.labels, end in part.labels
+            assert live.took(part, *rest)[1] == ended
+            ends += ended
+        assert found == expected and (ends > 0) == (end in expected)
 
 
-def nemo_name(name):
-    for ours, theirs in NEMO.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def test_archives_of_nemo(ctc, tmp_path, monkeypatch, capsys):
-    """A hybrid has the parameters of the golden TDT and a head for CTC, to the bit; both find labels."""
-    (ctc, _), tensors = ctc, asr.pretrained.hugging_face.read_tensors(GOLDEN / "tdt")
-    heads = {k: x for k, x in load_file(ctc / "model.safetensors").items() if k.startswith("ctc_head")}
-    named = {nemo_name(k): np.array(x, np.float32) for k, x in (tensors | heads).items()}
-    assert "encoder.layers.0.self_attn.linear_pos.weight" in named and "joint.joint_net.2.bias" in named
-    named |= {"preprocessor.featurizer.fb": np.zeros(3, np.float32)}
-    archive(tmp_path / "a.nemo", fields_of(), named, monkeypatch)
-    recogniser, other = (asr.pretrained.open_model(x) for x in (tmp_path / "a.nemo", GOLDEN / "tdt"))
-    for name, x in other.params.items():
-        for a, b in zip(jax.tree.leaves(recogniser.params[name]), jax.tree.leaves(x), strict=True):
-            np.testing.assert_array_equal(a, b)
-    assert recogniser.config.ctc == 0.3 and recogniser.config.durations == other.config.durations
-    golden = arrays(GOLDEN / "tdt/golden.npz")
-    for how in (asr.recogniser.GREEDY, asr.recogniser.Search(ctc=True)):
-        found = [list(x.labels) for x in asr.recognise.transcribe(recogniser, enumerate(recordings()), how)]
-        if not how.ctc:
-            assert found == [x[x >= 0].tolist() for x in golden["labels"]]
-    alone = asr.recognise.transcribe(asr.pretrained.open_model(ctc), enumerate(recordings()))
-    assert found == [list(x.labels) for x in alone]
-    harmful = named | {"x": types.SimpleNamespace}
+def test_other_archives(tmp_path, capsys):
+    """What is not read is said in words; a model of characters has its labels in the configuration."""
     for fields, weights, message in (
-        ({"encoder": {"self_attention_model": "abs_pos"}}, named, "encoder.self_attention_model must be rel_pos"),
-        ({"preprocessor": {"normalize": "NA"}}, named, "preprocessor.normalize must be per_feature, got 'NA'"),
-        ({"joint": {"jointnet": {"joint_hidden": 3}}}, named, "joint.jointnet.joint_hidden must be 12, got 3"),
-        ({}, harmful, "its weights name types.SimpleNamespace, which is no tensor"),
+        ({"encoder": {"self_attention_model": "abs_pos"}}, None, "encoder.self_attention_model must be rel_pos"),
+        ({"preprocessor": {"normalize": "NA"}}, None, "preprocessor.normalize must be per_feature, got 'NA'"),
+        ({"joint": {"jointnet": {"joint_hidden": 3}}}, None, "joint.jointnet.joint_hidden must be 12, got 3"),
+        ({}, {"x": types.SimpleNamespace}, "its weights name types.SimpleNamespace, which is no tensor"),
         ({}, {}, "has no tensor"),
     ):
-        whole = fields_of()
-        whole |= {k: whole[k] | x for k, x in fields.items()}
-        archive(tmp_path / "b.nemo", whole, weights, monkeypatch)
+        changed(tmp_path / "b.nemo", fields, weights)
         run(["transcribe", "--model", tmp_path / "b.nemo", "a.wav"], 2)
         assert message in capsys.readouterr().err
+    changed(tmp_path / "b.nemo", {"tokenizer": None, "labels": [*"ABCDEFGHIJKLMNOPQ"]})
+    assert asr.pretrained.open_model(tmp_path / "b.nemo").tokens.encode("BAD") == [1, 0, 3]
 
 
 def test_prompts(tmp_path):

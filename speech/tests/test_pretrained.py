@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -11,9 +12,12 @@ import jax
 import numpy as np
 import pytest
 import scipy.io.wavfile
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
+from jax_rnnt_speech.encoders import base, fastconformer
 from support import arrays, asr, run
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -138,6 +142,41 @@ def test_gradients(streaming):
         for path, tensor in GRADIENTS.items():
             expected = golden[f"gradient:{tensor}"]
             np.testing.assert_allclose(results[path].T, expected, atol=2e-5 * abs(expected).max(), err_msg=path)
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.norm = fastconformer.BatchNorm(4, dtype=np.float32, rngs=None)
+        self.norm.use_running_average = False
+
+    def __call__(self, rows, lengths, past):
+        return self.norm(rows, lengths), past
+
+
+def test_statistics_of_batches():
+    """Two recomputed, scanned batch norms in float64 of NumPy: of valid frames alone, on one device and on eight."""
+    rng = np.random.default_rng(0)
+    x, probe, lengths = rng.normal(3, 2, (8, 5, 4)), rng.normal(size=(8, 5, 4)), np.array([5, 3, 0, 1, 5, 2, 4, 5])
+    graphs, states = zip(*(nnx.split(Layer()) for _ in range(2)))
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def step(states, x, lengths):
+        layers = [nnx.merge(graph, state) for graph, state in zip(graphs, states)]
+        rows, _ = base.scanned(layers, x, lengths, [np.zeros(1)] * 2, remat=True)
+        return (rows * probe).sum(), rows
+
+    for devices in (1, 8):
+        place = NamedSharding(Mesh(np.array(jax.devices()[:devices]), ("data",)), PartitionSpec("data"))
+        gradients, rows = step(states, *jax.device_put((np.float32(x), lengths), place))
+        expected, valid = x, np.arange(5) < lengths[:, None]
+        for one in gradients:
+            frames = expected[valid]
+            np.testing.assert_allclose(one["norm"]["mean"][...], 0.1 * frames.mean(0), atol=1e-6)
+            np.testing.assert_allclose(one["norm"]["var"][...], 0.9 + 0.1 * frames.var(0, ddof=1), atol=1e-6)
+            expected = (expected - frames.mean(0)) / np.sqrt(frames.var(0) + 1e-5)
+        np.testing.assert_allclose(one["norm"]["scale"][...], (probe * expected).sum((0, 1)), rtol=1e-4)
+        np.testing.assert_allclose(rows, expected, atol=1e-5)
 
 
 def test_stream(streaming):
@@ -337,11 +376,17 @@ def test_fine_tuning(tmp_path, capsys, monkeypatch):
         lines.append(json.dumps({"audio_filepath": f"{i}.wav", "text": text}))
     (tmp_path / "m.json").write_text("\n".join(lines))
     more = {"steps": 20, "learning_rate": 1e-2, "time_masks": 0, "mel_masks": 0, "batch": 3, "devices": 1}
-    more["log_every"] = 1
+    more |= {"log_every": 1, "batch_norm": "batch"}
     options = [x for name, value in more.items() for x in (f"--{name.replace('_', '-')}", value)]
-    run(["train", "--train", "m.json", "--valid", "m.json", "--workdir", "w", "--init", GOLDEN / "tdt", *options])
+    options += ["--train", "m.json", "--valid", "m.json", "--init", GOLDEN / "tdt"]
+    run(["train", "--workdir", "bad", *options, "--freeze", "encoder"], 2)
+    assert "--batch-norm batch needs its batch norms: --freeze encoder must be encoder:N" in capsys.readouterr().err
+    run(["train", "--workdir", "w", *options])
     losses = [json.loads(x).get("loss") for x in pathlib.Path("w/metrics.jsonl").read_text().splitlines()]
     assert losses[19] < 0.8 * losses[0] and "held-out CER" in capsys.readouterr().out
+    run(["convert", "w", "again"])
+    old, new = (load_file(folder / "model.safetensors") for folder in (GOLDEN / "tdt", pathlib.Path("again")))
+    assert all((new[name] != x).any() for name, x in old.items() if "running" in name)
 
 
 def test_tokenizer(tmp_path):

@@ -228,6 +228,7 @@ def test_interrupted(corpus, tmp_path, refused, monkeypatch):
         (["--snr", "5,9"], "--snr needs --noise"),
         (["--copies", 2], "--copies needs --noise or --gain"),
         (["--rates", "joint"], "--rates: expected prefixes of parameters and factors such as encoder=0.1, got joint"),
+        (["--batch-norm", "batch"], "--batch-norm batch: the encoder has no batch norm"),
         (["--rates", "decoder=1"], "--rates: no parameter is called decoder; they begin with encoder, joint"),
         (["--freeze", "encoder:2"], "--freeze: no parameter is called encoder/blocks/layers/1"),
         (["--freeze", "encoder,joint,predictor"], "--freeze encoder,joint,predictor leaves nothing to train"),

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_rnnt_speech.encoders.base import ACTIVATIONS, Depthwise, Encoder, cut, layer_norm
+from jax_rnnt_speech.encoders.base import ACTIVATIONS, EPSILON, Depthwise, Encoder, cut, layer_norm
+
+MOMENTUM = 0.1  # of batch norm, as PyTorch counts it: the share of a batch in the running statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +192,36 @@ class Attention(nnx.Module):
         return self.o_proj(rows.reshape(x.shape)), past
 
 
-class Affine(nnx.Module):
-    """Batch norm whose statistics stay as they were learnt: a factor and a summand of each channel."""
+@jax.custom_vjp
+def tracking(x, old, new):
+    """x. The gradient of statistics `old` is what comes in their place, `new`, through scan, remat and meshes alike."""
+    return x
+
+
+tracking.defvjp(lambda x, old, new: (x, new), lambda new, gradient: (gradient, new, jax.tree.map(jnp.zeros_like, new)))
+
+
+class BatchNorm(nnx.Module):
+    """Of channels, by their running statistics or, in training, by those of the frames of a batch, without padding."""
 
     def __init__(self, width, *, dtype, rngs):
-        self.scale, self.bias, self.dtype = nnx.Param(jnp.ones(width)), nnx.Param(jnp.zeros(width)), dtype
+        self.scale, self.bias = nnx.Param(jnp.ones(width)), nnx.Param(jnp.zeros(width))
+        self.mean, self.var = nnx.BatchStat(jnp.zeros(width)), nnx.BatchStat(jnp.ones(width))
+        self.use_running_average, self.dtype = True, dtype
 
-    def __call__(self, x):
-        return x * self.scale[...].astype(self.dtype) + self.bias[...].astype(self.dtype)
+    def __call__(self, x, lengths):
+        mean, var = statistics = self.mean[...], self.var[...]
+        if not self.use_running_average:
+            exact, count = x.astype(jnp.float32), lengths.sum()
+            mean = cut(exact, lengths).sum((0, 1)) / jnp.maximum(count, 1)
+            var = cut((exact - mean) ** 2, lengths).sum((0, 1)) / jnp.maximum(count, 1)
+            rate = jnp.where(count > 1, MOMENTUM, 0)
+            unbiased = mean, var * count / jnp.maximum(count - 1, 1)
+            mean, var = tracking(
+                (mean, var), statistics, jax.tree.map(lambda x, new: x + rate * (new - x), statistics, unbiased)
+            )
+        factor = self.scale[...] * jax.lax.rsqrt(var + EPSILON)
+        return x * factor.astype(self.dtype) + (self.bias[...] - mean * factor).astype(self.dtype)
 
 
 class Convolution(nnx.Module):
@@ -207,7 +231,7 @@ class Convolution(nnx.Module):
         width, kernel, bias = config.hidden_size, config.conv_kernel_size, config.convolution_bias
         self.pointwise_conv1 = nnx.Linear(width, 2 * width, use_bias=bias, **more)
         self.depthwise_conv = Depthwise((kernel,), width, bias=bias, **more)
-        self.norm = (layer_norm if config.causal else Affine)(width, **more)
+        self.norm = (layer_norm if config.causal else BatchNorm)(width, **more)
         self.pointwise_conv2 = nnx.Linear(width, width, use_bias=bias, **more)
         self.activation = ACTIVATIONS[config.hidden_act]
         self.margins = (kernel - 1, 0) if config.causal else ((kernel - 1) // 2,) * 2
@@ -220,7 +244,9 @@ class Convolution(nnx.Module):
         else:
             x = jnp.concatenate([past.astype(x.dtype), x], 1)
         end = x[:, x.shape[1] - self.margins[0] :]
-        return self.pointwise_conv2(self.activation(self.norm(self.depthwise_conv(x)))), end
+        x = self.depthwise_conv(x)
+        x = self.norm(x, lengths) if isinstance(self.norm, BatchNorm) else self.norm(x)
+        return self.pointwise_conv2(self.activation(x)), end
 
 
 class Block(nnx.Module):

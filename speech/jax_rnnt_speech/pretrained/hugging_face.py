@@ -20,7 +20,6 @@ from safetensors.flax import load_file, save_file
 
 from jax_rnnt_speech import tokens
 from jax_rnnt_speech.config import Config, UserError, durations
-from jax_rnnt_speech.encoders.base import EPSILON
 from jax_rnnt_speech.encoders.fastconformer import EncoderConfig
 from jax_rnnt_speech.recogniser import Recogniser
 
@@ -43,7 +42,7 @@ METADATA = re.compile(
     "_.*|architectures|.*dtype|.*_version|initializer_range|is_encoder_decoder|.*_token_id|use_cache|return_.*"
     "|output_.*|processor_class|id2label|label2id|problem_type|chunk_size_feed_forward|model_type|tie_word_embeddings"
 )
-LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
 MODULES = {
     "joint.encoder": "encoder_projector",
     "joint.predictor": "decoder.decoder_projector",
@@ -228,7 +227,7 @@ def read(folder):
 def filled(folder, config, source, vocabulary, tensors):
     """The Recogniser of {name: array}, all of which must be of this model."""
     recogniser = Recogniser(config, vocabulary, [0.0] * config.mels, [1.0] * config.mels, source)
-    tensors, used, channels = folded(tensors), set(), channels_of(source)
+    used, channels = set(), channels_of(source)
 
     def value(path, x):
         names = names_of(path, config)
@@ -267,12 +266,8 @@ def write(recogniser, folder, dtype="float32"):
         return x
 
     mapped(recogniser.params, add)
-    if not config.chunk:  # statistics that change nothing: the factors and summands have learnt them
-        for name in [x for x in tensors if x.endswith("conv.norm.weight")]:
-            zeros = np.zeros_like(tensors[name])
-            norm = name.removesuffix("weight")
-            tensors |= {f"{norm}running_mean": zeros, f"{norm}running_var": zeros + np.float32(1 - EPSILON)}
-            tensors[f"{norm}num_batches_tracked"] = np.zeros((), np.int32)
+    for name in [x for x in tensors if x.endswith(".running_mean")]:
+        tensors[name.replace("running_mean", "num_batches_tracked")] = np.zeros((), np.int32)
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("*.safetensors*"):  # `read` reads them all
         file.unlink()
@@ -309,20 +304,6 @@ def channels_of(source):
     return source["config.json"]["encoder_config"].get(
         "subsampling_conv_channels", EncoderConfig.subsampling_conv_channels
     )
-
-
-def folded(tensors):
-    """Tensors with the statistics of each batch norm in its factors and summands."""
-    for name in [x for x in tensors if x.endswith(".running_var")]:
-        norm = name.removesuffix("running_var")
-        try:
-            weight, bias, mean = (tensors[norm + x] for x in ("weight", "bias", "running_mean"))
-        except KeyError:
-            continue  # it is named as missing, or as one too many
-        weight = weight / np.sqrt(tensors.pop(name) + np.float32(EPSILON))
-        tensors |= {f"{norm}weight": weight, f"{norm}bias": bias - mean * weight}
-        del tensors[f"{norm}running_mean"]
-    return tensors
 
 
 def names_of(path, config):
