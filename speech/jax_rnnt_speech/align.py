@@ -18,9 +18,8 @@ def align(args):
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     if recogniser.loss is None:
         raise UserError(f"{args.workdir} has a head for CTC alone: alignments need a transducer")
-    given = {"max_seconds": recogniser.longest} | config.given(args, OPTIONS)
-    given["max_seconds"] = min(given["max_seconds"], recogniser.longest)
-    settings = dataclasses.replace(recogniser.config, **given)
+    settings = config.changed(recogniser.config, args, OPTIONS)
+    settings = dataclasses.replace(settings, max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
     data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
 

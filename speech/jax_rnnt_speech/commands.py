@@ -172,11 +172,12 @@ def train(args):
 def transcribe(args):
     ngrams.check(args)
     transcripts.check(args, args.files)
-    entries = list(recognise.listed(args.files, getattr(args, "audio_column", "")))
+    recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
+    columns = config.changed(recogniser.config, args, {"audio_column"})
+    entries = list(recognise.listed(args.files, columns.audio_column))
     quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
     with transcripts.writer(args, entries) as write:
-        recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
         recordings = recognise.loaded(entries, recogniser.config.rate)
         results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
         for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):

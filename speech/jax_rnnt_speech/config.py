@@ -13,7 +13,7 @@ from jax_rnnt_speech.losses import LOSSES
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
 # What means nothing without another option.
-NEEDS = {"new_head": "init", "synthetic_share": "synthetic", "text_weight": "text", "snr": "noise", "past": "chunk"}
+NEEDS = {"synthetic_share": "synthetic", "text_weight": "text", "snr": "noise", "past": "chunk"}
 RETIRED = {"mel_on": "host"}  # options of earlier checkpoints that always have this value now
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -224,14 +224,16 @@ class Config:
             raise UserError("--train is missing: a manifest, a folder, handwritten-digits or spoken-digits:FOLDER")
         if not self.valid and not digits(self.train)[0]:
             raise UserError("--valid is missing: held-out utterances, as for --train")
+        if self.encoder in PRETRAINED and not self.init:
+            raise UserError(f"--encoder {self.encoder} needs --init, a folder with its weights")
+        if self.new_head and not self.init:
+            raise UserError("--new-head needs --init")
         return self.consistent()
 
     def consistent(self):
         """Itself; raises where options contradict each other."""
         if (self.encoder == "conformer" or self.stack) and self.width % (2 * self.heads):
             raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
-        if self.encoder in PRETRAINED and not self.init:
-            raise UserError(f"--encoder {self.encoder} needs --init, a folder with its weights")
         for name, other in NEEDS.items():
             usual = getattr(Config, name)
             chosen = list(getattr(self, name)) != list(usual) if name == "snr" else getattr(self, name) != usual
@@ -288,6 +290,12 @@ def given(args, names):
     elif "batch_seconds" in found:
         found["batch"] = Config.batch
     return found
+
+
+def changed(config, args, names):
+    """The configuration of a run with options of a command. A column that only the run names may be missing."""
+    columns = {name: [x] for name in ("audio_column", "text_column", "speaker_column") if (x := getattr(config, name))}
+    return dataclasses.replace(config, **columns | given(args, names))
 
 
 def read_file(name):

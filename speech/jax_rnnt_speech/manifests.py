@@ -74,10 +74,14 @@ def is_list(path):
 
 
 def read(path, audio_column="", text_column="", speaker_column="", texts=True):
-    """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read."""
+    """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
+
+    A column must be there; one of a list may be missing, and then the usual ones count.
+    """
     path = Path(path)
     columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
-    keys = [(chosen,) if chosen else usual for chosen, usual in (*columns, (speaker_column, SPEAKER_KEYS))]
+    columns = *columns, (speaker_column, SPEAKER_KEYS)
+    keys = [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
     try:
         if not path.exists():
             raise ListError(path, "does not exist")
@@ -175,7 +179,8 @@ def table(path, keys):
     rows = records(text.split("\n"), delimiter)
     _, names = next(rows, (1, []))
     for option, choices in zip(("--audio-column", "--text-column", "--speaker-column"), keys):
-        if choices and choices != SPEAKER_KEYS and not set(choices) & set(names):
+        optional = option == "--speaker-column" and len(choices) > 1
+        if choices and not optional and not set(choices) & set(names):
             known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
             raise ListError(path, f"must have {known} in its first line ({option} names another), got {names}"[:1000])
     used = [x for x in names if x]
@@ -262,7 +267,7 @@ def channel(x):
 
 def speaker(row, keys=SPEAKER_KEYS):
     """The name or number of the speaker, or ""."""
-    if keys != SPEAKER_KEYS and keys[0] not in row:
+    if len(keys) == 1 and keys[0] not in row:
         raise LineError(f"no {keys[0]}, which is to name the speaker")
     x = first_of(row, keys)
     if x is None or isinstance(x, (int, str)):

@@ -5,7 +5,6 @@ outside the vocabulary. References and hypotheses are normalised alike. Rates ar
 """
 
 import csv
-import dataclasses
 import json
 import sys
 import time
@@ -114,7 +113,7 @@ def test(args):
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
-    settings = dataclasses.replace(recogniser.config, **config.given(args, OPTIONS))
+    settings = config.changed(recogniser.config, args, OPTIONS)
     result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
     if args.output:
         result.write(args.output)

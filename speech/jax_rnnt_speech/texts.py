@@ -26,8 +26,9 @@ def basic(language):
 
     def spelled(match):
         try:
-            # Soft hyphens mark where a long word may be broken.
-            return f" {engine.format_number(match[0].replace(group, '').replace(mark, '.')).text} ".replace("\xad", "")
+            words = engine.format_number(match[0].replace(group, "").replace(mark, ".")).text
+            # Soft hyphens mark where a long word may be broken. A Japanese point is read aloud.
+            return f" {words} ".replace("\xad", "").replace("・", "点")
         except NoRuleForNumberError:  # it is too large
             return " ".join(spelled(x) for x in re.finditer(r"\d", match[0]))
 

@@ -196,6 +196,8 @@ def test_tables(folder, suffix, delimiter):
     entries, faults = listed(path, audio_column="clip", text_column="said")
     assert [x[1:] for x in entries] == [*((text, 0.5, 1.5, 1) for text in said), ("whole", 0.0, None, None)]
     assert faults == {"another number of columns than in the first line": [f"table.{suffix} line 7"]}
+    run = {"audio_column": ["clip"], "text_column": ["said"], "speaker_column": ["none"]}
+    assert listed(path, **run)[0] == listed(path, **run | {"audio_column": ["none", "clip"]})[0] == entries
     for columns, message in (
         ({}, r"must have one of the columns audio, .* \(--audio-column names another"),
         ({"audio_column": "clip", "text_column": "words"}, r"must have the column words in its first line \(--text"),
@@ -425,6 +427,7 @@ def test_normalize(tmp_path, monkeypatch):
     said = "I don’t have 1,234.5 'things' \N{EM DASH} but x-rays: 21!"
     written = "i don't have one thousand two hundred thirty four point five things but x rays twenty one"
     assert normalizer("basic")(said) == written
+    assert normalizer("basic:ja")("1.5") == "一点五"
     assert normalizer("basic:de")("Es sind 21 Äpfel.") == "es sind einundzwanzig äpfel"
     assert normalizer("basic:de")("1.021,5 um 9.30") == "eintausendeinundzwanzig komma fünf um neun dreißig"
     (tmp_path / "mine.py").write_text("def swap(text):\n    return text.swapcase()\ndef bad(text):\n    return None\n")
@@ -478,7 +481,7 @@ def test_check(folder, capsys, tmp_path):
     found, error = capsys.readouterr()
     left = {"characters outside the vocabulary": ["b.flac"], "does not exist": [str(folder / "none.jsonl")]}
     assert json.loads(found)["left_out"] == left and not error
-    (tmp_path / "c.json").write_text('{"batch_seconds": 60}')
+    (tmp_path / "c.json").write_text('{"batch_seconds": 60, "encoder": "whisper", "new_head": true}')  # no --init
     run(["check", folder / "check.jsonl", "--config", tmp_path / "c.json", "--batch", 2])
     assert "in batches of 2 x" in capsys.readouterr().out
     run(["check", folder / "check.jsonl", folder / "none.jsonl", "--normalize", "basic:xx"], 2)  # no fault of a corpus
