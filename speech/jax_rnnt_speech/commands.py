@@ -139,7 +139,7 @@ def train(args):
     given = config.given(args, names)
     file = {name: x for name, x in (config.read_file(args.config) if args.config else {}).items() if name not in given}
     options = file | given
-    for name in {"train", "valid", "synthetic", "text"} & options.keys():
+    for name in {"train", "valid", "text"} & options.keys():
         options[name] = corpora.absolute(config.sources(options[name]))
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])

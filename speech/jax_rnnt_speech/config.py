@@ -13,8 +13,7 @@ from jax_rnnt_speech.losses import LOSSES
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
 # What means nothing without another option.
-NEEDS = {"synthetic_share": "synthetic", "text_weight": "text", "snr": "noise", "past": "chunk"}
-RETIRED = {"mel_on": "host"}  # options of earlier checkpoints that always have this value now
+NEEDS = {"text_weight": "text", "snr": "noise", "past": "chunk"}
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -138,8 +137,6 @@ class Config:
     # Each of these is a name, or a list of names.
     train: str = option("", sources, "manifests, folders; handwritten-digits, or spoken-digits:FOLDER", **DATA)
     valid: str = option("", sources, "the same, held out; default: what belongs to --train digits", **DATA)
-    synthetic: str = option("", sources, "more of them for training, such as synthetic speech", **DATA)
-    synthetic_share: float = option(0.5, share, "of the batches' utterances that --synthetic has, in each bucket")
     # Audio and text.
     rate: int = option(16000, positive, "samples a second; other files are resampled")
     mels: int = option(80, positive, "features of a frame")
@@ -165,7 +162,6 @@ class Config:
     noise: str = option("", str, "folder of audio, added to training recordings: each speed is there again, noisy")
     snr: tuple = option((5.0, 20.0), snr, "of --noise, in dB, drawn for each recording")
     gain: float = option(0.0, amount, "dB by which noisy recordings are louder or softer at most; without --noise, too")
-    copies: int = option(1, positive, "noisy recordings of each speed, with --noise or --gain")
     time_masks: int = option(2, natural, "SpecAugment: masks over time")
     time_mask: float = option(0.05, share, "share of the frames that a mask over time hides at most")
     mel_masks: int = option(2, natural, "SpecAugment: masks over features")
@@ -241,10 +237,6 @@ class Config:
                 raise UserError(f"--{name.replace('_', '-')} needs --{other}")
         if self.stack and self.encoder not in PRETRAINED:
             raise UserError("--stack joins rows of a pretrained encoder: it needs --init")
-        if self.synthetic and not self.synthetic_share:
-            raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
-        if self.copies != Config.copies and not (self.noise or self.gain):
-            raise UserError("--copies needs --noise or --gain")
         if self.scan and self.encoder == "convolutional":
             raise UserError("--scan needs blocks that are alike, which --encoder convolutional has not")
         if self.joint == "tiles" and self.loss == "pruned":
@@ -328,8 +320,6 @@ def from_json(options, name):
     if not isinstance(options, dict):
         raise UserError(f"{name}: expected an object of options, got {type(options).__name__}")
     for key, x in options.items():
-        if key in RETIRED and x == RETIRED[key]:
-            continue
         if key not in fields:
             raise UserError(f"{name}: there is no option {key}")
         kind, choices = fields[key].metadata.get("type"), fields[key].metadata.get("choices")

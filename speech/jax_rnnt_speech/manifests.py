@@ -42,7 +42,6 @@ class Entry(NamedTuple):
     end: float | None = None  # None: that of the file
     channel: int | tuple | None = None  # None: the mean of all
     whole: float | None = None  # seconds that the file is said to last
-    labels: list | None = None  # what the text is to become
     speaker: str = ""  # "": unknown
 
 
@@ -314,13 +313,9 @@ def utterances(row, path, line, keys):
     file, parts = located(audio, path), row.get("segments")
     if parts in (None, ""):
         start, end, whole = span(row)
-        labels = row.get("labels")
-        if labels is not None and not (isinstance(labels, list) and all(type(x) is int for x in labels)):
-            raise LineError("labels are no list of integers")
-        text = "" if labels is not None and first_of(row, keys[1]) is None else text_under(row, keys[1])
         name = audio if (start, end) == (0.0, None) else segment_name(audio, start, end)
-        yield Entry(name, file, text, start, end, channel(first_of(row, CHANNEL_KEYS)), whole, labels,
-                    speaker(row, keys[2]))  # fmt: skip
+        chosen = channel(first_of(row, CHANNEL_KEYS))
+        yield Entry(name, file, text_under(row, keys[1]), start, end, chosen, whole, speaker(row, keys[2]))
         return
     if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
         raise LineError("segments are no list of objects")
@@ -334,7 +329,7 @@ def utterances(row, path, line, keys):
             chosen = channel(first_of(row | part, CHANNEL_KEYS))
             text = text_under(part, keys[1])
             name, whole = segment_name(audio, start, end), number(row, ("duration",))
-            yield Entry(name, file, text, start, end, chosen, whole, speaker=speaker(row | part, keys[2]))
+            yield Entry(name, file, text, start, end, chosen, whole, speaker(row | part, keys[2]))
         except LineError as error:
             yield Fault(str(error), f"{line} segment {i}")
 
@@ -400,7 +395,7 @@ def supervision(x, name, row, recording, path, first, length):
             text = text_under({"text": x.get("text")}, ("text",))
             audio = located(source.get("source"), path)
             end, whole = first + offset + duration, number(recording, ("duration",))
-            yield Entry(name, audio, text, start, end, places, whole, speaker=speaker(x))
+            yield Entry(name, audio, text, start, end, places, whole, speaker(x))
             return
     raise LineError("no source of Lhotse has the channel")
 

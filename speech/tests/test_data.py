@@ -20,7 +20,6 @@ def test_several_sources(corpus, tmp_path):
     with pytest.raises(asr.config.UserError, match="none does not exist"):
         asr.corpora.open_corpus(paths, configuration(), "train")
     assert asr.config.from_json({"train": paths, "valid": ["a"]}, "") == {"train": paths, "valid": "a"}
-    assert asr.config.from_json({"mel_on": "host"}, "a checkpoint of before") == {}
 
 
 def test_bad_data_is_left_out_by_name(tmp_path):
