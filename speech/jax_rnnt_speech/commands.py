@@ -36,10 +36,10 @@ from jax_rnnt_speech.config import Config, UserError, amount, natural, positive
 from jax_rnnt_speech.train import Training
 
 # They decide the shapes of arrays, or their meaning: a checkpoint has them.
-FIXED = {"rate", "mels", "window", "hop", "tokens", "vocabulary", "alphabet", "lower", "normalize"}
-FIXED |= {"width", "encoder", "blocks"}
-FIXED |= {"features", "init", "new_head", "stack", "predictor_layers", "activation", "durations", "ctc"}
-FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
+FIXED = (
+    pretrained.HEARING | pretrained.OWN_ENCODER | pretrained.HEAD | {"init", "new_head", "ctc", "lower", "normalize"}
+)
+FIXED -= {"sigma", "max_symbols", "duration_choice"}
 # At this value the optimiser lacks a part, and so does its state in checkpoints.
 WITHOUT = {"accumulate": 1, "clip": 0.0, "average": 0.0}
 

@@ -12,8 +12,6 @@ from jax_rnnt_speech.losses import LOSSES
 
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
-# What means nothing without another option.
-NEEDS = {"text_weight": "text", "snr": "noise", "past": "chunk"}
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -198,7 +196,7 @@ class Config:
     duration_choice: str = option(
         "pair", str, "of greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first")
     )
-    joint: str = option("tiles", str, "all logits at once, or in tiles", choices=("logits", "tiles"))
+    joint: str = option("tiles", str, "logits: all at once; a pruned loss has neither", choices=("logits", "tiles"))
     ctc: float = option(0.0, amount, "weight of the CTC loss beside it, of the same encoder rows")
     fastemit: float = option(0.0, amount, "lambda of FastEmit: earlier labels")
     steps: int = option(10000, natural, "batches")
@@ -220,41 +218,36 @@ class Config:
             raise UserError("--train is missing: a manifest, a folder, handwritten-digits or spoken-digits:FOLDER")
         if not self.valid and not digits(self.train)[0]:
             raise UserError("--valid is missing: held-out utterances, as for --train")
-        if self.encoder in PRETRAINED and not self.init:
-            raise UserError(f"--encoder {self.encoder} needs --init, a folder with its weights")
-        if self.new_head and not self.init:
-            raise UserError("--new-head needs --init")
+        if not self.init and (self.encoder in PRETRAINED or self.new_head):
+            option = "--new-head" if self.new_head else f"--encoder {self.encoder}"
+            raise UserError(f"{option} needs --init, a folder with weights of an encoder")
         return self.consistent()
 
     def consistent(self):
         """Itself; raises where options contradict each other."""
+        for name, there, needed in (
+            ("text_weight", self.text, "--text"),
+            ("past", self.chunk, "--chunk"),
+            ("stack", self.encoder in PRETRAINED, "a pretrained encoder, whose rows it joins"),
+            ("batch", not self.batch_seconds, f"--batch-seconds 0, got {self.batch_seconds:g}"),
+            ("alphabet", self.tokens == "characters", "--tokens characters"),
+            ("vocabulary", self.tokens == "subwords", "--tokens subwords"),
+            ("scan", self.encoder != "convolutional", "blocks that are alike, which --encoder convolutional lacks"),
+            ("ctc", self.loss != "ctc", "a transducer beside it, which --loss ctc lacks"),
+            ("text", self.loss != "ctc", "a transducer, which --loss ctc lacks"),
+        ):
+            if not there and getattr(self, name) != getattr(Config, name):
+                raise UserError(f"--{name.replace('_', '-')} needs {needed}")
+        if list(self.snr) != list(Config.snr) and not self.noise:
+            raise UserError("--snr needs --noise")
         if (self.encoder == "conformer" or self.stack) and self.width % (2 * self.heads):
-            raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
-        for name, other in NEEDS.items():
-            usual = getattr(Config, name)
-            chosen = list(getattr(self, name)) != list(usual) if name == "snr" else getattr(self, name) != usual
-            if chosen and not getattr(self, other):
-                raise UserError(f"--{name.replace('_', '-')} needs --{other}")
-        if self.stack and self.encoder not in PRETRAINED:
-            raise UserError("--stack joins rows of a pretrained encoder: it needs --init")
-        if self.scan and self.encoder == "convolutional":
-            raise UserError("--scan needs blocks that are alike, which --encoder convolutional has not")
-        if self.joint == "tiles" and self.loss == "pruned":
-            raise UserError("--joint tiles: the pruned loss has its own way to do without all logits")
-        if self.loss == "ctc" and (self.ctc or self.text):
-            raise UserError(f"--loss ctc has no transducer beside it, so no --{'ctc' if self.ctc else 'text'}")
-        if self.hop <= 0 or self.window < self.hop:
-            raise UserError(f"--window {self.window:g} must be --hop {self.hop:g} or more, and that more than 0")
+            raise UserError(f"--width {self.width} must be a multiple of 2 x --heads {self.heads}")
+        if not 0 < self.hop <= self.window:
+            raise UserError(f"--hop {self.hop:g} must be above 0, and at most --window {self.window:g}")
         if round(self.rate * self.window / 1000) < 2:
             raise UserError(f"--window {self.window:g} has fewer than two samples at --rate {self.rate}")
         if self.steps < self.accumulate:
-            raise UserError(f"--accumulate {self.accumulate} makes no update in --steps {self.steps}")
-        if self.batch_seconds and self.batch != Config.batch:
-            raise UserError(f"--batch {self.batch} needs --batch-seconds 0, got {self.batch_seconds:g}")
-        if self.tokens == "subwords" and self.alphabet:
-            raise UserError("--alphabet needs --tokens characters")
-        if self.tokens == "characters" and self.vocabulary != Config.vocabulary:
-            raise UserError("--vocabulary needs --tokens subwords")
+            raise UserError(f"--accumulate {self.accumulate} must be at most --steps {self.steps}")
         return self
 
 
