@@ -458,7 +458,7 @@ def beside(path):
         try:
             if file is None:
                 raise LineError("a text without its audio file")
-            names = file.resolve().parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
+            names = Path(os.path.abspath(file)).parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
             known = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
             yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=known)
         except LineError as error:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech import errors
-from recordings import cut
 from support import asr, run, write_audio
 
 
@@ -105,36 +104,6 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
     assert f"WER {x['wer']:.1f}% (95% interval " in out and "1000 resamples" in out and "speaker " in out
     with (tmp_path / "o.tsv").open(newline="") as file:
         assert [row["difference"] for row in csv.DictReader(file, delimiter="\t")] == [y["difference"] for y in rows]
-
-
-def test_speakers(tmp_path):
-    """Of LibriSpeech's folders, JSON lines with and without segments, Common Voice, Lhotse and Kaldi."""
-
-    def speakers(path):
-        return [getattr(x, "speaker", x) for x in asr.manifests.read(path)]
-
-    for name in ("84/12/84-12-0001", "84/12/other-12"):
-        write_audio(tmp_path / f"l/{name}.wav", 0.1)
-        with (tmp_path / "l/84/12/84-12.trans.txt").open("a") as file:
-            file.write(f"{name.split('/')[-1]} A\n")
-    assert speakers(tmp_path / "l") == speakers(tmp_path / "l/84/12") == ["84", ""]
-    parts = [{"start": 0, "end": 1, "text": "A", "speaker": "x"}, {"start": 1, "end": 2, "text": "A"}]
-    lines = [{"audio": "a", "text": "A", "speaker_id": 7}, {"audio": "a", "segments": parts, "speaker": "y"}]
-    lines += [{"audio": "a", "text": "A", "speaker": ["x"]}, cut([{"type": "file", "channels": [0], "source": "a"}], [
-        {"id": "s", "start": 0, "duration": 1, "text": "A", "speaker": "z", "channel": 0}])]  # fmt: skip
-    (tmp_path / "m.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    found = speakers(tmp_path / "m.jsonl")
-    assert found[:3] == ["7", "x", "y"] and found[3].reason == "the speaker is no name" and found[4:] == ["z"]
-    (tmp_path / "c.tsv").write_text("client_id\tpath\tsentence\nab\ta.mp3\tA\n")
-    assert speakers(tmp_path / "c.tsv") == ["ab"]
-    assert [x.speaker for x in asr.manifests.read(tmp_path / "c.tsv", speaker_column="sentence")] == ["A"]
-    with pytest.raises(asr.config.UserError, match=r"must have the column voice in its first line \(--speaker-column"):
-        list(asr.manifests.read(tmp_path / "c.tsv", speaker_column="voice"))
-    found = list(asr.manifests.read(tmp_path / "m.jsonl", speaker_column="speaker_id"))
-    assert found[0].speaker == "7" and found[1].reason == "no speaker_id, which is to name the speaker"
-    for name, text in (("wav.scp", "u a.wav\nv b.wav\n"), ("text", "u A\nv B\n"), ("utt2spk", "u me\n")):
-        (tmp_path / name).write_text(text)
-    assert speakers(tmp_path / "text") == ["me", ""]
 
 
 def test_what_cannot_be_tested(corpus, trained, tmp_path, refused):

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
 from support import arrays, asr, run
-from test_pretrained import GOLDEN
+from test_pretrained import GOLDEN, padded
 
 LETTERS = "ABCDEFGHIJKLMNOPQRS"  # 19 labels
 HEADS = "decoder.", "encoder_projector.", "joint."
@@ -75,13 +75,6 @@ def relative(folder, name, golden, left=()):
     tensors |= {k.removeprefix("tensor:"): x for k, x in found.items() if k.startswith("tensor:")}
     save_file({k: np.array(x, np.float32) for k, x in tensors.items()}, folder / "model.safetensors")
     return folder, found
-
-
-def padded(recogniser):
-    """Features [B, T, F] of the golden recordings, and their lengths."""
-    rows = [recogniser.features(x) for x in recordings()]
-    lengths = np.array([len(x) for x in rows])
-    return np.stack([np.pad(x, ((0, lengths.max() - len(x)), (0, 0))) for x in rows]), lengths
 
 
 @pytest.fixture

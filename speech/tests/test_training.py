@@ -190,14 +190,6 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
     refused(["train", "--config", tmp_path / "c.json"], message)
 
 
-def test_interrupted(corpus, tmp_path, refused, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(asr.batches, "make_buckets", interrupt)
-    refused(arguments(corpus, tmp_path / "run"), "rnnt-speech: interrupted", 130)
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [

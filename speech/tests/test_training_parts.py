@@ -40,23 +40,15 @@ def test_ctc_is_that_of_all_paths():
 
 
 def test_options_of_losses():
-    """The library's loss of each name, the blank and the number of logits of five labels."""
-    losses = {
-        "rnnt": (jax_rnnt.RNNTLoss(), (5, 6)),
-        "monotonic": (jax_rnnt.MonotonicRNNTLoss(), (5, 6)),
-        "constrained": (jax_rnnt.ConstrainedRNNTLoss(), (5, 6)),
-        "tdt": (jax_rnnt.TDTLoss((0, 1, 3), sigma=0.2), (5, 9)),
-        "multiblank": (jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2), (8, 9)),
-        "hat": (jax_rnnt.HATLoss(), (5, 6)),
-        "robust": (jax_rnnt.TargetRobustRNNTLoss(skip_frame=-5.0, skip_label=-5.0), (5, 6)),
-        "wildcard": (jax_rnnt.WildcardRNNTLoss(skip_start=-5.0, skip_end=-5.0), (5, 6)),
-        "pruned": (jax_rnnt.RNNTLoss(), (5, 6)),
-        "ctc": (None, (5, 6)),
-    }
-    variants = {
-        x: asr.losses.variant_of(configuration(loss=x, sigma=0.2, durations=(0, 1, 3))) for x in asr.losses.LOSSES
-    }
-    assert {name: (x.loss, x.outputs(5)) for name, x in variants.items()} == losses
+    """Durations, sigma, the blank and the number of logits of five labels."""
+    for name, loss, outputs in (
+        ("tdt", jax_rnnt.TDTLoss((0, 1, 3), sigma=0.2), (5, 9)),
+        ("multiblank", jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2), (8, 9)),
+        ("hat", jax_rnnt.HATLoss(), (5, 6)),
+        ("ctc", None, (5, 6)),
+    ):
+        found = asr.losses.variant_of(configuration(loss=name, sigma=0.2, durations=(0, 1, 3)))
+        assert (found.loss, found.outputs(5)) == (loss, outputs)
 
 
 def test_loss_of_texts(corpus, tmp_path, capsys):
