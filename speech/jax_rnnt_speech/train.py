@@ -1,6 +1,7 @@
 """Trains a model, saves checkpoints, and measures held-out error rates."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -101,25 +102,24 @@ def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
     return train_step
 
 
+@dataclasses.dataclass
 class Progress:
     """The best test so far, and how many came after it. It is stored with each checkpoint."""
 
-    def __init__(self, stored=None):
-        self.step, self.rates, self.since = 0, None, 0
-        if stored:
-            self.step, self.rates, self.since = stored["step"], evaluate.Rates(*stored["rates"]), stored["since"]
+    step: int = 0
+    rates: evaluate.Rates | list | None = None  # None: there was no test
+    since: int = 0
 
     def better(self, step, rates):
         """Whether these are the best rates, by WER and then by CER; takes note of them."""
-        better = self.rates is None or (rates.wer, rates.cer) < (self.rates.wer, self.rates.cer)
-        if better:
+        self.since += 1
+        if self.rates is None or (rates.wer, rates.cer) < (self.rates.wer, self.rates.cer):
             self.step, self.rates, self.since = step, rates, 0
-        else:
-            self.since += 1
-        return better
+        return self.since == 0
 
-    def stored(self):
-        return {"step": self.step, "rates": list(self.rates), "since": self.since}
+    @classmethod
+    def of(cls, stored):
+        return cls(**stored | {"rates": stored["rates"] and evaluate.Rates(*stored["rates"])})
 
 
 class Training:
@@ -145,7 +145,7 @@ class Training:
             if not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
-            self.progress = Progress(setup.get("progress"))
+            self.progress = Progress.of(setup["progress"])
         self.parts = Parts(config, self.recogniser.params)
         self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
         if self.run.last is None and not config.init:
@@ -244,7 +244,7 @@ class Training:
         self.keep(state, step, params)
 
     def setup(self):
-        return self.recogniser.setup() | self.stored | {"progress": self.progress.stored()}
+        return self.recogniser.setup() | self.stored | {"progress": dataclasses.asdict(self.progress)}
 
     def keep(self, state, step, params):
         """Saves all that the steps after this one need."""

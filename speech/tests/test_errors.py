@@ -42,8 +42,6 @@ def test_counts():
     one, two = (errors.tested(text, "", 1.0, text, "") for text in ("one", "one two"))
     assert errors.worst([two, one, one._replace(name="a")], 3)[0] == two
     assert errors.worst([x._replace(words=x.words._replace(length=9)), x], 1) == [x]  # as many errors in fewer words
-    rates = [one._replace(name=str(i), words=errors.Counts(0, i, 0, 9)) for i in (3, 0, 4, 1, 2)]
-    assert [x.name for x in errors.spread(rates, 3)] == ["0", "2", "4"] and len(errors.spread(rates, 9)) == 5
 
 
 def test_interval():
@@ -95,8 +93,6 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
     for name in ("learning-curve", "lattice"):
         light, dark = (asr.pictures.plt.imread(tmp_path / f"page/{name}{x}.png") for x in ("", "-dark"))
         assert light[0, 0, 0] == 1 and dark[0, 0, 0] < 0.1 and light.shape[1] == 780 and light.std() > 0.05
-    assert (tmp_path / "page/transcripts.md").read_text().count("\n") == 10
-    assert f"| all | 12 | 23 | {x['insertions']} | " in (tmp_path / "page/errors.md").read_text()
     monkeypatch.setattr(asr.testing, "SPEAKERS", 1)
     run([*command[:4], tmp_path / "nowhere", *command[4:], "--output", tmp_path / "o.tsv"], 1)
     out, error = capsys.readouterr()
