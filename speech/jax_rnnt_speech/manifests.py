@@ -249,7 +249,7 @@ def span(row):
         raise LineError("end and duration contradict each other")
     end = end if end is not None or duration is None else start + duration
     if end is not None and end <= start:
-        raise LineError("the end is not behind the start")
+        raise LineError("the end is not after the start")
     return start, end, None
 
 

@@ -87,13 +87,17 @@ class Run:
 
 def open_run(workdir):
     """The run of a folder that must have a checkpoint."""
-    if not (workdir / CHECKPOINTS).is_dir():
-        raise UserError(f"{workdir} has no checkpoint: train first")
     run = Run(workdir, resume=True)
     if run.last is None:
         raise UserError(f"{workdir} has no checkpoint: train first")
     run.open()
     return run
+
+
+def setup_of(workdir):
+    """What the last checkpoint of a folder stores beside its arrays."""
+    with contextlib.closing(open_run(workdir)) as run:
+        return run.setup()
 
 
 def metrics_of(workdir):

@@ -150,9 +150,10 @@ def make(args):
 
 def add_command(commands):
     parser = commands.add_parser("corpus", help="make a corpus of synthetic speech")
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--hours", type=number(float, 1e-4), default=3.0, help="of training (%(default)s)")
-    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="default: the fortunes of Debian")
-    parser.add_argument("--noise", type=number(float, -20, 40), default=10, metavar="DB", help="at most (%(default)s)")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write: train, valid and test")
+    parser.add_argument("--hours", type=number(float, 1e-4), default=3.0, help="of speech for training (%(default)s)")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="to speak; default: Debian's fortunes")
+    help = "lowest ratio of speech to noise (%(default)s)"
+    parser.add_argument("--noise", type=number(float, -20, 40), default=10, metavar="DB", help=help)
     parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     parser.set_defaults(run=make)

@@ -134,9 +134,7 @@ def add_command(commands):
     parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
     parser.add_argument("--output", type=Path, metavar="FILE", help="references and hypotheses: .tsv or .jsonl")
     parser.add_argument("--json", action="store_true", help="one object: wer, cer, interval, insertions, ...")
-    parser.add_argument(
-        "--pictures", type=Path, metavar="FOLDER", help="to write: a learning curve and a lattice"
-    )
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: a learning curve and a lattice")
     parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
     pretrained.add_options(parser)
     ngrams.add_options(parser)

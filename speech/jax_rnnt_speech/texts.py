@@ -40,11 +40,11 @@ def basic(language):
     return normalize
 
 
-def loaded(name, option="--normalize", others="none of none, basic, basic:LANGUAGE and"):
-    """The function that FILE:FUNCTION names, the value of an option."""
+def loaded(name, option="--normalize", others="none, basic, basic:LANGUAGE or "):
+    """The function that FILE:FUNCTION names, the value of an option that may have others."""
     file, _, function = name.rpartition(":")
     if not Path(file).is_file():
-        raise UserError(f"{option} {name} is {others} FILE:FUNCTION of a Python file")
+        raise UserError(f"{option} must be {others}FILE:FUNCTION of a Python file, got {name}")
     spec = importlib.util.spec_from_file_location(f"jax_rnnt_speech_{option.strip('-')}", file)
     if spec is None:
         raise UserError(f"{option} {name}: {file} must end in .py")

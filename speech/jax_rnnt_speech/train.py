@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 import time
+from typing import NamedTuple
 
 import grain
 import jax
@@ -17,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import batches, cache, corpora, devices, evaluate, hosts, ngrams, pretrained, programs, runs
+from jax_rnnt_speech import batches, cache, corpora, errors, hosts, ngrams, pretrained, programs, runs
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.parts import Parts, placed
 from jax_rnnt_speech.recogniser import Recogniser
@@ -102,12 +103,38 @@ def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
     return train_step
 
 
+class Rates(NamedTuple):
+    loss: float  # nats an utterance
+    cer: float  # per cent
+    wer: float
+
+
+def held_out(recogniser, params, data, buckets, split, search, examples=0):
+    """Rates of all utterances, and (reference, hypothesis) of the first ones."""
+    loss, scored, characters, words, shown = 0.0, 0, [], [], []
+    for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
+        batch["valid"] &= ~np.isin(batch["index"], [*data.without])
+        results = recogniser.evaluated(params, split(batch), search)
+        value, labels, counts, index = hosts.gathered((*results, batch["index"]))
+        loss += float(value)
+        for i, row, count in zip(index, labels, counts):
+            if i >= 0:  # its audio is readable
+                scored += i not in data.without
+                pair = data.corpus.utterances[i].text, recogniser.text(row, count)
+                characters.append(errors.counted(*pair))
+                words.append(errors.counted(*(x.split() for x in pair)))
+                shown += [pair] * (len(shown) < examples)
+    if not words:
+        raise UserError("no held-out utterance has readable audio")
+    return Rates(loss / max(scored, 1), *(errors.summed(x).rate for x in (characters, words))), shown
+
+
 @dataclasses.dataclass
 class Progress:
     """The best test so far, and how many came after it. It is stored with each checkpoint."""
 
     step: int = 0
-    rates: evaluate.Rates | list | None = None  # None: there was no test
+    rates: Rates | list | None = None  # None: there was no test
     since: int = 0
 
     def better(self, step, rates):
@@ -119,7 +146,7 @@ class Progress:
 
     @classmethod
     def of(cls, stored):
-        return cls(**stored | {"rates": stored["rates"] and evaluate.Rates(*stored["rates"])})
+        return cls(**stored | {"rates": stored["rates"] and Rates(*stored["rates"])})
 
 
 class Training:
@@ -128,7 +155,7 @@ class Training:
     def __init__(self, config, options):
         self.config, self.options = config, options
         self.run = runs.Run(options.workdir, resume=options.resume, overwrite=options.overwrite)
-        self.mesh = Mesh(np.array(devices.select(options.platform, options.devices)), ("data",))
+        self.mesh = Mesh(np.array(hosts.devices(options.platform, options.devices)), ("data",))
         programs.keep(self.run.workdir / "programs")
         folder = options.cache
         self.folder = None if folder and folder.name == "none" else folder or self.run.workdir / "cache"
@@ -204,7 +231,7 @@ class Training:
 
     def measure(self, params, step, metrics=None):
         """Error rates. Without `metrics` nothing is written."""
-        rates, shown = evaluate.rates(
+        rates, shown = held_out(
             self.recogniser, params, self.valid, self.test_buckets, self.split, self.search, examples=2
         )
         tqdm.write(f"step {step}: held-out loss {rates.loss:.2f}, CER {rates.cer:.1f}%, WER {rates.wer:.1f}%")

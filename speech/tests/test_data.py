@@ -75,7 +75,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
     recogniser = asr.recogniser.Recogniser(config, data.corpus and asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
-    rates = lambda data: asr.evaluate.rates(
+    rates = lambda data: asr.train.held_out(
         recogniser, recogniser.params, data, asr.batches.make_buckets(data, config, 1), lambda x: x, asr.ngrams.Search()
     )[0]
     readable = data._replace(labels={i: x for i, x in data.labels.items() if i != 3})

@@ -40,7 +40,7 @@ def listed(path, **options):
 BAD = [  # what is wrong with a line that is good otherwise, or a line, and why it is left out
     ({"start": 1, "end": 2, "duration": 3}, "end and duration contradict each other"),
     ({"offset": 1, "start": 2}, "offset and start contradict each other"),
-    ({"start": 2, "end": 2}, "the end is not behind the start"),
+    ({"start": 2, "end": 2}, "the end is not after the start"),
     ({"frame_offset": 8000}, "the key frame_offset, which is not in seconds, is not read"),
     *(({"channel": x}, "channel is no number from 0 on") for x in ("left", -1)),
     ({"segments": [{"text": "x"}]}, "a segment without start and end"),
@@ -180,7 +180,7 @@ def test_kaldi(folder, tmp_path):
         {
             "a segment of a recording that wav.scp lacks": ["u3"],
             "no segment: expected a recording, a start and an end": ["u4"],
-            "the end is not behind the start": ["u5"],
+            "the end is not after the start": ["u5"],
             "a recording without a text": ["u6"],
         },
     )
@@ -462,7 +462,7 @@ def test_normalize(tmp_path, monkeypatch):
     assert asr.texts.absolute("basic:de") == "basic:de"  # not a function of that file
     assert asr.corpora.absolute("spoken-digits:a:b") == f"spoken-digits:{tmp_path}/a:b"
     for name, message in (
-        ("other", "is none of none, basic, "),
+        ("other", "--normalize must be none, basic, .* got other"),
         ("basic:xx", "has no numbers in words; languages: "),
         (f"{tmp_path}/mine.py:none", r"has no function none"),
         (f"{tmp_path}/mine.py:bad", r"must return a string, got None of 'x'"),

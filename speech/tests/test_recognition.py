@@ -221,7 +221,7 @@ def test_what_a_machine_lacks(monkeypatch):
     failed = lambda: (_ for _ in ()).throw(RuntimeError("Unable to initialize backend 'cuda': no GPU\nmore"))
     monkeypatch.setattr(jax, "devices", failed)
     with pytest.raises(asr.config.UserError, match=r"^no device of .*: Unable to initialize backend 'cuda': no GPU$"):
-        asr.devices.select(None, 1)
+        asr.hosts.devices(None, 1)
 
 
 def test_sentences():

@@ -154,7 +154,7 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys):
 def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     """A run whose corpus has changed goes on only if that is asked for. Names of corpora hold in any folder."""
     shutil.copytree(trained[0], tmp_path / "run")
-    monkeypatch.setattr(asr.train.Training, "main", lambda self: asr.evaluate.Rates(0, 0, 0))  # all is checked before
+    monkeypatch.setattr(asr.train.Training, "main", lambda self: asr.train.Rates(0, 0, 0))  # all is checked before
     manifest = corpus / "all.jsonl"
     rows = manifest.read_text()
     command = [*arguments(corpus, tmp_path / "run"), "--resume", "--steps", 7]
@@ -223,7 +223,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--freeze", "encoder,joint,predictor"], "--freeze encoder,joint,predictor leaves nothing to train"),
         (["--average", 1], "--average: expected a number of 0 or more and less than 1, got 1"),
         (["--scan"], "--scan needs blocks that are alike"),
-        (["--hook", "nothing.py:f"], "--hook nothing.py:f is no FILE:FUNCTION of a Python file"),
+        (["--hook", "nothing.py:f"], "--hook must be FILE:FUNCTION of a Python file, got nothing.py:f"),
         (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
         (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts: they"),
         (["--processes", 2], "--processes and --process need --coordinator HOST:PORT"),

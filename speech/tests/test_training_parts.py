@@ -250,7 +250,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
 def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch):
     """The best test decides what is used; after `--patience` tests that are no better, the run ends. A hook hears."""
     rates = iter([50.0, 40.0, 45.0, 40.0, 30.0, 0.0])
-    measured = lambda self, params, step, metrics=None: asr.evaluate.Rates(1.0, 1.0, next(rates))
+    measured = lambda self, params, step, metrics=None: asr.train.Rates(1.0, 1.0, next(rates))
     monkeypatch.setattr(asr.train.Training, "measure", measured)
     (tmp_path / "hook.py").write_text("def hear(step, numbers):\n    print('heard', step)\n")
     workdir = tmp_path / "run"
