@@ -62,5 +62,6 @@ def add_command(commands):
     parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
     pretrained.add_options(parser)
     transcripts.add_options(parser, ("ctm", *(x for x in transcripts.FORMATS if x not in ("ctm", "text"))))
-    config.add_options(parser, OPTIONS)
+    config.add_options(parser, {"max_seconds"}, "what the model hears")
+    config.add_options(parser, OPTIONS - {"max_seconds"}, "as trained")
     parser.set_defaults(run=align)

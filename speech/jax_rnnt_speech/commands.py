@@ -84,12 +84,12 @@ def add_recognition(commands):
     help = "of words: the least probability of their labels (the default), or from this entropy of all labels"
     parser.add_argument("--confidence", choices=kinds, default=ngrams.PROBABILITY, help=help)
     ngrams.add_options(parser)
-    config.add_options(parser, {"audio_column"})
+    config.add_options(parser, {"audio_column"}, "as trained, or the usual ones")
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
     source = live.add_mutually_exclusive_group(required=True)
-    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE")
-    source.add_argument("--microphone", action="store_true")
+    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE", help="audio of any format")
+    source.add_argument("--microphone", action="store_true", help="listen until Ctrl-C")
     help = "seconds of silence that end an utterance, and its line; 0: none (%(default)s)"
     live.add_argument("--endpoint", type=amount, default=0.0, metavar="S", help=help)
     live.add_argument("--json", action="store_true", help="an object a line: words, text that may change, endpoints")

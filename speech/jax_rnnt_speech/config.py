@@ -134,18 +134,18 @@ class Config:
     vocabulary: int = option(256, positive, "number of subwords, with --tokens subwords")
     alphabet: str = option("", str, "characters that texts may have; default: those of the training texts")
     lower: bool = switch("put texts in lower case")
-    normalize: str = option("none", str, "of texts: none, basic, basic:LANGUAGE (for numbers) or FILE:FUNCTION")
+    normalize: str = option("none", str, "change of texts: none, basic, basic:LANGUAGE (for numbers) or FILE:FUNCTION")
     audio_column: str = option("", str, "key or column of a manifest that names the audio; default: the usual ones")
     text_column: str = option("", str, "key or column of a manifest that has the text; default: the usual ones")
     speaker_column: str = option("", str, "key or column of a manifest that names the speaker; default: the usual ones")
-    text: str = option("", str, ".txt with a sentence a line, from which predictor and joint learn without audio")
+    text: str = option("", str, "sentences, a line each, to teach predictor and joint without audio", metavar="FILE")
     text_weight: float = option(0.3, amount, "weight of the loss of --text")
     # Batches.
     batch_seconds: float = option(0.0, amount, "seconds of a batch, padding included; 0: --batch counts")
     batch: int = option(16, positive, "utterances in a batch, with --batch-seconds 0")
     buckets: int = option(4, positive, "shapes of batches at most; each has utterances of similar length")
-    speeds: tuple = option((1.0,), speeds, "at which each training recording is read, beside 1")
-    noise: str = option("", str, "folder of audio; each recording is also read with some of it added")
+    speeds: tuple = option((1.0,), speeds, "at which each training recording is heard, beside 1")
+    noise: str = option("", str, "folder of audio; each recording is also heard with it added", metavar="FOLDER")
     snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB")
     gain: float = option(0.0, amount, "dB by which noisy copies are louder or softer at most; also without --noise")
     time_masks: int = option(2, natural, "SpecAugment: masks over time")
@@ -153,7 +153,7 @@ class Config:
     mel_masks: int = option(2, natural, "SpecAugment: masks over features")
     mel_mask: int = option(20, natural, "features that a mask hides at most")
     # Model.
-    init: str = option("", str, "start from a folder: of a run, of Hugging Face's Parakeet or Nemotron, of Whisper")
+    init: str = option("", str, "start from a run, Parakeet, Nemotron or Whisper", metavar="FOLDER")
     new_head: bool = switch("with --init: its encoder alone, and labels of --tokens")
     width: int = option(256, positive, "width of the encoder; of what follows a pretrained one")
     encoder: str = option("conformer", str, "kind of the encoder; the last two need --init", choices=ENCODERS)
@@ -184,7 +184,7 @@ class Config:
     duration_choice: str = option(
         "pair", str, "greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first")
     )
-    joint: str = option("tiles", str, "logits: all at once; a pruned loss has neither", choices=("logits", "tiles"))
+    joint: str = option("tiles", str, "compute all logits at once, or in tiles", choices=("logits", "tiles"))
     ctc: float = option(0.0, amount, "weight of a CTC loss beside the transducer's")
     fastemit: float = option(0.0, amount, "lambda of FastEmit, which makes labels come earlier")
     steps: int = option(10000, natural, "batches to train on")
@@ -239,8 +239,11 @@ class Config:
         return self
 
 
-def add_options(parser, names=None):
-    """Fields of Config, by default all; options that are not given are absent from the result."""
+def add_options(parser, names=None, default=None):
+    """Fields of Config, by default all; options that are not given are absent from the result.
+
+    `default`: what help says of the default, if it is not that of Config.
+    """
     for field in dataclasses.fields(Config):
         if names and field.name not in names:
             continue
@@ -248,10 +251,12 @@ def add_options(parser, names=None):
         usual = field.default
         if isinstance(usual, tuple):
             usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
-        default = "" if usual in ("", False, True) else f" ({usual})"
         if not {"choices", "action", "metavar"} & more.keys():
             more["metavar"] = "TEXT" if more["type"] is str else getattr(more["type"], "metavar", "N")
-        more["help"] += default
+        if default:
+            more["help"] = f"{more['help'].partition('; default')[0]} ({default})"
+        elif usual not in ("", 0):
+            more["help"] += f" ({usual})"
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)
 
 

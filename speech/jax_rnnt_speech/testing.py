@@ -138,5 +138,5 @@ def add_command(commands):
     parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
     pretrained.add_options(parser)
     ngrams.add_options(parser)
-    config.add_options(parser, OPTIONS)
+    config.add_options(parser, OPTIONS, "as trained")
     parser.set_defaults(run=test)

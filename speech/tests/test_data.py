@@ -172,11 +172,5 @@ def test_buckets(corpus):
     left, one = asr.batches.padding(data, buckets)
     frames = np.array([x.frames for x in data.corpus.utterances])
     assert one == pytest.approx(1 - frames.mean() / frames.max()) and 0 <= left < one
-
-
-def test_batches_of_equal_seconds(corpus):
-    """A bucket has as many utterances as its longest fits into the seconds; few long ones join the others."""
-    config = configuration(batch_seconds=1.6, buckets=4)
-    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), asr.tokens.Characters("ABC "), 4)
-    for bucket in asr.batches.make_buckets(data, config, 1):
-        assert bucket.batch == min(160 // bucket.frames, len(bucket.members))
+    for bucket in asr.batches.make_buckets(data, configuration(batch_seconds=1.6, buckets=4), 1):
+        assert bucket.batch == min(160 // bucket.frames, len(bucket.members))  # as many as the longest fits into 1.6 s

@@ -58,8 +58,8 @@ def read(folder, best=True):
 
 def add_options(parser):
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
-    parser.add_argument("--prompt", metavar="NAME", help="the language of the recordings, for a model that is told")
-    parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: by held-out WER (best), or last")
+    parser.add_argument("--prompt", metavar="NAME", help="language of the recordings, for a model that takes one")
+    parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: the best by WER, or the last")
 
 
 def default():
