@@ -505,7 +505,7 @@ def test_check(folder, capsys, tmp_path, refused):
     run(["check", folder / "check.jsonl", "--config", tmp_path / "c.json", "--batch", 2])
     assert "in batches of 2 x" in capsys.readouterr().out
     for more, message in (
-        (["--normalize", "basic:xx", folder / "none.jsonl"], "--normalize basic:xx has no numbers in words"),
+        ([folder / "none.jsonl", "--normalize", "basic:xx"], "--normalize basic:xx has no numbers in words"),
         (["--window", 0.01, "--hop", 0.01], "--window 0.01 has fewer than two samples at --rate 16000"),
     ):
         refused(["check", folder / "check.jsonl", *more], message)
