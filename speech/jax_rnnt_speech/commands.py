@@ -136,15 +136,13 @@ def train(args):
     given = config.given(args, names)
     file = {name: x for name, x in (config.read_file(args.config) if args.config else {}).items() if name not in given}
     options = file | given
-    for name in {"train", "valid", "text"} & options.keys():
+    for name in {"train", "valid", "text", "noise"} & options.keys():
         options[name] = corpora.absolute(config.sources(options[name]))
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
     if args.hook:
         args.hook = texts.loaded(args.hook, "--hook", "")
-    if options.get("noise"):
-        options["noise"] = str(Path(options["noise"]).resolve())
     if options.get("steps") == 0:
         raise UserError("--steps 0 trains nothing: `rnnt-speech test` evaluates a run")
     if args.change and not args.resume:
