@@ -23,6 +23,7 @@ TEXT_KEYS = "text", "sentence", "transcript", "transcription"
 START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin"), ("end", "end_time", "stop")
 CHANNEL_KEYS = "channel", "channels", "channel_selector"
 SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
+PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
 # Keys of other tools that choose a part of a file, in units that are not seconds.
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
 SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
@@ -304,45 +305,40 @@ def is_file(path):
         return False
 
 
-def utterances(row, path, line, keys):
-    """Entries of one row: one, or one for each of its segments."""
+def entry(row, path, keys, name=""):
+    """The Entry of a row that says which part of a file has which text; by default, its audio gives the name."""
     audio = first_of(row, keys[0])
     audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
     if not audio:
         raise LineError("no name of an audio file")
-    file, parts = located(audio, path), row.get("segments")
+    file, (start, end, whole), text = located(audio, path), span(row), first_of(row, keys[1])
+    if keys[1] and not any(x in row for x in keys[1]):
+        raise LineError("no text")
+    text = "" if text is None else encodable(text, "the text")
+    if (start, end) != (0.0, None):
+        audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
+    chosen = channel(first_of(row, CHANNEL_KEYS))
+    return Entry(name or audio, file, text, start, end, chosen, whole, speaker(row, keys[2]))
+
+
+def utterances(row, path, line, keys):
+    """Entries of one row: one, or one for each of its segments."""
+    parts = row.get("segments")
     if parts in (None, ""):
-        start, end, whole = span(row)
-        name = audio if (start, end) == (0.0, None) else segment_name(audio, start, end)
-        chosen = channel(first_of(row, CHANNEL_KEYS))
-        yield Entry(name, file, text_under(row, keys[1]), start, end, chosen, whole, speaker(row, keys[2]))
+        yield entry(row, path, keys)
         return
     if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
         raise LineError("segments are no list of objects")
     if first_of(row, START_KEYS + END_KEYS) is not None:
         raise LineError("segments of a segment are not read")
+    common = {x: row[x] for x in (*keys[0], *CHANNEL_KEYS, *keys[2]) if x in row}
     for i, part in enumerate(parts, 1):
         try:
-            start, end, whole = span(part)
-            if end is None and start == 0.0:
+            if span(part)[:2] == (0.0, None):
                 raise LineError("a segment without start and end")
-            chosen = channel(first_of(row | part, CHANNEL_KEYS))
-            text = text_under(part, keys[1])
-            name, whole = segment_name(audio, start, end), number(row, ("duration",))
-            yield Entry(name, file, text, start, end, chosen, whole, speaker(row | part, keys[2]))
+            yield entry(common | part, path, keys)._replace(whole=number(row, ("duration",)))
         except LineError as error:
             yield Fault(str(error), f"{line} segment {i}")
-
-
-def segment_name(audio, start, end):
-    return f"{audio} from {start:g} s" + (f" to {end:g} s" if end is not None else "")
-
-
-def text_under(row, keys):
-    if keys and not any(x in row for x in keys):
-        raise LineError("no text")
-    text = first_of(row, keys)
-    return "" if text is None else encodable(text, "the text")
 
 
 def is_cut(row):
@@ -390,12 +386,12 @@ def supervision(x, name, row, recording, path, first, length):
     for source in sources:
         known = source.get("channels") or [0]
         if isinstance(known, list) and wanted <= {y for y in known if type(y) is int}:
-            places = tuple(known.index(y) for y in sorted(wanted)) or None
-            places = places[0] if places and len(places) == 1 else places
-            text = text_under({"text": x.get("text")}, ("text",))
-            audio = located(source.get("source"), path)
-            end, whole = first + offset + duration, number(recording, ("duration",))
-            yield Entry(name, audio, text, start, end, places, whole, speaker(x))
+            places = [known.index(y) for y in sorted(wanted)]
+            places = places[0] if len(places) == 1 else places or None
+            said = {key: x[key] for key in ("text", *SPEAKER_KEYS) if key in x}
+            where = {"audio": source.get("source"), "start": start, "end": first + offset + duration}
+            found = entry({"text": "", "channel": places} | said | where, path, PLAIN, name)
+            yield found._replace(whole=number(recording, ("duration",)))
             return
     raise LineError("no source of Lhotse has the channel")
 
@@ -489,11 +485,9 @@ def kaldi(path, texts=True):
                 raise LineError("a segment of a recording that wav.scp lacks")
             if file.endswith("|") or file.startswith("|"):
                 raise LineError("a command in wav.scp is not run")
-            end = {} if where[2].startswith("-") else {"end": where[2]}
-            start, end, _ = span({"start": where[1]} | end)
-            audio, of = located(file, path / "wav.scp"), speakers.get(name, "")
-            said, of = encodable(" ".join(text), "the text"), encodable(of, "the speaker")
-            yield Entry(name, audio, said, start, end, channel("".join(where[3:])), speaker=of)
+            row = {"audio": file, "text": " ".join(text), "speaker": speakers.get(name), "channel": "".join(where[3:])}
+            row |= {"start": where[1], "end": None if where[2].startswith("-") else where[2]}
+            yield entry(row, path / "wav.scp", PLAIN, name)
         except LineError as error:
             yield Fault(str(error), name)
     yield from (Fault("a recording without a text", x) for x in segments)
