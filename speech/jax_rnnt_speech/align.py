@@ -31,7 +31,7 @@ def align(args):
         x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
 
-    bar = outputs.bar(total=len(data.labels), unit="utterances", disable=None)
+    bar = outputs.bar(total=len(data.labels), unit="utterances")
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
     found = {}
     with transcripts.writer(args, entries) as write, bar:

@@ -91,10 +91,9 @@ def speak(line, seed):
     command = ["espeak-ng", "-v", line.voice, "-s", str(line.speed), "-p", str(line.pitch), "--stdout", "--stdin"]
     # Lower case: capitals may be spelt.
     done = subprocess.run(command, input=line.text.lower().encode(), capture_output=True)
-    header, samples = done.stdout[:44], np.frombuffer(done.stdout[44:], "<i2")
-    if not len(samples):
+    if len(done.stdout) <= 44:  # the header of a WAV
         raise UserError(f"espeak-ng has no voice {line.voice}: {done.stderr.decode().strip()}")
-    samples = audio.resampled(audio.scaled(samples), int.from_bytes(header[24:28], "little"), RATE)
+    samples = audio.read(audio.Memory(done.stdout, line.voice), RATE)
     rng = np.random.default_rng(seed)
     power = np.mean(samples**2) / 10 ** (line.ratio / 10)
     color = rng.uniform(0, 0.95)  # of the noise: white, or with more low frequencies

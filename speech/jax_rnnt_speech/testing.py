@@ -30,7 +30,7 @@ class Test:
         self.tested = []  # numbers of the results' utterances
         normalize, started = texts.normalizer(settings.normalize, settings.lower), time.perf_counter()
         found = recognise.transcribe(recogniser, self.recordings(), how)
-        for result in outputs.bar(found, "utterances", len(utterances), disable=None):
+        for result in outputs.bar(found, "utterances", len(utterances)):
             x = utterances[result.name]
             if result.error:
                 self.report.add(result.error.partition(": ")[2], x.name)

@@ -267,7 +267,7 @@ class Training:
         rates = self.measure(params, step, metrics)
         better = self.progress.better(step, rates)
         if better:
-            self.run.save_best(step, self.setup(), params)
+            self.run.save(step, self.setup(), best=True, params=params)
         self.keep(state, step, params)
 
     def setup(self):

@@ -102,7 +102,7 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
         assert [row["difference"] for row in csv.DictReader(file, delimiter="\t")] == [y["difference"] for y in rows]
 
 
-def test_what_cannot_be_tested(corpus, trained, tmp_path, refused):
+def test_what_cannot_be_tested(corpus, trained, tmp_path, refused, capsys):
     command = ["test", "--workdir", trained[0]]
     for more, message in (
         ([tmp_path / "nowhere"], "nowhere does not exist"),
@@ -113,6 +113,8 @@ def test_what_cannot_be_tested(corpus, trained, tmp_path, refused):
         ([corpus / "all.jsonl", "--ngram", "x"], "--ngram needs --beam"),
     ):
         refused([*command, *more], message)
+    run(["train", "--help"])
+    assert "norm of the gradient; 0: any (1.0)\n" in capsys.readouterr().out  # a default of 1 is said
 
 
 def test_rates_of_a_training(corpus, trained, tmp_path, capsys):

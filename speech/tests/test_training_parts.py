@@ -267,7 +267,7 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     for step in (5, 3):  # an interrupted run was at step 5 already
         other = asr.runs.Run(tmp_path / "other")
         other.open()
-        other.save_best(step, {}, {"x": np.zeros(2)})
+        other.save(step, {}, best=True, params={"x": np.zeros(2)})
         other.close()
     assert [x.name for x in (tmp_path / "other/best").iterdir()] == ["3"]
     lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
