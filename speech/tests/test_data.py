@@ -1,4 +1,4 @@
-"""What the recipe reads and leaves out, features, labels and shapes of batches."""
+"""What the recipe reads and leaves out, texts, features, labels and shapes of batches."""
 
 import json
 import shutil
@@ -127,6 +127,33 @@ def test_masks():
         hidden[a[0] : a[1]] = hidden[b[0] : b[1]] = hidden[:, c[0] : c[1]] = True
         np.testing.assert_array_equal(result[~hidden], original[~hidden])
         np.testing.assert_allclose(result[hidden], np.float64(original[:20][~hidden[:20]]).mean(), rtol=1e-5)
+
+
+def test_normalize(tmp_path, monkeypatch):
+    normalizer = asr.texts.normalizer
+    assert normalizer("none")("  Cafe\u0301\u2028 A ") == "Café A"
+    assert normalizer("none", lower=True)("İST") == "i\u0307st"
+    said = "I don’t have 1,234.5 'things' \N{EM DASH} but x-rays: 21!"
+    written = "i don't have one thousand two hundred thirty four point five things but x rays twenty one"
+    assert normalizer("basic")(said) == written
+    assert normalizer("basic:ja")("1.5") == "一点五"
+    assert normalizer("basic:de")("Es sind 21 Äpfel.") == "es sind einundzwanzig äpfel"
+    assert normalizer("basic:de")("1.021,5 um 9.30") == "eintausendeinundzwanzig komma fünf um neun dreißig"
+    (tmp_path / "mine.py").write_text("def swap(text):\n    return text.swapcase()\ndef bad(text):\n    return None\n")
+    assert normalizer(f"{tmp_path}/mine.py:swap")("Ab") == "aB"
+    monkeypatch.chdir(tmp_path)
+    for file in ("basic", "a:b"):
+        (tmp_path / file).touch()
+    assert asr.texts.absolute("basic:de") == "basic:de"  # not a function of that file
+    assert asr.corpora.absolute("spoken-digits:a:b") == f"spoken-digits:{tmp_path}/a:b"
+    for name, message in (
+        ("other", "--normalize must be none, basic, .* got other"),
+        ("basic:xx", "has no numbers in words; languages: "),
+        (f"{tmp_path}/mine.py:none", r"has no function none"),
+        (f"{tmp_path}/mine.py:bad", r"must return a string, got None of 'x'"),
+    ):
+        with pytest.raises(asr.config.UserError, match=message):
+            normalizer(name)("x")
 
 
 @pytest.mark.parametrize("kind", ["characters", "subwords"])

@@ -1,4 +1,4 @@
-"""Manifests of every dialect, audio files of every format, texts, and the command `check`."""
+"""Manifests of every dialect, audio files of every format, and the command `check`."""
 
 import csv
 import gzip
@@ -438,33 +438,6 @@ def test_reasons(tmp_path):
         with pytest.raises(asr.audio.AudioError) as caught:
             asr.audio.read(tmp_path / name, RATE)
         assert caught.value.reason == reason, name
-
-
-def test_normalize(tmp_path, monkeypatch):
-    normalizer = asr.texts.normalizer
-    assert normalizer("none")("  Cafe\u0301\u2028 A ") == "Café A"
-    assert normalizer("none", lower=True)("İST") == "i\u0307st"
-    said = "I don’t have 1,234.5 'things' \N{EM DASH} but x-rays: 21!"
-    written = "i don't have one thousand two hundred thirty four point five things but x rays twenty one"
-    assert normalizer("basic")(said) == written
-    assert normalizer("basic:ja")("1.5") == "一点五"
-    assert normalizer("basic:de")("Es sind 21 Äpfel.") == "es sind einundzwanzig äpfel"
-    assert normalizer("basic:de")("1.021,5 um 9.30") == "eintausendeinundzwanzig komma fünf um neun dreißig"
-    (tmp_path / "mine.py").write_text("def swap(text):\n    return text.swapcase()\ndef bad(text):\n    return None\n")
-    assert normalizer(f"{tmp_path}/mine.py:swap")("Ab") == "aB"
-    monkeypatch.chdir(tmp_path)
-    for file in ("basic", "a:b"):
-        (tmp_path / file).touch()
-    assert asr.texts.absolute("basic:de") == "basic:de"  # not a function of that file
-    assert asr.corpora.absolute("spoken-digits:a:b") == f"spoken-digits:{tmp_path}/a:b"
-    for name, message in (
-        ("other", "--normalize must be none, basic, .* got other"),
-        ("basic:xx", "has no numbers in words; languages: "),
-        (f"{tmp_path}/mine.py:none", r"has no function none"),
-        (f"{tmp_path}/mine.py:bad", r"must return a string, got None of 'x'"),
-    ):
-        with pytest.raises(asr.config.UserError, match=message):
-            normalizer(name)("x")
 
 
 def test_corpus_of_segments(folder):
