@@ -73,7 +73,7 @@ class Stored:
 
     def __init__(self, corpus, folder, key, features, made):
         self.corpus, self.report, self.hop, self.features = corpus, corpus.report, corpus.hop, features
-        self.utterances, self.key = corpus.utterances, key
+        self.utterances, self.key, self.further = corpus.utterances, key, corpus.further
         digest = hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
         self.folder = folder / digest
         if not (self.folder / "index.npy").is_file() and not jax.process_index():

@@ -136,7 +136,7 @@ def train(args):
     given = config.given(args, names)
     file = {name: x for name, x in (config.read_file(args.config) if args.config else {}).items() if name not in given}
     options = file | given
-    for name in {"train", "valid", "text", "noise"} & options.keys():
+    for name in {"train", "valid", "synthetic", "text", "noise"} & options.keys():
         options[name] = corpora.absolute(config.sources(options[name]))
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
@@ -247,7 +247,7 @@ def convert(args):
     try:
         card = args.card.read_text("utf-8") if args.card else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--card {args.card} is not readable: {error}") from None
+        raise UserError(f"--card {args.card} is not readable: {config.reason(error)}") from None
     pretrained.package.write(recogniser, args.folder, args.dtype, card)
     return 0
 

@@ -19,6 +19,11 @@ class UserError(Exception):
     """A problem with options, files or devices, in one line."""
 
 
+def reason(error):
+    """What an error of a file says to a person: its number says nothing, and its name is known."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def digits(name):
     """(kind, folder) of handwritten-digits and spoken-digits:FOLDER; ("", name) of other corpora."""
     kind, _, folder = name.partition(":") if isinstance(name, str) else ("", "", "")
@@ -123,6 +128,8 @@ class Config:
     # Each of these is a name, or a list of names.
     train: str = option("", sources, "manifests or folders; handwritten-digits; spoken-digits:FOLDER", **DATA)
     valid: str = option("", sources, "held-out data, as for --train; digits have their own", **DATA)
+    synthetic: str = option("", sources, "more of them for training, such as synthetic speech", **DATA)
+    synthetic_share: float = option(0.5, share, "share of the utterances of a batch that are from --synthetic")
     # Audio and text.
     rate: int = option(16000, positive, "samples a second; other files are resampled")
     mels: int = option(80, positive, "features of a frame")
@@ -214,6 +221,7 @@ class Config:
     def consistent(self):
         """Itself; raises where options contradict each other."""
         for name, there, needed in (
+            ("synthetic_share", self.synthetic, "--synthetic"),
             ("text_weight", self.text, "--text"),
             ("past", self.chunk, "--chunk"),
             ("stack", self.encoder in PRETRAINED, "a pretrained encoder, whose rows it joins"),
@@ -226,6 +234,8 @@ class Config:
         ):
             if not there and getattr(self, name) != getattr(Config, name):
                 raise UserError(f"--{name.replace('_', '-')} needs {needed}")
+        if self.synthetic and not self.synthetic_share:
+            raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
         if list(self.snr) != list(Config.snr) and not self.noise:
             raise UserError("--snr needs --noise")
         if (self.encoder == "conformer" or self.stack) and self.width % (2 * self.heads):
@@ -278,12 +288,14 @@ def changed(config, args, names):
 
 def read_file(name):
     """Options of a JSON file, or of one of the folder `configs` by its name."""
-    path = Path(name) if Path(name).exists() else CONFIGS / f"{name}.json"
+    path = Path(name) if Path(name).is_file() else CONFIGS / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(x.stem for x in CONFIGS.glob("*.json")))
+        raise UserError(f"--config {name} is neither a file nor one of {known}")
     try:
         options = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        known = ", ".join(sorted(x.stem for x in CONFIGS.glob("*.json")))
-        raise UserError(f"--config {name} is neither a readable JSON file nor one of {known} ({error})") from None
+        raise UserError(f"--config {name} is not readable as JSON: {error}") from None
     return from_json(options, f"--config {name}")
 
 

@@ -54,11 +54,12 @@ def samples_of(entry, rate):
 class Recordings:
     """The usable utterances of manifests and folders; the rest is in `report`.
 
-    With `versions`, all utterances are there once for each version, one version after the other. `lenient`: of several
-    sources, some may be no corpus. `testing`: utterances of any length.
+    With `versions`, all utterances are there once for each version, one version after the other. `synthetic`: further
+    sources, whose utterances are the numbers in `further`. `lenient`: of several sources, some may be no corpus.
+    `testing`: utterances of any length.
     """
 
-    def __init__(self, paths, config, lengths=None, versions=None, lenient=False, testing=False):
+    def __init__(self, paths, config, lengths=None, versions=None, synthetic=(), lenient=False, testing=False):
         self.versions, sizes, self.testing = versions, [], testing
         self.config, self.report, lengths = config, Report(), lengths or cache.Lengths()
         self.features, self.hop = config.mels, config.hop / 1000
@@ -66,23 +67,26 @@ class Recordings:
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.normalize, config.lower)
         columns = config.audio_column, config.text_column, config.speaker_column
-        sources = names(paths)
-        entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
-        for entry, file in usable(entries, self.report, lengths):
-            samples = audio.size(file, config.rate, entry.start, entry.end)
-            text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
-            utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
-            if reason := self.unusable(entry, utterance, samples):
-                self.report.add(reason, entry.name)
-            else:
-                self.entries.append(entry._replace(whole=seconds))
-                self.utterances.append(utterance)
-                sizes.append(samples)
+        for sources in (names(paths), names(synthetic)):
+            first = len(self.entries)
+            entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
+            for entry, file in usable(entries, self.report, lengths):
+                samples = audio.size(file, config.rate, entry.start, entry.end)
+                text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
+                utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
+                if reason := self.unusable(entry, utterance, samples):
+                    self.report.add(reason, entry.name)
+                else:
+                    self.entries.append(entry._replace(whole=seconds))
+                    self.utterances.append(utterance)
+                    sizes.append(samples)
         for version in range(1, versions.count if versions else 1):
             for x, samples in zip(self.utterances[: len(self.entries)], sizes):
                 slower = versions.size(samples, version)
                 frames = self.extractor.count(slower) if slower <= config.max_seconds * config.rate else 0
                 self.utterances.append(x._replace(frames=frames))  # 0: too long for a training
+        count = len(self.entries)
+        self.further = {i for i in range(len(self.utterances)) if synthetic and i % count >= first}
 
     def key(self):
         """All that decides the features, as JSON."""
@@ -136,11 +140,13 @@ def tested(paths, config):
 
 def open_corpus(name, config, split, folder=None):
     """The corpus that --train or --valid names. Lengths of its files and features are kept in a folder."""
-    kind, folder_of_digits = digits(name)
+    (kind, folder_of_digits), train = digits(name), split == "train"
+    if kind and train and config.synthetic:
+        raise UserError("--synthetic needs recordings in --train")
     if kind:
         return Spoken(folder_of_digits, config, split) if folder_of_digits else Handwritten(split)
-    versions = augmentation.Versions(config) if split == "train" else None
-    corpus = Recordings(name, config, cache.Lengths(folder), versions)
+    more = {"versions": augmentation.Versions(config), "synthetic": config.synthetic} if train else {}
+    corpus = Recordings(name, config, cache.Lengths(folder), **more)
     if not corpus.utterances:
         raise UserError(f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
     return cache.features(corpus, folder)

@@ -22,7 +22,7 @@ def draw_text(rng):
 class Handwritten:
     """Lines of scans, each slanted, stretched and shifted at random. A frame is a column of pixels."""
 
-    features, hop = HEIGHT, 1.0  # pictures count frames
+    features, hop, further = HEIGHT, 1.0, ()  # pictures count frames
 
     def __init__(self, split):
         from sklearn.datasets import load_digits  # slow to import
@@ -71,7 +71,7 @@ class Spoken:
 
     def __init__(self, folder, config, split):
         self.config, self.features, self.hop = config, config.mels, config.hop / 1000
-        self.extractor = features.extractor(config)
+        self.extractor, self.further = features.extractor(config), ()
         self.train, self.report, speakers = split == "train", Report(), {}
         for path in sorted([*Path(folder).glob("*.wav"), *Path(folder).glob("recordings/*.wav")]):
             if (match := re.fullmatch(r"(\d)_(.+)_(\d+)\.wav", path.name)) and (int(match[3]) < 5) != self.train:

@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.config import UserError, reason
 
 AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file", "audio_path", "audio_file", "wav",
               "wav_filename")  # fmt: skip
@@ -90,7 +90,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
         yield next(rows, Fault("nothing is listed", path.name))
         yield from rows
     except (OSError, EOFError, zlib.error) as error:
-        raise ListError(path, f"is not readable: {error}") from None
+        raise ListError(path, f"is not readable: {reason(error)}") from None
 
 
 def read_all(paths, *columns, lenient=True, texts=True):
@@ -130,7 +130,7 @@ def sentences(path):
             except LineError as error:
                 yield Fault(str(error), name)
     except OSError as error:
-        raise ListError(path, f"is not readable: {error}") from None
+        raise ListError(path, f"is not readable: {reason(error)}") from None
 
 
 def manifest(path, keys):
@@ -409,7 +409,7 @@ def no_corpus(path, what):
     inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
     found = [x for x in inside if suffix_of(x) in LISTS and x.is_file()]
     such = f"such as {max(found, key=lambda x: x.stat().st_size)}" if found else MANIFESTS
-    return ListError(path, f"holds no {what}; a manifest is named itself ({such})")
+    return ListError(path, f"holds no {what}; to read a manifest, name it ({such})")
 
 
 def below(folder):

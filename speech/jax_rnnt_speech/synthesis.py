@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jax_rnnt_speech import audio
-from jax_rnnt_speech.config import UserError, number, seed
+from jax_rnnt_speech.config import UserError, number, reason, seed
 
 RATE, FORTUNES = 16000, Path("/usr/share/games/fortunes")
 ACCENTS = "en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbcwmd", "en-029"
@@ -59,7 +59,7 @@ def read_texts(paths):
     try:
         return [x for path in paths for x in sentences(path.read_text(errors="replace"))]
     except OSError as error:
-        raise UserError(f"--text: {error}") from None
+        raise UserError(f"--text {error.filename} is not readable: {reason(error)}") from None
 
 
 def voices(split):

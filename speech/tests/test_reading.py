@@ -265,7 +265,7 @@ def test_folders(folder, tmp_path):
     (tmp_path / "empty/part/train.tsv").write_text("clip\na.wav\n")
     (tmp_path / "empty/part/durations.tsv").touch()
     for texts in (True, False):
-        with pytest.raises(asr.config.UserError, match=r"a manifest is named itself \(such as .*part/train\.tsv\)"):
+        with pytest.raises(asr.config.UserError, match=r"to read a manifest, name it \(such as .*part/train\.tsv\)"):
             listed(tmp_path / "empty", texts=texts)
 
 

@@ -185,18 +185,18 @@ def test_versions_of_recordings(tmp_path):
 
 def test_the_cache(corpus, tmp_path, monkeypatch):
     """Features are those of the recordings up to float16, and a second start decodes nothing."""
-    config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25))
+    config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25), synthetic=str(corpus / "held-out.jsonl"))
     plain = asr.corpora.open_corpus(config.train, config, "train")
     first = asr.corpora.open_corpus(config.train, config, "train", tmp_path)
     monkeypatch.setattr(asr.audio, "blocks", None)  # nothing can be decoded
     second = asr.corpora.open_corpus(config.train, config, "train", tmp_path)
-    assert len(second.utterances) == 20
+    assert len(second.utterances) == 24 and second.further == {10, 11, 22, 23}
     assert [x.frames for x in second.utterances] == [x.frames for x in plain.utterances]
     for i, x in enumerate(second.utterances):
         np.testing.assert_array_equal(second.load(i, None), first.load(i, None))
         assert len(second.load(i, None)) == x.frames
     monkeypatch.undo()
-    for i in (0, 13, 19):
+    for i in (0, 13, 23):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
     known, free = asr.corpora.Recordings(corpus, config), asr.cache.shutil.disk_usage("/")
     large = [(0, np.full((3, 6), 1e6))]
@@ -223,6 +223,9 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     assert asr.cache.stamp(tmp_path / "a.wav") != stamp and asr.cache.Lengths(tmp_path).known
     monkeypatch.setattr(asr.cache, "FORM", 0)
     assert not asr.cache.Lengths(tmp_path).known
+    data = asr.batches.labelled(second, asr.tokens.Characters("ABC "), 4)
+    share = [i in second.further for i in map(int, asr.batches.mixed(list(range(24)), second, config)[:36])]
+    assert sum(share) == 18 and len(data.labels) == 24
 
 
 def test_rows_of_a_frozen_encoder(corpus, tmp_path):

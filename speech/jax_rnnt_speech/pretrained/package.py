@@ -12,7 +12,7 @@ from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.recogniser import Recogniser
 
 SETUP, WEIGHTS, CARD = "recogniser.json", "model.safetensors", "card.md"
-FILES = "train", "valid", "text", "noise", "init"
+FILES = "train", "valid", "synthetic", "text", "noise", "init"
 
 
 def write(recogniser, folder, dtype, card=""):
