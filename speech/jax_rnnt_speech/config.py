@@ -181,7 +181,7 @@ class Config:
     row_dropout: float = option(0.0, share, "dropout of a pretrained encoder's rows, before --blocks")
     dtype: str = option("float32", str, "type of matrix products; weights are float32", choices=("float32", "bfloat16"))
     remat: bool = switch("compute blocks again in the backward pass, which saves memory")
-    scan: bool = switch("one program for all blocks of the encoder, which compiles in less time")
+    scan: bool = switch("the encoder's blocks as one program that is run for each: compiles in less time")
     # Loss and optimiser.
     loss: str = option("rnnt", str, "loss of the training", choices=tuple(LOSSES))
     prompt: str = option("", str, "language, for a pretrained model that takes one; default: its own choice")

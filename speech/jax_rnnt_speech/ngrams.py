@@ -66,7 +66,7 @@ def add_options(parser):
     parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
     for name, (default, help) in WEIGHTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
-    help = f"texts to prefer, a line each; a weight after a tab: nats for each label ({WITH_BEAM}; greedy: {GREEDY})"
+    help = f"texts to prefer, a line each; a weight behind a tab: nats for each label ({WITH_BEAM}; greedy: {GREEDY})"
     parser.add_argument("--phrases", type=Path, metavar="FILE", help=help)
     help = "which head of a model with two finds labels (the transducer, if there is one)"
     parser.add_argument("--head", choices=("transducer", "ctc"), help=help)
@@ -223,6 +223,6 @@ def add_command(commands):
     parser.add_argument("file", type=Path, metavar="FILE", help="to write, in ARPA format")
     help = "manifest, LibriSpeech-like folder, or .txt with a sentence a line"
     parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help=help)
-    parser.add_argument("--order", type=positive, default=3, metavar="N", help="of the model (%(default)s)")
+    parser.add_argument("--order", type=positive, default=3, metavar="N", help="(%(default)s)")
     config.add_options(parser, OPTIONS)
     parser.set_defaults(run=make)
