@@ -4,7 +4,7 @@ The model, its batches and its losses are those of jax_rnnt_speech. A recipe is 
 
     digits = Digits(steps=1000)
     recogniser = digits.recogniser()
-    params = fit(recogniser.params, usual_loss(recogniser), digits)
+    params = fit(recogniser.params, recogniser.mean_loss, digits)
     check("CER", error_rate(greedy(recogniser, params), digits), 3)
 """
 
@@ -12,7 +12,6 @@ import argparse
 import copy
 import dataclasses
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +58,6 @@ class Digits:
     def tests(self):
         """500 held-out lines."""
         return batches.testing(self.test, self.config, batches.make_buckets(self.test, self.config, 1), (0, 1))
-
-
-def usual_loss(recogniser):
-    """The mean loss of a batch, as jax_rnnt_speech has it."""
-    return lambda params, batch, step: recogniser.mean_loss(params, batch, step)
 
 
 def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
@@ -113,13 +107,6 @@ def parse(doc, **options):
         kind = {int: config.positive, float: config.amount}.get(type(default), str)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="(%(default)s)")
     return parser.parse_args()
-
-
-def output(name):
-    """A file of the folder runs/recipes below the current one, which is made."""
-    path = Path("runs/recipes") / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def check(name, value, limit):

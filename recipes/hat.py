@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from _shared import Digits, check, error_rate, fit, parse, usual_loss
+from _shared import Digits, check, error_rate, fit, parse
 
 from jax_rnnt import decode
 from jax_rnnt_speech import ngrams
@@ -43,7 +43,7 @@ def main():
     args = parse(__doc__, steps=450, lines=250)
     digits = Digits(steps=args.steps, seed=args.seed)
     recogniser = digits.recogniser(loss="hat")
-    params = fit(recogniser.params, usual_loss(recogniser), digits)
+    params = fit(recogniser.params, recogniser.mean_loss, digits)
 
     rng = np.random.default_rng(args.seed)
     tuning, test = (digits.with_texts(texts(rng, args.lines)) for _ in range(2))

@@ -7,11 +7,13 @@ rate; delay is that of the expected frame of a label behind the last column of i
 """
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
-from _shared import Digits, check, error_rate, fit, greedy, output, parse
+from _shared import Digits, check, error_rate, fit, greedy, parse
 
+PICTURE = Path("runs/recipes/latency.png")
 STRENGTHS = {"FastEmit": (0.1, 0.5), "delay penalty": (0.1, 0.4), "minimum latency": (0.3, 1.0)}
 
 
@@ -63,8 +65,9 @@ def draw(points):
         ax.plot(*zip(*start, *point), f"{marker}--", label=name)
     ax.set(xlabel="delay, encoder frames", ylabel="character error rate, %")
     ax.legend()
-    figure.savefig(output("latency.png"), dpi=120)
-    print(f"{output('latency.png')} is written")
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PICTURE, dpi=120)
+    print(f"{PICTURE} is written")
 
 
 def main():

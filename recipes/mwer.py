@@ -6,7 +6,7 @@ python recipes/mwer.py
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _shared import Digits, check, error_rate, fit, greedy, parse, usual_loss
+from _shared import Digits, check, error_rate, fit, greedy, parse
 
 from jax_rnnt import decode, mwer_loss
 from jax_rnnt.metrics import label_errors
@@ -16,7 +16,7 @@ def main():
     args = parse(__doc__, steps=500, mwer_steps=200, width=4, nll=0.1, learning_rate=1e-3)
     digits = Digits(steps=args.steps, seed=args.seed)
     recogniser = digits.recogniser()
-    params = fit(recogniser.params, usual_loss(recogniser), digits)
+    params = fit(recogniser.params, recogniser.mean_loss, digits)
     before = error_rate(greedy(recogniser, params), digits)
 
     @jax.jit

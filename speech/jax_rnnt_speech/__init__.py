@@ -3,7 +3,7 @@
 Read in this order: `config` (every option), `audio`, `manifests`, `texts`, `corpora` and `digits` (where utterances
 come from), `augmentation`, `cache`, `check`, `tokens`, `features`, `batches`, `encoders`, `model`, `losses`,
 `recogniser`, `runs` (checkpoints and logs), `pretrained` (what a training may start from), `parts`, `programs`,
-`train`, `evaluate`, `results`, `streams` and `windows` (recordings of any length), `recognise`, `transcripts` and
+`train`, `results`, `streams` and `windows` (recordings of any length), `recognise`, `transcripts` and
 `align`, `errors`, `testing` and `pictures`, `server` and `serve`, `export`.
 `synthesis` makes a corpus.
 """

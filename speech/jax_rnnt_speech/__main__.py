@@ -1,4 +1,4 @@
-"""Speech recognition on any corpus: rnnt-speech {train,transcribe,stream,corpus} --help"""
+"""`python -m jax_rnnt_speech` is the command rnnt-speech."""
 
 from jax_rnnt_speech.commands import main
 

@@ -18,9 +18,8 @@ def align(args):
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     if recogniser.loss is None:
         raise UserError(f"{args.workdir} has a head for CTC alone: alignments need a transducer")
-    given = {"max_seconds": recogniser.longest} | config.given(args, OPTIONS)
-    given["max_seconds"] = min(given["max_seconds"], recogniser.longest)
-    settings = dataclasses.replace(recogniser.config, **given)
+    settings = config.changed(recogniser.config, args, OPTIONS)
+    settings = dataclasses.replace(settings, max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
     data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
 
@@ -32,7 +31,7 @@ def align(args):
         x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
 
-    bar = outputs.bar(total=len(data.labels), unit="utterances", disable=None)
+    bar = outputs.bar(total=len(data.labels), unit="utterances")
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
     found = {}
     with transcripts.writer(args, entries) as write, bar:
@@ -63,5 +62,6 @@ def add_command(commands):
     parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
     pretrained.add_options(parser)
     transcripts.add_options(parser, ("ctm", *(x for x in transcripts.FORMATS if x not in ("ctm", "text"))))
-    config.add_options(parser, OPTIONS)
+    config.add_options(parser, {"max_seconds"}, "what the model hears")
+    config.add_options(parser, OPTIONS - {"max_seconds"}, "as trained")
     parser.set_defaults(run=align)

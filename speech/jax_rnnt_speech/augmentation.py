@@ -1,7 +1,7 @@
 """Versions of recordings for training: at other speeds, in noise, at other levels.
 
-Version 0 is the recording itself. Each further speed is a version, and with noise or gain every speed is there again,
-`copies` times. What a version is depends on the seed, the utterance and its number alone, so it can be kept on disk.
+Version 0 is the recording itself. Each further speed is a version, and with noise or gain every speed is there again.
+What a version is depends on the seed, the utterance and its number alone, so it can be kept on disk.
 """
 
 import functools
@@ -20,7 +20,7 @@ class Versions:
         self.config, self.rate = config, config.rate
         self.speeds = [1.0, *(x for x in config.speeds if x != 1)]
         self.changed = bool(config.noise or config.gain)
-        self.count = len(self.speeds) * (1 + config.copies * self.changed)
+        self.count = len(self.speeds) * (1 + self.changed)
         self.noises = noises_of(config.noise) if config.noise else []
 
     def key(self):

@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
-from jax_rnnt_speech import audio, batches, hosts
+from jax_rnnt_speech import audio, batches, hosts, outputs
 from jax_rnnt_speech.config import UserError
 
 FORM = 1  # of the files: another number makes them anew
@@ -100,8 +99,7 @@ class Stored:
                 raise UserError(f"--cache needs {room}: name another folder, or none")
             index, place = np.zeros((len(self.utterances), 2), np.int64), 0
             with (part / "arrays").open("wb") as file:
-                bar = tqdm(made, "cache", len(self.utterances), delay=2, leave=False, mininterval=1)
-                for i, x in bar:
+                for i, x in outputs.bar(made, "cache", len(self.utterances)):
                     if x is not None:
                         if not np.abs(x).max(initial=0) <= LIMIT:
                             name = self.utterances[i].name

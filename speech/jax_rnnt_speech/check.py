@@ -73,9 +73,7 @@ def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a run or file and the options."""
     known, setup, vocabulary = {}, {}, None
     if args.workdir:
-        run = runs.open_run(args.workdir)
-        setup = run.setup()
-        run.close()
+        setup = runs.setup_of(args.workdir)
         known, vocabulary = config.from_json(setup["config"], f"{args.workdir}"), tokens.from_json(setup["tokens"])
     elif args.config:
         known = pretrained.completed(config.read_file(args.config))
@@ -105,7 +103,7 @@ def add_command(commands):
     parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
     parser.add_argument("--json", action="store_true", help="one object: utterances, hours, labels, left_out, ...")
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--workdir", type=Path, help="of a training, whose vocabulary and options count")
-    model.add_argument("--config", metavar="FILE", help="options of train, as there")
+    model.add_argument("--workdir", type=Path, help="folder of a training, whose vocabulary and options count")
+    model.add_argument("--config", metavar="FILE", help="options, as for train")
     config.add_options(parser, OPTIONS)
     parser.set_defaults(run=check)

@@ -36,10 +36,10 @@ from jax_rnnt_speech.config import Config, UserError, amount, natural, positive
 from jax_rnnt_speech.train import Training
 
 # They decide the shapes of arrays, or their meaning: a checkpoint has them.
-FIXED = {"rate", "mels", "window", "hop", "tokens", "vocabulary", "alphabet", "lower", "normalize"}
-FIXED |= {"width", "encoder", "blocks"}
-FIXED |= {"features", "init", "new_head", "stack", "predictor_layers", "activation", "durations", "ctc"}
-FIXED |= {"heads", "expansion", "kernel", "strides", "channels", "chunk", "past", "predictor", "history", "loss"}
+FIXED = (
+    pretrained.HEARING | pretrained.OWN_ENCODER | pretrained.HEAD | {"init", "new_head", "ctc", "lower", "normalize"}
+)
+FIXED -= {"sigma", "max_symbols", "duration_choice"}
 # At this value the optimiser lacks a part, and so does its state in checkpoints.
 WITHOUT = {"accumulate": 1, "clip": 0.0, "average": 0.0}
 
@@ -52,8 +52,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_train(commands):
-    parser = commands.add_parser("train", help="train, or go on")
-    parser.add_argument("--config", metavar="FILE", help="JSON with any of the options below, or a name of configs/")
+    parser = commands.add_parser("train", help="train a model, or resume a training")
+    parser.add_argument("--config", metavar="FILE", help="JSON with options below, or a name as in small")
     parser.add_argument("--workdir", type=Path, help="default: runs/NAME-LOSS")
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if any")
@@ -64,7 +64,7 @@ def add_train(commands):
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
     parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
     parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
-    help = "of features on disk, or none; default: cache in the workdir"
+    help = "for features on disk, or none; default: cache in the workdir"
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help=help)
     help = "called with (step, {name: number}) at each log and test"
     parser.add_argument("--hook", metavar="FILE:FUNCTION", help=help)
@@ -76,20 +76,20 @@ def add_train(commands):
 
 
 def add_recognition(commands):
-    parser = commands.add_parser("transcribe", help="texts of audio files")
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="of any format; or manifests, folders")
+    parser = commands.add_parser("transcribe", help="write the texts of audio files")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="audio of any format, manifest or folder")
     transcripts.add_options(parser)
-    parser.add_argument("--nbest", type=natural, default=0, metavar="N", help="hypotheses of --beam in JSON")
+    parser.add_argument("--nbest", type=natural, default=0, metavar="N", help="hypotheses of --beam that JSON lists")
     kinds = ngrams.PROBABILITY, "tsallis", "renyi", "gibbs"
     help = "of words: the least probability of their labels (the default), or from this entropy of all labels"
     parser.add_argument("--confidence", choices=kinds, default=ngrams.PROBABILITY, help=help)
     ngrams.add_options(parser)
-    config.add_options(parser, {"audio_column"})
+    config.add_options(parser, {"audio_column"}, "as trained, or the usual ones")
     parser.set_defaults(run=transcribe)
     live = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
     source = live.add_mutually_exclusive_group(required=True)
-    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE")
-    source.add_argument("--microphone", action="store_true")
+    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE", help="audio of any format")
+    source.add_argument("--microphone", action="store_true", help="listen until Ctrl-C")
     help = "seconds of silence that end an utterance, and its line; 0: none (%(default)s)"
     live.add_argument("--endpoint", type=amount, default=0.0, metavar="S", help=help)
     live.add_argument("--json", action="store_true", help="an object a line: words, text that may change, endpoints")
@@ -99,27 +99,24 @@ def add_recognition(commands):
         help = f"folder of a training, of convert, or of transformers; default: ${pretrained.VARIABLE}, or the cache's"
         one.add_argument("--model", type=Path, help=help)
         pretrained.add_options(one)
-    other = commands.add_parser("convert", help="write a model to hand on: for transformers, or of our own form")
+    other = commands.add_parser("convert", help="write a model to hand on, for transformers or in our own form")
     other.add_argument("model", type=Path, help="folder of a training, or of transformers")
-    other.add_argument("folder", type=Path, help="to write")
+    other.add_argument("folder", type=Path, help="folder to write")
     other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
-    other.add_argument("--card", type=Path, metavar="FILE", help="text for card.md of our own form")
-    other.add_argument("--overwrite", action="store_true", help="what is in the folder")
+    other.add_argument("--card", type=Path, metavar="FILE", help="text for card.md, in our own form")
+    other.add_argument("--overwrite", action="store_true", help="replace what is in the folder")
     other.set_defaults(run=convert)
 
 
 def resumed(options, args):
     """The configuration of the run in the workdir, with options where they may differ."""
-    run = runs.Run(args.workdir, resume=True)
-    if run.last is None:
+    if runs.Run(args.workdir, resume=True).last is None:
         if "train" not in options:
             raise UserError(f"{args.workdir} has no checkpoint: train first, with all options")
         return Config(**pretrained.completed(options))
-    run.open()
+    setup = runs.setup_of(args.workdir)
     # A checkpoint of before an option has its default.
-    setup = run.setup()
     earlier = dataclasses.asdict(Config()) | config.from_json(setup["config"], f"{args.workdir}")
-    run.close()
     encoders.checked(Config(**earlier | options), setup.get("source"))
     changed = {name: x for name, x in options.items() if x != earlier[name]}
     for name, x in changed.items():
@@ -139,15 +136,13 @@ def train(args):
     given = config.given(args, names)
     file = {name: x for name, x in (config.read_file(args.config) if args.config else {}).items() if name not in given}
     options = file | given
-    for name in {"train", "valid", "synthetic", "text"} & options.keys():
+    for name in {"train", "valid", "synthetic", "text", "noise"} & options.keys():
         options[name] = corpora.absolute(config.sources(options[name]))
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
     ngrams.check(args)
     if args.hook:
-        args.hook = texts.loaded(args.hook, "--hook", "no")
-    if options.get("noise"):
-        options["noise"] = str(Path(options["noise"]).resolve())
+        args.hook = texts.loaded(args.hook, "--hook", "")
     if options.get("steps") == 0:
         raise UserError("--steps 0 trains nothing: `rnnt-speech test` evaluates a run")
     if args.change and not args.resume:
@@ -172,11 +167,12 @@ def train(args):
 def transcribe(args):
     ngrams.check(args)
     transcripts.check(args, args.files)
-    entries = list(recognise.listed(args.files, getattr(args, "audio_column", "")))
+    recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
+    columns = config.changed(recogniser.config, args, {"audio_column"})
+    entries = list(recognise.listed(args.files, columns.audio_column))
     quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
     with transcripts.writer(args, entries) as write:
-        recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
         recordings = recognise.loaded(entries, recogniser.config.rate)
         results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
         for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
@@ -195,10 +191,9 @@ def stream(args):
     for file in args.files or [None]:
         live = streams.Stream(recogniser, how, args.endpoint)
         try:
-            (show_events if args.json else show_words)(live, file, heard_of(live, file), len(args.files) > 1)
+            show = show_events if args.json else show_words
+            show(live, events_of(live, file), file if len(args.files) > 1 else None)
         except AudioError as error:
-            if len(args.files) == 1:
-                raise
             print(error, file=sys.stderr)
             bad += 1
     if bad and bad == len(args.files):
@@ -206,40 +201,36 @@ def stream(args):
     return 1 if bad else 0
 
 
-def heard_of(live, file):
-    """Yields (final words, whether an utterance ends) of a file, or of the microphone until it is interrupted."""
+def events_of(live, file):
+    """Those of a file, or of the microphone until it is interrupted; the last one is the end."""
     rate = live.extractor.rate
     with contextlib.suppress(*[KeyboardInterrupt] * (file is None)):
         for samples in streams.blocks_of_file(file, rate) if file else streams.blocks_of_microphone(rate):
-            yield from live.heard(samples)
-    yield from live.heard(np.zeros(0, np.float32), end=True)
+            for found in live.heard(samples):
+                yield from live.events(*found)
+    for found in live.heard(np.zeros(0, np.float32), end=True):
+        yield from live.events(*found)
+    yield {"type": "end", "duration": round(live.total / rate, 3)}
 
 
-def show_words(live, file, heard, named):
-    """A line for each utterance, as its words come."""
-    begin, between, empty = f"{file}\t" if named else "", None, True
-    for words, ended in heard:
-        if words:
-            text = live.between.join(x.text for x in words)
-            print((begin if between is None else between) + text, end="", flush=True)
-            between, empty = live.between, False
-        if ended and between is not None:
+def show_words(live, events, file):
+    """A line for each utterance, as its words come; an empty one if there are none."""
+    begin, said, inside = f"{file}\t" if file else "", False, False
+    for x in events:
+        if x["type"] == "words":
+            print((live.between if inside else begin) + x["text"], end="", flush=True)
+            said = inside = True
+        elif x["type"] == "endpoint" and inside:
             print(flush=True)
-            between = None
-    if empty or between is not None:
-        print(begin if empty else "", flush=True)
+            inside = False
+    if inside or not said:
+        print("" if said else begin, flush=True)
 
 
-def show_events(live, file, heard, named):
+def show_events(live, events, file):
     """An object for each event."""
-
-    def show(event):
-        print(json.dumps(({"file": str(file)} if named else {}) | event, ensure_ascii=False), flush=True)
-
-    for found in heard:
-        for event in live.events(*found):
-            show(event)
-    show({"type": "end", "duration": round(live.total / live.extractor.rate, 3)})
+    for x in events:
+        print(json.dumps(({"file": str(file)} if file else {}) | x, ensure_ascii=False), flush=True)
 
 
 def convert(args):
@@ -256,7 +247,7 @@ def convert(args):
     try:
         card = args.card.read_text("utf-8") if args.card else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--card {args.card} is not readable: {error}") from None
+        raise UserError(f"--card {args.card} is not readable: {config.reason(error)}") from None
     pretrained.package.write(recogniser, args.folder, args.dtype, card)
     return 0
 
@@ -273,4 +264,12 @@ def main(arguments=None):
     ngrams.add_command(commands)
     export.add_command(commands)
     serve.add_command(commands)
-    config.run(parser, arguments, "interrupted; a training goes on with --resume")
+    args = parser.parse_args(arguments)
+    try:
+        status = args.run(args)
+    except (UserError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt as error:
+        message = error if error.args else "interrupted; a training goes on with --resume"
+        parser.exit(130, f"{parser.prog}: {message}\n")
+    raise SystemExit(status)

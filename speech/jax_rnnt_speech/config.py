@@ -12,14 +12,16 @@ from jax_rnnt_speech.losses import LOSSES
 
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
-# What means nothing without another option.
-NEEDS = {"new_head": "init", "synthetic_share": "synthetic", "text_weight": "text", "snr": "noise", "past": "chunk"}
-RETIRED = {"mel_on": "host"}  # options of earlier checkpoints that always have this value now
 CONFIGS = Path(__file__).parent / "configs"
 
 
 class UserError(Exception):
     """A problem with options, files or devices, in one line."""
+
+
+def reason(error):
+    """What an error of a file says to a person: its number says nothing, and its name is known."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def digits(name):
@@ -57,18 +59,6 @@ def number(kind, low, below=float("inf")):
         return x
 
     return read
-
-
-def run(parser, arguments, interrupted):
-    """Runs the command that the arguments name, and ends the program."""
-    args = parser.parse_args(arguments)
-    try:
-        status = args.run(args)
-    except (UserError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    except KeyboardInterrupt as error:
-        parser.exit(130, f"{parser.prog}: {error if error.args else interrupted}\n")
-    raise SystemExit(status)
 
 
 natural, positive, amount, share = number(int, 0), number(int, 1), number(float, 0), number(float, 0, 1)
@@ -136,90 +126,89 @@ def switch(text):
 @dataclasses.dataclass(frozen=True)
 class Config:
     # Each of these is a name, or a list of names.
-    train: str = option("", sources, "manifests, folders; handwritten-digits, or spoken-digits:FOLDER", **DATA)
-    valid: str = option("", sources, "the same, held out; default: what belongs to --train digits", **DATA)
+    train: str = option("", sources, "manifests or folders; handwritten-digits; spoken-digits:FOLDER", **DATA)
+    valid: str = option("", sources, "held-out data, as for --train; digits have their own", **DATA)
     synthetic: str = option("", sources, "more of them for training, such as synthetic speech", **DATA)
-    synthetic_share: float = option(0.5, share, "of the batches' utterances that --synthetic has, in each bucket")
+    synthetic_share: float = option(0.5, share, "share of the utterances of a batch that are from --synthetic")
     # Audio and text.
     rate: int = option(16000, positive, "samples a second; other files are resampled")
     mels: int = option(80, positive, "features of a frame")
-    window: float = option(25.0, amount, "of a frame, in milliseconds")
-    hop: float = option(10.0, amount, "from frame to frame, in milliseconds")
-    features: str = option("log-mel", str, "ours, NeMo's or Whisper's spectra", choices=("log-mel", "nemo", "whisper"))
-    max_seconds: float = option(20.0, amount, "longer utterances are left out")
-    tokens: str = option("characters", str, "labels", choices=("characters", "subwords"))
-    vocabulary: int = option(256, positive, "number of subwords")
+    window: float = option(25.0, amount, "length of a frame, in milliseconds")
+    hop: float = option(10.0, amount, "milliseconds from one frame to the next")
+    features: str = option("log-mel", str, "our spectra, NeMo's or Whisper's", choices=("log-mel", "nemo", "whisper"))
+    max_seconds: float = option(20.0, amount, "seconds; longer utterances are left out")
+    tokens: str = option("characters", str, "what the labels are", choices=("characters", "subwords"))
+    vocabulary: int = option(256, positive, "number of subwords, with --tokens subwords")
     alphabet: str = option("", str, "characters that texts may have; default: those of the training texts")
-    lower: bool = switch("texts in lower case")
-    normalize: str = option("none", str, "texts: none, basic, basic:LANGUAGE (numbers in words), or FILE:FUNCTION")
+    lower: bool = switch("put texts in lower case")
+    normalize: str = option("none", str, "change of texts: none, basic, basic:LANGUAGE (for numbers) or FILE:FUNCTION")
     audio_column: str = option("", str, "key or column of a manifest that names the audio; default: the usual ones")
     text_column: str = option("", str, "key or column of a manifest that has the text; default: the usual ones")
     speaker_column: str = option("", str, "key or column of a manifest that names the speaker; default: the usual ones")
-    text: str = option("", str, ".txt with a sentence a line, from which predictor and joint learn without audio")
-    text_weight: float = option(0.3, amount, "of the loss of --text")
+    text: str = option("", str, "sentences, a line each, to teach predictor and joint without audio", metavar="FILE")
+    text_weight: float = option(0.3, amount, "weight of the loss of --text")
     # Batches.
-    batch_seconds: float = option(0.0, amount, "audio of a batch, padding included; 0: --batch utterances")
-    batch: int = option(16, positive, "utterances of a batch, with --batch-seconds 0")
-    buckets: int = option(4, positive, "shapes of batches at most, by length")
-    speeds: tuple = option((1.0,), speeds, "of training recordings, each once an epoch; 1 is always there")
-    noise: str = option("", str, "folder of audio, added to training recordings: each speed is there again, noisy")
-    snr: tuple = option((5.0, 20.0), snr, "of --noise, in dB, drawn for each recording")
-    gain: float = option(0.0, amount, "dB by which noisy recordings are louder or softer at most; without --noise, too")
-    copies: int = option(1, positive, "noisy recordings of each speed, with --noise or --gain")
+    batch_seconds: float = option(0.0, amount, "seconds of a batch, padding included; 0: --batch counts")
+    batch: int = option(16, positive, "utterances in a batch, with --batch-seconds 0")
+    buckets: int = option(4, positive, "shapes of batches at most; each has utterances of similar length")
+    speeds: tuple = option((1.0,), speeds, "at which each training recording is heard, beside 1")
+    noise: str = option("", str, "folder of audio; each recording is also heard with it added", metavar="FOLDER")
+    snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB")
+    gain: float = option(0.0, amount, "dB by which noisy copies are louder or softer at most; also without --noise")
     time_masks: int = option(2, natural, "SpecAugment: masks over time")
     time_mask: float = option(0.05, share, "share of the frames that a mask over time hides at most")
     mel_masks: int = option(2, natural, "SpecAugment: masks over features")
     mel_mask: int = option(20, natural, "features that a mask hides at most")
     # Model.
-    init: str = option("", str, "start from a folder: of a run, of Hugging Face's Parakeet or Nemotron, of Whisper")
+    init: str = option("", str, "start from a run, Parakeet, Nemotron or Whisper", metavar="FOLDER")
     new_head: bool = switch("with --init: its encoder alone, and labels of --tokens")
-    width: int = option(256, positive, "of the encoder; with a pretrained one, of what follows it")
-    encoder: str = option("conformer", str, "its blocks; the last two need --init", choices=ENCODERS)
-    blocks: int = option(8, positive, "of the encoder, or between a pretrained one and a new head")
-    stack: int = option(0, natural, "rows of a pretrained encoder, joined for blocks of our own; 0: none of these")
-    heads: int = option(4, positive, "of the attention")
-    expansion: int = option(4, positive, "of the feed-forward layers")
-    kernel: int = option(15, positive, "frames of a convolution")
-    strides: tuple = option(((2, 2), (2, 2)), strides, "of the first convolutions: TIMExFEATURES,...")
-    channels: int = option(32, positive, "of the first convolutions")
-    chunk: int = option(0, natural, "encoder frames that see each other and what was before, for streams; 0: all do")
+    width: int = option(256, positive, "width of the encoder; of what follows a pretrained one")
+    encoder: str = option("conformer", str, "kind of the encoder; the last two need --init", choices=ENCODERS)
+    blocks: int = option(8, positive, "blocks of the encoder, or between a pretrained one and a new head")
+    stack: int = option(0, natural, "rows of a pretrained encoder that are joined for --blocks; 0: no such blocks")
+    heads: int = option(4, positive, "heads of the attention")
+    expansion: int = option(4, positive, "width of the feed-forward layers, in widths of a block")
+    kernel: int = option(15, positive, "frames that a convolution sees")
+    strides: tuple = option(((2, 2), (2, 2)), strides, "strides of the first convolutions: TIMExFEATURES,...")
+    channels: int = option(32, positive, "channels of the first convolutions")
+    chunk: int = option(0, natural, "encoder frames that see each other and --past, for streams; 0: all see all")
     past: int = option(64, natural, "encoder frames before its chunk that a frame sees")
-    predictor: str = option("stateless", str, "network of the labels", choices=("stateless", "lstm"))
+    predictor: str = option("stateless", str, "network that reads the labels", choices=("stateless", "lstm"))
     history: int = option(2, positive, "labels that a stateless predictor sees")
-    predictor_layers: int = option(1, positive, "of the LSTM predictor")
-    activation: str = option("tanh", str, "of the joint", choices=("tanh", "relu", "silu", "gelu"))
-    dropout: float = option(0.1, share, "in the blocks and the joint")
-    row_dropout: float = option(0.0, share, "of a pretrained encoder's rows, before blocks of our own")
-    dtype: str = option("float32", str, "of products", choices=("float32", "bfloat16"))
+    predictor_layers: int = option(1, positive, "layers of the LSTM predictor")
+    activation: str = option("tanh", str, "activation of the joint", choices=("tanh", "relu", "silu", "gelu"))
+    dropout: float = option(0.1, share, "dropout in the blocks and the joint")
+    row_dropout: float = option(0.0, share, "dropout of a pretrained encoder's rows, before --blocks")
+    dtype: str = option("float32", str, "type of matrix products; weights are float32", choices=("float32", "bfloat16"))
     remat: bool = switch("compute blocks again in the backward pass, which saves memory")
     batch_norm: str = option(
         "frozen", str, "statistics of a pretrained encoder's: its own, or each batch's", choices=("frozen", "batch")
     )
     scan: bool = switch("the encoder's blocks as one program that is run for each: compiles in less time")
     # Loss and optimiser.
-    loss: str = option("rnnt", str, "one of the family", choices=tuple(LOSSES))
-    prompt: str = option("", str, "the language, for a pretrained model that is told; default: its usual one")
+    loss: str = option("rnnt", str, "loss of the training", choices=tuple(LOSSES))
+    prompt: str = option("", str, "language, for a pretrained model that takes one; default: its own choice")
     durations: tuple = option((0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read")
-    sigma: float = option(0.05, amount, "of --loss tdt and multiblank: the probability that symbols are to exceed")
+    sigma: float = option(0.05, amount, "under-normalisation of --loss tdt and multiblank, in nats")
     max_symbols: int = option(10, positive, "labels that a search writes in a frame, at most")
     duration_choice: str = option(
-        "pair", str, "of greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first")
+        "pair", str, "greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first")
     )
-    joint: str = option("tiles", str, "all logits at once, or in tiles", choices=("logits", "tiles"))
-    ctc: float = option(0.0, amount, "weight of the CTC loss beside it, of the same encoder rows")
-    fastemit: float = option(0.0, amount, "lambda of FastEmit: earlier labels")
-    steps: int = option(10000, natural, "batches")
-    accumulate: int = option(1, positive, "batches of an update")
+    joint: str = option("tiles", str, "compute all logits at once, or in tiles", choices=("logits", "tiles"))
+    ctc: float = option(0.0, amount, "weight of a CTC loss beside the transducer's")
+    fastemit: float = option(0.0, amount, "lambda of FastEmit, which makes labels come earlier")
+    steps: int = option(10000, natural, "batches to train on")
+    accumulate: int = option(1, positive, "batches for each update")
     average: float = option(0.0, share, "decay of the weights' moving average, which is tested and used; 0: none")
     patience: int = option(0, natural, "tests without a better WER that end the run; 0: any number")
     freeze: str = option("", str, "prefixes of parameters, as in encoder,head/blocks; encoder:N is its first N blocks")
     rates: tuple = option((), rates, "factors of the learning rate, by prefixes of parameters: encoder=0.1")
-    shard: bool = switch("parameters and the optimiser's state in parts over the devices")
-    learning_rate: float = option(1e-3, amount, "the highest; then it falls as a cosine")
+    shard: bool = switch("split parameters and the optimiser's state over the devices")
+    learning_rate: float = option(1e-3, amount, "highest learning rate, which then falls as a cosine")
     warmup: float = option(0.1, share, "share of the updates until the highest learning rate")
-    clip: float = option(1.0, amount, "norm of the gradient")
-    decay: float = option(0.01, amount, "of weights, by AdamW")
-    seed: int = option(0, seed, "of weights, order and masks")
+    clip: float = option(1.0, amount, "largest norm of the gradient; 0: any")
+    decay: float = option(0.01, amount, "weight decay of AdamW")
+    seed: int = option(0, seed, "seed of weights, order and masks")
 
     def checked(self):
         """Itself, to train with; raises where corpora are missing or options contradict each other."""
@@ -227,48 +216,47 @@ class Config:
             raise UserError("--train is missing: a manifest, a folder, handwritten-digits or spoken-digits:FOLDER")
         if not self.valid and not digits(self.train)[0]:
             raise UserError("--valid is missing: held-out utterances, as for --train")
+        if not self.init and (self.encoder in PRETRAINED or self.new_head):
+            option = "--new-head" if self.new_head else f"--encoder {self.encoder}"
+            raise UserError(f"{option} needs --init, a folder with weights of an encoder")
         return self.consistent()
 
     def consistent(self):
         """Itself; raises where options contradict each other."""
-        if (self.encoder == "conformer" or self.stack) and self.width % (2 * self.heads):
-            raise UserError(f"--width {self.width} is not a multiple of 2 x {self.heads} --heads")
-        if self.encoder in PRETRAINED and not self.init:
-            raise UserError(f"--encoder {self.encoder} needs --init, a folder with its weights")
-        for name, other in NEEDS.items():
-            usual = getattr(Config, name)
-            chosen = list(getattr(self, name)) != list(usual) if name == "snr" else getattr(self, name) != usual
-            if chosen and not getattr(self, other):
-                raise UserError(f"--{name.replace('_', '-')} needs --{other}")
-        if self.stack and self.encoder not in PRETRAINED:
-            raise UserError("--stack joins rows of a pretrained encoder: it needs --init")
+        for name, there, needed in (
+            ("synthetic_share", self.synthetic, "--synthetic"),
+            ("text_weight", self.text, "--text"),
+            ("past", self.chunk, "--chunk"),
+            ("stack", self.encoder in PRETRAINED, "a pretrained encoder, whose rows it joins"),
+            ("batch", not self.batch_seconds, f"--batch-seconds 0, got {self.batch_seconds:g}"),
+            ("alphabet", self.tokens == "characters", "--tokens characters"),
+            ("vocabulary", self.tokens == "subwords", "--tokens subwords"),
+            ("scan", self.encoder != "convolutional", "blocks that are alike, which --encoder convolutional lacks"),
+            ("ctc", self.loss != "ctc", "a transducer beside it, which --loss ctc lacks"),
+            ("text", self.loss != "ctc", "a transducer, which --loss ctc lacks"),
+        ):
+            if not there and getattr(self, name) != getattr(Config, name):
+                raise UserError(f"--{name.replace('_', '-')} needs {needed}")
         if self.synthetic and not self.synthetic_share:
             raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
-        if self.copies != Config.copies and not (self.noise or self.gain):
-            raise UserError("--copies needs --noise or --gain")
-        if self.scan and self.encoder == "convolutional":
-            raise UserError("--scan needs blocks that are alike, which --encoder convolutional has not")
-        if self.joint == "tiles" and self.loss == "pruned":
-            raise UserError("--joint tiles: the pruned loss has its own way to do without all logits")
-        if self.loss == "ctc" and (self.ctc or self.text):
-            raise UserError(f"--loss ctc has no transducer beside it, so no --{'ctc' if self.ctc else 'text'}")
-        if self.hop <= 0 or self.window < self.hop:
-            raise UserError(f"--window {self.window:g} must be --hop {self.hop:g} or more, and that more than 0")
+        if list(self.snr) != list(Config.snr) and not self.noise:
+            raise UserError("--snr needs --noise")
+        if (self.encoder == "conformer" or self.stack) and self.width % (2 * self.heads):
+            raise UserError(f"--width {self.width} must be a multiple of 2 x --heads {self.heads}")
+        if not 0 < self.hop <= self.window:
+            raise UserError(f"--hop {self.hop:g} must be above 0, and at most --window {self.window:g}")
         if round(self.rate * self.window / 1000) < 2:
             raise UserError(f"--window {self.window:g} has fewer than two samples at --rate {self.rate}")
         if self.steps < self.accumulate:
-            raise UserError(f"--accumulate {self.accumulate} makes no update in --steps {self.steps}")
-        if self.batch_seconds and self.batch != Config.batch:
-            raise UserError(f"--batch {self.batch} needs --batch-seconds 0, got {self.batch_seconds:g}")
-        if self.tokens == "subwords" and self.alphabet:
-            raise UserError("--alphabet needs --tokens characters")
-        if self.tokens == "characters" and self.vocabulary != Config.vocabulary:
-            raise UserError("--vocabulary needs --tokens subwords")
+            raise UserError(f"--accumulate {self.accumulate} must be at most --steps {self.steps}")
         return self
 
 
-def add_options(parser, names=None):
-    """Fields of Config, by default all; options that are not given are absent from the result."""
+def add_options(parser, names=None, default=None):
+    """Fields of Config, by default all; options that are not given are absent from the result.
+
+    `default`: what help says of the default, if it is not that of Config.
+    """
     for field in dataclasses.fields(Config):
         if names and field.name not in names:
             continue
@@ -276,10 +264,12 @@ def add_options(parser, names=None):
         usual = field.default
         if isinstance(usual, tuple):
             usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
-        default = "" if usual in ("", False, True) else f" ({usual})"
         if not {"choices", "action", "metavar"} & more.keys():
             more["metavar"] = "TEXT" if more["type"] is str else getattr(more["type"], "metavar", "N")
-        more["help"] += default
+        if default:
+            more["help"] = f"{more['help'].partition('; default')[0]} ({default})"
+        elif usual not in ("", 0):
+            more["help"] += f" ({usual})"
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **more)
 
 
@@ -293,14 +283,22 @@ def given(args, names):
     return found
 
 
+def changed(config, args, names):
+    """The configuration of a run with options of a command. A column that only the run names may be missing."""
+    columns = {name: [x] for name in ("audio_column", "text_column", "speaker_column") if (x := getattr(config, name))}
+    return dataclasses.replace(config, **columns | given(args, names))
+
+
 def read_file(name):
     """Options of a JSON file, or of one of the folder `configs` by its name."""
-    path = Path(name) if Path(name).exists() else CONFIGS / f"{name}.json"
+    path = Path(name) if Path(name).is_file() else CONFIGS / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(x.stem for x in CONFIGS.glob("*.json")))
+        raise UserError(f"--config {name} is neither a file nor one of {known}")
     try:
         options = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        known = ", ".join(sorted(x.stem for x in CONFIGS.glob("*.json")))
-        raise UserError(f"--config {name} is neither a readable JSON file nor one of {known} ({error})") from None
+        raise UserError(f"--config {name} is not readable as JSON: {error}") from None
     return from_json(options, f"--config {name}")
 
 
@@ -323,8 +321,6 @@ def from_json(options, name):
     if not isinstance(options, dict):
         raise UserError(f"{name}: expected an object of options, got {type(options).__name__}")
     for key, x in options.items():
-        if key in RETIRED and x == RETIRED[key]:
-            continue
         if key not in fields:
             raise UserError(f"{name}: there is no option {key}")
         kind, choices = fields[key].metadata.get("type"), fields[key].metadata.get("choices")

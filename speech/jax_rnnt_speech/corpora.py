@@ -8,9 +8,7 @@ import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tqdm import tqdm
-
-from jax_rnnt_speech import audio, augmentation, cache, features, manifests, texts
+from jax_rnnt_speech import audio, augmentation, cache, features, manifests, outputs, texts
 from jax_rnnt_speech.audio import AudioError
 from jax_rnnt_speech.config import UserError, digits, names
 from jax_rnnt_speech.digits import Handwritten, Spoken
@@ -23,8 +21,7 @@ READERS = 16  # threads that decode
 def stretches_of(files, lengths):
     """What each file holds, or an AudioError, by its path."""
     with ThreadPoolExecutor(READERS) as pool:
-        bar = tqdm(pool.map(lengths.of, files), "audio files", len(files), delay=2, leave=False, mininterval=1)
-        found = dict(zip(files, bar))
+        found = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
     lengths.write()
     return found
 
@@ -99,7 +96,7 @@ class Recordings:
     def unusable(self, entry, utterance, samples):
         """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""
         if not (entry.text.split() if self.testing else utterance.text):
-            return "empty transcript" if entry.labels is None else "labels in the place of a text"
+            return "empty transcript"
         if self.testing:
             return None
         if samples > self.config.max_seconds * self.config.rate:

@@ -89,13 +89,6 @@ def worst(results, count):
     return wrong[:count]
 
 
-def spread(results, count):
-    """So many utterances or fewer, evenly spaced from the lowest word error rate to the highest."""
-    order = sorted(results, key=lambda x: (x.words.rate, x.name))
-    places = np.linspace(0, len(order) - 1, min(count, len(order)))
-    return [order[round(float(i))] for i in places]
-
-
 def edits(reference, hypothesis):
     """(words of the reference, words in their place) of two lists of words; equal ones where both agree."""
     for x in Levenshtein.opcodes(reference, hypothesis):
@@ -111,12 +104,11 @@ def confusions(results, count):
     return sorted(found.items(), key=lambda x: (-x[1], x[0]))[:count]
 
 
-def difference(reference, hypothesis, deleted="[-{}-]", inserted="{{+{}+}}"):
+def difference(reference, hypothesis):
     """Both texts as one, in the form of wdiff: the [-cat-]{+hat+} sat."""
     parts = []
     for old, new in edits(reference.split(), hypothesis.split()):
-        if old == new:
-            parts.append(" ".join(old))
-            continue
-        parts.append((deleted.format(" ".join(old)) if old else "") + (inserted.format(" ".join(new)) if new else ""))
+        before, after = " ".join(old), " ".join(new)
+        changed = f"[-{before}-]" * bool(old) + f"{{+{after}+}}" * bool(new)
+        parts.append(before if old == new else changed)
     return " ".join(parts)

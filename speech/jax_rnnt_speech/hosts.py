@@ -1,4 +1,4 @@
-"""Several processes that train together, on one host or many, each with its own devices. Alone, nothing here acts."""
+"""Devices, and several processes that train together, on one host or many, each with its own devices."""
 
 import contextlib
 import hashlib
@@ -12,14 +12,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jax_rnnt_speech import devices
 from jax_rnnt_speech.config import UserError, natural, positive
 
 
 def add_options(parser):
     help = "where process 0 listens, as HOST:PORT; auto: Slurm, Open MPI or the TPU's runtime know all three"
     parser.add_argument("--coordinator", metavar="ADDRESS", help=help)
-    parser.add_argument("--processes", type=positive, metavar="N")
+    parser.add_argument("--processes", type=positive, metavar="N", help="number of processes")
     help = "seconds without a sign of life after which a process counts as dead (%(default)s)"
     parser.add_argument("--heartbeat", type=positive, default=60, metavar="SECONDS", help=help)
     parser.add_argument("--process", type=natural, metavar="I", help="which one this is, from 0 on")
@@ -42,9 +41,27 @@ def join(args):
             jax.distributed.initialize(**(known if args.coordinator != "auto" else {}), **more)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"--coordinator {args.coordinator}: {str(error).splitlines()[0]}") from None
-    devices.select(args.platform, args.devices)
+    devices(args.platform, args.devices)
     if jax.process_index():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def devices(platform, count):
+    """`count` devices of each process, or all. A CPU poses as `count` or 2 of them, unless XLA_FLAGS splits it."""
+    if platform:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX runs already
+            jax.config.update("jax_num_cpu_devices", count or 2)
+    try:
+        of = [[x for x in jax.devices() if x.process_index == i] for i in range(jax.process_count())]
+        found = [x for local in of for x in local[:count]]
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform has no plugin
+        reason = str(error).splitlines()[0] if str(error) else "JAX has no such backend here"
+        raise UserError(f"no device of {jax.config.jax_platforms or 'any platform'}: {reason}") from None
+    if count and len(found) < count * jax.process_count():
+        raise UserError(f"--devices {count}: there are {len(jax.local_devices())}")
+    return found
 
 
 def wait_for(address, seconds):

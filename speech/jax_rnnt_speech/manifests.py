@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.config import UserError, reason
 
 AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file", "audio_path", "audio_file", "wav",
               "wav_filename")  # fmt: skip
@@ -23,6 +23,7 @@ TEXT_KEYS = "text", "sentence", "transcript", "transcription"
 START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin"), ("end", "end_time", "stop")
 CHANNEL_KEYS = "channel", "channels", "channel_selector"
 SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
+PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
 # Keys of other tools that choose a part of a file, in units that are not seconds.
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
 SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
@@ -42,7 +43,6 @@ class Entry(NamedTuple):
     end: float | None = None  # None: that of the file
     channel: int | tuple | None = None  # None: the mean of all
     whole: float | None = None  # seconds that the file is said to last
-    labels: list | None = None  # what the text is to become
     speaker: str = ""  # "": unknown
 
 
@@ -74,10 +74,14 @@ def is_list(path):
 
 
 def read(path, audio_column="", text_column="", speaker_column="", texts=True):
-    """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read."""
+    """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
+
+    A column must be there; one of a list may be missing, and then the usual ones count.
+    """
     path = Path(path)
     columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
-    keys = [(chosen,) if chosen else usual for chosen, usual in (*columns, (speaker_column, SPEAKER_KEYS))]
+    columns = *columns, (speaker_column, SPEAKER_KEYS)
+    keys = [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
     try:
         if not path.exists():
             raise ListError(path, "does not exist")
@@ -86,7 +90,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
         yield next(rows, Fault("nothing is listed", path.name))
         yield from rows
     except (OSError, EOFError, zlib.error) as error:
-        raise ListError(path, f"is not readable: {error}") from None
+        raise ListError(path, f"is not readable: {reason(error)}") from None
 
 
 def read_all(paths, *columns, lenient=True, texts=True):
@@ -126,7 +130,7 @@ def sentences(path):
             except LineError as error:
                 yield Fault(str(error), name)
     except OSError as error:
-        raise ListError(path, f"is not readable: {error}") from None
+        raise ListError(path, f"is not readable: {reason(error)}") from None
 
 
 def manifest(path, keys):
@@ -175,7 +179,8 @@ def table(path, keys):
     rows = records(text.split("\n"), delimiter)
     _, names = next(rows, (1, []))
     for option, choices in zip(("--audio-column", "--text-column", "--speaker-column"), keys):
-        if choices and choices != SPEAKER_KEYS and not set(choices) & set(names):
+        optional = option == "--speaker-column" and len(choices) > 1
+        if choices and not optional and not set(choices) & set(names):
             known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
             raise ListError(path, f"must have {known} in its first line ({option} names another), got {names}"[:1000])
     used = [x for x in names if x]
@@ -245,7 +250,7 @@ def span(row):
         raise LineError("end and duration contradict each other")
     end = end if end is not None or duration is None else start + duration
     if end is not None and end <= start:
-        raise LineError("the end is not behind the start")
+        raise LineError("the end is not after the start")
     return start, end, None
 
 
@@ -262,7 +267,7 @@ def channel(x):
 
 def speaker(row, keys=SPEAKER_KEYS):
     """The name or number of the speaker, or ""."""
-    if keys != SPEAKER_KEYS and keys[0] not in row:
+    if len(keys) == 1 and keys[0] not in row:
         raise LineError(f"no {keys[0]}, which is to name the speaker")
     x = first_of(row, keys)
     if x is None or isinstance(x, (int, str)):
@@ -300,49 +305,40 @@ def is_file(path):
         return False
 
 
-def utterances(row, path, line, keys):
-    """Entries of one row: one, or one for each of its segments."""
+def entry(row, path, keys, name=""):
+    """The Entry of a row that says which part of a file has which text; by default, its audio gives the name."""
     audio = first_of(row, keys[0])
     audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
     if not audio:
         raise LineError("no name of an audio file")
-    file, parts = located(audio, path), row.get("segments")
+    file, (start, end, whole), text = located(audio, path), span(row), first_of(row, keys[1])
+    if keys[1] and not any(x in row for x in keys[1]):
+        raise LineError("no text")
+    text = "" if text is None else encodable(text, "the text")
+    if (start, end) != (0.0, None):
+        audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
+    chosen = channel(first_of(row, CHANNEL_KEYS))
+    return Entry(name or audio, file, text, start, end, chosen, whole, speaker(row, keys[2]))
+
+
+def utterances(row, path, line, keys):
+    """Entries of one row: one, or one for each of its segments."""
+    parts = row.get("segments")
     if parts in (None, ""):
-        start, end, whole = span(row)
-        labels = row.get("labels")
-        if labels is not None and not (isinstance(labels, list) and all(type(x) is int for x in labels)):
-            raise LineError("labels are no list of integers")
-        text = "" if labels is not None and first_of(row, keys[1]) is None else text_under(row, keys[1])
-        name = audio if (start, end) == (0.0, None) else segment_name(audio, start, end)
-        yield Entry(name, file, text, start, end, channel(first_of(row, CHANNEL_KEYS)), whole, labels,
-                    speaker(row, keys[2]))  # fmt: skip
+        yield entry(row, path, keys)
         return
     if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
         raise LineError("segments are no list of objects")
     if first_of(row, START_KEYS + END_KEYS) is not None:
         raise LineError("segments of a segment are not read")
+    common = {x: row[x] for x in (*keys[0], *CHANNEL_KEYS, *keys[2]) if x in row}
     for i, part in enumerate(parts, 1):
         try:
-            start, end, whole = span(part)
-            if end is None and start == 0.0:
+            if span(part)[:2] == (0.0, None):
                 raise LineError("a segment without start and end")
-            chosen = channel(first_of(row | part, CHANNEL_KEYS))
-            text = text_under(part, keys[1])
-            name, whole = segment_name(audio, start, end), number(row, ("duration",))
-            yield Entry(name, file, text, start, end, chosen, whole, speaker=speaker(row | part, keys[2]))
+            yield entry(common | part, path, keys)._replace(whole=number(row, ("duration",)))
         except LineError as error:
             yield Fault(str(error), f"{line} segment {i}")
-
-
-def segment_name(audio, start, end):
-    return f"{audio} from {start:g} s" + (f" to {end:g} s" if end is not None else "")
-
-
-def text_under(row, keys):
-    if keys and not any(x in row for x in keys):
-        raise LineError("no text")
-    text = first_of(row, keys)
-    return "" if text is None else encodable(text, "the text")
 
 
 def is_cut(row):
@@ -390,12 +386,12 @@ def supervision(x, name, row, recording, path, first, length):
     for source in sources:
         known = source.get("channels") or [0]
         if isinstance(known, list) and wanted <= {y for y in known if type(y) is int}:
-            places = tuple(known.index(y) for y in sorted(wanted)) or None
-            places = places[0] if places and len(places) == 1 else places
-            text = text_under({"text": x.get("text")}, ("text",))
-            audio = located(source.get("source"), path)
-            end, whole = first + offset + duration, number(recording, ("duration",))
-            yield Entry(name, audio, text, start, end, places, whole, speaker=speaker(x))
+            places = [known.index(y) for y in sorted(wanted)]
+            places = places[0] if len(places) == 1 else places or None
+            said = {key: x[key] for key in ("text", *SPEAKER_KEYS) if key in x}
+            where = {"audio": source.get("source"), "start": start, "end": first + offset + duration}
+            found = entry({"text": "", "channel": places} | said | where, path, PLAIN, name)
+            yield found._replace(whole=number(recording, ("duration",)))
             return
     raise LineError("no source of Lhotse has the channel")
 
@@ -413,7 +409,7 @@ def no_corpus(path, what):
     inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
     found = [x for x in inside if suffix_of(x) in LISTS and x.is_file()]
     such = f"such as {max(found, key=lambda x: x.stat().st_size)}" if found else MANIFESTS
-    return ListError(path, f"holds no {what}; a manifest is named itself ({such})")
+    return ListError(path, f"holds no {what}; to read a manifest, name it ({such})")
 
 
 def below(folder):
@@ -458,7 +454,7 @@ def beside(path):
         try:
             if file is None:
                 raise LineError("a text without its audio file")
-            names = file.resolve().parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
+            names = Path(os.path.abspath(file)).parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
             known = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
             yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=known)
         except LineError as error:
@@ -489,11 +485,9 @@ def kaldi(path, texts=True):
                 raise LineError("a segment of a recording that wav.scp lacks")
             if file.endswith("|") or file.startswith("|"):
                 raise LineError("a command in wav.scp is not run")
-            end = {} if where[2].startswith("-") else {"end": where[2]}
-            start, end, _ = span({"start": where[1]} | end)
-            audio, of = located(file, path / "wav.scp"), speakers.get(name, "")
-            said, of = encodable(" ".join(text), "the text"), encodable(of, "the speaker")
-            yield Entry(name, audio, said, start, end, channel("".join(where[3:])), speaker=of)
+            row = {"audio": file, "text": " ".join(text), "speaker": speakers.get(name), "channel": "".join(where[3:])}
+            row |= {"start": where[1], "end": None if where[2].startswith("-") else where[2]}
+            yield entry(row, path / "wav.scp", PLAIN, name)
         except LineError as error:
             yield Fault(str(error), name)
     yield from (Fault("a recording without a text", x) for x in segments)

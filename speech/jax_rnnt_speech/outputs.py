@@ -9,7 +9,7 @@ from tqdm import tqdm
 from jax_rnnt_speech.config import UserError
 
 # On a terminal alone. No delay: what is written before a delayed bar is shown leaves a part of it.
-bar = functools.partial(tqdm, mininterval=1, leave=False)
+bar = functools.partial(tqdm, mininterval=1, leave=False, disable=None)
 
 
 def check(path, sources, folder=False, option="--output"):

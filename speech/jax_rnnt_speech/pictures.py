@@ -1,18 +1,14 @@
-"""Pictures and tables of a run and its test, for a page."""
-
-import html
+"""Pictures of a run and its test, for a page."""
 
 import jax
 import numpy as np
 from matplotlib import pyplot as plt
 
 from jax_rnnt import plot
-from jax_rnnt_speech import errors, runs
-from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech import runs
 
 WIDTH = 3.9  # inches, as a narrow screen has: letters of 9 points can be read there
 DARK = 20, 24, 30  # the background of a dark page
-SHOWN = 10  # transcripts
 LABELS = 3  # at least, in the lattice
 
 
@@ -80,38 +76,8 @@ def lattice(recogniser, result, folder):
     save(figure, folder, "lattice")
 
 
-def marked(x):
-    """The text of an utterance, with what is missing and what is too much marked as HTML."""
-    pair = html.escape(x.reference), html.escape(x.hypothesis)
-    return errors.difference(*pair, deleted="<del>{}</del>", inserted="<ins>{}</ins>")
-
-
-def transcripts(results):
-    for x in errors.spread(results, SHOWN):
-        verdict = "right" if not x.words.errors else f"{x.words.errors} of {x.words.length} words wrong"
-        yield f"* {verdict}: {marked(x)}"
-
-
-def table(result):
-    """Lines of a table of the errors, of all speakers and of each."""
-    yield "| speaker | utterances | words | insertions | deletions | substitutions | WER, % | CER, % |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
-    for name, group in {"all": result.results, **errors.by_speaker(result.results)}.items():
-        words, characters = (errors.summed([getattr(x, kind) for x in group]) for kind in ("words", "characters"))
-        counts = words.length, words.insertions, words.deletions, words.substitutions
-        cells = html.escape(name or "unknown").replace("|", "&#124;"), len(group), *counts
-        yield "| " + " | ".join(map(str, cells)) + f" | {words.rate:.1f} | {characters.rate:.1f} |"
-    if result.interval:
-        low, high = result.interval
-        yield f"\n95% interval of the WER: {low:.1f} to {high:.1f}%, by {errors.RESAMPLES} resamples of the utterances."
-
-
 def draw(folder, workdir, recogniser, result):
-    """Writes learning-curve.png and lattice.png, also for dark pages, transcripts.md and errors.md."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not folder.is_dir():
-        raise UserError(f"--pictures {folder} is no folder")
+    """Writes learning-curve.png and lattice.png, also for dark pages."""
+    folder.mkdir(exist_ok=True)
     learning_curve(workdir, folder)
     lattice(recogniser, result, folder)
-    (folder / "transcripts.md").write_text("\n".join(transcripts(result.results)) + "\n", "utf-8")
-    (folder / "errors.md").write_text("\n".join(table(result)) + "\n", "utf-8")

@@ -66,17 +66,13 @@ class Run:
             raise UserError(f"{self.workdir}: checkpoint {step} lacks arrays of this model ({reason})") from None
         return [saved[name] for name in trees]
 
-    def save(self, step, setup, **trees):
+    def save(self, step, setup, best=False, **trees):
+        """`best`: replaces the best checkpoint, and those that an interrupted run has of later steps."""
+        manager = self.best if best else self.manager
+        for later in (x for x in manager.all_steps() if best and x >= step):
+            manager.delete(later)
         args = {name: ocp.args.StandardSave(x) for name, x in trees.items()}
-        self.manager.save(step, args=ocp.args.Composite(setup=ocp.args.JsonSave(setup), **args))
-
-    def save_best(self, step, setup, params):
-        """Replaces the best checkpoint, and those that an interrupted run has of later steps."""
-        for later in self.best.all_steps():
-            if later >= step:
-                self.best.delete(later)
-        arrays = {"params": ocp.args.StandardSave(params), "setup": ocp.args.JsonSave(setup)}
-        self.best.save(step, args=ocp.args.Composite(**arrays), force=True)
+        manager.save(step, args=ocp.args.Composite(setup=ocp.args.JsonSave(setup), **args), force=best)
 
     def close(self):
         for manager in (self.manager, self.best):
@@ -87,13 +83,17 @@ class Run:
 
 def open_run(workdir):
     """The run of a folder that must have a checkpoint."""
-    if not (workdir / CHECKPOINTS).is_dir():
-        raise UserError(f"{workdir} has no checkpoint: train first")
     run = Run(workdir, resume=True)
     if run.last is None:
         raise UserError(f"{workdir} has no checkpoint: train first")
     run.open()
     return run
+
+
+def setup_of(workdir):
+    """What the last checkpoint of a folder stores beside its arrays."""
+    with contextlib.closing(open_run(workdir)) as run:
+        return run.setup()
 
 
 def metrics_of(workdir):

@@ -24,16 +24,16 @@ def add_command(commands):
     parser.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
     parser.add_argument("--host", default="127.0.0.1", help="(%(default)s)")
     parser.add_argument("--port", type=number(int, 0, 65536), default=8000, metavar="N", help="(%(default)s)")
-    parser.add_argument("--name", help="that requests call the model; default: that of its folder")
-    help = "that the model was trained on, as in en; requests may name no other (default: any)"
+    parser.add_argument("--name", help="by which requests call the model; default: that of its folder")
+    help = "of the model, such as en; requests may name no other (default: any)"
     parser.add_argument("--language", default="", metavar="CODE", help=help)
     limits = parser.add_argument_group("limits")
     help = "streams at once, and files at once (%(default)s)"
     limits.add_argument("--connections", type=positive, default=16, metavar="N", help=help)
-    help = "bytes of a file (%(default)s)"
+    help = "of a file (%(default)s)"
     limits.add_argument("--max-bytes", type=positive, default=25 * 2**20, metavar="N", help=help)
     limits.add_argument("--max-seconds", type=amount, default=1500.0, metavar="S", help="of a file (%(default)s)")
-    help = "of silence that end an utterance of a stream; 0: none does (%(default)s)"
+    help = "of silence that end an utterance of a stream; 0: none (%(default)s)"
     parser.add_argument("--endpoint", type=amount, default=1.0, metavar="SECONDS", help=help)
     pretrained.add_options(parser)
     ngrams.add_options(parser.add_argument_group("search"))

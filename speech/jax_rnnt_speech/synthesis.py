@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jax_rnnt_speech import audio
-from jax_rnnt_speech.config import UserError, number, seed
+from jax_rnnt_speech.config import UserError, number, reason, seed
 
 RATE, FORTUNES = 16000, Path("/usr/share/games/fortunes")
 ACCENTS = "en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-gb-x-gbcwmd", "en-029"
@@ -59,7 +59,7 @@ def read_texts(paths):
     try:
         return [x for path in paths for x in sentences(path.read_text(errors="replace"))]
     except OSError as error:
-        raise UserError(f"--text: {error}") from None
+        raise UserError(f"--text {error.filename} is not readable: {reason(error)}") from None
 
 
 def voices(split):
@@ -91,10 +91,9 @@ def speak(line, seed):
     command = ["espeak-ng", "-v", line.voice, "-s", str(line.speed), "-p", str(line.pitch), "--stdout", "--stdin"]
     # Lower case: capitals may be spelt.
     done = subprocess.run(command, input=line.text.lower().encode(), capture_output=True)
-    header, samples = done.stdout[:44], np.frombuffer(done.stdout[44:], "<i2")
-    if not len(samples):
+    if len(done.stdout) <= 44:  # the header of a WAV
         raise UserError(f"espeak-ng has no voice {line.voice}: {done.stderr.decode().strip()}")
-    samples = audio.resampled(audio.scaled(samples), int.from_bytes(header[24:28], "little"), RATE)
+    samples = audio.read(audio.Memory(done.stdout, line.voice), RATE)
     rng = np.random.default_rng(seed)
     power = np.mean(samples**2) / 10 ** (line.ratio / 10)
     color = rng.uniform(0, 0.95)  # of the noise: white, or with more low frequencies
@@ -150,9 +149,10 @@ def make(args):
 
 def add_command(commands):
     parser = commands.add_parser("corpus", help="make a corpus of synthetic speech")
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--hours", type=number(float, 1e-4), default=3.0, help="of training (%(default)s)")
-    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="default: the fortunes of Debian")
-    parser.add_argument("--noise", type=number(float, -20, 40), default=10, metavar="DB", help="at most (%(default)s)")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write: train, valid and test")
+    parser.add_argument("--hours", type=number(float, 1e-4), default=3.0, help="of speech for training (%(default)s)")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="to speak; default: Debian's fortunes")
+    help = "lowest ratio of speech to noise (%(default)s)"
+    parser.add_argument("--noise", type=number(float, -20, 40), default=10, metavar="DB", help=help)
     parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     parser.set_defaults(run=make)

@@ -5,7 +5,6 @@ outside the vocabulary. References and hypotheses are normalised alike. Rates ar
 """
 
 import csv
-import dataclasses
 import json
 import sys
 import time
@@ -25,36 +24,34 @@ KINDS = "insertions", "deletions", "substitutions"
 class Test:
     """The results of a model on some corpora."""
 
-    def recordings(self):
-        """(name, samples or UserError) of each utterance; those without samples are in the report."""
-        for i, x in enumerate(self.corpus.utterances):
-            try:
-                yield x.name, self.corpus.samples(i, np.random.default_rng(i))
-            except UserError as error:
-                self.report.add(getattr(error, "reason", str(error)), x.name)
-                self.unread.add(i)
-                yield x.name, error
-
     def __init__(self, recogniser, paths, settings, how):
-        self.corpus, self.results, self.refused = corpora.tested(paths, settings), [], []
+        self.corpus, self.results = corpora.tested(paths, settings), []
         self.report, utterances = self.corpus.report, self.corpus.utterances
-        self.tested, self.unread = [], set()  # numbers of the results' utterances, and of those without audio
+        self.tested = []  # numbers of the results' utterances
         normalize, started = texts.normalizer(settings.normalize, settings.lower), time.perf_counter()
         found = recognise.transcribe(recogniser, self.recordings(), how)
-        for i, x in enumerate(outputs.bar(found, "utterances", len(utterances), disable=None)):
-            if i in self.unread:
+        for result in outputs.bar(found, "utterances", len(utterances)):
+            x = utterances[result.name]
+            if result.error:
+                self.report.add(result.error.partition(": ")[2], x.name)
                 continue
-            self.refused += [x.error] if x.error else []
-            seconds = utterances[i].seconds or x.duration
-            pair = utterances[i].text, "" if x.error else normalize(x.text)
-            self.tested.append(i)
-            self.results.append(errors.tested(shown(utterances[i].name), utterances[i].speaker, seconds, *pair))
+            self.tested.append(result.name)
+            seconds = x.seconds or result.duration
+            self.results.append(errors.tested(shown(x.name), x.speaker, seconds, x.text, normalize(result.text)))
         self.seconds = time.perf_counter() - started
         self.words = errors.summed([x.words for x in self.results]) if self.results else errors.Counts(0, 0, 0, 0)
         if not self.words.length:
             raise UserError(f"no utterance with words in {', '.join(paths)}{self.report.summary()}")
         self.characters = errors.summed([x.characters for x in self.results])
         self.interval = errors.interval([x.words for x in self.results])
+
+    def recordings(self):
+        """(number, samples) of each utterance; those without samples are in the report."""
+        for i, x in enumerate(self.corpus.utterances):
+            try:
+                yield i, self.corpus.samples(i, np.random.default_rng(i))
+            except UserError as error:
+                self.report.add(getattr(error, "reason", str(error)), x.name)
 
     def object(self):
         """What --json prints."""
@@ -114,7 +111,7 @@ def test(args):
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
-    settings = dataclasses.replace(recogniser.config, **config.given(args, OPTIONS))
+    settings = config.changed(recogniser.config, args, OPTIONS)
     result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
     if args.output:
         result.write(args.output)
@@ -126,8 +123,8 @@ def test(args):
         print(json.dumps(result.object()))
     else:
         print(*result.lines(args.worst), sep="\n")
-    named = [*result.report.lines(named=sys.maxsize), *(f"counted as empty, {x}" for x in result.refused)]
-    print(*named, sep="\n", end="\n" * bool(named), file=sys.stderr)
+    for line in result.report.lines(named=sys.maxsize):
+        print(line, file=sys.stderr)
     return 1 if result.report.names else 0
 
 
@@ -137,9 +134,9 @@ def add_command(commands):
     parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
     parser.add_argument("--output", type=Path, metavar="FILE", help="references and hypotheses: .tsv or .jsonl")
     parser.add_argument("--json", action="store_true", help="one object: wer, cer, interval, insertions, ...")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: pictures and tables for a page")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: a learning curve and a lattice")
     parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
     pretrained.add_options(parser)
     ngrams.add_options(parser)
-    config.add_options(parser, OPTIONS)
+    config.add_options(parser, OPTIONS, "as trained")
     parser.set_defaults(run=test)

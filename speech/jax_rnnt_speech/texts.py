@@ -26,8 +26,9 @@ def basic(language):
 
     def spelled(match):
         try:
-            # Soft hyphens mark where a long word may be broken.
-            return f" {engine.format_number(match[0].replace(group, '').replace(mark, '.')).text} ".replace("\xad", "")
+            words = engine.format_number(match[0].replace(group, "").replace(mark, ".")).text
+            # Soft hyphens mark where a long word may be broken. A Japanese point is read aloud.
+            return f" {words} ".replace("\xad", "").replace("・", "点")
         except NoRuleForNumberError:  # it is too large
             return " ".join(spelled(x) for x in re.finditer(r"\d", match[0]))
 
@@ -39,11 +40,11 @@ def basic(language):
     return normalize
 
 
-def loaded(name, option="--normalize", others="none of none, basic, basic:LANGUAGE and"):
-    """The function that FILE:FUNCTION names, the value of an option."""
+def loaded(name, option="--normalize", others="none, basic, basic:LANGUAGE or "):
+    """The function that FILE:FUNCTION names, the value of an option that may have others."""
     file, _, function = name.rpartition(":")
     if not Path(file).is_file():
-        raise UserError(f"{option} {name} is {others} FILE:FUNCTION of a Python file")
+        raise UserError(f"{option} must be {others}FILE:FUNCTION of a Python file, got {name}")
     spec = importlib.util.spec_from_file_location(f"jax_rnnt_speech_{option.strip('-')}", file)
     if spec is None:
         raise UserError(f"{option} {name}: {file} must end in .py")

@@ -1,12 +1,14 @@
 """Trains a model, saves checkpoints, and measures held-out error rates."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
 import shlex
 import sys
 import time
+from typing import NamedTuple
 
 import grain
 import jax
@@ -16,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import batches, cache, corpora, devices, evaluate, hosts, ngrams, pretrained, programs, runs
+from jax_rnnt_speech import batches, cache, corpora, errors, hosts, ngrams, pretrained, programs, runs
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.parts import STATISTICS, Parts, placed
 from jax_rnnt_speech.recogniser import Recogniser
@@ -105,25 +107,50 @@ def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
     return train_step
 
 
+class Rates(NamedTuple):
+    loss: float  # nats an utterance
+    cer: float  # per cent
+    wer: float
+
+
+def held_out(recogniser, params, data, buckets, split, search, examples=0):
+    """Rates of all utterances, and (reference, hypothesis) of the first ones."""
+    loss, scored, characters, words, shown = 0.0, 0, [], [], []
+    for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
+        batch["valid"] &= ~np.isin(batch["index"], [*data.without])
+        results = recogniser.evaluated(params, split(batch), search)
+        value, labels, counts, index = hosts.gathered((*results, batch["index"]))
+        loss += float(value)
+        for i, row, count in zip(index, labels, counts):
+            if i >= 0:  # its audio is readable
+                scored += i not in data.without
+                pair = data.corpus.utterances[i].text, recogniser.text(row, count)
+                characters.append(errors.counted(*pair))
+                words.append(errors.counted(*(x.split() for x in pair)))
+                shown += [pair] * (len(shown) < examples)
+    if not words:
+        raise UserError("no held-out utterance has readable audio")
+    return Rates(loss / max(scored, 1), *(errors.summed(x).rate for x in (characters, words))), shown
+
+
+@dataclasses.dataclass
 class Progress:
     """The best test so far, and how many came after it. It is stored with each checkpoint."""
 
-    def __init__(self, stored=None):
-        self.step, self.rates, self.since = 0, None, 0
-        if stored:
-            self.step, self.rates, self.since = stored["step"], evaluate.Rates(*stored["rates"]), stored["since"]
+    step: int = 0
+    rates: Rates | list | None = None  # None: there was no test
+    since: int = 0
 
     def better(self, step, rates):
         """Whether these are the best rates, by WER and then by CER; takes note of them."""
-        better = self.rates is None or (rates.wer, rates.cer) < (self.rates.wer, self.rates.cer)
-        if better:
+        self.since += 1
+        if self.rates is None or (rates.wer, rates.cer) < (self.rates.wer, self.rates.cer):
             self.step, self.rates, self.since = step, rates, 0
-        else:
-            self.since += 1
-        return better
+        return self.since == 0
 
-    def stored(self):
-        return {"step": self.step, "rates": list(self.rates), "since": self.since}
+    @classmethod
+    def of(cls, stored):
+        return cls(**stored | {"rates": stored["rates"] and Rates(*stored["rates"])})
 
 
 class Training:
@@ -132,7 +159,7 @@ class Training:
     def __init__(self, config, options):
         self.config, self.options = config, options
         self.run = runs.Run(options.workdir, resume=options.resume, overwrite=options.overwrite)
-        self.mesh = Mesh(np.array(devices.select(options.platform, options.devices)), ("data",))
+        self.mesh = Mesh(np.array(hosts.devices(options.platform, options.devices)), ("data",))
         programs.keep(self.run.workdir / "programs")
         folder = options.cache
         self.folder = None if folder and folder.name == "none" else folder or self.run.workdir / "cache"
@@ -149,7 +176,7 @@ class Training:
             if not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
-            self.progress = Progress(setup.get("progress"))
+            self.progress = Progress.of(setup["progress"])
         self.parts = Parts(config, self.recogniser.params)
         self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
         if self.run.last is None and not config.init:
@@ -208,7 +235,7 @@ class Training:
 
     def measure(self, params, step, metrics=None):
         """Error rates. Without `metrics` nothing is written."""
-        rates, shown = evaluate.rates(
+        rates, shown = held_out(
             self.recogniser, params, self.valid, self.test_buckets, self.split, self.search, examples=2
         )
         tqdm.write(f"step {step}: held-out loss {rates.loss:.2f}, CER {rates.cer:.1f}%, WER {rates.wer:.1f}%")
@@ -244,11 +271,11 @@ class Training:
         rates = self.measure(params, step, metrics)
         better = self.progress.better(step, rates)
         if better:
-            self.run.save_best(step, self.setup(), params)
+            self.run.save(step, self.setup(), best=True, params=params)
         self.keep(state, step, params)
 
     def setup(self):
-        return self.recogniser.setup() | self.stored | {"progress": self.progress.stored()}
+        return self.recogniser.setup() | self.stored | {"progress": dataclasses.asdict(self.progress)}
 
     def keep(self, state, step, params):
         """Saves all that the steps after this one need."""

@@ -1,5 +1,6 @@
 """Words with their times, the forms of transcripts, and forced alignment."""
 
+import dataclasses
 import hashlib
 import json
 import types
@@ -137,7 +138,7 @@ def test_phrases(corpus, trained, tmp_path, capsys):
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_forms(corpus, trained, tmp_path, capsys, refused):
+def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     """Every form has the text; segments have the times of their file; what is bad is named, and the rest written."""
     files = [*sorted(corpus.rglob("*.flac"))[:2], corpus / "missing.flac"]
     manifest = tmp_path / "m.jsonl"
@@ -185,6 +186,13 @@ def test_forms(corpus, trained, tmp_path, capsys, refused):
     ):
         refused(["transcribe", "--model", trained[0], files[0], *more], message)
     assert files[0].stat().st_size
+    model = asr.pretrained.open_model(trained[0])  # the column of its run counts where a table has it
+    model.config = dataclasses.replace(model.config, audio_column="clip")
+    monkeypatch.setattr(asr.pretrained, "open_model", lambda *_: model)
+    (tmp_path / "m.tsv").write_text(f"path\tclip\nmissing\t{files[0]}\n")
+    for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):
+        run([*command, table])
+    refused([*command, tmp_path / "m.tsv", "--audio-column", "file"], "must have the column file in its first line", 2)
 
 
 def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypatch):

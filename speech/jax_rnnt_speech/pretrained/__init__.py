@@ -7,7 +7,7 @@ new training, whose --init may be any of these or Whisper.
 import os
 from pathlib import Path
 
-from jax_rnnt_speech import devices, encoders, programs, runs, tokens
+from jax_rnnt_speech import encoders, hosts, programs, runs, tokens
 from jax_rnnt_speech.config import PRETRAINED, Config, UserError, from_json
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
 from jax_rnnt_speech.recogniser import Recogniser
@@ -58,8 +58,8 @@ def read(folder, best=True):
 
 def add_options(parser):
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
-    parser.add_argument("--prompt", metavar="NAME", help="the language of the recordings, for a model that is told")
-    parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: by held-out WER (best), or last")
+    parser.add_argument("--prompt", metavar="NAME", help="language of the recordings, for a model that takes one")
+    parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: the best by WER, or the last")
 
 
 def default():
@@ -76,7 +76,7 @@ def open_model(folder=None, platform=None, checkpoint=None):
     folder = folder or default()
     if checkpoint and kind_of(folder) != "run":
         raise UserError(f"--checkpoint {checkpoint}: {folder} is no folder of a training")
-    devices.select(platform, 1)
+    hosts.devices(platform, 1)
     programs.keep(Path(folder) / "programs" if kind_of(folder) == "run" else None)
     recogniser = read(folder, best=checkpoint != "last")
     if recogniser.config.train == "handwritten-digits":
@@ -91,9 +91,7 @@ def config_of(folder):
     kind = kind_of(folder)
     if kind != "run":
         return KINDS[kind].config_of(Path(folder))
-    run = runs.open_run(Path(folder))
-    setup = run.setup()
-    run.close()
+    setup = runs.setup_of(Path(folder))
     return Config(**from_json(setup["config"], f"{folder}")), setup.get("source")
 
 

@@ -111,7 +111,8 @@ def opened(path):
                 name = x.name.rpartition("/")[2]
                 members[name] = b"" if name == WEIGHTS or not x.isfile() else tar.extractfile(x).read()
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise UserError(f"{file} must be an archive of NeMo: {error}") from None
+        reason = str(error).partition(":\n")[0]  # the rest has a line for each compression
+        raise UserError(f"{file} must be an archive of NeMo: {reason}") from None
     if missing := {CONFIG, WEIGHTS} - {*members}:
         raise UserError(f"{file} must be an archive of NeMo, but has no {min(missing)}")
     try:
