@@ -4,9 +4,9 @@ An encoder that streams takes its steps (`streams`). Another one hears a window 
 limit: what is to be transcribed, and `MARGIN` seconds on both sides, of which the rows are dropped. A quick greedy
 search of the window finds where it pauses. The search proper ends in the last pause of the latter half, or as far from
 labels as it can, and the next window goes on there: one state goes from window to window, so texts are never merged,
-and frames count from the start of the recording. Windows of several recordings make a batch, of one of two sizes, so
-that few programs are compiled. Recordings that fit into a window are sorted by length, and their batches have few
-shapes.
+and frames count from the start of the recording. Windows of several recordings make a batch, of one of two sizes.
+Recordings that fit into a window are sorted by length, and their batches have few shapes: a program takes seconds to
+compile, and memory as long as the process lasts.
 """
 
 import jax
@@ -23,7 +23,6 @@ WINDOW = 30.0  # seconds of a window, margins included
 MARGIN = 2.0  # seconds that the encoder hears before and after what is transcribed
 PAUSE = 0.8  # seconds without a label in which the last place serves as well as any
 MOST = 4  # windows of a batch
-ROUND = 256  # recordings are padded to multiples of so many frames, for few programs
 BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
 
 
@@ -140,9 +139,10 @@ def hear(recogniser, recordings, how):
         hear_long(recogniser, long, how)
     waiting = sorted((x for x in recordings if x.frames and not x.long), key=lambda x: -len(x.samples))
     while waiting:
-        frames = -(-waiting[0].frames // ROUND) * ROUND
-        most = max(1, BATCH // frames)
-        size = 1 << min(most.bit_length() - 1, (len(waiting) - 1).bit_length())  # powers of 2: few programs
+        power = 1 << max(9, (waiting[0].frames - 1).bit_length())
+        frames = next(x for x in (power * 3 // 4, power) if waiting[0].frames <= x)
+        most = 1 << (max(1, BATCH // frames).bit_length() - 1)
+        size = next(x for x in (most, most // 8, 1) if 0 < x <= 2 * len(waiting))
         rows, waiting = waiting[:size], waiting[size:]
         rows += [None] * (size - len(rows))
         hear_windows(recogniser, rows, frames, None, None, how)

@@ -186,6 +186,24 @@ def test_cuts(whole):
         assert abs(cut - expected) <= 1, (frames, cut)
 
 
+def test_few_programs(whole, monkeypatch):
+    """However many recordings come together, and however long they are: each is in one batch, of one of few shapes."""
+    shapes, rng = set(), np.random.default_rng(0)
+
+    def hear(recogniser, rows, frames, *_):
+        shapes.add((len(rows), frames))
+        assert all(x is None or x.frames <= frames for x in rows) and len(rows) * frames <= asr.windows.BATCH
+        heard.extend(x.name for x in rows if x)
+
+    monkeypatch.setattr(asr.windows, "hear_windows", hear)
+    for count in [*range(1, 40), *[8] * 40, 200]:
+        heard, lengths = [], rng.uniform(0.1, rng.uniform(0.2, 30), count)
+        some = [asr.windows.Recording(i, np.zeros(int(8000 * x), np.float32), whole) for i, x in enumerate(lengths)]
+        asr.windows.hear(whole, some, None)
+        assert sorted(heard) == [*range(count)]
+    assert len(shapes) <= 20, shapes
+
+
 def test_memory(whole, monkeypatch):
     """It depends neither on the length of a recording nor on the number of recordings."""
     monkeypatch.setattr(asr.windows, "WINDOW", 2.5)
