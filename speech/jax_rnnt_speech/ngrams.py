@@ -66,6 +66,8 @@ def add_options(parser):
     parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
     for name, (default, help) in WEIGHTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
+    help = "nats, before --ngram-weight, that a word costs that the n-gram lacks (what the file says); 30 is usual"
+    parser.add_argument("--unknown-word", type=amount, metavar="W", help=help)
     help = f"texts to prefer, a line each; a weight behind a tab: nats for each label ({WITH_BEAM}; greedy: {GREEDY})"
     parser.add_argument("--phrases", type=Path, metavar="FILE", help=help)
     help = "which head of a model with two finds labels (the transducer, if there is one)"
@@ -75,7 +77,7 @@ def add_options(parser):
 def check(args):
     """Raises where options of a search contradict each other, or there is no n-gram."""
     if not args.ngram:
-        for name in WEIGHTS:
+        for name in (*WEIGHTS, "unknown_word"):
             if getattr(args, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} needs --ngram")
     elif not args.beam:
@@ -86,12 +88,12 @@ def check(args):
             raise UserError(f"--{name} {file} is no file")
 
 
-def read(path, recogniser):
-    """The model of a file, over the classes of a recogniser."""
+def read(path, recogniser, unknown=None):
+    """The model of a file, over the classes of a recogniser; `unknown`: the nats that an unknown word costs."""
     tokens = recogniser.tokens
     classes = tokens.labels() + [None] * (recogniser.classes - len(tokens.pieces))
     try:
-        return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator)
+        return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator, unknown=unknown and -unknown)
     except (OSError, ValueError) as error:
         raise UserError(f"--ngram {path}: {error}") from None
 
@@ -139,7 +141,7 @@ def search_of(args, recogniser):
     if args.ngram:
         chosen = {name: getattr(args, name) for name in WEIGHTS}
         weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
-        fusion = (read(args.ngram, recogniser), weight), (word_bonus(recogniser), bonus)
+        fusion = (read(args.ngram, recogniser, args.unknown_word), weight), (word_bonus(recogniser), bonus)
     if args.phrases:
         fusion += ((phrases(args.phrases, recogniser, WITH_BEAM if args.beam else GREEDY), 1.0),)
     alone = recogniser.config.loss == "ctc"

@@ -391,6 +391,6 @@ def test_the_tutorial(tmp_path, capsys, monkeypatch):
     assert words == f"test/000.wav\t{found['text']}\n" and found["duration"] == expected["duration"]
     assert found.keys() == expected.keys() and found["words"][0].keys() == expected["words"][0].keys()
     run(["ngram", "words.arpa", "train"])
-    run(["test", "--workdir", "run", "test", "--beam", 4, "--ngram", "words.arpa"])
+    run(["test", "--workdir", "run", "test", "--beam", 4, "--ngram", "words.arpa", "--unknown-word", 30])
     for out in (training.splitlines()[-1], rates, capsys.readouterr().out):
         assert float(re.search(r"\bWER ([\d.]+)%", out)[1]) < 15  # 0 to 2 on one machine: others round otherwise

@@ -203,7 +203,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--devices", 99], "--devices 99: there are"),
         (["--ngram", "words.arpa"], "--ngram needs --beam"),
         (["--ngram", "words.arpa", "--beam", 2], "--ngram words.arpa is no file"),
-        (["--beam", 2, "--ilm-weight", 0.2], "--ilm-weight needs --ngram"),
+        (["--beam", 2, "--unknown-word", 20], "--unknown-word needs --ngram"),
         (["--expect-cer", "nan"], "--expect-cer: expected a number of 0 or more, got nan"),
         (["--seed", 2**32], "--seed: expected a whole number of 0 or more and less than 4294967296, got 4294967296"),
         (["--window", 0.01, "--hop", 0.01], "--window 0.01 has fewer than two samples at --rate 8000"),

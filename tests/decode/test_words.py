@@ -61,7 +61,8 @@ def word_model(path, labels, order, unk, words=WORDS, **options):
     grams["ab",], grams["aac",] = (-math.inf, grams["ab",][1]), (-0.01, grams["aac",][1])
     separator = " " if " " in labels else "▁"
     model = decode.WordNGram.from_arpa(written(path, arpa(grams)), labels, separator=separator, **options)
-    grams.setdefault(("<unk>",), (options.get("unknown", -math.inf) / NATS, 0.0))
+    if "unknown" in options or not unk:
+        grams["<unk>",] = options.get("unknown", -math.inf) / NATS, grams.get(("<unk>",), (0.0, 0.0))[1]
     spelled = [x for x in words if x != ("a<unk>" if separator == " " else "aac")]
     return model, Spelled(grams, order, spelled, separator)
 
@@ -69,7 +70,7 @@ def word_model(path, labels, order, unk, words=WORDS, **options):
 @pytest.mark.parametrize(
     ("labels", "order", "unk", "options"),
     [
-        (CHARACTERS, 3, True, {}),
+        (CHARACTERS, 3, True, dict(unknown=-20.0)),
         (CHARACTERS, 1, False, dict(unknown=-7.5)),
         (PIECES, 3, True, {}),
         (PIECES, 2, False, {}),
@@ -175,7 +176,6 @@ def test_searches(tmp_path):
         (["▁a"], dict(unknown=-(10**400)), ValueError, "unknown must be a number that a float holds"),
         (["▁a"], dict(unknown=0.5), ValueError, "unknown must be a known log-probability of 0 or less, got 0.5"),
         (["▁a"], dict(unknown=math.nan), ValueError, "unknown must be a known log-probability of 0 or less, got nan"),
-        (["▁a"], dict(unknown=-3), ValueError, "unknown must be None, as .*m.arpa has <unk>, got -3"),
     ],
 )
 def test_errors_of_words(labels, options, error, message, tmp_path):

@@ -118,8 +118,9 @@ class WordNGram(Automaton):
         separator : str, default "▁"
             What labels begin with that begin a word: U+2581 of SentencePiece, or the label between words.
         unknown : float, optional
-            The unigram log-probability of <unk>, in nats, where the file has none; by default -inf. The backoff weights
-            of the context are added, as to every unigram.
+            The unigram log-probability of <unk>, in nats; by default that of the file, or -inf where it has none. The
+            backoff weights of the context are added, as to every unigram. Estimates of <unk> are often so high that a
+            search prefers a wrong spelling to a known word; then -30 or so finds more words, and -inf only known ones.
 
         Returns
         -------
@@ -130,7 +131,7 @@ class WordNGram(Automaton):
         ValueError
             What `NGram.from_arpa` raises for broken files. Labels that occur twice, that are empty, that have the
             separator behind their beginning, of which none begins with it, or that spell no word of the file. An empty
-            separator. `unknown` above 0 or NaN, or where the file has <unk>.
+            separator. `unknown` above 0 or NaN.
         TypeError
             Labels that are neither str nor None; a separator that is no str; `unknown` that is no number.
         """
@@ -140,13 +141,13 @@ class WordNGram(Automaton):
             raise ValueError(f"{FUNCTION}: unknown must be a known log-probability of 0 or less, got {unknown}.")
         file = Arpa(FUNCTION, path, spelling.form)
         grams = file.read(spelling.number)
+        words, log_probs, backoffs, line = grams[0]
         if not spelling.unknown:
-            words, log_probs, backoffs, line = grams[0]
-            words = np.append(words, [[spelling.count]], 0)
-            log_probs = np.append(log_probs, -math.inf if known < -LARGEST else known)
-            grams[0] = Grams(words, log_probs, np.append(backoffs, 0.0), line)
-        elif unknown is not None:
-            raise ValueError(f"{FUNCTION}: unknown must be None, as {file.path} has <unk>, got {unknown}.")
+            words, log_probs = np.append(words, [[spelling.count]], 0), np.append(log_probs, -math.inf)
+            backoffs = np.append(backoffs, 0.0)
+        if unknown is not None:
+            log_probs = np.where(words[:, 0] == spelling.count, -math.inf if known < -LARGEST else known, log_probs)
+        grams[0] = Grams(words, log_probs, backoffs, line)
         ngram = ngram_of(NGram, file, grams, spelling.count + 1, None, spelling)
         names = "arcs", "words", "ahead", "begins", "ngram"
         return _pytree.make(cls, names, (*spelling.tables(grams[0]), ngram))
