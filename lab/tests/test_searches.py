@@ -93,7 +93,7 @@ print(json.dumps([searches.step_counts(searches.parse(sys.argv[2])), searches.st
 def test_reading():
     """By hand: 1 of the condition; a copy and the longer branch in the graph; an inner loop of 2, and a branch."""
     counts, cycles = json.loads(run(READING, PROGRAM.parent, SEQUENCE, CYCLES, env=environment()).splitlines()[-1])
-    assert counts == {"launches": 1 + 1 + 2 + 2 + 1, "waits": 1 + 1 + 1, "loops": 1, "graphs": 1}
+    assert counts == {"launches": 1 + 1 + 2 + 2 + 1, "waits": 1 + 1 + 1, "loops": 1, "graphs": 1, "around": 0}
     assert cycles == 4 + 100 + 7 + 3 + 20
 
 

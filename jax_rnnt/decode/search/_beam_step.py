@@ -81,7 +81,7 @@ class Beam(typing.NamedTuple):
 class Recent(typing.NamedTuple):
     """What a few steps have written. They do not touch the table of the beam, which has room for all labels."""
 
-    steps: jax.Array  # [B]: how many, of the utterance
+    steps: jax.Array  # [B, W]: how many, of the utterance; a GPU counts them in the kernel of other such arrays
     # [B, W, 3 + n, K + 1]: as in the table, label i of a hypothesis at i modulo K. Last come, in the first two places,
     # the hypothesis of the table from which this one comes, and its labels.
     written: jax.Array
@@ -201,13 +201,13 @@ def few_steps(rules: Rules, state: State) -> State:
     room = min(STEPS, rules.max_labels)
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], beam.counts.shape)
     origin = jnp.stack([itself, beam.counts, *(beam.written.shape[2] - 2) * [itself]], 2)
-    recent = Recent(jnp.zeros_like(state.reached), jnp.repeat(origin[..., None], room + 1, 3))
+    recent = Recent(jnp.zeros_like(itself), jnp.repeat(origin[..., None], room + 1, 3))
     score = functools.partial(score_rows, search)
     results = empty_results(rules.rows, score, search.encoder_out, state.networks.rows)
     state = state._replace(recent=search.vary(recent), results=search.vary(results))
 
     def more(state):
-        return jnp.any((state.frame < search.lengths) & (state.recent.steps < room))
+        return jnp.any((state.frame < search.lengths) & (state.recent.steps[:, 0] < room))
 
     state = jax.lax.while_loop(more, functools.partial(step, rules), state)
     beam, (_, written) = state.beam, state.recent
@@ -413,7 +413,7 @@ def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates
     reads = rows_at(jnp.asarray(rules.reads), chosen)
     moves = candidates._replace(score=None).take(chosen)._replace(score=score)
     beam, written = moved(rules, state, scores, moves, reads)
-    steps = state.recent.steps + (state.frame < rules.search.lengths).astype(jnp.int32)
+    steps = state.recent.steps + (state.frame < rules.search.lengths)[:, None].astype(jnp.int32)
     return state._replace(reached=reached, beam=beam, recent=Recent(steps, written), bad=moves.bad)
 
 
