@@ -108,16 +108,16 @@ struct SharedSweep {
     __syncthreads();
   }
 
-  // Calls visit(step, quarter, reached) for all diagonals and four before the first. Four at a time, so that places in
-  // the buffers are constants; those after the last have no node.
+  // Calls visit(step, quarter) for all diagonals and four before the first, with `reached` of each. Four at a time, so
+  // that places in the buffers are constants; those after the last have no node.
   template <class Visit>
-  __device__ __forceinline__ void EveryDiagonal(const Places at, const Visit visit) const {
-    unsigned reached = at.begin;
+  __device__ __forceinline__ void EveryDiagonal(const Places at, unsigned& reached, const Visit& visit) const {
+    reached = at.begin;
 #pragma unroll 1
     for (int begin = -4; begin < last; begin += 4) {
 #pragma unroll
       for (int quarter = 0; quarter < 4; ++quarter) {
-        visit(begin + quarter, quarter, int(reached));
+        visit(begin + quarter, quarter);
         reached += unsigned(pitch);
         reached = min(reached, reached - at.lap);
         SyncWarps();
@@ -165,11 +165,12 @@ struct SharedSweep {
     const SharedAddress<Value<A>> from[2] = {at.here + arcs[0].reach, at.here + arcs[1].reach};
     const bool in_column = u <= sequence.labels;
     unsigned place = Begin();
-    EveryDiagonal(at, [&](int step, int quarter, int reached) {
+    unsigned reached;
+    EveryDiagonal(at, reached, [&](int step, int quarter) {
       if (step < 0) return;
       Value<A> terms[kTerms];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) terms[i] = Times(Load(from[i] + reached), Load(at.firsts[quarter & 1] + i));
+      for (int i = 0; i < 2; ++i) terms[i] = Times(Load(from[i] + int(reached)), Load(at.firsts[quarter & 1] + i));
 #pragma unroll
       for (int i = 0; i < kParts; ++i) terms[2 + i] = Load(at.in_parts[quarter & 1] + i * W);
       Value<A> value = Total(terms);
@@ -178,8 +179,8 @@ struct SharedSweep {
       const int frame = (kUp ? step : last - 1 - step) - u;
       const bool node = in_column & (unsigned(frame) < unsigned(sequence.frames));
       value = {node ? value.m : A(0), node ? value.e : S::kZero};
-      Store(at.here + reached, value);
-      Store(at.below + reached, value);
+      Store(at.here + int(reached), value);
+      Store(at.below + int(reached), value);
       StoreIf(node, at.values + size_t(place) * 2, value.m, S::AsFloat(value.e));
       Advance(place);
     });
@@ -198,7 +199,8 @@ struct SharedSweep {
     unsigned place = Begin(), places[2] = {Before(place, of_pair[0].back), Before(place, of_pair[1].back)};
     const SharedAddress<Value<A>> raw = at.raw + pair * W;
     const SharedAddress<Value<A>> slots[4] = {raw, raw + kPairs * W, raw + 2 * kPairs * W, raw + 3 * kPairs * W};
-    EveryDiagonal(at, [&](int, int quarter, int reached) {
+    unsigned reached;
+    EveryDiagonal(at, reached, [&](int, int quarter) {
       WaitForCopies<2>();
       const int now = quarter + 1, later = quarter + 4;
 #pragma unroll(kMine < 8 ? kMine : 1)  // what all 16 arcs need would not fit into registers
@@ -214,7 +216,7 @@ struct SharedSweep {
         Value<A> from[2], p[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          from[i] = sums ? Load((at.here + (pitch + arcs[i].reach)) + reached) : Zero<S>();
+          from[i] = sums ? Load((at.here + (pitch + arcs[i].reach)) + int(reached)) : Zero<S>();
         }
         const SharedAddress<A> to(slots[later & 3] + m * W);
 #pragma unroll
