@@ -47,7 +47,9 @@ def align(args):
                     continue
                 with transcripts.in_a_line(entry.name):
                     timed = transcripts.words(recogniser, labels, frames, start=entry.start, duration=utterance.seconds)
-                found[i] = transcripts.Transcript(utterance.text, utterance.seconds, timed)
+                found[i] = transcripts.Transcript(
+                    utterance.text, utterance.seconds, timed, space=transcripts.space_of(recogniser.tokens)
+                )
             bar.update(int(batch["valid"].sum()))
         for i in sorted(found):
             write(i, found[i])

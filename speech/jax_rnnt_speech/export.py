@@ -40,7 +40,9 @@ def export(args):
     tokens, extractor = recogniser.tokens, recogniser.extractor
     rate, samples = extractor.rate, round(args.seconds * extractor.rate)
     if not extractor.count(samples) or args.seconds > recogniser.longest:
-        most = f"one frame or more, and {recogniser.longest:g} seconds at most"
+        most = "one frame or more" + (
+            f", and {recogniser.longest:g} seconds at most" if recogniser.longest < 1e9 else ""
+        )
         raise UserError(f"--seconds {args.seconds:g}: the model hears {most}")
     print(f"lowering for {', '.join(args.platforms)}", flush=True)
     shape = exporting.symbolic_shape(f"recordings, {samples}")

@@ -298,7 +298,7 @@ def answer(transcript, form, parts, language):
         return web.Response(text=f"{transcript.text}\n")
     if form == "json":
         return web.json_response({"text": transcript.text})
-    captions = transcripts.captions(transcript.words, transcript.duration)
+    captions = transcripts.captions(transcript.words, transcript.duration, transcript.space)
     if form != "verbose_json":
         write, file = {"srt": timing.write_srt, "vtt": timing.write_vtt}[form], io.StringIO()
         write(file, captions)
@@ -307,7 +307,9 @@ def answer(transcript, form, parts, language):
     if "word" in parts:
         whole["words"] = timing.to_json(transcript.words)
     if "segment" in parts:
-        lines = ({"start": x.start, "end": x.end, "text": x.text.replace("\n", " ")} for x in captions)
+        lines = (
+            {"start": round(x.start, 6), "end": round(x.end, 6), "text": x.text.replace("\n", " ")} for x in captions
+        )
         whole["segments"] = [{"id": i} | x for i, x in enumerate(lines)]
     return web.json_response(whole)
 

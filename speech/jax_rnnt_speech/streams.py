@@ -155,7 +155,7 @@ class Stream:
     @property
     def between(self):
         """What is written between two words."""
-        return "" if self.words.mark is None else " "
+        return transcripts.space_of(self.recogniser.tokens)
 
     @property
     def size(self):

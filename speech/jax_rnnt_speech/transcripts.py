@@ -30,6 +30,7 @@ class Transcript(NamedTuple):
     duration: float  # seconds of the recording, or of its segment
     words: list  # of timing.Interval, in seconds from the start of the file
     nbest: list | None = None  # of {"text", "score"}
+    space: str = " "  # between words
 
     def object(self, entry):
         x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
@@ -71,9 +72,14 @@ def words(recogniser, labels, frames, confidences=None, durations=None, start=0.
     return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in found]
 
 
-def captions(words, end):
+def space_of(tokens):
+    """What is written between words."""
+    return "" if mark_of(tokens) is None else " "
+
+
+def captions(words, end, space=" "):
     """Captions of a recording that ends after so many seconds. They are shown no longer, but for slivers at the end."""
-    return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in timing.captions(words)]
+    return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in timing.captions(words, space=space)]
 
 
 @contextlib.contextmanager
@@ -91,7 +97,7 @@ def transcript(recogniser, entry, result, nbest=0):
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with in_a_line(shown(entry.name)):
         timed = words(recogniser, *heard, entry.start, result.duration)
-    return Transcript(result.text, result.duration, timed, best)
+    return Transcript(result.text, result.duration, timed, best, space_of(recogniser.tokens))
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -168,7 +174,7 @@ def writer(args, entries):
             nonlocal count, file
             count += 1
             if args.format not in LINES:
-                kept[names[i]].append((entries[i].start + x.duration, x.words))
+                kept[names[i]].append((entries[i].start + x.duration, x.words, x.space))
                 return
             if file is None:
                 file = stack.enter_context(args.output.open("w", encoding="utf-8")) if args.output else sys.stdout
@@ -191,8 +197,8 @@ def writer(args, entries):
 
 
 def write_files(args, kept):
-    """Of {name: [(second of the end, words)]}."""
-    spoken = {name: sorted(itertools.chain(*(x for _, x in parts))) for name, parts in kept.items()}
+    """Of {name: [(second of the end, words, what is between them)]}."""
+    spoken = {name: sorted(itertools.chain(*(x for _, x, _ in parts))) for name, parts in kept.items()}
     if args.format == "ctm":
         timing.write_ctm(args.output, spoken)
         return
@@ -201,8 +207,8 @@ def write_files(args, kept):
         args.output.mkdir(exist_ok=True)
     for name, found in spoken.items():
         path = args.output if single else args.output / f"{name}{SUFFIXES[args.format]}"
-        end = max(end for end, _ in kept[name])
+        end, space = max(end for end, *_ in kept[name]), kept[name][0][2]
         if args.format == "textgrid":
             timing.write_textgrid(path, {"words": found}, end)
         else:
-            {"srt": timing.write_srt, "vtt": timing.write_vtt}[args.format](path, captions(found, end))
+            {"srt": timing.write_srt, "vtt": timing.write_vtt}[args.format](path, captions(found, end, space))

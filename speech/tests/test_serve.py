@@ -93,14 +93,16 @@ def test_texts_of_files(served, corpus, tmp_path):
         assert await texts(response_format="text", temperature="0", language="en") == [f"{x.text}\n" for x in truths]
         for name, write in (("srt", timing.write_srt), ("vtt", timing.write_vtt)):
             for text, truth in zip(await texts(response_format=name), truths):
-                write(tmp_path / "x", transcripts.captions(truth.words, truth.duration))
+                write(tmp_path / "x", transcripts.captions(truth.words, truth.duration, truth.space))
                 assert text == (tmp_path / "x").read_text()
         both = {"timestamp_granularities[]": ["word", "segment"]}
         for text, truth in zip(await texts(response_format="verbose_json", **both), truths):
             whole = json.loads(text)
             same(whole["words"], truth.words)
             assert whole["duration"] == truth.duration >= max((x["end"] for x in whole["segments"]), default=0)
-            assert " ".join(x["text"] for x in whole["segments"]) == " ".join(x.text for x in truth.words)
+            assert truth.space.join(x["text"] for x in whole["segments"]) == truth.space.join(
+                x.text for x in truth.words
+            )
         assert (await (await client.get("/v1/models")).json())["data"][0]["id"] == "tiny"
 
     talk(served, conversation)

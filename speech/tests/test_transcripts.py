@@ -75,17 +75,18 @@ def test_files(tmp_path):
     I = timing.Interval
     found = [([I(2.5, 3.0, "late", 0.5)], 0), ([I(0.25, 0.5, "so", 0.75), I(0.5, 1.0, "be", 1.0)], 1)]
 
-    def write(form, output, entries=Entries.parts, found=found):
+    def write(form, output, entries=Entries.parts, found=found, space=" "):
         args = types.SimpleNamespace(format=form, output=tmp_path / output)
         with transcripts.writer(args, entries) as each:
             for words, i in found:
-                each(i, transcripts.Transcript("", 2.0, words))
+                each(i, transcripts.Transcript("", 2.0, words, space=space))
         return (tmp_path / output).read_text() if (tmp_path / output).is_file() else ""
 
     rows = "a 1 0.250000 0.250000 so 0.750000\na 1 0.500000 0.500000 be 1.000000\na 1 2.500000 0.500000 late 0.500000\n"
     assert write("ctm", "o.ctm") == rows
     srt = "1\n00:00:00,250 --> 00:00:01,250\nso be\n\n2\n00:00:02,500 --> 00:00:03,500\nlate\n"
     assert write("srt", "o.SRT") == srt
+    assert write("srt", "o.SRT", space="") == srt.replace("so be", "sobe")
     write("srt", "captions", [*Entries.parts, Entries.whole], [*found, ([I(1.5, 1.75, "good")], 2)])
     assert (tmp_path / "captions/a.srt").read_text() == srt
     assert (tmp_path / "captions/my talk.srt").read_text().endswith("00:00:01,500 --> 00:00:02,000\ngood\n")
