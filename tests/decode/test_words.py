@@ -62,7 +62,8 @@ def word_model(path, labels, order, unk, words=WORDS, **options):
     separator = " " if " " in labels else "▁"
     model = decode.WordNGram.from_arpa(written(path, arpa(grams)), labels, separator=separator, **options)
     if "unknown" in options or not unk:
-        grams["<unk>",] = options.get("unknown", -math.inf) / NATS, grams.get(("<unk>",), (0.0, 0.0))[1]
+        grams.setdefault(("<unk>",), (0.0, 0.0))
+        grams |= {x: (options.get("unknown", -math.inf) / NATS, grams[x][1]) for x in grams if x[-1] == "<unk>"}
     spelled = [x for x in words if x != ("a<unk>" if separator == " " else "aac")]
     return model, Spelled(grams, order, spelled, separator)
 
@@ -73,7 +74,7 @@ def word_model(path, labels, order, unk, words=WORDS, **options):
         (CHARACTERS, 3, True, dict(unknown=-20.0)),
         (CHARACTERS, 1, False, dict(unknown=-7.5)),
         (PIECES, 3, True, {}),
-        (PIECES, 2, False, {}),
+        (PIECES, 2, True, dict(unknown=-math.inf)),
     ],
 )
 def test_words_are_the_definition(labels, order, unk, options, tmp_path):

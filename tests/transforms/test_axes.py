@@ -44,9 +44,8 @@ def search(function, predictor, rows, frames, state=None):
 
 
 def test_streams(devices):
-    """A stream in two parts, with its rows changed between them in every way."""
-
-    beam = functools.partial(search, functools.partial(decode.beam, width=3), flax_nnx.LSTMPredictor)
+    """A stream in two parts, with its rows changed between them in every way; a device packs its rows."""
+    beam = functools.partial(search, functools.partial(decode.beam, width=17), flax_nnx.LSTMPredictor)
 
     @jax.jit
     def run(first, second, lengths, more, order):

@@ -118,9 +118,10 @@ class WordNGram(Automaton):
         separator : str, default "▁"
             What labels begin with that begin a word: U+2581 of SentencePiece, or the label between words.
         unknown : float, optional
-            The unigram log-probability of <unk>, in nats; by default that of the file, or -inf where it has none. The
-            backoff weights of the context are added, as to every unigram. Estimates of <unk> are often so high that a
-            search prefers a wrong spelling to a known word; then -30 or so finds more words, and -inf only known ones.
+            The log-probability of <unk>, in nats, in place of all those in the file; by default the file's, or -inf
+            where it has none. Backoff weights of contexts are added, as to every unigram. Estimates of <unk> are often
+            so high that a search prefers a wrong spelling to a known word; then -30 or so finds more words, and -inf
+            only known ones.
 
         Returns
         -------
@@ -141,13 +142,14 @@ class WordNGram(Automaton):
             raise ValueError(f"{FUNCTION}: unknown must be a known log-probability of 0 or less, got {unknown}.")
         file = Arpa(FUNCTION, path, spelling.form)
         grams = file.read(spelling.number)
-        words, log_probs, backoffs, line = grams[0]
         if not spelling.unknown:
+            words, log_probs, backoffs, line = grams[0]
             words, log_probs = np.append(words, [[spelling.count]], 0), np.append(log_probs, -math.inf)
-            backoffs = np.append(backoffs, 0.0)
+            grams[0] = Grams(words, log_probs, np.append(backoffs, 0.0), line)
         if unknown is not None:
-            log_probs = np.where(words[:, 0] == spelling.count, -math.inf if known < -LARGEST else known, log_probs)
-        grams[0] = Grams(words, log_probs, backoffs, line)
+            value, spelling.unknown = -math.inf if known < -LARGEST else known, False
+            of_words = [np.where(x.words[:, -1] == spelling.count, value, x.log_probs) for x in grams]
+            grams = [x._replace(log_probs=log_probs) for x, log_probs in zip(grams, of_words)]
         ngram = ngram_of(NGram, file, grams, spelling.count + 1, None, spelling)
         names = "arcs", "words", "ahead", "begins", "ngram"
         return _pytree.make(cls, names, (*spelling.tables(grams[0]), ngram))
@@ -282,7 +284,7 @@ class Spelling:
         special = {"<unk>": self.count, "</s>": self.count + 1, "<s>": self.count + 2}
         numbers = {name: i for i, name in enumerate(self.names)} | {x: special[x] for x in marks}
         self.begin, self.end = numbers.get("<s>"), numbers.get("</s>")
-        self.unknown = "<unk>" in numbers
+        self.unknown = "<unk>" in numbers  # with estimates that count
         return numbers
 
     def places(self, trie: Trie):

@@ -183,7 +183,8 @@ def result(rules: Rules, committed, state: State, length_norm) -> Hypotheses:
     part = now._replace(frame=now.frame - lengths[:, None])
     first, reached, networks = rules.first + lengths, state.reached - lengths, state.networks
     if networks.key is not None:  # elsewhere than on a CPU they are those of the first state
-        key = by_platform(rules.rows, lambda key: key, lambda key: unshared_keys(networks), networks.key)
+        unshared = rules.search.vary(unshared_keys(networks))
+        key = by_platform(rules.rows, lambda key: key, lambda _: unshared, networks.key)
         networks = networks._replace(key=key)
     after = Stream(jnp.zeros_like(state.bad), state.bad, first, reached, committed, part, networks)
     score = now.score
