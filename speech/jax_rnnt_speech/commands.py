@@ -126,7 +126,7 @@ def resumed(options, args):
         if not args.change:
             raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")
         off = WITHOUT.get(name)
-        if name in ("freeze", "scan") or (off is not None and (x == off) != (earlier[name] == off)):
+        if name in ("freeze", "scan", "batch_norm") or (off is not None and (x == off) != (earlier[name] == off)):
             raise UserError(f"{args.workdir} holds an optimiser with {option} {earlier[name]}, which {x} does not fit")
     return Config(**(earlier | options))
 

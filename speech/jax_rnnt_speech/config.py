@@ -12,6 +12,7 @@ from jax_rnnt_speech.losses import LOSSES
 
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
+RETIRED = {"copies": 1, "mel_on": "host"}  # options of earlier runs, which are read where they changed nothing
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -321,6 +322,8 @@ def from_json(options, name):
     if not isinstance(options, dict):
         raise UserError(f"{name}: expected an object of options, got {type(options).__name__}")
     for key, x in options.items():
+        if key in RETIRED and x == RETIRED[key]:
+            continue
         if key not in fields:
             raise UserError(f"{name}: there is no option {key}")
         kind, choices = fields[key].metadata.get("type"), fields[key].metadata.get("choices")

@@ -176,6 +176,8 @@ def test_other_archives(tmp_path, capsys):
         ({"encoder": {"self_attention_model": "abs_pos"}}, None, "encoder.self_attention_model must be rel_pos"),
         ({"preprocessor": {"normalize": "NA"}}, None, "preprocessor.normalize must be per_feature, got 'NA'"),
         ({"joint": {"jointnet": {"joint_hidden": 3}}}, None, "joint.jointnet.joint_hidden must be 12, got 3"),
+        ({"decoding": None}, None, "b.nemo: model_config.yaml must be the configuration of a model: 'NoneType'"),
+        ({}, [1], "b.nemo: model_weights.ckpt must be a checkpoint of PyTorch: 'list' object"),
         ({}, {"x": types.SimpleNamespace}, "its weights name types.SimpleNamespace, which is no tensor"),
         ({}, {}, "has no tensor"),
     ):

@@ -111,6 +111,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
     for changed, expected in (
         ([*command, "--resume", "--change", "--clip", 0], "holds an optimiser with --clip 1.0, which 0.0 does not fit"),
         ([*command, "--resume", "--change", "--accumulate", 2], "with --accumulate 1, which 2 does not fit"),
+        ([*command, "--resume", "--change", "--batch-norm", "batch"], "with --batch-norm frozen, which batch does not"),
         ([*command, "--resume", "--steps", 0], "--steps 0 trains nothing: `rnnt-speech test` evaluates a run"),
         ([*command, "--workdir", alone], "alone holds an earlier run"),
         (["train", "--workdir", tmp_path / "typo", "--resume"], "typo has no checkpoint: train first"),

@@ -5,6 +5,7 @@ what they name, but for tensors, is an error.
 """
 
 import collections
+import contextlib
 import dataclasses
 import io
 import math
@@ -12,6 +13,7 @@ import pickle
 import re
 import tarfile
 import zipfile
+import zlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.pretrained import hugging_face
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+LARGEST = 2**26  # bytes of a member that are read; a tar file of a few bytes may claim any number
 DTYPES = {"Float": "f4", "Double": "f8", "Half": "f2", "Long": "i8", "Int": "i4", "Short": "i2", "Char": "i1",
           "Byte": "u1", "Bool": "?"}  # fmt: skip
 STORAGES = {f"{name}Storage": np.dtype(x) for name, x in DTYPES.items()} | {"BFloat16Storage": np.dtype(jnp.bfloat16)}
@@ -78,7 +81,7 @@ class Tensors(pickle.Unpickler):
         known |= {("torch._utils", "_rebuild_parameter"): lambda x, *_: x}
         known |= {("torch", storage): dtype for storage, dtype in STORAGES.items()}
         if (module, name) not in known:
-            raise UserError(f"its weights name {module}.{name}, which is no tensor")
+            raise ValueError(f"its weights name {module}.{name}, which is no tensor")
         return known[module, name]
 
     def persistent_load(self, pid):
@@ -91,8 +94,9 @@ class Tensors(pickle.Unpickler):
 def strided(storage, offset, shape, strides, *_):
     """A tensor, copied from within its storage."""
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    if min([offset, *shape, *strides], default=0) < 0 or (math.prod(shape) and last >= len(storage)):
-        raise UserError(f"a tensor {tuple(shape)} of its weights is outside of their {len(storage)} numbers")
+    count = math.prod(shape)  # steps of 0 would make many numbers of one
+    if min([offset, *shape, *strides], default=0) < 0 or count > len(storage) or (count and last >= len(storage)):
+        raise ValueError(f"a tensor {tuple(shape)} of its weights is outside of their {len(storage)} numbers")
     bytes_of = [step * storage.itemsize for step in strides]
     return np.array(np.lib.stride_tricks.as_strided(storage[offset:], shape, bytes_of, writeable=False))
 
@@ -102,46 +106,46 @@ def archive_of(path):
     return path if path.suffix == ".nemo" and path.is_file() else next(iter(sorted(path.glob("*.nemo"))))
 
 
+@contextlib.contextmanager
+def reading(file, name, what):
+    """Whatever Python says of a part of an archive that is wrong becomes an error of that part."""
+    try:
+        yield
+    except (
+        zipfile.BadZipFile, tarfile.TarError, zlib.error, pickle.UnpicklingError, yaml.YAMLError, ArithmeticError,
+        AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{file}: {name} must be {what}: {reason}") from None
+
+
 def opened(path):
-    """(the archive, {last part of a member's name: its bytes}, but for the weights; fields of the configuration)."""
+    """(the archive, {last part of a member's name: its bytes}, those of weights empty; fields of the configuration)."""
     file, members = archive_of(path), {}
     try:
         with tarfile.open(file) as tar:
             for x in tar:
                 name = x.name.rpartition("/")[2]
-                members[name] = b"" if name == WEIGHTS or not x.isfile() else tar.extractfile(x).read()
-    except (tarfile.TarError, OSError, EOFError) as error:
+                read = x.isfile() and name.endswith((CONFIG, ".model"))
+                members[name] = tar.extractfile(x).read(LARGEST) if read else b""
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         reason = str(error).partition(":\n")[0]  # the rest has a line for each compression
         raise UserError(f"{file} must be an archive of NeMo: {reason}") from None
     if missing := {CONFIG, WEIGHTS} - {*members}:
         raise UserError(f"{file} must be an archive of NeMo, but has no {min(missing)}")
-    try:
+    with reading(file, CONFIG, "YAML"):
         fields = yaml.safe_load(members[CONFIG])
-    except yaml.YAMLError as error:
-        raise UserError(f"{file}: {CONFIG} must be YAML: {str(error).splitlines()[0]}") from None
     hugging_face.require(isinstance(fields, dict), file, CONFIG, "an object", fields)
     return file, members, fields
 
 
 def weights_of(file):
     """{NeMo's name: array}"""
-    try:
-        with tarfile.open(file) as tar:
-            member = next(x for x in tar if x.name.rpartition("/")[2] == WEIGHTS)
-            with zipfile.ZipFile(tar.extractfile(member)) as archive:
-                return Tensors(archive).load()
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
-    except (
-        zipfile.BadZipFile,
-        pickle.UnpicklingError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        EOFError,
-    ) as error:
-        raise UserError(f"{file}: {WEIGHTS} must be a checkpoint of PyTorch: {error}") from None
+    with reading(file, WEIGHTS, "a checkpoint of PyTorch"), tarfile.open(file) as tar:
+        member = next(x for x in tar if x.name.rpartition("/")[2] == WEIGHTS)
+        with zipfile.ZipFile(tar.extractfile(member)) as archive:
+            tensors = Tensors(archive).load()
+        return {name: np.asarray(x, np.float32) for name, x in tensors.items() if not UNUSED.fullmatch(name)}
 
 
 class Fields:
@@ -211,7 +215,12 @@ def sounds_of(file, whole, causal):
 def described(path):
     """(the archive, JSON files by name, further options, labels)"""
     file, members, whole = opened(path)
-    if any("${" in str(x) for x in whole.values()):
+    with reading(file, CONFIG, "the configuration of a model"):
+        return file, *translated(path, file, members, whole)
+
+
+def translated(path, file, members, whole):
+    if b"${" in members[CONFIG]:
         raise UserError(f"{file}: {CONFIG} refers to other fields by ${{...}}: save it with NeMo's save_to")
     vocabulary = labels_of(file, members, whole)
     encoder, size = encoder_of(file, whole), len(vocabulary.pieces) + 1
@@ -241,7 +250,7 @@ def described(path):
         fields |= {"model_type": "nemotron3_5_asr", "num_prompts": defaults["num_prompts"]}
         fields |= {"default_prompt_id": names.get("auto", 0)}
         source["processor_config.json"] = {"prompt_dictionary": names}
-    return file, source, more, vocabulary
+    return source, more, vocabulary
 
 
 def labels_of(file, members, whole):
@@ -278,7 +287,7 @@ def read(path):
     tensors = weights_of(file)
     fields = source["config.json"]
     causal = fields["encoder_config"]["model_type"] == hugging_face.CAUSAL[0]
-    arrays = {renamed(k, causal): np.asarray(x, np.float32) for k, x in tensors.items() if not UNUSED.fullmatch(k)}
+    arrays = {renamed(name, causal): x for name, x in tensors.items()}
     if "prompt_projector.linear_1.bias" in arrays:
         fields["prompt_intermediate_size"] = len(arrays["prompt_projector.linear_1.bias"])
     config = dataclasses.replace(hugging_face.described(file, source), **more)
