@@ -94,7 +94,7 @@ class State(typing.NamedTuple):
     beam: Beam
     networks: Networks  # in their slots [B, 2 W, ...]; without a key where rows are not packed
     bad: jax.Array  # [B, W]: the utterance has met NaN or +inf
-    recent: Recent | None = None  # this and the next one in the inner loop
+    recent: Any = None  # `Recent`; this and the next one in the inner loop
     results: Any = None  # of `score_rows`, kept for their arrays
 
     @property
