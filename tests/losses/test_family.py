@@ -58,13 +58,15 @@ def test_durations_beyond_any_length(table, implementation):
 def test_sampled_tdt():
     """omega=1 is the RNN-T loss of the tokens, without sigma; omega=0 is TDT; between them, the key tosses a coin."""
     p = batches.problem(loss=family.TDT)
-    tokens = family.RNNT.expected(p._replace(logits=p.logits[..., :9]))
+    tokens, keys = family.RNNT.expected(p._replace(logits=p.logits[..., :9])), [*map(jax.random.key, range(20))]
+    tosses = [jax.random.uniform(key, dtype=np.float32) < 0.5 for key in keys]  # with types of 64 bits or without
     for durations in ((2, 0, 1), (4, 2, 3)):
         call = jax.jit(lambda x, w, k, d=durations: jax_rnnt.TDTLoss(d, sigma=0.2, omega=w)(x, *p[1:], key=k))
         plain = jax_rnnt.TDTLoss(durations, sigma=0.2)(*p)
         for omega, value in ((1.0, tokens[0].mean()), (0.0, plain)):
             np.testing.assert_allclose(call(p.logits, omega, jax.random.key(0)), value, rtol=EXACT)
-        assert len({float(call(p.logits, 0.5, jax.random.key(k))) for k in range(20)}) == 2
+        found = [call(p.logits, 0.5, key) for key in keys]
+        np.testing.assert_allclose(found, np.where(tosses, tokens[0].mean(), plain), rtol=EXACT)
         for omega in (1.5, -0.5, np.nan):  # traced: no error, and no other loss in silence
             assert np.isnan(call(p.logits, omega, jax.random.key(0)))
         gradient = jax.grad(call)(p.logits, 1.0, jax.random.key(0))
