@@ -325,7 +325,8 @@ def test_other_folders(tmp_path, refused):
         (tmp_path / "a.nemo", "must be an archive of NeMo"),
         (tmp_path, "a.nemo must be an archive of NeMo"),
         (tmp_path / "none", "is no folder"),
-        (GOLDEN, "has no checkpoint"),
+        (GOLDEN, "golden has several archives of NeMo: name eou.nemo or hybrid.nemo"),
+        (GOLDEN.parent, "has no checkpoint"),
     ):
         refused(["transcribe", "--model", folder, "a.wav"], message)
 

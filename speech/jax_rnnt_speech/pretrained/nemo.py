@@ -103,7 +103,10 @@ def strided(storage, offset, shape, strides, *_):
 
 def archive_of(path):
     """The archive itself, or that in a folder."""
-    return path if path.suffix == ".nemo" and path.is_file() else next(iter(sorted(path.glob("*.nemo"))))
+    found = [path] if path.suffix == ".nemo" and path.is_file() else sorted(path.glob("*.nemo"))
+    if len(found) > 1:
+        raise UserError(f"{path} has several archives of NeMo: name {' or '.join(x.name for x in found)}")
+    return found[0]
 
 
 @contextlib.contextmanager
