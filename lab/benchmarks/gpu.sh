@@ -19,8 +19,8 @@ cd "$(dirname "$0")/../.."
 
 PARTS=(build check selftest benchmark counters librispeech decode suite large memcheck racecheck example)
 # Time limits in seconds. They add up to less than ten minutes, so that no part takes the time of another.
-declare -A SECONDS_OF=([build]=60 [check]=20 [selftest]=30 [benchmark]=110 [counters]=45 [librispeech]=45 [decode]=40 [suite]=90
-  [large]=40 [memcheck]=30 [racecheck]=30 [example]=40)
+declare -A SECONDS_OF=([build]=50 [check]=15 [selftest]=25 [benchmark]=90 [counters]=45 [librispeech]=45 [decode]=40 [suite]=90
+  [large]=40 [memcheck]=60 [racecheck]=60 [example]=30)
 # B, T, U, V: the first stands for LibriSpeech; the second has the narrowest rows. There XLA compiles plain JAX for two
 # minutes, so the last alone has the other contestants.
 SHAPES=('30 400 80 500 --alone' '64 1000 200 32 --alone' '30 400 80 500 --alone --loss tdt' '8 250 50 4096 --alone' '30 400 80 500')
