@@ -242,15 +242,24 @@ def test_what_a_machine_lacks(monkeypatch):
         asr.hosts.devices(None, 1)
 
 
-def test_sentences():
+def test_sentences(tmp_path, monkeypatch, refused):
     text = 'It was a dark\nand stormy night. "Who\'s there?" Nobody saw 3 men.\n%\nQ: Is this a joke?\nShort one.\n'
-    assert asr.synthesis.sentences(text) == ["IT WAS A DARK AND STORMY NIGHT", "IS THIS A JOKE"]
-    texts = [f"sentence {i}" for i in range(100)]
-    lines = asr.synthesis.plan(texts, np.random.default_rng(0), 10)
+    assert asr.synthesis.sentences(text) == ["it was a dark and stormy night", "is this a joke"]
+    texts, shares = [f"sentence {i}" for i in range(3000)], asr.synthesis.shares("espeak=1,slt=3")
+    args = types.SimpleNamespace(voices=shares, noise=10, clean=0.25, softer=6)
+    lines = asr.synthesis.plan(texts, np.random.default_rng(0), args)
     assert sorted(x.text for part in lines.values() for x in part) == sorted(texts)
     for one in lines:
         for other in set(lines) - {one}:
             assert not {x.voice for x in lines[one]} & {x.voice for x in lines[other]}
+    slt, clean = ([f(x) for x in lines["train"]] for f in (lambda x: x.voice == "slt", lambda x: np.isinf(x.ratio)))
+    assert abs(np.mean(slt) - 0.75) < 0.03 and abs(np.mean(clean) - 0.25) < 0.03
+    command = ["corpus", tmp_path / "speech", "--voices"]
+    refused([*command, "espeak=1,joe=2"], "--voices: expected shares of espeak, hibari")
+    monkeypatch.setattr(asr.synthesis.shutil, "which", lambda name: name != "flite")
+    monkeypatch.setattr(asr.synthesis.importlib.util, "find_spec", lambda name: None)
+    refused([*command, "slt=1"], "flite is missing: apt-get install flite")
+    refused([*command, "hibari=1"], "hibari is missing: pip install hibari-tts")
 
 
 def witten_bell(sentences, word, context):
@@ -328,8 +337,8 @@ SLOTS = (
 def make_speech(folder, hours):
     """Three folders of recordings of made-up sentences."""
     texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in SLOTS))]
-    text = folder / "text"
-    text.write_text("\n%\n".join(texts))
+    text = folder / "sentences.txt"
+    text.write_text("\n".join(texts))
     run(["corpus", folder / "speech", "--hours", hours, "--text", text])
     return folder / "speech"
 

@@ -119,6 +119,9 @@ class Convolution(nnx.Module):
         return self.dropout(self.output(nnx.silu(self.norm2(self.depthwise(x))))), before
 
 
+apart = jax.lax.optimization_barrier  # on CPUs, XLA would compute the gradients of later layers again in each layer
+
+
 class Block(nnx.Module):
     """Half a feed-forward layer, attention, convolution, and another half: [B, N, E] -> [B, N, E]."""
 
@@ -139,11 +142,11 @@ class Block(nnx.Module):
         return None, self.convolution.initial(batch)
 
     def __call__(self, x, lengths, state):
-        x = x + 0.5 * self.first(x)
+        x = apart(x + 0.5 * self.first(x))
         y, attention = self.attention(x, lengths, state[0])
-        x = x + y
+        x = apart(x + y)
         y, convolution = self.convolution(x, lengths, state[1])
-        x = x + y
+        x = apart(x + y)
         return x + 0.5 * self.second(x), (attention, convolution)
 
 
