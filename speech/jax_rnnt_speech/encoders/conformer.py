@@ -12,6 +12,8 @@ from flax import nnx
 
 from jax_rnnt_speech.encoders.base import Depthwise, Encoder, cut, extended, inside, layer_norm
 
+held = jax.lax.optimization_barrier  # of a sum that XLA would compute again, on a CPU, wherever it is read
+
 
 class Subsampling(nnx.Module):
     """Strided convolutions over time and features: [B, T, F] -> [B, N, E]."""
@@ -139,12 +141,12 @@ class Block(nnx.Module):
         return None, self.convolution.initial(batch)
 
     def __call__(self, x, lengths, state):
-        x = x + 0.5 * self.first(x)
+        x = held(x + 0.5 * self.first(x))
         y, attention = self.attention(x, lengths, state[0])
-        x = x + y
+        x = held(x + y)
         y, convolution = self.convolution(x, lengths, state[1])
-        x = x + y
-        return x + 0.5 * self.second(x), (attention, convolution)
+        x = held(x + y)
+        return held(x + 0.5 * self.second(x)), (attention, convolution)
 
 
 class Conformer(Encoder):
