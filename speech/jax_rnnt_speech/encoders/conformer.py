@@ -12,8 +12,6 @@ from flax import nnx
 
 from jax_rnnt_speech.encoders.base import Depthwise, Encoder, cut, extended, inside, layer_norm
 
-held = jax.lax.optimization_barrier  # of a sum that XLA would compute again, on a CPU, wherever it is read
-
 
 class Subsampling(nnx.Module):
     """Strided convolutions over time and features: [B, T, F] -> [B, N, E]."""
@@ -121,6 +119,9 @@ class Convolution(nnx.Module):
         return self.dropout(self.output(nnx.silu(self.norm2(self.depthwise(x))))), before
 
 
+apart = jax.lax.optimization_barrier  # on CPUs, XLA would compute the gradients of later layers again in each layer
+
+
 class Block(nnx.Module):
     """Half a feed-forward layer, attention, convolution, and another half: [B, N, E] -> [B, N, E]."""
 
@@ -141,12 +142,12 @@ class Block(nnx.Module):
         return None, self.convolution.initial(batch)
 
     def __call__(self, x, lengths, state):
-        x = held(x + 0.5 * self.first(x))
+        x = apart(x + 0.5 * self.first(x))
         y, attention = self.attention(x, lengths, state[0])
-        x = held(x + y)
+        x = apart(x + y)
         y, convolution = self.convolution(x, lengths, state[1])
-        x = held(x + y)
-        return held(x + 0.5 * self.second(x)), (attention, convolution)
+        x = apart(x + y)
+        return x + 0.5 * self.second(x), (attention, convolution)
 
 
 class Conformer(Encoder):
