@@ -42,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, meaning in (("B", "sequences"), ("T", "frames"), ("U", "labels"), ("V", "classes, blank included")):
         bench.add_argument(name, type=_positive, help=meaning)
     bench.add_argument("--loss", choices=list(_bench.LOSSES), default="rnnt")
+    help = "without the reference and plain JAX, which XLA compiles for minutes at some shapes"
+    bench.add_argument("--alone", action="store_true", help=help)
     bench.add_argument("--dtype", choices=[t for t in _checks.FLOATS if t != "float64"], default="float32")
     return parser
 
@@ -107,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         least = 5 if options.loss == "multiblank" else 2  # three big blanks, the blank, a label
         if least > options.V:
             parser.error(f"bench: V must be at least {least} for --loss {options.loss}, got {options.V}")
-        report = _bench.bench(*shape, options.loss, options.dtype)
+        report = _bench.bench(*shape, options.loss, options.dtype, options.alone)
         lines = _bench.text(report)
     print(json.dumps(report, indent=2) if options.json else "\n".join(lines))
     return 0 if report.get("ok", True) else 1

@@ -22,14 +22,25 @@ LOSSES = {
 _DURATIONS = {"multiblank": (2, 4, 8), "tdt": (0, 1, 2, 3, 4)}
 
 
-def _seconds(function, *arguments, budget=2.0):
-    """Median time of a call, after one call; three calls at least."""
-    jax.block_until_ready(function(*arguments))
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < budget:
+def _seconds(function, *arguments, budget=1.0):
+    """Median time of a call, after one call; three turns at least.
+
+    A turn lasts 10 ms or a call: the host waits once, as in training, where a device has the next work before it is
+    done.
+    """
+
+    def turn(calls):
         start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter() - start)
+        for _ in range(calls):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / calls
+
+    turn(1)
+    calls = max(1, round(0.01 / turn(1)))
+    times: list[float] = []
+    while len(times) < 3 or calls * sum(times) < budget:
+        times.append(turn(calls))
     return statistics.median(times)
 
 
@@ -37,12 +48,12 @@ def _copy_bandwidth(size):
     """Bytes per second of a program that reads and writes `size` bytes in place, again and again.
 
     A fresh result would be a cold copy: mapping its pages takes several times as long on a CPU. A program of one copy
-    would measure its launch where the array is small.
+    would measure its launch where the array is small. XLA must not know how often: it would add up the rounds.
     """
     words = jnp.zeros(-(-size // 4), jnp.uint32)
     times = max(1, 2**28 // words.nbytes)
-    copies = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda i, x: x ^ i.astype(x.dtype), x), donate_argnums=0)
-    return 2 * words.nbytes * times / _in_place(copies, words)
+    copies = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: x + jnp.uint32(1), x), donate_argnums=0)
+    return 2 * words.nbytes * times / _in_place(copies, words, jnp.int32(times))
 
 
 def _in_place(function, first, *others):
@@ -57,8 +68,8 @@ def _in_place(function, first, *others):
     return _seconds(again)
 
 
-def _variants(name):
-    """{row: the loss}: kernels where there are some, the reference, and the softmax outside the loss."""
+def _variants(name, alone):
+    """{row: the loss}: kernels where there are some; unless alone, the reference, and the softmax outside the loss."""
     durations = {"durations": _DURATIONS["tdt"]} if name == "tdt" else {}
     durations |= {"big_blank_durations": _DURATIONS["multiblank"]} if name == "multiblank" else {}
     kind: Any = LOSSES[name]
@@ -67,6 +78,8 @@ def _variants(name):
         return kind(**durations, **options)
 
     rows = {"jax_rnnt": make()}
+    if alone:
+        return rows
     if loading.default_platform() in loading.KERNELS:
         rows["its reference"] = make(implementation="reference")
     if name in ("rnnt", "monotonic"):  # the emission is one log_softmax
@@ -75,7 +88,9 @@ def _variants(name):
     return rows
 
 
-def bench(B: int, T: int, U: int, V: int, loss: str = "rnnt", dtype: str = "float32") -> dict[str, Any]:
+def bench(
+    B: int, T: int, U: int, V: int, loss: str = "rnnt", dtype: str = "float32", alone: bool = False
+) -> dict[str, Any]:
     """Figures of value and gradient for B full sequences of T frames and U labels. V excludes durations.
 
     A share of 1 means: the three passes over the logits that a gradient needs (two read, one writes) take the time in
@@ -84,12 +99,12 @@ def bench(B: int, T: int, U: int, V: int, loss: str = "rnnt", dtype: str = "floa
     """
     classes = V + (len(_DURATIONS["tdt"]) if loss == "tdt" else 0)
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(B, T, U + 1, classes)).astype(np.float32), dtype)
+    logits = jax.random.normal(jax.random.key(0), (B, T, U + 1, classes), dtype)
     labels = (len(_DURATIONS["multiblank"]) if loss == "multiblank" else 0, V - 1)
     batch = jnp.asarray(rng.integers(*labels, (B, U)), jnp.int32), jnp.full(B, T, jnp.int32), jnp.full(B, U, jnp.int32)
     copied = _copy_bandwidth(logits.nbytes)
     rows = {}
-    for name, function in _variants(loss).items():
+    for name, function in _variants(loss, alone).items():
         compiled = jax.jit(jax.value_and_grad(function), donate_argnums=0).lower(logits, *batch).compile()
         seconds = _in_place(compiled, logits.copy(), *batch)
         memory = compiled.memory_analysis()

@@ -17,13 +17,14 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-PARTS=(build check selftest benchmark counters librispeech suite large memcheck racecheck example)
+PARTS=(build check selftest benchmark counters librispeech decode suite large memcheck racecheck example)
 # Time limits in seconds. They add up to less than ten minutes, so that no part takes the time of another.
-declare -A SECONDS_OF=([build]=95 [check]=10 [selftest]=20 [benchmark]=130 [counters]=45 [librispeech]=55 [suite]=100
-  [large]=55 [memcheck]=20 [racecheck]=20 [example]=35)
-# B, T, U, V: the first stands for LibriSpeech, the second has the narrowest rows.
-SHAPES=('30 400 80 500' '64 1000 200 32' '8 250 50 4096')
-# By ncu, for each kernel of the first two shapes: issue slots and DRAM, then what L1 does for loads of global memory. Those of L1 tell whether rows of a lane each (V = 32) take a cycle a cache line or a sector.
+declare -A SECONDS_OF=([build]=50 [check]=15 [selftest]=25 [benchmark]=90 [counters]=45 [librispeech]=45 [decode]=40 [suite]=90
+  [large]=40 [memcheck]=60 [racecheck]=60 [example]=30)
+# B, T, U, V: the first stands for LibriSpeech; the second has the narrowest rows. There XLA compiles plain JAX for two
+# minutes, so the last alone has the other contestants.
+SHAPES=('30 400 80 500 --alone' '64 1000 200 32 --alone' '30 400 80 500 --alone --loss tdt' '8 250 50 4096 --alone' '30 400 80 500')
+# By ncu, for each kernel of the first three shapes: issue slots and DRAM, then what L1 does for loads of global memory. Those of L1 tell whether rows of a lane each (V = 32) take a cycle a cache line or a sector.
 LOADS=pipe_lsu_mem_global_op_ld.sum
 COUNTERS=gpu__time_duration.sum,sm__inst_issued.avg.pct_of_peak_sustained_active,sm__inst_issued.avg.per_cycle_active
 COUNTERS+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
@@ -32,7 +33,7 @@ L1+=,l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts.avg.pct
 KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,devices}.cu)
 
 run_part() {
-  if [[ $DRY_RUN ]]; then SHAPES=('2 12 5 7'); fi
+  if [[ $DRY_RUN ]]; then SHAPES=('2 12 5 7 --alone --loss tdt'); fi
   case $1 in
     build)
       rm -rf build/gpu/site
@@ -62,7 +63,7 @@ run_part() {
       local tests=(--ignore=tests/kernels/test_gpu.py) # a part of its own
       if [[ $DRY_RUN ]]; then tests=(tests/losses/test_values.py tests/kernels/test_kernel_choice.py); fi
       # Without autotuning: the matmuls of the tests are not worth it.
-      XLA_FLAGS=--xla_gpu_autotune_level=0 pytest -n "$((DRY_RUN ? 2 : 12))" --dist worksteal -m 'not slow and not no_kernel' -k 'not reference' \
+      XLA_FLAGS=--xla_gpu_autotune_level=0 pytest -n "$((DRY_RUN ? 2 : 16))" --dist worksteal -m 'not slow and not no_kernel' -k 'not reference' \
         "${tests[@]}"
       ;;
     large)
@@ -87,9 +88,18 @@ run_part() {
       ;;
     counters) # of the first step
       local steps=("$PYTHON" -P -m jax_rnnt bench)
-      for shape in "${SHAPES[@]:0:2}"; do
-        # Without command buffers, whose kernels ncu may see as one. A device may lack a counter of L1.
-        profile "$COUNTERS,$L1" "${steps[@]}" $shape || profile "$COUNTERS" "${steps[@]}" $shape || return
+      for shape in "${SHAPES[@]:0:3}"; do
+        # Without command buffers, whose kernels ncu may see as one.
+        profile "$COUNTERS,$L1" "${steps[@]}" $shape || return
+        profile "$COUNTERS" "${steps[@]}" $shape --dtype bfloat16 || return
+      done
+      ;;
+    decode) # loops that the host steps, and loops on the device
+      local options=(--only 'lstm 16' 'stateless 128' --frames 200 --budget 1 --repeat 5) buffers
+      if [[ $DRY_RUN ]]; then options=(--only 'lstm 1' --frames 20 --budget 0.1 --repeat 1); fi
+      for buffers in '' FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE; do
+        XLA_FLAGS=${buffers:+--xla_gpu_enable_command_buffer=$buffers} "$PYTHON" benchmarks/decode.py "${options[@]}" \
+          --output "$OUT/decode${buffers:+-on-device}.json" || return
       done
       ;;
     librispeech)
@@ -126,8 +136,9 @@ profile() {
   local metrics=$1
   shift
   if [[ $DRY_RUN ]]; then "$@"; return; fi
-  XLA_FLAGS=--xla_gpu_enable_command_buffer= ncu --clock-control none --launch-count 6 \
+  XLA_FLAGS=--xla_gpu_enable_command_buffer= ncu --clock-control none --launch-count 6 --kill yes \
     --kernel-name 'regex:Forward|Backward|Skew|Sweep|Total|Loss' --metrics "$metrics" "$@" | tee -a "$OUT/counters.txt"
+  [[ $(tail -n 1 "$OUT/counters.txt") ]] # --kill ends the program with an error
 }
 
 sanitizer() {
@@ -135,10 +146,11 @@ sanitizer() {
 }
 
 # Only warnings of this library are errors, not those of the driver or of JAX's plugin.
-pytest() { "$PYTHON" -P -m pytest -q --tb=short -W default -W error:jax_rnnt "$@"; }
+pytest() { "$PYTHON" -P -m pytest -p no:benchmark -q --tb=short -W default -W error:jax_rnnt "$@"; }
 
 # The script calls itself for each part, so that `timeout` can end the part and all that it started.
 if [[ ${1-} == --part ]]; then
+  echo $PPID > "build/gpu/group-$2" # timeout leads the group of all that the part starts
   run_part "$2"
   exit
 fi
@@ -184,6 +196,7 @@ main() {
     if ((most > 0)); then
       timeout --signal=INT --kill-after=8 "$most" bash lab/benchmarks/gpu.sh --part "$part"
       code=$?
+      kill -KILL -- "-$(cat build/gpu/group-$part)" 2> /dev/null # what it has left behind would hold the log open
     else
       code=124
     fi

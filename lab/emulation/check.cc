@@ -1,12 +1,11 @@
 // Checks the CUDA kernels through their host entry points: small problems of every kind against double precision, stage
 // by stage. Needs neither Python nor JAX. A host compiler builds it with the emulation (checks.py), nvcc for the GPU
 // (lab/benchmarks/gpu.sh). Prints the failures, "N passed, M failed", and a checksum of all results, which must not
-// depend on the order of blocks and threads. --first: stops at the first failure.
+// depend on the order of blocks and threads.
 //
 // Every buffer has an allocation of its own of the exact size, for AddressSanitizer. Results, and inputs that must not
 // be read, hold NaN.
 #include <cstdio>
-#include <cstring>
 
 #include "lab/emulation/check_emission.h"
 #include "lab/emulation/check_lattice.h"
@@ -268,9 +267,8 @@ void CheckSizes() {
 }  // namespace
 }  // namespace jax_rnnt::cuda
 
-int main(int argc, char** argv) {
+int main() {
   using namespace jax_rnnt::cuda;
-  stop_at_first = argc > 1 && strcmp(argv[1], "--first") == 0;
   MakeContext();
   LoadKernels();  // from here on the emulation runs no kernel that this did not find
   CheckEmissions();

@@ -71,17 +71,14 @@ ENVIRONMENT = {
 }
 
 
-def compile_object(
-    source: str, mode: Mode, root: pathlib.Path = ROOT, build: pathlib.Path = BUILD, warnings=WARNINGS
-) -> pathlib.Path:
-    """The object of a source, compiled unless it is newer than the source and all headers. Files under root shadow
-    those of the repository."""
-    target = build / mode.name / (pathlib.Path(source).name + ".o")
-    path = root / source if (root / source).exists() else ROOT / source
+def compile_object(source: str, mode: Mode) -> pathlib.Path:
+    """The object of a source, compiled unless it is newer than the source and all headers."""
+    target = BUILD / mode.name / (pathlib.Path(source).name + ".o")
+    path = ROOT / source
     newest = max(file.stat().st_mtime for file in [path, pathlib.Path(__file__), *HEADERS])
     if not target.exists() or target.stat().st_mtime < newest:
         target.parent.mkdir(parents=True, exist_ok=True)
-        flags = [*warnings, *mode.flags, f"-I{root}", f"-I{ROOT}", "-x", "c++"]
+        flags = [*WARNINGS, *mode.flags, f"-I{ROOT}", "-x", "c++"]
         subprocess.run([*CXX, *flags, "-c", path, "-o", target], check=True)
     return target
 
@@ -94,12 +91,12 @@ def link(objects: dict[str, pathlib.Path], mode: Mode, folder: pathlib.Path, tes
     return program
 
 
-def run(program: pathlib.Path, order: str, *arguments: str, timeout: float = 300) -> tuple[int | None, str]:
+def run(program: pathlib.Path, order: str, timeout: float = 300) -> tuple[int | None, str]:
     """Exit code, or None after a timeout, and output."""
     environment = {**os.environ, **ENVIRONMENT, "JAX_RNNT_EMULATION_ORDER": order}
     try:
         done = subprocess.run(
-            [program, *arguments], env=environment, capture_output=True, text=True, errors="replace", timeout=timeout
+            [program], env=environment, capture_output=True, text=True, errors="replace", timeout=timeout
         )
     except subprocess.TimeoutExpired:
         return None, ""

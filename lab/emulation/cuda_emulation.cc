@@ -172,6 +172,9 @@ JAX_RNNT_SCHEDULER const uint64_t* Meet(uint32_t mask, uint64_t value, Operation
 // ---- interface ----
 
 JAX_RNNT_SCHEDULER int Lane() { return int(machine.current->linear % 32); }
+JAX_RNNT_SCHEDULER void AtMost(unsigned threads, Caller caller) {
+  if (machine.num_threads > threads) Fail("JAX_RNNT_AT_MOST", caller, "a larger block than __launch_bounds__ promise");
+}
 JAX_RNNT_SCHEDULER bool CopiesRunAtOnce() { return machine.order == Order::kReverse; }
 JAX_RNNT_SCHEDULER Copies& ThreadCopies() { return machine.current->copies; }
 

@@ -11,6 +11,7 @@
 //   * dynamic shared memory above 48 KiB for a kernel whose limit was not raised, and a limit that is lowered, or set
 //     once the kernel has run;
 //   * threads that end with copies in flight;
+//   * blocks of more threads than __launch_bounds__ promise;
 //   * with ThreadSanitizer: races between CUDA threads, within a block or between blocks. Only barriers, __syncwarp and
 //     the end of a kernel order memory accesses; shuffles and votes do not.
 // Blocks run one after the other, so a block must not wait for another. The environment variable
@@ -129,6 +130,8 @@ void SyncWarp(uint32_t mask, Caller caller);
 uint64_t Shuffle(uint32_t mask, uint64_t value, int source, Operation operation, Caller caller);
 
 int Lane();
+// Fails in a block of more threads.
+void AtMost(unsigned threads, Caller caller = Caller::Here());
 
 struct Copy {
   void* to;

@@ -97,6 +97,7 @@ const Misuse kMisuse[] = {
        JAX_RNNT_SHARED_ARRAY(double, big, 48 * 128 + 1);
        big[0] = 1;
      }, "more shared memory than a block can have"},
+    {"a large block", [](int*) { JAX_RNNT_AT_MOST(32); }, "a larger block than", 48},
 };
 // clang-format on
 

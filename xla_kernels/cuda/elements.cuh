@@ -12,11 +12,11 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-__device__ __forceinline__ double Widen(double x) { return x; }
-__device__ __forceinline__ float Widen(float x) { return x; }
-__device__ __forceinline__ float Widen(BFloat16 x) { return AsFloat(int32_t(uint32_t(x.bits) << 16)); }
-__device__ __forceinline__ float Widen(Half x) {
-#if defined(__CUDACC__)
+__host__ __device__ __forceinline__ double Widen(double x) { return x; }
+__host__ __device__ __forceinline__ float Widen(float x) { return x; }
+__host__ __device__ __forceinline__ float Widen(BFloat16 x) { return AsFloat(int32_t(uint32_t(x.bits) << 16)); }
+__host__ __device__ __forceinline__ float Widen(Half x) {
+#if defined(__CUDA_ARCH__)
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
@@ -30,12 +30,12 @@ __device__ __forceinline__ float Widen(Half x) {
 
 // Rounds to the nearest, ties to even; overflow gives infinity, NaN stays NaN.
 template <class T, class A>
-__device__ __forceinline__ T Narrow(A x) {
+__host__ __device__ __forceinline__ T Narrow(A x) {
   static_assert(sizeof(T) == sizeof(A), "float and double are not narrowed; 16-bit types are narrowed from float");
   return x;
 }
 template <>
-__device__ __forceinline__ BFloat16 Narrow<BFloat16, float>(float x) {
+__host__ __device__ __forceinline__ BFloat16 Narrow<BFloat16, float>(float x) {
   BFloat16 y;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
@@ -46,9 +46,9 @@ __device__ __forceinline__ BFloat16 Narrow<BFloat16, float>(float x) {
   return y;
 }
 template <>
-__device__ __forceinline__ Half Narrow<Half, float>(float x) {
+__host__ __device__ __forceinline__ Half Narrow<Half, float>(float x) {
   Half y;
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__)
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
 #else
   const uint32_t bits = uint32_t(AsInt(x)), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;

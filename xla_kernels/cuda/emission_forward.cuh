@@ -108,6 +108,7 @@ __device__ __forceinline__ void WriteOutside(const ShapeType& shape, const Forwa
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
     ForwardKernel(const __grid_constant__ Shape shape, const __grid_constant__ ForwardPointers<Accumulator<T>> args) {
+  JAX_RNNT_AT_MOST(kBlock<kLanes>);
   using A = Accumulator<T>;
   const Team<kLanes> team(shape.passes);
   if (team.first >= shape.rows()) return;
@@ -167,6 +168,7 @@ template <class T, bool kWhole>
 __global__ void __launch_bounds__(kBlock<1>, kBlocks<T, 1>)
     TinyForwardKernel(const __grid_constant__ TinyShape shape,
                       const __grid_constant__ ForwardPointers<Accumulator<T>> args) {
+  JAX_RNNT_AT_MOST(kBlock<1>);
   using A = Accumulator<T>;
   JAX_RNNT_DYNAMIC_SHARED(Words, shared);
   const Team<1> team(1);

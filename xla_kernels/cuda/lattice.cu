@@ -86,17 +86,20 @@ __device__ __forceinline__ void SweepBlock(const Arguments<A>& args) {
 }
 template <class A, int kSweep, int kColumns>
 __global__ void __launch_bounds__(kSweepThreads<A, kColumns>, 1) Sweep(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST((kSweepThreads<A, kColumns>));
   SweepBlock<A, kSweep, kColumns, false>(args);
 }
 // The same with one more warp, for the last column of kNarrow full tiles and one column.
 template <class A, int kSweep, int kColumns>
 __global__ void __launch_bounds__(kAloneThreads, 1) SweepAlone(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST(kAloneThreads);
   SweepBlock<A, kSweep, kColumns, true>(args);
 }
 
 // The loss after Sweep 1, if no gradient is asked for. Grid: sequences.
 template <class A>
 __global__ void __launch_bounds__(32 * kMaxWarps<A>, 1) Total(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST(32 * kMaxWarps<A>);
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.x); b < args.batch; b += int(gridDim.x)) {
     const Sequence<A> sequence(args, b);
@@ -151,7 +154,8 @@ cudaError_t RunSweeps(const LatticeArgs& args, cudaStream_t stream) {
     sweep(std::integral_constant<int, 2>());
     if (args.frames > 0) then(&Skew<A, true>, skew_grid, skew_block, 0);
   } else {
-    then(&Total<A>, dim3(sequences), block, tiles * sizeof(Value<A>));
+    const dim3 threads(32 * std::min(tiles, kMaxWarps<A>));
+    then(&Total<A>, dim3(sequences), threads, tiles * sizeof(Value<A>));
   }
   return error;
 }

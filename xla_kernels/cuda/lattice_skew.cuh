@@ -239,6 +239,7 @@ struct SkewTile {
 // Grid: (tiles, sequences).
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST(kTile * kSkewRows);
   JAX_RNNT_SHARED_ARRAY(Arcs<A>, nodes, kTile * SkewTile<A>::kPitch);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);

@@ -8,6 +8,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__CUDACC__)
 #include <cuda_runtime.h>
@@ -21,14 +22,16 @@
 #define JAX_RNNT_DYNAMIC_SHARED(T, name)                             \
   extern __shared__ __align__(16) unsigned char jax_rnnt_dynamic_[]; \
   T* const name = reinterpret_cast<T*>(jax_rnnt_dynamic_)
+// A kernel begins with the threads of its __launch_bounds__, which the emulation cannot read: larger blocks fail.
+#define JAX_RNNT_AT_MOST(threads)
 #else
 #include <math.h>
-#include <string.h>
 
 #include "lab/emulation/cuda_emulation.h"
 
 #define JAX_RNNT_SHARED_ARRAY(T, name, n) T* const name = ::jax_rnnt::emulation::SharedArray<T, (n)>([] {})
 #define JAX_RNNT_DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(::jax_rnnt::emulation::DynamicShared())
+#define JAX_RNNT_AT_MOST(threads) ::jax_rnnt::emulation::AtMost(threads)
 #endif
 
 #include "xla_kernels/common/rounding.h"
@@ -90,24 +93,18 @@ cudaError_t Launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_by
 
 // ---- bits ----
 
-#if defined(__CUDACC__)
-__device__ __forceinline__ int32_t AsInt(float x) { return __float_as_int(x); }
-__device__ __forceinline__ float AsFloat(int32_t x) { return __int_as_float(x); }
-__device__ __forceinline__ int64_t AsInt(double x) { return __double_as_longlong(x); }
-__device__ __forceinline__ double AsFloat(int64_t x) { return __longlong_as_double(x); }
-#else
+// Of the host too: there, a function that is __device__ alone ends the program without a word, if a template calls it.
 template <class To, class From>
-inline To Bits(From from) {
+__host__ __device__ __forceinline__ To Bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "a cast of bits keeps the size");
   To to;
   memcpy(&to, &from, sizeof to);
   return to;
 }
-inline int32_t AsInt(float x) { return Bits<int32_t>(x); }
-inline float AsFloat(int32_t x) { return Bits<float>(x); }
-inline int64_t AsInt(double x) { return Bits<int64_t>(x); }
-inline double AsFloat(int64_t x) { return Bits<double>(x); }
-#endif
+__host__ __device__ __forceinline__ int32_t AsInt(float x) { return Bits<int32_t>(x); }
+__host__ __device__ __forceinline__ float AsFloat(int32_t x) { return Bits<float>(x); }
+__host__ __device__ __forceinline__ int64_t AsInt(double x) { return Bits<int64_t>(x); }
+__host__ __device__ __forceinline__ double AsFloat(int64_t x) { return Bits<double>(x); }
 
 // ---- addresses ----
 

@@ -37,6 +37,7 @@ constexpr int kMaxThreads = JAX_RNNT_SKIP_THREADS;
 // arcs, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
 template <class A, bool kBack>
 __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST(kTile * kSkewRows);
   using S = Scalar<A>;
   JAX_RNNT_SHARED_ARRAY(A, tile, kTile * (kTile + 1));
   const int tiles_of_columns = int(Tiles(args.columns)), k = int(blockIdx.z), lane = int(threadIdx.x);
@@ -121,6 +122,7 @@ constexpr int kThreadsInShared = kSpread ? kMaxThreads * 3 / (sizeof(A) / 4) : 2
 template <class A, int kPairs, int kMine>
 __global__ void __launch_bounds__(kThreadsInShared<A, kMine == 1>, 1)
     SkipSweepInShared(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST((kThreadsInShared<A, kMine == 1>));
   JAX_RNNT_DYNAMIC_SHARED(Value<A>, shared);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
@@ -137,6 +139,7 @@ __global__ void __launch_bounds__(kThreadsInShared<A, kMine == 1>, 1)
 // Grid: (beta and, for a gradient, alpha; sequences).
 template <class A>
 __global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST(kMaxThreads);
   using S = Scalar<A>;
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
@@ -168,6 +171,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) SkipSweep(const __grid_constan
 // Grid: sequences.
 template <class A>
 __global__ void __launch_bounds__(kMaxThreads, 1) SkipLoss(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST(kMaxThreads);
   for (int b = int(blockIdx.x); b < args.batch; b += int(gridDim.x)) {
     const Sequence<A> sequence(args, b);
     A loss = LossOfNoFrames<A>(sequence.labels);
