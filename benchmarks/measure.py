@@ -168,8 +168,10 @@ def options(description, names):
 
 
 def settle(args):
-    """Selects the CPU, unless JAX_PLATFORMS names a GPU, and its cores; returns the seconds for each contestant. XLA takes
-    one thread per core of the process, and children inherit the cores."""
+    """Selects the CPU and its cores, unless JAX_PLATFORMS names a GPU; returns the seconds for each contestant.
+
+    XLA takes one thread per core of the process, and children inherit the cores.
+    """
     if os.environ.get("JAX_PLATFORMS", "").startswith("cuda"):
         return args.budget
     if hasattr(os, "sched_setaffinity"):

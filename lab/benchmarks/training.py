@@ -24,7 +24,6 @@ import searches
 # isort: on
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -44,25 +43,11 @@ CHEAP = dict(dtype="bfloat16", remat=True, scan=True, dropout=0.0)
 
 
 def recogniser_of(layers):
-    """A Recogniser whose parameters are shapes alone."""
+    """A Recogniser, whose parameters nobody draws."""
     config = Config(init="none", encoder="fastconformer", **SIZES, **CHEAP)
     fields = {"num_mel_bins": config.mels, "num_hidden_layers": layers}
-    made = []
-
-    def make():
-        zeros, ones = np.zeros(config.mels), np.ones(config.mels)
-        made.append(Recogniser(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields}))
-        return made[0].params, made[0].noise
-
-    params, noise = jax.eval_shape(make)
-    (recogniser,) = made
-    recogniser.params, keys = params, jax.random.key(0)
-
-    def is_key(x):
-        return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-    recogniser.noise = jax.tree.map(lambda x: keys if is_key(x) else np.zeros(x.shape, x.dtype), noise)
-    return recogniser
+    zeros, ones = np.zeros(config.mels), np.ones(config.mels)
+    return Recogniser(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields})
 
 
 def mesh_of(device):
@@ -78,11 +63,11 @@ def mesh_of(device):
 def lowered(device, layers):
     mesh, recogniser = mesh_of(device), recogniser_of(layers)
     shard = mesh.size > 1
-    chosen = parts.Parts(recogniser.config, recogniser.params)
+    chosen = parts.Parts(recogniser.config, recogniser.shapes)
     optimizer = train.make_optimizer(recogniser.config, chosen.factors)
-    state = jax.eval_shape(lambda x: train.first_state(recogniser.config, optimizer, chosen.free(x)), recogniser.params)
+    state = jax.eval_shape(lambda x: train.first_state(recogniser.config, optimizer, chosen.free(x)), recogniser.shapes)
     places = parts.placed(mesh, state, shard)
-    frozen = jax.eval_shape(chosen.frozen, recogniser.params)
+    frozen = jax.eval_shape(chosen.frozen, recogniser.shapes)
     state, frozen = (
         jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), *pair)
         for pair in ((state, places), (frozen, parts.placed(mesh, frozen, shard)))

@@ -156,12 +156,16 @@ def rows(recogniser, parts, data, buckets, folder):
         weights.update(path.encode() + np.ascontiguousarray(jax.device_get(x)).tobytes())
     extractor = dataclasses.asdict(recogniser.extractor)
     standard = recogniser.mean.tolist(), recogniser.deviation.tolist()
-    key = [corpus.key, weights.hexdigest(), layers, recogniser.config.dtype, extractor, standard]
+    config, lower = recogniser.config, recogniser
+    if config.bfloat16_rows:
+        config = dataclasses.replace(config, dtype="bfloat16")
+        lower = type(recogniser)(config, recogniser.tokens, *standard, recogniser.source)
+    key = [corpus.key, weights.hexdigest(), layers, config.dtype, extractor, standard]
     key += [[x.frames, x.members] for x in buckets]
 
     def made():
-        for batch in batches.testing(data, recogniser.config, buckets, (0, 1)):
-            found = recogniser.lower(recogniser.params, batch, layers)
+        for batch in batches.testing(data, config, buckets, (0, 1)):
+            found = lower.lower(recogniser.params, batch, layers)
             for i, x, count in zip(batch["index"], *jax.device_get(found)):
                 if i >= 0:
                     yield i, x[:count]

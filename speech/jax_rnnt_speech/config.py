@@ -152,7 +152,7 @@ class Config:
     batch_seconds: float = option(0.0, amount, "seconds of a batch, padding included; 0: --batch counts")
     batch: int = option(16, positive, "utterances in a batch, with --batch-seconds 0")
     buckets: int = option(4, positive, "shapes of batches at most; each has utterances of similar length")
-    speeds: tuple = option((1.0,), speeds, "at which each training recording is heard, beside 1")
+    speeds: tuple = option((1.0,), speeds, "at which each recording of --train is heard, beside 1")
     noise: str = option("", str, "folder of audio; each recording is also heard with it added", metavar="FOLDER")
     snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB")
     gain: float = option(0.0, amount, "dB by which noisy copies are louder or softer at most; also without --noise")
@@ -181,6 +181,7 @@ class Config:
     dropout: float = option(0.1, share, "dropout in the blocks and the joint")
     row_dropout: float = option(0.0, share, "dropout of a pretrained encoder's rows, before --blocks")
     dtype: str = option("float32", str, "type of matrix products; weights are float32", choices=("float32", "bfloat16"))
+    bfloat16_rows: bool = switch("rows of frozen blocks in the cache by products in bfloat16")
     remat: bool = switch("compute blocks again in the backward pass, which saves memory")
     batch_norm: str = option(
         "frozen", str, "statistics of a pretrained encoder's: its own, or each batch's", choices=("frozen", "batch")
@@ -228,6 +229,7 @@ class Config:
             ("synthetic_share", self.synthetic, "--synthetic"),
             ("text_weight", self.text, "--text"),
             ("past", self.chunk, "--chunk"),
+            ("bfloat16_rows", "encoder:" in self.freeze, "--freeze encoder:N, whose rows the cache holds"),
             ("stack", self.encoder in PRETRAINED, "a pretrained encoder, whose rows it joins"),
             ("batch", not self.batch_seconds, f"--batch-seconds 0, got {self.batch_seconds:g}"),
             ("alphabet", self.tokens == "characters", "--tokens characters"),

@@ -54,8 +54,9 @@ def samples_of(entry, rate):
 class Recordings:
     """The usable utterances of manifests and folders; the rest is in `report`.
 
-    With `versions`, all utterances are there once for each version, one version after the other. `synthetic`: further
-    sources, whose utterances are the numbers in `further`. `lenient`: of several sources, some may be no corpus.
+    With `versions`, all utterances are there once for each version, one version after the other; frames are 0 in those
+    that are too long for a training, and in other speeds of synthetic speech. `synthetic`: further sources, whose
+    utterances are the numbers in `further`. `lenient`: of several sources, some may be no corpus.
     `testing`: utterances of any length.
     """
 
@@ -81,10 +82,10 @@ class Recordings:
                     self.utterances.append(utterance)
                     sizes.append(samples)
         for version in range(1, versions.count if versions else 1):
-            for x, samples in zip(self.utterances[: len(self.entries)], sizes):
+            for i, (x, samples) in enumerate(zip(self.utterances[: len(self.entries)], sizes)):
                 slower = versions.size(samples, version)
-                frames = self.extractor.count(slower) if slower <= config.max_seconds * config.rate else 0
-                self.utterances.append(x._replace(frames=frames))  # 0: too long for a training
+                used = slower <= config.max_seconds * config.rate and (i < first or version % len(versions.speeds) == 0)
+                self.utterances.append(x._replace(frames=self.extractor.count(slower) if used else 0))
         count = len(self.entries)
         self.further = {i for i in range(len(self.utterances)) if synthetic and i % count >= first}
 

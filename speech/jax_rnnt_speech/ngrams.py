@@ -146,7 +146,7 @@ def search_of(args, recogniser):
         fusion += ((phrases(args.phrases, recogniser, WITH_BEAM if args.beam else GREEDY), 1.0),)
     alone = recogniser.config.loss == "ctc"
     ctc, language = alone if args.head is None else args.head == "ctc", None
-    if ctc != alone and (alone or "ctc" not in recogniser.params):
+    if ctc != alone and (alone or "ctc" not in recogniser.shapes):
         raise UserError(f"--head {args.head}: the model has no such head")
     if ctc and (args.beam or fusion or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")

@@ -63,6 +63,9 @@ class Parts:
         self.trained = [not any(within(path, x) for x in prefixes) for path in self.paths]
         if not any(self.trained):
             raise UserError(f"--freeze {config.freeze} leaves nothing to train")
+        free = (path for path, trained in zip(self.paths, self.trained) if trained)
+        if config.batch_norm == "batch" and not any(path.endswith(STATISTICS) for path in free):
+            raise UserError(f"--batch-norm batch: --freeze {config.freeze} leaves no batch norm to train")
         matching = {p: [(len(x), factor) for x, factor in rates if within(p, x)] for p in self.paths}
         factors = [max(matching[path])[1] if matching[path] else 1.0 for path in self.paths]
         groups = {}

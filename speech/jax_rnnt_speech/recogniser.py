@@ -24,7 +24,12 @@ GREEDY = Search()
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
 OPEN = 100  # labels of a recording in parts, by beam, that later parts may still change
 NEVER = 2**30  # rows before which no deadline is
+WEIGHTS = nnx.Param, nnx.BatchStat  # what a model stores; the rest of its arrays are keys of dropout
 SAMPLE = 200  # utterances of which statistics are taken
+
+
+def is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def best(hypotheses):
@@ -42,13 +47,34 @@ class Recogniser:
         self.extractor = features.extractor(config)
         options = {"reduction": "none", "fastemit_lambda": config.fastemit, "implementation": implementation}
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
-        rngs = nnx.Rngs(config.seed, dropout=config.seed)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
-        model = Transducer(config, len(mean), self.blank, self.classes, source, rngs=rngs)
+        model = nnx.eval_shape(self.made)
         self.prompt = self.language(config.prompt) if model.prompt or config.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), model.encoder.width
         self.chunk = 0 if model.head else model.encoder.chunk
-        self.graphdef, self.params, self.noise = nnx.split(model, (nnx.Param, nnx.BatchStat), ...)
+        self.graphdef, self.shapes, noise = nnx.split(model, WEIGHTS, ...)
+        leaves, tree = jax.tree.flatten(noise)
+        keys = jax.random.split(jax.random.key(config.seed), len(leaves))
+        self.noise = tree.unflatten(k if is_key(x) else jnp.zeros(x.shape, x.dtype) for k, x in zip(keys, leaves))
+
+    def made(self):
+        """The model, of random weights."""
+        rngs = nnx.Rngs(self.config.seed, dropout=self.config.seed)
+        return Transducer(self.config, len(self.mean), self.blank, self.classes, self.source, rngs=rngs)
+
+    @functools.cached_property
+    def params(self):
+        """Random weights. A file that is read takes their place before any is drawn: `shapes` say what it must have."""
+        return nnx.state(self.made(), WEIGHTS)
+
+    def take(self, parts):
+        """Weights by part, as `encoder`. Those of parts that are not there are drawn, and no others."""
+        missing = [name for name in self.shapes if name not in parts]
+        if missing:
+            parts = parts | jax.jit(lambda: {name: nnx.state(self.made(), WEIGHTS)[name] for name in missing})()
+        self.params = jax.tree.map(lambda x: x, self.shapes)  # a copy of the tree
+        for name in self.shapes:
+            self.params[name] = parts[name]
 
     @classmethod
     def from_setup(cls, setup, **options):
@@ -86,10 +112,8 @@ class Recogniser:
             model.eval()
             return model
 
-        def fold(x):
-            return jax.random.fold_in(x, step) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-        return nnx.merge(self.graphdef, params, jax.tree.map(fold, self.noise))
+        noise = jax.tree.map(lambda x: jax.random.fold_in(x, step) if is_key(x) else x, self.noise)
+        return nnx.merge(self.graphdef, params, noise)
 
     def inputs(self, batch):
         """Features [B, T, F] of a batch, with mean 0 and deviation 1."""

@@ -10,7 +10,7 @@ import threading
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from tensorboardX import SummaryWriter
+from jax.sharding import SingleDeviceSharding
 
 from jax_rnnt_speech import hosts
 from jax_rnnt_speech.config import UserError
@@ -51,14 +51,16 @@ class Run:
             raise UserError(f"{self.workdir}: checkpoint {self.last} does not say how it was made ({error})") from None
 
     def restore(self, best=False, **trees):
-        """The arrays of the last checkpoint by name, as these trees have them; `best`: of the best, if any."""
+        """The arrays of the last checkpoint by name, as these trees of shapes say; `best`: of the best, if any."""
         manager, step = self.manager, self.last
         if best and self.best.latest_step() is not None:
             manager, step = self.best, self.best.latest_step()
-        args = {
-            name: ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, x))
-            for name, x in trees.items()
-        }
+        here = SingleDeviceSharding(jax.local_devices()[0])
+
+        def placed(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
+
+        args = {name: ocp.args.StandardRestore(jax.tree.map(placed, x)) for name, x in trees.items()}
         try:
             saved = manager.restore(step, args=ocp.args.Composite(**args))
         except (OSError, KeyError, ValueError) as error:
@@ -133,6 +135,8 @@ class Metrics:
         self.file, self.hook = None, hook
         if jax.process_index():
             return
+        from tensorboardX import SummaryWriter  # not at every start
+
         file = workdir / METRICS
         kept = [x for x in metrics_of(workdir) if x["step"] <= first]
         file.write_text("".join(json.dumps(x) + "\n" for x in kept))

@@ -176,8 +176,10 @@ class Training:
             if not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
+            (params,) = self.run.restore(params=self.placed(self.recogniser.shapes))
+            self.recogniser.params = jax.tree.map(lambda x: x.addressable_data(0), params)
             self.progress = Progress.of(setup["progress"])
-        self.parts = Parts(config, self.recogniser.params)
+        self.parts = Parts(config, self.recogniser.shapes)
         self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
         if self.run.last is None and not config.init:
             self.recogniser.measure(self.train)
@@ -210,6 +212,11 @@ class Training:
         rows = NamedSharding(self.mesh, PartitionSpec("data"))
         return {name: jax.make_array_from_process_local_data(rows, x) for name, x in batch.items()}
 
+    def placed(self, shapes, shard=False):
+        """Shapes of arrays that every device has, or with `shard` a part of."""
+        places = placed(self.mesh, shapes, shard)
+        return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), shapes, places)
+
     def shared(self, tree, shard=False):
         """Arrays that every device has, or with `shard` a part of."""
         return jax.device_put(tree, placed(self.mesh, tree, shard))
@@ -218,10 +225,10 @@ class Training:
         """Prints the shapes of batches, and how much padding is in them."""
         left, one = batches.padding(self.train, self.buckets)
         shapes = ", ".join(f"{b.batch} x {b.frames} frames x {b.labels} labels" for b in self.buckets)
-        trained = jax.eval_shape(self.parts.free, self.recogniser.params)
+        trained = jax.eval_shape(self.parts.free, self.recogniser.shapes)
         print(f"{len(self.train.labels)} training and {len(self.valid.labels)} held-out utterances, "
               f"{len(self.recogniser.tokens.pieces)} labels, "
-              f"{sum(x.size for x in jax.tree.leaves(self.recogniser.params)):,} parameters, of which "
+              f"{sum(x.size for x in jax.tree.leaves(self.recogniser.shapes)):,} parameters, of which "
               f"{sum(x.size for x in trained.values()):,} are trained")  # fmt: skip
         print(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
@@ -249,15 +256,17 @@ class Training:
         """The state of step `first`, and the jitted step."""
         config = self.config
         params = self.shared(self.recogniser.params, config.shard)
+        del self.recogniser.params  # from now on they are in the state
         weights, self.frozen = self.parts.free(params), self.parts.frozen(params)
         optimizer = make_optimizer(config, self.parts.factors)
         make = functools.partial(first_state, config, optimizer)
-        places = placed(self.mesh, jax.eval_shape(make, weights), config.shard)
-        state = jax.jit(make, out_shardings=places)(weights)
+        state = self.placed(jax.eval_shape(make, weights), config.shard)
+        places = jax.tree.map(lambda x: x.sharding, state)
         if first:
-            params, training = self.run.restore(params=params, training=self.training_only(state))
-            self.frozen, weights = self.parts.frozen(params), self.parts.free(params)
-            state = state | training | {"average" if config.average else "weights": weights}
+            (training,) = self.run.restore(training=self.training_only(state))
+            state = training | {"average" if config.average else "weights": weights}
+        else:
+            state = jax.jit(make, out_shardings=places)(weights)
         step = make_train_step(self.recogniser, self.parts, optimizer, self.layers, places)
         return state, programs.announced("a step of training", place=1)(step)
 
@@ -295,7 +304,7 @@ class Training:
         config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
             if config.steps <= first or self.impatient():
-                (params,) = self.run.restore(best=True, params=self.shared(self.recogniser.params))
+                (params,) = self.run.restore(best=True, params=self.placed(self.recogniser.shapes))
                 return self.measure(params, first)
             state, step_of = self.start(first)
             self.write_left_out()

@@ -371,8 +371,12 @@ def test_fine_tuning(tmp_path, capsys, monkeypatch):
     more |= {"log_every": 1, "batch_norm": "batch"}
     options = [x for name, value in more.items() for x in (f"--{name.replace('_', '-')}", value)]
     options += ["--train", "m.json", "--valid", "m.json", "--init", GOLDEN / "tdt"]
-    run(["train", "--workdir", "bad", *options, "--freeze", "encoder"], 2)
-    assert "--batch-norm batch needs its batch norms: --freeze encoder must be encoder:N" in capsys.readouterr().err
+    for frozen, message in (
+        ("encoder", "--batch-norm batch needs its batch norms: --freeze encoder must be encoder:N"),
+        ("encoder:2", "--batch-norm batch: --freeze encoder:2 leaves no batch norm to train"),
+    ):
+        run(["train", "--workdir", "bad", *options, "--freeze", frozen], 2)
+        assert message in capsys.readouterr().err
     run(["train", "--workdir", "w", *options])
     losses = [json.loads(x).get("loss") for x in pathlib.Path("w/metrics.jsonl").read_text().splitlines()]
     assert losses[19] < 0.8 * losses[0] and "held-out CER" in capsys.readouterr().out

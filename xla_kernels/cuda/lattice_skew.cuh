@@ -159,17 +159,27 @@ struct SkewTile {
       if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
     }
   }
-  // Calls visit(t, column, node, place in blanks and labels). A warp takes one vector of 32 / V columns.
+  // Calls visit(t, column, node, place in blanks and labels). A warp takes one vector of 32 / V columns in every chunk,
+  // or in every second one. An H100 is bound by instructions here, so what all rounds share comes first.
   template <class Visit>
   __device__ __forceinline__ void ByDiagonals(const Visit& visit) const {
-    const int first_n = first_t + args.skew * first_u;
-    for (int i = int(threadIdx.y); i < (kTile + args.skew * kTile) / C * 2 * V; i += kSkewRows) {
-      const int column = i % V * (kTile / V) + lane / V, half = i / V % 2, n = first_n + i / (2 * V) * C;
-      const int t = n + half * V + lane % V - args.skew * (first_u + column);
-      const int row = Sequence<A>::Group(args, n) * kVectors + half;
-      if (first_u + column > sequence.labels) continue;
-      visit(t, first_u + column, (t - first_t) * kPitch + column,
-            unsigned(row * args.columns + Sequence<A>::Place(args, first_u + column)) * V + unsigned(lane % V));
+    static_assert(kSkewRows % (2 * V) == 0, "a warp must keep its columns and its half of a chunk");
+    constexpr int kStep = kSkewRows / (2 * V);  // chunks
+    const int y = int(threadIdx.y), column = y % V * (kTile / V) + lane / V, half = y / V % 2;
+    if (first_u + column > sequence.labels) return;
+    const int first_n = first_t + args.skew * first_u + y / (2 * V) * C;
+    int group = Sequence<A>::Group(args, first_n), t = first_n + half * V + lane % V - args.skew * (first_u + column);
+    int node = (t - first_t) * kPitch + column;
+    const unsigned place =
+        unsigned(half * args.columns + Sequence<A>::Place(args, first_u + column)) * V + unsigned(lane % V);
+    const unsigned of_group = unsigned(kVectors * args.columns) * V;
+#pragma unroll 4
+    for (int chunk = y / (2 * V); chunk < (kTile + args.skew * kTile) / C; chunk += kStep) {
+      visit(t, first_u + column, node, place + unsigned(group) * of_group);
+      t += kStep * C;
+      node += kStep * C * kPitch;
+      group += kStep;
+      if (group >= args.groups) group -= args.groups;
     }
   }
 

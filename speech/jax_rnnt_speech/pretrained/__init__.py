@@ -51,7 +51,7 @@ def read(folder, best=True):
         return KINDS[kind].read(Path(folder))
     run = runs.open_run(Path(folder))
     recogniser = Recogniser.from_setup(run.setup())
-    (recogniser.params,) = run.restore(best=best, params=recogniser.params)
+    (recogniser.params,) = run.restore(best=best, params=recogniser.shapes)
     run.close()
     return recogniser
 
@@ -125,9 +125,5 @@ def fresh(config, corpus, **more):
     if len(start.mean) != features:
         raise UserError(f"--init {config.init} hears {len(start.mean)} features a frame, {config.train} has {features}")
     recogniser = Recogniser(config, vocabulary, start.mean, start.deviation, start.source, **more)
-    if config.new_head:
-        recogniser.params["encoder"] = start.params["encoder"]
-    else:
-        for name in set(recogniser.params) & set(start.params):  # one of them may have a head for CTC alone
-            recogniser.params[name] = start.params[name]
+    recogniser.take({name: start.params[name] for name in (["encoder"] if config.new_head else start.params)})
     return recogniser

@@ -225,19 +225,18 @@ def read(folder):
 
 
 def filled(folder, config, source, vocabulary, tensors):
-    """The Recogniser of {name: array}, all of which must be of this model."""
+    """The Recogniser of {name: array}, all of which must be of this model. Each is taken out: none stays twice."""
     recogniser = Recogniser(config, vocabulary, [0.0] * config.mels, [1.0] * config.mels, source)
-    used, channels = set(), channels_of(source)
+    channels = channels_of(source)
 
     def value(path, x):
         names = names_of(path, config)
         if missing := [name for name in names if name not in tensors]:
             raise UserError(f"{folder} has no tensor {missing[0]}")
-        used.update(names)
-        return sum(from_torch(name, tensors[name], x.shape, channels) for name in names)
+        return sum(from_torch(name, tensors.pop(name), x.shape, channels) for name in names)
 
-    recogniser.params = mapped(recogniser.params, value)
-    if left := sorted(name for name in tensors.keys() - used if not UNUSED.match(name)):
+    recogniser.params = mapped(recogniser.shapes, value)
+    if left := sorted(name for name in tensors if not UNUSED.match(name)):
         raise UserError(f"{folder} has tensors that are not of this model: {', '.join(left)}")
     return recogniser
 
@@ -289,7 +288,7 @@ def save(arrays, file, like):
 
 
 def mapped(params, value):
-    """The parameters with ``value("encoder.blocks.layers.0...", array)`` in the place of each."""
+    """The parameters with ``value("encoder.blocks.layers.0...", array)`` in the place of each, which may be a shape."""
 
     def replaced(path, x):
         return jax.numpy.asarray(value(".".join(str(key.key) for key in path), x), x.dtype)

@@ -287,10 +287,9 @@ def renamed(name, causal):
 def read(path):
     """The Recogniser of an archive, with its parameters in float32."""
     file, source, more, vocabulary = described(path)
-    tensors = weights_of(file)
     fields = source["config.json"]
     causal = fields["encoder_config"]["model_type"] == hugging_face.CAUSAL[0]
-    arrays = {renamed(name, causal): x for name, x in tensors.items()}
+    arrays = {renamed(name, causal): x for name, x in weights_of(file).items()}
     if "prompt_projector.linear_1.bias" in arrays:
         fields["prompt_intermediate_size"] = len(arrays["prompt_projector.linear_1.bias"])
     config = dataclasses.replace(hugging_face.described(file, source), **more)

@@ -62,7 +62,7 @@ def read(folder):
         if path not in arrays or arrays[path].shape != x.shape:
             found = arrays[path].shape if path in arrays else "nothing"
             raise UserError(f"{folder / WEIGHTS}: {path} must have shape {x.shape}, got {found}")
-        return arrays[path]
+        return arrays.pop(path)
 
-    recogniser.params = hugging_face.mapped(recogniser.params, value)
+    recogniser.params = hugging_face.mapped(recogniser.shapes, value)
     return recogniser
