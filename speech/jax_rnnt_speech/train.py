@@ -219,6 +219,8 @@ class Training:
 
     def shared(self, tree, shard=False):
         """Arrays that every device has, or with `shard` a part of."""
+        if jax.process_count() > 1:  # JAX takes no array that is bound to a local device, as restored ones are
+            tree = jax.device_get(tree)
         return jax.device_put(tree, placed(self.mesh, tree, shard))
 
     def report_sizes(self):
