@@ -194,6 +194,8 @@ class Training:
         if self.parts.layers is not None and isinstance(train, cache.Stored):
             self.layers = self.parts.layers
             self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
+        elif config.bfloat16_rows:
+            raise UserError("--bfloat16-rows needs a cache, which --cache none and images do without")
         texts = batches.sentences(config, self.recogniser.tokens)
         self.epoch = batches.training(self.train, config, self.buckets, hosts.part(), texts)
         if not len(self.epoch):
