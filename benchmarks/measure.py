@@ -172,11 +172,10 @@ def settle(args):
 
     XLA takes one thread per core of the process, and children inherit the cores.
     """
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cuda"):
-        return args.budget
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
-    jax.config.update("jax_platforms", "cpu")
+    if not os.environ.get("JAX_PLATFORMS", "").startswith(("cuda", "gpu")):
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
+        jax.config.update("jax_platforms", "cpu")
     return args.budget / 10 if args.quick else args.budget
 
 

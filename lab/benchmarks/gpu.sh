@@ -138,8 +138,8 @@ profile() {
   shift
   if [[ $DRY_RUN ]]; then "$@"; return; fi
   XLA_FLAGS=--xla_gpu_enable_command_buffer= ncu --clock-control none --launch-count 6 --kill yes \
-    --kernel-name 'regex:Forward|Backward|Skew|Sweep|Total|Loss' --metrics "$metrics" "$@" | tee -a "$OUT/counters.txt"
-  tail -n 9 "$OUT/counters.txt" | grep -q dram # --kill ends the program with an error
+    --kernel-name 'regex:Forward|Backward|Skew|Sweep|Total|Loss' --metrics "$metrics" "$@" | tee build/gpu/profile.txt | tee -a "$OUT/counters.txt"
+  grep -q dram build/gpu/profile.txt # --kill ends the program with an error
 }
 
 sanitizer() {
@@ -202,12 +202,14 @@ main() {
   local failed=0 part
   local -A running
   set -m # without it, what runs in the background ignores SIGINT
-  rm -f "$OUT"/{parts.tsv,bench.txt,counters.txt}
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm --format=csv,noheader || true
   for part in "${chosen[@]}"; do
-    if [[ ! ${SECONDS_OF[$part]-} ]]; then
-      echo "no such part: $part; there are ${PARTS[*]}"
-      return 2
+    [[ ${SECONDS_OF[$part]-} ]] || { echo "no such part: $part; there are ${PARTS[*]}"; return 2; }
+  done
+  rm -f "$OUT"/{parts.tsv,bench.txt,counters.txt}
+  for part in "${PARTS[@]}"; do
+    if [[ " ${chosen[*]} " != *" $part "* ]]; then
+      continue
     elif [[ $TOGETHER == *" $part "* ]]; then
       run "$part" > "build/gpu/$part.log" 2>&1 &
       running[$part]=$!

@@ -90,9 +90,11 @@ class Recordings:
         self.further = {i for i in range(len(self.utterances)) if synthetic and i % count >= first}
 
     def key(self):
-        """All that decides the features, as JSON."""
+        """All that decides the features, and which there are, as JSON."""
         chosen = [[*cache.stamp(x.audio), x.start, x.end, x.channel] for x in self.entries]
-        return [chosen, dataclasses.asdict(self.extractor), self.versions and self.versions.key()]
+        missing = [i for i, x in enumerate(self.utterances) if not x.frames]
+        decided = [chosen, dataclasses.asdict(self.extractor), self.versions and self.versions.key()]
+        return decided + [missing] * bool(missing)
 
     def unusable(self, entry, utterance, samples):
         """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""

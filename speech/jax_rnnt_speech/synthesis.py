@@ -66,11 +66,12 @@ def sentences(text):
 
 
 def read_texts(paths):
-    """Sentences of files as they are, or of Debian's fortunes."""
+    """Sentences of files as they are, or of Debian's fortunes. Those in capitals are lowered, or would be spelt."""
     if paths:
         report, plain = Report(), texts.normalizer("basic")
         found = [ngrams.sentences_of(path, lambda x: x if plain(x) else "", report) for path in paths]
         lines = [" ".join(words) for words in itertools.chain.from_iterable(found)]
+        lines = [x.lower() if x.isupper() else x for x in lines]
         print(*(f"text: {x}\n" for x in report.lines()), sep="", end="", file=sys.stderr)
         return lines
     paths = [x for x in sorted(FORTUNES.glob("*")) if not x.suffix]
@@ -212,6 +213,6 @@ def add_command(commands):
     help = "lowest ratio of speech to noise (%(default)s)"
     parser.add_argument("--noise", type=number(float, -20, 40), default=10, metavar="DB", help=help)
     parser.add_argument("--clean", type=share, default=0, help="share of utterances without noise (%(default)s)")
-    parser.add_argument("--softer", type=amount, default=0, metavar="DB", help="at most, in part (%(default)s)")
+    parser.add_argument("--softer", type=amount, default=0, metavar="DB", help="of an utterance, at most (%(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     parser.set_defaults(run=make)

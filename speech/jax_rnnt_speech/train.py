@@ -194,6 +194,8 @@ class Training:
         if self.parts.layers is not None and isinstance(train, cache.Stored):
             self.layers = self.parts.layers
             self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
+        elif config.bfloat16_rows:
+            raise UserError("--bfloat16-rows needs a cache, which --cache none and images do without")
         texts = batches.sentences(config, self.recogniser.tokens)
         self.epoch = batches.training(self.train, config, self.buckets, hosts.part(), texts)
         if not len(self.epoch):
@@ -219,6 +221,8 @@ class Training:
 
     def shared(self, tree, shard=False):
         """Arrays that every device has, or with `shard` a part of."""
+        if jax.process_count() > 1:  # JAX takes no array that is bound to a local device, as restored ones are
+            tree = jax.device_get(tree)
         return jax.device_put(tree, placed(self.mesh, tree, shard))
 
     def report_sizes(self):

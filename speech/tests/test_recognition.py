@@ -245,6 +245,8 @@ def test_what_a_machine_lacks(monkeypatch):
 def test_sentences(tmp_path, monkeypatch, refused):
     text = 'It was a dark\nand stormy night. "Who\'s there?" Nobody saw 3 men.\n%\nQ: Is this a joke?\nShort one.\n'
     assert asr.synthesis.sentences(text) == ["it was a dark and stormy night", "is this a joke"]
+    (tmp_path / "a.txt").write_text("IT IS HOT\nThe BBC said so.\n")
+    assert asr.synthesis.read_texts([tmp_path / "a.txt"]) == ["it is hot", "The BBC said so."]
     texts, shares = [f"sentence {i}" for i in range(3000)], asr.synthesis.shares("espeak=1,slt=3")
     args = types.SimpleNamespace(voices=shares, noise=10, clean=0.25, softer=6)
     lines = asr.synthesis.plan(texts, np.random.default_rng(0), args)

@@ -199,6 +199,9 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     monkeypatch.undo()
     for i in (0, 11, 21):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
+    both = dataclasses.replace(config, train=[config.train, config.synthetic], synthetic="")
+    both = asr.corpora.open_corpus(both.train, both, "train", tmp_path)
+    assert len(both.load(23, None)) == both.utterances[23].frames  # not from the folder that lacks it
     known, free = asr.corpora.Recordings(corpus, config), asr.cache.shutil.disk_usage("/")
     large = [(0, np.full((3, 6), 1e6))]
     with pytest.raises(asr.config.UserError, match="numbers too large for float16: --cache none"):
