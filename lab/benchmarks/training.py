@@ -66,12 +66,9 @@ def lowered(device, layers):
     chosen = parts.Parts(recogniser.config, recogniser.shapes)
     optimizer = train.make_optimizer(recogniser.config, chosen.factors)
     state = jax.eval_shape(lambda x: train.first_state(recogniser.config, optimizer, chosen.free(x)), recogniser.shapes)
-    places = parts.placed(mesh, state, shard)
-    frozen = jax.eval_shape(chosen.frozen, recogniser.shapes)
-    state, frozen = (
-        jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), *pair)
-        for pair in ((state, places), (frozen, parts.placed(mesh, frozen, shard)))
-    )
+    state = parts.shapes_in_place(mesh, state, shard)
+    frozen = parts.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, recogniser.shapes), shard)
+    places = jax.tree.map(lambda x: x.sharding, state)
     shapes = {"audio": (FRAMES, recogniser.config.mels), "targets": (TARGETS,), "spans": (4, 2)}
     kinds = {"audio": np.float32, "valid": bool}
     split = NamedSharding(mesh, P("data"))

@@ -123,3 +123,9 @@ def placed(mesh, tree, shard):
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
 
     return jax.tree.map(place, tree)
+
+
+def shapes_in_place(mesh, tree, shard=False):
+    """Shapes of these arrays, which may be shapes themselves, where `placed` has them."""
+    places = placed(mesh, tree, shard)
+    return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), tree, places)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from jax_rnnt_speech import batches, cache, corpora, errors, hosts, ngrams, pretrained, programs, runs
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.parts import STATISTICS, Parts, placed
+from jax_rnnt_speech.parts import STATISTICS, Parts, placed, shapes_in_place
 from jax_rnnt_speech.recogniser import Recogniser
 
 HOPELESS = 100  # steps in a row that are not finite end the run
@@ -176,7 +176,7 @@ class Training:
             if not options.change and setup.get("utterances") not in (None, *self.stored.values()):
                 raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
-            (params,) = self.run.restore(params=self.placed(self.recogniser.shapes))
+            (params,) = self.run.restore(params=shapes_in_place(self.mesh, self.recogniser.shapes))
             self.recogniser.params = jax.tree.map(lambda x: x.addressable_data(0), params)
             self.progress = Progress.of(setup["progress"])
         self.parts = Parts(config, self.recogniser.shapes)
@@ -213,11 +213,6 @@ class Training:
         """Arrays over all devices, of the rows that this process has."""
         rows = NamedSharding(self.mesh, PartitionSpec("data"))
         return {name: jax.make_array_from_process_local_data(rows, x) for name, x in batch.items()}
-
-    def placed(self, shapes, shard=False):
-        """Shapes of arrays that every device has, or with `shard` a part of."""
-        places = placed(self.mesh, shapes, shard)
-        return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), shapes, places)
 
     def shared(self, tree, shard=False):
         """Arrays that every device has, or with `shard` a part of."""
@@ -264,7 +259,7 @@ class Training:
         weights, self.frozen = self.parts.free(params), self.parts.frozen(params)
         optimizer = make_optimizer(config, self.parts.factors)
         make = functools.partial(first_state, config, optimizer)
-        state = self.placed(jax.eval_shape(make, weights), config.shard)
+        state = shapes_in_place(self.mesh, jax.eval_shape(make, weights), config.shard)
         places = jax.tree.map(lambda x: x.sharding, state)
         if first:
             (training,) = self.run.restore(training=self.training_only(state))
@@ -308,7 +303,7 @@ class Training:
         config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
             if config.steps <= first or self.impatient():
-                (params,) = self.run.restore(best=True, params=self.placed(self.recogniser.shapes))
+                (params,) = self.run.restore(best=True, params=shapes_in_place(self.mesh, self.recogniser.shapes))
                 return self.measure(params, first)
             state, step_of = self.start(first)
             self.write_left_out()
