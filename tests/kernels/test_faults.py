@@ -108,31 +108,6 @@ def test_a_process(tmp_path):
     assert [float(x) for x in out.split("values")[1].split()] == pytest.approx([np.log(4)] * 4, rel=1e-6)
 
 
-# 409 labels take more shared memory on a GPU than a kernel has before it is loaded. Equal logits: each path has the same
-# probability, and there are binomial(T - 1 + U, U).
-CACHED = """
-import math
-import jax, numpy as np, jax_rnnt
-T, U, V = 5, 409, 3
-arguments = np.zeros((1, T, U + 1, V), np.float32), np.ones((1, U), np.int32), np.int32([T]), np.int32([U])
-value, gradient = jax.jit(jax.value_and_grad(jax_rnnt.rnnt_loss))(*arguments)
-expected = (T + U) * math.log(V) - math.log(math.comb(T - 1 + U, U))
-print("right" if abs(value - expected) < 1e-5 * expected and np.isfinite(gradient).all() else f"{value}, not {expected}")
-"""
-
-
-def test_a_program_from_a_cache(tmp_path, kernel):
-    """In another process than the one that compiled it. XLA then instantiates no handler."""
-    (tmp_path / "program.py").write_text(CACHED)
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    kept = []
-    for _ in range(2):
-        out = run(tmp_path / "program.py", env=environment(**cache), timeout=120)
-        assert out.split()[-1] == "right"
-        kept.append({x.name for x in (tmp_path / "cache").glob("jit_rnnt*-cache")})
-    assert kept[0] == kept[1] != set()
-
-
 # ----------------------------------------------------------------------------------------------------------- memory
 @pytest.mark.slow
 def test_too_large_a_problem_is_an_exception(kernel):
