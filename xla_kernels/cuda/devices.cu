@@ -88,8 +88,9 @@ void LoadOnThisDevice() {
   LoadLattice();
 }
 
+// Devices whose kernels are loaded. It is never destroyed: threads of XLA may run on while the process ends.
+std::set<int>& done = *new std::set<int>;
 std::mutex mutex;
-std::set<int> done;  // devices whose kernels are loaded
 
 #if defined(__CUDACC__)
 // A function of the driver, which is not linked. `version`: the CUDA that brought it.
