@@ -309,6 +309,19 @@ def test_word_ngrams(tmp_path, capsys, order):
                 assert sum(probabilities) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize("pieces", [" ab", ["▁", "a", "▁b", None]])
+def test_word_bonus(pieces):
+    """After any labels, as many words were paid for as their text has; other labels and blanks are no words."""
+    vocabulary = types.SimpleNamespace(pieces=pieces, separator=pieces[0], labels=lambda: list(pieces))
+    bonus = asr.ngrams.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
+    rows = np.array([*itertools.product(range(len(pieces)), repeat=5)])
+    labels = np.concatenate([np.full((len(rows), 1), 4), rows], 1)  # the start label is the blank
+    paid = jax.lax.scan(lambda state, x: bonus.step(state, x)[::-1], bonus.initial(len(rows)), labels.T)[1]
+    totals = np.take_along_axis(np.asarray(paid).swapaxes(0, 1)[:, :-1], rows[..., None], 2)[..., 0].sum(1)
+    texts = ["".join(pieces[x] or "" for x in row).replace(pieces[0], " ") for row in rows]
+    assert totals.tolist() == [len(text.split()) for text in texts] and not paid[..., len(pieces) :].any()
+
+
 def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
     """Corpora and texts together; what is left out is named, and what is wrong is one line."""
     (tmp_path / "t.txt").write_text("A <UNK> C </S>\n")  # marks of a model are no words
