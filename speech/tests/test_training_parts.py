@@ -25,6 +25,28 @@ def enumerated(logits, labels, blank):
     return -math.log(total) if total else math.inf
 
 
+def test_programs_are_kept_in_new_folders(tmp_path, monkeypatch):
+    """Of a run, whose folder is not there yet; else the user's. What JAX has already stays."""
+    mine = tmp_path / "home/.cache/jax_rnnt_speech/programs"
+    monkeypatch.setattr(asr.programs.Path, "home", lambda: tmp_path / "home")
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for folder, expected in (
+            (tmp_path / "runs/mine/programs", None),
+            (tmp_path / "full/run/programs", mine),
+            (None, mine),
+        ):
+            jax.config.update("jax_compilation_cache_dir", None)
+            monkeypatch.setattr(asr.programs.os, "access", lambda path, mode: path.exists() and path.name != "full")
+            (tmp_path / "full").mkdir(exist_ok=True)
+            asr.programs.keep(folder)
+            assert jax.config.jax_compilation_cache_dir == str(expected or folder)
+        asr.programs.keep(tmp_path / "runs/other/programs")
+        assert jax.config.jax_compilation_cache_dir == str(mine)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_ctc_is_that_of_all_paths():
     rng, blank = np.random.default_rng(0), 2
     rows = rng.normal(size=(5, 5, 3)).astype(np.float32)
