@@ -185,8 +185,10 @@ def test_spoken_digits(tmp_path, refused):
             assert x.text == "".join(map(str, found)) and 1 <= len(found) <= 7
             assert all(np.sign(heard[start]) == signs[x.speaker] for start, _ in loud)
             assert len(heard) / 8000 < 2.1 and 0 < len(corpus.load(i, np.random.default_rng(i))) <= x.frames
-    command = ["train", "--train", f"spoken-digits:{tmp_path / 'none'}", "--workdir", tmp_path / "run"]
+    command = ["train", "--workdir", tmp_path / "run", "--train", f"spoken-digits:{tmp_path / 'none'}"]
     refused(command, "none has no {digit}_{speaker}_{index}.wav with an index of 5 and up")
+    refused([*command, tmp_path, "--valid", tmp_path], "none: digits go with no other corpus; train takes them")
+    refused(["check", "handwritten-digits"], "handwritten-digits: digits go with no other corpus; train takes them")
 
 
 @pytest.mark.parametrize("kind", ["characters", "subwords"])
