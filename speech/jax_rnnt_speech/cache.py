@@ -108,10 +108,13 @@ class Stored:
                         index[i], place = (place, len(x)), place + len(x)
             np.save(part / "index.npy", index)
             (part / "left-out.json").write_text(json.dumps(dict(self.report.names)), "utf-8")
-            part.rename(self.folder)
-        except BaseException:
+            try:
+                part.rename(self.folder)
+            except OSError:
+                if not (self.folder / "index.npy").is_file():  # which another run has made meanwhile
+                    raise
+        finally:
             shutil.rmtree(part, ignore_errors=True)
-            raise
 
     def load(self, i, rng):
         first, count = self.index[i]

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -200,6 +201,20 @@ def test_tokens(kind):
     for text in texts:
         assert stored.decode(stored.encode(text)) == text and max(stored.encode(text)) < len(stored.pieces)
     assert stored.encode("THE CAT?") is None
+
+
+def test_buckets_with_synthetic_speech():
+    """Batches have their share of it, and epochs all recordings, wherever the lengths of both lie."""
+    lengths = [*range(10, 20), 90, 91, *range(40, 80), *range(80, 140)]  # recordings are 0 to 11
+    of = [asr.utterances.Utterance(f"{i}", n, "A") for i, n in enumerate(lengths)]
+    corpus = types.SimpleNamespace(utterances=of, further={*range(12, len(of))}, features=1,
+                                   load=lambda i, rng: np.zeros((lengths[i], 1), np.float32))  # fmt: skip
+    data = asr.batches.Labelled(corpus, dict.fromkeys(range(len(of)), np.zeros(1, np.int32)))
+    for share, batch in ((0.5, 8), (0.75, 4), (0.25, 8)):
+        config = configuration(batch=batch, buckets=4, synthetic="x", synthetic_share=share)
+        epoch = asr.batches.training(data, config, asr.batches.make_buckets(data, config, 1), (0, 1)).repeat(20)
+        shown = np.concatenate([epoch[i]["index"] for i in range(len(epoch))])
+        assert {*range(12)} <= {*shown.tolist()} and abs(np.mean(shown >= 12) - share) < 0.1
 
 
 def test_buckets(corpus):

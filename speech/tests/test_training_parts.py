@@ -235,6 +235,15 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     assert not list((tmp_path / "full").iterdir())
     known.report.add("a reason", "a name")
     asr.cache.Stored(known, tmp_path / "full", "key", 6, [(0, np.ones((3, 6)))])
+
+    def meanwhile():
+        asr.cache.Stored(known, tmp_path / "full", "two", 6, [(0, np.ones((3, 6)))])  # by another run
+        yield 0, np.ones((3, 6))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asr.cache.os, "getpid", iter([1, 2]).__next__)
+        asr.cache.Stored(known, tmp_path / "full", "two", 6, meanwhile())
+    assert len([*(tmp_path / "full").iterdir()]) == 2
     again = asr.corpora.Recordings(corpus, config)
     asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
