@@ -293,8 +293,12 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
 
 def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch):
     """The best test decides what is used; after `--patience` tests that are no better, the run ends. A hook hears."""
-    rates = iter([50.0, 40.0, 45.0, 40.0, 30.0, 0.0])
-    measured = lambda self, params, step, metrics=None: asr.train.Rates(1.0, 1.0, next(rates))
+    rates, steps = iter([50.0, 40.0, 45.0, 40.0, 30.0, 0.0]), []
+
+    def measured(self, params, step, metrics=None):
+        steps.append(step)
+        return asr.train.Rates(1.0, 1.0, next(rates))
+
     monkeypatch.setattr(asr.train.Training, "measure", measured)
     (tmp_path / "hook.py").write_text("def hear(step, numbers):\n    print('heard', step)\n")
     workdir = tmp_path / "run"
@@ -306,8 +310,8 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert [x for x in out.splitlines() if x.startswith("heard")] == [f"heard {i}" for i in (1, 2, 3, 4)]
     setup = asr.runs.open_run(workdir).setup()
     assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
-    run([*command, "--resume"])  # has ended already: it is evaluated
-    assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out
+    run([*command, "--resume"])  # has ended already: its best weights are evaluated
+    assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out and steps == [1, 2, 3, 4, 2]
     for step in (5, 3):  # an interrupted run was at step 5 already
         other = asr.runs.Run(tmp_path / "other")
         other.open()
