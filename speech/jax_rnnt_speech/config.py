@@ -157,7 +157,9 @@ class Config:
     speeds: tuple = option((1.0,), speeds, "at which each recording of --train is heard, beside 1")
     noise: str = option("", str, "folder of audio; each recording is also heard with it added", metavar="FOLDER")
     snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB")
-    gain: float = option(0.0, amount, "dB by which noisy copies are louder or softer at most; also without --noise")
+    gain: float = option(
+        0.0, number(float, 0, most=100), "dB by which noisy copies are louder or softer at most; also without --noise"
+    )
     time_masks: int = option(2, natural, "SpecAugment: masks over time")
     time_mask: float = option(0.05, share, "share of the frames that a mask over time hides at most")
     mel_masks: int = option(2, natural, "SpecAugment: masks over features")

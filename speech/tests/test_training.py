@@ -226,6 +226,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--noise", "nowhere"], "nowhere is no folder of audio files"),
         (["--snr", "5,2", "--noise", "x"], "--snr: expected the lowest and highest ratio in dB such as 5,20, got 5,2"),
         (["--snr", "5,9"], "--snr needs --noise"),
+        (["--gain", 101], "--gain: expected a number of 0 or more and 100 or less, got 101"),
         (["--rates", "joint"], "--rates: expected prefixes of parameters and factors such as encoder=0.1, got joint"),
         (["--batch-norm", "batch"], "--batch-norm batch: the encoder has no batch norm"),
         (["--rates", "decoder=1"], "--rates: no parameter is called decoder; they begin with encoder, joint"),
