@@ -59,7 +59,7 @@ def labelled(corpus, tokens, subsampling, held_out=False):
         corpus.report.add(scope + reason, x.name, again=False)
         without += [i] * held_out
     if not labels:
-        raise NothingLeft(f"no usable utterance is left{corpus.report.summary()}")
+        raise NothingLeft(f"no usable {'held-out ' * held_out}utterance is left{corpus.report.summary()}")
     return Labelled(corpus, labels | {i: np.zeros(0, np.int32) for i in without}, frozenset(without))
 
 

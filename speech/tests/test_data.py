@@ -61,6 +61,8 @@ def test_bad_data_is_left_out_by_name(tmp_path):
         "samples that are NaN or infinite": ["nan.wav", "inf.wav"],
         "samples far beyond full scale: floats must be in [-1, 1], and 10 is the limit": ["loud.wav", "integers.wav"],
     }
+    with pytest.raises(asr.batches.NothingLeft, match=r"no usable held-out utterance is left; .*, characters outside"):
+        asr.batches.labelled(corpus, asr.tokens.Characters("X"), 4, held_out=True)
     (tmp_path / "m.jsonl").write_text(lines[5])
     with pytest.raises(asr.config.UserError, match=r"no usable utterance; left out, no such file: 1 \(missing\.wav\)"):
         asr.corpora.open_corpus(str(tmp_path / "m.jsonl"), configuration(), "train")

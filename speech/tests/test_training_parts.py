@@ -247,6 +247,11 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     again = asr.corpora.Recordings(corpus, config)
     asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
+    for name in ("arrays", "left-out.json", "index.npy"):  # cut off, as by a crash of the machine
+        for path in (tmp_path / "full").glob(f"*/{name}"):
+            path.write_bytes(path.read_bytes()[:10])
+        with pytest.raises(asr.config.UserError, match=r"the cache .*/full/\w+ is damaged, delete it: "):
+            asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     write_audio(tmp_path / "a.wav", 0.1)
     for seconds in (0.1, 0.2):  # another file of the same name is read again
         write_audio(tmp_path / "a.wav", seconds)
