@@ -8,6 +8,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 import jax_rnnt
@@ -45,6 +46,26 @@ def test_programs_are_kept_in_new_folders(tmp_path, monkeypatch):
         assert jax.config.jax_compilation_cache_dir == str(mine)
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_barrier_before_each_block():
+    """Of every encoder; without them, XLA computes gradients of later blocks again in each block on CPUs."""
+    own = configuration(blocks=3)
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "subsampling_conv_channels": 2}
+    fast = asr.encoders.EncoderConfig(num_hidden_layers=3, num_mel_bins=6, **small)
+    heard = asr.encoders.WhisperConfig(8, 3, 2, 8, num_mel_bins=6)
+    for kind, *sizes in (
+        (asr.encoders.Conformer, own, 6),
+        (asr.encoders.Convolutional, own, 6),
+        (asr.encoders.FastConformer, fast),
+        (asr.encoders.Whisper, heard),
+        (asr.model.Head, dataclasses.replace(own, stack=1), 6),
+    ):
+        make = lambda kind=kind, sizes=sizes: kind(*sizes, dtype=np.float32, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(nnx.eval_shape(make))
+        run = lambda state, x, lengths, graphdef=graphdef: nnx.merge(graphdef, state)(x, lengths)
+        program = jax.make_jaxpr(run)(state, np.zeros((1, 40, 6), np.float32), np.array([40]))
+        assert sum(x.primitive.name == "optimization_barrier" for x in program.eqns) == 3
 
 
 def test_ctc_is_that_of_all_paths():
