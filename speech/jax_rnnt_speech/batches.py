@@ -59,7 +59,7 @@ def labelled(corpus, tokens, subsampling, held_out=False):
         corpus.report.add(scope + reason, x.name, again=False)
         without += [i] * held_out
     if not labels:
-        raise NothingLeft(f"no usable utterance is left{corpus.report.summary()}")
+        raise NothingLeft(f"no usable {'held-out ' * held_out}utterance is left{corpus.report.summary()}")
     return Labelled(corpus, labels | {i: np.zeros(0, np.int32) for i in without}, frozenset(without))
 
 
@@ -92,14 +92,14 @@ def make_buckets(data, config, devices):
     found, waiting = [], []  # (frames, utterances)
     for low, high in zip([-1, *limits], limits):
         waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
-        if len(waiting) >= size_of(config, devices, high):
+        if drawn(waiting, data.corpus, config) >= size_of(config, devices, high):
             found.append((high, waiting))
             waiting = []  # otherwise too few for a batch: they join the next bucket
     if waiting:  # the longest ones are few: the bucket before takes them
         found.append((limits[-1], (found.pop()[1] if found else []) + waiting))
     buckets = []
     for limit, group in found:
-        full = max(devices, len(group) // devices * devices)
+        full = max(devices, drawn(group, data.corpus, config) // devices * devices)
         labels = max(1, *(len(data.labels[i]) for i in group))
         buckets.append(Bucket(limit, labels, min(size_of(config, devices, limit), full), group))
     return buckets
@@ -140,6 +140,11 @@ def mixed(members, corpus, config):
         return parts[0]
     share = config.synthetic_share
     return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.seed)
+
+
+def drawn(members, corpus, config):
+    """How many utterances an epoch draws from these: none where all are those of --synthetic."""
+    return 0 if corpus.further and corpus.further.issuperset(members) else len(mixed(members, corpus, config))
 
 
 def training(data, config, buckets, part, texts=None):
