@@ -40,8 +40,8 @@ def _rows(tiled, encoder, predictor, platform: str) -> int:
     """Rows of a tile: few enough for the caches (CPU, TPU), enough to hide the launches of its kernels (GPU).
 
     On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. On a GPU the
-    workspace may have an eighth of the logits, at most 256 MB, and 64 MB in any case: hidden units of 28 characters take
-    nine times the memory of their logits. Sums of gradients and planes are a part of it. On a TPU
+    workspace may have an eighth of the logits, at most 256 MB, and 64 MB in any case: hidden units of 28 characters
+    take nine times the memory of their logits. Sums of gradients and planes are a part of it. On a TPU
     (v5e, T = 256, U = 64, V = 512, H = 640) XLA estimates 26, 20, 17 and 17 million cycles for all tiles of 8, 16,
     32 and 64 MB; those of 64 MB leave VMEM.
     """
