@@ -208,7 +208,7 @@ class Training:
         if not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
-        seen = [self.run.last, sorted(self.train.labels), self.recogniser.setup()]
+        seen = [self.run.last, sorted(self.train.labels), sorted(self.valid.labels), self.recogniser.setup()]
         hosts.agree("options, corpora or checkpoints", seen)
         if self.run.last is None:
             self.run.open()
