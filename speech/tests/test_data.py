@@ -182,7 +182,7 @@ def test_buckets(corpus):
         frames = [data.corpus.utterances[i].frames for i in bucket.members]
         assert max(frames) == bucket.frames and bucket.batch % 2 == 0
         assert max(len(data.labels[i]) for i in bucket.members) == bucket.labels
-    epoch = asr.batches.training(data, config, buckets, (0, 1))
+    epoch = asr.epochs.training(data, config, buckets, (0, 1))
     twice = [epoch.repeat(2)[i] for i in range(2 * len(epoch))]
     shapes = {(b.batch, b.frames, 6) for b in buckets}
     assert {batch["audio"].shape for batch in twice} == shapes
