@@ -76,7 +76,8 @@ def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
         value, gradient = jax.value_and_grad(loss)(state["weights"])
         statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch
         gradient |= jax.tree.map(jnp.zeros_like, statistics)
-        gradient = jax.tree.map(lambda x: jnp.where(jnp.isfinite(value), x, jnp.nan), gradient)
+        least = min(gradient, key=lambda name: gradient[name].size)  # one is enough: a step is skipped for its norm
+        gradient[least] = jnp.where(jnp.isfinite(value), gradient[least], jnp.nan)
         norm = optax.tree_utils.tree_norm(gradient)  # as clipping has it: computed once
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["weights"])
         weights = optax.apply_updates(state["weights"], updates)
