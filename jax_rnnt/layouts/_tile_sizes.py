@@ -14,7 +14,7 @@ from jax_rnnt.emissions._emission import Nodes, Rows
 from jax_rnnt.layouts._joint_networks import sum_dtype
 from jax_rnnt.layouts._tile_blocks import Blocks
 
-_BUDGET = 256e6  # bytes on a GPU
+_BUDGET = 64e6, 256e6  # bytes on a GPU: what the launches of a tile's kernels take at least, and at most
 _VMEM = 32e6  # bytes of a tile on a TPU
 
 
@@ -40,7 +40,8 @@ def _rows(tiled, encoder, predictor, platform: str) -> int:
     """Rows of a tile: few enough for the caches (CPU, TPU), enough to hide the launches of its kernels (GPU).
 
     On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. On a GPU the
-    workspace may have an eighth of the logits, at most 256 MB. Sums of gradients and planes are a part of it. On a TPU
+    workspace may have an eighth of the logits, at most 256 MB, and 64 MB in any case: hidden units of 28 characters take
+    nine times the memory of their logits. Sums of gradients and planes are a part of it. On a TPU
     (v5e, T = 256, U = 64, V = 512, H = 640) XLA estimates 26, 20, 17 and 17 million cycles for all tiles of 8, 16,
     32 and 64 MB; those of 64 MB leave VMEM.
     """
@@ -54,8 +55,8 @@ def _rows(tiled, encoder, predictor, platform: str) -> int:
         return max(int(_VMEM / row), 1024)
     nodes = math.prod(predictor.shape[:-1]) * encoder.shape[-2]
     if not isinstance(nodes, int):
-        return max(int(_BUDGET / 2 / row), 1024)
-    most = 0.94 * min(_BUDGET, width * nodes * tiled.classes / 8)
+        return max(int(_BUDGET[1] / 2 / row), 1024)
+    most = 0.94 * min(max(_BUDGET[0], width * nodes * tiled.classes / 8), _BUDGET[1])
     planes = len(jax.tree.leaves(tile_types(tiled.inner, 1, tiled.classes, tiled.dtype)))
     fixed = sums * (encoder.size + predictor.size + planes * nodes)
     return max(int(max(most - fixed, most / 4) / row), 1024)

@@ -267,8 +267,10 @@ void CheckSizes() {
 }  // namespace
 }  // namespace jax_rnnt::cuda
 
-int main() {
+// An argument is the size of the largest problem: logits of an emission, nodes of a lattice.
+int main(int count, char** arguments) {
   using namespace jax_rnnt::cuda;
+  if (count > 1) most_numbers = atoll(arguments[1]);
   MakeContext();
   LoadKernels();  // from here on the emulation runs no kernel that this did not find
   CheckEmissions();

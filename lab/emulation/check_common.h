@@ -19,6 +19,7 @@ inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 inline int num_passed = 0, num_failed = 0;
 inline uint64_t checksum = 0;
 inline double worst = 0;  // largest error in units of its tolerance, 16-bit results left out
+inline int64_t most_numbers = std::numeric_limits<int64_t>::max();  // of a problem; larger ones are left out
 
 // Counts a problem as passed, or as failed if `problem` is not empty.
 inline void Count(const char* name, const std::string& problem) {

@@ -372,6 +372,7 @@ void Check(const char* name, const Change& change, bool alone = false) {
   static uint64_t seed = 0;
   Options options;
   change(options);
+  if (int64_t(options.batch) * options.frames * (options.labels + 1) * options.classes > most_numbers) return;
   EmissionProblem<T>(name, options, ++seed).Check(alone);
 }
 

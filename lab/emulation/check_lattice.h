@@ -293,6 +293,7 @@ class LatticeProblem {
 
 template <class A>
 void CheckLattice(const char* name, const Table& table, const LatticeOptions& options) {
+  if (int64_t(options.batch) * options.frames * (options.labels + 1) > most_numbers) return;
   LatticeProblem<A>(name, table, options).Check();
 }
 

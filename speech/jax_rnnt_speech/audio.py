@@ -172,7 +172,11 @@ def decoded(path, part, options):
                     if frame.format.is_planar and frame.layout.nb_channels > PLANES:
                         raise AudioError(path, f"audio of more than {PLANES} channels")
                     seconds += frame.samples / (frame.rate or 1)
-                    yield frame.rate, samples_of(frame)
+                    try:
+                        samples = samples_of(frame)
+                    except ValueError:  # of 64 bits, for example
+                        raise AudioError(path, f"samples of an unknown form, {frame.format.name}") from None
+                    yield frame.rate, samples
     except (av.error.EOFError, av.error.FFmpegError) as error:
         known = kind_of(part)
         ended = isinstance(error, av.error.EOFError) or known == "mov"

@@ -56,7 +56,7 @@ def labelled(corpus, tokens, subsampling, held_out=False):
         corpus.report.add(scope + reason, x.name, again=False)
         without += [i] * held_out
     if not labels:
-        raise NothingLeft(f"no usable utterance is left{corpus.report.summary()}")
+        raise NothingLeft(f"no usable {'held-out ' * held_out}utterance is left{corpus.report.summary()}")
     return Labelled(corpus, labels | {i: np.zeros(0, np.int32) for i in without}, frozenset(without))
 
 
@@ -89,14 +89,14 @@ def make_buckets(data, config, devices):
     found, waiting = [], []  # (frames, utterances)
     for low, high in zip([-1, *limits], limits):
         waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
-        if len(waiting) >= size_of(config, devices, high):
+        if drawn(waiting, data.corpus, config) >= size_of(config, devices, high):
             found.append((high, waiting))
             waiting = []  # otherwise too few for a batch: they join the next bucket
     if waiting:  # the longest ones are few: the bucket before takes them
         found.append((limits[-1], (found.pop()[1] if found else []) + waiting))
     buckets = []
     for limit, group in found:
-        full = max(devices, len(group) // devices * devices)
+        full = max(devices, drawn(group, data.corpus, config) // devices * devices)
         labels = max(1, *(len(data.labels[i]) for i in group))
         buckets.append(Bucket(limit, labels, min(size_of(config, devices, limit), full), group))
     return buckets
@@ -127,6 +127,15 @@ def collate(data, config, bucket, items, size):
             batch["target_lengths"][row] = len(data.labels[i])
             batch["valid"][row], batch["spans"][row], batch["index"][row] = True, spans, i
     return batch
+
+
+def drawn(members, corpus, config):
+    """How many utterances an epoch draws from these: none where all are those of --synthetic."""
+    if not corpus.further or corpus.further.issuperset(members):
+        return 0 if corpus.further else len(members)
+    from jax_rnnt_speech import epochs  # with Grain, slow to import: for --synthetic alone
+
+    return len(epochs.mixed(members, corpus, config))
 
 
 def testing(data, config, buckets, part):

@@ -18,7 +18,7 @@ from jax_rnnt_speech import audio, batches, hosts, outputs
 from jax_rnnt_speech.config import UserError
 
 FORM = 1  # of the files: another number makes them anew
-READERS = 4  # threads that make features
+READERS = max(4, os.cpu_count() or 1)  # threads that make features
 LIMIT = np.finfo(np.float16).max
 
 
@@ -79,13 +79,19 @@ class Stored:
         if not (self.folder / "index.npy").is_file() and not jax.process_index():
             self.fill(made)
         hosts.wait(f"{self.folder.name} is filled")
+        try:
+            self.open(features)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"the cache {self.folder} is damaged, delete it: {error}") from None
+
+    def open(self, features):
         self.index = np.load(self.folder / "index.npy")
         for reason, names in json.loads((self.folder / "left-out.json").read_text("utf-8")).items():
             for name in names:
-                corpus.report.add(reason, name, again=False)
+                self.report.add(reason, name, again=False)
         total = int(self.index[:, 1].sum())
         if not total:
-            raise UserError(f"no utterance has readable audio{corpus.report.summary()}")
+            raise UserError(f"no utterance has readable audio{self.report.summary()}")
         self.arrays = np.memmap(self.folder / "arrays", np.float16, "r", shape=(total, features))
 
     def fill(self, made):
@@ -108,10 +114,13 @@ class Stored:
                         index[i], place = (place, len(x)), place + len(x)
             np.save(part / "index.npy", index)
             (part / "left-out.json").write_text(json.dumps(dict(self.report.names)), "utf-8")
-            part.rename(self.folder)
-        except BaseException:
+            try:
+                part.rename(self.folder)
+            except OSError:
+                if not (self.folder / "index.npy").is_file():  # which another run has made meanwhile
+                    raise
+        finally:
             shutil.rmtree(part, ignore_errors=True)
-            raise
 
     def load(self, i, rng):
         first, count = self.index[i]

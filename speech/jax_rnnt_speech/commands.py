@@ -101,6 +101,7 @@ def add_recognition(commands):
     other = commands.add_parser("convert", help="write a model to hand on, for transformers or in our own form")
     other.add_argument("model", type=Path, help="folder of a training, or of transformers")
     other.add_argument("folder", type=Path, help="folder to write")
+    pretrained.add_checkpoint(other)
     other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
     other.add_argument("--card", type=Path, metavar="FILE", help="text for card.md, in our own form")
     other.add_argument("--overwrite", action="store_true", help="replace what is in the folder")
@@ -239,7 +240,7 @@ def convert(args):
         raise UserError(f"{args.folder} must be an empty folder: --overwrite writes into a full one")
     if args.folder.resolve() == args.model.resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
-    recogniser = pretrained.open_model(args.model)
+    recogniser = pretrained.open_model(args.model, checkpoint=args.checkpoint)
     if args.dtype != "float32":
         print(f"weights are rounded to {args.dtype}")
     if args.card is None and pretrained.hugging_face.fits(recogniser):

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -43,8 +44,8 @@ def sources(x):
     return x[0] if isinstance(x, list) and len(x) == 1 else x
 
 
-def number(kind, low, below=float("inf")):
-    """A type of argparse: a number from `low` on and less than `below`."""
+def number(kind, low, below=math.inf, most=math.inf):
+    """A type of argparse: a number from `low` on, less than `below` and `most` or less."""
 
     def read(text):
         try:
@@ -53,8 +54,9 @@ def number(kind, low, below=float("inf")):
                 x = None
         except (ValueError, TypeError, OverflowError):
             x = None
-        if x is None or not low <= x < below:
-            limit = "" if below == float("inf") else f" and less than {below:.10g}"
+        if x is None or not low <= x < below or x > most:
+            limit = "" if below == math.inf else f" and less than {below:.10g}"
+            limit += "" if most == math.inf else f" and {most:.10g} or less"
             name = {int: "whole number", float: "number"}[kind]
             raise argparse.ArgumentTypeError(f"expected a {name} of {low} or more{limit}, got {text}")
         return x
@@ -155,7 +157,9 @@ class Config:
     speeds: tuple = option((1.0,), speeds, "at which each recording of --train is heard, beside 1")
     noise: str = option("", str, "folder of audio; each recording is also heard with it added", metavar="FOLDER")
     snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB")
-    gain: float = option(0.0, amount, "dB by which noisy copies are louder or softer at most; also without --noise")
+    gain: float = option(
+        0.0, number(float, 0, most=100), "dB by which noisy copies are louder or softer at most; also without --noise"
+    )
     time_masks: int = option(2, natural, "SpecAugment: masks over time")
     time_mask: float = option(0.05, share, "share of the frames that a mask over time hides at most")
     mel_masks: int = option(2, natural, "SpecAugment: masks over features")

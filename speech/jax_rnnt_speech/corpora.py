@@ -69,6 +69,8 @@ class Recordings:
         normalize = texts.normalizer(config.normalize, config.lower)
         columns = config.audio_column, config.text_column, config.speaker_column
         for sources in (names(paths), names(synthetic)):
+            if drawn := [x for x in map(str, sources) if digits(x)[0]]:
+                raise UserError(f"{drawn[0]}: digits go with no other corpus; train takes them, and test spoken ones")
             first = len(self.entries)
             entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
             for entry, file in usable(entries, self.report, lengths):

@@ -7,21 +7,42 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jax_rnnt import decode
+from jax_rnnt.lattices import Arc, log_likelihood
+
+# States are columns of a lattice: even ones the blanks between labels, odd ones labels. Each path is there once: a
+# label is left by `skip`, to the blank's state, on the frame of what follows it; before the same label, by `next`, a
+# blank.
+TOPOLOGY = Arc("stay", 1, 0), Arc("next", 1, 1), Arc("skip", 0, 1)
 
 
 def loss(logits, targets, frame_lengths, target_lengths):
-    """Losses [B] of logits [B, N, V]; 0 where the labels do not fit: equal neighbours need a blank between them."""
-    logits = logits.astype(jnp.float32)
-    places = jnp.arange(targets.shape[1])
-    again = (targets[:, 1:] == targets[:, :-1]) & (places[1:] < target_lengths[:, None])
-    fits = target_lengths + again.sum(1) <= frame_lengths
-    sizes = (logits.shape[1], frame_lengths), (targets.shape[1], target_lengths)
-    frames_end, targets_end = ((jnp.arange(n) >= count[:, None]).astype(jnp.float32) for n, count in sizes)
-    blank = logits.shape[-1] - 1
-    return jnp.where(fits, optax.ctc_loss(logits, frames_end, targets, targets_end, blank_id=blank), 0)
+    """Losses [B] of logits [B, N, V]; 0 where the labels do not fit: equal neighbours need a blank between them.
+
+    `jax_rnnt.lattices` sums over all paths, by its kernels where there are some. A scan would launch 23 kernels for
+    each frame on a GPU.
+    """
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    log_probs = jnp.pad(log_probs, ((0, 0), (0, 1), (0, 0)))  # for the frame that leaves the last label
+    last = (jnp.arange(log_probs.shape[1]) == frame_lengths[:, None])[..., None]
+    label = jnp.where(last, -jnp.inf, jnp.take_along_axis(log_probs, targets[:, None], -1))
+    blank = jnp.where(last, 0, log_probs[..., -1:])
+    places = jnp.arange(1, targets.shape[1] + 1)
+    again = (targets == jnp.roll(targets, -1, 1)) & (places < target_lengths[:, None])
+
+    def states(before, of, after):
+        """[B, N + 1, 2 U + 1] of the blanks before labels, of labels, and of the last blank."""
+        before, of, after = (jnp.broadcast_to(x, y.shape) for x, y in ((before, label), (of, label), (after, blank)))
+        return jnp.concatenate([jnp.stack([before, of], -1).reshape(*label.shape[:2], -1), after], -1)
+
+    arcs = {
+        "stay": states(blank, label, blank),
+        "next": states(label, jnp.where(again[:, None], blank, -jnp.inf), -jnp.inf),
+        "skip": states(-jnp.inf, jnp.where(again[:, None], -jnp.inf, 0.0), -jnp.inf),
+    }
+    losses = -log_likelihood(TOPOLOGY, arcs, frame_lengths + 1, 2 * target_lengths)
+    return jnp.where(target_lengths + again.sum(1) <= frame_lengths, losses, 0)
 
 
 class State(NamedTuple):

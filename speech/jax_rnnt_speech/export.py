@@ -61,7 +61,7 @@ def add_command(commands):
     parser = commands.add_parser("export", help="a model as one file that JAX runs without this package")
     parser.add_argument("file", type=Path, metavar="FILE", help="to write: the program, and a zip with its vocabulary")
     parser.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
-    parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: by held-out WER (best), or last")
+    pretrained.add_checkpoint(parser)
     help = "on which it runs (cpu cuda tpu)"
     parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cpu", "cuda", "tpu"], help=help)
     parser.add_argument("--seconds", type=amount, default=30, help="of a padded recording (%(default)s)")

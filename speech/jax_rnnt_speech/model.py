@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_rnnt.flax.nnx import Joint, LSTMPredictor, StatelessPredictor
 from jax_rnnt_speech import encoders
-from jax_rnnt_speech.encoders.base import ACTIVATIONS, cut, layer_norm
+from jax_rnnt_speech.encoders.base import ACTIVATIONS, apart, cut, layer_norm
 from jax_rnnt_speech.encoders.conformer import Block
 
 
@@ -30,7 +30,7 @@ class Head(nnx.Module):
         rows, lengths = rows.reshape(rows.shape[0], -1, self.stack * rows.shape[-1]), -(-lengths // self.stack)
         rows = self.project(self.dropout(rows))
         for block in self.blocks.layers:
-            rows, _ = block(rows, lengths, block.whole)
+            rows, _ = block(apart(rows), lengths, block.whole)
         return self.norm(rows), lengths
 
 

@@ -27,13 +27,17 @@ from jax_rnnt_speech.utterances import Report
 class WordBonus:
     """A model of fusion that adds to the score of every word, as n-grams alone prefer few words."""
 
-    scores: jax.Array  # [V]: 1 for labels that begin a word
+    separates: jax.Array  # bool [V]: labels that begin with the separator
+    spells: jax.Array  # bool [V]: those with other characters
 
     def initial(self, batch):
-        return jnp.zeros((batch, 0))
+        """Whether a word is in progress."""
+        return jnp.zeros(batch, bool)
 
-    def step(self, state, labels):
-        return jnp.broadcast_to(self.scores, (len(labels), len(self.scores))), state
+    def step(self, inside, labels):
+        """A word is paid for with its first character: separators in a row have no words between them."""
+        inside = self.spells[labels] | (inside & ~self.separates[labels])
+        return (self.spells & (self.separates | ~inside[:, None])).astype(jnp.float32), inside
 
 
 @jax.tree_util.register_dataclass
@@ -99,9 +103,11 @@ def read(path, recogniser, unknown=None):
 
 
 def word_bonus(recogniser):
-    tokens = recogniser.tokens
-    begins = [piece is not None and piece.startswith(tokens.separator) for piece in tokens.labels()]
-    return WordBonus(jnp.zeros(recogniser.classes).at[: len(begins)].set(jnp.asarray(begins, jnp.float32)))
+    separator, none = recogniser.tokens.separator, [False] * (recogniser.classes - len(recogniser.tokens.pieces))
+    labels = [label or "" for label in recogniser.tokens.labels()]
+    separates = [label.startswith(separator) for label in labels]
+    spells = [label not in ("", separator) for label in labels]
+    return WordBonus(jnp.array(separates + none), jnp.array(spells + none))
 
 
 def phrases(path, recogniser, usual):

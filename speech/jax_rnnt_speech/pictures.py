@@ -52,7 +52,7 @@ def lattice(recogniser, result, folder):
         return
     for i, x in zip(result.tested, result.results):
         labels = tokens.encode(x.reference)
-        if labels and len(labels) >= LABELS:
+        if labels and len(labels) >= LABELS and result.corpus.utterances[i].frames:
             known.append((x.words.errors > 0, x.seconds or len(labels), x.name, i, labels))
     if not known:
         return

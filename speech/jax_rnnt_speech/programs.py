@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 def keep(folder):
     """Programs are read from the folder and written there, or in the user's cache; JAX may have a folder already."""
-    if folder is None or not os.access(folder.parent, os.W_OK):
+    if folder is None or not os.access(next(x for x in folder.absolute().parents if x.exists()), os.W_OK):
         folder = Path.home() / ".cache/jax_rnnt_speech/programs"
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(folder))

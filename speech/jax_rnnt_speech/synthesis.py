@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jax_rnnt_speech import audio, ngrams, texts
-from jax_rnnt_speech.config import UserError, amount, number, seed, sequence, share
+from jax_rnnt_speech.config import UserError, amount, number, seed, sequence
 from jax_rnnt_speech.utterances import Report
 
 RATE, FORTUNES = 16000, Path("/usr/share/games/fortunes")
@@ -126,18 +126,18 @@ def spoken(line, rng):
         if len(done.stdout) <= 44:  # the header of a WAV
             raise UserError(f"{command[0]} has no voice {line.voice}: {done.stderr.decode().strip()}")
         samples, rate = audio.read(audio.Memory(done.stdout, line.voice), RATE), RATE
-    if line.voice not in OTHERS:
+    if line.voice not in OTHERS or not samples.any():
         return samples
-    if not samples.any():
-        raise UserError(f"{line.voice} is silent about {line.text!r}")
     samples = audio.resampled(samples, 100 * round(rate * rng.uniform(*OTHERS[line.voice]) / 100), RATE)
     return samples / np.abs(samples).max()
 
 
 def speak(line, seed):
-    """Samples of a line, with noise."""
+    """Samples of a line, with noise; None: its voice is silent."""
     rng = np.random.default_rng(seed)
     samples = spoken(line, rng.spawn(1)[0])
+    if not samples.any():
+        return None
     power = np.mean(samples**2) / 10 ** (line.ratio / 10)
     color = rng.uniform(0, 0.95)  # of the noise: white, or with more low frequencies
     noise = rng.normal(0, 1, len(samples) + 1)
@@ -147,13 +147,17 @@ def speak(line, seed):
 
 
 def write_split(folder, lines, hours, seed, bar):
-    """Writes lines until they last so many hours. Returns the seconds and the number of utterances."""
-    seconds, counts, written, plain = 0.0, {}, 0, texts.normalizer("basic")
+    """Writes lines until they last so many hours. Returns the seconds, the lines, and a report of silent ones."""
+    seconds, counts, written, report, plain = 0.0, {}, [], Report(), texts.normalizer("basic")
+    split = [*SHARES].index(folder.name)
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(lines), 64):
             part = lines[start : start + 64]
-            spoken = pool.map(speak, part, ((seed, len(folder.name), start + i) for i in range(len(part))))
+            spoken = pool.map(speak, part, ((seed, split, start + i) for i in range(len(part))))
             for line, samples in zip(part, spoken):
+                if samples is None:
+                    report.add("silent", f"{line.voice}: {line.text}")
+                    continue
                 count = counts[line.speaker] = counts.get(line.speaker, -1) + 1
                 chapter = f"{line.speaker}-{1 + count // CHAPTER}"
                 place = folder / chapter.replace("-", "/")
@@ -164,10 +168,12 @@ def write_split(folder, lines, hours, seed, bar):
                     file.write(f"{name} {plain(line.text).upper()}\n")
                 length = len(samples) / RATE
                 bar.update(min(length, 3600 * hours - seconds))  # the last one may be longer than is left
-                seconds, written = seconds + length, written + 1
+                seconds += length
+                written.append(line)
                 if seconds >= 3600 * hours:
-                    return seconds, written
-    raise UserError(f"the texts last {seconds / 3600:.2f} of {hours:g} hours of {folder.name}: give more by --text")
+                    return seconds, written, report
+    need = f"the texts last {seconds / 3600:.2f} of {hours:g} hours of {folder.name}: give more by --text"
+    raise UserError(need + report.summary())
 
 
 def check(voices):
@@ -186,7 +192,9 @@ def make(args):
     check(args.voices)
     if args.folder.exists() and any(args.folder.iterdir()):
         raise UserError(f"{args.folder} is not empty")
-    lines = plan(read_texts(args.text), np.random.default_rng(args.seed), args)
+    lines, left = plan(read_texts(args.text), np.random.default_rng(args.seed), args), []
+    if any(name == "hibari" for name, _ in args.voices):
+        hibari()  # once, before several threads want it
     total = 3600 * args.hours * sum(SHARES.values())
     args.folder.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -195,10 +203,12 @@ def make(args):
     ):
         corpus = Path(scratch, "corpus")
         for split, part in SHARES.items():
-            seconds, count = write_split(corpus / split, lines[split], part * args.hours, args.seed, bar)
-            voices = {x.voice for x in lines[split][:count]}
-            tqdm.write(f"{split}: {count} utterances, {seconds / 3600:.2f} hours, {len(voices)} voices")
+            seconds, written, report = write_split(corpus / split, lines[split], part * args.hours, args.seed, bar)
+            voices = len({x.voice for x in written})
+            tqdm.write(f"{split}: {len(written)} utterances, {seconds / 3600:.2f} hours, {voices} voices")
+            left += (f"{split}: {x}\n" for x in report.lines())
         corpus.replace(args.folder)
+    print(*left, sep="", end="")
     return 0
 
 
@@ -212,7 +222,9 @@ def add_command(commands):
     parser.add_argument("--voices", type=shares, default=[("espeak", 1.0)], metavar=shares.metavar, help=help)
     help = "lowest ratio of speech to noise (%(default)s)"
     parser.add_argument("--noise", type=number(float, -20, 40), default=10, metavar="DB", help=help)
-    parser.add_argument("--clean", type=share, default=0, help="share of utterances without noise (%(default)s)")
+    parser.add_argument(
+        "--clean", type=number(float, 0, most=1), default=0, help="share of utterances without noise (%(default)s)"
+    )
     parser.add_argument("--softer", type=amount, default=0, metavar="DB", help="of an utterance, at most (%(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     parser.set_defaults(run=make)

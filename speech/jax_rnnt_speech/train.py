@@ -69,6 +69,11 @@ class Progress:
         return cls(**stored | {"rates": stored["rates"] and Rates(*stored["rates"])})
 
 
+def digest(corpus):
+    """What tells that a corpus has other utterances."""
+    return hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
+
+
 class Training:
     """All that a training needs, opened and checked; `run` does it."""
 
@@ -82,19 +87,21 @@ class Training:
         train = corpora.open_corpus(config.train, config, "train", self.folder)
         valid = corpora.open_corpus(config.valid or config.train, config, "valid", self.folder)
         more = {"implementation": options.implementation}
-        texts = json.dumps([(x.name, x.text) for x in train.utterances]).encode()
-        self.stored, self.progress = {"utterances": hashlib.sha256(texts).hexdigest()}, Progress()
+        self.stored, self.progress = {"utterances": digest(train), "held_out": digest(valid)}, Progress()
         if self.run.last is None:
             self.recogniser = pretrained.fresh(config, train, **more)
         else:
             self.run.open()
             setup = self.run.setup()
-            if not options.change and setup.get("utterances") not in (None, *self.stored.values()):
-                raise UserError(f"{options.workdir} holds a run with other training utterances: --change allows that")
+            changed = [name for name, x in self.stored.items() if setup.get(name) not in (None, x)]
+            if changed and not options.change:
+                kind = "training" if "utterances" in changed else "held-out"
+                raise UserError(f"{options.workdir} holds a run with other {kind} utterances: --change allows that")
             self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
             (params,) = self.run.restore(params=shapes_in_place(self.mesh, self.recogniser.shapes))
             self.recogniser.params = jax.tree.map(lambda x: x.addressable_data(0), params)
-            self.progress = Progress.of(setup["progress"])
+            if "held_out" not in changed:  # rates of other utterances say nothing about those to come
+                self.progress = Progress.of(setup["progress"])
         self.parts = Parts(config, self.recogniser.shapes)
         self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
         if self.run.last is None and not config.init:
@@ -215,7 +222,7 @@ class Training:
         with contextlib.closing(self.run):
             if config.steps <= first or self.impatient():
                 (params,) = self.run.restore(best=True, params=shapes_in_place(self.mesh, self.recogniser.shapes))
-                return self.measure(params, first)
+                return self.measure(params, self.progress.step or first)
             state, step_of = self.start(first)
             self.write_left_out()
             try:

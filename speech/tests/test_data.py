@@ -1,7 +1,10 @@
 """What the recipe reads and leaves out, texts, features, labels and shapes of batches."""
 
+import dataclasses
+import itertools
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -58,6 +61,8 @@ def test_bad_data_is_left_out_by_name(tmp_path):
         "samples that are NaN or infinite": ["nan.wav", "inf.wav"],
         "samples far beyond full scale: floats must be in [-1, 1], and 10 is the limit": ["loud.wav", "integers.wav"],
     }
+    with pytest.raises(asr.batches.NothingLeft, match=r"no usable held-out utterance is left; .*, characters outside"):
+        asr.batches.labelled(corpus, asr.tokens.Characters("X"), 4, held_out=True)
     (tmp_path / "m.jsonl").write_text(lines[5])
     with pytest.raises(asr.config.UserError, match=r"no usable utterance; left out, no such file: 1 \(missing\.wav\)"):
         asr.corpora.open_corpus(str(tmp_path / "m.jsonl"), configuration(), "train")
@@ -157,6 +162,38 @@ def test_normalize(tmp_path, monkeypatch):
             normalizer(name)("x")
 
 
+def test_spoken_digits(tmp_path, refused):
+    """Lines are recordings of one speaker, one after another, as their texts say; held-out ones have their own.
+
+    A digit is known by its length, which 15% more or less leave apart from others, and a speaker by the sign.
+    """
+    lengths, signs = (100 * 1.5 ** np.arange(10)).astype(int), {"ann": 1, "bob": -1}
+    (tmp_path / "recordings").mkdir()
+    for digit, (name, sign), index in itertools.product(range(10), signs.items(), (4, 5)):
+        part = digit % 2 == 0 if index == 4 else digit % 2 == 1  # even ones are held out
+        if part:
+            samples = np.pad(np.full(lengths[digit], sign * 0.5, np.float32), (0, 20))  # a pause may be of no length
+            scipy.io.wavfile.write(tmp_path / f"recordings/{digit}_{name}_{index}.wav", 8000, samples)
+    (tmp_path / "recordings/1_bob_9.wav").write_bytes(b"RIFF, not really")
+    config = dataclasses.replace(configuration(), rate=8000, max_seconds=2.0)
+    for split, digits in (("train", {*"13579"}), ("valid", {*"02468"})):
+        corpus = asr.corpora.open_corpus(f"spoken-digits:{tmp_path}", config, split)
+        assert [*corpus.report.names.values()] == [["1_bob_9.wav"]] * (split == "train")
+        assert set().union(*(x.text for x in corpus.utterances)) == digits
+        assert {x.speaker for x in corpus.utterances} == {*signs}
+        for i in range(40):
+            x, heard = corpus.utterances[i], corpus.samples(i, np.random.default_rng(i))
+            loud = np.flatnonzero(np.diff(np.abs(np.pad(heard, 1)) > 0.15)).reshape(-1, 2)
+            found = [int(np.abs(np.log(lengths / (end - start))).argmin()) for start, end in loud]
+            assert x.text == "".join(map(str, found)) and 1 <= len(found) <= 7
+            assert all(np.sign(heard[start]) == signs[x.speaker] for start, _ in loud)
+            assert len(heard) / 8000 < 2.1 and 0 < len(corpus.load(i, np.random.default_rng(i))) <= x.frames
+    command = ["train", "--workdir", tmp_path / "run", "--train", f"spoken-digits:{tmp_path / 'none'}"]
+    refused(command, "none has no {digit}_{speaker}_{index}.wav with an index of 5 and up")
+    refused([*command, tmp_path, "--valid", tmp_path], "none: digits go with no other corpus; train takes them")
+    refused(["check", "handwritten-digits"], "handwritten-digits: digits go with no other corpus; train takes them")
+
+
 @pytest.mark.parametrize("kind", ["characters", "subwords"])
 def test_tokens(kind):
     texts = ["THE CAT SAT ON THE MAT", "A MAT AND A CAT", "THE RAT SAT ON A CAT"] * 5
@@ -166,6 +203,20 @@ def test_tokens(kind):
     for text in texts:
         assert stored.decode(stored.encode(text)) == text and max(stored.encode(text)) < len(stored.pieces)
     assert stored.encode("THE CAT?") is None
+
+
+def test_buckets_with_synthetic_speech():
+    """Batches have their share of it, and epochs all recordings, wherever the lengths of both lie."""
+    lengths = [*range(10, 20), 90, 91, *range(40, 80), *range(80, 140)]  # recordings are 0 to 11
+    of = [asr.utterances.Utterance(f"{i}", n, "A") for i, n in enumerate(lengths)]
+    corpus = types.SimpleNamespace(utterances=of, further={*range(12, len(of))}, features=1,
+                                   load=lambda i, rng: np.zeros((lengths[i], 1), np.float32))  # fmt: skip
+    data = asr.batches.Labelled(corpus, dict.fromkeys(range(len(of)), np.zeros(1, np.int32)))
+    for share, batch in ((0.5, 8), (0.75, 4), (0.25, 8)):
+        config = configuration(batch=batch, buckets=4, synthetic="x", synthetic_share=share)
+        epoch = asr.epochs.training(data, config, asr.batches.make_buckets(data, config, 1), (0, 1)).repeat(20)
+        shown = np.concatenate([epoch[i]["index"] for i in range(len(epoch))])
+        assert {*range(12)} <= {*shown.tolist()} and abs(np.mean(shown >= 12) - share) < 0.1
 
 
 def test_buckets(corpus):

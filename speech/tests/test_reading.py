@@ -422,7 +422,9 @@ def test_reasons(tmp_path):
             file.mux(stream.encode(part))
     data = (tmp_path / "good.wav").read_bytes()
     (tmp_path / "rate.wav").write_bytes(data[:24] + struct.pack("<I", 10**9) + data[28:])
+    scipy.io.wavfile.write(tmp_path / "wide.wav", RATE, np.zeros(RATE, np.int64))
     for name, reason in {
+        "wide.wav": "samples of an unknown form, s64",
         "gone.wav": "no such file",
         "\0.wav": "no such file",
         "good.wav/x.wav": "no such file",

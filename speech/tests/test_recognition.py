@@ -8,6 +8,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import time
 import tracemalloc
 import types
 
@@ -308,6 +309,19 @@ def test_word_ngrams(tmp_path, capsys, order):
                 assert sum(probabilities) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize("pieces", [" ab", ["▁", "a", "▁b", None]])
+def test_word_bonus(pieces):
+    """After any labels, as many words were paid for as their text has; other labels and blanks are no words."""
+    vocabulary = types.SimpleNamespace(pieces=pieces, separator=pieces[0], labels=lambda: list(pieces))
+    bonus = asr.ngrams.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
+    rows = np.array([*itertools.product(range(len(pieces)), repeat=5)])
+    labels = np.concatenate([np.full((len(rows), 1), 4), rows], 1)  # the start label is the blank
+    paid = jax.lax.scan(lambda state, x: bonus.step(state, x)[::-1], bonus.initial(len(rows)), labels.T)[1]
+    totals = np.take_along_axis(np.asarray(paid).swapaxes(0, 1)[:, :-1], rows[..., None], 2)[..., 0].sum(1)
+    texts = ["".join(pieces[x] or "" for x in row).replace(pieces[0], " ") for row in rows]
+    assert totals.tolist() == [len(text.split()) for text in texts] and not paid[..., len(pieces) :].any()
+
+
 def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
     """Corpora and texts together; what is left out is named, and what is wrong is one line."""
     (tmp_path / "t.txt").write_text("A <UNK> C </S>\n")  # marks of a model are no words
@@ -343,6 +357,52 @@ def make_speech(folder, hours):
     text.write_text("\n".join(texts))
     run(["corpus", folder / "speech", "--hours", hours, "--text", text])
     return folder / "speech"
+
+
+def test_corpora_of_stubs(tmp_path, capsys, monkeypatch, refused):
+    """One model of hibari for all threads, other noise in each split, silent sentences are named; seeds count."""
+    models, tone = [], np.sin(np.arange(1600) / 5)
+
+    def slow(**options):
+        time.sleep(0.1)
+        models.append(options)
+
+    def spoken(line, rng):
+        if line.voice == "hibari":
+            asr.synthesis.hibari()
+        return tone * (line.text not in silent)
+
+    monkeypatch.setattr(asr.synthesis, "check", lambda voices: None)
+    monkeypatch.setattr(asr.synthesis, "spoken", spoken)
+    monkeypatch.setattr(asr.synthesis.importlib, "import_module", lambda name: types.SimpleNamespace(Hibari=slow))
+    asr.synthesis.hibari.cache_clear()
+    (tmp_path / "a.txt").write_text("".join(f"number {'x' * i}\n" for i in range(1, 200)))
+
+    def made(name, *more):
+        run(["corpus", tmp_path / name, "--hours", "0.0005", "--text", tmp_path / "a.txt", *more])
+        files = sorted((tmp_path / name).rglob("*.flac"))
+        return {x.relative_to(tmp_path / name): asr.audio.read(x, 16000) for x in files}, capsys.readouterr().out
+
+    silent = ()
+    first, out = made("one", "--voices", "hibari=1")
+    assert len(models) == 1 and "left out" not in out and len(first) == 18 + 2 * 1
+    again, _ = made("two", "--voices", "hibari=1")
+    assert all(np.array_equal(first[name], again[name]) for name in first) and first.keys() == again.keys()
+    noises = [x - tone * (x @ tone) / (tone @ tone) for x in first.values()]
+    apart = np.abs(np.corrcoef(noises) - np.eye(len(noises)))
+    assert apart.max() < 0.2
+    clean, _ = made("clean", "--clean", "1")
+    for x in clean.values():
+        np.testing.assert_allclose(x, 0.98 * tone, atol=1e-3)
+    refused(
+        ["corpus", tmp_path / "no", "--clean", "1.1"], "--clean: expected a number of 0 or more and 1 or less, got 1.1"
+    )
+    lines = [x for path in (tmp_path / "one/train").rglob("*.txt") for x in path.read_text().lower().splitlines()]
+    silent = {x.partition(" ")[2] for x in lines[:2]}
+    left, out = made("silent", "--voices", "hibari=1")
+    assert "train: left out, silent: 2 (hibari: " in out and all(f"hibari: {x}" in out for x in silent)
+    lines = [x for path in (tmp_path / "silent").rglob("*.txt") for x in path.read_text().lower().splitlines()]
+    assert len(left) == len(lines) == len(first) and not silent & {x.partition(" ")[2] for x in lines}
 
 
 @pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")

@@ -119,9 +119,10 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
         refused(changed, expected)
     assert losses(alone) == losses(workdir)
     shutil.rmtree(workdir / "checkpoints/6/params")
-    tested = ["test", "--workdir", workdir, corpus / "held-out.jsonl", "--checkpoint"]
-    run([*tested, "best"])
-    refused([*tested, "last"], "checkpoint 6 lacks arrays of this model")
+    test, convert = ["test", "--workdir", workdir, corpus / "held-out.jsonl"], ["convert", workdir, tmp_path / "model"]
+    for command in (test, convert):
+        refused([*command, "--checkpoint", "last"], "checkpoint 6 lacks arrays of this model")
+        run([*command, "--checkpoint", "best"])
 
 
 def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
@@ -157,22 +158,28 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
 
 
 def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
-    """A run whose corpus has changed goes on only if that is asked for. Names of corpora hold in any folder."""
+    """A run whose corpora have changed goes on only if that is asked for. Names of corpora hold in any folder.
+
+    The best error rate of other held-out utterances is none.
+    """
     shutil.copytree(trained[0], tmp_path / "run")
-    monkeypatch.setattr(asr.train.Training, "main", lambda self: asr.train.Rates(0, 0, 0))  # all is checked before
-    manifest = corpus / "all.jsonl"
-    rows = manifest.read_text()
-    command = [*arguments(corpus, tmp_path / "run"), "--resume", "--steps", 7]
+    started = []
+    monkeypatch.setattr(asr.train.Training, "main", lambda x: started.append(x) or asr.train.Rates(0, 0, 0))
     monkeypatch.chdir(corpus)
     run(["train", "--resume", "--workdir", tmp_path / "run", "--train", "all.jsonl"])
-    try:
-        manifest.write_text(rows.partition("\n")[2])
-        capsys.readouterr()
-        run(["train", "--resume", "--workdir", tmp_path / "run"], 2)
-        assert "holds a run with other training utterances: --change allows that" in capsys.readouterr().err
-        run([*command, "--change"])
-    finally:
-        manifest.write_text(rows)
+    assert started[0].progress.rates and started[0].progress.step
+    for name, kind in (("all.jsonl", "training"), ("held-out.jsonl", "held-out")):
+        rows = (corpus / name).read_text()
+        try:
+            (corpus / name).write_text(rows.partition("\n")[2])
+            capsys.readouterr()
+            run(["train", "--resume", "--workdir", tmp_path / "run"], 2)
+            assert f"holds a run with other {kind} utterances: --change allows that" in capsys.readouterr().err
+            run([*arguments(corpus, tmp_path / "run"), "--resume", "--steps", 7, "--change"])
+        finally:
+            (corpus / name).write_text(rows)
+    before, with_others, others = (x.progress for x in started)
+    assert with_others == before and others == asr.train.Progress()
 
 
 @pytest.mark.parametrize(
@@ -225,6 +232,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--noise", "nowhere"], "nowhere is no folder of audio files"),
         (["--snr", "5,2", "--noise", "x"], "--snr: expected the lowest and highest ratio in dB such as 5,20, got 5,2"),
         (["--snr", "5,9"], "--snr needs --noise"),
+        (["--gain", 101], "--gain: expected a number of 0 or more and 100 or less, got 101"),
         (["--rates", "joint"], "--rates: expected prefixes of parameters and factors such as encoder=0.1, got joint"),
         (["--batch-norm", "batch"], "--batch-norm batch: the encoder has no batch norm"),
         (["--rates", "decoder=1"], "--rates: no parameter is called decoder; they begin with encoder, joint"),

@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 import jax_rnnt
@@ -28,14 +30,58 @@ def test_imports(modules, loaded):
 
 
 def enumerated(logits, labels, blank):
-    """-log of the summed probability of all paths [T] that become the labels, in float64."""
+    """-log of the summed probability of all paths [T] that become the labels, and its gradient, in float64."""
     logits = np.float64(logits)
-    log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    total = 0.0
+    probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    total, visits = 0.0, np.zeros_like(probs)
     for path in itertools.product(range(logits.shape[1]), repeat=len(logits)):
         if [x for x, _ in itertools.groupby(path) if x != blank] == list(labels):
-            total += math.exp(sum(log_probs[range(len(path)), path]))
-    return -math.log(total) if total else math.inf
+            weight = np.prod(probs[range(len(path)), path])
+            total += weight
+            visits[range(len(path)), path] += weight
+    return (-math.log(total), probs - visits / total) if total else (0, np.zeros_like(probs))
+
+
+def test_programs_are_kept_in_new_folders(tmp_path, monkeypatch):
+    """Of a run, whose folder is not there yet; else the user's. What JAX has already stays."""
+    mine = tmp_path / "home/.cache/jax_rnnt_speech/programs"
+    monkeypatch.setattr(asr.programs.Path, "home", lambda: tmp_path / "home")
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for folder, expected in (
+            (tmp_path / "runs/mine/programs", None),
+            (tmp_path / "full/run/programs", mine),
+            (None, mine),
+        ):
+            jax.config.update("jax_compilation_cache_dir", None)
+            monkeypatch.setattr(asr.programs.os, "access", lambda path, mode: path.exists() and path.name != "full")
+            (tmp_path / "full").mkdir(exist_ok=True)
+            asr.programs.keep(folder)
+            assert jax.config.jax_compilation_cache_dir == str(expected or folder)
+        asr.programs.keep(tmp_path / "runs/other/programs")
+        assert jax.config.jax_compilation_cache_dir == str(mine)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_barrier_before_each_block():
+    """Of every encoder; without them, XLA computes gradients of later blocks again in each block on CPUs."""
+    own = configuration(blocks=3)
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "subsampling_conv_channels": 2}
+    fast = asr.encoders.EncoderConfig(num_hidden_layers=3, num_mel_bins=6, **small)
+    heard = asr.encoders.WhisperConfig(8, 3, 2, 8, num_mel_bins=6)
+    for kind, *sizes in (
+        (asr.encoders.Conformer, own, 6),
+        (asr.encoders.Convolutional, own, 6),
+        (asr.encoders.FastConformer, fast),
+        (asr.encoders.Whisper, heard),
+        (asr.model.Head, dataclasses.replace(own, stack=1), 6),
+    ):
+        make = lambda kind=kind, sizes=sizes: kind(*sizes, dtype=np.float32, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(nnx.eval_shape(make))
+        run = lambda state, x, lengths, graphdef=graphdef: nnx.merge(graphdef, state)(x, lengths)
+        program = jax.make_jaxpr(run)(state, np.zeros((1, 40, 6), np.float32), np.array([40]))
+        assert sum(x.primitive.name == "optimization_barrier" for x in program.eqns) == 3
 
 
 def test_ctc_is_that_of_all_paths():
@@ -46,10 +92,13 @@ def test_ctc_is_that_of_all_paths():
     for row, (labels, _) in zip(targets, cases):
         row[: len(labels)] = labels
     counts = np.array([len(labels) for labels, _ in cases])
-    values = jax.jit(asr.ctc.loss)(rows, targets, lengths, counts)
-    truth = [enumerated(x[:n], labels, blank) for x, (labels, n) in zip(rows, cases)]
-    assert np.isinf(truth).tolist() == [False, False, True, False, True]
-    np.testing.assert_allclose(values, np.where(np.isinf(truth), 0, truth), rtol=1e-5)
+    total = lambda rows: (jnp.sum(x := asr.ctc.loss(rows, targets, lengths, counts)), x)
+    gradient, values = jax.jit(jax.grad(total, has_aux=True))(rows)
+    for b, (labels, n) in enumerate(cases):
+        value, exact = enumerated(rows[b, :n], labels, blank)
+        assert (value == 0) == (b in (2, 4))  # these do not fit
+        np.testing.assert_allclose(values[b], value, rtol=1e-5)
+        np.testing.assert_allclose(gradient[b], np.pad(exact, ((0, 5 - n), (0, 0))), atol=1e-6)
 
 
 def test_options_of_losses():
@@ -226,9 +275,23 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     assert not list((tmp_path / "full").iterdir())
     known.report.add("a reason", "a name")
     asr.cache.Stored(known, tmp_path / "full", "key", 6, [(0, np.ones((3, 6)))])
+
+    def meanwhile():
+        asr.cache.Stored(known, tmp_path / "full", "two", 6, [(0, np.ones((3, 6)))])  # by another run
+        yield 0, np.ones((3, 6))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asr.cache.os, "getpid", iter([1, 2]).__next__)
+        asr.cache.Stored(known, tmp_path / "full", "two", 6, meanwhile())
+    assert len([*(tmp_path / "full").iterdir()]) == 2
     again = asr.corpora.Recordings(corpus, config)
     asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
+    for name in ("arrays", "left-out.json", "index.npy"):  # cut off, as by a crash of the machine
+        for path in (tmp_path / "full").glob(f"*/{name}"):
+            path.write_bytes(path.read_bytes()[:10])
+        with pytest.raises(asr.config.UserError, match=r"the cache .*/full/\w+ is damaged, delete it: "):
+            asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     write_audio(tmp_path / "a.wav", 0.1)
     for seconds in (0.1, 0.2):  # another file of the same name is read again
         write_audio(tmp_path / "a.wav", seconds)
@@ -275,8 +338,12 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
 
 def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch):
     """The best test decides what is used; after `--patience` tests that are no better, the run ends. A hook hears."""
-    rates = iter([50.0, 40.0, 45.0, 40.0, 30.0, 0.0])
-    measured = lambda self, params, step, metrics=None: asr.train.Rates(1.0, 1.0, next(rates))
+    rates, steps = iter([50.0, 40.0, 45.0, 40.0, 30.0, 0.0]), []
+
+    def measured(self, params, step, metrics=None):
+        steps.append(step)
+        return asr.train.Rates(1.0, 1.0, next(rates))
+
     monkeypatch.setattr(asr.train.Training, "measure", measured)
     (tmp_path / "hook.py").write_text("def hear(step, numbers):\n    print('heard', step)\n")
     workdir = tmp_path / "run"
@@ -288,8 +355,8 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert [x for x in out.splitlines() if x.startswith("heard")] == [f"heard {i}" for i in (1, 2, 3, 4)]
     setup = asr.runs.open_run(workdir).setup()
     assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
-    run([*command, "--resume"])  # has ended already: it is evaluated
-    assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out
+    run([*command, "--resume"])  # has ended already: its best weights are evaluated
+    assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out and steps == [1, 2, 3, 4, 2]
     for step in (5, 3):  # an interrupted run was at step 5 already
         other = asr.runs.Run(tmp_path / "other")
         other.open()

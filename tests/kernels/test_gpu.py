@@ -13,9 +13,10 @@ import pytest
 
 import batches
 import compare
+import door
 import family
 import platforms
-from programs import run
+from programs import environment, run
 
 BOUND = 1e-5  # of gradients: the contract
 
@@ -161,3 +162,33 @@ def test_captured_launches(size):
     buffers = "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer="
     outputs = {run(PROGRAM, *size, env=os.environ | {"XLA_FLAGS": buffers + commands}) for commands in settings}
     assert len(outputs) == 1, outputs
+
+
+# Equal logits: all paths have the same probability, and there are binomial(T - 1 + U, U). 409 labels take more shared
+# memory than a kernel of CUDA may have before it is loaded.
+ALIKE = """
+import math, sys
+import jax, numpy as np
+import batches, door, family
+T, U, V = 5, 409, 3
+p = batches.problem(1, T, U, V, dtype="float32", lengths=([T], [U]))
+p = p._replace(logits=np.zeros_like(p.logits))
+if sys.argv[1] == "door":
+    value, gradient = door.evaluate(family.RNNT, p)
+else:
+    step = jax.value_and_grad(lambda *p: family.RNNT(*p, implementation="kernel").sum())
+    value, gradient = jax.jit(step)(*p)
+assert np.isfinite(gradient).all()
+print(float(np.sum(value)) / ((T + U) * math.log(V) - math.log(math.comb(T - 1 + U, U))))
+"""
+
+
+def test_kernels_are_loaded_at_the_first_execution(tmp_path, kernel):
+    """XLA instantiates no handler of a program that it reads from a cache, nor does the door."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    more = environment(JAX_PLATFORMS=os.environ.get("JAX_PLATFORMS", ""), **cache)
+    kept = []
+    for how in ["door"] * door.native() + ["compiled", "cached"]:
+        assert float(run(ALIKE, how, env=more)) == pytest.approx(1, abs=1e-5), how
+        kept.append({x.name for x in tmp_path.glob("*-cache")})
+    assert kept[-2] == kept[-1] != set()

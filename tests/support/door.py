@@ -36,7 +36,7 @@ from jax_rnnt.losses import _call
 _int, _int64, _size, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
 DTYPES = {"int32": 4, "int64": 5, "float16": 10, "float32": 11, "float64": 12, "bfloat16": 16}
 ARRAY, SCALAR, BUFFER = 1, 3, 1  # kinds of attributes, and the kind of arguments and results
-STAGES = {"instantiate": 0, "execute": 3}
+EXECUTE = 3  # the stage
 
 
 class _Struct(ctypes.Structure):
@@ -181,14 +181,12 @@ def _api():
 
 @functools.cache
 def _handler(target):
-    """The function that executes a call; what instantiates one has run before."""
+    """The function that executes a call. What instantiates one is not called, as for a program from a cache."""
     name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
     pointer = (_pointer, ctypes.py_object, ctypes.c_char_p)
     pointer_of = ctypes.PYFUNCTYPE(*pointer)(("PyCapsule_GetPointer", ctypes.pythonapi))
-    stages = {k: _FUNCTION(pointer_of(x, name_of(x))) for k, x in _registrations()[target].items()}
-    if "instantiate" in stages:
-        _run(stages["instantiate"], "instantiate", _Buffers(), _Buffers(), _Attributes(), 0)
-    return stages["execute"]
+    execute = _registrations()[target]["execute"]
+    return _FUNCTION(pointer_of(execute, name_of(execute)))
 
 
 @functools.cache
@@ -196,8 +194,8 @@ def _registrations():
     return loading.module("cpu").registrations()
 
 
-def _run(handler, stage, args, rets, attributes, threads):
-    whole = _FrameWithFuture(_Frame(ctypes.addressof(_api()), threads, STAGES[stage], args, rets, attributes))
+def _run(handler, args, rets, attributes, threads):
+    whole = _FrameWithFuture(_Frame(ctypes.addressof(_api()), threads, EXECUTE, args, rets, attributes))
     with _flushed():
         error = handler(ctypes.addressof(whole))
     if error is not None:
@@ -301,7 +299,7 @@ def call(target, operands, attributes, results, *, aliases=None, threads=0):
     outputs = [aliased[i] if i in aliased else _Room(*result) for i, result in enumerate(results)]
     handler, frame = _handler(target), (_buffers(rooms), _buffers(outputs), _attributes(tuple(attributes.items())))
     with _poisoned([*rooms, *outputs]):
-        _run(handler, "execute", *frame, threads)
+        _run(handler, *frame, threads)
     for room in (*rooms, *outputs):
         assert all((guard == 255).all() for guard in room.guards), f"{target} wrote outside of a buffer"
     return [room.array for room in outputs]

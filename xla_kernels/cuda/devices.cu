@@ -88,6 +88,10 @@ void LoadOnThisDevice() {
   LoadLattice();
 }
 
+// Devices whose kernels are loaded. It is never destroyed: threads of XLA may run on while the process ends.
+std::set<int>& done = *new std::set<int>;
+std::mutex mutex;
+
 #if defined(__CUDACC__)
 // A function of the driver, which is not linked. `version`: the CUDA that brought it.
 template <class Function>
@@ -133,8 +137,6 @@ int DriverVersion() {
 int RuntimeVersion() { return CUDART_VERSION; }
 
 void LoadKernels() {
-  static std::mutex mutex;
-  static std::set<int> done;
   const std::lock_guard<std::mutex> lock(mutex);
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
@@ -155,12 +157,31 @@ void LoadKernels() {
   (void)cudaGetLastError();
 }
 
+void LoadKernelsHere() {
+  static thread_local int here = -1;  // most threads serve one device
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device == here) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (done.insert(device).second) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    LoadOnThisDevice();
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    (void)cudaGetLastError();
+  }
+  here = device;
+}
+
 #else
 
 std::vector<Device> Devices() { return {}; }
 int DriverVersion() { return 0; }
 int RuntimeVersion() { return 0; }
-void LoadKernels() { LoadOnThisDevice(); }
+void LoadKernels() { LoadKernelsHere(); }
+void LoadKernelsHere() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (done.insert(0).second) LoadOnThisDevice();
+}
 
 #endif
 

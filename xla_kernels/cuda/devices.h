@@ -25,4 +25,9 @@ int RuntimeVersion();
 // without this call, larger launches fail. Errors are left to the launch.
 void LoadKernels();
 
+// The same on the current device, at each execution: XLA instantiates no handler of a program that it reads from a
+// cache (a state that nobody has set is stored, and taken for one that was). It may be capturing, and then lets this
+// thread load nonetheless.
+void LoadKernelsHere();
+
 }  // namespace jax_rnnt::cuda

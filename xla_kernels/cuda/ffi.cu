@@ -3,7 +3,7 @@
 // No handler waits, allocates or reads device memory, so XLA may capture it into a command buffer. In the emulation
 // (runtime.cuh) the handlers belong to the CPU platform, which has no stream.
 //
-// Before that, when XLA instantiates a handler, all kernels are loaded: CUDA may not load them during a capture.
+// Before that, when XLA instantiates a handler, all kernels are loaded, or else at the first execution.
 #include "xla_kernels/common/ffi_calls.h"
 #include "xla_kernels/common/registration.h"
 #include "xla_kernels/cuda/devices.h"
@@ -38,12 +38,15 @@ struct Cuda {
 
   static int64_t WorkspaceOf(const LatticeArgs& args, bool gradient) { return LatticeWorkspace(args, gradient); }
   static ffi::Error Run(const Stream& stream, const EmissionForwardCall& call) {
+    LoadKernelsHere();
     return Status(EmissionForward(call.dtype, call.args, CudaStream(stream)), "emission forward");
   }
   static ffi::Error Run(const Stream& stream, const EmissionBackwardCall& call) {
+    LoadKernelsHere();
     return Status(EmissionBackward(call.dtype, call.args, CudaStream(stream)), "emission backward");
   }
   static ffi::Error Run(const Stream& stream, const LatticeCall& call) {
+    LoadKernelsHere();
     return Status(Lattice(call.is_double, call.args, CudaStream(stream)), "lattice");
   }
 };

@@ -44,6 +44,9 @@ def layer_norm(width, **more):
     return nnx.LayerNorm(width, epsilon=EPSILON, use_fast_variance=False, **more)
 
 
+apart = jax.lax.optimization_barrier  # on CPUs, XLA would compute the gradients of later layers again in each layer
+
+
 def recomputed(block):
     """The block, computed again in the backward pass. Its dropout counts no call, and is drawn once a step."""
     graphdef, state = nnx.split(block)
@@ -169,7 +172,7 @@ class Encoder(nnx.Module):
         if self.scan and len(self.blocks.layers[layers]) > 1:
             return scanned(self.blocks.layers[layers], rows, shared, states[layers], self.remat)
         for block, state in zip(self.blocks.layers[layers], states[layers]):
-            rows, state = (recomputed(block) if self.remat else block)(rows, shared, state)
+            rows, state = (recomputed(block) if self.remat else block)(apart(rows), shared, state)
             after.append(state)
         return rows, after
 

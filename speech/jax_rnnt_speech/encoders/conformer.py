@@ -119,9 +119,6 @@ class Convolution(nnx.Module):
         return self.dropout(self.output(nnx.silu(self.norm2(self.depthwise(x))))), before
 
 
-apart = jax.lax.optimization_barrier  # on CPUs, XLA would compute the gradients of later layers again in each layer
-
-
 class Block(nnx.Module):
     """Half a feed-forward layer, attention, convolution, and another half: [B, N, E] -> [B, N, E]."""
 
@@ -142,11 +139,11 @@ class Block(nnx.Module):
         return None, self.convolution.initial(batch)
 
     def __call__(self, x, lengths, state):
-        x = apart(x + 0.5 * self.first(x))
+        x = x + 0.5 * self.first(x)
         y, attention = self.attention(x, lengths, state[0])
-        x = apart(x + y)
+        x = x + y
         y, convolution = self.convolution(x, lengths, state[1])
-        x = apart(x + y)
+        x = x + y
         return x + 0.5 * self.second(x), (attention, convolution)
 
 

@@ -56,10 +56,15 @@ def read(folder, best=True):
     return recogniser
 
 
+def add_checkpoint(parser):
+    help = "of a training: the best by held-out WER (the default), or the last"
+    parser.add_argument("--checkpoint", choices=("best", "last"), help=help)
+
+
 def add_options(parser):
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
     parser.add_argument("--prompt", metavar="NAME", help="language of the recordings, for a model that takes one")
-    parser.add_argument("--checkpoint", choices=("best", "last"), help="of a training: the best by WER, or the last")
+    add_checkpoint(parser)
 
 
 def default():
