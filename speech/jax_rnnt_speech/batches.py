@@ -131,8 +131,10 @@ def collate(data, config, bucket, items, size):
 
 def drawn(members, corpus, config):
     """How many utterances an epoch draws from these: none where all are those of --synthetic."""
-    if not corpus.further or corpus.further.issuperset(members):
-        return 0 if corpus.further else len(members)
+    if not corpus.further:
+        return len(members)
+    if corpus.further.issuperset(members):
+        return 0
     from jax_rnnt_speech import epochs  # with Grain, slow to import: for --synthetic alone
 
     return len(epochs.mixed(members, corpus, config))
