@@ -123,7 +123,7 @@ class Subsampling(nnx.Module):
         def run(parameters):
             convolution, depthwise = nnx.merge(graphdef, parameters)
             kernel, bias = (x[...].astype(dtype) for x in (convolution.kernel, convolution.bias))
-            # On CPUs a convolution of one channel takes longer, and so does a product of windows that lie in columns.
+            # On CPUs a convolution of one channel takes longer, and so does a product of windows that are rows.
             y = (windows.T @ kernel.reshape(-1, kernel.shape[-1])).reshape(*sizes, -1) + bias
             return depthwise(jnp.pad(jax.nn.relu(cut(y, lengths)), around))
 
