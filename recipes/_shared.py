@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jax_rnnt.metrics import label_errors
-from jax_rnnt_speech import batches, config, corpora, pretrained
+from jax_rnnt_speech import batches, config, corpora, epochs, pretrained
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.ngrams import Search
 from jax_rnnt_speech.recogniser import Recogniser
-from jax_rnnt_speech.train import make_optimizer
+from jax_rnnt_speech.steps import make_optimizer
 
 
 class Digits:
@@ -44,7 +44,7 @@ class Digits:
 
     def batches(self):
         """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""
-        epoch = batches.training(self.train, self.config, batches.make_buckets(self.train, self.config, 1), (0, 1))
+        epoch = epochs.training(self.train, self.config, batches.make_buckets(self.train, self.config, 1), (0, 1))
         return iter(epoch.repeat(-(-self.config.steps // len(epoch)))[: self.config.steps])
 
     def with_texts(self, texts):

@@ -115,7 +115,7 @@ def ours(folder, kind, what, repeats):
     import jax
     import optax
 
-    from jax_rnnt_speech import parts, pretrained, train
+    from jax_rnnt_speech import parts, pretrained, steps
 
     recogniser = pretrained.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())
@@ -125,10 +125,10 @@ def ours(folder, kind, what, repeats):
         recogniser.config = dataclasses.replace(recogniser.config, joint=joint, time_masks=0, mel_masks=0)
         arrays |= {"valid": np.ones(UTTERANCES, bool), "spans": np.zeros((UTTERANCES, 0, 2), np.int32)}
         chosen = parts.Parts(recogniser.config, recogniser.params)
-        optimizer = train.if_finite(optax.adamw(1e-5, weight_decay=0.01))
-        step = train.make_train_step(recogniser, chosen, optimizer)
+        optimizer = steps.if_finite(optax.adamw(1e-5, weight_decay=0.01))
+        step = steps.make_train_step(recogniser, chosen, optimizer)
         frozen = chosen.frozen(recogniser.params)
-        state = train.first_state(recogniser.config, optimizer, chosen.free(recogniser.params))
+        state = steps.first_state(recogniser.config, optimizer, chosen.free(recogniser.params))
 
         def one_step():
             nonlocal state

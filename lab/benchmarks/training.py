@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(searches.FOLDER / "speech"))
 
-from jax_rnnt_speech import parts, tokens, train
+from jax_rnnt_speech import parts, steps, tokens
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.recogniser import Recogniser
 
@@ -64,8 +64,8 @@ def lowered(device, layers):
     mesh, recogniser = mesh_of(device), recogniser_of(layers)
     shard = mesh.size > 1
     chosen = parts.Parts(recogniser.config, recogniser.shapes)
-    optimizer = train.make_optimizer(recogniser.config, chosen.factors)
-    state = jax.eval_shape(lambda x: train.first_state(recogniser.config, optimizer, chosen.free(x)), recogniser.shapes)
+    optimizer = steps.make_optimizer(recogniser.config, chosen.factors)
+    state = jax.eval_shape(lambda x: steps.first_state(recogniser.config, optimizer, chosen.free(x)), recogniser.shapes)
     state = parts.shapes_in_place(mesh, state, shard)
     frozen = parts.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, recogniser.shapes), shard)
     places = jax.tree.map(lambda x: x.sharding, state)
@@ -76,7 +76,7 @@ def lowered(device, layers):
         name: jax.ShapeDtypeStruct((UTTERANCES, *shapes.get(name, ())), kinds.get(name, np.int32), sharding=split)
         for name in ("audio", "lengths", "targets", "target_lengths", "valid", "spans")
     }
-    step = train.make_train_step(recogniser, chosen, optimizer, places=places)
+    step = steps.make_train_step(recogniser, chosen, optimizer, places=places)
     one = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
     return step.lower(state, batch, frozen, one)
 

@@ -19,9 +19,9 @@ import av
 import numpy as np
 
 from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.features import scaled
 from jax_rnnt_speech.utterances import shown
 
-LOUDEST = 10  # of full scale 1: samples beyond it have another scale, or are no sound
 RATES = range(1000, 400_000)  # samples a second that a file may have
 PLANES = 8  # PyAV reads memory beyond the channels of a frame with more, and may end the process
 PIECE = 16_384  # samples that are resampled at once, or more
@@ -68,22 +68,6 @@ class Part:
 
     def tell(self):
         return self.file.tell() - self.begin
-
-
-def scaled(samples):
-    """Samples float32 in [-1, 1] of integers of any width, or of floats that are so already."""
-    samples = np.asarray(samples)
-    kind = samples.dtype.kind
-    if kind in "iu":
-        half = 2.0 ** (8 * samples.dtype.itemsize - 1)
-        return ((samples - (half if kind == "u" else 0)) / half).astype(np.float32)
-    if kind != "f":
-        raise ValueError(f"samples must be integers or floats, got {samples.dtype}")
-    if samples.size and not np.isfinite(samples).all():
-        raise ValueError("samples that are NaN or infinite")
-    if samples.size and np.abs(samples).max() > LOUDEST:
-        raise ValueError(f"samples far beyond full scale: floats must be in [-1, 1], and {LOUDEST} is the limit")
-    return samples.astype(np.float32)
 
 
 class Memory(io.BytesIO):

@@ -1,21 +1,18 @@
-"""Batches of similar length with grain: a few static shapes, so XLA compiles few programs and computes little padding.
+"""Batches of similar length: a few static shapes, so XLA compiles few programs and computes little padding.
 
 Utterances are sorted into buckets. A bucket pads to its longest member, and its batches hold about as many frames as
-the others. Grain shuffles within the buckets and then the batches of all. Batch n depends on the seed and n alone, so a
-resumed run sees what an uninterrupted one does.
+the others.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 
-import grain
 import numpy as np
 
-from jax_rnnt_speech import features, ngrams, texts
+from jax_rnnt_speech import ngrams, texts
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.utterances import Report
 
-TEXTS = 6  # sentences of --text for each row of a batch
 TEXT_LABELS = 48  # of a sentence, at most
 
 
@@ -132,47 +129,15 @@ def collate(data, config, bucket, items, size):
     return batch
 
 
-def mixed(members, corpus, config):
-    """Grain's dataset of utterances, shuffled; those of --synthetic are drawn for their share of all."""
-    parts = [[i for i in members if (i in corpus.further) == further] for further in (False, True)]
-    parts = [grain.MapDataset.source(x).seed(config.seed).shuffle() for x in parts if x]
-    if len(parts) == 1:
-        return parts[0]
-    share = config.synthetic_share
-    return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.seed)
-
-
 def drawn(members, corpus, config):
     """How many utterances an epoch draws from these: none where all are those of --synthetic."""
-    return 0 if corpus.further and corpus.further.issuperset(members) else len(mixed(members, corpus, config))
+    if not corpus.further:
+        return len(members)
+    if corpus.further.issuperset(members):
+        return 0
+    from jax_rnnt_speech import epochs  # with Grain, slow to import: for --synthetic alone
 
-
-def training(data, config, buckets, part, texts=None):
-    """Grain's dataset of one epoch, with `repeat` one of many. What does not fill a batch waits for another epoch.
-
-    `part`: (i, n) for every n-th row of each batch, from the i-th on. `texts`: labels and lengths, drawn anew always.
-    """
-
-    def with_texts(batch, rng):
-        drawn = rng.integers(len(texts[0]), size=TEXTS * step * len(batch["valid"]))[first::step]
-        return batch | {"texts": texts[0][drawn], "text_lengths": texts[1][drawn]}
-
-    parts, (first, step) = [], part
-    for bucket in buckets:
-
-        def load(i, rng):
-            x = data.corpus.load(i, rng)
-            frames = data.corpus.utterances[i].frames
-            return i, x, features.draw_spans(config, rng, frames, data.corpus.features)
-
-        def batch(items, bucket=bucket):
-            return collate(data, config, bucket, items, bucket.batch // step)
-
-        whole = mixed(bucket.members, data.corpus, config).random_map(load)
-        whole = whole[: len(whole) // bucket.batch * bucket.batch]
-        parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
-    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
-    return whole.seed(config.seed).random_map(with_texts) if texts else whole
+    return len(epochs.mixed(members, corpus, config))
 
 
 def testing(data, config, buckets, part):

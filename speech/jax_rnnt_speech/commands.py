@@ -33,7 +33,6 @@ from jax_rnnt_speech import (
 )
 from jax_rnnt_speech.audio import AudioError
 from jax_rnnt_speech.config import Config, UserError, amount, natural, positive
-from jax_rnnt_speech.train import Training
 
 # They decide the shapes of arrays, or their meaning: a checkpoint has them.
 FIXED = (
@@ -153,6 +152,8 @@ def train(args):
     )
     with config.origins(f"--config {args.config}", file):
         chosen = None if args.resume else Config(**pretrained.completed(options)).checked()
+    from jax_rnnt_speech.train import Training  # with Grain and Orbax, slow to import: no other command needs them
+
     hosts.join(args)
     started = time.perf_counter()
     with hosts.together():

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-from scipy.ndimage import map_coordinates
 
 from jax_rnnt_speech import audio, features
 from jax_rnnt_speech.config import UserError
@@ -59,6 +58,8 @@ def drawn(rng, scans, widths):
     y = 3.5 - (row - (HEIGHT - 1) / 2 - shift) / (1 + scale)  # features run upwards, as in a spectrum
     x = (column + 0.5) * 8 / widths[:, None, None] - 0.5 + slant * (y - 3.5)
     index = np.broadcast_to(np.arange(len(scans))[:, None, None], x.shape)
+    from scipy.ndimage import map_coordinates  # slow to import
+
     return map_coordinates(scans, [index, y, x], order=1)
 
 

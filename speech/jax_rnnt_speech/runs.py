@@ -9,8 +9,6 @@ import threading
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
 
 from jax_rnnt_speech import hosts
 from jax_rnnt_speech.config import UserError
@@ -39,47 +37,35 @@ class Run:
             for path in (x for name in WRITTEN for x in self.workdir.glob(name)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         hosts.wait("an earlier run is deleted")
-        kept = {CHECKPOINTS: 2, BEST: 1}
-        options = {name: ocp.CheckpointManagerOptions(max_to_keep=count) for name, count in kept.items()}
-        self.manager, self.best = (ocp.CheckpointManager(self.workdir / name, options=options[name]) for name in kept)
+        from jax_rnnt_speech.checkpoints import Checkpoints  # Orbax is slow to import, and a run alone needs it
+
+        self.manager, self.best = Checkpoints(self.workdir / CHECKPOINTS, 2), Checkpoints(self.workdir / BEST, 1)
 
     def setup(self):
         """What the last checkpoint stores beside its arrays."""
         try:
-            return self.manager.restore(self.last, args=ocp.args.Composite(setup=ocp.args.JsonRestore()))["setup"]
+            return self.manager.setup(self.last)
         except (OSError, KeyError, ValueError) as error:
             raise UserError(f"{self.workdir}: checkpoint {self.last} does not say how it was made ({error})") from None
 
     def restore(self, best=False, **trees):
         """The arrays of the last checkpoint by name, as these trees of shapes say; `best`: of the best, if any."""
         manager, step = self.manager, self.last
-        if best and self.best.latest_step() is not None:
-            manager, step = self.best, self.best.latest_step()
-        here = SingleDeviceSharding(jax.local_devices()[0])
-
-        def placed(x):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
-
-        args = {name: ocp.args.StandardRestore(jax.tree.map(placed, x)) for name, x in trees.items()}
+        if best and self.best.latest is not None:
+            manager, step = self.best, self.best.latest
         try:
-            saved = manager.restore(step, args=ocp.args.Composite(**args))
+            return manager.restore(step, trees)
         except (OSError, KeyError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{self.workdir}: checkpoint {step} lacks arrays of this model ({reason})") from None
-        return [saved[name] for name in trees]
 
     def save(self, step, setup, best=False, **trees):
         """`best`: replaces the best checkpoint, and those that an interrupted run has of later steps."""
-        manager = self.best if best else self.manager
-        for later in (x for x in manager.all_steps() if best and x >= step):
-            manager.delete(later)
-        args = {name: ocp.args.StandardSave(x) for name, x in trees.items()}
-        manager.save(step, args=ocp.args.Composite(setup=ocp.args.JsonSave(setup), **args), force=best)
+        (self.best if best else self.manager).save(step, setup, trees, replace=best)
 
     def close(self):
         for manager in (self.manager, self.best):
             if manager:
-                manager.wait_until_finished()
                 manager.close()
 
 

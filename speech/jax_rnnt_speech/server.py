@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
 from jax_rnnt import timing
-from jax_rnnt_speech import audio, manifests, recognise, streams, transcripts
+from jax_rnnt_speech import audio, features, manifests, recognise, streams, transcripts
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.utterances import shown
 
@@ -273,7 +273,7 @@ class Samples:
         if len(data) % self.dtype.itemsize:
             raise Problem(400, f"a message must have whole samples of {self.dtype.itemsize} bytes, got {len(data)}")
         try:
-            x = audio.scaled(np.frombuffer(data, self.dtype))
+            x = features.scaled(np.frombuffer(data, self.dtype))
         except ValueError as error:
             raise Problem(400, str(error)) from None
         self.count += len(x)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import decode, timing
-from jax_rnnt_speech import audio, transcripts
+from jax_rnnt_speech import audio, features, transcripts
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.recogniser import GREEDY, NEVER
 from jax_rnnt_speech.results import Labels, no_labels
@@ -57,8 +57,8 @@ class Slots:
     def arguments(self, first, steps):
         x = np.zeros((self.count, self.sizes[first], len(self.recogniser.mean)), np.float32)
         (lengths, deadlines), fresh = np.zeros((2, self.count), np.int32), np.zeros(self.count, bool)
-        for slot, features, *rest in steps:
-            x[slot], (lengths[slot], deadlines[slot], fresh[slot]) = features, rest
+        for slot, heard, *rest in steps:
+            x[slot], (lengths[slot], deadlines[slot], fresh[slot]) = heard, rest
         return self.recogniser.params, x, lengths, deadlines, fresh
 
     def rest(self, first):
@@ -173,7 +173,7 @@ class Stream:
 
     def steps(self, samples, end=False):
         """Yields those of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
-        samples = audio.scaled(samples)
+        samples = features.scaled(samples)
         if len(samples):
             self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
             self.total, self.last = self.total + len(samples), samples[-1]

@@ -10,101 +10,17 @@ import sys
 import time
 from typing import NamedTuple
 
-import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import batches, cache, corpora, errors, hosts, ngrams, pretrained, programs, runs
+from jax_rnnt_speech import batches, cache, corpora, epochs, errors, hosts, ngrams, pretrained, programs, runs, steps
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.parts import STATISTICS, Parts, placed, shapes_in_place
+from jax_rnnt_speech.parts import Parts, placed, shapes_in_place
 from jax_rnnt_speech.recogniser import Recogniser
 
 HOPELESS = 100  # steps in a row that are not finite end the run
-
-
-def make_optimizer(config, factors=None):
-    """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
-
-    `factors` of the learning rate, by the path of a parameter; None: weights are any tree, and learn alike.
-    """
-    updates = max(1, config.steps // config.accumulate)
-    warmup = 1 + int(config.warmup * updates)
-    schedule = optax.warmup_cosine_decay_schedule(0, config.learning_rate, warmup, max(updates, warmup) + 1)
-    optimizer = optax.adamw(schedule, b2=0.98, weight_decay=config.decay)
-    if config.clip:
-        optimizer = optax.chain(optax.clip_by_global_norm(config.clip), optimizer)
-    if factors:
-        scale = optax.stateless(lambda updates, _: {path: factors[path] * x for path, x in updates.items()})
-        optimizer = optax.chain(optimizer, scale)
-    if config.accumulate > 1:
-        optimizer = optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
-    return if_finite(optimizer)
-
-
-def if_finite(optimizer):
-    """optax.apply_if_finite without its conditional, for which XLA copies the state."""
-
-    def update(updates, state, params):
-        finite = jnp.isfinite(optax.tree_utils.tree_norm(updates))
-        updates, inner = optimizer.update(updates, state.inner_state, params)
-        updates, inner = (
-            jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-            for after, before in ((updates, jax.tree.map(jnp.zeros_like, updates)), (inner, state.inner_state))
-        )
-        row, total = (jnp.where(finite, n, m + 1) for n, m in
-                      ((0, state.notfinite_count), (state.total_notfinite, state.total_notfinite)))  # fmt: skip
-        return updates, optax.ApplyIfFiniteState(row, finite, total, inner)
-
-    return optax.GradientTransformation(optax.apply_if_finite(optimizer, 0).init, update)
-
-
-def first_state(config, optimizer, weights):
-    """The state of a training: weights by path, those of the optimiser, and their moving average."""
-    state = {"weights": weights, "optimizer": optimizer.init(weights)}
-    if config.average:
-        state |= {"average": jax.tree.map(jnp.copy, weights), "updates": jnp.zeros((), jnp.int32)}
-    return state
-
-
-def averaged(config, before, state):
-    """The moving average after a step. It follows fast while there were few updates."""
-    inner = (x["optimizer"].inner_state for x in (before, state))
-    old, new = (x.gradient_step if config.accumulate > 1 else 0 for x in inner)
-    updated = new != old if config.accumulate > 1 else state["optimizer"].last_finite
-    updates = before["updates"] + updated
-    decay = jnp.where(updated, jnp.minimum(config.average, (1 + updates) / (10 + updates)), 1)
-    average = jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, before["average"], state["weights"])
-    return {"average": average, "updates": updates}
-
-
-def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
-    """Returns a jitted (state, batch, frozen, step) -> (state, numbers). `layers`: batches hold rows after so many."""
-    config = recogniser.config
-
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
-    def train_step(state, batch, frozen, step):
-        def loss(weights):
-            return recogniser.mean_loss(parts.whole(weights, frozen), batch, step, layers)
-
-        value, gradient = jax.value_and_grad(loss)(state["weights"])
-        statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch
-        gradient |= jax.tree.map(jnp.zeros_like, statistics)
-        gradient = jax.tree.map(lambda x: jnp.where(jnp.isfinite(value), x, jnp.nan), gradient)
-        norm = optax.tree_utils.tree_norm(gradient)  # as clipping has it: computed once
-        updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["weights"])
-        weights = optax.apply_updates(state["weights"], updates)
-        weights |= {name: jnp.where(jnp.isfinite(norm), x, weights[name]) for name, x in statistics.items()}
-        after = {"weights": weights, "optimizer": optimizer_state}
-        if config.average:
-            after |= averaged(config, state, after)
-        numbers = {"loss": value, "norm": norm, "skipped": optimizer_state.total_notfinite}
-        return after, numbers | {"row": optimizer_state.notfinite_count}
-
-    return train_step
 
 
 class Rates(NamedTuple):
@@ -204,7 +120,7 @@ class Training:
         elif config.bfloat16_rows:
             raise UserError("--bfloat16-rows needs a cache, which --cache none and images do without")
         texts = batches.sentences(config, self.recogniser.tokens)
-        self.epoch = batches.training(self.train, config, self.buckets, hosts.part(), texts)
+        self.epoch = epochs.training(self.train, config, self.buckets, hosts.part(), texts)
         if not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
@@ -264,8 +180,8 @@ class Training:
         params = self.shared(self.recogniser.params, config.shard)
         del self.recogniser.params  # from now on they are in the state
         weights, self.frozen = self.parts.free(params), self.parts.frozen(params)
-        optimizer = make_optimizer(config, self.parts.factors)
-        make = functools.partial(first_state, config, optimizer)
+        optimizer = steps.make_optimizer(config, self.parts.factors)
+        make = functools.partial(steps.first_state, config, optimizer)
         state = shapes_in_place(self.mesh, jax.eval_shape(make, weights), config.shard)
         places = jax.tree.map(lambda x: x.sharding, state)
         if first:
@@ -273,7 +189,7 @@ class Training:
             state = training | {"average" if config.average else "weights": weights}
         else:
             state = jax.jit(make, out_shardings=places)(weights)
-        step = make_train_step(self.recogniser, self.parts, optimizer, self.layers, places)
+        step = steps.make_train_step(self.recogniser, self.parts, optimizer, self.layers, places)
         return state, programs.announced("a step of training", place=1)(step)
 
     def training_only(self, state):
@@ -299,11 +215,6 @@ class Training:
     def impatient(self):
         """Whether the run ends because no test of late was better."""
         return self.config.patience and self.progress.since >= self.config.patience
-
-    def stream(self, first):
-        """Batches from step `first` on, read by threads while devices work."""
-        batches_left = self.epoch.repeat(-(-self.config.steps // len(self.epoch)))[first : self.config.steps]
-        return iter(batches_left.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)))
 
     def main(self):
         """Trains; returns the best rates. A run that has ended is tested, and nothing is written."""
@@ -336,7 +247,7 @@ class Training:
         started, quick = time.perf_counter(), 0.2 if sys.stderr.isatty() else 20
         alone = {"disable": bool(jax.process_index())}
         with tqdm(total=config.steps, initial=first, unit="step", mininterval=quick, **alone) as bar:
-            for step, batch in enumerate(self.stream(first), first + 1):
+            for step, batch in enumerate(epochs.read(self.epoch, first, config.steps), first + 1):
                 batch.pop("index")
                 state, numbers = step_of(state, self.split(batch), self.frozen, step)
                 losses.append(numbers["loss"])

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jax_rnnt import decode
-from jax_rnnt_speech import audio
+from jax_rnnt_speech import features
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.ngrams import Search
 from jax_rnnt_speech.results import Labels, Result, no_labels
@@ -63,7 +63,7 @@ class Recording:
         """The next piece, of any length, or None."""
         try:
             piece = next(self.pieces, None)
-            piece = None if piece is None else audio.scaled(piece)
+            piece = None if piece is None else features.scaled(piece)
         except (UserError, ValueError) as error:
             return self.fail(error)
         self.total += 0 if piece is None else len(piece)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech import commands, model, pretrained, synthesis  # noqa: F401
+from jax_rnnt_speech import checkpoints, commands, model, pretrained, synthesis, train  # noqa: F401
 
 TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "kernel": 3, "channels": 2,
@@ -44,7 +44,7 @@ def prepared(corpus, **options):
     tokens = asr.tokens.Characters("ABC ")
     data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), tokens, 4)
     bucket = asr.batches.make_buckets(data, config, 1)[-1]
-    batch = asr.batches.training(data, config, [bucket], (0, 1))[0]
+    batch = asr.epochs.training(data, config, [bucket], (0, 1))[0]
     batch.pop("index")
     zeros = [0.0] * config.mels
     return asr.recogniser.Recogniser(config, tokens, zeros, [1.0] * config.mels), batch
@@ -53,14 +53,14 @@ def prepared(corpus, **options):
 def steps_of(recogniser, optimizer=None, mesh=None):
     """(parts, the first state, frozen weights, the jitted step) of a training."""
     parts = asr.parts.Parts(recogniser.config, recogniser.params)
-    optimizer = optimizer or asr.train.make_optimizer(recogniser.config, parts.factors)
+    optimizer = optimizer or asr.steps.make_optimizer(recogniser.config, parts.factors)
     copy = lambda x: jax.tree.map(jax.numpy.array, x)  # a step takes its state's memory
-    state = asr.train.first_state(recogniser.config, optimizer, copy(parts.free(recogniser.params)))
+    state = asr.steps.first_state(recogniser.config, optimizer, copy(parts.free(recogniser.params)))
     frozen, places = copy(parts.frozen(recogniser.params)), None
     if mesh:
         places = asr.parts.placed(mesh, state, True)
         state, frozen = jax.device_put((state, frozen), (places, asr.parts.placed(mesh, frozen, True)))
-    return parts, state, frozen, asr.train.make_train_step(recogniser, parts, optimizer, places=places)
+    return parts, state, frozen, asr.steps.make_train_step(recogniser, parts, optimizer, places=places)
 
 
 def arrays(path):

@@ -214,7 +214,7 @@ def test_buckets_with_synthetic_speech():
     data = asr.batches.Labelled(corpus, dict.fromkeys(range(len(of)), np.zeros(1, np.int32)))
     for share, batch in ((0.5, 8), (0.75, 4), (0.25, 8)):
         config = configuration(batch=batch, buckets=4, synthetic="x", synthetic_share=share)
-        epoch = asr.batches.training(data, config, asr.batches.make_buckets(data, config, 1), (0, 1)).repeat(20)
+        epoch = asr.epochs.training(data, config, asr.batches.make_buckets(data, config, 1), (0, 1)).repeat(20)
         shown = np.concatenate([epoch[i]["index"] for i in range(len(epoch))])
         assert {*range(12)} <= {*shown.tolist()} and abs(np.mean(shown >= 12) - share) < 0.1
 
@@ -233,7 +233,7 @@ def test_buckets(corpus):
         frames = [data.corpus.utterances[i].frames for i in bucket.members]
         assert max(frames) == bucket.frames and bucket.batch % 2 == 0
         assert max(len(data.labels[i]) for i in bucket.members) == bucket.labels
-    epoch = asr.batches.training(data, config, buckets, (0, 1))
+    epoch = asr.epochs.training(data, config, buckets, (0, 1))
     twice = [epoch.repeat(2)[i] for i in range(2 * len(epoch))]
     shapes = {(b.batch, b.frames, 6) for b in buckets}
     assert {batch["audio"].shape for batch in twice} == shapes

@@ -145,6 +145,46 @@ def test_gradients(streaming):
             np.testing.assert_allclose(results[path].T, expected, atol=2e-5 * abs(expected).max(), err_msg=path)
 
 
+@pytest.mark.parametrize("kind", ["parakeet_encoder", "nemotron_asr_streaming_encoder"])
+def test_subsampling_by_channels(kind, monkeypatch):
+    """Rows and gradients are those of XLA's convolutions of all channels; the largest array has those of a group."""
+    config = fastconformer.EncoderConfig(kind, 6, subsampling_factor=4, subsampling_conv_channels=12, num_mel_bins=9)
+    config = dataclasses.replace(config, dropout=0.0)
+    graph, parameters, rest = nnx.split(
+        fastconformer.Subsampling(config, dtype=np.float32, rngs=nnx.Rngs(0)), nnx.Param, ...
+    )
+    rng, lengths = np.random.default_rng(0), np.array([23, 14, 1, 0])
+    parameters = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape)), parameters)
+    x, probe = np.float32(rng.normal(size=(4, 23, 9))), np.float32(rng.normal(size=(4, 7, 6)))
+
+    def grouped(parameters):
+        rows, _ = nnx.merge(graph, parameters, rest)(x, lengths, None)
+        return (rows * probe[:, : rows.shape[1]]).sum(), rows
+
+    def at_once(parameters):
+        inside = lambda y, count: y * (np.arange(y.shape[1]) < count[:, None])[..., None, None]
+        model, count, y = nnx.merge(graph, parameters, rest), lengths, inside(x[..., None], lengths)
+        layer = model.layers0
+        for module, groups in ((model.conv_in, 1), (layer.depthwise_conv, 12)):
+            kernel = module.kernel[...].reshape(3, 3, 1, 12)
+            options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+            y = jax.lax.conv_general_dilated(y, kernel, (2, 2), [config.margins] * 2, **options) + module.bias[...]
+            count = np.ceil(count / 2) if not config.causal else np.floor(count / 2) + (count > 0)
+            y = y if groups > 1 else inside(jax.nn.relu(y), count)
+        y = inside(jax.nn.relu(y @ layer.pointwise_conv.kernel[...] + layer.pointwise_conv.bias[...]), count)
+        rows = 6**0.5 * (y.reshape(*y.shape[:2], -1) @ model.linear.kernel[...] + model.linear.bias[...])
+        return (rows * probe[:, : rows.shape[1]]).sum(), rows
+
+    monkeypatch.setattr(fastconformer, "GROUP", 2)
+    step = jax.jit(jax.grad(grouped, has_aux=True))
+    results, expected = step(parameters), jax.jit(jax.grad(at_once, has_aux=True))(parameters)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-4), results, expected)
+    shapes = {
+        tuple(map(int, x.split("x"))) for x in re.findall(r"tensor<([\dx]+)xf32>", step.lower(parameters).as_text())
+    }
+    assert max(map(np.prod, shapes)) < 4 * 12 * 5 * 12  # what conv_in makes
+
+
 class Layer(nnx.Module):
     def __init__(self):
         self.norm = fastconformer.BatchNorm(4, dtype=np.float32, rngs=None)

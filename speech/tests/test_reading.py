@@ -375,10 +375,10 @@ def test_scales(tmp_path):
         stored = (x * scale + zero).astype(kind)
         scipy.io.wavfile.write(tmp_path / "a.wav", RATE, stored)
         np.testing.assert_allclose(asr.audio.read(tmp_path / "a.wav", RATE), x, atol=1e-6)
-        np.testing.assert_allclose(asr.audio.scaled(stored), x, atol=1e-6)
+        np.testing.assert_allclose(asr.features.scaled(stored), x, atol=1e-6)
     encode(tmp_path / "b.flac", x, codec="flac")
     with pytest.raises(ValueError, match="samples must be integers or floats, got complex128"):
-        asr.audio.scaled(x + 0j)
+        asr.features.scaled(x + 0j)
 
 
 def test_segments_and_channels(folder):

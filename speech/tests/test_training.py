@@ -149,7 +149,7 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
     assert losses(part) == losses(whole) and len(losses(part)) == 4
 
     def arrays(workdir, name):
-        store = asr.runs.ocp.StandardCheckpointer()
+        store = asr.checkpoints.ocp.StandardCheckpointer()
         return jax.tree.leaves(store.restore((workdir / "checkpoints/4" / name).resolve()))
 
     for name in ("params", "training"):
@@ -268,7 +268,7 @@ def test_every_loss(corpus, name):
     recogniser, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
     first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0))(recogniser.params))
     recogniser.config = dataclasses.replace(recogniser.config, joint="tiles")
-    optimizer = asr.train.optax.apply_if_finite(asr.train.optax.adam(1e-2), 3)
+    optimizer = asr.steps.optax.apply_if_finite(asr.steps.optax.adam(1e-2), 3)
     (_, state, frozen, step), results = steps_of(recogniser, optimizer), []
     for i in range(30):
         state, numbers = step(state, batch, frozen, i)

@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,17 @@ from jax.sharding import Mesh
 
 import jax_rnnt
 from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, steps_of, write_audio
+
+# What takes most of a second to import, or tens of MiB, and is not for every command.
+SLOW = "aiohttp", "av", "grain", "matplotlib", "orbax", "scipy", "sklearn", "sounddevice", "tensorboardX", "tokenizers"
+
+
+@pytest.mark.parametrize(("modules", "loaded"), [("commands", ["av"]), ("pretrained, steps", [])])
+def test_imports(modules, loaded):
+    """The command line starts without what one command needs; a step on a model of a file needs none of it."""
+    code = f"import sys; from jax_rnnt_speech import {modules}; print(*sorted(sys.modules.keys() & {SLOW}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == loaded
 
 
 def enumerated(logits, labels, blank):
@@ -291,7 +304,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(asr.cache, "FORM", 0)
     assert not asr.cache.Lengths(tmp_path).known
     data = asr.batches.labelled(second, asr.tokens.Characters("ABC "), 4)
-    share = [i in second.further for i in map(int, asr.batches.mixed(list(range(24)), second, config)[:36])]
+    share = [i in second.further for i in map(int, asr.epochs.mixed(list(range(24)), second, config)[:36])]
     assert sum(share) == 18 and len(data.labels) == 22
 
 
@@ -309,7 +322,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     for layers in (None, 1):
         if layers:
             data, buckets = asr.cache.rows(recogniser, parts, data, buckets, tmp_path)
-        batch = asr.batches.training(data, config, buckets, (0, 1))[0]
+        batch = asr.epochs.training(data, config, buckets, (0, 1))[0]
         assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
         batch.pop("index")
         values.append(float(recogniser.mean_loss(recogniser.params, batch, 1, layers)))

@@ -9,10 +9,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_rnnt_speech.encoders.base import ACTIVATIONS, EPSILON, Depthwise, Encoder, cut, layer_norm
 
+GROUP = 64  # channels of the largest arrays that are there at once
 MOMENTUM = 0.1  # of batch norm, as PyTorch counts it: the share of a batch in the running statistics
 
 
@@ -55,7 +57,8 @@ class EncoderConfig:
     def strided(self, length):
         """Frames, or bins, after one strided convolution; of none, none."""
         more = length + sum(self.margins) - self.subsampling_conv_kernel_size
-        return (more // self.subsampling_conv_stride + 1) * (length > 0)
+        # By 2, in one operation; a division of arrays is twenty, which XLA repeats in the loop of each mask.
+        return ((more >> 1) + 1) * (length > 0)
 
     @property
     def strides(self):
@@ -102,6 +105,35 @@ class Subsampling(nnx.Module):
             return config.strided(lengths)
         return -(-lengths // config.subsampling_conv_stride)
 
+    def first(self, x, lengths):
+        """(rows after conv_in and layers0, their lengths) of whole utterances, zeros behind their ends.
+
+        What conv_in makes has four times the size of any array after it. Both convolutions see a channel by itself: a
+        training has a few channels at a time in memory, and computes them again in the backward pass.
+        """
+        config, channels, dtype = self.config, self.config.subsampling_conv_channels, self.conv_in.dtype
+        around = [(0, 0), config.margins, config.margins, (0, 0)]
+        x, kernel = jnp.pad(x.astype(dtype), around)[..., 0], config.subsampling_conv_kernel_size
+        ends = [n - kernel + 1 for n in x.shape[1:]]
+        windows = [x[:, i : ends[0] + i : 2, j : ends[1] + j : 2] for i, j in np.ndindex(kernel, kernel)]
+        windows, sizes = jnp.stack([x.reshape(-1) for x in windows]), windows[0].shape
+        lengths = self.lengths(lengths, None)
+        graphdef, parameters = nnx.split([self.conv_in, self.layers0.depthwise_conv])
+
+        def run(parameters):
+            convolution, depthwise = nnx.merge(graphdef, parameters)
+            kernel, bias = (x[...].astype(dtype) for x in (convolution.kernel, convolution.bias))
+            # On CPUs a convolution of one channel takes longer, and so does a product of windows that are rows.
+            y = (windows.T @ kernel.reshape(-1, kernel.shape[-1])).reshape(*sizes, -1) + bias
+            return depthwise(jnp.pad(jax.nn.relu(cut(y, lengths)), around))
+
+        groups = channels // GROUP if channels % GROUP == 0 else 1
+        parameters = jax.tree.map(lambda x: jnp.stack(jnp.split(x, groups, -1)), parameters)
+        parts = jax.lax.map(jax.checkpoint(run, prevent_cse=False), parameters)
+        x = jnp.moveaxis(parts, 0, -2).reshape(*parts.shape[1:-1], channels)
+        lengths = self.lengths(lengths, None)
+        return jax.nn.relu(cut(self.layers0.pointwise_conv(x), lengths)), lengths
+
     def __call__(self, x, lengths, state):
         """(rows [B, T, E], the state after them).
 
@@ -113,6 +145,8 @@ class Subsampling(nnx.Module):
         kept = self.config.subsampling_conv_kernel_size - self.config.subsampling_conv_stride
         x, ends = cut(x, lengths)[..., None], []
         layers = [self.conv_in, *(getattr(self, f"layers{i}") for i in range(self.config.strides - 1))]
+        if past is None and len(layers) > 1:
+            (x, lengths), layers = self.first(x, lengths), layers[2:]
         for i, layer in enumerate(layers):
             bins = [(before, after), (0, 0)]
             lengths = self.lengths(lengths, past and past[i])
