@@ -6,8 +6,8 @@
 
 `lab/run.sh training` installs what it compiles with. The step is that of `rnnt-speech train --dtype bfloat16 --remat
 --scan`, for 16 utterances of 20 seconds with 80 labels: TDT loss in tiles, AdamW. It is compiled ahead of time; nothing
-runs, and nothing is timed but the compiler. Memory is a device's: arguments, results and temporaries. Launches are
-those of `searches.py`, with a loop's body counted as often as it runs.
+runs, and nothing is timed but the compiler. Memory is a device's: arguments, results and temporaries. Kernels are
+those of `searches.py`, with a loop's body counted as often as it runs; the host launches them one by one or as a graph.
 """
 
 import argparse
@@ -87,17 +87,27 @@ def seconds():
     return used.ru_utime + used.ru_stime
 
 
+def by_the_host(thunk):
+    """Launches of the host in one turn, without loops: a graph of kernels, which XLA makes by default, is one."""
+    if thunk.kind == "CommandBuffer":
+        return 1
+    return (not thunk.inside and thunk.kind != "While") + sum(
+        by_the_host(x) for x in thunk.all_inside() if x.kind != "While"
+    )
+
+
 def step_launches(program, text):
-    """Of a step outside of the lattice, and of its loops: a body as often as `text` says it runs."""
+    """Kernels and launches of the host, outside of the lattice: a loop's body as often as `text` says it runs."""
     entry = [line for line in text[text.index("\nENTRY") :].splitlines() if " while(" in line]
     loops = [thunk for thunk in program.all_inside() if thunk.kind == "While"]
-    total, found = searches.launches(program) - sum(map(searches.launches, loops)), []
+    kernels, total, found = searches.launches(program) - sum(map(searches.launches, loops)), by_the_host(program), []
     for loop, line in zip(loops, entry, strict=True):  # both are in the order in which they run
         if "loss_of_batch" not in line:
             turns = int(re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1])
-            total += turns * searches.launches(loop)
-            found.append(f"{turns} x {searches.launches(loop)}")
-    return {"launches": total, "of which": ", ".join(found)}
+            of_turn = searches.launches(loop), sum(map(by_the_host, loop.all_inside()))
+            kernels, total = kernels + turns * of_turn[0], total + turns * of_turn[1]
+            found.append("{} x {} ({})".format(turns, *of_turn))
+    return {"kernels": kernels, "launches": total, "of which": ", ".join(found)}
 
 
 def counted(dump, device, layers):
