@@ -16,6 +16,7 @@ from jax_rnnt.layouts._tile_blocks import Blocks
 
 _BUDGET = 64e6, 256e6  # bytes on a GPU: what the launches of a tile's kernels take at least, and at most
 _VMEM = 32e6  # bytes of a tile on a TPU
+_BLOCKS = 1024  # of a tile, at most: its sums take a table of their square
 
 
 def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
@@ -28,6 +29,8 @@ def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
     block = block_of((frames, columns), platform)
     blocks = math.prod(-(-n // k) for n, k in zip(shape, block)) * math.prod(predictor.shape[:-2])
     most = max((tiled.chunk or _rows(tiled, encoder, predictor, platform)) // math.prod(block), 1)
+    if not tiled.chunk and (encoder.shape[-1] or predictor.shape[-1]):  # arrays of logits have no sums
+        most = min(most, _BLOCKS)  # those of short sequences are small
     if isinstance(blocks, int):
         tiles = -(-blocks // most)
         blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
