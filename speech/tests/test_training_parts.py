@@ -344,6 +344,8 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
     run([*command, "--resume"])  # has ended already: its best weights are evaluated
     assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out and steps == [1, 2, 3, 4, 2]
+    run([*command, "--resume", "--change", "--steps", 4, "--valid", corpus / "all.jsonl"])  # of other utterances
+    assert "held-out CER 1.0%, WER 0.0%" in capsys.readouterr().out and steps[5:] == [2]
     for step in (5, 3):  # an interrupted run was at step 5 already
         other = asr.runs.Run(tmp_path / "other")
         other.open()
