@@ -274,9 +274,10 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     again = asr.corpora.Recordings(corpus, config)
     asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
-    for name in ("arrays", "left-out.json", "index.npy"):  # cut off, as by a crash of the machine
+    damages = lambda path: path.write_bytes(path.read_bytes()[:10]), lambda path: path.unlink()
+    for damage, name in itertools.product(damages, ("arrays", "left-out.json", "index.npy")):  # as a crash cuts off
         for path in (tmp_path / "full").glob(f"*/{name}"):
-            path.write_bytes(path.read_bytes()[:10])
+            damage(path)
         with pytest.raises(asr.config.UserError, match=r"the cache .*/full/\w+ is damaged, delete it: "):
             asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     write_audio(tmp_path / "a.wav", 0.1)
