@@ -25,7 +25,7 @@ def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
     Symbolic dimensions (`jax.export`) count as large ones.
     """
     shape = encoder.shape[-2], predictor.shape[-2]
-    frames, columns = (n if isinstance(n, int) else 1 << 10 for n in shape)
+    frames, columns = map(_known, shape)
     block = block_of((frames, columns), platform)
     blocks = math.prod(-(-n // k) for n, k in zip(shape, block)) * math.prod(predictor.shape[:-2])
     most = max((tiled.chunk or _rows(tiled, encoder, predictor, platform)) // math.prod(block), 1)
@@ -39,6 +39,11 @@ def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
     return Blocks(*block, blocks if platform == "cpu" else _rounded(blocks, math.prod(block)))
 
 
+def _known(n) -> int:
+    """n, or a large number for a symbol."""
+    return n if isinstance(n, int) else 1 << 10
+
+
 def _rows(tiled, encoder, predictor, platform: str) -> int:
     """Rows of a tile: few enough for the caches (CPU, TPU), enough to hide the launches of its kernels (GPU).
 
@@ -48,20 +53,20 @@ def _rows(tiled, encoder, predictor, platform: str) -> int:
     (v5e, T = 256, U = 64, V = 512, H = 640) XLA estimates 26, 20, 17 and 17 million cycles for all tiles of 8, 16,
     32 and 64 MB; those of 64 MB leave VMEM.
     """
-    units = [x.shape[-1] for x in (encoder, predictor)]
+    units, classes = [_known(x.shape[-1]) for x in (encoder, predictor)], _known(tiled.classes)
     if platform == "cpu":
-        return min(max((1 << 21) // (tiled.classes + sum(units)), 256, min(max(units), 1024)), 4096)
+        return min(max((1 << 21) // (classes + sum(units)), 256, min(max(units), 1024)), 4096)
     width, sums = tiled.dtype.itemsize, np.dtype(sum_dtype(tiled)).itemsize
     # Logits and hidden units; a function keeps more, such as the gradient of each pair of rows.
-    row = width * (tiled.classes + max(units) + (0 if tiled.linear else sum(units)))
+    row = width * (classes + max(units) + (0 if tiled.linear else sum(units)))
     if platform == "tpu":
         return max(int(_VMEM / row), 1024)
     nodes = math.prod(predictor.shape[:-1]) * encoder.shape[-2]
     if not isinstance(nodes, int):
         return max(int(_BUDGET[1] / 2 / row), 1024)
-    most = 0.94 * min(max(_BUDGET[0], width * nodes * tiled.classes / 8), _BUDGET[1])
+    most = 0.94 * min(max(_BUDGET[0], width * nodes * classes / 8), _BUDGET[1])
     planes = len(jax.tree.leaves(tile_types(tiled.inner, 1, tiled.classes, tiled.dtype)))
-    fixed = sums * (encoder.size + predictor.size + planes * nodes)
+    fixed = sums * (sum(math.prod(map(_known, x.shape)) for x in (encoder, predictor)) + planes * nodes)
     return max(int(max(most - fixed, most / 4) / row), 1024)
 
 

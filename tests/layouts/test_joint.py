@@ -85,6 +85,22 @@ def test_tiles_of_short_sequences(platform):
         assert 4 * blocks_of(*shape, platform).count ** 2 <= 64e6
 
 
+def test_symbolic_units_and_classes():
+    """Tiles of an exported program. Equal logits: each of the binomial(T - 1 + U, U) paths has the same probability."""
+    h, v = jax.export.symbolic_shape("h, v")
+    assert blocks_of(2, 7, 3, v, h, "cuda").count and blocks_of(2, 7, 3, v, h, "tpu").count
+
+    def loss(weight, encoder, predictor, targets, *lengths):
+        logits = JointLogits(LinearJoint(weight), encoder, predictor)
+        return jax_rnnt.rnnt_loss(logits, targets, *lengths, blank=0)
+
+    batch = np.ones((2, 3), np.int32), np.full(2, 7, np.int32), np.full(2, 3, np.int32)
+    types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((h, v), (2, 7, h), (2, 4, h))]
+    exported = jax.export.export(jax.jit(loss), disabled_checks=jax_rnnt.export_checks())(*types, *batch)
+    value = exported.call(*(np.zeros(shape, np.float32) for shape in ((5, 9), (2, 7, 5), (2, 4, 5))), *batch)
+    assert float(value) == pytest.approx(10 * math.log(9) - math.log(math.comb(9, 3)), rel=1e-6)
+
+
 # ------------------------------------------------------------------------------------------------ values, gradients
 @pytest.fixture
 def elsewhere(monkeypatch):
