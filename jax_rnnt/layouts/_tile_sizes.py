@@ -16,6 +16,7 @@ from jax_rnnt.layouts._tile_blocks import Blocks
 
 _BUDGET = 64e6, 256e6  # bytes on a GPU: what the launches of a tile's kernels take at least, and at most
 _VMEM = 32e6  # bytes of a tile on a TPU
+_BLOCKS = 1024  # of a tile, at most: its sums take a table of their square
 
 
 def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
@@ -24,16 +25,23 @@ def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
     Symbolic dimensions (`jax.export`) count as large ones.
     """
     shape = encoder.shape[-2], predictor.shape[-2]
-    frames, columns = (n if isinstance(n, int) else 1 << 10 for n in shape)
+    frames, columns = map(_known, shape)
     block = block_of((frames, columns), platform)
     blocks = math.prod(-(-n // k) for n, k in zip(shape, block)) * math.prod(predictor.shape[:-2])
     most = max((tiled.chunk or _rows(tiled, encoder, predictor, platform)) // math.prod(block), 1)
+    if not tiled.chunk and (encoder.shape[-1] or predictor.shape[-1]):  # arrays of logits have no sums
+        most = min(most, _BLOCKS)  # those of short sequences are small
     if isinstance(blocks, int):
         tiles = -(-blocks // most)
         blocks = max(-(-blocks // max(tiles, 1)), 1)  # as many in every tile, if all are inside the lengths
     else:
         blocks = most
     return Blocks(*block, blocks if platform == "cpu" else _rounded(blocks, math.prod(block)))
+
+
+def _known(n) -> int:
+    """n, or a large number for a symbol."""
+    return n if isinstance(n, int) else 1 << 10
 
 
 def _rows(tiled, encoder, predictor, platform: str) -> int:
@@ -45,20 +53,20 @@ def _rows(tiled, encoder, predictor, platform: str) -> int:
     (v5e, T = 256, U = 64, V = 512, H = 640) XLA estimates 26, 20, 17 and 17 million cycles for all tiles of 8, 16,
     32 and 64 MB; those of 64 MB leave VMEM.
     """
-    units = [x.shape[-1] for x in (encoder, predictor)]
+    units, classes = [_known(x.shape[-1]) for x in (encoder, predictor)], _known(tiled.classes)
     if platform == "cpu":
-        return min(max((1 << 21) // (tiled.classes + sum(units)), 256, min(max(units), 1024)), 4096)
+        return min(max((1 << 21) // (classes + sum(units)), 256, min(max(units), 1024)), 4096)
     width, sums = tiled.dtype.itemsize, np.dtype(sum_dtype(tiled)).itemsize
     # Logits and hidden units; a function keeps more, such as the gradient of each pair of rows.
-    row = width * (tiled.classes + max(units) + (0 if tiled.linear else sum(units)))
+    row = width * (classes + max(units) + (0 if tiled.linear else sum(units)))
     if platform == "tpu":
         return max(int(_VMEM / row), 1024)
     nodes = math.prod(predictor.shape[:-1]) * encoder.shape[-2]
     if not isinstance(nodes, int):
         return max(int(_BUDGET[1] / 2 / row), 1024)
-    most = 0.94 * min(max(_BUDGET[0], width * nodes * tiled.classes / 8), _BUDGET[1])
+    most = 0.94 * min(max(_BUDGET[0], width * nodes * classes / 8), _BUDGET[1])
     planes = len(jax.tree.leaves(tile_types(tiled.inner, 1, tiled.classes, tiled.dtype)))
-    fixed = sums * (encoder.size + predictor.size + planes * nodes)
+    fixed = sums * (sum(math.prod(map(_known, x.shape)) for x in (encoder, predictor)) + planes * nodes)
     return max(int(max(most - fixed, most / 4) / row), 1024)
 
 

@@ -55,8 +55,9 @@ def labelled(corpus, tokens, subsampling, held_out=False):
             continue
         corpus.report.add(scope + reason, x.name, again=False)
         without += [i] * held_out
-    if not labels:
-        raise NothingLeft(f"no usable {'held-out ' * held_out}utterance is left{corpus.report.summary()}")
+    if not labels.keys() - {*corpus.further}:
+        which = "held-out utterance" if held_out else "utterance of --train" if labels else "utterance"
+        raise NothingLeft(f"no usable {which} is left{corpus.report.summary()}")
     return Labelled(corpus, labels | {i: np.zeros(0, np.int32) for i in without}, frozenset(without))
 
 

@@ -76,7 +76,7 @@ class Stored:
         self.utterances, self.key, self.further = corpus.utterances, key, corpus.further
         digest = hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
         self.folder = folder / digest
-        if not (self.folder / "index.npy").is_file() and not jax.process_index():
+        if not self.folder.is_dir() and not jax.process_index():
             self.fill(made)
         hosts.wait(f"{self.folder.name} is filled")
         try:
@@ -117,7 +117,7 @@ class Stored:
             try:
                 part.rename(self.folder)
             except OSError:
-                if not (self.folder / "index.npy").is_file():  # which another run has made meanwhile
+                if not self.folder.is_dir():  # which another run has made meanwhile
                     raise
         finally:
             shutil.rmtree(part, ignore_errors=True)

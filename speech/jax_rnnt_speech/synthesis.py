@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jax_rnnt_speech import audio, ngrams, texts
-from jax_rnnt_speech.config import UserError, amount, number, seed, sequence
+from jax_rnnt_speech.config import UserError, number, seed, sequence
 from jax_rnnt_speech.utterances import Report
 
 RATE, FORTUNES = 16000, Path("/usr/share/games/fortunes")
@@ -225,6 +225,9 @@ def add_command(commands):
     parser.add_argument(
         "--clean", type=number(float, 0, most=1), default=0, help="share of utterances without noise (%(default)s)"
     )
-    parser.add_argument("--softer", type=amount, default=0, metavar="DB", help="of an utterance, at most (%(default)s)")
+    help = "of an utterance, at most (%(default)s)"
+    parser.add_argument(
+        "--softer", type=number(float, 0, most=60), default=0, metavar="DB", help=help
+    )  # of 16 bits, 96
     parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     parser.set_defaults(run=make)

@@ -66,6 +66,11 @@ def test_bad_data_is_left_out_by_name(tmp_path):
     (tmp_path / "m.jsonl").write_text(lines[5])
     with pytest.raises(asr.config.UserError, match=r"no usable utterance; left out, no such file: 1 \(missing\.wav\)"):
         asr.corpora.open_corpus(str(tmp_path / "m.jsonl"), configuration(), "train")
+    (tmp_path / "good.jsonl").write_text(lines[0])
+    config = configuration(synthetic=str(tmp_path / "good.jsonl"))
+    corpus = asr.corpora.open_corpus(str(tmp_path / "m.jsonl"), config, "train")
+    with pytest.raises(asr.config.UserError, match=r"no usable utterance of --train is left; .* 1 \(missing\.wav\)"):
+        asr.batches.labelled(corpus, asr.tokens.Characters("AB "), 4)
 
 
 def test_audio_that_breaks_later(corpus, tmp_path):

@@ -394,9 +394,9 @@ def test_corpora_of_stubs(tmp_path, capsys, monkeypatch, refused):
     clean, _ = made("clean", "--clean", "1")
     for x in clean.values():
         np.testing.assert_allclose(x, 0.98 * tone, atol=1e-3)
-    refused(
-        ["corpus", tmp_path / "no", "--clean", "1.1"], "--clean: expected a number of 0 or more and 1 or less, got 1.1"
-    )
+    for name, limit, more in (("--clean", 1, "1.1"), ("--softer", 60, "61")):
+        expected = f"{name}: expected a number of 0 or more and {limit} or less, got {more}"
+        refused(["corpus", tmp_path / "no", name, more], expected)
     lines = [x for path in (tmp_path / "one/train").rglob("*.txt") for x in path.read_text().lower().splitlines()]
     silent = {x.partition(" ")[2] for x in lines[:2]}
     left, out = made("silent", "--voices", "hibari=1")

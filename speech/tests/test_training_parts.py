@@ -287,9 +287,10 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     again = asr.corpora.Recordings(corpus, config)
     asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
-    for name in ("arrays", "left-out.json", "index.npy"):  # cut off, as by a crash of the machine
+    damages = lambda path: path.write_bytes(path.read_bytes()[:10]), lambda path: path.unlink()
+    for damage, name in itertools.product(damages, ("arrays", "left-out.json", "index.npy")):  # as a crash cuts off
         for path in (tmp_path / "full").glob(f"*/{name}"):
-            path.write_bytes(path.read_bytes()[:10])
+            damage(path)
         with pytest.raises(asr.config.UserError, match=r"the cache .*/full/\w+ is damaged, delete it: "):
             asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     write_audio(tmp_path / "a.wav", 0.1)
@@ -357,6 +358,8 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
     run([*command, "--resume"])  # has ended already: its best weights are evaluated
     assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out and steps == [1, 2, 3, 4, 2]
+    run([*command, "--resume", "--change", "--steps", 4, "--valid", corpus / "all.jsonl"])  # of other utterances
+    assert "held-out CER 1.0%, WER 0.0%" in capsys.readouterr().out and steps[5:] == [2]
     for step in (5, 3):  # an interrupted run was at step 5 already
         other = asr.runs.Run(tmp_path / "other")
         other.open()

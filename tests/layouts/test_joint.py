@@ -58,17 +58,47 @@ WAYS = pytest.mark.parametrize(
 
 # ------------------------------------------------------------------------------------------------ sizes
 @pytest.mark.parametrize("shape", [(11, 174, 147, 28, 256), (2, 748, 409, 28, 256), (16, 120, 30, 12, 128),
-                                   (8, 400, 80, 500, 512), (64, 400, 80, 4096, 640)], ids=str)  # fmt: skip
+                                   (8, 400, 80, 500, 512), (64, 400, 80, 4096, 640),
+                                   (1 << 21, 1, 0, 28, 0)], ids=str)  # fmt: skip
 def test_tiles_of_a_gpu(shape):
     """(B, T, U, V, H) in float32. About 40 launches of a tile take 0.1 ms, in which an H100 moves 300 MB. Logits and
-    hidden units of a tile pass through the memory some eight times: unless there is but one tile, they have 30 MB."""
+    hidden units of a tile pass through the memory some eight times: unless there is but one tile, they have 30 MB.
+    Packed rows, the last shape, have no hidden units."""
     B, T, U, V, H = shape
-    emission = tiled.Tiled(Softmax((0,)), None, V, np.dtype("float32"), None, linear=True)
-    rows = [jax.ShapeDtypeStruct((B, n, H), np.float32) for n in (T, U + 1)]
-    blocks = _tile_sizes.blocks_for(emission, *rows, "cuda")
+    blocks = blocks_of(*shape, "cuda")
     size, of_blocks = 4 * (V + H) * math.prod(dataclasses.astuple(blocks)), math.prod((blocks.frames, blocks.columns))
     alone = blocks.count * of_blocks >= B * T * (U + 1)
     assert (size >= 30e6 or alone) and size <= 256e6
+
+
+def blocks_of(B, T, U, V, H, platform):
+    emission = tiled.Tiled(Softmax((0,)), None, V, np.dtype("float32"), None, linear=True)
+    rows = [jax.ShapeDtypeStruct((B, n, H), np.float32) for n in (T, U + 1)]
+    return _tile_sizes.blocks_for(emission, *rows, platform)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_tiles_of_short_sequences(platform):
+    """(B, T, U, V, H). A tile of S blocks sums their gradients by a table [S, S], which has 64 MB at most."""
+    (size,) = jax.export.symbolic_shape("b")
+    for shape in ((2**14, 3, 2, 32, 32), (10**5, 1, 0, 28, 256), (64, 500, 100, 2, 8), (size, 2, 1, 2, 8)):
+        assert 4 * blocks_of(*shape, platform).count ** 2 <= 64e6
+
+
+def test_symbolic_units_and_classes():
+    """Tiles of an exported program. Equal logits: each of the binomial(T - 1 + U, U) paths has the same probability."""
+    h, v = jax.export.symbolic_shape("h, v")
+    assert blocks_of(2, 7, 3, v, h, "cuda").count and blocks_of(2, 7, 3, v, h, "tpu").count
+
+    def loss(weight, encoder, predictor, targets, *lengths):
+        logits = JointLogits(LinearJoint(weight), encoder, predictor)
+        return jax_rnnt.rnnt_loss(logits, targets, *lengths, blank=0)
+
+    batch = np.ones((2, 3), np.int32), np.full(2, 7, np.int32), np.full(2, 3, np.int32)
+    types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((h, v), (2, 7, h), (2, 4, h))]
+    exported = jax.export.export(jax.jit(loss), disabled_checks=jax_rnnt.export_checks())(*types, *batch)
+    value = exported.call(*(np.zeros(shape, np.float32) for shape in ((5, 9), (2, 7, 5), (2, 4, 5))), *batch)
+    assert float(value) == pytest.approx(10 * math.log(9) - math.log(math.comb(9, 3)), rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ values, gradients
