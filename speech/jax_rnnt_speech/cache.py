@@ -18,7 +18,7 @@ from jax_rnnt_speech import audio, batches, hosts, outputs
 from jax_rnnt_speech.config import UserError
 
 FORM = 1  # of the files: another number makes them anew
-READERS = max(4, os.cpu_count() or 1)  # threads that make features
+READERS = 4  # threads that make features
 LIMIT = np.finfo(np.float16).max
 
 

@@ -23,7 +23,8 @@ def loss(logits, targets, frame_lengths, target_lengths):
     `jax_rnnt.lattices` sums over all paths, by its kernels where there are some. A scan would launch 23 kernels for
     each frame on a GPU.
     """
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    used = (jnp.arange(logits.shape[1]) < frame_lengths[:, None])[..., None]
+    log_probs = jax.nn.log_softmax(jnp.where(used, logits.astype(jnp.float32), 0))
     log_probs = jnp.pad(log_probs, ((0, 0), (0, 1), (0, 0)))  # for the frame that leaves the last label
     last = (jnp.arange(log_probs.shape[1]) == frame_lengths[:, None])[..., None]
     label = jnp.where(last, -jnp.inf, jnp.take_along_axis(log_probs, targets[:, None], -1))

@@ -222,7 +222,7 @@ class Training:
         with contextlib.closing(self.run):
             if config.steps <= first or self.impatient():
                 (params,) = self.run.restore(best=True, params=shapes_in_place(self.mesh, self.recogniser.shapes))
-                return self.measure(params, self.run.best.latest_step() or first)
+                return self.measure(params, self.run.best.latest or first)
             state, step_of = self.start(first)
             self.write_left_out()
             try:

@@ -92,6 +92,7 @@ def test_ctc_is_that_of_all_paths():
     for row, (labels, _) in zip(targets, cases):
         row[: len(labels)] = labels
     counts = np.array([len(labels) for labels, _ in cases])
+    rows[np.arange(5) >= lengths[:, None]] = np.nan  # nobody reads them
     total = lambda rows: (jnp.sum(x := asr.ctc.loss(rows, targets, lengths, counts)), x)
     gradient, values = jax.jit(jax.grad(total, has_aux=True))(rows)
     for b, (labels, n) in enumerate(cases):
