@@ -20,7 +20,7 @@ TOPOLOGY = Arc("stay", 1, 0), Arc("next", 1, 1), Arc("skip", 0, 1)
 def loss(logits, targets, frame_lengths, target_lengths):
     """Losses [B] of logits [B, N, V]; 0 where the labels do not fit: equal neighbours need a blank between them.
 
-    `jax_rnnt.lattices` sums over all paths, by its kernels where there are some. A scan would launch 23 kernels for
+    `jax_rnnt.lattices` sums over all paths, by its kernels where there are some. A scan would launch kernels for
     each frame on a GPU.
     """
     used = (jnp.arange(logits.shape[1]) < frame_lengths[:, None])[..., None]
