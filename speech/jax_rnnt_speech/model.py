@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_rnnt.flax.nnx import Joint, LSTMPredictor, StatelessPredictor
 from jax_rnnt_speech import encoders
+from jax_rnnt_speech.attention_decoder import AttentionDecoder
 from jax_rnnt_speech.encoders.base import ACTIVATIONS, apart, cut, layer_norm
 from jax_rnnt_speech.encoders.conformer import Block
 
@@ -66,6 +67,11 @@ class Transducer(nnx.Module):
             self.ctc = nnx.Linear(rows, blank + 1, **more)
         if config.loss == "ctc":
             return
+        if config.predictor == "attention":  # which is the joint, too
+            fields = source["config.json"]
+            self.predictor = AttentionDecoder(blank, rows, fields, config.dropout, **more)
+            self.joint = None
+            return
         if config.predictor == "lstm":
             self.predictor = LSTMPredictor(blank + 1, width, layers=config.predictor_layers, **more)
         else:
@@ -82,3 +88,22 @@ class Transducer(nnx.Module):
     def on_rows(self, rows, lengths):
         """What predictor and joint take, from the encoder's rows [B, N, E] and their lengths [B]."""
         return self.head(rows, lengths) if self.head else (rows, lengths)
+
+    def states(self, targets, rows, lengths):
+        """Rows [B, U + 1, P] of the predictor."""
+        return self.predictor(targets) if self.joint else self.predictor(targets, rows, lengths)
+
+    def logits(self, rows, states, targets, tiles=False):
+        """(logits [B, N, U + 1, ...], targets) of a lattice; classes may be those of the targets alone.
+
+        With `tiles`, a layout of the library, which never has all of them in memory.
+        """
+        if not self.joint:
+            return self.predictor.logits(rows, states, targets), jnp.zeros_like(targets)
+        return (self.joint.logits(rows, states) if tiles else self.joint(rows[:, :, None], states[:, None])), targets
+
+    def decoder_inputs(self, rows, lengths):
+        """Joint, predictor and rows of a search."""
+        if not self.joint:
+            return self.predictor.decoder_inputs(rows, lengths)
+        return self.joint.decoder_inputs(self.predictor, rows)

@@ -49,9 +49,11 @@ class Recogniser:
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
         model = nnx.eval_shape(self.made)
-        self.prompt = self.language(config.prompt) if model.prompt or config.prompt else None
+        prompted = model.prompt or (config.prompt and config.predictor != "attention")
+        self.prompt = self.language(config.prompt) if prompted else None
         self.subsampling, self.width = encoders.subsampling(config, source), model.encoder.width
         self.chunk = 0 if model.head else model.encoder.chunk
+        self.attends = config.predictor == "attention"  # to the rows of a window: its state does not go on
         self.graphdef, self.shapes, noise = nnx.split(model, WEIGHTS, ...)
         leaves, tree = jax.tree.flatten(noise)
         keys = jax.random.split(jax.random.key(config.seed), len(leaves))
@@ -132,7 +134,7 @@ class Recogniser:
             rows, lengths = model.encode(x, batch["lengths"])
         else:
             rows, lengths = model.on_rows(*model.encoder.upper(x, batch["lengths"], layers))
-        states = None if self.loss is None else model.predictor(batch["targets"])
+        states = None if self.loss is None else model.states(batch["targets"], rows, lengths)
         return Encoded(self.prompted(model, rows, how), states, batch["targets"], lengths, batch["target_lengths"])
 
     def language(self, name):
@@ -188,7 +190,7 @@ class Recogniser:
         config, room = self.config, rows.shape[1] * self.config.max_symbols + more
         if how.ctc or self.loss is None:
             return ctc.search(model.ctc(rows), lengths, room, state)
-        inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
+        inputs = *model.decoder_inputs(rows, lengths), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
         limit = room if config.duration_choice == "token_first" else config.max_symbols
         loss, options = self.variant.loss, {"max_symbols": limit, "state": state, "confidence": how.confidence}

@@ -10,6 +10,7 @@ import sentencepiece
 from jax_rnnt_speech.config import UserError
 
 ENDS = "<EOU>", "<eou>"  # labels that end an utterance
+UNKNOWN = "<unk>"  # of a tokenizer that is made here
 SILENT = *ENDS, "<EOB>", "<eob>"  # labels that are no part of a word: NeMo marks the ends of interjections too
 
 
@@ -90,6 +91,38 @@ class Pretrained(Pieces):
 
     def to_json(self):
         return {"tokenizer": self.text, "count": len(self.pieces)}
+
+
+def characters_of_bytes():
+    """{character: byte}: how byte-level tokenizers write bytes (Radford et al. 2019): what can be printed, as it is."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [x for x in range(256) if x not in printed]
+    return {chr(x): x for x in printed} | {chr(256 + i): x for i, x in enumerate(others)}
+
+
+def spelled(stored, alphabet):
+    """(labels, their numbers in the tokenizer): of a byte-level tokenizer's JSON, what these characters can spell.
+
+    Words are encoded as before. Whisper's tokens in lower case alone are half of its vocabulary.
+    """
+    model, bytes_of, names = stored["model"], characters_of_bytes(), {}
+    for token, number in sorted(model["vocab"].items(), key=lambda x: x[1]):
+        try:
+            piece = bytes(bytes_of[x] for x in token).decode()
+        except (KeyError, UnicodeDecodeError):  # a special token; a part of a character
+            continue
+        if set(piece[piece.startswith(" ") :]) <= alphabet - {" "}:
+            names[token] = piece.replace(" ", Pieces.separator), number
+    pairs = [x if isinstance(x, list) else x.split(" ") for x in model["merges"]]
+    merges = [[names[x][0] for x in pair] for pair in pairs if {*pair, "".join(pair)} <= names.keys()]
+    vocabulary = {piece: i for i, (piece, _) in enumerate(names.values())}
+    space = {"type": "Metaspace", "replacement": Pieces.separator, "prepend_scheme": "always", "split": True}
+    kept = {
+        "model": {"type": "BPE", "vocab": vocabulary | {UNKNOWN: len(vocabulary)}, "merges": merges,
+                  "unk_token": UNKNOWN},
+        "pre_tokenizer": space, "decoder": space,
+    }  # fmt: skip
+    return Pretrained(json.dumps(kept), len(vocabulary)), [number for _, number in names.values()]
 
 
 class Numbers(Vocabulary):

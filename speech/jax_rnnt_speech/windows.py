@@ -101,7 +101,10 @@ class Recording:
     def take(self, i, rows, found, final, others, how):
         """What `Recogniser.part` found in so many rows, as row i of a batch."""
         self.done, before = self.last, list(self.found.labels)
-        self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], how))
+        some = Labels.of(found, i, found.counts[i] if self.done or self.recogniser.attends else final[i], how)
+        if self.recogniser.attends:
+            some = some._replace(frames=[self.row + x for x in some.frames])
+        self.found.extend(some)
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
             decode = self.recogniser.tokens.decode
@@ -178,13 +181,13 @@ def hear_windows(recogniser, rows, frames, state, free, how):
         probe = jax.device_get(recogniser.taken(recogniser.params, encoded, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
-    if free is not None:
+    if free is not None and not recogniser.attends:
         if state is None:
             state = jax.eval_shape(recogniser.taken, recogniser.params, encoded, cuts, None, how)[2]
         state = decode.reset_streams(state, free)
-    *part, state, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
+    *part, after, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
     part = jax.device_get((*part, others))
     for i, x in enumerate(rows):
         if x is not None:
             x.take(i, int(cuts[i]), *part, how)
-    return state
+    return None if recogniser.attends else after

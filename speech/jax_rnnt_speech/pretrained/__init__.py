@@ -106,7 +106,8 @@ def completed(options):
         return options
     folder, (start, source) = options["init"], config_of(options["init"])
     new = kind_of(folder) == "whisper" or options.get("new_head", False)
-    options = ({"stack": STACK.get(start.encoder, 0)} if new else {}) | options | {"new_head": new}
+    stack = 0 if options.get("predictor") == "attention" else STACK.get(start.encoder, 0)
+    options = ({"stack": stack} if new else {}) | options | {"new_head": new}
     decided = HEARING | (set() if new and start.encoder in PRETRAINED else OWN_ENCODER) | (set() if new else HEAD)
     for name in decided:
         x = getattr(start, name)
@@ -125,6 +126,10 @@ def fresh(config, corpus, **more):
     if not config.init:
         vocabulary = tokens.train(config, (x.text for x in corpus.utterances))
         return Recogniser(config, vocabulary, [0.0] * features, [1.0] * features, **more)
+    if config.predictor == "attention" and config.new_head:
+        if kind_of(config.init) != "whisper":
+            raise UserError(f"--predictor attention: {config.init} holds no decoder of Whisper to begin with")
+        return whisper.with_decoder(Path(config.init), config, (x.text for x in corpus.utterances), **more)
     start = read(config.init)
     vocabulary = tokens.train(config, (x.text for x in corpus.utterances)) if config.new_head else start.tokens
     if len(start.mean) != features:
