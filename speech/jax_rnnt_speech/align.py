@@ -29,7 +29,7 @@ def align(args):
         """The frame of each label on the best path, [B, U]; -1 where there is no path."""
         model = recogniser.model(params)
         x = recogniser.encoded(model, recogniser.inputs(batch), batch)
-        return recogniser.loss.align(*model.logits(*x[:3], tiles=True), *x[3:])[1]
+        return recogniser.loss.align(*model.logits(x, tiles=True))[1]
 
     bar = outputs.bar(total=len(data.labels), unit="utterances")
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]

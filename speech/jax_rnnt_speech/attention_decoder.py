@@ -2,17 +2,20 @@
 
 A predictor that attends to the audio makes a transducer of an attention model (Tang et al. 2023). Ours takes the words
 from the decoder, and the time from its attention. C(t, u) is the share of the attention for the label behind the first
-u that lies on rows up to t, in the heads that follow the audio. With q(. | u), the decoder's softmax over the labels
-and the end of the text:
+u that lies on rows up to t, in the heads that follow the audio. With the decoder's softmax q(. | u) over the labels,
+the last of which ends the text:
 
     g(t, u) = sigmoid(SHARPNESS (C(t, u) - 1/2))
     P(label k | t, u) = g(t, u) q(k | u)
-    P(blank | t, u) = 1 - g(t, u) (1 - q(end | u))
+    P(blank | t, u) = 1 - g(t, u), and 1 after the end
 
 So a label leaves once half of its attention lies behind, and no sooner, whatever the training: if the labels alone
-decided, all of them might leave in the first row. At the last row C is 1, and nothing is held back.
+decided, all of them might leave in the first row. At the last row C is 1, and nothing is held back. The end is a label
+and not a blank: a blank would have to be chosen again in every row that is left, and its q(end | u) would be learnt to
+the power of their number, until texts end after any sentence.
 
-B utterances, N rows of the encoder, E their width, U labels of V; M = B n hypotheses, utterance by utterance.
+B utterances, N rows of the encoder, E their width, U labels of V, the last of which is the end; M = B n hypotheses,
+utterance by utterance.
 
 Tang, Sun, Inaguma et al., "Hybrid Transducer and Attention based Encoder-Decoder Modeling for Speech-to-Text Tasks",
 ACL 2023.
@@ -74,24 +77,24 @@ class Layer(nnx.Module):
         visible = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         if past is not None:
             past = key, value = [
-                old.at[jnp.arange(len(old)), place].set(new[:, 0].astype(old.dtype), mode="drop")
+                old.at[jnp.arange(old.shape[0]), place].set(new[:, 0].astype(old.dtype), mode="drop")
                 for old, new in zip(past, (key, value))
             ]
             visible = inside(place + 1, key.shape[1])[:, None, None]
         x = x + self.dropout(self.output(attend(query, key, value, visible)[0].reshape(x.shape)))
-        query = self.query(self.rows_norm(x)).reshape(len(heard), -1, self.heads, key.shape[-1])
+        query = self.query(self.rows_norm(x)).reshape(heard.shape[0], -1, self.heads, key.shape[-1])
         found, weights = attend(query, *memory, heard[:, None, None])
         x = x + self.dropout(self.rows_output(found.reshape(x.shape)))
         return x + self.feed_forward(x), past, weights
 
 
 class AttentionDecoder(nnx.Module):
-    """Its embeddings are those of V labels, of the end, and of the tokens before the first label."""
+    """Its embeddings are those of the labels, and of the tokens before the first label."""
 
     def __init__(self, labels, width, fields, dropout, *, dtype, rngs):
         sizes = DecoderConfig(**{x.name: fields[x.name] for x in dataclasses.fields(DecoderConfig)})
         more, self.labels, self.dtype = {"dtype": dtype, "rngs": rngs}, labels, dtype
-        self.start = tuple(range(labels + 1, labels + 1 + fields["start_tokens"]))
+        self.start = tuple(range(labels, labels + fields["start_tokens"]))
         self.following = tuple(map(tuple, fields["alignment_heads"]))  # (layer, head)
         draw = nnx.initializers.normal(0.02)
         self.embedding = nnx.Param(draw(rngs.params(), (self.start[-1] + 1, width), jnp.float32))
@@ -117,65 +120,58 @@ class AttentionDecoder(nnx.Module):
         return self.norm(x), jnp.cumsum(share, -1), after
 
     def log_probs(self, states):
-        """log q [..., V + 1] of the labels and the end."""
-        kernel = self.embedding[...][: self.labels + 1].T
+        """log q [..., V]."""
+        kernel = self.embedding[...][: self.labels].T
         return jax.nn.log_softmax((states @ kernel.astype(states.dtype)).astype(jnp.float32))
 
     def __call__(self, targets, rows, lengths):
         """What the lattice needs of the columns of targets [B, U]: states and C, [B, U + 1, E + N]."""
-        start = jnp.broadcast_to(jnp.array(self.start), (len(targets), len(self.start)))
+        start = jnp.broadcast_to(jnp.array(self.start), (targets.shape[0], len(self.start)))
         tokens = jnp.concatenate([start, jnp.clip(targets, 0, self.labels - 1)], 1)
         states, seen, _ = self.run(tokens, 0, *self.memories(rows, lengths))
         return jnp.concatenate([states.astype(jnp.float32), seen], -1)[:, len(self.start) - 1 :]
 
-    def logits(self, frames, columns, targets):
-        """[B, N, U + 1, 3]: log-probabilities of the next one of the targets, of all other labels, and of the blank."""
-        width = columns.shape[-1] - frames.shape[1]
+    def logits(self, columns, targets, counts):
+        """Log-probabilities [B, N, U + 2, 3] of the next target (the last one is the end), of others, of the blank."""
+        width = self.embedding[...].shape[1]
         log_probs, leave = self.log_probs(columns[..., :width]), (columns[..., width:].mT - 0.5) * SHARPNESS
-        end, index = log_probs[..., -1], jnp.clip(targets, 0, self.labels - 1)
-        label = jnp.take_along_axis(log_probs, jnp.pad(index, ((0, 0), (0, 1)))[..., None], -1)[..., 0]
-        others = jnp.log(jnp.maximum(1 - jnp.exp(label) - jnp.exp(end), LEAST))
-        return jnp.stack([*held(leave, (label[:, None], others[:, None])), blank(leave, end[:, None])], -1)
+        place = jnp.arange(targets.shape[1] + 1)
+        label = jnp.where(place < counts[:, None], jnp.pad(targets, ((0, 0), (0, 1))), self.labels - 1)
+        label = jnp.take_along_axis(log_probs, jnp.clip(label, 0, self.labels - 1)[..., None], -1)[:, None, :, 0]
+        others = jnp.log(jnp.maximum(1 - jnp.exp(label), LEAST))
+        logits = jnp.stack([*(jax.nn.log_sigmoid(leave) + x for x in (label, others)), jax.nn.log_sigmoid(-leave)], -1)
+        ended = jnp.arange(targets.shape[1] + 2) > counts[:, None]
+        logits = jnp.pad(logits, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        return jnp.where(ended[:, None, :, None], jnp.array([NOTHING, NOTHING, 0.0]), logits)
 
     def decoder_inputs(self, rows, lengths):
         """Joint, predictor and numbers of the rows [B, N, 1]: what searches of `decode` take."""
-        (memories, heard), batch = self.memories(rows, lengths), len(rows)
-        room = min(len(self.positions[...]), len(self.start) + 16 + rows.shape[1] // ROWS_OF_LABEL)
+        (memories, heard), (batch, count, _) = self.memories(rows, lengths), rows.shape
+        room = min(len(self.positions[...]), len(self.start) + 16 + count // ROWS_OF_LABEL)
         heads, depth = memories[0][0].shape[2:]
 
         def advanced(state, tokens):
             place, *pasts = state
             states, seen, pasts = self.run(tokens[:, None], place, memories, heard, pasts)
-            return states[:, 0], seen.reshape(len(tokens), -1), (place + 1, *map(tuple, pasts))
+            return states[:, 0], seen.reshape(tokens.shape[0], -1), (place + 1, *map(tuple, pasts))
 
-        def initial(count):
-            past = jnp.zeros((count, room, heads, depth), memories[0][0].dtype)
-            state = jnp.zeros(count, jnp.int32), *((past, past) for _ in memories)
+        def initial(hypotheses):
+            past = jnp.zeros((hypotheses, room, heads, depth), memories[0][0].dtype)
+            state = jnp.zeros(hypotheses, jnp.int32), *((past, past) for _ in memories)
             for token in self.start[:-1]:
-                *_, state = advanced(state, jnp.full(count, token))
+                *_, state = advanced(state, jnp.full(hypotheses, token))
             return state
 
         def step(state, labels):
             states, seen, state = advanced(state, jnp.where(labels < self.labels, labels, self.start[-1]))
-            log_probs = self.log_probs(states)
-            more = jnp.where(state[0] < room, 0, -jnp.inf)[:, None]  # without a place for one more label, it ends
-            log_probs = jnp.concatenate([log_probs[:, :-1] + more, jnp.where(more < 0, 0, log_probs[:, -1:])], 1)
-            return jnp.concatenate([log_probs, seen], 1), state
+            ended = (labels == self.labels - 1) | (state[0] >= room)  # or there is no place for one more
+            return jnp.concatenate([self.log_probs(states), jnp.where(ended[:, None], -1.0, seen)], 1), state
 
         def joint(frame, row):
-            log_probs, seen = row[:, : self.labels + 1], row[:, self.labels + 1 :]
-            leave = (jnp.take_along_axis(seen, frame.astype(jnp.int32), 1) - 0.5) * SHARPNESS
-            return jnp.concatenate([*held(leave, [log_probs[:, :-1]]), blank(leave, log_probs[:, -1:])], 1)
+            log_probs, seen = row[:, : self.labels], row[:, self.labels :]
+            seen = jnp.take_along_axis(seen, frame.astype(jnp.int32), 1)
+            leave = jnp.where(seen < 0, NOTHING, (seen - 0.5) * SHARPNESS)
+            return jnp.concatenate([jax.nn.log_sigmoid(leave) + log_probs, jax.nn.log_sigmoid(-leave)], 1)
 
-        numbers = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.float32)[:, None], (batch, rows.shape[1], 1))
+        numbers = jnp.broadcast_to(jnp.arange(count, dtype=jnp.float32)[:, None], (batch, count, 1))
         return joint, Predictor(initial, step, self.labels, self.labels + 1), numbers
-
-
-def held(leave, log_probs):
-    """Log-probabilities of labels that leave with the log-odds `leave`."""
-    return [jax.nn.log_sigmoid(leave) + x for x in log_probs]
-
-
-def blank(leave, end):
-    """log(1 - g (1 - q(end)))."""
-    return jnp.logaddexp(jax.nn.log_sigmoid(-leave), jax.nn.log_sigmoid(leave) + end)

@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 
 def of_all_logits(loss, model, x, tiles):
     """Losses [B] of the logits of all nodes; if `tiles`, these are never all in memory."""
-    return loss(*model.logits(*x[:3], tiles), *x[3:])
+    return loss(*model.logits(x, tiles))
 
 
 def pruned(loss, model, x, tiles):

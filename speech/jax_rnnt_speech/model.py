@@ -93,14 +93,18 @@ class Transducer(nnx.Module):
         """Rows [B, U + 1, P] of the predictor."""
         return self.predictor(targets) if self.joint else self.predictor(targets, rows, lengths)
 
-    def logits(self, rows, states, targets, tiles=False):
-        """(logits [B, N, U + 1, ...], targets) of a lattice; classes may be those of the targets alone.
+    def logits(self, x, tiles=False):
+        """What a loss takes, of `losses.Encoded`; classes may be those of the targets alone, and one may be the end.
 
-        With `tiles`, a layout of the library, which never has all of them in memory.
+        With `tiles`, logits are a layout of the library, which never has all of them in memory.
         """
         if not self.joint:
-            return self.predictor.logits(rows, states, targets), jnp.zeros_like(targets)
-        return (self.joint.logits(rows, states) if tiles else self.joint(rows[:, :, None], states[:, None])), targets
+            targets = jnp.pad(jnp.zeros_like(x.targets), ((0, 0), (0, 1)))
+            logits = self.predictor.logits(x.states, x.targets, x.target_lengths)
+            return logits, targets, x.frame_lengths, x.target_lengths + 1
+        if tiles:
+            return self.joint.logits(x.frames, x.states), *x[2:]
+        return self.joint(x.frames[:, :, None], x.states[:, None]), *x[2:]
 
     def decoder_inputs(self, rows, lengths):
         """Joint, predictor and rows of a search."""

@@ -65,13 +65,12 @@ def lattice(recogniser, result, folder):
     def drawn(params, features):
         model = recogniser.model(params)
         x = recogniser.encoded(model, features, batch)
-        logits, targets = model.logits(*x[:3])
-        return logits[0], targets[0]
+        return [x[0] for x in model.logits(x)[:2]]
 
     found, targets = jax.device_get(drawn(recogniser.params, features[None]))
     figure, ax = plt.subplots(figsize=(WIDTH, 3.4), dpi=200, layout="constrained")
     clock = {"subsampling": recogniser.subsampling, "hop": recogniser.seconds / recogniser.subsampling}
-    names = [tokens.pieces[k] for k in labels]
+    names = [tokens.pieces[k] for k in labels] + ["end"] * (len(targets) - len(labels))
     plot.draw_lattice(recogniser.variant.loss, found, targets, texts=names, **clock, ax=ax)
     save(figure, folder, "lattice")
 

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import json
 import re
 
@@ -10,7 +11,6 @@ import sentencepiece
 from jax_rnnt_speech.config import UserError
 
 ENDS = "<EOU>", "<eou>"  # labels that end an utterance
-UNKNOWN = "<unk>"  # of a tokenizer that is made here
 SILENT = *ENDS, "<EOB>", "<eob>"  # labels that are no part of a word: NeMo marks the ends of interjections too
 
 
@@ -93,6 +93,47 @@ class Pretrained(Pieces):
         return {"tokenizer": self.text, "count": len(self.pieces)}
 
 
+class BytePairs(Pieces):
+    """Pieces of byte-pair encoding (Sennrich et al. 2016), and the end of a text as the last label.
+
+    `merges`: numbers of two pieces that become one, in their order.
+    """
+
+    def __init__(self, pieces, merges):
+        self.pieces, self.merges = [*pieces, ENDS[0]], merges
+        self.index = {piece: i for i, piece in enumerate(pieces)}
+        self.rank = {tuple(pair): i for i, pair in enumerate(merges)}
+        self.known = {}  # words that were met
+
+    def word(self, text):
+        labels = [self.index.get(x) for x in text]
+        while ranks := [x for pair in itertools.pairwise(labels) if (x := self.rank.get(pair)) is not None]:
+            first, second = self.merges[min(ranks)]
+            joined, merged = self.index[self.pieces[first] + self.pieces[second]], []
+            for label in labels:
+                if label == second and merged[-1:] == [first]:
+                    merged[-1] = joined
+                else:
+                    merged.append(label)
+            labels = merged
+        return labels
+
+    def encode(self, text):
+        """Labels of a text, or None if a character is in no piece."""
+        labels = []
+        for word in text.split():
+            if word not in self.known:
+                self.known[word] = self.word(self.separator + word)
+            labels += self.known[word]
+        return None if None in labels else labels
+
+    def decode(self, labels):
+        return "".join(x for x in map(self.labels().__getitem__, labels) if x).replace(self.separator, " ").strip()
+
+    def to_json(self):
+        return {"pieces": self.pieces[:-1], "merges": self.merges}
+
+
 def characters_of_bytes():
     """{character: byte}: how byte-level tokenizers write bytes (Radford et al. 2019): what can be printed, as it is."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -105,24 +146,19 @@ def spelled(stored, alphabet):
 
     Words are encoded as before. Whisper's tokens in lower case alone are half of its vocabulary.
     """
-    model, bytes_of, names = stored["model"], characters_of_bytes(), {}
+    model, bytes_of, pieces = stored["model"], characters_of_bytes(), {}
     for token, number in sorted(model["vocab"].items(), key=lambda x: x[1]):
         try:
             piece = bytes(bytes_of[x] for x in token).decode()
         except (KeyError, UnicodeDecodeError):  # a special token; a part of a character
             continue
         if set(piece[piece.startswith(" ") :]) <= alphabet - {" "}:
-            names[token] = piece.replace(" ", Pieces.separator), number
+            pieces[token] = piece.replace(" ", Pieces.separator), number
+    index = {token: i for i, token in enumerate(pieces)}
     pairs = [x if isinstance(x, list) else x.split(" ") for x in model["merges"]]
-    merges = [[names[x][0] for x in pair] for pair in pairs if {*pair, "".join(pair)} <= names.keys()]
-    vocabulary = {piece: i for i, (piece, _) in enumerate(names.values())}
-    space = {"type": "Metaspace", "replacement": Pieces.separator, "prepend_scheme": "always", "split": True}
-    kept = {
-        "model": {"type": "BPE", "vocab": vocabulary | {UNKNOWN: len(vocabulary)}, "merges": merges,
-                  "unk_token": UNKNOWN},
-        "pre_tokenizer": space, "decoder": space,
-    }  # fmt: skip
-    return Pretrained(json.dumps(kept), len(vocabulary)), [number for _, number in names.values()]
+    merges = [[index[x] for x in pair] for pair in pairs if {*pair, "".join(pair)} <= index.keys()]
+    names, numbers = zip(*pieces.values()) if pieces else ((), ())
+    return BytePairs(list(names), merges), list(numbers)
 
 
 class Numbers(Vocabulary):
@@ -147,6 +183,8 @@ class Numbers(Vocabulary):
 def from_json(stored):
     if "alphabet" in stored:
         return Characters(stored["alphabet"])
+    if "merges" in stored:
+        return BytePairs(stored["pieces"], stored["merges"])
     if "tokenizer" in stored:
         return Pretrained(stored["tokenizer"], stored["count"])
     if "count" in stored:

@@ -117,6 +117,7 @@ TOKENS = ["a", "b", "c", "Ġ", "ab", "Ġab", "Ġc", "A", "Ã", "'"]
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"]
 MERGES = ["a b", "Ġ ab", "Ġ c"]
 SPELL = ["a", "b", "c", "▁", "ab", "▁ab", "▁c"]  # what is left of them for texts of a, b, c and spaces
+END = len(SPELL)  # the label behind them
 HEARS = [[0, 1], [1, 0]]  # layer and head
 
 
@@ -167,7 +168,7 @@ def decoder_of_hugging_face(arrays):
 
 
 def read_out(arrays, rows, labels):
-    """(log q [U + 1, V + 1], C [U + 1, N]) after U labels on rows [N, WIDTH], by the definition, in float64."""
+    """(log q [U + 1, V], C [U + 1, N]) after U labels on rows [N, WIDTH], by the definition, in float64."""
     a = {name.removeprefix("decoder/"): np.float64(x) for name, x in arrays.items() if name.startswith("decoder/")}
     linear, norm, attend = layers_of(a)
     numbers = [TOKENS.index(x.replace("▁", "Ġ")) for x in SPELL] + [len(TOKENS)]
@@ -188,14 +189,16 @@ def read_out(arrays, rows, labels):
 
 
 def probabilities(arrays, rows, labels):
-    """P of the labels [N, U + 1, V] and of the blank [N, U + 1]."""
+    """P of the labels [N, U + 1, V] and of the blank [N, U + 1]; after the end all are blanks."""
     log_q, seen = read_out(arrays, rows, labels)
     leaves = scipy.special.expit(20 * (seen.T - 0.5))
-    return leaves[..., None] * np.exp(log_q[None, :, :-1]), 1 - leaves * (1 - np.exp(log_q[:, -1]))
+    leaves[:, [i for i in range(len(labels) + 1) if i and labels[i - 1] == END]] = 0
+    return leaves[..., None] * np.exp(log_q), 1 - leaves
 
 
 def likelihood(arrays, rows, labels):
-    """Summed over all alignments."""
+    """Of the labels and the end, summed over all alignments."""
+    labels = [*labels, END]
     label, blank = probabilities(arrays, rows, labels)
     alpha = np.zeros((len(rows) + 1, len(labels) + 1))
     alpha[0, 0] = 1
@@ -293,7 +296,7 @@ def test_attention_decoder_learns(folders, corpus, tmp_path, refused, capsys):
     start = ["train", *data, "--init", folders[1], "--predictor", "attention", "--workdir", tmp_path / "run"]
     start += ["--batch", 4, "--buckets", 1, "--devices", 1, "--max-seconds", 3, "--mel-mask", 1]
     run([*start, "--steps", 4, "--learning-rate", 0.01, "--save-every", 2, "--freeze", "encoder:2", "--log-every", 1])
-    assert "7 labels" in capsys.readouterr().out
+    assert "8 labels" in capsys.readouterr().out
     run(["convert", tmp_path / "run", tmp_path / "model", "--dtype", "float16"])
     audio = min(corpus.rglob("*.flac"))
     run(["transcribe", "--model", tmp_path / "model", audio, "--beam", 2])
@@ -320,11 +323,15 @@ def test_labels_of_whisper(folders):
     """Of a byte-level tokenizer, those that spell the texts; words are encoded as before."""
     stored = json.loads((folders[1] / "tokenizer.json").read_text())
     vocabulary, numbers = asr.tokens.spelled(stored, set("abc "))
-    assert vocabulary.pieces == SPELL
+    assert vocabulary.pieces == [*SPELL, "<EOU>"]
     assert [TOKENS[i] for i in numbers] == ["a", "b", "c", "Ġ", "ab", "Ġab", "Ġc"]
     assert [vocabulary.pieces[i] for i in vocabulary.encode("ab cab b")] == ["▁ab", "▁c", "ab", "▁", "b"]
-    assert vocabulary.decode(vocabulary.encode("ab cab b")) == "ab cab b"
+    assert vocabulary.decode([*vocabulary.encode("ab cab b"), END]) == "ab cab b"
     assert vocabulary.encode("abA") is None
+    with pytest.raises(
+        asr.config.UserError, match="no token for these characters of the training texts: x é; --alphabet"
+    ):
+        attending(folders[1], alphabet="abxé")
     again = asr.tokens.from_json(vocabulary.to_json())
     assert again.pieces == vocabulary.pieces
 

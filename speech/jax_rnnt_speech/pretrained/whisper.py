@@ -217,8 +217,11 @@ def with_decoder(folder, config, texts, **more):
     alphabet = set(config.alphabet) or set().union(*texts)
     stored = hugging_face.read_json(file)
     vocabulary, numbers = tokens.spelled(stored, alphabet)
-    if not numbers:
-        raise UserError(f"{file}: none of its tokens spells the training texts")
+    if missing := sorted(x for x in alphabet - {" "} if x not in vocabulary.index):
+        way = (
+            "--alphabet with the others leaves their utterances out, --normalize FILE:FUNCTION may write them otherwise"
+        )
+        raise UserError(f"{file} has no token for these characters of the training texts: {' '.join(missing)}; {way}")
     special = {x["content"]: x["id"] for x in stored.get("added_tokens", ())}
     start = ["<|startoftranscript|>", f"<|{config.prompt or 'en'}|>", "<|transcribe|>", "<|notimestamps|>"]
     if "<|transcribe|>" not in special or not any(re.fullmatch(r"<\|[a-z]{2}\|>", x) for x in special):
