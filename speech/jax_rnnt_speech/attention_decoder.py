@@ -5,14 +5,15 @@ from the decoder, and the time from its attention. C(t, u) is the share of the a
 u that lies on rows up to t, in the heads that follow the audio. With the decoder's softmax q(. | u) over the labels,
 the last of which ends the text:
 
-    g(t, u) = sigmoid(SHARPNESS (C(t, u) - 1/2))
+    g(t, u) = s(C(t, u)) (1 - s(C(t - SPAN, u))),  s(x) = sigmoid(SHARPNESS (x - 1/2))
     P(label k | t, u) = g(t, u) q(k | u)
     P(blank | t, u) = 1 - g(t, u), and 1 after the end
 
 So a label leaves once half of its attention lies behind, and no sooner, whatever the training: if the labels alone
-decided, all of them might leave in the first row. At the last row C is 1, and nothing is held back. The end is a label
-and not a blank: a blank would have to be chosen again in every row that is left, and its q(end | u) would be learnt to
-the power of their number, until texts end after any sentence.
+decided, all of them might leave in the first row. Nor does it leave much later: attention to what was read long ago is
+how a decoder begins to repeat itself, and then the text ends. The end is a label and not a blank: a blank would have to
+be chosen again in every row that is left, and its q(end | u) would be learnt to the power of their number, until texts
+end after any sentence.
 
 B utterances, N rows of the encoder, E their width, U labels of V, the last of which is the end; M = B n hypotheses,
 utterance by utterance.
@@ -32,6 +33,7 @@ from jax_rnnt_speech.encoders.base import ACTIVATIONS, apart, cut, inside, layer
 from jax_rnnt_speech.encoders.conformer import FeedForward
 
 SHARPNESS = 20.0  # a row with 5% of the attention moves the odds of a label by e
+SPAN = 50  # rows of 20 ms in which a label may leave
 ROWS_OF_LABEL = 4  # rows of 20 ms: nobody says 12 labels a second
 NOTHING = -1e30  # a score of what is not seen; an utterance may have no rows at all
 LEAST = 1e-6  # the probability of all other labels, at least
@@ -134,12 +136,13 @@ class AttentionDecoder(nnx.Module):
     def logits(self, columns, targets, counts):
         """Log-probabilities [B, N, U + 2, 3] of the next target (the last one is the end), of others, of the blank."""
         width = self.embedding[...].shape[1]
-        log_probs, leave = self.log_probs(columns[..., :width]), (columns[..., width:].mT - 0.5) * SHARPNESS
+        log_probs, seen = self.log_probs(columns[..., :width]), columns[..., width:].mT
+        leave, stay = leaving(seen, jnp.pad(seen, ((0, 0), (SPAN, 0), (0, 0)))[:, : seen.shape[1]])
         place = jnp.arange(targets.shape[1] + 1)
         label = jnp.where(place < counts[:, None], jnp.pad(targets, ((0, 0), (0, 1))), self.labels - 1)
         label = jnp.take_along_axis(log_probs, jnp.clip(label, 0, self.labels - 1)[..., None], -1)[:, None, :, 0]
         others = jnp.log(jnp.maximum(1 - jnp.exp(label), LEAST))
-        logits = jnp.stack([*(jax.nn.log_sigmoid(leave) + x for x in (label, others)), jax.nn.log_sigmoid(-leave)], -1)
+        logits = jnp.stack([leave + label, leave + others, stay], -1)
         ended = jnp.arange(targets.shape[1] + 2) > counts[:, None]
         logits = jnp.pad(logits, ((0, 0), (0, 0), (0, 1), (0, 0)))
         return jnp.where(ended[:, None, :, None], jnp.array([NOTHING, NOTHING, 0.0]), logits)
@@ -169,9 +172,18 @@ class AttentionDecoder(nnx.Module):
 
         def joint(frame, row):
             log_probs, seen = row[:, : self.labels], row[:, self.labels :]
-            seen = jnp.take_along_axis(seen, frame.astype(jnp.int32), 1)
-            leave = jnp.where(seen < 0, NOTHING, (seen - 0.5) * SHARPNESS)
-            return jnp.concatenate([jax.nn.log_sigmoid(leave) + log_probs, jax.nn.log_sigmoid(-leave)], 1)
+            place = frame.astype(jnp.int32)
+            here, before = (jnp.take_along_axis(seen, jnp.maximum(x, 0), 1) for x in (place, place - SPAN))
+            leave, stay = leaving(here, jnp.where(place < SPAN, 0, before))
+            ended = here < 0
+            return jnp.concatenate([jnp.where(ended, NOTHING, leave) + log_probs, jnp.where(ended, 0, stay)], 1)
 
         numbers = jnp.broadcast_to(jnp.arange(count, dtype=jnp.float32)[:, None], (batch, count, 1))
         return joint, Predictor(initial, step, self.labels, self.labels + 1), numbers
+
+
+def leaving(seen, before):
+    """log g and log(1 - g), of C here and C before SPAN."""
+    due, late = ((x - 0.5) * SHARPNESS for x in (seen, before))
+    missed = jax.nn.log_sigmoid(due) + jax.nn.log_sigmoid(late)
+    return jax.nn.log_sigmoid(due) + jax.nn.log_sigmoid(-late), jnp.logaddexp(jax.nn.log_sigmoid(-due), missed)

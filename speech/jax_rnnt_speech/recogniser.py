@@ -196,6 +196,8 @@ class Recogniser:
         loss, options = self.variant.loss, {"max_symbols": limit, "state": state, "confidence": how.confidence}
         options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         if not how.beam:
+            if self.attends:  # its labels are dear, and its rows cheap and short: seldom is there one in four
+                options["window"] = 16
             return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
         return hypotheses if every else best(hypotheses)

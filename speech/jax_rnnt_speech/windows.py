@@ -7,6 +7,8 @@ labels as it can, and the next window goes on there: one state goes from window 
 and frames count from the start of the recording. Windows of several recordings make a batch, of one of two sizes.
 Recordings that fit into a window are sorted by length, and their batches have few shapes: a program takes seconds to
 compile, and memory as long as the process lasts.
+
+An attention decoder begins anew in each window. Where its text ends long before the window, the next one begins there.
 """
 
 import jax
@@ -22,6 +24,8 @@ from jax_rnnt_speech.streams import Stream
 WINDOW = 30.0  # seconds of a window, margins included
 MARGIN = 2.0  # seconds that the encoder hears before and after what is transcribed
 PAUSE = 0.8  # seconds without a label in which the last place serves as well as any
+UNHEARD = 3.0  # seconds without a label at the end of a window, which an attention decoder hears again
+LEAST = 1.0  # seconds from such a window to the next
 MOST = 4  # windows of a batch
 BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
 
@@ -100,17 +104,22 @@ class Recording:
 
     def take(self, i, rows, found, final, others, how):
         """What `Recogniser.part` found in so many rows, as row i of a batch."""
-        self.done, before = self.last, list(self.found.labels)
-        some = Labels.of(found, i, found.counts[i] if self.done or self.recogniser.attends else final[i], how)
-        if self.recogniser.attends:
+        before, attends = list(self.found.labels), self.recogniser.attends
+        some, unheard = Labels.of(found, i, found.counts[i] if self.last or attends else final[i], how), 0
+        if attends and self.recogniser.tokens.decode(some.labels):
+            seconds, left = self.recogniser.seconds, rows - 1 - some.frames[-1]
+            if left * seconds > UNHEARD:
+                unheard = min(left, rows - round(LEAST / seconds))
+        if attends:
             some = some._replace(frames=[self.row + x for x in some.frames])
         self.found.extend(some)
+        self.done = self.last and not unheard
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
             decode = self.recogniser.tokens.decode
             self.nbest = [(decode(before + x[:n]), score) for x, n, score in listed if score > -np.inf]
         if not self.done:
-            self.go_on(rows)
+            self.go_on(rows - unheard)
             self.done = bool(self.error)
 
     def stream(self, how):
@@ -149,6 +158,7 @@ def hear(recogniser, recordings, how):
         rows, waiting = waiting[:size], waiting[size:]
         rows += [None] * (size - len(rows))
         hear_windows(recogniser, rows, frames, None, None, how)
+        waiting = sorted([*waiting, *(x for x in rows if x and not x.done)], key=lambda x: -len(x.samples))
 
 
 def hear_long(recogniser, recordings, how):

@@ -118,6 +118,7 @@ SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|tran
 MERGES = ["a b", "Ġ ab", "Ġ c"]
 SPELL = ["a", "b", "c", "▁", "ab", "▁ab", "▁c"]  # what is left of them for texts of a, b, c and spaces
 END = len(SPELL)  # the label behind them
+SPAN = 3  # rows
 HEARS = [[0, 1], [1, 0]]  # layer and head
 
 
@@ -191,7 +192,10 @@ def read_out(arrays, rows, labels):
 def probabilities(arrays, rows, labels):
     """P of the labels [N, U + 1, V] and of the blank [N, U + 1]; after the end all are blanks."""
     log_q, seen = read_out(arrays, rows, labels)
-    leaves = scipy.special.expit(20 * (seen.T - 0.5))
+    due, late = (
+        scipy.special.expit(20 * (x - 0.5)) for x in (seen.T, np.pad(seen.T, ((SPAN, 0), (0, 0)))[: len(rows)])
+    )
+    leaves = due * (1 - late)
     leaves[:, [i for i in range(len(labels) + 1) if i and labels[i - 1] == END]] = 0
     return leaves[..., None] * np.exp(log_q), 1 - leaves
 
@@ -247,8 +251,9 @@ def attending(folder, **options):
     return asr.pretrained.whisper.with_decoder(folder, config, ["ab c"])
 
 
-def test_attention_decoder(folders):
+def test_attention_decoder(folders, monkeypatch):
     """Losses and searches of a random one, with rows of NaN behind the end, against the definition in float64."""
+    monkeypatch.setattr(asr.attention_decoder, "SPAN", SPAN)
     arrays, *both = folders
     recogniser, other = map(attending, both)
     for x, y in zip(*(jax.tree.leaves(x.params) for x in (recogniser, other)), strict=True):
