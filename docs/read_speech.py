@@ -1,15 +1,13 @@
-"""Makes the texts that a model of read English needs besides recordings.
+"""Makes the texts of an n-gram for read English.
 
     apt-get install dict-gcide bible-kjv
-    python docs/read_speech.py sentences.txt definitions.txt spoken.txt
+    python docs/read_speech.py sentences.txt definitions.txt
 
 Sentences are the quotations of GCIDE, Webster's dictionary of 1913, and the King James Bible; definitions are its other
-text. Both in lower case without punctuation, a line each. What is to be spoken, by `rnnt-speech corpus`, are sentences
-as they are printed.
+text. Both in lower case without punctuation, a line each.
 """
 
 import gzip
-import random
 import re
 import subprocess
 import sys
@@ -53,19 +51,11 @@ def plain(text):
     return " ".join(re.sub(r"(?<![a-z])'|'(?![a-z])", " ", text).split())
 
 
-def spoken():
-    """Four quotations for each verse, as synthesisers read them well."""
-    quoted, bible = ([x for x in part if 4 <= len(x.split()) <= 40] for part in (quotations(), verses()))
-    for text in [*quoted, *random.Random(0).sample(bible, len(quoted) // 4)]:
-        yield re.sub(r"\b([A-Z])([A-Z]+)\b", lambda x: x[1] + x[2].lower(), text)  # capitals would be spelt
-
-
 def write(path, lines):
     Path(path).write_text("".join(f"{x}\n" for x in lines if len(x.split()) > 2))
 
 
-if len(sys.argv) != 4:
+if len(sys.argv) != 3:
     sys.exit(__doc__)
 write(sys.argv[1], map(plain, [*quotations(), *verses()]))
 write(sys.argv[2], map(plain, definitions()))
-write(sys.argv[3], map(unaccented, spoken()))
