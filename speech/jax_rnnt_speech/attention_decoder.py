@@ -50,10 +50,11 @@ class DecoderConfig:
 
 
 def attend(query, key, value, visible):
-    """(sums of values [B, S, H, D], weights [B, H, S, K]) of queries [B, S, H, D] and keys [B, K, H, D]."""
-    scores = jnp.einsum("bshd,bkhd->bhsk", query, key).astype(jnp.float32) * query.shape[-1] ** -0.5
+    """(sums of values [B, S, E], weights [B, H, S, K]) of queries [B, H, S, D] and keys [B, H, K, D]."""
+    scores = jnp.einsum("bhsd,bhkd->bhsk", query, key).astype(jnp.float32) * query.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(visible, scores, NOTHING))
-    return jnp.einsum("bhsk,bkhd->bshd", weights.astype(value.dtype), value), weights
+    found = jnp.einsum("bhsk,bhkd->bhsd", weights.astype(value.dtype), value).swapaxes(1, 2)
+    return found.reshape(*found.shape[:2], -1), weights
 
 
 class Layer(nnx.Module):
@@ -70,8 +71,9 @@ class Layer(nnx.Module):
         self.feed_forward = FeedForward(width, sizes.decoder_ffn_dim, dropout, ACTIVATIONS["gelu"], **more)
         self.dropout = nnx.Dropout(dropout, rngs=more["rngs"])
 
-    def split(self, x, parts):
-        return jnp.split(x.reshape(*x.shape[:2], parts * self.heads, -1), parts, 2)
+    def split(self, x, parts=1):
+        """Arrays [B, H, S, D] of x [B, S, parts E]; XLA would turn others around for each product, on CPUs."""
+        return jnp.split(x.reshape(*x.shape[:2], parts * self.heads, -1).swapaxes(1, 2), parts, 1)
 
     def __call__(self, x, memory, heard, past=None, place=None):
         """(x [M, S, E], past, attention to the rows [B, H, n S, N]); with a `past`, S = 1 and `place` [M] is there."""
@@ -79,13 +81,13 @@ class Layer(nnx.Module):
         visible = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         if past is not None:
             past = key, value = [
-                old.at[jnp.arange(old.shape[0]), place].set(new[:, 0].astype(old.dtype), mode="drop")
+                old.at[jnp.arange(old.shape[0]), :, place].set(new[:, :, 0].astype(old.dtype), mode="drop")
                 for old, new in zip(past, (key, value))
             ]
-            visible = inside(place + 1, key.shape[1])[:, None, None]
-        x = x + self.dropout(self.output(attend(query, key, value, visible)[0].reshape(x.shape)))
-        query = self.query(self.rows_norm(x)).reshape(heard.shape[0], -1, self.heads, key.shape[-1])
-        found, weights = attend(query, *memory, heard[:, None, None])
+            visible = inside(place + 1, key.shape[2])[:, None, None]
+        x = x + self.dropout(self.output(attend(query, key, value, visible)[0]))
+        query = self.query(self.rows_norm(x)).reshape(heard.shape[0], -1, x.shape[-1])
+        found, weights = attend(*self.split(query), *memory, heard[:, None, None])
         x = x + self.dropout(self.rows_output(found.reshape(x.shape)))
         return x + self.feed_forward(x), past, weights
 
@@ -151,7 +153,7 @@ class AttentionDecoder(nnx.Module):
         """Joint, predictor and numbers of the rows [B, N, 1]: what searches of `decode` take."""
         (memories, heard), (batch, count, _) = self.memories(rows, lengths), rows.shape
         room = min(len(self.positions[...]), len(self.start) + 16 + count // ROWS_OF_LABEL)
-        heads, depth = memories[0][0].shape[2:]
+        _, heads, _, depth = memories[0][0].shape
 
         def advanced(state, tokens):
             place, *pasts = state
@@ -159,7 +161,7 @@ class AttentionDecoder(nnx.Module):
             return states[:, 0], seen.reshape(tokens.shape[0], -1), (place + 1, *map(tuple, pasts))
 
         def initial(hypotheses):
-            past = jnp.zeros((hypotheses, room, heads, depth), memories[0][0].dtype)
+            past = jnp.zeros((hypotheses, heads, room, depth), memories[0][0].dtype)
             state = jnp.zeros(hypotheses, jnp.int32), *((past, past) for _ in memories)
             for token in self.start[:-1]:
                 *_, state = advanced(state, jnp.full(hypotheses, token))
