@@ -190,7 +190,7 @@ class Recogniser:
         config, room = self.config, rows.shape[1] * self.config.max_symbols + more
         if how.ctc or self.loss is None:
             return ctc.search(model.ctc(rows), lengths, room, state)
-        inputs = *model.decoder_inputs(rows, lengths), lengths, room
+        inputs = *model.decoder_inputs(rows, lengths, max(1, how.beam)), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
         limit = room if config.duration_choice == "token_first" else config.max_symbols
         loss, options = self.variant.loss, {"max_symbols": limit, "state": state, "confidence": how.confidence}
