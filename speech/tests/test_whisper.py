@@ -338,8 +338,17 @@ def test_labels_of_whisper(folders):
         asr.config.UserError, match="no token for these characters of the training texts: x é; --alphabet"
     ):
         attending(folders[1], alphabet="abxé")
-    again = asr.tokens.from_json(vocabulary.to_json())
-    assert again.pieces == vocabulary.pieces
+    model = {"vocab": {x: i for i, x in enumerate(["a", "Ġ", "Ã", "¼", "¶", "ĠÃ", "Ġü", "ü", "ö", "aÃ", "aaÃ"])}}
+    model["vocab"] |= {"Ġü": 20, "ü": 21, "ö": 22}
+    model["vocab"] = {x.replace("ü", "Ã¼").replace("ö", "Ã¶"): i for x, i in model["vocab"].items()}
+    model["merges"] = [["Ġ", "Ã"], ["ĠÃ", "¼"], ["a", "Ã"], ["Ã", "¼"], ["Ã", "¶"]]
+    vocabulary, numbers = asr.tokens.spelled({"model": model}, set("aüö "))
+    assert numbers == [0, 1, 20, 21, 22]
+    for each in (vocabulary, asr.tokens.from_json(json.loads(json.dumps(vocabulary.to_json())))):
+        spelled = {x: [each.pieces[i] for i in each.encode(x)] for x in ("üüa", "aö ö")}
+        # Merges go through parts of a character; where they end in one, they begin again with characters.
+        assert spelled == {"üüa": ["▁ü", "ü", "a"], "aö ö": ["▁", "a", "ö", "▁", "ö"]}
+        assert each.encode("aé") is None
 
 
 def test_whisper(tmp_path, refused):
