@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import struct
 
 import jax
@@ -300,13 +301,24 @@ def test_attention_decoder_learns(folders, corpus, tmp_path, refused, capsys):
     ))  # fmt: skip
     data = ["--train", tmp_path / "texts.jsonl", "--valid", tmp_path / "texts.jsonl"]
     start = ["train", *data, "--init", folders[1], "--predictor", "attention", "--workdir", tmp_path / "run"]
-    start += ["--batch", 4, "--buckets", 1, "--devices", 1, "--max-seconds", 3, "--mel-mask", 1]
+    start += ["--batch", 4, "--buckets", 1, "--devices", 1, "--max-seconds", 3, "--mel-mask", 1, "--prompt", "de"]
     run([*start, "--steps", 4, "--learning-rate", 0.01, "--save-every", 2, "--freeze", "encoder:2", "--log-every", 1])
     assert "8 labels" in capsys.readouterr().out
     run(["convert", tmp_path / "run", tmp_path / "model", "--dtype", "float16"])
     audio = min(corpus.rglob("*.flac"))
     run(["transcribe", "--model", tmp_path / "model", audio, "--beam", 2])
-    run(["align", "--workdir", tmp_path / "run", tmp_path / "texts.jsonl", "--output", tmp_path / "a.ctm"])
+    run(
+        [
+            "align",
+            "--workdir",
+            tmp_path / "run",
+            tmp_path / "texts.jsonl",
+            "--output",
+            tmp_path / "a.ctm",
+            "--prompt",
+            "de",
+        ]
+    )
     assert (tmp_path / "a.ctm").read_text().count(" ab\n") == 20
     run(["test", "--workdir", tmp_path / "run", tmp_path / "texts.jsonl", "--pictures", tmp_path / "pictures"])
     assert (tmp_path / "pictures/lattice.png").is_file()
@@ -321,8 +333,51 @@ def test_attention_decoder_learns(folders, corpus, tmp_path, refused, capsys):
         (["--ctc", 0.3], "--ctc 0.3 needs another --predictor"),
         (["--init", tmp_path / "run", "--new-head"], "holds no decoder of Whisper to begin with"),
         (["--prompt", "fr"], "has no token <|fr|>"),
+        (["--init", tmp_path / "run", "--prompt", "fr"], "run has de"),
     ):
         refused([*start, *more, "--overwrite"], message)
+    other = ["--workdir", tmp_path / "run", "--prompt", "fr"]
+    refused(["train", *other, "--resume", "--change"], "holds a model with --prompt de, got fr")
+    refused(["align", *other, tmp_path / "texts.jsonl", "--output", tmp_path / "b.ctm"], "the model knows no prompts")
+
+
+def test_folders_with_a_decoder(folders, tmp_path, monkeypatch):
+    """What does not fit is an error that names the file; Whisper for English alone has no token of a language."""
+    arrays, binary, tensors = folders
+
+    def changed(folder, name, **fields):
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+        stored = json.loads((folder / name).read_text())
+        (tmp_path / name).write_text(json.dumps(stored | fields))
+        return attending(tmp_path)
+
+    added = [{"content": x, "id": 15 + i} for i, x in enumerate(SPECIAL)]
+    heads = [
+        ([[2, 0]], "pairs below 2 and 2"),
+        ([[0.5, 1]], "pairs below"),
+        (["01"], "pairs below"),
+        (3, "pairs below"),
+    ]
+    for name, fields, message in (
+        *(("config.json", {"alignment_heads": x}, f"alignment_heads must be {y}") for x, y in heads),
+        ("tokenizer.json", {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "must be one of byte pairs"),
+        ("tokenizer.json", {"added_tokens": added}, "numbers of tokens must be below 16, got 20"),
+    ):
+        with pytest.raises(asr.config.UserError, match=f"{name}: .*{message}"):
+            changed(binary, name, **fields)
+    name = "decoder/layer_0/ffn/linear_0/weight"
+    write_binary(tmp_path / "model.bin", arrays | {name: np.zeros((HIDDEN, WIDTH), np.int16)})
+    with pytest.raises(asr.config.UserError, match=f"{name} must be of float32"):
+        attending(tmp_path)
+    first = attending(tensors).params["predictor"]["embedding"][...][END + 1 :]
+    assert len(first) == 4
+    monkeypatch.setattr(asr.pretrained.whisper, "ENGLISH", len(TOKENS + SPECIAL))
+    english = attending(tensors)
+    np.testing.assert_array_equal(
+        english.params["predictor"]["embedding"][...][END + 1 :], first[jax.numpy.array([0, 3])]
+    )
+    with pytest.raises(asr.config.UserError, match="it knows one language"):
+        attending(tensors, prompt="de")
 
 
 def test_labels_of_whisper(folders):
