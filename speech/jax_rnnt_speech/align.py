@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_rnnt_speech import batches, config, corpora, outputs, pretrained, programs, transcripts
+from jax_rnnt_speech import batches, config, corpora, ngrams, outputs, pretrained, programs, transcripts
 from jax_rnnt_speech.config import UserError
 
 OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
@@ -18,6 +18,7 @@ def align(args):
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     if recogniser.loss is None:
         raise UserError(f"{args.workdir} has a head for CTC alone: alignments need a transducer")
+    how = ngrams.Search(language=recogniser.language(args.prompt) if args.prompt else None)
     settings = config.changed(recogniser.config, args, OPTIONS)
     settings = dataclasses.replace(settings, max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
@@ -28,7 +29,7 @@ def align(args):
     def frames_of(params, batch):
         """The frame of each label on the best path, [B, U]; -1 where there is no path."""
         model = recogniser.model(params)
-        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
+        x = recogniser.encoded(model, recogniser.inputs(batch), batch, how=how)
         return recogniser.loss.align(*model.logits(x, tiles=True))[1]
 
     bar = outputs.bar(total=len(data.labels), unit="utterances")

@@ -15,14 +15,15 @@ how a decoder begins to repeat itself, and then the text ends. The end is a labe
 be chosen again in every row that is left, and its q(end | u) would be learnt to the power of their number, until texts
 end after any sentence.
 
-B utterances, N rows of the encoder, E their width, U labels of V, the last of which is the end; M = B n hypotheses,
-utterance by utterance.
+B utterances, N rows of the encoder, E their width, U labels of V, the last of which is the end; S labels at once of M
+rows: those of all utterances in training, some of their hypotheses, in any order, in a search.
 
 Tang, Sun, Inaguma et al., "Hybrid Transducer and Attention based Encoder-Decoder Modeling for Speech-to-Text Tasks",
 ACL 2023.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,30 @@ def attend(query, key, value, visible):
     return found.reshape(*found.shape[:2], -1), weights
 
 
+class Seats(NamedTuple):
+    """Of M hypotheses, `width` or fewer of each utterance: memories of rows are not copied for each of them."""
+
+    utterances: int
+    width: int
+    index: jax.Array  # [M]: of each among all seats, utterance by utterance
+
+    @classmethod
+    def of(cls, utterances, width, owner):
+        """`owner` [M]: the utterance of each."""
+        number = jnp.arange(owner.shape[0])
+        earlier = (owner[:, None] == owner) & (number < number[:, None])
+        return cls(utterances, width, owner * width + earlier.sum(1))
+
+    def put(self, x):
+        """[B, width, ...] of x [M, 1, ...]."""
+        empty = jnp.zeros((self.utterances * self.width, *x.shape[2:]), x.dtype)
+        return empty.at[self.index].set(x[:, 0]).reshape(self.utterances, self.width, *x.shape[2:])
+
+    def taken(self, x):
+        """[M, 1, ...] of x [B, width, ...]."""
+        return x.reshape(self.utterances * self.width, 1, *x.shape[2:])[self.index]
+
+
 class Layer(nnx.Module):
     """Attention to the labels so far, attention to the rows of the encoder, and a feed-forward layer."""
 
@@ -75,8 +100,8 @@ class Layer(nnx.Module):
         """Arrays [B, H, S, D] of x [B, S, parts E]; XLA would turn others around for each product, on CPUs."""
         return jnp.split(x.reshape(*x.shape[:2], parts * self.heads, -1).swapaxes(1, 2), parts, 1)
 
-    def __call__(self, x, memory, heard, past=None, place=None):
-        """(x [M, S, E], past, attention to the rows [B, H, n S, N]); with a `past`, S = 1 and `place` [M] is there."""
+    def __call__(self, x, memory, heard, past=None, place=None, seats=None):
+        """(x [M, S, E], past, attention to the rows [M, H, S, N]); with a `past`, S = 1, and the others are there."""
         query, key, value = self.split(self.inputs(self.norm(x)), 3)
         visible = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         if past is not None:
@@ -86,9 +111,12 @@ class Layer(nnx.Module):
             ]
             visible = inside(place + 1, key.shape[2])[:, None, None]
         x = x + self.dropout(self.output(attend(query, key, value, visible)[0]))
-        query = self.query(self.rows_norm(x)).reshape(heard.shape[0], -1, x.shape[-1])
-        found, weights = attend(*self.split(query), *memory, heard[:, None, None])
-        x = x + self.dropout(self.rows_output(found.reshape(x.shape)))
+        query = self.query(self.rows_norm(x))
+        query = self.split(query if past is None else seats.put(query))
+        found, weights = attend(*query, *memory, heard[:, None, None])
+        if past is not None:
+            found, weights = seats.taken(found), seats.taken(weights.swapaxes(1, 2)).swapaxes(1, 2)
+        x = x + self.dropout(self.rows_output(found))
         return x + self.feed_forward(x), past, weights
 
 
@@ -111,13 +139,13 @@ class AttentionDecoder(nnx.Module):
         rows = cut(rows, lengths)
         return [layer.split(layer.memory(rows), 2) for layer in self.layers.layers], inside(lengths, rows.shape[1])
 
-    def run(self, tokens, first, memories, heard, pasts=None):
-        """(states [M, S, E], C [B, n S, N], pasts) of tokens [M, S], the first one at place `first` [M]."""
+    def run(self, tokens, first, memories, heard, pasts=None, seats=None):
+        """(states [M, S, E], C [M, S, N], pasts) of tokens [M, S], the first one at place `first` [M]."""
         places = jnp.minimum(jnp.reshape(first, (-1, 1)) + jnp.arange(tokens.shape[1]), len(self.positions[...]) - 1)
         x = (self.embedding[...][tokens] + self.positions[...][places]).astype(self.dtype)
         weights, after = [], []
         for layer, memory, past in zip(self.layers.layers, memories, pasts or [None] * len(memories)):
-            x, past, found = layer(apart(x), memory, heard, past, first)
+            x, past, found = layer(apart(x), memory, heard, past, first, seats)
             weights.append(found)
             after.append(past)
         share = sum(weights[layer][:, head] for layer, head in self.following) / len(self.following)
@@ -149,27 +177,29 @@ class AttentionDecoder(nnx.Module):
         logits = jnp.pad(logits, ((0, 0), (0, 0), (0, 1), (0, 0)))
         return jnp.where(ended[:, None, :, None], jnp.array([NOTHING, NOTHING, 0.0]), logits)
 
-    def decoder_inputs(self, rows, lengths):
-        """Joint, predictor and numbers of the rows [B, N, 1]: what searches of `decode` take."""
+    def decoder_inputs(self, rows, lengths, width):
+        """Joint, predictor and numbers of the rows [B, N, 1]: what searches of `decode` take, of so many hypotheses."""
         (memories, heard), (batch, count, _) = self.memories(rows, lengths), rows.shape
         room = min(len(self.positions[...]), len(self.start) + 16 + count // ROWS_OF_LABEL)
         _, heads, _, depth = memories[0][0].shape
 
         def advanced(state, tokens):
-            place, *pasts = state
-            states, seen, pasts = self.run(tokens[:, None], place, memories, heard, pasts)
-            return states[:, 0], seen.reshape(tokens.shape[0], -1), (place + 1, *map(tuple, pasts))
+            owner, place, *pasts = state
+            seats = Seats.of(batch, width, owner)
+            states, seen, pasts = self.run(tokens[:, None], place, memories, heard, pasts, seats)
+            return states[:, 0], seen[:, 0], (owner, place + 1, *map(tuple, pasts))
 
         def initial(hypotheses):
             past = jnp.zeros((hypotheses, heads, room, depth), memories[0][0].dtype)
-            state = jnp.zeros(hypotheses, jnp.int32), *((past, past) for _ in memories)
+            number = jnp.arange(hypotheses, dtype=jnp.int32)  # utterance by utterance
+            state = number // (hypotheses // batch), jnp.zeros_like(number), *((past, past) for _ in memories)
             for token in self.start[:-1]:
                 *_, state = advanced(state, jnp.full(hypotheses, token))
             return state
 
         def step(state, labels):
             states, seen, state = advanced(state, jnp.where(labels < self.labels, labels, self.start[-1]))
-            ended = (labels == self.labels - 1) | (state[0] >= room)  # or there is no place for one more
+            ended = (labels == self.labels - 1) | (state[1] >= room)  # or there is no place for one more
             return jnp.concatenate([self.log_probs(states), jnp.where(ended[:, None], -1.0, seen)], 1), state
 
         def joint(frame, row):

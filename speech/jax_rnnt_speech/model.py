@@ -106,8 +106,8 @@ class Transducer(nnx.Module):
             return self.joint.logits(x.frames, x.states), *x[2:]
         return self.joint(x.frames[:, :, None], x.states[:, None]), *x[2:]
 
-    def decoder_inputs(self, rows, lengths):
-        """Joint, predictor and rows of a search."""
+    def decoder_inputs(self, rows, lengths, width):
+        """Joint, predictor and rows of a search with so many hypotheses of each utterance."""
         if not self.joint:
-            return self.predictor.decoder_inputs(rows, lengths)
+            return self.predictor.decoder_inputs(rows, lengths, width)
         return self.joint.decoder_inputs(self.predictor, rows)

@@ -49,8 +49,7 @@ class Recogniser:
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
         model = nnx.eval_shape(self.made)
-        prompted = model.prompt or (config.prompt and config.predictor != "attention")
-        self.prompt = self.language(config.prompt) if prompted else None
+        self.prompt = self.language(config.prompt) if model.prompt or config.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), model.encoder.width
         self.chunk = 0 if model.head else model.encoder.chunk
         self.attends = config.predictor == "attention"  # to the rows of a window: its state does not go on
@@ -138,9 +137,11 @@ class Recogniser:
         return Encoded(self.prompted(model, rows, how), states, batch["targets"], lengths, batch["target_lengths"])
 
     def language(self, name):
-        """The prompt of a language; its name is one of the model, or a number."""
+        """The prompt of a language; its name is one of the model, or a number. None: the only one that there is."""
         fields, known = ((self.source or {}).get(f"{x}config.json", {}) for x in ("", "processor_"))
         count, names = fields.get("num_prompts", 0), known.get("prompt_dictionary", {})
+        if self.config.predictor == "attention" and name == self.config.prompt:  # its embeddings have it
+            return None
         if not count:
             raise UserError(f"--prompt {name}: the model knows no prompts")
         number = int(name) if name.isdecimal() else -1
@@ -190,7 +191,7 @@ class Recogniser:
         config, room = self.config, rows.shape[1] * self.config.max_symbols + more
         if how.ctc or self.loss is None:
             return ctc.search(model.ctc(rows), lengths, room, state)
-        inputs = *model.decoder_inputs(rows, lengths), lengths, room
+        inputs = *model.decoder_inputs(rows, lengths, max(1, how.beam)), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
         limit = room if config.duration_choice == "token_first" else config.max_symbols
         loss, options = self.variant.loss, {"max_symbols": limit, "state": state, "confidence": how.confidence}

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import struct
 
 import jax
@@ -111,9 +112,9 @@ def as_hugging_face(arrays):
                     tensors[f"model.encoder.layers.{module[6]}.self_attn.{which}_proj.{leaf}"] = part
     return {name: np.ascontiguousarray(x) for name, x in tensors.items()} | {"model.decoder.x": np.zeros(1)}
 
-
+# Tokens of a byte-level tokenizer: bytes, merged ones, a capital letter, half of an umlaut, an empty one; the end, and first ones.
 # Tokens of a byte-level tokenizer: bytes, merged ones, a capital letter, half of an umlaut; the end, and first tokens.
-TOKENS = ["a", "b", "c", "Ġ", "ab", "Ġab", "Ġc", "A", "Ã", "'"]
+TOKENS = ["a", "b", "c", "Ġ", "ab", "Ġab", "Ġc", "A", "Ã", "'", ""]
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"]
 MERGES = ["a b", "Ġ ab", "Ġ c"]
 SPELL = ["a", "b", "c", "▁", "ab", "▁ab", "▁c"]  # what is left of them for texts of a, b, c and spaces
@@ -268,7 +269,8 @@ def test_attention_decoder(folders, monkeypatch):
         states = model.states(targets, rows, lengths)
         encoded = asr.losses.Encoded(rows, states, targets, lengths, counts)
         values = asr.losses.of_all_logits(recogniser.loss, model, encoded, False)
-        searches = [recogniser.search(model, rows, lengths, asr.ngrams.Search(beam=n)) for n in (0, 4)]
+        hows = [asr.ngrams.Search(beam=n) for n in (0, 12)]  # a CPU takes 36 hypotheses in packs, in any order
+        searches = [recogniser.search(model, rows, lengths, how) for how in hows]
         return values, searches
 
     values, (greedy, beam) = computed(recogniser.params, rows)
@@ -299,13 +301,24 @@ def test_attention_decoder_learns(folders, corpus, tmp_path, refused, capsys):
     ))  # fmt: skip
     data = ["--train", tmp_path / "texts.jsonl", "--valid", tmp_path / "texts.jsonl"]
     start = ["train", *data, "--init", folders[1], "--predictor", "attention", "--workdir", tmp_path / "run"]
-    start += ["--batch", 4, "--buckets", 1, "--devices", 1, "--max-seconds", 3, "--mel-mask", 1]
+    start += ["--batch", 4, "--buckets", 1, "--devices", 1, "--max-seconds", 3, "--mel-mask", 1, "--prompt", "de"]
     run([*start, "--steps", 4, "--learning-rate", 0.01, "--save-every", 2, "--freeze", "encoder:2", "--log-every", 1])
     assert "8 labels" in capsys.readouterr().out
     run(["convert", tmp_path / "run", tmp_path / "model", "--dtype", "float16"])
     audio = min(corpus.rglob("*.flac"))
     run(["transcribe", "--model", tmp_path / "model", audio, "--beam", 2])
-    run(["align", "--workdir", tmp_path / "run", tmp_path / "texts.jsonl", "--output", tmp_path / "a.ctm"])
+    run(
+        [
+            "align",
+            "--workdir",
+            tmp_path / "run",
+            tmp_path / "texts.jsonl",
+            "--output",
+            tmp_path / "a.ctm",
+            "--prompt",
+            "de",
+        ]
+    )
     assert (tmp_path / "a.ctm").read_text().count(" ab\n") == 20
     run(["test", "--workdir", tmp_path / "run", tmp_path / "texts.jsonl", "--pictures", tmp_path / "pictures"])
     assert (tmp_path / "pictures/lattice.png").is_file()
@@ -320,8 +333,51 @@ def test_attention_decoder_learns(folders, corpus, tmp_path, refused, capsys):
         (["--ctc", 0.3], "--ctc 0.3 needs another --predictor"),
         (["--init", tmp_path / "run", "--new-head"], "holds no decoder of Whisper to begin with"),
         (["--prompt", "fr"], "has no token <|fr|>"),
+        (["--init", tmp_path / "run", "--prompt", "fr"], "run has de"),
     ):
         refused([*start, *more, "--overwrite"], message)
+    other = ["--workdir", tmp_path / "run", "--prompt", "fr"]
+    refused(["train", *other, "--resume", "--change"], "holds a model with --prompt de, got fr")
+    refused(["align", *other, tmp_path / "texts.jsonl", "--output", tmp_path / "b.ctm"], "the model knows no prompts")
+
+
+def test_folders_with_a_decoder(folders, tmp_path, monkeypatch):
+    """What does not fit is an error that names the file; Whisper for English alone has no token of a language."""
+    arrays, binary, tensors = folders
+
+    def changed(folder, name, **fields):
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+        stored = json.loads((folder / name).read_text())
+        (tmp_path / name).write_text(json.dumps(stored | fields))
+        return attending(tmp_path)
+
+    added = [{"content": x, "id": 15 + i} for i, x in enumerate(SPECIAL)]
+    heads = [
+        ([[2, 0]], "pairs below 2 and 2"),
+        ([[0.5, 1]], "pairs below"),
+        (["01"], "pairs below"),
+        (3, "pairs below"),
+    ]
+    for name, fields, message in (
+        *(("config.json", {"alignment_heads": x}, f"alignment_heads must be {y}") for x, y in heads),
+        ("tokenizer.json", {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "must be one of byte pairs"),
+        ("tokenizer.json", {"added_tokens": added}, "numbers of tokens must be below 16, got 20"),
+    ):
+        with pytest.raises(asr.config.UserError, match=f"{name}: .*{message}"):
+            changed(binary, name, **fields)
+    name = "decoder/layer_0/ffn/linear_0/weight"
+    write_binary(tmp_path / "model.bin", arrays | {name: np.zeros((HIDDEN, WIDTH), np.int16)})
+    with pytest.raises(asr.config.UserError, match=f"{name} must be of float32"):
+        attending(tmp_path)
+    first = attending(tensors).params["predictor"]["embedding"][...][END + 1 :]
+    assert len(first) == 4
+    monkeypatch.setattr(asr.pretrained.whisper, "ENGLISH", len(TOKENS + SPECIAL))
+    english = attending(tensors)
+    np.testing.assert_array_equal(
+        english.params["predictor"]["embedding"][...][END + 1 :], first[jax.numpy.array([0, 3])]
+    )
+    with pytest.raises(asr.config.UserError, match="it knows one language"):
+        attending(tensors, prompt="de")
 
 
 def test_labels_of_whisper(folders):
@@ -337,8 +393,17 @@ def test_labels_of_whisper(folders):
         asr.config.UserError, match="no token for these characters of the training texts: x é; --alphabet"
     ):
         attending(folders[1], alphabet="abxé")
-    again = asr.tokens.from_json(vocabulary.to_json())
-    assert again.pieces == vocabulary.pieces
+    model = {"vocab": {x: i for i, x in enumerate(["a", "Ġ", "Ã", "¼", "¶", "ĠÃ", "Ġü", "ü", "ö", "aÃ", "aaÃ"])}}
+    model["vocab"] |= {"Ġü": 20, "ü": 21, "ö": 22}
+    model["vocab"] = {x.replace("ü", "Ã¼").replace("ö", "Ã¶"): i for x, i in model["vocab"].items()}
+    model["merges"] = [["Ġ", "Ã"], ["ĠÃ", "¼"], ["a", "Ã"], ["Ã", "¼"], ["Ã", "¶"]]
+    vocabulary, numbers = asr.tokens.spelled({"model": model}, set("aüö "))
+    assert numbers == [0, 1, 20, 21, 22]
+    for each in (vocabulary, asr.tokens.from_json(json.loads(json.dumps(vocabulary.to_json())))):
+        spelled = {x: [each.pieces[i] for i in each.encode(x)] for x in ("üüa", "aö ö")}
+        # Merges go through parts of a character; where they end in one, they begin again with characters.
+        assert spelled == {"üüa": ["▁ü", "ü", "a"], "aö ö": ["▁", "a", "ö", "▁", "ö"]}
+        assert each.encode("aé") is None
 
 
 def test_whisper(tmp_path, refused):

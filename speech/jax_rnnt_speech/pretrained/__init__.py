@@ -109,12 +109,15 @@ def completed(options):
     stack = 0 if options.get("predictor") == "attention" else STACK.get(start.encoder, 0)
     options = ({"stack": stack} if new else {}) | options | {"new_head": new}
     decided = HEARING | (set() if new and start.encoder in PRETRAINED else OWN_ENCODER) | (set() if new else HEAD)
+    decided |= {"prompt"} if start.predictor == "attention" and not new else set()  # its embeddings are those of labels
     for name in decided:
         x = getattr(start, name)
         x = [list(pair) for pair in x] if name == "strides" else list(x) if name == "durations" else x
         if options.get(name, x) != x:
             hint = ": --new-head allows that" if name in HEAD else ""
-            raise UserError(f"--{name.replace('_', '-')} {options[name]}: {folder} has {x}{hint}")
+            raise UserError(
+                f"--{name.replace('_', '-')} {options[name]}: {folder} has {'none' if x == '' else x}{hint}"
+            )
         options[name] = x
     encoders.checked(Config(**options), source)
     return options

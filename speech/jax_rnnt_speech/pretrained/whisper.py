@@ -23,6 +23,7 @@ from jax_rnnt_speech.encoders.whisper import WhisperConfig, positions
 from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.recogniser import Recogniser
 
+ENGLISH = 51864  # tokens of Whisper for English alone, which has those of languages and never met them
 TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 # Modules of ours, of CTranslate2 and of Hugging Face, where some matrices of an attention are one of the others.
 WHOLE = {
@@ -92,7 +93,7 @@ def read_binary(file):
             name, shape = text(), [take("I") for _ in range(take("B"))]
             kind, size = take("B"), take("I")
             if name.startswith(("encoder/", "decoder/")) and name != "decoder/projection/weight":
-                if kind not in TYPES or (kind == 1 and shape):
+                if kind not in TYPES or (shape and np.issubdtype(TYPES[kind], np.integer)):
                     raise UserError(f"{file}: {name} must be of float32 or float16: quantised weights are not read")
                 count = size // np.dtype(TYPES[kind]).itemsize
                 x = np.frombuffer(data, TYPES[kind], count, place).reshape(shape)
@@ -216,6 +217,9 @@ def with_decoder(folder, config, texts, **more):
     hugging_face.require(fields["d_model"] % heads == 0, folder, "d_model", f"a multiple of {heads}", fields["d_model"])
     alphabet = set(config.alphabet) or set().union(*texts)
     stored = hugging_face.read_json(file)
+    model = stored.get("model")
+    fine = isinstance(model, dict) and all(isinstance(model.get(x), y) for x, y in (("vocab", dict), ("merges", list)))
+    hugging_face.require(fine, file, "model", "one of byte pairs, with vocab and merges", model and sorted(model))
     vocabulary, numbers = tokens.spelled(stored, alphabet)
     if missing := sorted(x for x in alphabet - {" "} if x not in vocabulary.index):
         way = (
@@ -224,7 +228,8 @@ def with_decoder(folder, config, texts, **more):
         raise UserError(f"{file} has no token for these characters of the training texts: {' '.join(missing)}; {way}")
     special = {x["content"]: x["id"] for x in stored.get("added_tokens", ())}
     start = ["<|startoftranscript|>", f"<|{config.prompt or 'en'}|>", "<|transcribe|>", "<|notimestamps|>"]
-    if "<|transcribe|>" not in special or not any(re.fullmatch(r"<\|[a-z]{2}\|>", x) for x in special):
+    count, known = len(array(*EMBEDDINGS)), any(re.fullmatch(r"<\|[a-z]{2}\|>", x) for x in special)
+    if "<|transcribe|>" not in special or not known or count == ENGLISH:
         hugging_face.require(not config.prompt, folder, "--prompt", "left out: it knows one language", config.prompt)
         start = [start[0], start[-1]]
     for name in ("<|endoftext|>", *start):
@@ -234,6 +239,7 @@ def with_decoder(folder, config, texts, **more):
     nothing, one = [0.0] * config.mels, [1.0] * config.mels
     recogniser = Recogniser(config, vocabulary, nothing, one, source, **more)
     embedded = [*numbers, special["<|endoftext|>"], *(special[x] for x in start)]
+    hugging_face.require(max(embedded) < count, file, "numbers of tokens", f"below {count}", max(embedded))
     recogniser.params = hugging_face.mapped(recogniser.shapes, values(folder, source, array, embedded))
     return recogniser
 
@@ -243,7 +249,8 @@ def following(folder, sizes):
     layers, heads = sizes.decoder_layers, sizes.decoder_attention_heads
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file() and (found := hugging_face.read_json(folder / name).get("alignment_heads")):
-            fine = all(isinstance(x, list) and len(x) == 2 and 0 <= x[0] < layers and 0 <= x[1] < heads for x in found)
+            pairs = [(layer, head) for layer in range(layers) for head in range(heads)]
+            fine = isinstance(found, list) and all(isinstance(x, list) and (*x,) in pairs for x in found)
             hugging_face.require(fine, folder / name, "alignment_heads", f"pairs below {layers} and {heads}", found)
             return found
     return [[layer, head] for layer in range(layers // 2, layers) for head in range(heads)]
