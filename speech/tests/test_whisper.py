@@ -112,8 +112,7 @@ def as_hugging_face(arrays):
                     tensors[f"model.encoder.layers.{module[6]}.self_attn.{which}_proj.{leaf}"] = part
     return {name: np.ascontiguousarray(x) for name, x in tensors.items()} | {"model.decoder.x": np.zeros(1)}
 
-# Tokens of a byte-level tokenizer: bytes, merged ones, a capital letter, half of an umlaut, an empty one; the end, and first ones.
-# Tokens of a byte-level tokenizer: bytes, merged ones, a capital letter, half of an umlaut; the end, and first tokens.
+# Tokens of a byte-level tokenizer: bytes, merged ones, a capital letter, half of an umlaut, an empty one; special ones.
 TOKENS = ["a", "b", "c", "Ġ", "ab", "Ġab", "Ġc", "A", "Ã", "'", ""]
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"]
 MERGES = ["a b", "Ġ ab", "Ġ c"]
@@ -361,7 +360,7 @@ def test_folders_with_a_decoder(folders, tmp_path, monkeypatch):
     for name, fields, message in (
         *(("config.json", {"alignment_heads": x}, f"alignment_heads must be {y}") for x, y in heads),
         ("tokenizer.json", {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "must be one of byte pairs"),
-        ("tokenizer.json", {"added_tokens": added}, "numbers of tokens must be below 16, got 20"),
+        ("tokenizer.json", {"added_tokens": added}, "numbers of tokens must be below 17, got 20"),
     ):
         with pytest.raises(asr.config.UserError, match=f"{name}: .*{message}"):
             changed(binary, name, **fields)
