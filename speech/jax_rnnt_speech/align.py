@@ -22,7 +22,7 @@ def align(args):
     settings = config.changed(recogniser.config, args, OPTIONS)
     settings = dataclasses.replace(settings, max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
-    data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
+    data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling, most=recogniser.most)
 
     @programs.announced("alignments", place=1)
     @jax.jit

@@ -4,6 +4,7 @@ Utterances are sorted into buckets. A bucket pads to its longest member, and its
 the others.
 """
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,11 +36,11 @@ class NothingLeft(UserError):
     """A corpus of which nothing can be trained on."""
 
 
-def labelled(corpus, tokens, subsampling, held_out=False):
+def labelled(corpus, tokens, subsampling, held_out=False, most=math.inf):
     """Labels of what can be trained on; what cannot goes to the corpus's report.
 
     `subsampling`: frames of an encoder frame; None: no model decides whether the labels fit. `held_out`: utterances
-    whose labels do not fit stay, `without` a loss.
+    whose labels do not fit stay, `without` a loss. `most`: labels of an utterance that the model reads.
     """
     labels, without, scope = {}, [], "from the loss alone, " * held_out
     for i, x in enumerate(corpus.utterances):
@@ -50,6 +51,8 @@ def labelled(corpus, tokens, subsampling, held_out=False):
             reason = "characters outside the vocabulary"
         elif subsampling and len(tokens_of_text) > -(-x.frames // subsampling):
             reason = "fewer frames than labels"
+        elif len(tokens_of_text) > most:
+            reason = "more labels than the predictor reads"
         else:
             labels[i] = np.array(tokens_of_text, np.int32)
             continue

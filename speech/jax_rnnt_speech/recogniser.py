@@ -6,6 +6,7 @@ B utterances, N encoder frames, U labels. Parameters are arguments, so that a st
 import dataclasses
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,12 @@ class Recogniser:
     def longest(self):
         """Seconds of a recording that the model hears at most."""
         return encoders.longest(self.config, self.source)
+
+    @property
+    def most(self):
+        """Labels of an utterance that the predictor reads at most: an attention decoder has so many places."""
+        fields = (self.source or {}).get("config.json", {})
+        return fields["max_target_positions"] - fields["start_tokens"] if self.attends else math.inf
 
     def measure(self, data):
         """Takes mean and deviation of each feature from some training utterances."""

@@ -5,6 +5,7 @@ import os
 import pathlib
 import shutil
 import struct
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -333,6 +334,7 @@ def test_attention_decoder_learns(folders, corpus, tmp_path, refused, capsys):
         (["--init", tmp_path / "run", "--new-head"], "holds no decoder of Whisper to begin with"),
         (["--prompt", "fr"], "has no token <|fr|>"),
         (["--init", tmp_path / "run", "--prompt", "fr"], "run has de"),
+        (["--train", "handwritten-digits"], "hears 5 features a frame, handwritten-digits has 12"),
     ):
         refused([*start, *more, "--overwrite"], message)
     other = ["--workdir", tmp_path / "run", "--prompt", "fr"]
@@ -370,6 +372,13 @@ def test_folders_with_a_decoder(folders, tmp_path, monkeypatch):
         attending(tmp_path)
     first = attending(tensors).params["predictor"]["embedding"][...][END + 1 :]
     assert len(first) == 4
+    heard = [asr.utterances.Utterance(f"{n}", 400, "ab " * n) for n in (16, 17)]  # 20 places, of which 4 are taken
+    corpus, recogniser = (
+        SimpleNamespace(utterances=heard, further=(), report=asr.utterances.Report()),
+        attending(tensors),
+    )
+    data = asr.batches.labelled(corpus, recogniser.tokens, recogniser.subsampling, most=recogniser.most)
+    assert [*data.labels] == [0] and corpus.report.names == {"more labels than the predictor reads": ["17"]}
     monkeypatch.setattr(asr.pretrained.whisper, "ENGLISH", len(TOKENS + SPECIAL))
     english = attending(tensors)
     np.testing.assert_array_equal(

@@ -125,18 +125,20 @@ def completed(options):
 
 def fresh(config, corpus, **more):
     """The Recogniser of a new training: of random weights, or from --init."""
-    features = corpus.features
+    features, texts = corpus.features, (x.text for x in corpus.utterances)
     if not config.init:
-        vocabulary = tokens.train(config, (x.text for x in corpus.utterances))
+        vocabulary = tokens.train(config, texts)
         return Recogniser(config, vocabulary, [0.0] * features, [1.0] * features, **more)
-    if config.predictor == "attention" and config.new_head:
-        if kind_of(config.init) != "whisper":
-            raise UserError(f"--predictor attention: {config.init} holds no decoder of Whisper to begin with")
-        return whisper.with_decoder(Path(config.init), config, (x.text for x in corpus.utterances), **more)
-    start = read(config.init)
-    vocabulary = tokens.train(config, (x.text for x in corpus.utterances)) if config.new_head else start.tokens
-    if len(start.mean) != features:
-        raise UserError(f"--init {config.init} hears {len(start.mean)} features a frame, {config.train} has {features}")
+    brought = config.predictor == "attention" and config.new_head
+    if brought and kind_of(config.init) != "whisper":
+        raise UserError(f"--predictor attention: {config.init} holds no decoder of Whisper to begin with")
+    start = None if brought else read(config.init)
+    heard = config.mels if brought else len(start.mean)
+    if heard != features:
+        raise UserError(f"--init {config.init} hears {heard} features a frame, {config.train} has {features}")
+    if brought:
+        return whisper.with_decoder(Path(config.init), config, texts, **more)
+    vocabulary = tokens.train(config, texts) if config.new_head else start.tokens
     recogniser = Recogniser(config, vocabulary, start.mean, start.deviation, start.source, **more)
     recogniser.take({name: start.params[name] for name in (["encoder"] if config.new_head else start.params)})
     return recogniser
