@@ -113,6 +113,7 @@ def as_hugging_face(arrays):
                     tensors[f"model.encoder.layers.{module[6]}.self_attn.{which}_proj.{leaf}"] = part
     return {name: np.ascontiguousarray(x) for name, x in tensors.items()} | {"model.decoder.x": np.zeros(1)}
 
+
 # Tokens of a byte-level tokenizer: bytes, merged ones, a capital letter, half of an umlaut, an empty one; special ones.
 TOKENS = ["a", "b", "c", "Ġ", "ab", "Ġab", "Ġc", "A", "Ã", "'", ""]
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>"]
