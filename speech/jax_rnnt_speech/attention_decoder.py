@@ -36,6 +36,8 @@ from jax_rnnt_speech.encoders.conformer import FeedForward
 SHARPNESS = 20.0  # a row with 5% of the attention moves the odds of a label by e
 SPAN = 50  # rows of 20 ms in which a label may leave
 ROWS_OF_LABEL = 4  # rows of 20 ms: nobody says 12 labels a second
+# A beam copies keys and values of all labels in each frame: so its frames are of several rows, and they are float16.
+ROWS_OF_BEAM = 4
 NOTHING = -1e30  # a score of what is not seen; an utterance may have no rows at all
 LEAST = 1e-6  # the probability of all other labels, at least
 
@@ -105,10 +107,11 @@ class Layer(nnx.Module):
         query, key, value = self.split(self.inputs(self.norm(x)), 3)
         visible = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         if past is not None:
-            past = key, value = [
+            past = [
                 old.at[jnp.arange(old.shape[0]), :, place].set(new[:, :, 0].astype(old.dtype), mode="drop")
                 for old, new in zip(past, (key, value))
             ]
+            key, value = (x.astype(query.dtype) for x in past)
             visible = inside(place + 1, key.shape[2])[:, None, None]
         x = x + self.dropout(self.output(attend(query, key, value, visible)[0]))
         query = self.query(self.rows_norm(x))
@@ -178,7 +181,9 @@ class AttentionDecoder(nnx.Module):
         return jnp.where(ended[:, None, :, None], jnp.array([NOTHING, NOTHING, 0.0]), logits)
 
     def decoder_inputs(self, rows, lengths, width):
-        """Joint, predictor and numbers of the rows [B, N, 1]: what searches of `decode` take, of so many hypotheses."""
+        """What searches of `decode` take, of so many hypotheses: joint, predictor, rows that are frames [B, T, 1], and
+        how many of them there are [B].
+        """
         (memories, heard), (batch, count, _) = self.memories(rows, lengths), rows.shape
         room = min(len(self.positions[...]), len(self.start) + 16 + count // ROWS_OF_LABEL)
         _, heads, _, depth = memories[0][0].shape
@@ -190,7 +195,7 @@ class AttentionDecoder(nnx.Module):
             return states[:, 0], seen[:, 0], (owner, place + 1, *map(tuple, pasts))
 
         def initial(hypotheses):
-            past = jnp.zeros((hypotheses, heads, room, depth), memories[0][0].dtype)
+            past = jnp.zeros((hypotheses, heads, room, depth), memories[0][0].dtype if width == 1 else jnp.float16)
             number = jnp.arange(hypotheses, dtype=jnp.int32)  # utterance by utterance
             state = number // (hypotheses // batch), jnp.zeros_like(number), *((past, past) for _ in memories)
             for token in self.start[:-1]:
@@ -210,8 +215,10 @@ class AttentionDecoder(nnx.Module):
             ended = here < 0
             return jnp.concatenate([jnp.where(ended, NOTHING, leave) + log_probs, jnp.where(ended, 0, stay)], 1)
 
-        numbers = jnp.broadcast_to(jnp.arange(count, dtype=jnp.float32)[:, None], (batch, count, 1))
-        return joint, Predictor(initial, step, self.labels, self.labels + 1), numbers
+        step_of_frames = 1 if width == 1 else ROWS_OF_BEAM
+        places = jnp.arange(step_of_frames - 1, count + step_of_frames - 1, step_of_frames)  # the last rows of frames
+        places = jnp.clip(jnp.minimum(places, lengths[:, None] - 1), 0).astype(jnp.float32)[..., None]
+        return joint, Predictor(initial, step, self.labels, self.labels + 1), places, -(-lengths // step_of_frames)
 
 
 def leaving(seen, before):

@@ -107,7 +107,7 @@ class Transducer(nnx.Module):
         return self.joint(x.frames[:, :, None], x.states[:, None]), *x[2:]
 
     def decoder_inputs(self, rows, lengths, width):
-        """Joint, predictor and rows of a search with so many hypotheses of each utterance."""
+        """Joint, predictor, frames and their lengths of a search with so many hypotheses of each utterance."""
         if not self.joint:
             return self.predictor.decoder_inputs(rows, lengths, width)
-        return self.joint.decoder_inputs(self.predictor, rows)
+        return *self.joint.decoder_inputs(self.predictor, rows), lengths

@@ -198,7 +198,7 @@ class Recogniser:
         config, room = self.config, rows.shape[1] * self.config.max_symbols + more
         if how.ctc or self.loss is None:
             return ctc.search(model.ctc(rows), lengths, room, state)
-        inputs = *model.decoder_inputs(rows, lengths, max(1, how.beam)), lengths, room
+        inputs = *model.decoder_inputs(rows, lengths, max(1, how.beam)), room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
         limit = room if config.duration_choice == "token_first" else config.max_symbols
         loss, options = self.variant.loss, {"max_symbols": limit, "state": state, "confidence": how.confidence}
@@ -208,6 +208,10 @@ class Recogniser:
                 options["window"] = 16
             return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
+        if self.attends:  # frames are of several rows
+            places, frames = inputs[2].astype(jnp.int32).swapaxes(1, 2), hypotheses.frames
+            found = jnp.take_along_axis(places, jnp.maximum(frames, 0), 2)
+            hypotheses = hypotheses._replace(frames=jnp.where(frames < 0, frames, found))
         return hypotheses if every else best(hypotheses)
 
     @programs.announced("a test")
