@@ -8,7 +8,8 @@ and frames count from the start of the recording. Windows of several recordings 
 Recordings that fit into a window are sorted by length, and their batches have few shapes: a program takes seconds to
 compile, and memory as long as the process lasts.
 
-An attention decoder begins anew in each window. Where its text ends long before the window, the next one begins there.
+An attention decoder begins anew in each window, as in a recording: it hears nothing before it, and all of it. Labels
+before the cut count. Where its text ends long before the cut, the next window begins there.
 """
 
 import jax
@@ -97,7 +98,7 @@ class Recording:
     def go_on(self, rows):
         """To the window behind so many rows."""
         self.row += rows
-        begin = max(0, self.row - self.margin)
+        begin = self.row if self.recogniser.attends else max(0, self.row - self.margin)
         self.samples = self.samples[(begin - self.begin) * self.extractor.hop * self.recogniser.subsampling :]
         self.begin = begin
         self.fill()
@@ -105,7 +106,9 @@ class Recording:
     def take(self, i, rows, found, final, others, how):
         """What `Recogniser.part` found in so many rows, as row i of a batch."""
         before, attends = list(self.found.labels), self.recogniser.attends
-        some, unheard = Labels.of(found, i, found.counts[i] if self.last or attends else final[i], how), 0
+        if attends:
+            final = ((found.frames < rows) & (found.labels >= 0)).sum(1)
+        some, unheard = Labels.of(found, i, found.counts[i] if self.last else final[i], how), 0
         if attends and self.recogniser.tokens.decode(some.labels):
             seconds, left = self.recogniser.seconds, rows - 1 - some.frames[-1]
             if left * seconds > UNHEARD:
@@ -185,17 +188,22 @@ def hear_windows(recogniser, rows, frames, state, free, how):
             found, first[i] = recogniser.features(x.samples[: x.size]), x.row - x.begin
             batch[i, : len(found)], lengths[i] = found, len(found)
     encoded, cuts = recogniser.window(recogniser.params, batch, lengths, first)
-    cuts = np.array(cuts)
+    heard = cuts = np.array(cuts)
+    attends = recogniser.attends
+    if attends:
+        *part, after, others = recogniser.taken(recogniser.params, encoded, heard, None, how)
     if not all(x is None or x.last for x in rows):
         probing = Search(ctc=how.ctc, language=how.language)  # greedy, whatever comes after it
-        probe = jax.device_get(recogniser.taken(recogniser.params, encoded, cuts, None, probing)[0])
+        probe = part[0] if attends else recogniser.taken(recogniser.params, encoded, heard, None, probing)[0]
+        probe = jax.device_get(probe)
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
-        cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
-    if free is not None and not recogniser.attends:
+        cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, heard, labels)], np.int32)
+    if free is not None and not attends:
         if state is None:
             state = jax.eval_shape(recogniser.taken, recogniser.params, encoded, cuts, None, how)[2]
         state = decode.reset_streams(state, free)
-    *part, after, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
+    if not attends:
+        *part, after, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
     part = jax.device_get((*part, others))
     for i, x in enumerate(rows):
         if x is not None:

@@ -330,6 +330,9 @@ def test_attention_decoder_learns(folders, corpus, tmp_path, refused, capsys):
     (found,) = asr.recognise.transcribe(recogniser, [("long", long)])
     assert not found.error and found.frames == sorted(found.frames)
     assert max(found.frames) * recogniser.seconds > recogniser.longest  # of windows after the first, too
+    window = asr.windows.Recording("long", long, recogniser)
+    window.go_on(50)
+    assert (window.begin, window.row) == (50, 50)  # nothing before it: the first label would not find its place
     for more, message in (
         (["--ctc", 0.3], "--ctc 0.3 needs another --predictor"),
         (["--init", tmp_path / "run", "--new-head"], "holds no decoder of Whisper to begin with"),
