@@ -4,9 +4,6 @@ All of it runs under `jax.jit`, in batches and with static shapes, for every los
 (`TransducerLoss.decoding`). `search` has the searches, `lm` the models that add scores to labels.
 """
 
-import typing as _typing
-
-from jax_rnnt import _renamed
 from jax_rnnt.decode._hypotheses import Hypotheses as Hypotheses
 from jax_rnnt.decode._modules import linen_predictor as linen_predictor
 from jax_rnnt.decode._modules import nnx_predictor as nnx_predictor
@@ -46,7 +43,3 @@ __all__ = [
     "select_streams",
     "stateless_predictor",
 ]
-
-if not _typing.TYPE_CHECKING:  # a type checker would take any name
-    _names = {name: f"{name}_streams" for name in ("concatenate", "reset", "select")}
-    __getattr__ = _renamed.names(__name__, _names)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _renamed, _xla
+from jax_rnnt import _checks, _xla
 from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Rows, clip_and_scale
 from jax_rnnt.emissions._emission import label_map as label_map
 from jax_rnnt.emissions._norm import encoded_norm, row_sum, row_sum_at_once, row_sum_of, softmax_of_norm
@@ -279,7 +279,6 @@ class Softmax(Rows[jax.Array, jax.Array]):
     slots: tuple[str, ...] = ("blank",)
     num_durations: int = 0
     bernoulli: bool = False
-    durations = _renamed.attribute("durations", "num_durations")
 
     def __post_init__(self):
         if not isinstance(self.blanks, tuple) or not isinstance(self.slots, tuple):
@@ -385,6 +384,3 @@ class Softmax(Rows[jax.Array, jax.Array]):
         params = dict(strict=strict, alias=alias, **self._attributes())
         num_frames = nodes.num_frames * (scale != 0).astype(nodes.num_frames.dtype)
         return backward(logits, nodes.label, num_frames, norm, cotangents, scale, clamp, **params)
-
-
-Softmax.__init__ = _renamed.argument(durations="num_durations")(Softmax.__init__)  # type: ignore[method-assign]

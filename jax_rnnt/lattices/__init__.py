@@ -1,8 +1,5 @@
 """Lattices: topologies as data, and the dynamic program over them."""
 
-import typing as _typing
-
-from jax_rnnt import _renamed as _renamed
 from jax_rnnt.lattices._lattice import log_likelihood as log_likelihood
 from jax_rnnt.lattices._topology import MONOTONIC as MONOTONIC
 from jax_rnnt.lattices._topology import STANDARD as STANDARD
@@ -10,6 +7,3 @@ from jax_rnnt.lattices._topology import Arc as Arc
 from jax_rnnt.lattices._topology import multi_blank as multi_blank
 from jax_rnnt.lattices._topology import products as products
 from jax_rnnt.lattices._topology import token_and_duration as token_and_duration
-
-if not _typing.TYPE_CHECKING:
-    __getattr__ = _renamed.names(__name__, {"durations": "token_and_duration"})

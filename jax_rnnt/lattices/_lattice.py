@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _renamed, _xla
+from jax_rnnt import _checks, _xla
 from jax_rnnt._xla import loading
 from jax_rnnt.lattices import _pallas as pallas
 from jax_rnnt.lattices import _reference as reference
@@ -180,7 +180,6 @@ def _(topology, strict, primals, tangents):
     return -loss, -functools.reduce(jnp.add, (jnp.sum(x, (-1, -2)) for x in terms))
 
 
-@_renamed.argument(arcs="arc_log_probs")
 def log_likelihood(
     topology: Topology,
     arc_log_probs: dict[str, jax.Array],

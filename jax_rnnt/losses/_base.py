@@ -8,7 +8,7 @@ import typing
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, _pytree, _renamed
+from jax_rnnt import _checks, _pytree
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
@@ -187,11 +187,6 @@ class TransducerLoss:
     def _draw(self, function: str, key) -> TransducerLoss:
         """The loss for one call; `key` is a JAX random key or None."""
         return self
-
-    # Former names.
-    lattice = _renamed.attribute("lattice", "topology")
-    arcs = _renamed.attribute("arcs", "arc_log_probs")
-    emission_frames = _renamed.attribute("emission_frames", "label_frames")
 
     # ---- methods on a batch
 

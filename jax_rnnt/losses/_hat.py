@@ -1,6 +1,6 @@
 """HATLoss: Bernoulli blank and label softmax on any lattice of unit steps."""
 
-from jax_rnnt import _checks, _renamed
+from jax_rnnt import _checks
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.losses._base import TransducerLoss
@@ -66,6 +66,3 @@ class HATLoss(TransducerLoss):
         """As the loss whose lattice it has."""
         same = UNIT_STEP_LOSSES[self.variant]().decoding()
         return DecodingRules(self._emission(), same.topology, same.labels_per_frame)
-
-
-HATLoss.__init__ = _renamed.argument(topology="variant")(HATLoss.__init__)  # type: ignore[method-assign]

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _renamed
+from jax_rnnt import _checks
 from jax_rnnt.losses._hat import UNIT_STEP_LOSSES
 
 
-@_renamed.argument(topology="variant")
 def prune_ranges(
     *,
     blank_posteriors: jax.Array,

@@ -5,9 +5,6 @@ and line styles tell things apart, not colours alone. Long utterances have thinn
 room; a space appears as ␣.
 """
 
-import typing as _typing
-
-from jax_rnnt import _renamed
 from jax_rnnt.plot._pictures import FAINT as FAINT
 from jax_rnnt.plot._pictures import arc_posteriors as arc_posteriors
 from jax_rnnt.plot._pictures import draw_beam as draw_beam
@@ -17,7 +14,3 @@ from jax_rnnt.plot._pictures import draw_lattice as draw_lattice
 from jax_rnnt.plot._reliability import draw_reliability as draw_reliability
 
 __all__ = ["arc_posteriors", "draw_beam", "draw_emissions", "draw_latencies", "draw_lattice", "draw_reliability"]
-
-if not _typing.TYPE_CHECKING:  # a type checker would take any name
-    _names = {name: f"draw_{name}" for name in ("beam", "emissions", "latencies", "lattice")}
-    __getattr__ = _renamed.names(__name__, _names)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_rnnt import PackedLogits, _checks, _renamed, lattices, timing
+from jax_rnnt import PackedLogits, _checks, lattices, timing
 from jax_rnnt._extras import needed_by
 from jax_rnnt.lattices._topology import Topology
 from jax_rnnt.layouts import _layout
@@ -78,7 +78,6 @@ def _apart(topology: Topology) -> Topology:
     return tuple(apart)
 
 
-@_renamed.argument(symbols="texts", reduction="subsampling")
 def draw_lattice(
     loss,
     logits,
@@ -174,7 +173,6 @@ def draw_lattice(
     return ax
 
 
-@_renamed.argument(symbols="texts", reduction="subsampling")
 def draw_emissions(
     features,
     posteriors,
@@ -277,7 +275,6 @@ def _add_key_of_emissions(ax: Axes) -> None:
     below.set(frame_on=False)
 
 
-@_renamed.argument(symbols="texts", reduction="subsampling")
 def draw_latencies(
     first,
     second,
@@ -345,7 +342,6 @@ def draw_latencies(
     return ax
 
 
-@_renamed.argument(symbols="texts", reduction="subsampling")
 def draw_beam(
     hypotheses,
     utterance: int = 0,

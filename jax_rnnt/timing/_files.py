@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax_rnnt import _checks, _renamed
+from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
 from jax_rnnt.timing._intervals import Interval
 
@@ -175,7 +175,6 @@ def to_json(words: Sequence[Interval]) -> list[dict[str, Any]]:
     ]
 
 
-@_renamed.argument(duration="seconds")
 def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
     """Writes a TextGrid of one recording, for Praat and other annotation tools, with praatio.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _renamed
+from jax_rnnt import _checks
 
 
 class Interval(typing.NamedTuple):
@@ -35,7 +35,6 @@ class Interval(typing.NamedTuple):
     confidence: float | None = None
 
 
-@_renamed.argument(reduction="subsampling")
 def frames_to_seconds(frames, *, hop: float, subsampling: int = 1, offset: float = 0.0) -> np.ndarray:
     """The second in which an encoder frame begins: ``offset + frame * subsampling * hop``.
 
@@ -83,7 +82,6 @@ def _seconds(function, frames, hop, subsampling, offset):
     return offset + np.where(frames < 0, np.nan, frames) * (subsampling * hop)
 
 
-@_renamed.argument(reduction="subsampling")
 def intervals(
     frames, texts: Sequence[str], *, hop: float, subsampling: int = 1, offset: float = 0.0, durations=None
 ) -> list[Interval]:

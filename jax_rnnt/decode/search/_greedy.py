@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _renamed
+from jax_rnnt import _checks
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
@@ -86,7 +86,6 @@ class Walk(typing.NamedTuple):
     confidence: jax.Array | None  # [B]: of the label
 
 
-@_renamed.argument(durations="duration_choice")
 def greedy(
     loss,
     joint,

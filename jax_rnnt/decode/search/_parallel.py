@@ -8,7 +8,6 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _renamed
 from jax_rnnt.decode._gather import in_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode.search import _options
@@ -28,7 +27,6 @@ class Draft(typing.NamedTuple):
     bad: jax.Array  # [B]: a label was chosen from NaN or +inf
 
 
-@_renamed.argument(durations="duration_choice")
 def parallel(
     loss,
     joint,

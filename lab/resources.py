@@ -1,6 +1,6 @@
 """Reads registers, shared memory and spills of the CUDA kernels from the compiler. Needs no GPU.
 
-    python lab/model/resources.py [--architectures 75 90] [--nvcc NVCC] [--check]
+    python lab/resources.py [--architectures 75 90] [--nvcc NVCC] [--check]
 
 Prints a Markdown table. With --check it fails if a kernel spills registers or keeps a stack frame. The default is all
 architectures that wheels have code for.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = ("softmax_emission", "lattice", "skip_lattice")
 OPTIONS = ["-std=c++17", "-O3", "--extended-lambda", "--expt-relaxed-constexpr", f"-I{ROOT}"]
 
