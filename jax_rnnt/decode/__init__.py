@@ -17,11 +17,12 @@ from jax_rnnt.decode._streams import select_streams as select_streams
 from jax_rnnt.decode.lm._ngram import NGram as NGram
 from jax_rnnt.decode.lm._phrases import Phrases as Phrases
 from jax_rnnt.decode.lm._words import WordNGram as WordNGram
-from jax_rnnt.decode.search._beam import beam as beam
 from jax_rnnt.decode.search._entropy import Entropy as Entropy
-from jax_rnnt.decode.search._greedy import greedy as greedy
-from jax_rnnt.decode.search._parallel import parallel as parallel
-from jax_rnnt.decode.search._sample import sample as sample
+from jax_rnnt.decode.search._search import Search as Search
+from jax_rnnt.decode.search._search import beam as beam
+from jax_rnnt.decode.search._search import greedy as greedy
+from jax_rnnt.decode.search._search import parallel as parallel
+from jax_rnnt.decode.search._search import sample as sample
 
 __all__ = [
     "Entropy",
@@ -29,6 +30,7 @@ __all__ = [
     "NGram",
     "Phrases",
     "Predictor",
+    "Search",
     "WordNGram",
     "beam",
     "commit_labels",

@@ -10,6 +10,7 @@ from jax_rnnt import _checks, _xla
 from jax_rnnt.emissions import _softmax
 from jax_rnnt.layouts import JointLogits, LinearJoint
 from jax_rnnt.layouts._joint_networks import row_avals
+from jax_rnnt.losses._call import switched_off as switched_off
 
 
 def scores_dtype(logits_dtype) -> np.dtype:

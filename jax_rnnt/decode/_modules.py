@@ -1,8 +1,14 @@
 """Flax modules as predictors and joint networks of a decoder: in evaluation mode, and left as they are."""
 
+import dataclasses
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
+import jax
+
+from jax_rnnt import _pytree
 from jax_rnnt.decode._predictor import Predictor, declared_start, declared_symbols
 
 
@@ -27,13 +33,9 @@ def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Pr
 
         decode.greedy(loss, joint, decode.nnx_predictor(model.predictor), encoder_out, lengths, max_labels=200)
     """
-    copy = _copies(module)
-
-    def method(name):
-        return lambda *arguments: getattr(copy(), name)(*arguments)
-
+    evaluated = Evaluated.of(module)
     start = declared_start("nnx_predictor", "module", module)
-    return Predictor(method(initial), method(step), start, declared_symbols(module))
+    return Predictor(getattr(evaluated, initial), getattr(evaluated, step), start, declared_symbols(module))
 
 
 def linen_predictor(module, variables, *, initial: str = "initial", step: str = "step", **options) -> Predictor:
@@ -80,34 +82,45 @@ def in_evaluation(x):
     if nnx is None:
         return x
     if isinstance(x, types.MethodType) and isinstance(x.__self__, nnx.Module):
-        copy = _copies(x.__self__)
-        return lambda *arguments: x.__func__(copy(), *arguments)
-    return _Evaluation(x) if isinstance(x, nnx.Module) else x
+        return dataclasses.replace(Evaluated.of(x.__self__), method=x.__func__)
+    return Evaluated.of(x) if isinstance(x, nnx.Module) else x
 
 
-class _Evaluation:
-    """An NNX module, each of whose methods runs on a copy in evaluation mode."""
+@_pytree.register
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluated:
+    """A Flax NNX module as a value, with the parameters that it had; or one of its methods.
 
-    def __init__(self, module):
-        self._module, self._copy = module, _copies(module)
+    Each call runs on a copy in evaluation mode, which a trace may change.
+    """
 
-    def __call__(self, *arguments):
-        return self._copy()(*arguments)
+    values: Any
+    graph: Any = dataclasses.field(metadata={"static": True})
+    # None: the module itself.
+    method: Callable | str | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def __getattr__(self, name):
-        attribute = getattr(self._module, name)
-        return (lambda *arguments: getattr(self._copy(), name)(*arguments)) if callable(attribute) else attribute
+    @classmethod
+    def of(cls, module):
+        from flax import nnx
 
+        graph, values = nnx.split(module)
+        return cls(jax.tree.map(lambda x: x, values), graph)  # new variables: those of the module change in place
 
-def _copies(module):
-    """A function that makes a copy of an NNX module, in evaluation mode. A trace may change its copy."""
-    from flax import nnx
+    def _copy(self):
+        from flax import nnx
 
-    graph, values = nnx.split(module)
-
-    def copy():
-        module = nnx.merge(graph, values)
+        module = nnx.merge(self.graph, self.values)
         module.eval()
         return module
 
-    return copy
+    def __call__(self, *arguments):
+        copy = self._copy()
+        if self.method is None:
+            return copy(*arguments)
+        return getattr(copy, self.method)(*arguments) if isinstance(self.method, str) else self.method(copy, *arguments)
+
+    def __getattr__(self, name):
+        if name[:2] == "__" or self.method is not None:
+            raise AttributeError(name)
+        attribute = getattr(self._copy(), name)
+        return dataclasses.replace(self, method=name) if callable(attribute) else attribute

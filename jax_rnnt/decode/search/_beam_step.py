@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt.decode._gather import flat, hypothesis_rows, one_after_another, over_hypotheses, rows_at, take, take_each
-from jax_rnnt.decode.lm import _fusion
-from jax_rnnt.decode.lm._fusion import Fusion, Networks
+from jax_rnnt.decode.search import _fusion
+from jax_rnnt.decode.search._fusion import Fusion, Networks
 from jax_rnnt.decode.search._hashing import append_label, fingerprints
 from jax_rnnt.decode.search._largest import largest, largest_sums
 from jax_rnnt.decode.search._packing import any_or_always, compute_rows, empty_results, packs, step_rows
-from jax_rnnt.decode.search._search import Search
+from jax_rnnt.decode.search._problem import Problem
 
 NEVER = np.iinfo(np.int32).max  # later than any frame
 STEPS = 32  # after so many, new labels go into the table of all
@@ -39,7 +39,7 @@ WAITING = 4  # at most one in so many utterances waits for a pack of the predict
 class Rules(typing.NamedTuple):
     """What stays the same from step to step."""
 
-    search: Search
+    problem: Problem
     fusion: Fusion
     recurrent: bool  # a state holds floating-point numbers, so hypotheses seldom share networks
     first: jax.Array  # [B]: frames of the stream before these
@@ -60,7 +60,7 @@ class Rules(typing.NamedTuple):
     @property
     def reads(self):
         """[C]: frames that each of the candidates reads."""
-        moves = self.search.symbols.moves
+        moves = self.problem.symbols.moves
         return np.repeat([0, *(move.frames for move in moves)], self.width).astype(np.int32)
 
 
@@ -150,13 +150,13 @@ class Candidates(typing.NamedTuple):
         return take_each(self, chosen)
 
 
-def first_beam(search: Search, width: int, max_labels: int) -> Beam:
+def first_beam(problem: Problem, width: int, max_labels: int) -> Beam:
     """One live hypothesis of each utterance, without labels, and one slot of each hypothesis."""
-    batch, dtype = search.lengths.shape[0], search.dtype
+    batch, dtype = problem.lengths.shape[0], problem.dtype
     none = jnp.zeros((batch, width), jnp.int32)
     score = jnp.broadcast_to(jnp.where(jnp.arange(width) == 0, 0, -jnp.inf).astype(dtype), (batch, width))
     slot = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], (batch, width))
-    numbers = jnp.zeros((batch, width, 2 if search.symbols.scoring.entropy else 1), dtype)
+    numbers = jnp.zeros((batch, width, 2 if problem.symbols.scoring.entropy else 1), dtype)
     bits = as_bits(numbers)
     bits = jnp.broadcast_to(bits[..., None], (*bits.shape, max_labels))
     written = jnp.concatenate([jnp.full((batch, width, 3, max_labels), -1, jnp.int32), bits], 2)
@@ -177,9 +177,9 @@ def of_bits(bits, dtype):
     return [jax.lax.bitcast_convert_type(x, dtype) for x in parts]
 
 
-def first_networks(search: Search, fusion: Fusion, batch: int, width: int, start: int, rows, state) -> Networks:
+def first_networks(problem: Problem, fusion: Fusion, batch: int, width: int, start: int, rows, state) -> Networks:
     """The networks after their start labels, in all slots."""
-    networks = _fusion.begin(fusion, search, start, rows, state)
+    networks = _fusion.begin(fusion, problem, start, rows, state)
     networks = networks._replace(key=jnp.zeros((batch * width, 2), jnp.int32) if packs(batch * width) else None)
     networks = jax.tree.map(lambda x: x.reshape(batch, width, *x.shape[1:]), networks)
     return jax.tree.map(lambda x: jnp.concatenate([x, x], 1), networks)
@@ -192,22 +192,22 @@ def recurrent(networks: Networks) -> bool:
 
 
 def running(rules: Rules, state: State):
-    return jnp.any(state.frame < rules.search.lengths)
+    return jnp.any(state.frame < rules.problem.lengths)
 
 
 def few_steps(rules: Rules, state: State) -> State:
     """Steps to the end of these frames, or as many as may come before the table has the new labels."""
-    search, beam = rules.search, state.beam
+    problem, beam = rules.problem, state.beam
     room = min(STEPS, rules.max_labels)
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], beam.counts.shape)
     origin = jnp.stack([itself, beam.counts, *(beam.written.shape[2] - 2) * [itself]], 2)
     recent = Recent(jnp.zeros_like(itself), jnp.repeat(origin[..., None], room + 1, 3))
-    score = functools.partial(score_rows, search)
-    results = empty_results(rules.rows, score, search.encoder_out, state.networks.rows)
-    state = state._replace(recent=search.vary(recent), results=search.vary(results))
+    score = functools.partial(score_rows, problem)
+    results = empty_results(rules.rows, score, problem.encoder_out, state.networks.rows)
+    state = state._replace(recent=problem.vary(recent), results=problem.vary(results))
 
     def more(state):
-        return jnp.any((state.frame < search.lengths) & (state.recent.steps[:, 0] < room))
+        return jnp.any((state.frame < problem.lengths) & (state.recent.steps[:, 0] < room))
 
     state = jax.lax.while_loop(more, functools.partial(step, rules), state)
     beam, (_, written) = state.beam, state.recent
@@ -239,7 +239,7 @@ def advance(rules: Rules, state: State):
     New labels wait for others until a pack of the predictor is full or too few utterances go on without. Utterances
     that are behind come first: else the last ones fall back, and steps at the end have few rows.
     """
-    now, networks, lengths = state.beam, state.networks, rules.search.lengths
+    now, networks, lengths = state.beam, state.networks, rules.problem.lengths
     going = state.frame < lengths
     active = (now.frame == state.frame[:, None]) & going[:, None] & (now.score > -jnp.inf)
     label = jnp.where(active, now.unread, -1)
@@ -256,7 +256,7 @@ def advance(rules: Rules, state: State):
 
 def read_label(rules: Rules, networks: Networks, label) -> Networks:
     """Rows of the networks after one more label [N]."""
-    after, key = _fusion.read(rules.fusion, rules.search, networks, label), networks.key
+    after, key = _fusion.read(rules.fusion, rules.problem, networks, label), networks.key
     if key is not None and rules.recurrent:
         key = jnp.stack(append_label(key_parts(key), label), 1)
     elif key is not None:
@@ -290,13 +290,13 @@ def first_equal(wanted, key, label=None):
 
 def score(rules: Rules, state: State, active):
     """(state, `Scores`) after the joint network has seen the active hypotheses [B, W]."""
-    search, networks, slot = rules.search, state.networks, state.beam.slot
+    problem, networks, slot = rules.problem, state.networks, state.beam.slot
     shape = active.shape
     frame = jnp.broadcast_to(state.frame[:, None], shape)
 
     def score_pack(rows):
-        encoder = hypothesis_rows(search.encoder_out, search.inside(frame), rows)
-        return score_rows(search, encoder, hypothesis_rows(networks.rows, slot, rows))
+        encoder = hypothesis_rows(problem.encoder_out, problem.inside(frame), rows)
+        return score_rows(problem, encoder, hypothesis_rows(networks.rows, slot, rows))
 
     source = first_equal(active, keys(networks, slot))
     results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
@@ -313,16 +313,16 @@ def score(rules: Rules, state: State, active):
     return state, Scores(moves, labels, row, *model, confidence, state.bad | (bad & active))
 
 
-def score_rows(search: Search, encoder, rows):
+def score_rows(problem: Problem, encoder, rows):
     """(log-probabilities of moves [N, moves], of labels [N, V], whether logits are NaN or +inf [N], confidence [N])"""
-    logits = search.joint(encoder, rows)
-    moves, labels = search.symbols.scores(logits)
+    logits = problem.joint(encoder, rows)
+    moves, labels = problem.symbols.scores(logits)
     # The softmax has the maximum of the logits anyhow.
     bad = functools.reduce(jnp.logical_or, [jnp.isnan(moves[:, i]) for i in range(moves.shape[1])])
-    bad |= ~(jnp.max(logits, -1).astype(search.dtype) < jnp.inf)
+    bad |= ~(jnp.max(logits, -1).astype(problem.dtype) < jnp.inf)
     labels = labels.rows()
     # Rows stay until a later step computes them again: +inf of a bad utterance could meet -inf of another one.
-    return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), bad, search.symbols.confidence(logits)
+    return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), bad, problem.symbols.confidence(logits)
 
 
 # ----------------------------------------------------------------------------------------------------- expand
@@ -330,11 +330,11 @@ def score_rows(search: Search, encoder, rows):
 
 def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
     """All candidates for the next beam."""
-    search, now = rules.search, state.beam
-    symbols, dtype = search.symbols, search.dtype
+    problem, now = rules.problem, state.beam
+    symbols, dtype = problem.symbols, problem.dtype
     frame = jnp.broadcast_to(state.frame[:, None], active.shape)
     may_write = (now.count_here < symbols.labels_per_frame) & (now.counts < rules.max_labels)
-    allowed = symbols.allowed(frame, search.lengths[:, None], may_write, search.ends_here) & active[..., None]
+    allowed = symbols.allowed(frame, problem.lengths[:, None], may_write, problem.ends_here) & active[..., None]
     gains = jnp.where(allowed & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
     moves = [gains[..., i] for i in range(len(symbols.moves))]
 
@@ -404,16 +404,16 @@ def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates
     """The W best candidates are the next beam; `alive` [B, C]: which had a path before they were merged."""
     score, chosen = largest(candidates.score, rules.width)
     if rules.threshold is not None:
-        worst = score[:, :1] - jnp.asarray(rules.threshold, rules.search.dtype)
+        worst = score[:, :1] - jnp.asarray(rules.threshold, rules.problem.dtype)
         score = jnp.where(score >= worst, score, -jnp.inf)
     reached = state.reached
-    if rules.search.symbols.reach:
+    if rules.problem.symbols.reach:
         needed = frames_needed(rules, candidates, alive, chosen)
         reached = jnp.maximum(reached, jnp.where(score > -jnp.inf, needed, 0).max(-1))
     reads = rows_at(jnp.asarray(rules.reads), chosen)
     moves = candidates._replace(score=None).take(chosen)._replace(score=score)
     beam, written = moved(rules, state, scores, moves, reads)
-    steps = state.recent.steps + (state.frame < rules.search.lengths)[:, None].astype(jnp.int32)
+    steps = state.recent.steps + (state.frame < rules.problem.lengths)[:, None].astype(jnp.int32)
     return state._replace(reached=reached, beam=beam, recent=Recent(steps, written), bad=moves.bad)
 
 
@@ -447,7 +447,7 @@ def moved(rules: Rules, state: State, scores: Scores, moves: Candidates, reads):
 
 def frames_needed(rules: Rules, candidates: Candidates, alive, chosen):
     """[B, W]: frames that the utterance must have for the moves of the chosen candidates, and of those merged there."""
-    moves = rules.search.symbols.moves
+    moves = rules.problem.symbols.moves
     needs = np.repeat([0, *(move.needs for move in moves)], rules.width).astype(np.int32)[None]
     reads = rules.reads[None]
     frame = candidates.frame

@@ -1,143 +1,606 @@
-"""The arguments that searches share, checked."""
+"""A search as a value: a model and the options of decoding, with a verb for each way to search.
 
-import functools
+B utterances, T frames, E and P the widths of encoder and predictor rows, V classes, L labels at most, N hypotheses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _xla
-from jax_rnnt.decode import _predictor
-from jax_rnnt.decode._gather import take
-from jax_rnnt.decode._model import checked_joint, scores_dtype
+from jax_rnnt import _checks, _pytree
+from jax_rnnt.decode._hypotheses import Hypotheses
+from jax_rnnt.decode._model import switched_off
 from jax_rnnt.decode._modules import in_evaluation
-from jax_rnnt.decode.search import _options
-from jax_rnnt.decode.search._symbols import Symbols, symbols_of
+from jax_rnnt.decode._predictor import Predictor
+from jax_rnnt.decode.search import _beam, _greedy, _options, _parallel, _sample
+from jax_rnnt.decode.search._entropy import Entropy
+from jax_rnnt.decode.search._fusion import Fusion, checked_fusion
+from jax_rnnt.decode.search._symbols import Scoring, checked_scoring
+from jax_rnnt.layouts import LinearJoint
+from jax_rnnt.losses import TransducerLoss
+
+NETWORKS = "loss", "joint", "predictor", "fusion"  # may hold arrays
+OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0}  # numbers, and where they change nothing
 
 
-class Search(typing.NamedTuple):
-    """What a search runs on, checked. B utterances, T frames, E the width of encoder rows."""
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Search:
+    """Searches for the labels of utterances: a trained transducer, and the options of decoding.
 
-    function: str
-    symbols: Symbols
-    joint: Callable
-    predictor: Any
-    encoder_out: jax.Array  # [B, T, E]
-    lengths: jax.Array  # [B], 0 where out of range
-    bad: jax.Array  # [B], where the length is out of range
-    ends_here: Any  # True, False or bool [B, 1]: whether the utterance ends with these frames (`exact_end`)
-    classes: int
-    labels: int  # classes up to the last one that is no blank
-    dtype: Any  # of scores
-    copies: int = 1  # searches of each utterance, one after another; `lengths`, `bad` and `ends_here` are those of all
+    B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. A move is an arc of the loss, a
+    blank or a label, with the log-probability of this arc in the loss. A search goes from move to move, from the first
+    frame to the last: `greedy` takes the best one, `beam` keeps the best sequences of labels, `sample` draws,
+    `parallel` does without the predictor. A verb refuses options that it does not use, unless they have their defaults.
 
-    @property
-    def tokens(self) -> int:
-        """Labels and blanks."""
-        return self.classes - self.symbols.emission.num_durations
+    A search is frozen and a pytree. Arrays are its leaves: those of the loss, of networks that are pytrees, of models
+    of `fusion`, and weights. Functions, other objects and counts are its structure: a new one compiles anew. Options
+    that a Python number switches off are structure too, so a search that `jax.jit` takes as an argument has the program
+    of one that it closes over. Streams go from part to part by the argument `state` of `greedy` and `beam`.
 
-    def inside(self, t):
-        """The nearest frame of encoder_out."""
-        return jnp.clip(t, 0, max(self.encoder_out.shape[1] - 1, 0))
+    Parameters
+    ----------
+    loss : TransducerLoss
+        Gives the classes their meaning: any loss of the family, or yours (`TransducerLoss.decoding`). Options of
+        training (sigma, FastEmit, delay penalty, omega) change nothing.
+    joint : callable or LinearJoint
+        ``joint(encoder rows [N, E], predictor rows [N, P]) -> logits [N, V]``, each row by itself, as in `JointLogits`.
+        It runs in the loop: project `encoder_out` before. One that draws random numbers is an error; a Flax NNX module,
+        or a method of one, runs in evaluation mode with the parameters that it has when the search is made.
+    predictor : Predictor
+        Or any object with `initial` and `step`, and perhaps `start` and `symbols`. No dropout, as in `joint`.
+    max_labels : int
+        L, room for labels in a hypothesis. Once it is full, no label follows; `Hypotheses.full` says so. Of a stream,
+        `beam` has so much room for all parts, `greedy` for each part.
+    max_symbols : int, default 10
+        Labels that one frame may emit; after these only a blank is allowed. `parallel` has one at most.
+    window : int, default 4
+        Frames that a step of `greedy` or `sample` looks at. More frames make fewer and larger steps.
+    fusion : sequence of pairs (model, weight), default ()
+        Adds weight times the score that a model gives to each label, and to an end: shallow fusion. `Predictor` says
+        which objects are models. A score of -inf forbids the label. Weights may be traced, or below 0. A weight of 0
+        adds nothing; a Python 0 skips the model. Of `greedy` and `beam`.
+    ilm_weight : float or scalar Array, default 0.0
+        Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
+        of ``joint(0, predictor row)``. If `encoder_out` was projected before, the bias of that projection belongs in
+        the joint. For `HATLoss` this is the model's own language model (Variani et al. 2020); for others, without
+        blanks, an estimate (Meng et al. 2021). A Python 0 skips it. Of `greedy` and `beam`.
+    blank_penalty : float or scalar Array, default 0.0
+        Nats to subtract from the log-probability of every blank move, after the softmax, so that the search leaves out
+        fewer labels. It counts in the scores. For every loss but `HATLoss`, greedy search finds the same labels as if
+        the blanks' logits were lowered by it, as icefall and sherpa-onnx do. Of all verbs but `sample`.
+    temperature : float or scalar Array, default 1.0
+        Divides the logits before the softmax: those of tokens, of durations and of a HAT's blank. It counts in the
+        scores. Rows that are log-probabilities already (`fused_log_softmax=False`) allow 1 alone.
+    duration_choice : {"pair", "token_first"}, default "pair"
+        "pair": the best move is the best pair of token and duration. "token_first": NeMo's and Hugging Face's rule for
+        TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
+        one frame, and so does, with no log-probability, a label of duration 0 that is the `max_symbols`-th of its frame
+        (Hugging Face has no such limit). The score is the log-probability of the chosen tokens and durations. A path
+        with such frames is not in the loss's lattice, so `exact_end` is an error. For losses without durations it
+        changes nothing. Of `greedy` and `parallel`.
+    confidence : Entropy, optional
+        Adds `Hypotheses.label_confidences`, from the entropy of the row of each label. None: only the log-probabilities
+        of the labels tell how sure the model is, and the program computes nothing more. Of `greedy` and `beam`.
+    start : int, optional
+        The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
+        the predictor's `symbols`, an error without them.
 
-    def frame(self, t):
-        """Encoder rows [B N, K, E] of frames t [B N, K], for N = `copies`; any row for frames outside."""
-        batch, _, width = self.encoder_out.shape
-        rows = take(self.encoder_out, self.inside(t).reshape(batch, self.copies * t.shape[1]))
-        return rows.reshape(*t.shape, width)
+    Raises
+    ------
+    TypeError, ValueError
+        An option has the wrong type or range. The verbs raise them too.
 
-    def vary(self, tree):
-        """Leaves of a loop's first state, which vary over the same manual mesh axes as the loop's results."""
-        like = self.encoder_out, self.lengths
-        return jax.tree.map(lambda x: _xla.vary_together(x, *like)[0], tree)
+    References
+    ----------
+    Meng et al., "Internal Language Model Estimation for Domain-Adaptive End-to-End Speech Recognition", 2021,
+    arXiv:2011.01991.
 
+    Examples
+    --------
+    Each frame asks for a class, and the predictor forbids to repeat the last label:
 
-def checked(function, encoder_out, lengths, exact_end):
-    """(encoder_out [B, T, E], lengths int32 [B], exact_end), checked as far as their values are known."""
-    encoder_out = _checks.floating(function, "encoder_out", encoder_out, 3, "[B, T, E]")
-    if encoder_out.ndim != 3:
-        raise ValueError(f"{function}: encoder_out must have shape [B, T, E], got {encoder_out.shape}.")
-    batch, frames, _ = encoder_out.shape
-    _checks.unsplit(function, "encoder_out", encoder_out, {-2: "T", -1: "E"})
-    raw, lengths = lengths, _checks.integers(function, "lengths", lengths, (batch,), "[B]")
-    known = _checks.known(raw)
-    if known is not None and np.any((known < 0) | (known > frames)):
-        expected = f"lie in [0, {frames}], as encoder_out has {frames} frames"
-        raise ValueError(f"{function}: lengths must {expected}, got {known.tolist()}.")
-    if isinstance(exact_end, (bool, np.bool_)):
-        exact_end = bool(exact_end)
-    else:
-        if getattr(exact_end, "dtype", None) != np.bool_ or tuple(exact_end.shape) != (batch,):
-            got = f"{exact_end.dtype} {tuple(exact_end.shape)}" if hasattr(exact_end, "dtype") else repr(exact_end)
-            raise TypeError(f"{function}: exact_end must be True or False, or bool [B] with B = {batch}, got {got}.")
-        exact_end = jnp.asarray(exact_end)
-    return encoder_out, lengths, exact_end
-
-
-def on_devices(run, encoder_out, lengths, exact_end, state):
-    """``run(encoder_out, lengths, exact_end, state)``; on explicit mesh axes by each device for its own utterances."""
-    if not _xla.is_split(encoder_out):
-        return run(encoder_out, lengths, exact_end, state)
-    if isinstance(exact_end, jax.Array):
-        return _xla.by_shards(run, encoder_out, lengths, exact_end, state)
-    return _xla.by_shards(lambda *arrays: run(*arrays[:2], exact_end, *arrays[2:]), encoder_out, lengths, state)
-
-
-def prepare(function, networks, encoder_out, lengths, exact_end, scoring, start, width=1, numbers=None):
-    """(search, start label, function that makes the predictor rows and state after it).
-
-    For `width` predictors of each utterance. `numbers`: further options by name, as for `out_of_range`.
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.Predictor(lambda batch: (), lambda state, labels: (-9 * jax.nn.one_hot(labels, 3), state))
+    >>> search = decode.Search(RNNTLoss(blank=0), jnp.add, predictor, max_labels=5)
+    >>> frames = 5 * jax.nn.one_hot(jnp.array([[1, 0, 2, 0]]), 3)
+    >>> best = jax.jit(decode.Search.greedy)(search, frames, jnp.array([4]))
+    >>> best.labels.tolist(), best.frames.tolist(), best.counts.tolist()
+    ([[1, 2, -1, -1, -1]], [[0, 2, -1, -1, -1]], [2])
     """
-    loss, joint, predictor = networks
-    batch, frames, _ = encoder_out.shape
-    bad = (lengths < 0) | (lengths > frames)
-    if frames == 0:  # nothing is read, but rows are gathered
-        encoder_out = jnp.zeros((batch, 1, encoder_out.shape[2]), encoder_out.dtype)
-    joint, predictor = in_evaluation(joint), in_evaluation(predictor)
-    start = _predictor.start_of(function, predictor, start)
-    # The classes are known once there is a predictor row, and the start label by default once classes are known.
-    row, _ = jax.eval_shape(lambda: _predictor.begin(function, "predictor", predictor, batch, 0))
-    layout = checked_joint(function, joint, encoder_out, jnp.zeros((batch, 1, row.shape[-1]), row.dtype))
-    symbols = symbols_of(function, loss, layout.classes, scoring)
-    labels = layout.classes - symbols.emission.num_durations
-    while labels - 1 in symbols.emission.blanks:
-        labels -= 1
-    _predictor.check_symbols(function, "predictor", predictor, labels)
-    if start is None:
-        name, known = "start, by default the blank,", _predictor.declared_symbols(predictor)
-        start = _predictor.start_label(function, name, symbols.emission.blanks[0], known)
-    first = functools.partial(_predictor.begin, function, "predictor", predictor, batch * width, start)
-    dtype = scores_dtype(layout.dtype)
-    bad |= _options.out_of_range(function, scoring.numbers | symbols.numbers | (numbers or {}), dtype)
-    lengths = jnp.where(bad, 0, lengths)
-    ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
 
-    def paired(encoder, predictor):
-        if encoder.shape[0] == 0:
-            return jnp.zeros((0, layout.classes), dtype)
-        return layout.joint(encoder, predictor)
+    loss: TransducerLoss
+    joint: Callable[[jax.Array, jax.Array], jax.Array] | LinearJoint
+    predictor: Predictor | Any
+    max_labels: int
+    _: dataclasses.KW_ONLY
+    max_symbols: int = 10
+    window: int = 4
+    fusion: Sequence[tuple[Any, float | jax.Array]] = ()
+    ilm_weight: float | jax.Array = 0.0
+    blank_penalty: float | jax.Array = 0.0
+    temperature: float | jax.Array = 1.0
+    duration_choice: typing.Literal["pair", "token_first"] = "pair"
+    confidence: Entropy | None = None
+    start: int | None = None
 
-    arrays = encoder_out, lengths, bad, ends_here
-    return Search(function, symbols, paired, predictor, *arrays, layout.classes, labels, dtype), start, first
+    def __post_init__(self):
+        self._check("Search")
+
+    def _check(self, function: str) -> None:
+        """Checks the options before there are utterances; a Flax NNX module becomes a pytree of its parameters."""
+        _options.sizes(function, max_labels=self.max_labels, window=self.window)
+        self._scoring(function)
+        self._models(function)
+        values = {name: in_evaluation(getattr(self, name)) for name in ("joint", "predictor")}
+        values["fusion"] = tuple((in_evaluation(model), weight) for model, weight in self.fusion)
+        for name, x in values.items():
+            object.__setattr__(self, name, x)
+
+    def _scoring(self, function: str, **others) -> Scoring:
+        names = "max_symbols", "blank_penalty", "temperature", "duration_choice", "confidence"
+        return checked_scoring(function, **{name: getattr(self, name) for name in names} | others)
+
+    def _models(self, function: str) -> Fusion:
+        return checked_fusion(function, self.fusion, self.ilm_weight)
+
+    def _lacks(self, function: str, *names: str) -> None:
+        """Raises unless these options, which the verb does not use, have their defaults: nothing is ignored."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in names:
+            value, default = getattr(self, name), defaults[name]
+            if value is not default and (isinstance(value, jax.Array) or value != default):
+                raise ValueError(f"{function}: {name} must be left out, as it changes nothing here, got {value!r}.")
+
+    def __repr__(self):
+        """Fields without a default, then those that differ from it."""
+        shown = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
+        return f"Search({', '.join(f'{name}={x!r}' for name, x, default in shown if x is not default)})"
+
+    # ---- verbs on a batch
+
+    def greedy(
+        self, encoder_out: jax.Array, lengths: jax.Array, *, exact_end: bool | jax.Array = False, state: Any = None
+    ) -> Hypotheses:
+        """Takes the most probable move out of each node, from the first frame to the last.
+
+        Ties prefer blanks, then lower classes. Utterances run from label to label at their own pace in one loop. A
+        search without a path in the lattice (`exact_end`) has the score -inf and no labels, as in `beam`.
+
+        Parameters
+        ----------
+        encoder_out : Array, float16 | bfloat16 | float32 | float64 [B, T, E]
+            Output of the encoder.
+        lengths : Array, integer [B]
+            Frames of each utterance; later ones are never read.
+        exact_end : bool or bool Array [B], default False
+            True: only paths of the loss's lattice, so no move reads beyond the last frame. False: the last move may
+            read further, as a search does not know a stream's end in advance. It matters for durations, big blanks and
+            `final_blank`. In a stream: which utterances end with this part.
+        state : pytree, optional
+            `Hypotheses.state` of the previous part of a stream. Labels are those of this part; frames and scores count
+            from the start of the stream.
+
+        Returns
+        -------
+        Hypotheses
+            One of each utterance.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument has the wrong type, shape or range; a loss lacks its `DecodingRules`; the predictor's state
+            changes its shape; `start` contradicts the predictor; the joint network has more labels than the predictor;
+            a model of `fusion` has another vocabulary, or serves another number of utterances; a weight is not finite;
+            `exact_end` where an earlier part of the stream has read beyond the end. Where values are traced, an
+            utterance gets the score NaN and no labels instead.
+
+        References
+        ----------
+        Xu, Bataev, Jia and Ginsburg, "Label-Looping: Highly Efficient Decoding for Transducers", 2024,
+        arXiv:2406.06220.
+        """
+        return _greedy.run(self, encoder_out, lengths, exact_end, state)
+
+    def beam(
+        self,
+        encoder_out: jax.Array,
+        lengths: jax.Array,
+        width: int,
+        *,
+        merge: bool = True,
+        threshold: float | jax.Array | None = None,
+        length_norm: float | jax.Array = 0.0,
+        exact_end: bool | jax.Array = False,
+        state: Any = None,
+    ) -> Hypotheses:
+        """The N best label sequences of each utterance, by time-synchronous beam search.
+
+        Hypotheses with equal labels are merged: their score is the log of the summed probability of their alignments.
+        If the beam loses none, and with `exact_end`, it is minus the loss of these labels.
+
+        Parameters
+        ----------
+        encoder_out, lengths, exact_end
+            As for `greedy`. The predictor runs on B `width` sequences.
+        width : int
+            Hypotheses that the search keeps, N. Those of an utterance compete whatever frame they have reached, so a
+            beam that loses none needs room for the same labels on several frames.
+        merge : bool, default True
+            False: alignments of equal labels stay apart. With `width` 1 this is `greedy`.
+        threshold : float or scalar Array, optional
+            Drops hypotheses with a score more than this, in nats, below the best. Fewer hypotheses take less time.
+        length_norm : float or scalar Array, default 0.0
+            Ranks the result by score / (labels + 1)^length_norm; 0: by score. Scores and search stay as they are.
+        state : pytree, optional
+            `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole
+            stream.
+
+        Returns
+        -------
+        Hypotheses
+            The `width` best of each utterance, best first.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `greedy`; the search has a `window` or a `duration_choice`.
+
+        See Also
+        --------
+        mwer_loss : Training with N-best lists.
+
+        References
+        ----------
+        Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
+        Saon, Tüske and Audhkhasi, "Alignment-Length Synchronous Decoding for RNN Transducer", ICASSP 2020.
+        """
+        self._lacks("beam", "window", "duration_choice")
+        return _beam.run(self, encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state)
+
+    def sample(
+        self,
+        encoder_out: jax.Array,
+        lengths: jax.Array,
+        key: jax.Array,
+        *,
+        samples: int,
+        exact_end: bool | jax.Array = False,
+    ) -> Hypotheses:
+        """Alignments drawn from the model, move by move, with the exact log-probability of each draw.
+
+        Out of each node an alignment takes an allowed move at random: a blank, or a label with its duration. A move has
+        the probability that it has in the loss, divided by that of all allowed moves. As in `greedy`, all arcs of the
+        loss are allowed, but no labels at `max_symbols` and `max_labels`, and with `exact_end` no move out of the
+        lattice. So without these limits an alignment of `RNNTLoss` or `HATLoss` is drawn with its probability in the
+        model, and labels with the sum over their alignments. For `TDTLoss`, blanks of duration 0 share their
+        probability among the other moves.
+
+        Parameters
+        ----------
+        encoder_out, lengths, exact_end
+            As for `greedy`. The predictor runs on B N sequences.
+        key : Array, a JAX random key, or one of each utterance [B]
+            An utterance draws by the key's `jax.random.fold_in` with its number, or by its own key; then its draws do
+            not depend on the batch. Inside `jax.shard_map`, where numbers start anew on each device, give one of each.
+        samples : int
+            N. Samples are independent, so labels may repeat.
+
+        Returns
+        -------
+        Hypotheses
+            [B, N], in the order of the draws. `scores` are log-probabilities, in nats, of drawing these alignments, not
+            of their labels. -inf: the draws met a dead end of the lattice (`exact_end`). `state` is None.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `greedy`; `key` is no random key; the search has fusion, an internal language model, a penalty, a
+            confidence or a `duration_choice`.
+
+        See Also
+        --------
+        mwer_loss : The expected number of errors of a list.
+        """
+        self._lacks("sample", "fusion", "ilm_weight", "blank_penalty", "duration_choice", "confidence")
+        return _sample.run(self, encoder_out, lengths, key, samples, exact_end)
+
+    def parallel(
+        self, encoder_out: jax.Array, lengths: jax.Array, *, rounds: int = 0, exact_end: bool | jax.Array = False
+    ) -> Hypotheses:
+        """The most probable moves without a predictor, all frames at once; then labels are chosen again, with it.
+
+        The model must be trained with masked predictor rows, as ``Joint(masking=0.5)`` of `jax_rnnt.flax` does (HAINAN,
+        Xu et al. 2024). Without rounds it is greedy search with one predictor row at every node, that of a masked
+        predictor (`masked_row`; zeros where it has none), and at most one label a frame: the joint network runs once,
+        on B T rows, and the predictor never. The logits of all frames are in memory.
+
+        In a round (semi-autoregressive), the predictor reads all labels of an utterance. Then each label becomes the
+        most probable one at its frame, after the labels before it, for all labels at once. Frames, durations and counts
+        stay.
+
+        Parameters
+        ----------
+        encoder_out, lengths, exact_end
+            As for `greedy`; `exact_end` is that of an utterance, as there are no streams.
+        rounds : int, default 0
+            How many times all labels are chosen again.
+
+        Returns
+        -------
+        Hypotheses
+            One of each utterance. `scores` are those of the moves without a predictor, also after rounds;
+            `label_log_probs` those of the last choice. `state` is None.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `greedy`; `masked_row` is no row of the predictor; the search has fusion, an internal language model,
+            a confidence or a `window`.
+
+        References
+        ----------
+        Xu, Bataev, Jia and Ginsburg, "HAINAN: Fast and Accurate Transducer for Hybrid-Autoregressive ASR", 2024,
+        arXiv:2410.02597.
+        """
+        self._lacks("parallel", "max_symbols", "window", "fusion", "ilm_weight", "confidence")
+        return _parallel.run(self, encoder_out, lengths, rounds, exact_end)
 
 
-def beyond_the_end(search, exact_end, reached):
-    """bool [B]: utterances that end here, and of which an earlier part has read further, or ended by a wrong move.
+# ------------------------------------------------------------------------------------------------------------ a pytree
 
-    `reached` [B]: how many of these frames the moves of earlier parts need. The whole utterance at once would have
-    taken other moves. Known ones raise.
+
+class _Structure(typing.NamedTuple):
+    """All of a search but its leaves."""
+
+    tree: Any  # of the fields that may hold some
+    found: tuple  # what `jax.tree.flatten` finds there, with `_LEAF` in the place of each leaf
+    fields: tuple  # the other fields, by name
+
+
+class _Object:
+    """One that has no hash. It equals itself alone."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return isinstance(other, _Object) and self.x is other.x
+
+    def __hash__(self):
+        return id(self.x)
+
+
+_LEAF = object()
+
+
+def _is_leaf(x) -> bool:
+    return isinstance(x, (numbers.Real, jax.Array, np.ndarray))
+
+
+def _kept(x):
+    if _is_leaf(x):
+        return _LEAF
+    try:
+        hash(x)
+    except TypeError:
+        return _Object(x)
+    return x
+
+
+def _is_off(x, value: float) -> bool:
+    return isinstance(x, numbers.Real) and x == value
+
+
+def _flatten(search: Search):
+    fields = {f.name: getattr(search, f.name) for f in dataclasses.fields(search)}
+    if isinstance(fields["loss"], TransducerLoss):
+        fields["loss"] = switched_off(fields["loss"])
+    if isinstance(fields["fusion"], Sequence):
+        fields["fusion"] = tuple(tuple(pair) for pair in fields["fusion"] if not _is_off(pair[1], 0.0))
+    names = [*NETWORKS, *(name for name, value in OFF.items() if not _is_off(fields[name], value))]
+    found, tree = jax.tree.flatten({name: fields.pop(name) for name in names})
+    leaves = [x for x in found if _is_leaf(x)]
+    return leaves, _Structure(tree, tuple(map(_kept, found)), tuple(sorted(fields.items())))
+
+
+def _unflatten(structure: _Structure, leaves):
+    leaves = iter(leaves)
+    found = [next(leaves) if x is _LEAF else x.x if isinstance(x, _Object) else x for x in structure.found]
+    fields = jax.tree.unflatten(structure.tree, found) | dict(structure.fields)
+    return _pytree.make(Search, fields.keys(), fields.values())
+
+
+jax.tree_util.register_pytree_node(Search, _flatten, _unflatten)
+
+
+# ----------------------------------------------------------------------------------------------------------- functions
+
+
+def _search(function: str, *model, **options) -> Search:
+    """Search(*model, **options), whose errors name `function`."""
+    names = [f.name for f in dataclasses.fields(Search)]
+    defaults = {f.name: f.default for f in dataclasses.fields(Search)}
+    if unknown := options.keys() - defaults.keys():
+        raise TypeError(f"{function}: {min(unknown)} is no argument and no option of decode.Search.")
+    fields = defaults | dict(zip(names, model)) | options
+    search = _pytree.make(Search, fields.keys(), fields.values())
+    search._check(function)
+    return search
+
+
+def greedy(
+    loss,
+    joint,
+    predictor,
+    encoder_out: jax.Array,
+    lengths: jax.Array,
+    max_labels: int,
+    *,
+    exact_end: bool | jax.Array = False,
+    state: Any = None,
+    **options: Any,
+) -> Hypotheses:
+    """``Search(loss, joint, predictor, max_labels, **options).greedy(encoder_out, lengths, ...)``.
+
+    Parameters
+    ----------
+    loss, joint, predictor, max_labels, **options
+        As for `Search`.
+    encoder_out, lengths, exact_end, state
+        As for `Search.greedy`.
+
+    Returns
+    -------
+    Hypotheses
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+    >>> frames = jnp.array([[[0.0, 5.0, 1.0], [5.0, 0.0, 1.0]]])
+    >>> decode.greedy(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([2]), 2, max_symbols=1).labels.tolist()
+    [[1, -1]]
     """
-    function, symbols, lengths = search.function, search.symbols, search.lengths
-    if exact_end is False or not symbols.reach:
-        return jnp.zeros(lengths.shape, bool)
-    beyond = (reached > lengths) & exact_end
-    known = _checks.known(beyond)
-    if known is not None and known.any():
-        expected = f"False, or True for utterances whose last part has {symbols.reach} frames or more"
-        where = np.flatnonzero(known).tolist()
-        got = f"True where an earlier part has read beyond the end, in the utterances {where}"
-        raise ValueError(f"{function}: exact_end must be {expected}, as moves of this loss reach so far, got {got}.")
-    return beyond
+    search = _search("greedy", loss, joint, predictor, max_labels, **options)
+    return search.greedy(encoder_out, lengths, exact_end=exact_end, state=state)
+
+
+def beam(
+    loss,
+    joint,
+    predictor,
+    encoder_out: jax.Array,
+    lengths: jax.Array,
+    max_labels: int,
+    width: int,
+    *,
+    merge: bool = True,
+    threshold: float | jax.Array | None = None,
+    length_norm: float | jax.Array = 0.0,
+    exact_end: bool | jax.Array = False,
+    state: Any = None,
+    **options: Any,
+) -> Hypotheses:
+    """``Search(loss, joint, predictor, max_labels, **options).beam(encoder_out, lengths, width, ...)``.
+
+    Parameters
+    ----------
+    loss, joint, predictor, max_labels, **options
+        As for `Search`.
+    encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state
+        As for `Search.beam`.
+
+    Returns
+    -------
+    Hypotheses
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+    >>> frames = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
+    >>> lists = decode.beam(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([1]), max_labels=2, width=3)
+    >>> lists.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(lists.scores[0])]
+    ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
+    """
+    search = _search("beam", loss, joint, predictor, max_labels, **options)
+    more = dict(merge=merge, threshold=threshold, length_norm=length_norm, exact_end=exact_end, state=state)
+    return search.beam(encoder_out, lengths, width, **more)
+
+
+def sample(
+    loss,
+    joint,
+    predictor,
+    encoder_out: jax.Array,
+    lengths: jax.Array,
+    max_labels: int,
+    key: jax.Array,
+    *,
+    samples: int,
+    exact_end: bool | jax.Array = False,
+    **options: Any,
+) -> Hypotheses:
+    """``Search(loss, joint, predictor, max_labels, **options).sample(encoder_out, lengths, key, ...)``.
+
+    Parameters
+    ----------
+    loss, joint, predictor, max_labels, **options
+        As for `Search`.
+    encoder_out, lengths, key, samples, exact_end
+        As for `Search.sample`.
+
+    Returns
+    -------
+    Hypotheses
+
+    Examples
+    --------
+    One frame that emits a label with probability 0.2, and then another one:
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
+    >>> model = RNNTLoss(blank=0), jnp.add, predictor, jnp.log(jnp.array([[[0.8, 0.2]]])), jnp.array([1])
+    >>> drawn = decode.sample(*model, 5, jax.random.key(0), samples=4000)
+    >>> bool(abs((drawn.counts == 0).mean() - 0.8) < 0.03)
+    True
+    >>> [round(float(jnp.exp(drawn.scores[drawn.counts == n][0])), 3) for n in (0, 1, 2)]
+    [0.8, 0.16, 0.032]
+    """
+    search = _search("sample", loss, joint, predictor, max_labels, **options)
+    return search.sample(encoder_out, lengths, key, samples=samples, exact_end=exact_end)
+
+
+def parallel(
+    loss,
+    joint,
+    predictor,
+    encoder_out: jax.Array,
+    lengths: jax.Array,
+    max_labels: int,
+    *,
+    rounds: int = 0,
+    exact_end: bool | jax.Array = False,
+    **options: Any,
+) -> Hypotheses:
+    """``Search(loss, joint, predictor, max_labels, **options).parallel(encoder_out, lengths, ...)``.
+
+    Parameters
+    ----------
+    loss, joint, predictor, max_labels, **options
+        As for `Search`.
+    encoder_out, lengths, rounds, exact_end
+        As for `Search.parallel`.
+
+    Returns
+    -------
+    Hypotheses
+
+    Examples
+    --------
+    Frames ask for the classes 1, 1 and 2. The predictor forbids to repeat a label; class 2 is the next best one:
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.Predictor(lambda batch: (), lambda state, labels: (-9 * jax.nn.one_hot(labels, 3), state))
+    >>> frames = jnp.array([[[0.0, 5.0, 1.0], [0.0, 5.0, 1.0], [5.0, 0.0, 1.0]]])
+    >>> search = lambda n: decode.parallel(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([3]), 4, rounds=n)
+    >>> search(0).labels.tolist(), search(1).labels.tolist()
+    ([[1, 1, -1, -1]], [[1, 2, -1, -1]])
+    """
+    search = _search("parallel", loss, joint, predictor, max_labels, **options)
+    return search.parallel(encoder_out, lengths, rounds=rounds, exact_end=exact_end)

@@ -16,7 +16,7 @@ from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._model import log_softmax
 from jax_rnnt.decode._modules import in_evaluation
-from jax_rnnt.decode.search._search import Search
+from jax_rnnt.decode.search._problem import Problem
 
 
 class Weighted(typing.NamedTuple):
@@ -69,7 +69,7 @@ class Networks(typing.NamedTuple):
     key: Any = None  # [N, 2]: of beam search: hashes, equal where all other fields are
 
 
-def checked_fusion(function, fusion, ilm_weight, encoder_out) -> Fusion:
+def checked_fusion(function, fusion, ilm_weight) -> Fusion:
     models = []
     expected = "a sequence of pairs (model, weight), as fusion=((model, 0.3),)"
     if isinstance(fusion, str) or not isinstance(fusion, Sequence):
@@ -81,41 +81,43 @@ def checked_fusion(function, fusion, ilm_weight, encoder_out) -> Fusion:
         model, weight = pair
         if not _checks.is_zero(weight := _checks.scalar(function, f"{name} weight", weight)):
             models.append(Weighted(name, in_evaluation(model), weight))
-            check_utterances(function, *models[-1][:2], encoder_out)
     return Fusion(tuple(models), _checks.scalar(function, "ilm_weight", ilm_weight))
 
 
-def check_utterances(function, name, model, encoder_out):
-    """Raises if the model has tables for other utterances than these."""
-    served, batch = getattr(model, "utterances", None), encoder_out.shape[0]
-    if served is not None and served != batch:
-        raise ValueError(f"{function}: {name}.utterances must be {batch}, those of encoder_out, or None, got {served}.")
-    if served is not None and _xla.is_split(encoder_out):
-        cure = "run the search in jax.shard_map, which gives each device the model of its own utterances"
-        got = f"got {served} where a mesh axis of type Explicit splits encoder_out"
-        raise ValueError(f"{function}: {name}.utterances must be None, {got}: {cure}.")
+def check_utterances(function, fusion: Fusion, encoder_out):
+    """Raises if a model has tables for other utterances than these."""
+    batch = encoder_out.shape[0]
+    for name, model, _ in fusion.models:
+        served = getattr(model, "utterances", None)
+        if served is not None and served != batch:
+            expected = f"{batch}, those of encoder_out, or None"
+            raise ValueError(f"{function}: {name}.utterances must be {expected}, got {served}.")
+        if served is not None and _xla.is_split(encoder_out):
+            cure = "run the search in jax.shard_map, which gives each device the model of its own utterances"
+            got = f"got {served} where a mesh axis of type Explicit splits encoder_out"
+            raise ValueError(f"{function}: {name}.utterances must be None, {got}: {cure}.")
 
 
 # ---------------------------------------------------------------------------------------------------- networks
 
 
-def begin(fusion: Fusion, search: Search, start: int, rows, state) -> Networks:
+def begin(fusion: Fusion, problem: Problem, start: int, rows, state) -> Networks:
     """The networks after their start labels; `rows` [N, P] and `state` are those of the predictor."""
-    begun = [begin_model(part, search, rows.shape[0], start) for part in fusion.models]
+    begun = [begin_model(part, problem, rows.shape[0], start) for part in fusion.models]
     scores, states = [scores for scores, _ in begun], tuple(after for _, after in begun)
-    return Networks(rows, state, states, bonus(fusion, search, scores, rows))
+    return Networks(rows, state, states, bonus(fusion, problem, scores, rows))
 
 
-def begin_model(part: Weighted, search: Search, rows: int, start: int):
+def begin_model(part: Weighted, problem: Problem, rows: int, start: int):
     """(scores [rows, V], state) of a model after its start label, by default that of the predictor."""
-    function, (name, model, _) = search.function, part
+    function, (name, model, _) = problem.function, part
     first_label = _predictor.declared_start(function, name, model)
     if first_label is None:
         default = f"start, by default that of the predictor, of {name}"
         first_label = _predictor.start_label(function, default, start, _predictor.declared_symbols(model))
-    _predictor.check_symbols(function, name, model, search.labels)
+    _predictor.check_symbols(function, name, model, problem.labels)
     scores, state = _predictor.begin(function, name, model, rows, first_label, "scores [N, V]")
-    labels, tokens, classes = search.labels, search.tokens, search.classes
+    labels, tokens, classes = problem.labels, problem.tokens, problem.classes
     if scores.shape[-1] not in (labels, tokens, classes):
         expected = f"V = {labels} (labels), {tokens} (with blanks) or {classes} (all classes of the joint network)"
         raise ValueError(f"{function}: {name}.step must make scores [N, V] with {expected}, got {scores.shape}.")
@@ -143,36 +145,36 @@ def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
     return networks._replace(models=tuple(models))
 
 
-def read(fusion: Fusion, search: Search, networks: Networks, labels) -> Networks:
+def read(fusion: Fusion, problem: Problem, networks: Networks, labels) -> Networks:
     """The networks after one more label [N], without a key."""
-    rows, state = search.predictor.step(networks.predictor, labels)
+    rows, state = problem.predictor.step(networks.predictor, labels)
     steps = [part.model.step(state, labels) for part, state in zip(fusion.models, networks.models)]
     scores, states = [scores for scores, _ in steps], tuple(after for _, after in steps)
-    return Networks(rows, state, states, bonus(fusion, search, scores, rows))
+    return Networks(rows, state, states, bonus(fusion, problem, scores, rows))
 
 
 # ------------------------------------------------------------------------------------------------------ scores
 
 
-def bonus(fusion: Fusion, search: Search, scores, rows):
+def bonus(fusion: Fusion, problem: Problem, scores, rows):
     """[N, V]: what fusion adds to the score of each label after predictor rows [N, P]; None if it adds nothing."""
     if not fusion.adds:
         return None
-    total = jnp.zeros((rows.shape[0], search.tokens), search.dtype)
+    total = jnp.zeros((rows.shape[0], problem.tokens), problem.dtype)
     for x, part in zip(scores, fusion.models):
-        x = jnp.pad(x[:, : search.tokens], [(0, 0), (0, max(search.tokens - x.shape[1], 0))])
+        x = jnp.pad(x[:, : problem.tokens], [(0, 0), (0, max(problem.tokens - x.shape[1], 0))])
         total = added(total, part.weight, x)
     if fusion.internal:
-        internal, weight = internal_scores(search, rows), jnp.asarray(fusion.internal_weight, search.dtype)
+        internal, weight = internal_scores(problem, rows), jnp.asarray(fusion.internal_weight, problem.dtype)
         total = total - weighted(weight, jnp.where(jnp.isneginf(internal), 0, internal))
-    return jnp.where(search.symbols.is_blank(total), 0, total)
+    return jnp.where(problem.symbols.is_blank(total), 0, total)
 
 
-def internal_scores(search: Search, rows):
+def internal_scores(problem: Problem, rows):
     """Log-probabilities [N, V] of labels in the internal language model: the joint network without an encoder."""
-    symbols = search.symbols
-    silence = jnp.zeros((rows.shape[0], search.encoder_out.shape[-1]), search.encoder_out.dtype)
-    logits = search.joint(silence, rows).astype(search.dtype)[:, : search.tokens]
+    symbols = problem.symbols
+    silence = jnp.zeros((rows.shape[0], problem.encoder_out.shape[-1]), problem.encoder_out.dtype)
+    logits = problem.joint(silence, rows).astype(problem.dtype)[:, : problem.tokens]
     logits = symbols.scoring.tempered(jnp.where(symbols.is_blank(logits), -jnp.inf, logits))
     return log_softmax(logits) if symbols.emission.normalize else logits
 
