@@ -1,1 +1,1 @@
-"""Models that add scores to labels: n-grams, word n-grams, phrases, and how a search weighs them (fusion)."""
+"""Models that add scores to labels: n-grams, word n-grams, phrases. They know no search."""
