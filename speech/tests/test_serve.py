@@ -1,4 +1,4 @@
-"""Texts over HTTP and of live streams are those of `transcribe`, in OpenAI's schema; bad requests are told so, and clients
+"""Texts over HTTP and of live streams are those of `transcribe`, in OpenAI's schema; bad requests are told so; clients
 that go leave nothing behind; an exported model alone."""
 
 import argparse
@@ -68,14 +68,15 @@ def talk(served, conversation):
     kept = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(web, "run_app", lambda app, **more: kept.append((app, more)))
-        patch.setattr(served, "options", argparse.Namespace(**vars(served.options) | {"host": "", "port": 0}))
         server.run(served, served.options)
     ((application, more),) = kept
 
+    class Local(TestServer):
+        async def _make_runner(self, **_):
+            return web.AppRunner(self.app, handler_cancellation=more.get("handler_cancellation", False))
+
     async def main():
-        local = TestServer(application)
-        await local.start_server(handler_cancellation=more["handler_cancellation"])
-        async with TestClient(local) as client:
+        async with TestClient(Local(application)) as client:
             await conversation(client)
 
     asyncio.run(main())
@@ -151,7 +152,7 @@ def test_texts_of_files(served, corpus, tmp_path):
             assert whole["language"] == "en"
             same([fits(x, "word") for x in whole["words"]], truth.words)
             assert [fits(x, "segment")["id"] for x in whole["segments"]] == [*range(len(whole["segments"]))]
-            assert sum((x["tokens"] for x in whole["segments"]), []) == result.labels
+            assert [i for x in whole["segments"] for i in x["tokens"]] == result.labels
             assert whole["duration"] == truth.duration >= max((x["end"] for x in whole["segments"]), default=0)
             assert truth.space.join(x["text"] for x in whole["segments"]) == truth.space.join(
                 x.text for x in truth.words
@@ -290,7 +291,7 @@ def test_fields_of_segments():
             assert x["avg_logprob"] == pytest.approx(-sum(i % 7 for i in x["tokens"]) / 8 / len(x["tokens"]))
             data = x["text"].encode()
             assert x["compression_ratio"] == len(data) / len(zlib.compress(data))
-        assert sum((x["tokens"] for x in found["segments"]), []) == [*range(160)]
+        assert [i for x in found["segments"] for i in x["tokens"]] == [*range(160)]
 
 
 async def events_of(answer):
@@ -385,8 +386,10 @@ def test_clients_that_go(served, monkeypatch):
             writer.close()
             return answer.split()[1]
 
-        waiting = [asyncio.create_task(client.post(ROUTE, data=form(b"x"))) for _ in range(3)]
-        await asyncio.to_thread(begun.wait, 60)
+        waiting = []
+        for _ in range(3):  # the first one runs, and two wait
+            waiting.append(asyncio.create_task(client.post(ROUTE, data=form(b"x"))))
+            await asyncio.to_thread(begun.wait, 60)
         await until(3)
         async with client.post(ROUTE, data=form(b"x")) as answer:
             assert answer.status == 429
@@ -394,23 +397,22 @@ def test_clients_that_go(served, monkeypatch):
             x.cancel()
         await asyncio.wait(waiting)
         await until(0)
-        assert 1 <= len(ran) < 3 and not any(x.watch(asr.results.no_labels()) for x in ran)
+        assert [x.watch(asr.results.no_labels()) for x in ran] == [False]
         _, writer = await asyncio.open_connection(client.host, client.port)  # gone within its upload
         writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n" % ROUTE.encode())
         writer.write(b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" + head)
         await until(1)
         writer.close()
         await until(0)
-        before = len(ran)
         go_on.set()
         assert await asyncio.gather(slowly(0.2, 8), slowly(2.5, 1)) == [b"400", b"408"]
-        assert len(ran) == before + 1 and await health() == 0
+        assert len(ran) == 2 and await health() == 0
 
     talk(served, conversation)
 
 
 def test_pages_of_other_origins(served, folder):
-    """Truth: the Fetch standard. Without --cors, and to others, no header; errors have them too, so that pages read why."""
+    """Truth: the Fetch standard. Without --cors, and to others, no header; errors have them, so that pages read why."""
     mine, other = "http://localhost:3000", "http://b.org"
     run(["serve", "--model", folder, "--cors", f"{mine}/"], 2)
     for origins, origin, allowed in (
