@@ -35,6 +35,7 @@ ONCE = {"file", "model", "response_format", "language", "temperature", "prompt",
 # Lists, which clients write as name[]; chunking_strategy is an object, written as name[key].
 LISTS = {GRANULARITIES, "include", "languages", "keywords", "chunking_strategy"}
 FIELDS = 2**16  # bytes of all fields that are no file
+UNLIKELY = -9999.0  # OpenAI's log-probability of what is very unlikely: JSON has no infinity
 MESSAGE = 2**20  # bytes of a message of a stream
 TOGETHER = 8  # files that are transcribed together
 PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
@@ -60,16 +61,17 @@ class Together:
 
     async def __call__(self, job):
         loop = asyncio.get_running_loop()
-        self.waiting.append((job, future := loop.create_future()))
+        self.waiting.append(entry := (job, future := loop.create_future()))
         if self.task is None or self.task.done():
             self.task = loop.create_task(self.work(loop))
-        return await future
+        try:
+            return await future
+        finally:
+            self.waiting = [x for x in self.waiting if x is not entry]  # nobody waits any more
 
     async def work(self, loop):
         while self.waiting:
             chosen, self.waiting = self.waiting[: self.most], self.waiting[self.most :]
-            if not (chosen := [x for x in chosen if not x[1].done()]):  # whoever waited has gone
-                continue
             try:
                 results = await loop.run_in_executor(self.thread, self.run, [job for job, _ in chosen])
             except Exception as error:
@@ -243,7 +245,7 @@ class Server:
     def checked(self, fields):
         """What is Asked; raises where a field asks for what is not done."""
         one = {name: texts[0].strip() for name, texts in fields.items()}
-        form, parts = one.get("response_format", "json"), fields.get(GRANULARITIES, [])
+        form, parts = one.get("response_format") or "json", fields.get(GRANULARITIES, [])
         if "model" not in one:
             raise Problem(400, "the field model is missing", "model")
         self.check_name(one["model"])
@@ -317,7 +319,7 @@ class Server:
 
     def spelled(self, heard):
         """(label, its text, log-probability) of each of the Labels."""
-        return [(i, self.texts[i], x) for i, x in zip(heard.labels, heard.log_probs)]
+        return [(i, self.texts[i], max(UNLIKELY, x)) for i, x in zip(heard.labels, heard.log_probs)]
 
     def transcribed(self, files):
         """A Transcript, or the Problem, of each File. Runs in a thread."""

@@ -313,7 +313,7 @@ def test_events(served, corpus, monkeypatch):
         for text in "A", "A", "A B":
             found = asr.results.Labels(labels(text), [], [-0.5, -0.25, -1.0][: len(text)], [], [])
             assert file.watch(found)
-        assert go_on.wait(60)
+        assert go_on.wait(20)
         file.watch(asr.results.Labels(labels("A BC"), [], [-0.5, -0.25, -1.0, 0.0], [], []))
         return [
             server.Problem(400, "cut off") if b"bad" in file.getvalue() else transcripts.Transcript("A BC", 1.0, [])
@@ -349,6 +349,55 @@ def test_events(served, corpus, monkeypatch):
     talk(served, conversation)
 
 
+@pytest.mark.slow
+def test_the_client_of_openai(served, corpus):
+    """Where it is installed, its types accept all answers, and require what the table above has."""
+    openai = pytest.importorskip("openai")
+    from openai.types import audio as types
+    from openai.types import model, shared
+
+    kinds = {
+        "verbose": types.TranscriptionVerbose, "segment": types.TranscriptionSegment, "word": types.TranscriptionWord,
+        "transcript.text.delta": types.TranscriptionTextDeltaEvent, "model": model.Model, "error": shared.ErrorObject,
+        "transcript.text.done": types.TranscriptionTextDoneEvent,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        assert {field for field, x in kind.model_fields.items() if x.is_required()} == SCHEMA[name].keys(), name
+    file = max(corpus.rglob("*.flac"))
+
+    def calls(port):
+        with openai.OpenAI(api_key="any", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0) as client:
+            create, strict = client.audio.transcriptions.with_raw_response.create, {"model": "whisper-1", "file": file}
+            text = types.Transcription.model_validate_json(create(**strict).text, strict=True).text
+            assert text and create(**strict, response_format="text", prompt="x", temperature=0.3).text == f"{text}\n"
+            assert "-->" in create(**strict, response_format="srt").text
+            assert create(**strict, response_format="vtt", language="en").text.startswith("WEBVTT")
+            logs = create(**strict, include=["logprobs"], chunking_strategy={"type": "server_vad"}, keywords=["a"])
+            types.Transcription.model_validate_json(logs.text, strict=True)
+            for parts in ["word"], ["segment"], ["word", "segment"], openai.omit:
+                answer = create(**strict, response_format="verbose_json", timestamp_granularities=parts)
+                whole = types.TranscriptionVerbose.model_validate_json(answer.text, strict=True)
+                assert whole.text == text and (whole.words or whole.segments)
+            events = [*client.audio.transcriptions.create(**strict, stream=True, include=["logprobs"])]
+            for x in events:
+                kinds[x.type].model_validate(x.model_dump(), strict=True)
+            assert "".join(x.delta for x in events[:-1]) == events[-1].text == text
+            assert [x.id for x in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").created == 0
+            for call in (
+                lambda: client.models.retrieve("huge"),
+                lambda: create(**strict | {"file": b"x"}),
+                lambda: create(**strict, temperature=2),
+            ):
+                with pytest.raises(openai.APIStatusError) as error:
+                    call()
+                kinds["error"].model_validate(error.value.body, strict=True)
+
+    async def conversation(client):
+        await asyncio.to_thread(calls, client.port)
+
+    talk(served, conversation)
+
+
 def test_clients_that_go(served, monkeypatch):
     """Their places are free, what waits is dropped, what runs hears so; an upload may take long, but not pause."""
     ran, begun, go_on = [], threading.Event(), threading.Event()
@@ -356,7 +405,7 @@ def test_clients_that_go(served, monkeypatch):
     def slow(jobs):
         ran.extend(jobs)
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(20)
         return [server.Problem(400, "it has arrived") for _ in jobs]
 
     monkeypatch.setattr(served.files, "run", slow)
@@ -369,8 +418,9 @@ def test_clients_that_go(served, monkeypatch):
             return (await (await client.get("/health")).json())["files"]
 
         async def until(count):
-            while await health() != count:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(20):
+                while await health() != count:
+                    await asyncio.sleep(0.01)
 
         async def slowly(pause, count):
             """The answer to a form whose file comes byte by byte."""
