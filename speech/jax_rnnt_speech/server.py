@@ -40,7 +40,15 @@ MESSAGE = 2**20  # bytes of a message of a stream
 TOGETHER = 8  # files that are transcribed together
 PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
 # What aiohttp raises, or warns of, where a form is none.
-MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning, aiohttp.ClientError, BadHttpMessage
+MALFORMED = (
+    ValueError,
+    AssertionError,
+    RuntimeError,
+    RuntimeWarning,
+    aiohttp.ClientError,
+    BadHttpMessage,
+    web.RequestPayloadError,
+)
 
 
 class Problem(Exception):
@@ -233,6 +241,8 @@ class Server:
                         raise too_large if is_file else Problem(413, f"more than {FIELDS} bytes of fields", key)
                 if is_file:
                     file = File(bytes(data), shown(part.filename or "file"))
+                    if not data:
+                        raise Problem(400, f"{file}: an empty file", "file")
                 else:
                     size += len(data) + 1
                     fields.setdefault(key, []).append(data.decode())

@@ -221,7 +221,7 @@ def test_bad_requests(served, corpus):
         ("temperature", "nan"), ("stream", "x"), ("user", "me"), ("timestamp_granularities[]", "word"), ("[]", "x"),
         ("prompt", "x" * 70_000), ("file", "twice"), ("languages[]", "de"), ("include[]", "x"), ("model[]", "tiny"),
     )]  # fmt: skip
-    forms += [FormData({"model": "tiny"}), form(good, model=["tiny", "tiny"]), form(b""), form(b"x", stream="true")]
+    forms += [FormData({"model": "tiny"}), form(good, model=["tiny", "tiny"]), form(b"x", stream="true")]
     forms += [
         form(good, response_format="srt", **{name: x}) for name, x in (("stream", "true"), ("include[]", "logprobs"))
     ]
@@ -231,6 +231,7 @@ def test_bad_requests(served, corpus):
     body = head + b'name="file"; filename="a"\r\n\r\n' + good[:99] + b"\r\n--x--\r\n"
     raw = [(body[: int(n)], kind) for n in rng.integers(0, len(body), 60)]
     raw += [(body, {"Content-Type": x}) for x in ("", "text/plain", "multipart/form-data", "multipart/x; boundary=x")]
+    raw += [(body, kind | {"Content-Encoding": "gzip", "Connection": "close"})]
     raw += [(body.replace(b"name=", bytes([i]) * 40), kind) for i in range(8)] + [(b"--x\r\n" * 9, kind)]
     streams = "", "rate=0", "rate=x", "rate=16000&format=mp3", "rate=16000&speed=2", "rate=9999999999", "rate=16000"
 
@@ -249,6 +250,8 @@ def test_bad_requests(served, corpus):
             for query in streams:
                 await refused(await client.get(f"/v1/stream?{query}"))
             await refused(await client.get(ROUTE))
+            async with client.post(ROUTE, data=form(b"")) as answer:
+                assert "empty" in (await answer.json())["error"]["message"]
             for path in ("/v2", "/v1/models/huge"):
                 await refused(await client.get(path), 404)
             await refused(await client.post("/v1/audio/translations", data=form(good)), 404)
