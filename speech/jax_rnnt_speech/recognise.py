@@ -1,5 +1,6 @@
 """Texts of many recordings of any length, in batches."""
 
+import functools
 from pathlib import Path
 
 from jax_rnnt_speech import audio, manifests, windows
@@ -27,17 +28,20 @@ def loaded(entries, rate):
             yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
 
 
-def transcribe(recogniser, recordings, how=GREEDY):
+def transcribe(recogniser, recordings, how=GREEDY, watch=None):
     """Yields the Result of each (name, recording), in their order.
 
     A recording is samples [S], floats in [-1, 1] or integers, at `recogniser.extractor.rate`; or pieces of them, one
     after the other; or a UserError. Some recordings at a time are sorted by length and go through the model in batches,
     and of one that is longer than a window no more than that is held: memory depends neither on how many there are nor
     on how long they are.
+
+    `watch` is called with a recording's place and its Labels so far, after each of its windows and before it waits for
+    one; a recording for which it returns false is heard no further, and its Result is an error.
     """
     waiting, held = [], 0
-    for name, samples in recordings:
-        x = windows.Recording(name, samples, recogniser)
+    for i, (name, samples) in enumerate(recordings):
+        x = windows.Recording(name, samples, recogniser, watch and functools.partial(watch, i))
         waiting.append(x)
         held += x.frames
         if held >= HELD:

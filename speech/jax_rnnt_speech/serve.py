@@ -1,5 +1,7 @@
 """The command `serve`; the server itself needs aiohttp, which no other command does."""
 
+import argparse
+import re
 from pathlib import Path
 
 from jax_rnnt_speech import ngrams, pretrained
@@ -19,6 +21,13 @@ def serve(args):
     return 0
 
 
+def origin(text):
+    """An argument of --cors, as browsers write origins."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text) and text != "null":
+        raise argparse.ArgumentTypeError(f"expected *, or SCHEME://HOST[:PORT] without a path, got {text}")
+    return text
+
+
 def add_command(commands):
     parser = commands.add_parser("serve", help="texts over HTTP, in the form of OpenAI's clients, and of live streams")
     parser.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
@@ -27,6 +36,8 @@ def add_command(commands):
     parser.add_argument("--name", help="by which requests call the model; default: that of its folder")
     help = "of the model, such as en; requests may name no other (default: any)"
     parser.add_argument("--language", default="", metavar="CODE", help=help)
+    help = "of pages in browsers that may read answers, such as http://localhost:3000; *: any (default: none)"
+    parser.add_argument("--cors", type=origin, nargs="+", default=[], metavar="ORIGIN", help=help)
     limits = parser.add_argument_group("limits")
     help = "streams at once, and files at once (%(default)s)"
     limits.add_argument("--connections", type=positive, default=16, metavar="N", help=help)

@@ -34,8 +34,8 @@ BATCH = 16_384  # frames of a batch, padding included, if it has more than one r
 class Recording:
     """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
 
-    def __init__(self, name, samples, recogniser):
-        self.name, self.recogniser, self.extractor = name, recogniser, recogniser.extractor
+    def __init__(self, name, samples, recogniser, watch=None):
+        self.name, self.recogniser, self.extractor, self.watch = name, recogniser, recogniser.extractor, watch
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.done = False
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
@@ -63,6 +63,12 @@ class Recording:
     def fail(self, error):
         self.error = f"{error}" if isinstance(error, UserError) else f"{self.name}: {error}"
         self.samples = self.samples[:0]
+
+    def wanted(self):
+        """Whether somebody waits for the rest; -> `recognise.transcribe`."""
+        if self.watch and not self.error and not self.watch(self.found):
+            self.fail("nobody waits for it")
+        return not self.error
 
     def read(self):
         """The next piece, of any length, or None."""
@@ -116,6 +122,7 @@ class Recording:
         if attends:
             some = some._replace(frames=[self.row + x for x in some.frames])
         self.found.extend(some)
+        self.wanted()
         self.done = self.last and not unheard
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
@@ -134,7 +141,9 @@ class Recording:
                 ((part, unsure, _),) = live.slots.run([step])
                 self.found.extend(part)
             if piece is None:
-                return self.found.extend(unsure)
+                self.found.extend(unsure)
+            if not self.wanted() or piece is None:
+                return
             piece = self.read()
 
     def result(self):
@@ -153,7 +162,7 @@ def hear(recogniser, recordings, how):
     else:
         hear_long(recogniser, long, how)
     waiting = sorted((x for x in recordings if x.frames and not x.long), key=lambda x: -len(x.samples))
-    while waiting:
+    while waiting := [x for x in waiting if x.wanted()]:
         power = 1 << max(9, (waiting[0].frames - 1).bit_length())
         frames = next(x for x in (power * 3 // 4, power) if waiting[0].frames <= x)
         most = 1 << (max(1, BATCH // frames).bit_length() - 1)

@@ -93,8 +93,13 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
     if not beam:
         np.testing.assert_allclose([x[:2] for x in words], [x[:2] for x in expected], atol=1e-9)
     monkeypatch.setattr(asr.windows, "WINDOW", 0.5)
-    (long,) = asr.recognise.transcribe(recogniser, [("a", iter(np.split(samples, [5000])))], how)
+    pieces, seen = iter(np.split(samples, [5000, 6000])), []
+    (long,) = asr.recognise.transcribe(recogniser, [("a", pieces)], how, lambda _, x: seen.append([*x.labels]) or True)
     assert long.text == whole.text and long.duration == whole.duration
+    assert len(seen) == 4 and all(x == whole.labels[: len(x)] for x in seen) and seen[-1] == whole.labels
+    pieces = iter(np.split(samples, [5000, 6000]))
+    (long,) = asr.recognise.transcribe(recogniser, [("a", pieces)], how, lambda *_: False)
+    assert "nobody waits" in long.error and len([*pieces]) == 2
 
 
 def test_words_of_streams():
@@ -160,6 +165,17 @@ def test_long_recordings(whole, options, monkeypatch):
         inside = lambda frames, n=rows - x.margin: [i for i in frames if 0 < i < n]
         assert inside(frames) == inside(np.array(x.found.frames) - row)
     assert len(looked) > 20
+    read, seen = [], [[], []]
+
+    def watch(i, labels):
+        seen[i].append([*labels.labels])
+        return i or len(seen[0]) < 3
+
+    pieces = (read.append(len(y)) or y for y in np.array_split(sound, 20))
+    gone, kept = asr.recognise.transcribe(whole, [("gone", pieces), ("kept", sound[20_000:90_000])], how, watch)
+    assert "nobody waits" in gone.error and len(read) < 16 and kept.labels == found[1][5].labels == seen[1][-1]
+    for labels, x in zip(seen, (found[1][1], kept)):
+        assert all(y == x.labels[: len(y)] for y in labels) and len(labels) > 2
 
 
 def test_cuts(whole):

@@ -1,11 +1,16 @@
-"""Texts over HTTP and of live streams are those of `transcribe`; bad requests are told so; an exported model alone."""
+"""Texts over HTTP and of live streams are those of `transcribe`, in OpenAI's schema; bad requests are told so; clients
+that go leave nothing behind; an exported model alone."""
 
+import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
+import zlib
 
 import numpy as np
 import pytest
@@ -14,13 +19,26 @@ from support import CONVOLUTIONAL, asr, random_recogniser, run
 
 pytest.importorskip("aiohttp")
 
-from aiohttp import FormData, WSServerHandshakeError
+from aiohttp import FormData, WSServerHandshakeError, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from jax_rnnt import timing
 from jax_rnnt_speech import audio, recognise, server, transcripts
 
 ROUTE = "/v1/audio/transcriptions"
+# Required fields of openai-python 3.57: types.audio.TranscriptionVerbose, TranscriptionSegment, TranscriptionWord, the
+# events of a TranscriptionStreamEvent, Transcription's Logprob, types.Model, and shared.ErrorObject.
+SCHEMA = {
+    "verbose": {"duration": float, "language": str, "text": str},
+    "segment": {"id": int, "seek": int, "start": float, "end": float, "text": str, "tokens": list, "temperature": float,
+                "avg_logprob": float, "compression_ratio": float, "no_speech_prob": float},
+    "word": {"start": float, "end": float, "word": str},
+    "transcript.text.delta": {"type": str, "delta": str},
+    "transcript.text.done": {"type": str, "text": str},
+    "logprob": {"token": str, "bytes": list, "logprob": float},
+    "model": {"id": str, "created": int, "object": str, "owned_by": str},
+    "error": {"message": str, "type": str},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +64,19 @@ def served(folder):
 
 
 def talk(served, conversation):
-    """Runs a coroutine of (a client of the server)."""
+    """Runs a coroutine of (a client of the server), which is run as the command runs it."""
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(web, "run_app", lambda app, **more: kept.append((app, more)))
+        server.run(served, served.options)
+    ((application, more),) = kept
+
+    class Local(TestServer):
+        async def _make_runner(self, **_):
+            return web.AppRunner(self.app, handler_cancellation=more.get("handler_cancellation", False))
 
     async def main():
-        async with TestClient(TestServer(served.application())) as client:
+        async with TestClient(Local(application)) as client:
             await conversation(client)
 
     asyncio.run(main())
@@ -64,10 +91,22 @@ def form(file, /, **fields):
     return data
 
 
+def fits(x, kind):
+    """Whether an object has the fields of the schema; an integer is a float, too, as in pydantic's strict mode."""
+    for name, expected in SCHEMA[kind].items():
+        assert type(x[name]) in ((int, float) if expected is float else (expected,)), (kind, name, x)
+    return x
+
+
+def heard(served, samples):
+    """The Result that `transcribe` has."""
+    (result,) = recognise.transcribe(served.recogniser, [("a", samples)], served.how)
+    return result
+
+
 def expected(served, samples):
     """The Transcript that `transcribe` writes."""
-    (result,) = recognise.transcribe(served.recogniser, [("a", samples)], served.how)
-    return transcripts.transcript(served.recogniser, asr.manifests.Entry("a", "a", ""), result)
+    return transcripts.transcript(served.recogniser, asr.manifests.Entry("a", "a", ""), heard(served, samples))
 
 
 def same(words, truth):
@@ -80,6 +119,7 @@ def same(words, truth):
 def test_texts_of_files(served, corpus, tmp_path):
     """Every form, of files that are transcribed together."""
     files = sorted(corpus.rglob("*.flac"))[:3]
+    results = [heard(served, audio.read(x, 8000)) for x in files]
     truths = [expected(served, audio.read(x, 8000)) for x in files]
     assert any(x.words for x in truths)
 
@@ -90,20 +130,36 @@ def test_texts_of_files(served, corpus, tmp_path):
             return [await x.text() for x in answers]
 
         assert [json.loads(x) for x in await texts()] == [{"text": x.text} for x in truths]
-        assert await texts(response_format="text", temperature="0", language="en") == [f"{x.text}\n" for x in truths]
+        usual = {"temperature": "0.7", "language": "en", "languages[]": "en", "prompt": "Hello", "stream": "False"}
+        usual |= {"model": "whisper-1", "keywords[]": ["a", "b"], "chunking_strategy[type]": "server_vad"}
+        assert await texts(response_format="text", **usual) == [f"{x.text}\n" for x in truths]
+        for text, truth, result in zip(await texts(**{"include[]": "logprobs"}), truths, results):
+            whole = json.loads(text)
+            tokens = [fits(x, "logprob") for x in whole["logprobs"]]
+            assert whole["text"] == truth.text == "".join(x["token"] for x in tokens)
+            assert [bytes(x["bytes"]).decode() for x in tokens] == [x["token"] for x in tokens]
+            np.testing.assert_allclose([x["logprob"] for x in tokens], result.log_probs, atol=1e-4)
         for name, write in (("srt", timing.write_srt), ("vtt", timing.write_vtt)):
             for text, truth in zip(await texts(response_format=name), truths):
                 write(tmp_path / "x", transcripts.captions(truth.words, truth.duration, truth.space))
                 assert text == (tmp_path / "x").read_text()
-        both = {"timestamp_granularities[]": ["word", "segment"]}
-        for text, truth in zip(await texts(response_format="verbose_json", **both), truths):
-            whole = json.loads(text)
-            same(whole["words"], truth.words)
+        both, verbose = {"timestamp_granularities[]": ["word", "segment"]}, {"response_format": "verbose_json"}
+        for some, names in (("word", {"words"}), ("segment", {"segments"}), ([], {"segments"})):
+            whole = json.loads((await texts(**verbose, timestamp_granularities=some))[0])
+            assert names == whole.keys() - {"task", "language", "duration", "text"}
+        for text, truth, result in zip(await texts(**verbose, **both), truths, results):
+            whole = fits(json.loads(text), "verbose")
+            assert whole["language"] == "en"
+            same([fits(x, "word") for x in whole["words"]], truth.words)
+            assert [fits(x, "segment")["id"] for x in whole["segments"]] == [*range(len(whole["segments"]))]
+            assert [i for x in whole["segments"] for i in x["tokens"]] == result.labels
             assert whole["duration"] == truth.duration >= max((x["end"] for x in whole["segments"]), default=0)
             assert truth.space.join(x["text"] for x in whole["segments"]) == truth.space.join(
                 x.text for x in truth.words
             )
-        assert (await (await client.get("/v1/models")).json())["data"][0]["id"] == "tiny"
+        (model,) = (await (await client.get("/v1/models")).json())["data"]
+        assert model == await (await client.get("/v1/models/tiny")).json()
+        assert fits(model, "model")["id"] == "tiny"
 
     talk(served, conversation)
 
@@ -123,8 +179,9 @@ def test_streams_that_come_and_go(served):
             async with free:
                 kind, words, events = "pcm16" if x.dtype == np.int16 else "float32", [], []
                 async with client.ws_connect(f"/v1/stream?rate=8000&format={kind}") as socket:
-                    for part in np.array_split(x, [1, 700, 711, 3000]):
-                        await socket.send_bytes(part.tobytes())
+                    data, cuts = x.tobytes() + b"\x01", [0, 1, 2, 2, 3, 1399, 1422, 6001, None]
+                    for a, b in itertools.pairwise(cuts):  # anywhere in a sample, or nothing
+                        await socket.send_bytes(data[a:b])
                     await socket.send_str("end")
                     async for message in socket:
                         events.append(json.loads(message.data))
@@ -160,24 +217,29 @@ def test_bad_requests(served, corpus):
     forms = [form(good[:n], response_format=x) for x in server.FORMATS for n in rng.integers(0, len(good) - 9, 12)]
     forms += [form(rng.bytes(int(n))) for n in rng.integers(0, 3000, 40)]
     forms += [form(good, **{name: text}) for name, text in (
-        ("model", "huge"), ("response_format", "xml"), ("language", "de"), ("temperature", "0.5"), ("temperature", "x"),
-        ("prompt", "hello"), ("stream", "true"), ("user", "me"), ("timestamp_granularities[]", "word"),
-        ("prompt", "x" * 5000), ("file", "twice"),
+        ("model", "huge"), ("response_format", "xml"), ("language", "de"), ("temperature", "1.1"), ("temperature", "x"),
+        ("temperature", "nan"), ("stream", "x"), ("user", "me"), ("timestamp_granularities[]", "word"), ("[]", "x"),
+        ("prompt", "x" * 70_000), ("file", "twice"), ("languages[]", "de"), ("include[]", "x"), ("model[]", "tiny"),
     )]  # fmt: skip
-    forms += [FormData({"model": "tiny"}), form(good, model=["tiny", "tiny"])]
+    forms += [FormData({"model": "tiny"}), form(good, model=["tiny", "tiny"]), form(b"x", stream="true")]
+    forms += [
+        form(good, response_format="srt", **{name: x}) for name, x in (("stream", "true"), ("include[]", "logprobs"))
+    ]
     forms += [form(bytes(n)) for n in (50_000, 200_000)]
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
     head = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x\r\nContent-Disposition: form-data; '
     body = head + b'name="file"; filename="a"\r\n\r\n' + good[:99] + b"\r\n--x--\r\n"
     raw = [(body[: int(n)], kind) for n in rng.integers(0, len(body), 60)]
     raw += [(body, {"Content-Type": x}) for x in ("", "text/plain", "multipart/form-data", "multipart/x; boundary=x")]
+    raw += [(body, kind | {"Content-Encoding": "gzip", "Connection": "close"})]
     raw += [(body.replace(b"name=", bytes([i]) * 40), kind) for i in range(8)] + [(b"--x\r\n" * 9, kind)]
     streams = "", "rate=0", "rate=x", "rate=16000&format=mp3", "rate=16000&speed=2", "rate=9999999999", "rate=16000"
 
     async def conversation(client):
         async def refused(answer, least=400):
             assert least <= answer.status < 500, await answer.text()
-            error = (await answer.json())["error"]
+            error = fits((await answer.json())["error"], "error")
+            assert error.keys() == {"message", "type", "param", "code"}
             assert error["message"] and error["type"] and "\n" not in error["message"]
 
         async def everything():
@@ -188,8 +250,13 @@ def test_bad_requests(served, corpus):
             for query in streams:
                 await refused(await client.get(f"/v1/stream?{query}"))
             await refused(await client.get(ROUTE))
-            await refused(await client.get("/v2"))
-            for data in (b"abc", np.float32([np.nan]).tobytes(), np.float32([99]).tobytes(), "stop"):
+            async with client.post(ROUTE, data=form(b"")) as answer:
+                assert "empty" in (await answer.json())["error"]["message"]
+            for path in ("/v2", "/v1/models/huge"):
+                await refused(await client.get(path), 404)
+            await refused(await client.post("/v1/audio/translations", data=form(good)), 404)
+            await refused(await client.options(ROUTE), 405)
+            for data in (np.float32([np.nan]).tobytes(), np.float32([99]).tobytes(), "stop"):
                 async with client.ws_connect("/v1/stream?rate=8000&format=float32") as socket:
                     await (socket.send_str if isinstance(data, str) else socket.send_bytes)(data)
                     assert json.loads((await socket.receive()).data)["error"]["message"]
@@ -208,6 +275,221 @@ def test_bad_requests(served, corpus):
 
     talk(served, conversation)
     assert sorted(served.slots.free) == [0, 1, 2]
+
+
+def test_fields_of_segments():
+    """Truth: the mean, and zlib's ratio, by their definitions; each label is in the segment that has its characters."""
+    texts, words = [], []
+    for i in range(40):  # at 6 words a second in two lines of 42 columns; commas and spaces are labels of their own
+        texts += [" ", "ab", f"{i:02d}", ","]
+        words.append(timing.Interval(i / 6, (i + 1) / 6, f"ab{i:02d},", 0.5))
+    labels = [(i, text, -(i % 7) / 8) for i, text in enumerate(texts)]
+    for space in " ", "":
+        transcript = transcripts.Transcript(space.join(x.text for x in words), 40 / 6, words, space=space)
+        found = json.loads(server.answer(transcript, "verbose_json", {"segment"}, "", labels).text)
+        assert found["language"] == "und" and len(found["segments"]) > 2
+        assert space.join(x["text"] for x in found["segments"]) == transcript.text
+        for x in found["segments"]:
+            assert "".join(texts[i] for i in x["tokens"]).replace(" ", "") == x["text"].replace(" ", "")
+            assert x["avg_logprob"] == pytest.approx(-sum(i % 7 for i in x["tokens"]) / 8 / len(x["tokens"]))
+            data = x["text"].encode()
+            assert x["compression_ratio"] == len(data) / len(zlib.compress(data))
+        assert [i for x in found["segments"] for i in x["tokens"]] == [*range(160)]
+
+
+async def events_of(answer):
+    """Yields the objects of server-sent events."""
+    async for line in answer.content:
+        if line.strip():
+            assert line.startswith(b"data: ")
+            x = json.loads(line[6:])
+            yield fits(x, x["type"]) if "error" not in x else x
+
+
+def test_events(served, corpus, monkeypatch):
+    """A client has read what is final before the rest is found; deltas make the text. Errors are events, or answers."""
+    (good, *_), go_on = sorted(corpus.rglob("*.flac")), threading.Event()
+    truth, labels = expected(served, audio.read(good, 8000)), lambda x: served.recogniser.tokens.encode(x)
+
+    def slow(jobs):  # in the place of a recording of several windows
+        (file,) = jobs
+        for text in "A", "A", "A B":
+            found = asr.results.Labels(labels(text), [], [-0.5, -0.25, -1.0][: len(text)], [], [])
+            assert file.watch(found)
+        assert go_on.wait(20)
+        file.watch(asr.results.Labels(labels("A BC"), [], [-0.5, -0.25, -1.0, 0.0], [], []))
+        return [
+            server.Problem(400, "cut off") if b"bad" in file.getvalue() else transcripts.Transcript("A BC", 1.0, [])
+        ]
+
+    async def conversation(client):
+        for include, more in ({}, {}), ({"include[]": "logprobs"}, {"response_format": "json"}):
+            async with client.post(ROUTE, data=form(good.read_bytes(), stream="true", **include, **more)) as answer:
+                assert answer.content_type == "text/event-stream"
+                *deltas, done = [x async for x in events_of(answer)]
+            assert "".join(x["delta"] for x in deltas) == done["text"] == truth.text
+            listed = [x for y in deltas for x in y.get("logprobs", [])]
+            assert listed == done.get("logprobs", [])
+            assert "".join(fits(x, "logprob")["token"] for x in listed) == (truth.text if include else "")
+        monkeypatch.setattr(served.files, "run", slow)
+        for file, last in (b"good", "transcript.text.done"), (b"bad", "error"):
+            go_on.clear()
+            async with client.post(ROUTE, data=form(file, stream="true", **{"include[]": "logprobs"})) as answer:
+                events, found = events_of(answer), []
+                while not go_on.is_set():
+                    found.append(await anext(events))
+                    if "".join(x["delta"] for x in found) == "A B":
+                        go_on.set()
+                found += [x async for x in events]
+            assert [x["delta"] for x in found[:-1]] == ["A", " B", "C"] and found[-1]["type"] == last
+            assert [x["logprob"] for y in found[:-1] for x in y["logprobs"]] == [-0.5, -0.25, -1.0, 0.0]
+        monkeypatch.setattr(served.files, "run", lambda jobs: 1 / 0)
+        for fields in {}, {"stream": "true"}:
+            async with client.post(ROUTE, data=form(b"x", **fields)) as answer:
+                assert answer.status == 500
+                fits((await answer.json())["error"], "error")
+
+    talk(served, conversation)
+
+
+@pytest.mark.slow
+def test_the_client_of_openai(served, corpus):
+    """Where it is installed, its types accept all answers, and require what the table above has."""
+    openai = pytest.importorskip("openai")
+    from openai.types import audio as types
+    from openai.types import model, shared
+
+    kinds = {
+        "verbose": types.TranscriptionVerbose, "segment": types.TranscriptionSegment, "word": types.TranscriptionWord,
+        "transcript.text.delta": types.TranscriptionTextDeltaEvent, "model": model.Model, "error": shared.ErrorObject,
+        "transcript.text.done": types.TranscriptionTextDoneEvent,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        assert {field for field, x in kind.model_fields.items() if x.is_required()} == SCHEMA[name].keys(), name
+    file = max(corpus.rglob("*.flac"))
+
+    def calls(port):
+        with openai.OpenAI(api_key="any", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0) as client:
+            create, strict = client.audio.transcriptions.with_raw_response.create, {"model": "whisper-1", "file": file}
+            text = types.Transcription.model_validate_json(create(**strict).text, strict=True).text
+            assert text and create(**strict, response_format="text", prompt="x", temperature=0.3).text == f"{text}\n"
+            assert "-->" in create(**strict, response_format="srt").text
+            assert create(**strict, response_format="vtt", language="en").text.startswith("WEBVTT")
+            logs = create(**strict, include=["logprobs"], chunking_strategy={"type": "server_vad"}, keywords=["a"])
+            types.Transcription.model_validate_json(logs.text, strict=True)
+            for parts in ["word"], ["segment"], ["word", "segment"], openai.omit:
+                answer = create(**strict, response_format="verbose_json", timestamp_granularities=parts)
+                whole = types.TranscriptionVerbose.model_validate_json(answer.text, strict=True)
+                assert whole.text == text and (whole.words or whole.segments)
+            events = [*client.audio.transcriptions.create(**strict, stream=True, include=["logprobs"])]
+            for x in events:
+                kinds[x.type].model_validate(x.model_dump(), strict=True)
+            assert "".join(x.delta for x in events[:-1]) == events[-1].text == text
+            assert [x.id for x in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").created == 0
+            for call in (
+                lambda: client.models.retrieve("huge"),
+                lambda: create(**strict | {"file": b"x"}),
+                lambda: create(**strict, temperature=2),
+            ):
+                with pytest.raises(openai.APIStatusError) as error:
+                    call()
+                kinds["error"].model_validate(error.value.body, strict=True)
+
+    async def conversation(client):
+        await asyncio.to_thread(calls, client.port)
+
+    talk(served, conversation)
+
+
+def test_clients_that_go(served, monkeypatch):
+    """Their places are free, what waits is dropped, what runs hears so; an upload may take long, but not pause."""
+    ran, begun, go_on = [], threading.Event(), threading.Event()
+
+    def slow(jobs):
+        ran.extend(jobs)
+        begun.set()
+        assert go_on.wait(20)
+        return [server.Problem(400, "it has arrived") for _ in jobs]
+
+    monkeypatch.setattr(served.files, "run", slow)
+    monkeypatch.setattr(server, "PATIENCE", 1)
+    head = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x\r\n'
+    head += b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+
+    async def conversation(client):
+        async def health():
+            return (await (await client.get("/health")).json())["files"]
+
+        async def until(count):
+            async with asyncio.timeout(20):
+                while await health() != count:
+                    await asyncio.sleep(0.01)
+
+        async def slowly(pause, count):
+            """The answer to a form whose file comes byte by byte."""
+            reader, writer = await asyncio.open_connection(client.host, client.port)
+            writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\n" % ROUTE.encode())
+            size = len(head) + count + len(b"\r\n--x--\r\n")
+            writer.write(b"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: %d\r\n\r\n" % size + head)
+            for _ in range(count):
+                await asyncio.sleep(pause)
+                writer.write(b"x")
+            writer.write(b"\r\n--x--\r\n")
+            answer = await reader.readline()
+            writer.close()
+            return answer.split()[1]
+
+        waiting = []
+        for _ in range(3):  # the first one runs, and two wait
+            waiting.append(asyncio.create_task(client.post(ROUTE, data=form(b"x"))))
+            await asyncio.to_thread(begun.wait, 60)
+        await until(3)
+        async with client.post(ROUTE, data=form(b"x")) as answer:
+            assert answer.status == 429
+        for x in waiting:
+            x.cancel()
+        await asyncio.wait(waiting)
+        await until(0)
+        assert [x.watch(asr.results.no_labels()) for x in ran] == [False]
+        _, writer = await asyncio.open_connection(client.host, client.port)  # gone within its upload
+        writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n" % ROUTE.encode())
+        writer.write(b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" + head)
+        await until(1)
+        writer.close()
+        await until(0)
+        go_on.set()
+        assert await asyncio.gather(slowly(0.2, 8), slowly(2.5, 1)) == [b"400", b"408"]
+        assert len(ran) == 2 and await health() == 0
+
+    talk(served, conversation)
+
+
+def test_pages_of_other_origins(served, folder):
+    """Truth: the Fetch standard. Without --cors, and to others, no header; errors have them, so that pages read why."""
+    mine, other = "http://localhost:3000", "http://b.org"
+    run(["serve", "--model", folder, "--cors", f"{mine}/"], 2)
+    for origins, origin, allowed in (
+        ([], mine, None), ([mine], mine, mine), ([mine], other, None), (["*"], other, "*"), ([mine], None, None),
+    ):  # fmt: skip
+        options = argparse.Namespace(**vars(served.options) | {"cors": origins})
+        site = server.Server.__new__(server.Server)
+        vars(site).update(vars(served) | {"options": options, "origins": origins})
+
+        async def conversation(client, origin=origin, allowed=allowed):
+            headers = {"Origin": origin} if origin else {}
+            for path, status in ("/v1/models", 200), ("/v2", 404):
+                async with client.get(path, headers=headers) as answer:
+                    assert answer.status == status
+                    assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+            headers |= {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+            async with client.options(ROUTE, headers=headers) as answer:
+                assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+                assert answer.ok == bool(allowed)
+                if allowed:
+                    assert "POST" in answer.headers["Access-Control-Allow-Methods"]
+                    assert answer.headers["Access-Control-Allow-Headers"] == "authorization"
+
+        talk(site, conversation)
 
 
 ALONE = """
