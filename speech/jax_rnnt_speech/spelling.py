@@ -4,6 +4,7 @@ What is not sure to be read aloud in one way is not read: leading zeros, times, 
 """
 
 import functools
+import itertools
 import re
 import string
 from decimal import Decimal
@@ -59,20 +60,24 @@ class Language:
         self.engine = RbnfEngine.for_language(name)
         self.attached, self.without_spaces = self.base in ATTACHED, self.base in WITHOUT_SPACES
         symbols, native = locale.number_symbols, locale.other_numbering_systems.get("native")
-        systems = [symbols.get(x) or {} for x in (locale.default_numbering_system, native, "latn")]
-        pairs = {(x["group"], x["decimal"]) for x in systems if "group" in x and "decimal" in x} | {("٬", "٫")}
-        self.spaced = any(not group.strip() for group, _ in pairs)  # groups of digits are written apart
-        self.patterns = [x for group, mark in sorted(pairs) for x in patterns(group, mark, locale)]
+        usual, native = ((symbols.get(x) or {}) for x in ("latn", native))
+        pair = usual["group"], usual["decimal"]
+        self.spaced = not pair[0].strip()  # groups of digits are written apart
+        own, arabic = (native.get("group", pair[0]), native.get("decimal", pair[1])), ("٬", "٫")
+        pairs = (pair, "[0-9]"), (arabic, "[0-9]"), (own, r"\d"), (arabic, r"\d")
+        found = [(digit, y) for x, digit in pairs for y in patterns(*x, digit, locale)]
+        self.patterns = [[x for digit, x in found if (digit == "[0-9]") == latin] for latin in (False, True)]
         self.percent_first = locale.percent_formats[None].pattern.startswith("%")
         self.point, self.minus = self.find_point(), self.find_minus()
         self.digits = RbnfEngine.for_language(self.base)
         shown = [x for x in self.digits.rulesets if x.startswith("digits-ordinal")]
         self.dotted = not shown  # 3. is CLDR's ordinal of a language without rules
         kinds = {x: x.replace("digits", "spellout") for x in shown}
-        self.ordinals = {x: kind for x, kind in kinds.items() if kind in self.engine.rulesets}
+        found = {x: kind for x, kind in kinds.items() if kind in self.engine.rulesets}
+        self.ordinals = {x: kind for x, kind in found.items() if len(found) == 1 or x != "digits-ordinal"}
         for form in ("0", "#,##0", "#,##,##0"):  # numbers as digits, which unicode-rbnf lacks
             self.digits.add_rule("0", "#", form)
-        self.cardinal = functools.lru_cache(10_000)(self.cardinal)
+        self.cardinal, self.read = (functools.lru_cache(10_000)(x) for x in (self.cardinal, self.read))
 
     def said(self, ruleset, number):
         words = "".join(self.engine.iter_format_number(number, ruleset)).replace("\xad", "")
@@ -118,7 +123,7 @@ class Language:
 
     def value(self, text):
         """(whole number, its decimals or None) of what is written without a sign."""
-        for pattern in self.patterns:
+        for pattern in self.patterns[bool(re.search("[0-9]", text))]:
             if found := pattern.fullmatch(text):
                 whole = re.sub(r"\D", "", found["whole"])
                 if len(whole) == 1 or int(whole[0]):
@@ -184,7 +189,7 @@ class Language:
             return None
         words = [x if is_word(x) else self.number(x) for x in (first, *rest)]
         numbers = [not is_word(x) for x in (first, *rest)]
-        return None if None in words or any(map(all, zip(numbers, numbers[1:]))) else " ".join(words)
+        return None if None in words or any(map(all, itertools.pairwise(numbers))) else " ".join(words)
 
     def read(self, text):
         """Words of what has a digit or a sign that is said."""
@@ -209,14 +214,14 @@ class Language:
         return re.sub(rf"(?<![\d.,'/:{SPACE}])(?<!\w-)\d+(?: \d+)+(?![\d{SPACE}])", join, text)
 
 
-def patterns(group, mark, locale):
+def patterns(group, mark, digit, locale):
     """How numbers are written with a sign between groups of digits, and one before decimals."""
-    group = SPACE if not group.strip() else "'" if group == "\u2019" else group
-    ends = rf"(?:{re.escape(mark)}(?P<part>\d+))?"
-    places = rf"\d{{1,3}}(?:(?P<group>[{SPACE}{re.escape(group)}])\d{{3}}(?:(?P=group)\d{{3}})*)?|\d+"
-    yield re.compile(f"(?P<whole>{places}){ends}")
+    group = re.escape(SPACE if not group.strip() else "'" if group == "\u2019" else group)
+    ends = rf"(?:{re.escape(mark)}(?P<part>{digit}+))?"
+    groups = rf"{digit}{{1,3}}(?P<group>[{SPACE}{group}]){digit}{{3}}(?:(?P=group){digit}{{3}})*"
+    yield re.compile(f"(?P<whole>{groups}|{digit}+){ends}")
     if locale.decimal_formats[None].grouping == (3, 2):  # lakhs and crores
-        yield re.compile(rf"(?P<whole>\d{{1,2}}(?:{re.escape(group)}\d{{2}})*{re.escape(group)}\d{{3}}){ends}")
+        yield re.compile(rf"(?P<whole>{digit}{{1,2}}(?:{group}{digit}{{2}})*{group}{digit}{{3}}){ends}")
 
 
 def is_word(text):

@@ -20,15 +20,20 @@ JOINERS = "\u200c\u200d"  # spelling in Persian and in scripts of India
 INSIDE = "'·‧״׳"  # within words of Catalan, Hebrew, ...
 CURRENCY = "$¢-¥֏؋৲৳৻૱௹฿៛₠-⃏﷼"
 APOSTROPHE = re.compile(r"(?<=[^\s(\[])[’‘ʼ´`](?=[^\W_])")
+WIDE = re.compile(r"(?<=[０-９])[，．](?=[０-９])")  # within a number
 GERSHAYIM = re.compile(r"(?<=[א-ת])\"(?=[א-ת])")
 QUOTED = re.compile(r"(?<![^\s(\[])\"([^\"]*)\"(?!\w)|(?<![^\s(\[])'([^']*)'(?!\w)")
-EDGES = re.compile(rf"(?<!\S)[{INSIDE}]+|[{INSIDE}]+(?!\S)")
+EDGES = re.compile(rf"[{INSIDE}]+")
 JOINER_EDGES = re.compile(rf"(?<!\S)[{JOINERS}]+|\u200c+(?!\S)")
 BETWEEN = re.compile(rf"(?<=[{UNSPACED}])\n+(?=[{UNSPACED}])")
 APART = re.compile(
     rf"(?<=\d){SPACE}(?=\d)|(?<=\d)[ {SPACE}](?=[%٪‰؉{CURRENCY}]|°[cf]\b)|(?<=[{CURRENCY}])[ {SPACE}](?=\d)"
 )
 TOKENS = re.compile(r"([ \n]+)")
+
+
+def usual(found):
+    return unicodedata.normalize("NFKC", found[0])
 
 
 class Table(dict):
@@ -68,7 +73,11 @@ def cleaned(x):
     return x if x in INSIDE + JOINERS or is_said(x) or unicodedata.category(x)[0] in "LMN " or x == " " else "\n"
 
 
-PREPARED, CLEANED, MARKS = Table(prepared), Table(cleaned), Table(lambda x: x if is_said(x) else "")
+PREPARED, CLEANED, MARKS = Table(prepared), Table(cleaned), Table(lambda x: x if is_said(x) else " ")
+
+
+def has_said(text):
+    return bool(text.translate(MARKS).strip())
 
 
 def lowered(language=""):
@@ -83,7 +92,13 @@ def lowered(language=""):
 
 def clean(text):
     """A text without digits and signs that are said, without punctuation."""
-    return EDGES.sub("\n", text.translate(CLEANED))
+
+    def kept(found):
+        inner = text[: found.start()][-1:].strip() and text[found.end() :][:1].strip()
+        return found[0] if inner else "\n"
+
+    text = text.translate(CLEANED)
+    return EDGES.sub(kept, text)
 
 
 def core_of(token, ordinals):
@@ -112,28 +127,34 @@ def basic(language):
         words = language.read(core)
         return lower(core) if words is None else clean(lower(words))
 
-    def normalize(text):
-        text = APOSTROPHE.sub("'", text)
-        text = GERSHAYIM.sub("״", text) if '"' in text else text
-        text = lower(text.translate(PREPARED))
-        if text.translate(MARKS):
-            text = QUOTED.sub(r"\n\1\2\n", text)
-            text = APART.sub("\ufffe", text).replace(SPACE, " ").replace("\ufffe", SPACE)
-            parts = tokens.split(language.grouped(text))
-            last = max((i for i, x in enumerate(parts) if any(y.isalnum() for y in x)), default=-1)
-            parts = [spoken(x, i < last) if x.translate(MARKS) else clean(x) for i, x in enumerate(parts)]
-            text = "".join(parts).replace(SPACE, " ").replace("\u2007", " ")
-        else:
-            text = clean(text.replace(SPACE, " "))
-        text = JOINER_EDGES.sub("", text)
-        return text if text.isascii() else BETWEEN.sub("", text)
+    def read(text):
+        text = QUOTED.sub(r"\n\1\2\n", text)
+        text = APART.sub("\ufffe", text).replace(SPACE, " ").replace("\ufffe", SPACE)
+        parts = tokens.split(language.grouped(text))
+        last = max((i for i, x in enumerate(parts) if any(y.isalnum() for y in x)), default=-1)
+        parts = [spoken(x, i < last) if has_said(x) else clean(x) for i, x in enumerate(parts)]
+        return "".join(parts).replace(SPACE, " ").replace("\u2007", " ")
 
-    return normalize
+    def normalize(text):
+        if not text.isascii() or "`" in text:
+            text = GERSHAYIM.sub("״", APOSTROPHE.sub("'", WIDE.sub(usual, text)))
+        text = lower(text.translate(PREPARED))
+        text = read(text) if has_said(text) else clean(text.replace(SPACE, " "))
+        return text if text.isascii() else JOINER_EDGES.sub("", BETWEEN.sub("", text))
+
+    def settled(text):
+        """What is left beside a part that is gone may be read then, so that a text is read until nothing changes."""
+        before, text = text, normalize(text)
+        while has_said(text) and text != before:
+            before, text = text, normalize(" ".join(text.split()))
+        return text
+
+    return settled
 
 
 def unread(text):
     """What of a normalised text is not read aloud: the parts with a digit or a sign that is said."""
-    return [x for x in re.split(rf"[\s{UNSPACED}]+", text) if x.translate(MARKS)] if text.translate(MARKS) else []
+    return [x for x in re.split(rf"[\s{UNSPACED}]+", text) if has_said(x)] if has_said(text) else []
 
 
 def loaded(name, option="--normalize", others="none, basic, basic:LANGUAGE or "):
