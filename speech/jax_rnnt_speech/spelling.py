@@ -16,7 +16,7 @@ from jax_rnnt_speech.config import UserError
 
 SPACE = "\u202f"  # between the digits of one number, and before its unit, for all no-break spaces
 # Above them, unicode-rbnf has the same words for different numbers.
-LIMITS = {"ak": 10**8, "ff": 10_000, "ga": 20_000, "lt": 100_000, "sl": 2000, "zu": 10_000}
+LIMITS = {"ak": 10**8, "ff": 10_001, "ga": 20_000, "lt": 100_000, "sl": 3000, "zu": 10_001}
 UNITS = {"%": "concentr-percent", "٪": "concentr-percent", "‰": "concentr-permille", "؉": "concentr-permille",
          "°c": "temperature-celsius", "°f": "temperature-fahrenheit"}  # fmt: skip
 WITHOUT_SPACES = {"ja", "km", "lo", "my", "th", "yue", "zh"}
@@ -27,14 +27,12 @@ OTHER_FORMS = re.compile("year|verbose|financial|alternate|days|ordinal")  # of 
 
 def locale_of(name, option):
     """Babel's locale of de, de_CH, pt-BR, zh-Hant, ..."""
-    from babel import Locale
+    from babel import Locale, UnknownLocaleError
 
     try:
         return Locale.parse(name.replace("-", "_"))
-    except ValueError as error:  # its own is one, too
-        raise UserError(f"{option} has no language {name}") from error
-    except LookupError:
-        raise UserError(f"{option} has no language {name}, or none that CLDR knows") from None
+    except (ValueError, UnknownLocaleError):
+        raise UserError(f"{option} has no language that CLDR knows") from None
 
 
 def language_of(name, option):
@@ -199,18 +197,17 @@ class Language:
     def grouped(self, text):
         """Digits that are written with plain spaces as one number, where the language does so and where it is sure.
 
-        601 123 456 may be a telephone number. Such are joined by what no number has.
+        601 123 456 may be a telephone number, and 12 000 in English one number or two. Such are joined by what no
+        number has.
         """
 
         def join(found):
             groups = found[0].split(" ")
             threes = [len(x) == 3 for x in groups]
-            if all(threes[1:]) and len(groups[0]) <= 3 and not (len(groups) > 2 and threes[0]):
+            if self.spaced and all(threes[1:]) and len(groups[0]) <= 3 and not (len(groups) > 2 and threes[0]):
                 return SPACE.join(groups)
             return "\u2007".join(groups) if any(threes[1:]) else found[0]
 
-        if not self.spaced:
-            return text
         return re.sub(rf"(?<![\d.,'/:{SPACE}])(?<!\w-)\d+(?: \d+)+(?![\d{SPACE}])", join, text)
 
 

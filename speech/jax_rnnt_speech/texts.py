@@ -125,7 +125,7 @@ def basic(language):
     def spoken(token, more):
         core = core_of(token, language.dotted and more)
         words = language.read(core)
-        return lower(core) if words is None else clean(lower(words))
+        return lower(core) if words is None else clean(lower(APOSTROPHE.sub("'", words)))
 
     def read(text):
         text = QUOTED.sub(r"\n\1\2\n", text)
