@@ -17,6 +17,7 @@ from jax_rnnt_speech.config import UserError
 SPACE = "\u202f"  # between the digits of one number, and before its unit, for all no-break spaces
 # Above them, unicode-rbnf has the same words for different numbers.
 LIMITS = {"ak": 10**8, "ff": 10_001, "ga": 20_000, "lt": 100_000, "sl": 3000, "zu": 10_001}
+DIGITS = "\ufdd0"  # in place of the digits of an ordinal
 UNITS = {"%": "concentr-percent", "٪": "concentr-percent", "‰": "concentr-permille", "؉": "concentr-permille",
          "°c": "temperature-celsius", "°f": "temperature-fahrenheit"}  # fmt: skip
 WITHOUT_SPACES = {"ja", "km", "lo", "my", "th", "yue", "zh"}
@@ -67,27 +68,30 @@ class Language:
         self.patterns = [[x for digit, x in found if (digit == "[0-9]") == latin] for latin in (False, True)]
         self.percent_first = locale.percent_formats[None].pattern.startswith("%")
         self.point, self.minus = self.find_point(), self.find_minus()
-        self.digits = RbnfEngine.for_language(self.base)
+        self.digits = self.engine if name == self.base else RbnfEngine.for_language(self.base)
         shown = [x for x in self.digits.rulesets if x.startswith("digits-ordinal")]
         self.dotted = not shown  # 3. is CLDR's ordinal of a language without rules
         kinds = {x: x.replace("digits", "spellout") for x in shown}
         found = {x: kind for x, kind in kinds.items() if kind in self.engine.rulesets}
         self.ordinals = {x: kind for x, kind in found.items() if len(found) == 1 or x != "digits-ordinal"}
         for form in ("0", "#,##0", "#,##,##0"):  # numbers as digits, which unicode-rbnf lacks
-            self.digits.add_rule("0", "#", form)
+            self.digits.add_rule("0", DIGITS, form)
         self.cardinal, self.read = (functools.lru_cache(10_000)(x) for x in (self.cardinal, self.read))
 
     def said(self, ruleset, number):
+        """The words of a rule; some numbers have none."""
         words = "".join(self.engine.iter_format_number(number, ruleset)).replace("\xad", "")
+        if not words.strip() or DIGITS in words:
+            raise NoRuleForNumberError(words)
         return words.replace("・", "点")  # a Japanese point is read aloud
 
     def cardinal(self, number):
         """The words of a number from 0 on."""
         try:
-            words = self.engine.format_number(number).text.replace("\xad", "")
+            ruleset = self.engine.format_number(number).text_ruleset
+            return self.said(ruleset, number) if number < LIMITS.get(self.name, 10**18) else None
         except NoRuleForNumberError:  # it is too large
             return None
-        return words if number < LIMITS.get(self.name, 10**18) and words.strip() else None
 
     def forms(self, number):
         """The words of a number for all genders and cases."""
@@ -170,7 +174,7 @@ class Language:
         if not found or not (found[1] or found[3]):
             return None
         ending = ENDINGS.get(self.base, {}).get(found[3], found[3])
-        written, number = f"{found[1]}#{ending}".replace(".", ""), int(found[2])
+        written, number = f"{found[1]}{DIGITS}{ending}".replace(".", ""), int(found[2])
         words = set()
         for ruleset, kind in self.ordinals.items():
             try:
@@ -178,7 +182,7 @@ class Language:
                     words.add(self.said(kind, number))
             except RbnfError:
                 return None
-        return words.pop() if len(words) == 1 and "#" not in written.replace("#", "", 1) else None
+        return words.pop() if len(words) == 1 else None
 
     def compound(self, text):
         """Words and numbers with hyphens between them: COVID-19. 10-летний is one word, 10-year three."""

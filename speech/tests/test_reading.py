@@ -543,6 +543,19 @@ def test_check(folder, capsys, tmp_path, refused):
     out = capsys.readouterr().out
     assert "13 utterances, 0.0108 hours" in out and "'Word 1' -> 'word one'" in out
     assert len([x for x in out.splitlines() if " -> " in x]) == 10 and "padding: 0%, 0% with one shape" in out
+    rows = {"audio": "a.wav", "text": "It cost $5.", "speaker": []}, {"audio": "b.flac", "text": "$5 and $5, 007 and 7"}
+    (tmp_path / "left.jsonl").write_text("\n".join(json.dumps(x | {"audio": f"{folder}/{x['audio']}"}) for x in rows))
+    command, names = ["check", tmp_path / "left.jsonl"], [f"{folder}/a.wav", f"{folder}/b.flac"]
+    run([*command, "--normalize", "basic", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["not_read_aloud"] == {"$5": names, "007": names[1:]} and not found["left_out"]
+    assert found["notes"] == {"the speaker is no name": names[:1]}
+    run([*command, "--normalize", "basic"])
+    out = capsys.readouterr().out
+    assert f"not read aloud, $5: 2 ({names[0]}, {names[1]})" in out and "in 2 utterances: 2 different" in out
+    assert f"used all the same, the speaker is no name: 1 ({names[0]})" in out
+    run([*command, "--json"])
+    assert json.loads(capsys.readouterr().out)["not_read_aloud"] == {}  # texts as they are
     run(["check", folder / "check.jsonl", folder / "none.jsonl", "--alphabet", "Word 0123456789", "--json"], 1)
     found, error = capsys.readouterr()
     left = {"characters outside the vocabulary": ["b.flac"], "does not exist": [str(folder / "none.jsonl")]}
