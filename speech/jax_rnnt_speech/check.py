@@ -117,7 +117,9 @@ def check(args):
 def add_command(commands):
     parser = commands.add_parser("check", help="what corpora hold, and what of them is left out and why")
     parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
-    parser.add_argument("--json", action="store_true", help="one object: utterances, hours, labels, left_out, ...")
+    parser.add_argument(
+        "--json", action="store_true", help="one object: utterances, hours, left_out, not_read_aloud, ..."
+    )
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--workdir", type=Path, help="folder of a training, whose vocabulary and options count")
     model.add_argument("--config", metavar="FILE", help="options, as for train")

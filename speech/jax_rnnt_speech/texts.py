@@ -11,10 +11,8 @@ from jax_rnnt_speech.spelling import SPACE
 
 SAID = "%‰‱٪؉؊&@#/\\*§"  # punctuation that is read aloud, beside digits and symbols
 # Letters of scripts that are written without spaces, for a class of characters.
-UNSPACED = (
-    "\u0e01-\u0e3e\u0e40-\u0e4e\u0e80-\u0ecf\u0edc-\u0edf\u0f00\u0f40-\u0fbc\u1000-\u103f\u1050-\u108f\u109a-\u109d"
-)
-UNSPACED += "\u1780-\u17d3\u17dc\u17dd\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff"
+UNSPACED = "\u0e01-\u0e3e\u0e40-\u0e4e\u0e80-\u0ecf\u0edc-\u0edf\u0f00\u0f40-\u0fbc\u1000-\u103f\u1050-\u108f"
+UNSPACED += "\u109a-\u109d\u1780-\u17d3\u17dc\u17dd\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff"
 UNSPACED += "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 JOINERS = "\u200c\u200d"  # spelling in Persian and in scripts of India
 INSIDE = "'·‧״׳"  # within words of Catalan, Hebrew, ...
@@ -29,6 +27,7 @@ BETWEEN = re.compile(rf"(?<=[{UNSPACED}])\n+(?=[{UNSPACED}])")
 APART = re.compile(
     rf"(?<=\d){SPACE}(?=\d)|(?<=\d)[ {SPACE}](?=[%٪‰؉{CURRENCY}]|°[cf]\b)|(?<=[{CURRENCY}])[ {SPACE}](?=\d)"
 )
+SIGNED = re.compile(rf"[.,]\d|[-–][.,]?[{CURRENCY}]?\d")  # begins with a part of a number, or what may be one
 TOKENS = re.compile(r"([ \n]+)")
 
 
@@ -49,7 +48,7 @@ class Table(dict):
 
 def is_said(x):
     kind = unicodedata.category(x)
-    return x in SAID or kind in ("Sc", "Sm", "So") or (kind[0] == "N" and x != "〇")
+    return x in SAID or kind in ("Sc", "Sm", "So") or (kind[0] == "N" and x != "〇") or "🏻" <= x <= "🏿"
 
 
 def prepared(x):
@@ -104,7 +103,7 @@ def clean(text):
 def core_of(token, ordinals):
     """A token without the punctuation around it. `ordinals`: a point behind a number may make it one."""
     start, end = 0, len(token)
-    while start < end and CLEANED[ord(token[start])] in ("\n", *INSIDE) and not re.match(r"[-.,]\d", token[start:]):
+    while start < end and CLEANED[ord(token[start])] in ("\n", *INSIDE) and not SIGNED.match(token, start):
         start += 1
     while start < end and CLEANED[ord(token[end - 1])] in ("\n", *INSIDE):
         last, digit = token[end - 1], token[end - 2 : end - 1].isdigit()
@@ -144,9 +143,10 @@ def basic(language):
 
     def settled(text):
         """What is left beside a part that is gone may be read then, so that a text is read until nothing changes."""
-        before, text = text, normalize(text)
-        while has_said(text) and text != before:
-            before, text = text, normalize(" ".join(text.split()))
+        for _ in range(4):
+            before, text = text, " ".join(normalize(text).split())
+            if text == before or not has_said(text):
+                break
         return text
 
     return settled

@@ -171,7 +171,7 @@ SPOKEN = [  # language, written, and what is said; a part that is left as it is 
     # Not by one word of a language, or not surely.
     *(("en", x, x) for x in ("007", ".5", "10:30", "1/2", "½", "1.2.3", "10-20", "1914–1918", "555-1234", "$5", "£3m",
       "$ 5", "5 €", "+5", "at&t", "3d", "mp3", "1990s", "5'", "6\"", "1,23,456", "#5", "5°", "m²", "a@b.org", "11st",
-      "https://x.org/5", "♪", "👩\u200d👩\u200d👧", "10^6", "9" * 20, "5-")),
+      "https://x.org/5", "♪", "👩\u200d👩\u200d👧", "10^6", "9" * 20, "5-", "–5", "-$5", "👍🏽", "10 200")),
     *(("ru", x, x) for x in ("5 %", "10-летний", "1-й")),
     *((x, "100000", "100000") for x in ("lt", "zu")),  # for which unicode-rbnf has 100, and nonsense
     # Words, by their letters.
