@@ -159,6 +159,7 @@ SPOKEN = [  # language, written, and what is said; a part that is left as it is 
     ("es", "1.234,5", "mil doscientos treinta y cuatro coma cinco"),
     ("de", "1.021,5 um 9.30, am 3. Mai, es waren 21.", "eintausendeinundzwanzig komma fünf um 9.30 am 3. mai es waren "
      "einundzwanzig"),
+    ("de", "1\u202f234 von 12\u00a0000", "eintausendzweihundertvierunddreißig von zwölftausend"),
     ("de", "1 % von 50 %", "1 % von fünfzig prozent"),  # ein or eins
     ("pl", "601 123 456, 12 345", "601 123 456 dwanaście tysięcy trzysta czterdzieści pięć"),
     ("tr", "%50 IŞIK İZMİR 2024'te", "yüzde elli ışık izmir 2024'te"),
