@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import batches, config, corpora, encoders, pretrained, runs, tokens
+from jax_rnnt_speech import batches, config, corpora, encoders, pretrained, runs, texts, tokens
 from jax_rnnt_speech.config import Config, UserError
+from jax_rnnt_speech.utterances import listed, shown
 
 # Options of train that decide what is read, or how it is padded.
 OPTIONS = {"rate", "window", "hop", "max_seconds", "alphabet", "lower", "normalize", "audio_column", "text_column"}
@@ -44,17 +45,27 @@ class Findings:
             "characters": sum(len(text) for _, text in self.kept),
             "words": sum(len(text.split()) for _, text in self.kept),
             "left_out": dict(self.report.names),
+            "notes": dict(self.report.notes),
+            "not_read_aloud": self.not_read_aloud(),
         }
 
+    def not_read_aloud(self):
+        """Names of utterances by what --normalize basic leaves as it is in them, the most frequent first."""
+        found = collections.defaultdict(list)
+        for entry, text in self.kept if self.settings.normalize.startswith("basic") else ():
+            for part in dict.fromkeys(texts.unread(text)):
+                found[part].append(shown(entry.name))
+        return dict(sorted(found.items(), key=lambda x: -len(x[1])))
+
     def lines(self):
-        x, texts = self.object(), [text for _, text in self.kept]
+        x, said = self.object(), [text for _, text in self.kept]
         yield f"{x['utterances']} utterances, {x['hours']:.3g} hours, {x['labels']} labels"
         shortest, half, most, longest = np.quantile(self.seconds, [0, 0.5, 0.95, 1])
         yield f"lengths: {shortest:.2f} to {longest:.2f} s; half up to {half:.2f} s, 95% up to {most:.2f} s"
-        texts_with = collections.Counter(x for text in texts for x in set(text))
+        texts_with = collections.Counter(x for text in said for x in set(text))
         yield f"characters: {x['characters']}, of {len(texts_with)} kinds: {''.join(sorted(texts_with))}"
-        yield f"words: {x['words']}, {len({word for text in texts for word in text.split()})} different"
-        for rare in sorted(x for x, count in texts_with.items() if count < RARE and len(texts) >= 10 * RARE):
+        yield f"words: {x['words']}, {len({word for text in said for word in text.split()})} different"
+        for rare in sorted(x for x, count in texts_with.items() if count < RARE and len(said) >= 10 * RARE):
             names = ", ".join(entry.name for entry, text in self.kept if rare in text)
             yield f"rare character {rare!r} (U+{ord(rare):04X}): {names}"
         for bucket in self.buckets:
@@ -65,8 +76,13 @@ class Findings:
         yield "padding: {:.0%}, {:.0%} with one shape".format(*self.padding)
         changed = [(entry.text.strip(), text) for entry, text in self.kept if entry.text.strip() != text]
         yield f"texts that change as they are read (--normalize {self.settings.normalize}): {len(changed)}"
-        for before, after in list(dict.fromkeys(changed or [(x, x) for x in texts]))[:SHOWN]:
+        for before, after in list(dict.fromkeys(changed or [(x, x) for x in said]))[:SHOWN]:
             yield f"  {before!r} -> {after!r}"
+        parts = x["not_read_aloud"]
+        if parts:
+            count = len({name for names in parts.values() for name in names})
+            yield f"not read aloud, and left as it is in {count} utterances: {len(parts)} different (--json: all)"
+            yield from (f"  {line}" for line in listed("not read aloud", dict([*parts.items()][:SHOWN])))
 
 
 def options_of(args):
@@ -101,7 +117,9 @@ def check(args):
 def add_command(commands):
     parser = commands.add_parser("check", help="what corpora hold, and what of them is left out and why")
     parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
-    parser.add_argument("--json", action="store_true", help="one object: utterances, hours, labels, left_out, ...")
+    parser.add_argument(
+        "--json", action="store_true", help="one object: utterances, hours, left_out, not_read_aloud, ..."
+    )
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--workdir", type=Path, help="folder of a training, whose vocabulary and options count")
     model.add_argument("--config", metavar="FILE", help="options, as for train")

@@ -147,8 +147,10 @@ class Config:
     tokens: str = option("characters", str, "what the labels are", choices=("characters", "subwords"))
     vocabulary: int = option(256, positive, "number of subwords, with --tokens subwords")
     alphabet: str = option("", str, "characters that texts may have; default: those of the training texts")
-    lower: bool = switch("put texts in lower case")
-    normalize: str = option("none", str, "change of texts: none, basic, basic:LANGUAGE (for numbers) or FILE:FUNCTION")
+    lower: bool = switch("put texts in lower case, with --normalize none:tr in Turkish letters")
+    normalize: str = option(
+        "none", str, "texts as they are said: none, basic (English), basic:LANGUAGE, or by FILE:FUNCTION"
+    )
     audio_column: str = option("", str, "key or column of a manifest that names the audio; default: the usual ones")
     text_column: str = option("", str, "key or column of a manifest that has the text; default: the usual ones")
     speaker_column: str = option("", str, "key or column of a manifest that names the speaker; default: the usual ones")

@@ -44,6 +44,8 @@ def usable(entries, report, lengths):
         except AudioError as error:
             report.add(error.reason, entry.name)
         else:
+            for note in entry.notes:
+                report.note(note, entry.name)
             yield entry, file
 
 
@@ -83,10 +85,11 @@ class Recordings:
                     self.entries.append(entry._replace(whole=seconds))
                     self.utterances.append(utterance)
                     sizes.append(samples)
+        most = round(config.max_seconds * config.rate)
         for version in range(1, versions.count if versions else 1):
             for i, (x, samples) in enumerate(zip(self.utterances[: len(self.entries)], sizes)):
                 slower = versions.size(samples, version)
-                used = slower <= config.max_seconds * config.rate and (i < first or version % len(versions.speeds) == 0)
+                used = slower <= most and (i < first or version % len(versions.speeds) == 0)
                 self.utterances.append(x._replace(frames=self.extractor.count(slower) if used else 0))
         count = len(self.entries)
         self.further = {i for i in range(len(self.utterances)) if synthetic and i % count >= first}
@@ -104,7 +107,7 @@ class Recordings:
             return "empty transcript"
         if self.testing:
             return None
-        if samples > self.config.max_seconds * self.config.rate:
+        if samples > round(self.config.max_seconds * self.config.rate):
             return f"longer than {self.config.max_seconds:g} s"
         return None if utterance.frames else "shorter than a frame"
 

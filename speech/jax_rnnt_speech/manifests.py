@@ -11,6 +11,7 @@ import math
 import os
 import re
 import unicodedata
+import urllib.request
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file"
               "wav_filename")  # fmt: skip
 TEXT_KEYS = "text", "sentence", "transcript", "transcription"
 START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin"), ("end", "end_time", "stop")
-CHANNEL_KEYS = "channel", "channels", "channel_selector"
+CHANNEL_KEYS = "channel", "channel_selector", "channels"  # a number under the last one counts them
 SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
 PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
 # Keys of other tools that choose a part of a file, in units that are not seconds.
@@ -30,6 +31,7 @@ SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".
             ".amr", ".caf", ".au", ".wma", ".w64", ".wv", ".3gp"}  # fmt: skip
 LISTS = ".jsonl", ".json", ".tsv", ".csv"
 MANIFESTS = ".jsonl, .json, .tsv or .csv, also with .gz"
+TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
 KALDI = "wav.scp", "segments", "text"
 
 
@@ -44,6 +46,7 @@ class Entry(NamedTuple):
     channel: int | tuple | None = None  # None: the mean of all
     whole: float | None = None  # seconds that the file is said to last
     speaker: str = ""  # "": unknown
+    notes: tuple = ()  # what of its line is not read, and does no harm
 
 
 class Fault(NamedTuple):
@@ -108,8 +111,11 @@ def text_of(path):
     """The text of a file, with a newline alone at the ends of lines. Bytes that are no UTF-8 are for `encodable`."""
     data = path.read_bytes()
     data = gzip.decompress(data) if path.suffix == ".gz" else data
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise ListError(path, "must be UTF-8, got UTF-16")
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # as spreadsheets write "Unicode text"
+        try:
+            data = data.decode("utf-16").encode()
+        except UnicodeError:
+            raise ListError(path, "is UTF-16 with damaged characters") from None
     return data.decode("utf-8-sig", "surrogateescape").replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -214,13 +220,23 @@ def records(lines, delimiter):
         place += used
 
 
+def later(a, b):
+    """Whether a time comes after another, and not just by a sum that was rounded."""
+    return a > b + TOUCH
+
+
+def missing(x):
+    """Whether it is what tools write where there is nothing. NaN is no number in JSON, but pandas writes it."""
+    return x is None or x == "" or (isinstance(x, float) and math.isnan(x))
+
+
 def first_of(row, keys):
-    return next((row[x] for x in keys if row.get(x) not in (None, "")), None)
+    return next((row[x] for x in keys if not missing(row.get(x))), None)
 
 
 def number(row, keys):
     """The seconds under one of the keys, or None."""
-    values = {x: row[x] for x in keys if row.get(x) not in (None, "")}
+    values = {x: row[x] for x in keys if not missing(row.get(x))}
     if not values:
         return None
     key = next(iter(values))
@@ -230,49 +246,73 @@ def number(row, keys):
         numbers = [math.nan]
     if not 0 <= numbers[0] < math.inf:
         raise LineError(f"{key} is no number of seconds")
-    if any(x != numbers[0] for x in numbers):
+    if any(later(x, numbers[0]) or later(numbers[0], x) for x in numbers):
         raise LineError(f"{' and '.join(values)} contradict each other")
     return numbers[0]
 
 
-def span(row):
+def span(row, notes):
     """(start, end, whole): the seconds of a segment, and those of the file where the row has no segment."""
     for key in UNREAD:
-        if row.get(key) not in (None, ""):
+        if not missing(row.get(key)):
             raise LineError(f"the key {key}, which is not in seconds, is not read")
-    start, end, duration = number(row, START_KEYS), number(row, END_KEYS), number(row, ("duration",))
+    start, end = number(row, START_KEYS), number(row, END_KEYS)
+    if start is None and end is None:
+        return 0.0, None, length(row, notes)
+    start, duration = start or 0.0, number(row, ("duration",))
     if duration == 0:
         raise LineError("duration is no number of seconds above 0")
-    if start is None and end is None:
-        return 0.0, None, duration
-    start = start or 0.0
     if end is not None and duration is not None and abs(start + duration - end) > 0.1:
         raise LineError("end and duration contradict each other")
     end = end if end is not None or duration is None else start + duration
-    if end is not None and end <= start:
+    if end is not None and not later(end, start):
         raise LineError("the end is not after the start")
     return start, end, None
 
 
-def channel(x):
-    """None, the number of a channel from 0 on, or several."""
-    if isinstance(x, list) and x and all(type(y) is int and y >= 0 for y in x):
-        return tuple(x)
-    if x in (None, "", "average"):
+def length(row, notes):
+    """The seconds that a file is said to last, or None: nothing but a check needs them."""
+    try:
+        seconds = number(row, ("duration",))
+    except LineError as error:
+        notes.append(str(error))
         return None
-    if isinstance(x, (int, str)) and not isinstance(x, bool) and re.fullmatch(r"\d{1,9}", str(x)):
-        return int(x)
-    raise LineError("channel is no number from 0 on")
+    if seconds == 0:
+        notes.append("duration is no number of seconds above 0")
+    return seconds or None
 
 
-def speaker(row, keys=SPEAKER_KEYS):
-    """The name or number of the speaker, or ""."""
+def channel(row, keys=CHANNEL_KEYS):
+    """None, the number of a channel from 0 on, or several."""
+    x = first_of({key: x for key, x in row.items() if key != "channels" or isinstance(x, list)}, keys)
+    if x in (None, "average"):
+        return None
+    some = [as_integer(y) for y in (x if isinstance(x, list) else [x])]
+    if not some or None in some:
+        raise LineError("channel is no number from 0 on")
+    return tuple(some) if isinstance(x, list) else some[0]
+
+
+def as_integer(x):
+    """1, 1.0, "1" or "1.0", as columns with gaps have them, as a number from 0 on; None: it is none."""
+    if isinstance(x, (int, float, str)) and not isinstance(x, bool):
+        found = re.fullmatch(r"(\d{1,9})(?:\.0+)?", str(x))
+        return int(found[1]) if found else None
+    return None
+
+
+def speaker(row, notes, keys=SPEAKER_KEYS):
+    """The name or number of the speaker, or "": nothing but statistics needs it."""
     if len(keys) == 1 and keys[0] not in row:
-        raise LineError(f"no {keys[0]}, which is to name the speaker")
+        notes.append(f"no {keys[0]}, which is to name the speaker")
     x = first_of(row, keys)
-    if x is None or isinstance(x, (int, str)):
-        return "" if x is None else encodable(str(x), "the speaker")
-    raise LineError("the speaker is no name")
+    try:
+        if isinstance(x, (int, float)):
+            return str(x if as_integer(x) is None else as_integer(x))
+        return "" if x is None else encodable(x, "the speaker")
+    except LineError as error:
+        notes.append(str(error).replace("no string of characters", "no name"))
+        return ""
 
 
 def encodable(text, what):
@@ -290,12 +330,27 @@ def encodable(text, what):
 def located(name, manifest):
     """The file of a name: beside the manifest, in `clips` there (Common Voice), or from the current folder.
 
-    A Mac may have written accents of the name by themselves, on its disk or in the list.
+    A Mac may have written accents of the name by themselves, on its disk or in the list, and Windows backslashes.
     """
     name = encodable(name, "the name of the audio")
     forms = dict.fromkeys((name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))))
     places = manifest.parent, manifest.parent / "clips", Path()
-    return next((file for x in places for form in forms if is_file(file := x / form)), manifest.parent / name)
+    found = next((file for x in places for form in forms if is_file(file := x / form)), None)
+    other = name.replace("\\", os.sep) if found or not re.match("~|[A-Za-z][A-Za-z0-9+.-]+:/", name) else local(name)
+    return found or next((file for x in places if is_file(file := x / other)), manifest.parent / other)
+
+
+def local(name):
+    """The path that a shell or a browser makes of ~/a.wav or file:///a%20b.wav."""
+    if name.startswith("~"):
+        return os.path.expanduser(name)
+    scheme, _, rest = name.partition(":")
+    host, slash, path = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest)
+    if scheme.lower() != "file":
+        raise LineError(f"an address of {scheme}: only files of this computer are read")
+    if host.lower() not in ("", "localhost"):
+        raise LineError("an address of a file on another computer")
+    return urllib.request.url2pathname(slash + path)
 
 
 def is_file(path):
@@ -307,24 +362,24 @@ def is_file(path):
 
 def entry(row, path, keys, name=""):
     """The Entry of a row that says which part of a file has which text; by default, its audio gives the name."""
-    audio = first_of(row, keys[0])
+    audio, notes = first_of(row, keys[0]), []
     audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
     if not audio:
         raise LineError("no name of an audio file")
-    file, (start, end, whole), text = located(audio, path), span(row), first_of(row, keys[1])
+    file, (start, end, whole), text = located(audio, path), span(row, notes), first_of(row, keys[1])
     if keys[1] and not any(x in row for x in keys[1]):
         raise LineError("no text")
     text = "" if text is None else encodable(text, "the text")
     if (start, end) != (0.0, None):
         audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
-    chosen = channel(first_of(row, CHANNEL_KEYS))
-    return Entry(name or audio, file, text, start, end, chosen, whole, speaker(row, keys[2]))
+    spoken_by = speaker(row, notes, keys[2])
+    return Entry(name or audio, file, text, start, end, channel(row), whole, spoken_by, tuple(notes))
 
 
 def utterances(row, path, line, keys):
     """Entries of one row: one, or one for each of its segments."""
     parts = row.get("segments")
-    if parts in (None, ""):
+    if missing(parts):
         yield entry(row, path, keys)
         return
     if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
@@ -334,9 +389,10 @@ def utterances(row, path, line, keys):
     common = {x: row[x] for x in (*keys[0], *CHANNEL_KEYS, *keys[2]) if x in row}
     for i, part in enumerate(parts, 1):
         try:
-            if span(part)[:2] == (0.0, None):
+            if span(part, [])[:2] == (0.0, None):
                 raise LineError("a segment without start and end")
-            yield entry(common | part, path, keys)._replace(whole=number(row, ("duration",)))
+            found, notes = entry(common | part, path, keys), []
+            yield found._replace(whole=length(row, notes), notes=(*found.notes, *notes))
         except LineError as error:
             yield Fault(str(error), f"{line} segment {i}")
 
@@ -357,26 +413,27 @@ def cuts(row, path, line, _):
         raise LineError("a cut of Lhotse without supervisions")
     if recording.get("transforms"):
         raise LineError("a recording of Lhotse with transforms is not read")
-    first, length = number(row, ("start",)) or 0.0, number(row, ("duration",))
-    for x in supervisions:
+    first, duration = number(row, ("start",)) or 0.0, number(row, ("duration",))
+    for i, x in enumerate(supervisions, 1):
         try:
-            name = encodable(x.get("id") or row.get("id"), "the id of a supervision")
-            yield from supervision(x, name, row, recording, path, first, length)
+            named = first_of(x, ("id",)), first_of(row, ("id",)), f"{line} supervision {i}"
+            name = next(str(y) for y in named if isinstance(y, (int, str)))
+            yield supervision(x, encodable(name, "the id of a supervision"), row, recording, path, first, duration)
         except LineError as error:
             yield Fault(str(error), f"{line} ({row.get('id')})"[:200])
 
 
-def supervision(x, name, row, recording, path, first, length):
+def supervision(x, name, row, recording, path, first, whole):
     """The Entry of a supervision, whose times count from the start of its cut."""
-    offset, duration = x.get("start") or 0.0, number(x, ("duration",))
+    offset, duration = first_of(x, ("start",)) or 0.0, number(x, ("duration",))
     if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not math.isfinite(offset):
         raise LineError("start is no number of seconds")
     if duration is None or not duration:
         raise LineError("a supervision of Lhotse without duration")
-    if offset < -0.1 or (length is not None and offset + duration > length + 0.1):
+    if later(-0.1, offset) or (whole is not None and later(offset + duration, whole + 0.1)):
         raise LineError("a supervision of Lhotse that goes beyond its cut")
     start = max(0.0, first + offset)
-    chosen = channel(first_of(x, ("channel",)) if x.get("channel") is not None else row.get("channel"))
+    chosen = channel(row if missing(x.get("channel")) else x, ("channel",))
     sources = [y for y in recording["sources"] if isinstance(y, dict) and y.get("type") == "file"]
     if len(sources) < len(recording["sources"]) or not sources:
         raise LineError("a source of Lhotse that is no file is not read")
@@ -390,9 +447,8 @@ def supervision(x, name, row, recording, path, first, length):
             places = places[0] if len(places) == 1 else places or None
             said = {key: x[key] for key in ("text", *SPEAKER_KEYS) if key in x}
             where = {"audio": source.get("source"), "start": start, "end": first + offset + duration}
-            found = entry({"text": "", "channel": places} | said | where, path, PLAIN, name)
-            yield found._replace(whole=number(recording, ("duration",)))
-            return
+            found, notes = entry({"text": "", "channel": places} | said | where, path, PLAIN, name), []
+            return found._replace(whole=length(recording, notes), notes=(*found.notes, *notes))
     raise LineError("no source of Lhotse has the channel")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax_rnnt import timing
 from jax_rnnt_speech import outputs
 from jax_rnnt_speech.config import UserError
-from jax_rnnt_speech.manifests import Entry
+from jax_rnnt_speech.manifests import Entry, later
 from jax_rnnt_speech.utterances import shown
 
 LINES = "text", "json", "jsonl"  # written as they come
@@ -151,7 +151,7 @@ def recordings(entries, clean=str):
         stem = Path(file).stem
         base = stem if stems[clean(stem)] == 1 else file
         pairs = itertools.pairwise(sorted((entries[i] for i in members), key=lambda x: x.start))
-        overlap = any(b.start < (math.inf if a.end is None else a.end) for a, b in pairs)
+        overlap = any(later(math.inf if a.end is None else a.end, b.start) for a, b in pairs)
         if overlap:
             names |= {i: unused(entries[i].name.replace(file, base)) for i in members}
         else:
@@ -196,9 +196,16 @@ def writer(args, entries):
                 write_files(args, kept)
 
 
+def in_order(words):
+    """The words of a recording, which end before the next one begins, where segments touch."""
+    words = sorted(words)
+    ends = [x.start for x in words[1:]] + [math.inf]
+    return [x if later(x.end, end) else x._replace(end=min(x.end, end)) for x, end in zip(words, ends)]
+
+
 def write_files(args, kept):
     """Of {name: [(second of the end, words, what is between them)]}."""
-    spoken = {name: sorted(itertools.chain(*(x for _, x, _ in parts))) for name, parts in kept.items()}
+    spoken = {name: in_order(itertools.chain(*(x for _, x, _ in parts))) for name, parts in kept.items()}
     if args.format == "ctm":
         timing.write_ctm(args.output, spoken)
         return

@@ -20,11 +20,19 @@ def shown(name):
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in str(name))
 
 
+def listed(what, names, named=NAMED):
+    """A line for each reason, with some of its names."""
+    for reason, some in names.items():
+        more = f", and {len(some) - named} more" if len(some) > named else ""
+        yield f"{what}, {reason}: {len(some)} ({', '.join(some[:named])}{more})"
+
+
 class Report:
     """Names of utterances that are left out, by reason. Threads may add to it."""
 
     def __init__(self):
         self.names, self.lock, self.seen = collections.defaultdict(list), threading.Lock(), set()
+        self.notes = collections.defaultdict(list)  # names of utterances that are used, by what of them is not read
 
     def add(self, reason, name, again=True):
         """A name counts each time, or once if not `again`."""
@@ -34,14 +42,17 @@ class Report:
                 self.names[reason].append(name)
             self.seen.add((reason, name))
 
+    def note(self, what, name):
+        with self.lock:
+            self.notes[what].append(shown(name))
+
     def lines(self, named=NAMED):
-        for reason, names in self.names.items():
-            more = f", and {len(names) - named} more" if len(names) > named else ""
-            yield f"left out, {reason}: {len(names)} ({', '.join(names[:named])}{more})"
+        yield from listed("left out", self.names, named)
+        yield from listed("used all the same", self.notes, NAMED)
 
     def summary(self):
         """What is behind an error of its corpus."""
-        return "".join(f"; {x}" for x in self.lines())
+        return "".join(f"; {x}" for x in listed("left out", self.names))
 
     def write(self, path):
         """All names, one a line after its reason."""

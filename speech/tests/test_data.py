@@ -1,15 +1,19 @@
 """What the recipe reads and leaves out, texts, features, labels and shapes of batches."""
 
 import dataclasses
+import decimal
 import itertools
 import json
 import shutil
 import types
+import unicodedata
 
+import babel.numbers
 import jax
 import numpy as np
 import pytest
 import scipy.io.wavfile
+import unicode_rbnf
 
 from support import CONVOLUTIONAL, asr, configuration, write_audio
 
@@ -140,31 +144,119 @@ def test_masks():
         np.testing.assert_allclose(result[hidden], np.float64(original[:20][~hidden[:20]]).mean(), rtol=1e-5)
 
 
+SPOKEN = [  # language, written, and what is said; a part that is left as it is stands as it was
+    ("en", "I don’t have 1,234.5 'things' — but x-rays: 21!",
+     "i don't have one thousand two hundred thirty four point five things but x rays twenty one"),
+    ("en", "-5, \u22125 and COVID-19; a 10-year-old", "minus five minus five and covid nineteen a ten year old"),
+    ("en", "The 1st, 2nd, 3rd, 21ST, 112th", "the first second third twenty first one hundred twelfth"),
+    ("en", "50%, 1 %, 2.0‰; -5 °C", "fifty percent one percent two point zero permille minus five degrees celsius"),
+    ("en", "3.05 (and \"2.0\") １，２００", "three point zero five and two point zero one thousand two hundred"),
+    ("en", "12 000 and 10 20, 555 123 4567", "12 000 and ten twenty 555 123 4567"),
+    ("fr", "12 000 euros, 1\u202f200,5, la 1re et le 2e, 1er",
+     "douze mille euros mille deux cents virgule cinq la première et le deuxième premier"),
+    ("fr-CH", "1’234’567", "un million deux cent trente quatre mille cinq cent soixante sept"),
+    ("es-MX", "1,234.5 y 1.º", "mil doscientos treinta y cuatro coma cinco y primero"),
+    ("es", "1.234,5", "mil doscientos treinta y cuatro coma cinco"),
+    ("de", "1.021,5 um 9.30, am 3. Mai, es waren 21.", "eintausendeinundzwanzig komma fünf um 9.30 am 3. mai es waren "
+     "einundzwanzig"),
+    ("de", "1\u202f234 von 12\u00a0000", "eintausendzweihundertvierunddreißig von zwölftausend"),
+    ("de", "1 % von 50 %", "1 % von fünfzig prozent"),  # ein or eins
+    ("pl", "601 123 456, 12 345", "601 123 456 dwanaście tysięcy trzysta czterdzieści pięć"),
+    ("tr", "%50 IŞIK İZMİR 2024'te", "yüzde elli ışık izmir 2024'te"),
+    ("ja", "1.5と3月、50%", "一点五と三月五十パーセント"),
+    ("zh-Hant-TW", "我有3個蘋果，第12章", "我有三個蘋果第十二章"),
+    ("ko", "3월", "삼월"),
+    ("uk", "5 п’ять пʼять п'ять", "п'ять п'ять п'ять п'ять"),
+    ("th", "ราคา5บาท ๑๒", "ราคาห้าบาท สิบสอง"),
+    ("fa", "۱٬۲۳۴٫۵", "یک هزار و دویست و سی و چهار ممیز پنج"),
+    # Not by one word of a language, or not surely.
+    *(("en", x, x) for x in ("007", ".5", "10:30", "1/2", "½", "1.2.3", "10-20", "1914–1918", "555-1234", "$5", "£3m",
+      "$ 5", "5 €", "+5", "at&t", "3d", "mp3", "1990s", "5'", "6\"", "1,23,456", "#5", "5°", "m²", "a@b.org", "11st",
+      "https://x.org/5", "♪", "👩\u200d👩\u200d👧", "10^6", "9" * 20, "5-", "–5", "-$5", "👍🏽", "10 200")),
+    *(("ru", x, x) for x in ("5 %", "10-летний", "1-й")),
+    *((x, "100000", "100000") for x in ("lt", "zu")),  # for which unicode-rbnf has 100, and nonsense
+    # Words, by their letters.
+    ("en", "don’t O'Neil rock’n’roll dogs' ´tis x_y", "don't o'neil rock'n'roll dogs tis x y"),
+    ("en", "Zusam\u00admen no\u2060where \u200eright\ufeff", "zusammen nowhere right"),
+    ("fa", "می\u200cخواهم\u200c", "می\u200cخواهم"),
+    ("hi", "क्\u200dष की", "क्\u200dष की"),
+    ("he", "צה\"ל צה״ל", "צה״ל צה״ל"),
+    ("ca", "col·laborar", "col·laborar"),
+    ("hy", "Ինչո՞ւ", "ինչու"),
+    ("ja", "ジョン・スミス、です。ﾃｽﾄ", "ジョンスミスですテスト"),
+    ("el", "ΟΔΟΣ, ΣΑΣ.", "οδος σας"),
+    ("de", "STRAẞE Straße", "straße straße"),
+    ("en", "İSTANBUL ＡＢＣ", "istanbul abc"),
+    ("az", "İI", "iı"),
+]  # fmt: skip
+
+
 def test_normalize(tmp_path, monkeypatch):
-    normalizer = asr.texts.normalizer
+    normalizer, unread = asr.texts.normalizer, asr.texts.unread
     assert normalizer("none")("  Cafe\u0301\u2028 A ") == "Café A"
-    assert normalizer("none", lower=True)("İST") == "i\u0307st"
-    said = "I don’t have 1,234.5 'things' \N{EM DASH} but x-rays: 21!"
-    written = "i don't have one thousand two hundred thirty four point five things but x rays twenty one"
-    assert normalizer("basic")(said) == written
-    assert normalizer("basic:ja")("1.5") == "一点五"
-    assert normalizer("basic:de")("Es sind 21 Äpfel.") == "es sind einundzwanzig äpfel"
-    assert normalizer("basic:de")("1.021,5 um 9.30") == "eintausendeinundzwanzig komma fünf um neun dreißig"
+    for name, expected in (("none", "ist i"), ("none:tr", "ist ı"), ("none:az", "ist ı"), ("basic:tr", "ist ı")):
+        assert normalizer(name, lower=True)("İST I") == expected
+    functions = {language: normalizer(f"basic:{language}") for language, *_ in SPOKEN} | {"en": normalizer("basic")}
+    for language, text, expected in SPOKEN:
+        said = functions[language](text)
+        assert said == expected == functions[language](said)
+        left = {x for x in said.split() if any(unicodedata.category(y)[0] in "NS" or y in "%&@#/" for y in x)}
+        assert {*unread(said)} == left, said
     (tmp_path / "mine.py").write_text("def swap(text):\n    return text.swapcase()\ndef bad(text):\n    return None\n")
-    assert normalizer(f"{tmp_path}/mine.py:swap")("Ab") == "aB"
+    assert normalizer(f"{tmp_path}/mine.py:swap")("Ab\u00a0 a") == "aB A"
     monkeypatch.chdir(tmp_path)
-    for file in ("basic", "a:b"):
+    for file in ("basic", "none", "a:b"):
         (tmp_path / file).touch()
-    assert asr.texts.absolute("basic:de") == "basic:de"  # not a function of that file
+    for name in ("basic:de", "none:tr"):
+        assert asr.texts.absolute(name) == name  # not a function of that file
     assert asr.corpora.absolute("spoken-digits:a:b") == f"spoken-digits:{tmp_path}/a:b"
     for name, message in (
         ("other", "--normalize must be none, basic, .* got other"),
         ("basic:xx", "has no numbers in words; languages: "),
+        ("basic:bn", "has no numbers in words; languages: "),
+        ("none:xx", "--normalize none:xx has no language that CLDR knows"),
         (f"{tmp_path}/mine.py:none", r"has no function none"),
         (f"{tmp_path}/mine.py:bad", r"must return a string, got None of 'x'"),
     ):
         with pytest.raises(asr.config.UserError, match=message):
             normalizer(name)("x")
+
+
+UNSURE = "ee", "ff", "ga", "kk", "ky", "lt", "sl", "zu"  # whose rules lack the minus, decimals or large numbers
+LETTERS = "Ll", "Lo", "Mn", "Mc"  # the apostrophe is another one
+ZEROS = {"arab": "٠", "arabext": "۰", "cakm": "\U00011136", "deva": "०", "khmr": "០", "laoo": "໐", "mymr": "၀",
+         "tamldec": "௦", "thai": "๐"}  # fmt: skip
+
+
+def test_numbers_of_all_languages():
+    """What Babel writes by the rules of a language, in its own digits too, is read as the words of that number.
+
+    Different numbers have different words, or stay digits.
+    """
+    letters = lambda text: "".join(x for x in text.lower() if unicodedata.category(x) in LETTERS or x == "〇")
+    values = [5, 1234, 56_789, 1_234_567, 100, 100_000, 2000, 3000, 20_000, 20_000_000, 10_001, 11_000, 100_000_001]
+    values += [101_000_000, 10_000]  # in pairs that the library takes for one another in some language
+    for name in unicode_rbnf.RbnfEngine.get_supported_languages():
+        engine, locale = unicode_rbnf.RbnfEngine.for_language(name), babel.Locale.parse(name)
+        change = asr.texts.normalizer(f"basic:{name}")
+        systems = {"latn", locale.default_numbering_system, locale.other_numbering_systems.get("native")}
+        for system in systems & {"latn", *ZEROS}:
+            known = system if "decimal" in locale.number_symbols.get(system, ()) else "latn"
+            digits = {48 + i: chr(ord(ZEROS.get(system, "0")) + i) for i in range(10)}
+            for value in (*values[:4], -1234, decimal.Decimal("1234.5"), decimal.Decimal("-1234567.05")):
+                plain = str(value).replace(".", locale.number_symbols[known]["decimal"]).translate(digits)
+                written = babel.numbers.format_decimal(value, locale=locale, numbering_system=known).translate(digits)
+                said = change(plain)
+                if asr.texts.unread(said):
+                    assert said == plain, (name, value)
+                else:
+                    assert change(written) == said, (name, system, written)
+                    if value == int(value):
+                        expected = letters(engine.format_number(value).text)
+                        assert letters(said) == expected, (name, written)
+        said = {x: change(str(x)) for x in values}
+        assert len({*said.values()}) == len({*values}), name
+        assert not asr.texts.unread(said[5]) and (name == "sl" or not asr.texts.unread(said[10_000])), name
 
 
 def test_spoken_digits(tmp_path, refused):

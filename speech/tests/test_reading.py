@@ -48,14 +48,81 @@ BAD = [  # what is wrong with a line that is good otherwise, or a line, and why 
     ({"offset": 1, "segments": [{"start": 0, "end": 1, "text": "x"}]}, "segments of a segment are not read"),
     ({"segments": [{"start": 0, "end": 1}]}, "no text"),
     *(({"text": x}, "the text is no string of characters") for x in (["A"], "\ud800")),
-    ({"speaker": ["x"]}, "the speaker is no name"),
     ({"audio": None}, "no name of an audio file"),
     ({"audio": "\ud800.wav"}, "the name of the audio is no string of characters"),
-    *(({"duration": x}, "duration is no number of seconds") for x in (np.nan, "nan", True, -1, [], "long", 10**400)),
-    ({"duration": 0}, "duration is no number of seconds above 0"),
+    *(
+        ({"start": 0, "duration": x}, "duration is no number of seconds")
+        for x in ("nan", True, -1, [], "long", 10**400)
+    ),
+    ({"offset": 1, "duration": 0}, "duration is no number of seconds above 0"),
+    *(({"channel": x}, "channel is no number from 0 on") for x in (1.5, True, [], [0, "x"], {})),
+    ({"audio": "https://example.org/a.wav"}, "an address of https: only files of this computer are read"),
+    ({"audio": "file://server/a.wav"}, "an address of a file on another computer"),
     *((x, "not JSON") for x in ("{", "[" * 100_000)),
     *((x, "not an object with keys") for x in ('"x"', "[1]")),
 ]
+
+
+# Keys that choose no samples: the channel and the speaker that they give a line, and a note about what is not read.
+OPTIONAL = [
+    *(({"speaker": x}, None, "12", None) for x in (12, 12.0, "12")),
+    *(({"speaker": x}, None, "", None) for x in (np.nan, None, "")),
+    *(({"speaker": x}, None, "", "the speaker is no name") for x in (["x"], {}, "\ud800")),
+    *(({"channels": x, "num_channels": x, "sampling_rate": 8000.0}, None, "", None) for x in (1, 2, "1", np.nan)),
+    *(({"channel": x}, 1, "", None) for x in (1, 1.0, "1", "1.0")),
+    *(({key: [0.0, 1]}, (0, 1), "", None) for key in ("channel", "channels", "channel_selector")),
+    ({"channel": np.nan, "offset": np.nan, "end": None, "segments": np.nan, "start_ms": np.nan}, None, "", None),
+    *(({"duration": x}, None, "", None) for x in (np.nan, None, "", 3, "3.0")),
+    *(({"duration": x}, None, "", "duration is no number of seconds") for x in ("nan", True, -1, [], 10**400)),
+    ({"duration": 0}, None, "", "duration is no number of seconds above 0"),
+    ({"lang": np.nan, "id": 5, "snr": {}, "tags": [1]}, None, "", None),
+]
+
+
+def test_optional_keys(folder):
+    """What only statistics need leaves no line out, whatever tools write where there is nothing."""
+    rows = [{"audio": "b.flac", "text": "good"} | x for x, *_ in OPTIONAL]
+    (folder / "optional.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    corpus = asr.corpora.Recordings(folder / "optional.jsonl", configuration(rate=RATE))
+    assert [(x.channel, x.speaker) for x in corpus.entries] == [(channel, name) for _, channel, name, _ in OPTIONAL]
+    assert [len(corpus.samples(i, None)) for i in range(len(rows))] == [3 * RATE] * len(
+        rows
+    ) and not corpus.report.names
+    notes = [x for *_, x in OPTIONAL if x]
+    assert {what: len(names) for what, names in corpus.report.notes.items()} == {x: notes.count(x) for x in notes}
+    assert next(corpus.report.lines()) == "used all the same, the speaker is no name: 3 (b.flac, b.flac, b.flac)"
+
+
+def test_sums_of_times(folder):
+    """0.2 + 0.4 meets 0.6, in either order, and other segments overlap by what anyone can hear."""
+    rows = [{"start": 0.2, "duration": 0.4}, {"start": 0.6, "end": 0.2 + 0.4 + 0.2}, {"start": 0.8, "end": 1}]
+    rows += [{"start": 1.1 + 2.2 - 2, "offset": 1.3, "end": 2}, {"offset": 0.1 + 0.2, "start": 0.3, "end": 0.3}]
+    (folder / "sums.jsonl").write_text("\n".join(json.dumps({"audio": "a.wav", "text": "x"} | x) for x in rows))
+    *entries, fault = asr.manifests.read(folder / "sums.jsonl")
+    assert fault == ("the end is not after the start", "sums.jsonl line 5") and 0.2 + 0.4 > 0.6
+    names = asr.transcripts.recordings(entries)
+    assert {*names.values()} == {"a"}
+    words = [asr.transcripts.timing.Interval(a, b, "x") for a, b in ((0.6, 0.8), (0.2, 0.2 + 0.4))]
+    assert [(x.start, x.end) for x in asr.transcripts.in_order(words)] == [(0.2, 0.6), (0.6, 0.8)]
+    overlap = [x._replace(end=x.end + 0.01) for x in entries]
+    assert len({*asr.transcripts.recordings(overlap).values()}) == len(entries)
+
+
+def test_places(folder, tmp_path, monkeypatch):
+    """~, addresses of files and the paths of Windows name the same file; a file of that very name comes first."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a b#1%.wav").symlink_to(folder / "a.wav")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/~").mkdir()
+    for name in ("c.wav", "~/own.wav"):
+        (tmp_path / "sub" / name).symlink_to(folder / "a.wav")
+    address = pathlib.Path(tmp_path / "a b#1%.wav").as_uri()
+    names = ["~/a b#1%.wav", address, address.replace("file://", "file://localhost"), address.replace("//", "", 1)]
+    names += [address.replace("file", "FILE").replace("%23", "#"), "..\\a b#1%.wav", "~/own.wav", "c.wav"]
+    (tmp_path / "sub/m.jsonl").write_text("".join(json.dumps({"audio": x, "text": ""}) + "\n" for x in names))
+    found = [x.audio for x in asr.manifests.read(tmp_path / "sub/m.jsonl")]
+    assert all(x.is_file() for x in found) and found[-2] == tmp_path / "sub/~/own.wav"
+    assert {str(x.resolve().parent) for x in found} == {str(folder)}
 
 
 def test_own_lines(folder):
@@ -87,8 +154,8 @@ def test_own_lines(folder):
     assert found == {f"own.jsonl line {i}": reason for i, (_, reason) in enumerate(BAD, 1 + len(good))}
     (folder / "own.json").write_text(json.dumps([*good[:2], 3], indent=1))
     assert listed(folder / "own.json") == (entries[:2], {"not an object with keys": ["own.json item 3"]})
-    faults = {"no speaker_id, which is to name the speaker": ["own.json item 1"], **listed(folder / "own.json")[1]}
-    assert listed(folder / "own.json", speaker_column="speaker_id") == (entries[1:2], faults)
+    noted, named, _ = asr.manifests.read(folder / "own.json", speaker_column="speaker_id")
+    assert noted.notes == ("no speaker_id, which is to name the speaker",) and (named.speaker, named.notes) == ("7", ())
 
 
 def test_nemo(folder):
@@ -289,7 +356,7 @@ def test_recordings_without_texts(tmp_path):
 
 
 def test_bytes_that_are_no_utf8(tmp_path):
-    """A line with such a text is named, in every dialect, and the others are read; a file in UTF-16 is an error."""
+    """A line with such a text is named, in every dialect, and the others are read; UTF-16 has a mark."""
     encode(tmp_path / "a.wav")
     contents = {
         "m.jsonl": b'{"audio": "a.wav", "text": "A"}\n{"audio": "a.wav", "text": "caf\xe9"}\n',
@@ -307,8 +374,12 @@ def test_bytes_that_are_no_utf8(tmp_path):
     for name, line in lines.items():
         entries, faults = listed(tmp_path / name)
         assert [x[1] for x in entries] == ["A"] and faults == {"the text is not UTF-8": [line]}
-    (tmp_path / "m.tsv").write_bytes("path\tsentence\n".encode("utf-16"))
-    with pytest.raises(asr.config.UserError, match=r"m\.tsv must be UTF-8, got UTF-16"):
+    for kind in ("utf-16", "utf-16-be"):  # spreadsheets' "Unicode text"
+        data = "\ufeff" * (kind != "utf-16") + "path\tsentence\r\na.wav\té\r\n"
+        (tmp_path / "m.tsv").write_bytes(data.encode(kind))
+        assert listed(tmp_path / "m.tsv") == ([("a.wav", "é", 0.0, None, None)], {})
+    (tmp_path / "m.tsv").write_bytes(data.encode(kind)[:-1])
+    with pytest.raises(asr.config.UserError, match=r"m\.tsv is UTF-16 with damaged characters"):
         listed(tmp_path / "m.tsv")
 
 
@@ -472,6 +543,19 @@ def test_check(folder, capsys, tmp_path, refused):
     out = capsys.readouterr().out
     assert "13 utterances, 0.0108 hours" in out and "'Word 1' -> 'word one'" in out
     assert len([x for x in out.splitlines() if " -> " in x]) == 10 and "padding: 0%, 0% with one shape" in out
+    rows = {"audio": "a.wav", "text": "It cost $5.", "speaker": []}, {"audio": "b.flac", "text": "$5 and $5, 007 and 7"}
+    (tmp_path / "left.jsonl").write_text("\n".join(json.dumps(x | {"audio": f"{folder}/{x['audio']}"}) for x in rows))
+    command, names = ["check", tmp_path / "left.jsonl"], [f"{folder}/a.wav", f"{folder}/b.flac"]
+    run([*command, "--normalize", "basic", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["not_read_aloud"] == {"$5": names, "007": names[1:]} and not found["left_out"]
+    assert found["notes"] == {"the speaker is no name": names[:1]}
+    run([*command, "--normalize", "basic"])
+    out = capsys.readouterr().out
+    assert f"not read aloud, $5: 2 ({names[0]}, {names[1]})" in out and "in 2 utterances: 2 different" in out
+    assert f"used all the same, the speaker is no name: 1 ({names[0]})" in out
+    run([*command, "--json"])
+    assert json.loads(capsys.readouterr().out)["not_read_aloud"] == {}  # texts as they are
     run(["check", folder / "check.jsonl", folder / "none.jsonl", "--alphabet", "Word 0123456789", "--json"], 1)
     found, error = capsys.readouterr()
     left = {"characters outside the vocabulary": ["b.flac"], "does not exist": [str(folder / "none.jsonl")]}
