@@ -44,6 +44,7 @@ class Findings:
             "characters": sum(len(text) for _, text in self.kept),
             "words": sum(len(text.split()) for _, text in self.kept),
             "left_out": dict(self.report.names),
+            "notes": dict(self.report.notes),
         }
 
     def lines(self):

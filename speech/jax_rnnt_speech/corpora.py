@@ -44,6 +44,8 @@ def usable(entries, report, lengths):
         except AudioError as error:
             report.add(error.reason, entry.name)
         else:
+            if entry.channel is None and any(x.opposed for x in file):
+                report.note(audio.CANCELLED, entry.audio)
             yield entry, file
 
 
@@ -122,7 +124,7 @@ class Recordings:
             if self.extractor.count(len(samples)) != frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
         except AudioError as error:
-            return self.report.add(error.reason, entry.name, again=False)
+            return self.report.add(error.reason, entry.name, again=False, passing=error.passing)
         return self.extractor(samples)
 
 

@@ -21,23 +21,32 @@ def shown(name):
 
 
 class Report:
-    """Names of utterances that are left out, by reason. Threads may add to it."""
+    """Names of utterances that are left out, by reason; `notes` are of those that are not. Threads may add to it."""
 
     def __init__(self):
         self.names, self.lock, self.seen = collections.defaultdict(list), threading.Lock(), set()
+        self.notes, self.passing = collections.defaultdict(list), False  # whether some may be usable later
 
-    def add(self, reason, name, again=True):
+    def add(self, reason, name, again=True, passing=False):
         """A name counts each time, or once if not `again`."""
+        self.put(self.names, reason, name, again)
+        self.passing |= passing
+
+    def note(self, text, name):
+        self.put(self.notes, text, name, False)
+
+    def put(self, names, reason, name, again):
         name = shown(name)
         with self.lock:
             if again or (reason, name) not in self.seen:
-                self.names[reason].append(name)
+                names[reason].append(name)
             self.seen.add((reason, name))
 
     def lines(self, named=NAMED):
-        for reason, names in self.names.items():
+        left_out = ((f"left out, {reason}", names) for reason, names in self.names.items())
+        for reason, names in (*left_out, *self.notes.items()):
             more = f", and {len(names) - named} more" if len(names) > named else ""
-            yield f"left out, {reason}: {len(names)} ({', '.join(names[:named])}{more})"
+            yield f"{reason}: {len(names)} ({', '.join(names[:named])}{more})"
 
     def summary(self):
         """What is behind an error of its corpus."""
