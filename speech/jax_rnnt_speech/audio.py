@@ -45,7 +45,7 @@ ENDLESS = "wav", "w64", "aiff", "caf", "au", "avi", "mpegts", "mpeg"
 # Tags that are no UTF-8 do no harm; PyAV 19 has no option of it.
 TAGS = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 # Begins of files that FFmpeg reads once, where several are joined.
-JOINED = rb"(?:RIF[FX]|RF64|BW64).{4}WAVE[ -~]{4}", rb"FORM.{4}AIF[FC]", rb"riff\x2e\x91\xcf\x11", rb"caff\0\1\0\0desc"
+JOINED = rb"(?:RIF[FX]|RF64|BW64).{4}WAVE[ -~]{4}", rb"FORM.{4}AIF[FC]", rb"riff\x2e\x91\xcf\x11", rb"caff\0\x01\0\0desc"
 JOINED += rb"fLaC[\0\x80]\0\0\x22", rb"\0\0\0.ftyp[ -~]{4}"
 # FFmpeg neither says where a header ends the samples, nor doubts it. Chunks by the first bytes of a file: the form of
 # name and size, where the first is, how many bytes of these the size counts, and to which multiple it is filled up.
@@ -81,7 +81,7 @@ class Part:
 
     def __init__(self, file, begin, end):
         self.file, self.begin, self.end, self.name = file, begin, end, os.path.basename(file.name)
-        self.replaced, self.error = [], None
+        self.replaced, self.raw, self.error = [], None, None  # raw: options of FFmpeg, if the part is samples alone
         file.seek(begin)
 
     def read(self, size):
@@ -185,7 +185,9 @@ def correct(path, part):
             told -= counted
             if name[:4] in (b"data", b"SSND"):
                 break
-            part.replaced += corrections(name[:4], form[0], first, part.at(first, 40))
+            if start[:4] == b"RIFX" and name == b"fmt ":
+                part.raw = raw(part.at(first, 40))
+            part.replaced += corrections(name[:4], first, part.at(first, 40))
             place = first + max(0, told + -told % filled)
         field = (place + length - struct.calcsize(form[-1:]), form[0] + form[-1:])
         if start[:4] in (b"RF64", b"BW64"):
@@ -199,21 +201,33 @@ def correct(path, part):
     if (told < max(9, there - 4096) and not another) or (narrow and told > there and told >= 0x7FFFF000):
         told = min(there + counted, 0xFFFFFFFF) if narrow else there + counted
         part.replaced.append((field[0], struct.pack(field[1], max(0, told))))
+        told = there
     elif told > there:
         raise AudioError(path, CUT)
+    if part.raw or not told:  # 0 is unknown for FFmpeg
+        part.begin, part.end = part.begin + first * bool(part.raw), part.begin + first + told
+        part.replaced *= not part.raw
 
 
-def corrections(name, order, first, body):
+def corrections(name, first, body):
     """What FFmpeg misunderstands in a chunk: (place, bytes). Samples may have fewer bits than there is room for."""
-    if name == b"fmt " and len(body) >= 28 and body[:2] in (b"\xfe\xff", b"\xff\xfe"):
+    if name == b"fmt " and len(body) >= 28 and body[:2] == b"\xfe\xff":
         yield first + 18, body[14:16]
-        if order == ">":
-            yield first, bytes([0, max(body[24:28])])  # the code within the GUID, whatever its order
     if name == b"desc" and len(body) >= 32 and body[8:12] == b"lpcm":
         width, _, channels = struct.unpack(">III", body[16:28])
         yield first + 28, struct.pack(">I", 8 * width // max(1, channels) % 2**32)
     if name == b"COMM":
         yield first + 2, bytes(4)  # the number of samples: the data tell it
+
+
+def raw(body):
+    """Options of FFmpeg for the samples of a RIFX, of whose bytes it does not swap those."""
+    tag, channels, rate, _, _, bits = struct.unpack(">HHIIHH", body[:16].ljust(16, b"\0"))
+    long = tag == 0xFFFE and len(body) == 40
+    codec = max(body[24:28]) if long else tag  # in whatever order the GUID is
+    form = {1: f"s{bits}be", 3: f"f{bits}be", 6: "alaw", 7: "mulaw"}.get(codec, "") if bits > 8 or codec > 3 else "u8"
+    mask = int.from_bytes(body[20:24], "big") if long else 0
+    return form, {"sample_rate": str(rate), "ch_layout": hex(mask) if mask else f"{channels}C"}
 
 
 def blocks(path):
@@ -267,20 +281,16 @@ def decoded(path, part):
     """(time, rate, weights, samples [channels, n]) of each frame of one file. A few bad packets do no harm."""
     good, bad, inside = 0, 0, 0  # inside: bad packets before good ones, not those at the end of what is cut off
     zero, first, last, begin, end, latest = None, None, None, 0.0, 0.0, -math.inf  # seconds of the file's clock
-    known = re.match(KNOWN, part.at(0, 16), re.DOTALL)
-    swapped = part.at(0, 4) == b"RIFX"  # FFmpeg swaps the bytes of its header alone
+    known = part.raw or re.match(KNOWN, part.at(0, 16), re.DOTALL)
+    form, options = part.raw or (None, {"format_whitelist": FORMATS})
     part.seek(0)
     try:
-        with av.open(part, options={"format_whitelist": FORMATS}, **TAGS) as container:
+        with av.open(part, format=form, options=options, **TAGS) as container:
             if not container.streams.audio:
                 raise AudioError(path, "a file without a track of audio")
             stream = container.streams.best("audio") or container.streams.audio[0]
-            decoder = stream.codec_context
-            if decoder is None:
+            if stream.codec_context is None:
                 raise AudioError(path, "audio of an unknown codec")
-            if swapped:
-                context = av.CodecContext.create(re.sub("le$", "be", decoder.name), "r")
-                context.sample_rate, context.layout, decoder = decoder.sample_rate, decoder.layout, context
             for packet in packets_of(container):
                 if packet.pts is not None:
                     latest = max(latest, float((packet.pts + (packet.duration or 0)) * packet.time_base))
@@ -288,7 +298,7 @@ def decoded(path, part):
                     continue
                 first, last = first or packet, packet if packet.size else last
                 try:
-                    frames = decoder.decode(packet)
+                    frames = packet.decode()
                 except av.error.FFmpegError:
                     bad += 1
                     continue
