@@ -3,6 +3,7 @@
 import errno
 import fractions
 import functools
+import io
 import json
 import re
 import struct
@@ -13,7 +14,7 @@ import pytest
 import scipy.io.wavfile
 
 from recordings import RATE, encode
-from support import asr
+from support import asr, configuration
 
 SECONDS = 2
 TIMES = np.arange(SECONDS * RATE) / RATE
@@ -22,11 +23,13 @@ PCM = np.int16(np.round(SWEEP * 2**15))
 
 
 def film(path, container, codec, sounds=(SWEEP,), video=None, late=0.0, pause=(0, 0), begin=0.0, rate=RATE, **options):
-    """Writes sounds as tracks; the last one is the default. Returns the first sample after the pause (when, how long)."""
+    """Writes sounds as tracks; the last is the default. Returns the first sample after the pause (when, how long)."""
     with av.open(str(path), "w", format=container, options=options) as file:
         packets, tracks = [], [file.add_stream(codec, rate=rate, layout="mono") for _ in sounds]
         if video:
-            kind = {"webm": "libvpx", "mpegts": "mpeg2video", "mpeg": "mpeg2video", "flv": "flv"}.get(container, "mpeg4")
+            kind = {"webm": "libvpx", "mpegts": "mpeg2video", "mpeg": "mpeg2video", "flv": "flv"}.get(
+                container, "mpeg4"
+            )
             fps = 25 if kind == "mpeg2video" else 5
             pictures = file.add_stream(kind, rate=fps)
             pictures.width = pictures.height = 16
@@ -79,7 +82,7 @@ def sphere(data, coding="pcm", width=2, order="01"):
     return "".join(["NIST_1A\n   1024\n", *lines, "end_head\n"]).encode().ljust(1024) + data
 
 
-# name: container, codec, what FFmpeg's encoder delays in it without saying so
+# Kind: container, codec, samples by which FFmpeg's encoder delays without saying so.
 FILMS = {
     "mkv": ("matroska", "pcm_s16le", 0), "webm": ("webm", "libopus", 0), "mka": ("matroska", "aac", 0),
     "mov": ("mov", "alac", 0), "mp4": ("mp4", "aac", 0), "ts": ("mpegts", "mp2", 481), "mpg": ("mpeg", "mp2", 481),
@@ -87,9 +90,10 @@ FILMS = {
 }  # fmt: skip
 ALONE = {
     "wav": ("wav", "pcm_s16le", 0), "w64": ("w64", "pcm_s16le", 0), "aiff": ("aiff", "pcm_s16be", 0),
-    "caf": ("caf", "pcm_s16be", 0), "au": ("au", "pcm_s16be", 0), "flac": ("flac", "flac", 0), "oga": ("ogg", "flac", 0),
-    "opus": ("ogg", "libopus", 0), "mp3": ("mp3", "libmp3lame", 0), "m4a": ("ipod", "aac", 0), "wv": ("wv", "wavpack", 0),
-    "tta": ("tta", "tta", 0), "voc": ("voc", "pcm_s16le", 0), "avi": ("avi", "pcm_s16le", 0), "aac": ("adts", "aac", 1024),
+    "caf": ("caf", "pcm_s16be", 0), "au": ("au", "pcm_s16be", 0), "avi": ("avi", "pcm_s16le", 0),
+    "voc": ("voc", "pcm_s16le", 0), "flac": ("flac", "flac", 0), "oga": ("ogg", "flac", 0), "wv": ("wv", "wavpack", 0),
+    "tta": ("tta", "tta", 0), "opus": ("ogg", "libopus", 0), "mp3": ("mp3", "libmp3lame", 0), "m4a": ("ipod", "aac", 0),
+    "aac": ("adts", "aac", 1024),
 }  # fmt: skip
 
 
@@ -155,7 +159,7 @@ def test_whole_cut_joined(whole, kind):
         assert len(read(data[: len(data) * 2 // 3])) == pytest.approx(SECONDS * RATE * 2 / 3, abs=3000)
     else:
         assert_cut(data[: len(data) * 2 // 3])
-    if kind not in ("flv", "wv", "tta", "voc", "au", "avi", "sph"):  # of which FFmpeg reads one, or the header as audio
+    if kind not in ("flv", "wv", "tta", "voc", "au", "avi", "sph"):  # FFmpeg reads one, or the header as audio
         once, twice = read(data), read(data + data)
         assert len(twice) == pytest.approx(2 * len(once), abs=0 if exact else 2000)
         assert_heard(twice[: len(once)], [(0, 0, len(PCM))], delay, exact)
@@ -163,8 +167,9 @@ def test_whole_cut_joined(whole, kind):
 
 
 SIZES = {  # where the size is, its form, and what it counts beyond the samples
-    "wav": (b"data", 4, "<I", 0), "rifx": (b"data", 4, ">I", 0), "aiff": (b"SSND", 4, ">I", 8), "caf": (b"data", 4, ">q", 4),
-    "w64": (b"data", 16, "<q", 24), "rf64": (b"ds64", 16, "<q", 0), "au": (b".snd", 8, ">I", 0), "avi": (b"RIFF", 4, "<I", 6000),
+    "wav": (b"data", 4, "<I", 0), "rifx": (b"data", 4, ">I", 0), "aiff": (b"SSND", 4, ">I", 8),
+    "caf": (b"data", 4, ">q", 4), "w64": (b"data", 16, "<q", 24), "rf64": (b"ds64", 16, "<q", 0),
+    "au": (b".snd", 8, ">I", 0),
 }  # fmt: skip
 
 
@@ -182,7 +187,10 @@ def test_sizes(whole, kind):
             changed = changed[:count] + struct.pack(">I", told) + changed[count + 4 :]
         assert_heard(read(changed), [(0, 0, len(PCM))])
     assert_cut(data[:place] + struct.pack(form, 2 * PCM.nbytes + more) + data[place + struct.calcsize(form) :])
-    if form[1] == "I" and kind not in ("au", "avi"):
+    if kind == "wav":  # a tag that is no UTF-8
+        tag = b"LIST" + struct.pack("<I4s4sI", 16, b"INFO", b"INAM", 4) + b"\xc4\xd6\xdc\0"
+        assert_heard(read(data[: place - 4] + tag + data[place - 4 :]), [(0, 0, len(PCM))])
+    if form[1] == "I" and kind != "au":
         tail = b"LIST" + struct.pack(form, 9000) + bytes(9000)
         assert_heard(read(data + tail), [(0, 0, len(PCM))])
         empty = data[:place] + struct.pack(form, more) + data[place + 4 : place + 4 + more] + tail
@@ -223,6 +231,7 @@ def test_clock(tmp_path, kind):
         (late, 1.0, 0),
         (late | far, 1.0, 0),
         (far, 0.0, unsaid),
+        ({"late": 1.0}, *((1.0, 0) if container not in ("mpegts", "mpeg", "flv") else (0.0, delay))),
     ):
         film(tmp_path / "x", container, codec, rate=rate, **options)
         assert_heard(asr.audio.read(tmp_path / "x", RATE), [(start, 0, end)], lag, exact)
@@ -234,8 +243,8 @@ def test_clock(tmp_path, kind):
         assert np.abs(x[split + near + delay : again - near]).max() < 1e-3
 
 
-def test_clocks_that_are_wrong(tmp_path, monkeypatch):
-    """Single times that are wrong, and small ones, put in nothing; one that begins anew drops nothing; hours are an error."""
+def test_clocks_that_are_wrong():
+    """Small differences and single wrong times put in nothing; one that begins anew drops nothing; hours are wrong."""
     x = np.float32(np.arange(3000)[None])
 
     def placed(*times):
@@ -290,8 +299,12 @@ def test_samples_of_every_width(tmp_path):
         narrow = np.frombuffer(swapped, np.uint8).reshape(-1, 4)[:, slice(1, 4) if order == "<" else slice(3)].tobytes()
         short, real = np.int16(x * 2**15).astype(order + "i2").tobytes(), x.astype(order + "f4").tobytes()
         cases = [riff(swapped, 32, order=order), riff(narrow, 24, order=order), riff(real, 32, order=order, tag=3)]
-        cases += [riff(swapped, 32, valid, order=order, mask=4) for valid in (32, 24, 20)] + [riff(narrow, 24, 20, order=order)]
-        cases += [riff(short, 16, valid, order=order) for valid in (16, 12, 8)] + [riff(real, 32, 32, order=order, tag=3)]
+        cases += [riff(swapped, 32, valid, order=order, mask=4) for valid in (32, 24, 20)] + [
+            riff(narrow, 24, 20, order=order)
+        ]
+        cases += [riff(short, 16, valid, order=order) for valid in (16, 12, 8)] + [
+            riff(real, 32, 32, order=order, tag=3)
+        ]
         cases += [riff(np.uint8(128 + x * 128).tobytes(), 8, order=order)]
         cases += [sphere(short, order="01" if order == "<" else "10")]
         for i, data in enumerate(cases):
@@ -317,7 +330,9 @@ def test_channels(tmp_path, capsys):
     for mask, weights in ((0x3F, [x / total for x in places.values()]), (0, [1 / 6] * 6)):
         expected = sum(weight * x for weight, x in zip(weights, tones))
         np.testing.assert_allclose(read(riff(frames, 16, 16, 6, mask=mask)), expected, atol=1e-4)
-    np.testing.assert_allclose(asr.audio.read(asr.audio.Memory(riff(frames, 16, channels=6), "x"), RATE, channel=3), tones[3], atol=1e-4)
+    np.testing.assert_allclose(
+        asr.audio.read(asr.audio.Memory(riff(frames, 16, channels=6), "x"), RATE, channel=3), tones[3], atol=1e-4
+    )
     assert not capsys.readouterr().err
     noise = 0.1 * np.random.default_rng(0).normal(size=(2, len(SWEEP)))
     half = np.where(TIMES < 1, 1, -1)
@@ -340,36 +355,34 @@ def test_channels(tmp_path, capsys):
         assert asr.audio.stretches(path)[0].opposed == opposed
         assert_heard(asr.audio.read(path, RATE, 0.75, 1.75), [(0, 12000, 28000)]) if opposed else None
         np.testing.assert_allclose(asr.audio.read(path, RATE, channel=1), pair[1], atol=1e-4)
+    rows = [{"audio": f"{x}.wav", "text": "A"} for x in ("opposed", "one", "opposed")]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(map(json.dumps, [*rows, {"audio": "louder.wav", "channel": 1, "text": "A"}]))
+    )
+    report = asr.corpora.Recordings(tmp_path / "a.jsonl", configuration(rate=RATE)).report
+    assert [*report.lines()] == [f"opposed channels, of which the louder is read: 1 ({tmp_path / 'opposed.wav'})"]
+    assert not report.names
 
 
 def test_storage(tmp_path, monkeypatch):
     """What is wrong with the storage is no fact about a file: it is said, and tried again at the next start."""
     asr.audio.write(tmp_path / "a.wav", SWEEP, RATE)
-    (tmp_path / "b.wav").write_bytes(whole_wav := (tmp_path / "a.wav").read_bytes()[:20000])
+    (tmp_path / "b.wav").write_bytes((tmp_path / "a.wav").read_bytes()[:20000])
     good = asr.audio.stretches(tmp_path / "a.wav")
 
-    class Broken:
-        """A file whose storage fails after its first bytes."""
-
-        def __init__(self, file):
-            self.file, self.name, self.seek, self.tell = file, file.name, file.seek, file.tell
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
+    class Broken(io.FileIO):
+        """A file whose storage fails behind its first bytes."""
 
         def read(self, size):
-            if self.file.tell() > 9000:
+            if self.tell() > 9000:
                 raise OSError(errno.EIO, "Input/output error")
-            return self.file.read(min(size, 8192))
+            return super().read(min(size, 8192))
 
     def refused(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
     failures = {"cannot be opened (Too many open files)": refused}
-    failures["cannot be read (Input/output error)"] = lambda *x: Broken(open(*x))
+    failures["cannot be read (Input/output error)"] = Broken
     for reason, how in failures.items():
         folder = tmp_path / reason[:14]
         lengths = asr.cache.Lengths(folder)
@@ -382,3 +395,16 @@ def test_storage(tmp_path, monkeypatch):
         assert [*known["files"]] == [str(tmp_path / "b.wav")] and lengths.of(tmp_path / "a.wav") == good
         (folder / "lengths.json").write_text(json.dumps(known | {"form": 1}))  # of earlier versions
         assert not asr.cache.Lengths(folder).known
+        # Features, too, are made again at the next start.
+        (tmp_path / "c.jsonl").write_text('{"audio": "a.wav", "text": "A"}\n{"audio": "c.wav", "text": "B"}\n')
+        asr.audio.write(tmp_path / "c.wav", SWEEP[::-1], RATE)
+        corpus = asr.corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
+        with monkeypatch.context() as patched:
+            patched.setattr(asr.audio, "open", lambda *x: (how if "c.wav" in str(x[0]) else open)(*x), raising=False)
+            stored = asr.cache.features(corpus, folder)
+            assert stored.load(0, None) is not None and stored.load(1, None) is None
+        assert dict(stored.report.names) == {f"a file that {reason}": ["c.wav"]}
+        for _ in range(2):
+            corpus = asr.corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
+            stored = asr.cache.features(corpus, folder)
+            assert stored.load(1, None) is not None and not stored.report.names
