@@ -163,9 +163,10 @@ def decoded(path, part):
             stream = container.streams.best("audio") or container.streams.audio[0]
             if stream.codec_context is None:
                 raise AudioError(path, "audio of an unknown codec")
+            bases = [float(x.time_base or 0) for x in container.streams]  # fractions are slow
             for packet in packets_of(container):
                 if packet.pts is not None:
-                    latest = max(latest, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+                    latest = max(latest, (packet.pts + (packet.duration or 0)) * bases[packet.stream_index])
                 if packet.stream_index != stream.index or (not packet.size and packet.dts is not None):
                     continue
                 first, last = first or packet, packet if packet.size else last
@@ -176,14 +177,12 @@ def decoded(path, part):
                     continue
                 good, inside = good + bool(frames), bad if frames else inside
                 for frame in frames:
-                    samples, time = samples_of(path, frame), end
-                    if frame.pts is not None:
-                        time = float(frame.pts * (frame.time_base or stream.time_base))
+                    samples = samples_of(path, frame)
+                    time = end if frame.pts is None else frame.pts * bases[stream.index]
                     if zero is None:
                         begin, zero = time, start_of(container, first, time)
                     end = time + frame.samples / frame.rate
-                    weights = weights_of(frame.layout.name, frame.layout.nb_channels)
-                    yield time - zero, frame.rate, weights, samples
+                    yield time - zero, frame.rate, weights_of(frame.layout.name, len(samples)), samples
             short = falls_short(part, container, stream, first, last, end - begin, latest)
     except av.error.FFmpegError as error:
         if part.error or isinstance(error, MemoryError):
@@ -273,12 +272,13 @@ def mixed(some, rate, weights, said):
     if len(weights) == 1:
         yield from (x[0] for x in some)
         return
-    weights = np.float32(weights)[:, None]
-    total, heard = 0, np.maximum(weights[:, 0], 1 / len(weights)) ** 2  # a channel that the mix leaves out counts too
+    heard = np.maximum(weights, 1 / len(weights)) ** 2  # a channel that the mix leaves out counts too
+    total = np.zeros(len(weights))
     for x in halves(some, max(1, rate // 2)):
-        mix, power = (weights * x).sum(0), heard * np.square(x).sum(1)
+        mix = sum(np.float32(weight) * channel for weight, channel in zip(weights, x))
+        power = heard * np.einsum("cn,cn->c", x, x)
         total += power
-        if np.square(mix).sum() < OPPOSED * power.sum():
+        if mix @ mix < OPPOSED * power.sum():
             mix = x[total.argmax()]
             said()
         yield mix
@@ -290,10 +290,10 @@ def halves(some, size):
     for x in some:
         held = x if held is None else np.concatenate([held, x], 1)
         while held.shape[1] >= size:
-            yield held[:, :size]
+            yield np.ascontiguousarray(held[:, :size])
             held = held[:, size:]
     if held is not None and held.shape[1]:
-        yield held
+        yield np.ascontiguousarray(held)
 
 
 @functools.lru_cache(4096)
