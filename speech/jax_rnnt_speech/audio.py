@@ -1,23 +1,26 @@
-"""Samples of audio files. FFmpeg decodes them, through PyAV: the data count, and not what a header says of them.
+"""Samples of audio files, on the file's own clock. FFmpeg decodes them, through PyAV.
 
-A file may hold several streams of audio one after the other, at several rates. A stretch is a part of it with one rate
-and one number of channels. Times are those of the decoded samples.
+A file may hold several streams of audio one after the other. A stretch is a part with one rate and one layout of
+channels. Of several tracks at once, FFmpeg's choice is read: the one that is marked as the default. Times count from
+the start of the file: silence fills its place where the audio begins late, pauses or is damaged.
 """
 
 import contextlib
+import functools
 import io
 import itertools
 import math
-import mmap
 import os
 import re
 import stat
-import struct
+import sys
 from typing import NamedTuple
 
 import av
 import numpy as np
+from tqdm import tqdm
 
+from jax_rnnt_speech import headers
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.features import scaled
 from jax_rnnt_speech.utterances import shown
@@ -26,48 +29,39 @@ RATES = range(1000, 400_000)  # samples a second that a file may have
 PLANES = 8  # PyAV reads memory beyond the channels of a frame with more, and may end the process
 PIECE = 16_384  # samples that are resampled at once, or more
 SLACK = 0.1  # seconds that a segment may end after its file, as manifests round them
+JITTER = 0.1  # seconds by which clock and samples may differ before silence is put in: that of FFmpeg's aresample
+RESET = 1  # seconds; a clock that goes back by more begins anew, and the audio goes on. No sample is ever dropped.
+SILENCE = 3600  # seconds of it that are put into a file at most: a damaged clock may say anything
+LIVE = 60  # seconds; MP4 and Matroska count from 0, but live recordings from anywhere: theirs begin later than this
+OPPOSED = 0.1  # of the power that channels would have together if they were independent: less is cancelled
 # Demuxers that read one file. Playlists, which name other files, are not among them.
 FORMATS = "wav,w64,aiff,flac,mp3,ogg,mov,matroska,aac,amr,caf,au,asf,avi,mpegts,tta,wv,ape,flv,mpeg,ac3,eac3,voc"
-# Seconds by which the data may fall short of the header, in formats whose header does not estimate.
-EXACT = {"flac": 0, "aiff": 0, "w64": 0, "mov,mp4,m4a,3gp,3g2,mj2": 0.1, "matroska,webm": 0.1}
+FORMATS += ",nistsphere"
+MOV, MATROSKA = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
+# Seconds by which the audio may fall short of what FFmpeg knows from the header. Elsewhere, FFmpeg estimates durations.
+STATED = {"flac": 0, MOV: 0.25, "tta": 0.25, "wv": 0.25, "ape": 0.25, "nistsphere": 0}
+# Formats whose last packet may be a part of one: their size has been checked, or they may end anywhere.
+ENDLESS = "wav", "w64", "aiff", "caf", "au", "mpegts", "mpeg"
 # Tags that are no UTF-8 do no harm; PyAV 19 has no option of it.
 TAGS = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-# Begins of files that FFmpeg reads once, where several are joined.
-JOINED = rb"RIFF.{4}WAVE[ -~]{4}", rb"fLaC[\0\x80]\0\0\x22", rb"FORM.{4}AIF[FC]", rb"\0\0\0.ftyp[ -~]{4}"
 CUT, DAMAGED, FOREIGN = "audio that is cut off", "damaged audio", "no audio that FFmpeg knows"
+UNREAD = "audio of a form that FFmpeg does not read"
+CANCELLED = "opposed channels, of which the louder is read"
 
 
 class AudioError(UserError):
-    """A file of which nothing can be used. `reason` says why, without its name."""
+    """A file of which nothing can be used. `reason` says why, without its name; `passing`: it may be usable later."""
 
-    def __init__(self, path, reason):
+    def __init__(self, path, reason, passing=False):
         super().__init__(f"{shown(path)}: {reason}")
-        self.reason = reason
+        self.reason, self.passing = reason, passing
 
 
 class Stretch(NamedTuple):
     rate: int
     channels: int
     samples: int
-
-
-class Part:
-    """Bytes of a file, as a file."""
-
-    def __init__(self, file, begin, end):
-        self.file, self.begin, self.end, self.name = file, begin, end, os.path.basename(file.name)
-        file.seek(begin)
-
-    def read(self, size):
-        return self.file.read(max(0, min(size, self.end - self.file.tell())))
-
-    def seek(self, offset, whence=os.SEEK_SET):
-        place = (self.begin, self.file.tell(), self.end)[whence] + offset
-        self.file.seek(max(self.begin, min(place, self.end)))  # damaged files lead anywhere
-        return place - self.begin if place >= self.begin else -1
-
-    def tell(self):
-        return self.file.tell() - self.begin
+    opposed: bool = False  # somewhere, its channels cancel each other
 
 
 class Memory(io.BytesIO):
@@ -86,7 +80,7 @@ def opened(path):
     if isinstance(path, Memory):
         if not path.getbuffer().nbytes:
             raise AudioError(path, "an empty file")
-        return path
+        return contextlib.nullcontext(path)
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISDIR(kind):
@@ -99,69 +93,83 @@ def opened(path):
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with \0 or half of a surrogate pair too
         raise AudioError(path, "no such file") from None
     except OSError as error:
-        raise AudioError(path, f"a file that cannot be opened ({error.strerror})") from None
+        raise AudioError(path, f"a file that cannot be opened ({error.strerror})", passing=True) from None
 
 
-def parts(path, file):
-    """(begin, end, options of FFmpeg) of each file in the file."""
-    whole = isinstance(file, Memory)
-    with file.getbuffer() if whole else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        begins = [0]
-        for pattern in JOINED:
-            if re.match(pattern, data[:16], re.DOTALL):
-                begins = [x.start() for x in re.finditer(pattern, data, re.DOTALL)]
-        for begin, end in itertools.pairwise([*begins, len(data)]):
-            riff = data[begin : begin + 4] == b"RIFF"
-            yield begin, end, {"ignore_length": "1"} if riff and not header_holds(path, data, begin, end) else {}
-
-
-def header_holds(path, data, begin, end):
-    """Whether the samples of a WAV end where its header says so; otherwise, they last to the end of the file."""
-    place = begin + 12
-    while place + 8 <= end:
-        name, size = struct.unpack("<4sI", data[place : place + 8])
-        place += 8 + size
-        if name == b"data":
-            if size == 0 or size >= 0x7FFFF000:  # what programs write that do not know it yet
-                return False
-            if place > end:
-                raise AudioError(path, CUT)
-            place += size % 2
-            another = re.fullmatch(rb"[ -~]{4}.{4}", data[place : place + 8], re.DOTALL)
-            behind = struct.unpack("<I", data[place + 4 : place + 8])[0] if another else 0
-            return end - place < 4096 or (bool(another) and place + 8 + behind <= end + 1)
-        place += size % 2
-    return True
+def unreadable(path, error):
+    """The error of what may be gone later: of the storage, or of too little memory."""
+    return AudioError(path, f"a file that cannot be read ({error.strerror})", passing=True)
 
 
 def blocks(path):
-    """(rate, samples [channels, n]) of a file, one block after the other."""
-    with contextlib.nullcontext(path) if isinstance(path, Memory) else opened(path) as file:
-        for begin, end, options in parts(path, file):
-            for rate, samples in decoded(path, Part(file, begin, end), options):
-                if rate not in RATES:
-                    raise AudioError(path, f"a sample rate of {rate} Hz")
-                try:
-                    yield rate, scaled(samples)
-                except ValueError as error:
-                    raise AudioError(path, str(error)) from None
+    """(rate, weights of the channels, samples [channels, n]) of a file, one block after the other."""
+    with opened(path) as file:
+        try:
+            places = [*headers.begins(file), file.seek(0, os.SEEK_END)]
+            for begin, end in itertools.pairwise(places):
+                part = headers.Part(file, begin, end)
+                if not headers.correct(part):
+                    raise AudioError(path, CUT)
+                yield from placed(path, decoded(path, part))
+        except OSError as error:
+            raise unreadable(path, error) from None
 
 
-def decoded(path, part, options):
-    """The blocks of one part, as they are stored. Some bad packets do no harm, as in a broken MP3."""
-    seconds, packets, good, bad, announced = 0.0, 0, 0, 0, packets_announced(part)
-    inside = 0  # bad packets before good ones: not those at the end of what is cut off
+def placed(path, frames):
+    """Blocks of frames (time, rate, weights, samples), with silence where the clock says that there is some."""
+    clock = silence = 0.0
+    for (time, rate, weights, x), following in itertools.pairwise(itertools.chain(frames, [None])):
+        then = following[0] if following else None
+        gap = time - clock
+        if gap > JITTER and (then is None or then >= time):  # else this time alone is wrong
+            silence += gap
+            if silence > SILENCE:
+                raise AudioError(path, f"a clock that pauses for more than {SILENCE // 60} minutes")
+            missing = round(gap * rate)
+            for size in (*[PIECE] * (missing // PIECE), missing % PIECE):
+                yield rate, weights, np.zeros((len(x), size), np.float32)
+            clock += missing / rate
+        elif gap < -RESET and (then is None or then < clock - RESET):
+            clock = time
+        clock += x.shape[1] / rate
+        yield rate, weights, x
+
+
+@functools.lru_cache
+def weights_of(layout, channels):
+    """Of each channel in FFmpeg's mix, in sum 1; equal ones where nothing says which channel is which."""
+    if channels > 2 and not re.fullmatch(r"\d+ channels", layout):
+        with contextlib.suppress(av.error.FFmpegError, ValueError):
+            frame = av.AudioFrame.from_ndarray(np.eye(channels, dtype=np.float32).reshape(1, -1), "flt", layout)
+            frame.sample_rate, mixer = 48000, av.AudioResampler("flt", "mono")
+            found = [x.to_ndarray()[0] for x in (*mixer.resample(frame), *mixer.resample(None))]
+            found = np.concatenate([np.zeros(0), *found])
+            if len(found) == channels and found.sum() > 0:
+                return tuple((found / np.abs(found).sum()).tolist())
+    return (1 / channels,) * channels
+
+
+def decoded(path, part):
+    """(time, rate, weights, samples [channels, n]) of each frame of one file. A few bad packets do no harm."""
+    good, bad, inside = 0, 0, 0  # inside: bad packets before good ones, not those at the end of what is cut off
+    zero, first, last, begin, end, latest = None, None, None, 0.0, 0.0, -math.inf  # seconds of the file's clock
+    known = part.raw or re.match(headers.KNOWN, part.at(0, 16), re.DOTALL)
+    form, options = part.raw or (None, {"format_whitelist": FORMATS})
+    part.seek(0)
     try:
-        with av.open(part, options=options | {"format_whitelist": FORMATS}, **TAGS) as container:
+        with av.open(part, format=form, options=options, **TAGS) as container:
             if not container.streams.audio:
                 raise AudioError(path, "a file without a track of audio")
-            stream, kind = container.streams.audio[0], container.format.name
+            stream = container.streams.best("audio") or container.streams.audio[0]
             if stream.codec_context is None:
                 raise AudioError(path, "audio of an unknown codec")
-            duration = stream.duration and stream.duration * stream.time_base
-            promised = float(duration or (container.duration or 0) / av.time_base) if kind in EXACT else 0
-            for packet in packets_of(container, stream):
-                packets += packet.size > 0
+            bases = [float(x.time_base or 0) for x in container.streams]  # fractions are slow
+            for packet in packets_of(container):
+                if packet.pts is not None:
+                    latest = max(latest, (packet.pts + (packet.duration or 0)) * bases[packet.stream_index])
+                if packet.stream_index != stream.index or (not packet.size and packet.dts is not None):
+                    continue
+                first, last = first or packet, packet if packet.size else last
                 try:
                     frames = packet.decode()
                 except av.error.FFmpegError:
@@ -169,79 +177,129 @@ def decoded(path, part, options):
                     continue
                 good, inside = good + bool(frames), bad if frames else inside
                 for frame in frames:
-                    if frame.format.is_planar and frame.layout.nb_channels > PLANES:
-                        raise AudioError(path, f"audio of more than {PLANES} channels")
-                    seconds += frame.samples / (frame.rate or 1)
-                    try:
-                        samples = samples_of(frame)
-                    except ValueError:  # of 64 bits, for example
-                        raise AudioError(path, f"samples of an unknown form, {frame.format.name}") from None
-                    yield frame.rate, samples
-    except (av.error.EOFError, av.error.FFmpegError) as error:
-        known = kind_of(part)
-        ended = isinstance(error, av.error.EOFError) or known == "mov"
-        raise AudioError(path, (CUT if ended else DAMAGED) if known else FOREIGN) from None
-    if not good and kind_of(part) not in ("wav", "flac", "aiff", "ogg"):
-        raise AudioError(path, FOREIGN)
-    if promised > seconds + EXACT.get(kind, 0) + 1e-6 or packets < announced or page_is_cut(part):
+                    samples = samples_of(path, frame)
+                    time = end if frame.pts is None else frame.pts * bases[stream.index]
+                    if zero is None:
+                        begin, zero = time, start_of(container, first, time)
+                    end = time + frame.samples / frame.rate
+                    yield time - zero, frame.rate, weights_of(frame.layout.name, len(samples)), samples
+            short = falls_short(part, container, stream, first, last, end - begin, latest)
+    except av.error.FFmpegError as error:
+        if part.error or isinstance(error, MemoryError):
+            raise unreadable(path, part.error or error) from None
+        ended = isinstance(error, av.error.EOFError) or part.at(4, 4) == b"ftyp"
+        reason = UNREAD if isinstance(error, av.error.PatchWelcomeError) else CUT if ended else DAMAGED
+        raise AudioError(path, reason if known else FOREIGN) from None
+    if part.error:
+        raise unreadable(path, part.error)
+    if not good and (bad or not known):
+        raise AudioError(path, DAMAGED if known else FOREIGN)
+    if short or headers.page_is_cut(part):
         raise AudioError(path, DAMAGED if inside else CUT)
     if bad > 2 + good // 50:
-        raise AudioError(path, DAMAGED if good else FOREIGN)
+        raise AudioError(path, DAMAGED)
 
 
-def packets_of(container, stream):
-    """Those of a stream, until the data end or make no sense."""
+def packets_of(container):
+    """Those of all tracks, until the data end or make no sense."""
     try:
-        yield from container.demux(stream)
+        yield from container.demux()
     except av.error.InvalidDataError:
         return
 
 
-def samples_of(frame):
-    x = frame.to_ndarray()
-    return x if frame.format.is_planar else x.reshape(-1, frame.layout.nb_channels).T
+def samples_of(path, frame):
+    """Samples float32 [channels, n] of a frame."""
+    if frame.format.is_planar and frame.layout.nb_channels > PLANES:
+        raise AudioError(path, f"audio of more than {PLANES} channels")
+    if frame.rate not in RATES:
+        raise AudioError(path, f"a sample rate of {frame.rate} Hz")
+    try:
+        x = frame.to_ndarray()
+    except ValueError:  # of 64 bits, for example
+        raise AudioError(path, f"samples of an unknown form, {frame.format.name}") from None
+    try:
+        return scaled(x if frame.format.is_planar else x.reshape(-1, frame.layout.nb_channels).T)
+    except ValueError as error:
+        raise AudioError(path, str(error)) from None
 
 
-def head(part, size=4096):
-    part.seek(0)
-    data = part.read(size)
-    part.seek(0)
-    return data
+def start_of(container, packet, time):
+    """Where a file's clock begins: as for players, with the earliest track. The first frame comes at a time."""
+    first = float((packet.pts or 0) * packet.time_base)
+    start = first if container.start_time is None else container.start_time / av.time_base
+    if container.format.name in (MOV, MATROSKA) and start < LIVE:
+        start = min(start, 0)
+    return time if first - start <= JITTER else start  # what a decoder skips is no silence
 
 
-def kind_of(part):
-    """The format whose first bytes a file has, or ''."""
-    marks = {"ogg": b"OggS", "mov": b"....ftyp", "flac": b"fLaC", "mp3": b"ID3|\xff[\xe2-\xfb]", "wav": b"RIFF....WAVE"}
-    marks |= {"webm": b"\x1aE\xdf\xa3", "aiff": b"FORM....AIF"}
-    start = head(part, 16)
-    return next((name for name, mark in marks.items() if re.match(mark, start, re.DOTALL)), "")
+def falls_short(part, container, stream, first, last, length, latest):
+    """Whether the audio, of a length and with its first and last packets, ends before its file says so.
 
-
-def packets_announced(part):
-    """Packets that the first frame of an MP3 says there are, if it does; joined files have more."""
-    if kind_of(part) not in ("mp3", ""):
-        return 0
-    found = re.search(rb"(?:Xing|Info)\0\0\0[\1\3\5\7\11\13\15\17](.{4})", head(part), re.DOTALL)
-    return struct.unpack(">I", found[1])[0] if found else 0
-
-
-def page_is_cut(part):
-    """Whether an Ogg ends within a page."""
-    if kind_of(part) != "ogg":
-        return False
-    size = part.end - part.begin
-    part.seek(max(0, size - 2**17))
-    data = part.read(2**17)
-    page = data[data.rfind(b"OggS") :]
-    lengths = page[27 : 27 + page[26]] if len(page) > 26 else b""
-    return len(page) < 27 or len(page) < 27 + page[26] + sum(lengths)
+    `latest`: the end of all tracks. FFmpeg estimates some durations from sizes, and does not say which.
+    """
+    kind, duration = container.format.name, stream.duration and float(stream.duration * stream.time_base)
+    if last is not None and last.is_corrupt and kind not in ENDLESS:
+        return True
+    if kind == "mp3" and first is not None:  # a header in the frame before the first one says how many there are
+        header = part.at(max(0, (first.pos or 0) - 4096), min(first.pos or 0, 4096))
+        return bool(re.search(rb"Xing|Info|VBRI", header)) and length + 0.25 < (duration or 0)
+    if kind in (MATROSKA, "flv"):  # duration of the longest track; Matroska may have one of each as a tag
+        start = (container.start_time or 0) / av.time_base if kind == "flv" else 0
+        tags = (x.split(":") for name, x in stream.metadata.items() if name.startswith("DURATION"))
+        said = container.duration / av.time_base if duration is None and container.duration else 0
+        with contextlib.suppress(ValueError, IndexError):
+            said = min([said, *(3600 * float(x[0]) + 60 * float(x[1]) + float(x[2]) for x in tags)])
+        return latest - start + 0.25 < said
+    return kind in STATED and length + STATED[kind] + 1e-6 < (duration or 0)
 
 
 def stretches(path):
     """What a file holds, found by decoding all of it."""
-    shapes = ((rate, *samples.shape) for rate, samples in blocks(path))
-    groups = itertools.groupby(shapes, lambda x: x[:2])
-    return [Stretch(*key, sum(x[2] for x in group)) for key, group in groups]
+    found, opposed = [], []
+    for (rate, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
+        before = len(opposed)
+        samples = sum(len(x) for x in mixed((x for *_, x in group), rate, weights, lambda: opposed.append(True)))
+        found.append(Stretch(rate, len(weights), samples, len(opposed) > before))
+    return found
+
+
+def mixed(some, rate, weights, said):
+    """Samples [n] of blocks [channels, n]: their mix, or where they cancel each other, the loudest one until then.
+
+    It is decided for half a second at a time, however the blocks are cut; then `said` is called.
+    """
+    if len(weights) == 1:
+        yield from (x[0] for x in some)
+        return
+    heard = np.maximum(weights, 1 / len(weights)) ** 2  # a channel that the mix leaves out counts too
+    total = np.zeros(len(weights))
+    for x in halves(some, max(1, rate // 2)):
+        mix = sum(np.float32(weight) * channel for weight, channel in zip(weights, x))
+        power = heard * np.einsum("cn,cn->c", x, x)
+        total += power
+        if mix @ mix < OPPOSED * power.sum():
+            mix = x[total.argmax()]
+            said()
+        yield mix
+
+
+def halves(some, size):
+    """Blocks [channels, n] of blocks, of the same size but the last one."""
+    held = None
+    for x in some:
+        held = x if held is None else np.concatenate([held, x], 1)
+        while held.shape[1] >= size:
+            yield np.ascontiguousarray(held[:, :size])
+            held = held[:, size:]
+    if held is not None and held.shape[1]:
+        yield np.ascontiguousarray(held)
+
+
+@functools.lru_cache(4096)
+def say(name, what):
+    """A line about a file, once."""
+    tqdm.write(f"{shown(name)}: {what}", file=sys.stderr)
 
 
 def seconds(file):
@@ -284,23 +342,27 @@ def size(file, rate, start=0.0, end=None):
 
 
 def read(path, rate, start=0.0, end=None, channel=None):
-    """Samples float32 [S] in [-1, 1] at a rate, as `pieces` has them."""
-    return np.concatenate([np.zeros(0, np.float32), *pieces(path, rate, start, end, channel)])
+    """Samples float32 [S] in [-1, 1] at a rate, as `pieces` has them; of opposed channels, the listing tells."""
+    return np.concatenate([np.zeros(0, np.float32), *pieces(path, rate, start, end, channel, lambda: None)])
 
 
-def pieces(path, rate, start=0.0, end=None, channel=None):
+def pieces(path, rate, start=0.0, end=None, channel=None, said=None):
     """Samples float32 [n] in [-1, 1] at a rate, one piece after the other, as the file is decoded.
 
-    A segment from `start` to `end` in seconds, by default all; one channel, or the mean of several, by default of all.
-    What is wrong with the file is an error where it is met, which may be its end.
+    A segment from `start` to `end` in seconds, by default all; one channel, or the mean of several, by default FFmpeg's
+    mix of all. What is wrong with the file is an error where it is met, which may be its end. `said` is called where
+    channels cancel each other; by default a line says so.
     """
-    file, begin = [], 0.0
-    for (found, channels), group in itertools.groupby(blocks(path), lambda x: (x[0], len(x[1]))):
+    file, begin, said = [], 0.0, said or functools.partial(say, str(path), CANCELLED)
+    for (found, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
         (first, last), read = bounds(begin, found, start, end), []
-        wanted = [i for i in channels_of(channel) if i < channels] or slice(None)
-        yield from resampled_pieces(segment((x[wanted] for _, x in group), first, last, found, read), found, rate)
+        if wanted := [i for i in channels_of(channel) if i < len(weights)]:
+            some, chosen = (x[wanted] for *_, x in group), (1 / len(wanted),) * len(wanted)
+        else:
+            some, chosen = (x for *_, x in group), weights
+        yield from resampled_pieces(segment(mixed(some, found, chosen, said), first, last, found, read), found, rate)
         samples = sum(read)
-        file.append(Stretch(found, channels, samples))
+        file.append(Stretch(found, len(weights), samples))
         begin += samples / found
         if samples > last + found:
             break
@@ -309,14 +371,14 @@ def pieces(path, rate, start=0.0, end=None, channel=None):
 
 
 def segment(some, first, last, slack, read):
-    """The samples from `first` to `last` of blocks [channels, n], in the mean of the channels; sizes go to `read`."""
+    """The samples from `first` to `last` of blocks [n]; their sizes go to `read`."""
     place = 0
     for x in some:
-        piece = x[:, max(0, first - place) : max(0, min(last - place, x.shape[1]))]
-        place += x.shape[1]
-        read.append(x.shape[1])
+        piece = x[max(0, first - place) : max(0, min(last - place, len(x)))]
+        place += len(x)
+        read.append(len(x))
         if piece.size:
-            yield piece.mean(0)
+            yield piece
         if place > last + slack:  # what comes then cannot matter
             return
 

@@ -17,8 +17,9 @@ import numpy as np
 from jax_rnnt_speech import audio, batches, hosts, outputs
 from jax_rnnt_speech.config import UserError
 
-FORM = 1  # of the files: another number makes them anew
+FORM = 2  # of the files: another number makes them anew
 READERS = 4  # threads that make features
+AGAIN = "again"  # a file in a folder that lacks what could not be read then: the next start makes it anew
 LIMIT = np.finfo(np.float16).max
 
 
@@ -53,8 +54,9 @@ class Lengths:
             found = audio.stretches(path)
         except audio.AudioError as error:
             found = error
-        if now:
-            self.known[str(path)] = [*now, found.reason if isinstance(found, audio.AudioError) else found]
+        bad = isinstance(found, audio.AudioError)
+        if now and not (bad and found.passing):
+            self.known[str(path)] = [*now, found.reason if bad else found]
         return found
 
     def write(self):
@@ -76,8 +78,11 @@ class Stored:
         self.utterances, self.key, self.further = corpus.utterances, key, corpus.further
         digest = hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
         self.folder = folder / digest
-        if not self.folder.is_dir() and not jax.process_index():
-            self.fill(made)
+        if not jax.process_index():
+            if (self.folder / AGAIN).exists():
+                shutil.rmtree(self.folder)
+            if not self.folder.is_dir():
+                self.fill(made)
         hosts.wait(f"{self.folder.name} is filled")
         try:
             self.open(features)
@@ -114,6 +119,8 @@ class Stored:
                         index[i], place = (place, len(x)), place + len(x)
             np.save(part / "index.npy", index)
             (part / "left-out.json").write_text(json.dumps(dict(self.report.names)), "utf-8")
+            if self.report.passing:
+                (part / AGAIN).touch()
             try:
                 part.rename(self.folder)
             except OSError:

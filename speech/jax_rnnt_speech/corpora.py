@@ -46,6 +46,8 @@ def usable(entries, report, lengths):
         else:
             for note in entry.notes:
                 report.note(note, entry.name)
+            if entry.channel is None and any(x.opposed for x in file):
+                report.note(audio.CANCELLED, entry.audio, again=False)
             yield entry, file
 
 
@@ -125,7 +127,7 @@ class Recordings:
             if self.extractor.count(len(samples)) != frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
         except AudioError as error:
-            return self.report.add(error.reason, entry.name, again=False)
+            return self.report.add(error.reason, entry.name, again=False, passing=error.passing)
         return self.extractor(samples)
 
 

@@ -28,23 +28,27 @@ def listed(what, names, named=NAMED):
 
 
 class Report:
-    """Names of utterances that are left out, by reason. Threads may add to it."""
+    """Names of utterances that are left out, by reason; `notes` are of those that are not. Threads may add to it."""
 
     def __init__(self):
         self.names, self.lock, self.seen = collections.defaultdict(list), threading.Lock(), set()
-        self.notes = collections.defaultdict(list)  # names of utterances that are used, by what of them is not read
+        self.notes = collections.defaultdict(list)  # names of utterances that are used, by what of them is not
+        self.passing = False  # whether some that are left out may be usable later
 
-    def add(self, reason, name, again=True):
+    def add(self, reason, name, again=True, passing=False):
         """A name counts each time, or once if not `again`."""
+        self.put(self.names, reason, name, again)
+        self.passing |= passing
+
+    def note(self, text, name, again=True):
+        self.put(self.notes, text, name, again)
+
+    def put(self, names, reason, name, again):
         name = shown(name)
         with self.lock:
             if again or (reason, name) not in self.seen:
-                self.names[reason].append(name)
+                names[reason].append(name)
             self.seen.add((reason, name))
-
-    def note(self, what, name):
-        with self.lock:
-            self.notes[what].append(shown(name))
 
     def lines(self, named=NAMED):
         yield from listed("left out", self.names, named)

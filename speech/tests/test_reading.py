@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.io.wavfile
 
-from recordings import FORMATS, RATE, SWEEP, TIMES, cut, encode
+from recordings import RATE, SWEEP, TIMES, cut, encode
 from support import asr, configuration, run
 
 
@@ -381,75 +381,6 @@ def test_bytes_that_are_no_utf8(tmp_path):
     (tmp_path / "m.tsv").write_bytes(data.encode(kind)[:-1])
     with pytest.raises(asr.config.UserError, match=r"m\.tsv is UTF-16 with damaged characters"):
         listed(tmp_path / "m.tsv")
-
-
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_formats(tmp_path, suffix):
-    """Every format gives the samples, all of them where files are joined, and says where it is cut off."""
-    path, rate = tmp_path / f"a.{suffix}", 48000 if FORMATS[suffix] == "libopus" else RATE
-    encode(path, np.interp(np.arange(3 * rate) / rate, TIMES, SWEEP), rate)
-    x = asr.audio.read(path, RATE)
-    assert 3 * RATE <= len(x) <= 3 * RATE + 1500
-    lossless = suffix in ("wav", "flac", "aiff")
-    delay = int(np.correlate(x, SWEEP, "valid").argmax())
-    assert np.std(x[delay : delay + 3 * RATE] - SWEEP) < (2e-5 if lossless else 0.02)
-    data = path.read_bytes()
-    path.write_bytes(data + data)
-    assert len(asr.audio.read(path, RATE)) == pytest.approx(2 * len(x), abs=2000)
-    (stretch,) = asr.audio.stretches(path) if suffix != "aac" else [asr.audio.stretches(path)[0]]
-    assert stretch.rate == rate and asr.audio.size([stretch], RATE) == len(asr.audio.read(path, RATE))
-    path.write_bytes(data[: len(data) * 2 // 3])
-    if suffix == "aac":  # its frames stand alone, and nothing says how many there are
-        assert len(asr.audio.read(path, RATE)) == pytest.approx(len(x) * 2 / 3, abs=2000)
-    else:
-        with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
-            asr.audio.read(path, RATE)
-
-
-def test_headers_that_lie(tmp_path):
-    """MP3 without the number of its frames, FLAC and WAV of unknown length, WAV whose header says less or more."""
-    encode(tmp_path / "a.mp3", write_xing="0")
-    assert len(asr.audio.read(tmp_path / "a.mp3", RATE)) == pytest.approx(3 * RATE, abs=1700)
-    junk = np.random.default_rng(0).bytes(5000)
-    (tmp_path / "b.mp3").write_bytes(junk + (tmp_path / "a.mp3").read_bytes())
-    assert len(asr.audio.read(tmp_path / "b.mp3", RATE)) == pytest.approx(3 * RATE, abs=2500)
-    encode(tmp_path / "a.flac")
-    data = bytearray((tmp_path / "a.flac").read_bytes())
-    data[21:26] = bytes([data[21] & 0xF0, 0, 0, 0, 0])
-    (tmp_path / "a.flac").write_bytes(data)
-    assert len(asr.audio.read(tmp_path / "a.flac", RATE)) == 3 * RATE
-    asr.audio.write(tmp_path / "a.wav", SWEEP, RATE)
-    data = (tmp_path / "a.wav").read_bytes()
-    place = data.index(b"data") + 4
-    for size in (0, 0xFFFFFFFF, 0x7FFFF000, 16000):
-        (tmp_path / "b.wav").write_bytes(data[:place] + struct.pack("<I", size) + data[place + 4 :])
-        assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
-    (tmp_path / "b.wav").write_bytes(data + b"LIST" + struct.pack("<I", 9000) + bytes(9000))
-    assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
-    tag = b"LIST" + struct.pack("<I4s4sI", 16, b"INFO", b"INAM", 4) + b"\xc4\xd6\xdc\0"  # Latin-1
-    (tmp_path / "b.wav").write_bytes(data[: place - 4] + tag + data[place - 4 :])
-    assert len(asr.audio.read(tmp_path / "b.wav", RATE)) == 3 * RATE
-    encode(tmp_path / "a.w64", codec="pcm_s16le")
-    with (tmp_path / "a.w64").open("ab") as file:
-        file.write(b"a chunk of 4 EB?" + b"x" * 5000)
-    (tmp_path / "b.wav").write_bytes(data[:place] + struct.pack("<I", 10**6) + data[place + 4 :])
-    for name in ("a.w64", "b.wav"):
-        with pytest.raises(asr.audio.AudioError, match="audio that is cut off"):
-            asr.audio.read(tmp_path / name, RATE)
-
-
-def test_scales(tmp_path):
-    """Integers of every width, and floats, mean the same sound."""
-    x = np.round(SWEEP * 100) / 128
-    types = {np.uint8: (128, 128), np.int16: (2**15, 0), np.int32: (2**31, 0), np.float32: (1, 0), np.float64: (1, 0)}
-    for kind, (scale, zero) in types.items():
-        stored = (x * scale + zero).astype(kind)
-        scipy.io.wavfile.write(tmp_path / "a.wav", RATE, stored)
-        np.testing.assert_allclose(asr.audio.read(tmp_path / "a.wav", RATE), x, atol=1e-6)
-        np.testing.assert_allclose(asr.features.scaled(stored), x, atol=1e-6)
-    encode(tmp_path / "b.flac", x, codec="flac")
-    with pytest.raises(ValueError, match="samples must be integers or floats, got complex128"):
-        asr.features.scaled(x + 0j)
 
 
 def test_segments_and_channels(folder):

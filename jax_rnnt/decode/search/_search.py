@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_rnnt import _checks, _pytree
+from jax_rnnt import _pytree
 from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._model import switched_off
 from jax_rnnt.decode._modules import in_evaluation

@@ -1,0 +1,145 @@
+"""What FFmpeg leaves to others: files that are joined, and headers that are wrong, or that it misunderstands."""
+
+import os
+import re
+import struct
+
+# Begins of files that FFmpeg reads once, where several are joined.
+JOINED = (
+    *(
+        name + rb".{4}WAVE[ -~]{4}" for name in (b"RIFF", b"RIFX", b"RF64", b"BW64")
+    ),  # patterns that begin alike are fast
+    *(rb"FORM.{4}AIF[FC]", rb"riff\x2e\x91\xcf\x11", rb"caff\0\x01\0\0desc"),
+    *(rb"fLaC[\0\x80]\0\0\x22", rb"\0\0\0.ftyp[ -~]{4}"),
+)
+# FFmpeg neither says where a header ends the samples, nor doubts it. Chunks by the first bytes of a file: the form of
+# name and size, where the first is, how many bytes of these the size counts, and to which multiple it is filled up.
+CHUNKS = {
+    rb"(RIFF|RF64|BW64)....WAVE": ("<4sI", 12, 0, 2),
+    rb"RIFX....WAVE|FORM....AIF": (">4sI", 12, 0, 2),
+    rb"caff": (">4sq", 8, 0, 1),
+    rb"riff": ("<16sq", 40, 24, 8),
+}
+KNOWN = rb"OggS|....ftyp|fLaC|ID3|\xff[\xe2-\xfb]|\x1aE\xdf\xa3|\.snd|NIST_1A|wvpk|TTA1|" + b"|".join(CHUNKS)
+
+
+class Part:
+    """Bytes of a file, as a file, with some of them replaced: (place, bytes)."""
+
+    def __init__(self, file, begin, end):
+        self.file, self.begin, self.end, self.name = file, begin, end, os.path.basename(file.name)
+        self.replaced, self.raw, self.error = [], None, None  # raw: options of FFmpeg, if the part is samples alone
+        file.seek(begin)
+
+    def read(self, size):
+        place = self.tell()
+        try:
+            data = self.file.read(max(0, min(size, self.end - self.begin - place)))
+        except OSError as error:  # of the storage: for FFmpeg, the file ends
+            self.error = error
+            return b""
+        for at, new in self.replaced:
+            first, last = max(at, place), min(at + len(new), place + len(data))
+            if first < last:
+                data = data[: first - place] + new[first - at : last - at] + data[last - place :]
+        return data
+
+    def at(self, place, size):
+        self.seek(place)
+        return self.read(size)
+
+    def seek(self, offset, whence=os.SEEK_SET):
+        place = (self.begin, self.file.tell(), self.end)[whence] + offset
+        self.file.seek(max(self.begin, min(place, self.end)))  # damaged files lead anywhere
+        return place - self.begin if place >= self.begin else -1
+
+    def tell(self):
+        return self.file.tell() - self.begin
+
+
+def begins(file):
+    """Where the files begin that are joined in a file, of kinds of which FFmpeg reads the first alone."""
+    file.seek(0)
+    start, found, tail, place = file.read(16), {0}, b"", 0
+    for pattern in JOINED:
+        if re.match(pattern, start, re.DOTALL):
+            file.seek(0)
+            while more := file.read(2**20):
+                data = tail + more
+                found |= {place - len(tail) + x.start() for x in re.finditer(pattern, data, re.DOTALL)}
+                tail, place = data[-20:], place + len(more)
+    return sorted(found)
+
+
+def correct(part):
+    """Replaces what is wrong in the header of a part, and says whether all samples are there that it promises.
+
+    A size is not believed if programs write it that do not know it yet, or if what is behind it is no other chunk.
+    """
+    start = part.at(0, 48)
+    rows = (x for mark, x in CHUNKS.items() if re.match(mark, start, re.DOTALL))
+    form, place, counted, filled = next(rows, (">4sI", 0, 0, 1))
+    length, size = struct.calcsize(form), part.end - part.begin
+    if start[:4] == b".snd" and len(start) >= 24:
+        first, told, field = *struct.unpack(">II", start[4:12]), (8, ">I")
+    elif not place:
+        return True
+    else:
+        while True:
+            chunk, first = part.at(place, length), place + length
+            if len(chunk) < length:
+                return True  # without samples: FFmpeg says what is wrong
+            name, told = struct.unpack(form, chunk)
+            told -= counted
+            if name[:4] in (b"data", b"SSND"):
+                break
+            if start[:4] == b"RIFX" and name == b"fmt ":
+                part.raw = raw(part.at(first, 40))
+            part.replaced += corrections(name[:4], first, part.at(first, 40))
+            place = first + max(0, told + -told % filled)
+        field = (place + length - struct.calcsize(form[-1:]), form[0] + form[-1:])
+        if start[:4] in (b"RF64", b"BW64"):
+            part.replaced.append((0, b"RF64"))  # the same, but FFmpeg knows one
+            if told == 0xFFFFFFFF:
+                told, field = *struct.unpack("<q", start[28:36]), (28, "<q")
+    there, narrow = size - first, field[1][1] == "I"
+    behind = part.at(first + told + -told % filled, length) if 0 <= told <= there else b""
+    another = len(behind) == length and re.match(rb"[ -~]{4}", behind)
+    another = another and there - told - length >= struct.unpack(form, behind)[1] - counted - 1
+    if (told < max(9, there - 4096) and not another) or (narrow and told > there and told >= 0x7FFFF000):
+        told = min(there + counted, 0xFFFFFFFF) if narrow else there + counted
+        part.replaced.append((field[0], struct.pack(field[1], max(0, told))))
+        told = there
+    if part.raw or not told:  # 0 is unknown for FFmpeg
+        part.begin, part.end = part.begin + first * bool(part.raw), part.begin + first + told
+        part.replaced *= not part.raw
+    return told <= there
+
+
+def corrections(name, first, body):
+    """What FFmpeg misunderstands in a chunk: (place, bytes). Samples may have fewer bits than there is room for."""
+    if name == b"fmt " and len(body) >= 28 and body[:2] == b"\xfe\xff":
+        yield first + 18, body[14:16]
+    if name == b"desc" and len(body) >= 32 and body[8:12] == b"lpcm":
+        width, _, channels = struct.unpack(">III", body[16:28])
+        yield first + 28, struct.pack(">I", 8 * width // max(1, channels) % 2**32)
+    if name == b"COMM":
+        yield first + 2, bytes(4)  # the number of samples: the data tell it
+
+
+def raw(body):
+    """Options of FFmpeg for the samples of a RIFX, of whose bytes it does not swap those."""
+    tag, channels, rate, _, _, bits = struct.unpack(">HHIIHH", body[:16].ljust(16, b"\0"))
+    long = tag == 0xFFFE and len(body) == 40
+    codec = max(body[24:28]) if long else tag  # in whatever order the GUID is
+    form = {1: f"s{bits}be", 3: f"f{bits}be", 6: "alaw", 7: "mulaw"}.get(codec, "") if bits > 8 or codec > 3 else "u8"
+    mask = int.from_bytes(body[20:24], "big") if long else 0
+    return form, {"sample_rate": str(rate), "ch_layout": hex(mask) if mask else f"{channels}C"}
+
+
+def page_is_cut(part):
+    """Whether an Ogg ends within a page: FFmpeg is silent about it."""
+    size = part.end - part.begin
+    data = part.at(max(0, size - 2**17), 2**17) if part.at(0, 4) == b"OggS" else b""
+    page = data[data.rfind(b"OggS") :]
+    return bool(data) and (len(page) < 27 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]))
