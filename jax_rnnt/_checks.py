@@ -2,12 +2,14 @@
 
 import numbers
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Reduction: TypeAlias = Literal["none", "mean", "sum", "mean_target", "mean_volume"]
+Implementation: TypeAlias = Literal["kernel", "reference"]
 REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
 IMPLEMENTATIONS = ("kernel", "reference", None)
 FLOATS = ("float16", "bfloat16", "float32", "float64")

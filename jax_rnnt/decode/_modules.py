@@ -3,9 +3,11 @@
 import sys
 import types
 
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._predictor import Predictor, declared_start, declared_symbols
 
 
+@keywords
 def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Predictor:
     """The predictor of a Flax NNX module with two methods, in evaluation mode.
 

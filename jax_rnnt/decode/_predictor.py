@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt._keywords import keywords
 
 
 class Predictor(typing.NamedTuple):
@@ -129,6 +130,7 @@ def shifted(past: tuple[jax.Array, ...], labels: jax.Array) -> tuple[jax.Array, 
     return jnp.stack(seen, 1), seen[1:]
 
 
+@keywords
 def stateless_predictor(
     function: Callable[[jax.Array], jax.Array], history: int, start: int, symbols: int | None = None
 ) -> Predictor:
@@ -167,6 +169,7 @@ def stateless_predictor(
     return Predictor(lambda batch: no_labels(batch, history, start), step, start, symbols)
 
 
+@keywords
 def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) -> jax.Array:
     """Rows of all columns of a lattice: the predictor after the start label and after each target.
 

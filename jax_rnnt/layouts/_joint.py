@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _checks, _pytree, _xla
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._emission import Emission, isolate, out_of_range
 from jax_rnnt.emissions._softmax import accumulation_dtype
 from jax_rnnt.layouts._joint_networks import LinearJoint, check_rows, pair, row_avals, split
@@ -21,6 +22,7 @@ _LEAVES = "parameters", "encoder_out", "predictor_out"
 _FIELDS = "joint", "encoder_out", "predictor_out", "chunk", "parameters"
 
 
+@keywords
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class JointLogits(Layout):

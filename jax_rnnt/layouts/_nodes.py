@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions import _emission
 from jax_rnnt.emissions._emission import OUTSIDE, gradient, inside_targets, label_map, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype
@@ -286,6 +287,7 @@ def _in_tiles(function, layouts, shape, labels):
     return dataclasses.replace(emission, joint=rowwise, blocks=blocks), inputs
 
 
+@keywords
 def sum_over_nodes(
     function: Callable[..., jax.Array],
     *logits,

@@ -7,14 +7,18 @@ import typing
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _pytree, _renamed
+from jax_rnnt._keywords import keywords
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import _call, _methods, _validation
 from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
 from jax_rnnt.sharding._device import parts
+
+Logits: typing.TypeAlias = "ArrayLike | _layout.Layout"
 
 
 def _equal(x, y) -> bool:
@@ -95,12 +99,12 @@ class TransducerLoss:
 
     blank: int = static(-1)
     clamp: float | jax.Array = option(-1.0, negative=True)
-    reduction: str = static("mean")
+    reduction: _checks.Reduction = static("mean")
     fused_log_softmax: bool = static(True)
     _: dataclasses.KW_ONLY
     fastemit_lambda: float | jax.Array = option(0.0)
     delay_penalty: float | jax.Array = option(0.0)
-    implementation: str | None = static(None)
+    implementation: _checks.Implementation | None = static(None)
     inplace: bool = static(True)
     vocab_axis: str | None = static(None)
     frame_axis: str | None = static(None)
@@ -109,6 +113,7 @@ class TransducerLoss:
         super().__init_subclass__(**kwargs)
         # Registering needs the fields, so the dataclass is made here and not by a decorator of the user.
         dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(cls)
+        keywords(cls)
         _pytree.register(cls)
 
     def __post_init__(self):
@@ -200,14 +205,15 @@ class TransducerLoss:
         """The table of arcs that leave a node. Their slots name the planes of `arc_log_probs`."""
         return expanded(_call.switched_off(self).compose().topology)
 
+    @keywords
     def __call__(
         self,
-        logits,
-        targets: jax.Array,
-        logit_lengths: jax.Array,
-        target_lengths: jax.Array,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
         *,
-        label_windows: jax.Array | None = None,
+        label_windows: ArrayLike | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
         """The loss of a batch, differentiable.
@@ -238,8 +244,16 @@ class TransducerLoss:
         batch = logits, targets, logit_lengths, target_lengths, label_windows, key
         return _call.run(_call.of(_methods.LOSS, type(self).__name__, self, *batch))
 
+    @keywords
     def posteriors(
-        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Posterior probability of every blank and every label, given the targets.
 
@@ -270,7 +284,17 @@ class TransducerLoss:
         """
         return self._run(_methods.POSTERIORS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-    def align(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> Alignment:
+    @keywords
+    def align(
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
+    ) -> Alignment:
         """Forced alignment: the best path of the lattice, and the frame in which it emits each label.
 
         With log-probabilities l, on the lattice of `rnnt_loss`::
@@ -308,8 +332,16 @@ class TransducerLoss:
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
         return self._run(_methods.ALIGN, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
+    @keywords
     def label_frames(
-        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Expected frame of every label, over all alignments of the targets.
 
@@ -334,7 +366,17 @@ class TransducerLoss:
         """
         return self._run(_methods.LABEL_FRAMES, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-    def latency(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> jax.Array:
+    @keywords
+    def latency(
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
         """Expected latency of the labels (Shinohara and Watanabe 2022), a regulariser to add to the loss.
 
         With the label posteriors of `posteriors`::
@@ -367,8 +409,16 @@ class TransducerLoss:
         """
         return self._run(_methods.LATENCY, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
+    @keywords
     def label_log_probs(
-        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Log-probability of every target, given the targets before it: log P(y_u | y_<u, x), over all alignments.
 
@@ -411,8 +461,16 @@ class TransducerLoss:
         """
         return self._run(_methods.LABEL_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
+    @keywords
     def arc_log_probs(
-        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
         """Log-probabilities of the arcs, for a dynamic program of your own.
 
@@ -431,7 +489,8 @@ class TransducerLoss:
     def _run(self, method, *batch):
         return _call.run(_call.of(method, f"{type(self).__name__}.{method.name}", self, *batch))
 
-    def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
+    @keywords
+    def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike, target_lengths: ArrayLike) -> None:
         """Checks the data of a batch: raises where lengths or labels would make the loss NaN or +inf.
 
         The loss itself never raises on data. It accepts a label that equals a blank, which is an error here. The checks

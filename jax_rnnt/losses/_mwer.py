@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import accumulation_dtype
 
 
+@keywords
 def mwer_loss(nll: jax.Array, errors: jax.Array, reduction: str = "mean") -> jax.Array:
     """Minimum word error rate loss (Prabhavalkar et al. 2018): expected errors of an N-best list.
 

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _renamed
+from jax_rnnt._keywords import keywords
 from jax_rnnt.losses._hat import UNIT_STEP_LOSSES
 
 
 @_renamed.argument(topology="variant")
+@keywords
 def prune_ranges(
     *,
     blank_posteriors: jax.Array,
@@ -121,6 +123,7 @@ def _prune_ranges(blank, label, num_frames, num_labels, width, standard):
     return steepest - jnp.maximum(slack, 0)
 
 
+@keywords
 def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Array, width: int):
     """Rows of encoder and predictor for every node of the band, for a joint network of any kind.
 

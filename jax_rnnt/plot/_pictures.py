@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_rnnt import PackedLogits, _checks, _renamed, lattices, timing
 from jax_rnnt._extras import needed_by
+from jax_rnnt._keywords import keywords
 from jax_rnnt.lattices._topology import Topology
 from jax_rnnt.layouts import _layout
 
@@ -31,6 +32,7 @@ LETTER = 0.09  # inches of a letter, with room around it
 LINE = 1.2  # the distance of two names below each other, in sizes of their font
 
 
+@keywords
 def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=None) -> dict[str, jax.Array]:
     """Posterior probability of every arc of a loss's lattice, given the targets.
 
@@ -79,6 +81,7 @@ def _apart(topology: Topology) -> Topology:
 
 
 @_renamed.argument(symbols="texts", reduction="subsampling")
+@keywords
 def draw_lattice(
     loss,
     logits,
@@ -175,6 +178,7 @@ def draw_lattice(
 
 
 @_renamed.argument(symbols="texts", reduction="subsampling")
+@keywords
 def draw_emissions(
     features,
     posteriors,
@@ -278,6 +282,7 @@ def _add_key_of_emissions(ax: Axes) -> None:
 
 
 @_renamed.argument(symbols="texts", reduction="subsampling")
+@keywords
 def draw_latencies(
     first,
     second,
@@ -346,6 +351,7 @@ def draw_latencies(
 
 
 @_renamed.argument(symbols="texts", reduction="subsampling")
+@keywords
 def draw_beam(
     hypotheses,
     utterance: int = 0,

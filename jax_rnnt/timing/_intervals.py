@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _renamed
+from jax_rnnt._keywords import keywords
 
 
 class Interval(typing.NamedTuple):
@@ -36,6 +37,7 @@ class Interval(typing.NamedTuple):
 
 
 @_renamed.argument(reduction="subsampling")
+@keywords
 def frames_to_seconds(frames, *, hop: float, subsampling: int = 1, offset: float = 0.0) -> np.ndarray:
     """The second in which an encoder frame begins: ``offset + frame * subsampling * hop``.
 
@@ -84,6 +86,7 @@ def _seconds(function, frames, hop, subsampling, offset):
 
 
 @_renamed.argument(reduction="subsampling")
+@keywords
 def intervals(
     frames, texts: Sequence[str], *, hop: float, subsampling: int = 1, offset: float = 0.0, durations=None
 ) -> list[Interval]:

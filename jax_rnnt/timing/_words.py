@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.timing._intervals import Interval, emitted, seconds_of
 
 OF_A_WORD: dict[str, Callable] = {"min": np.min, "mean": np.mean, "product": np.prod}
 SPOKEN = "%‰&@#§*/\\"  # punctuation to Unicode, words to a speaker
 
 
+@keywords
 def words(
     labels,
     frames,

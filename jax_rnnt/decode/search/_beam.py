@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import flat, hypothesis_rows, take
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
@@ -40,6 +41,7 @@ class Stream(typing.NamedTuple):
     networks: Networks
 
 
+@keywords
 def beam(
     loss,
     joint,

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 
 NEAR = 0.1  # exponents so near to 1 lose the digits of their sums of powers, which are near to 1 too
 LEAST = -100.0  # there a log-probability counts as this one: its terms are below 1e-38
 
 
+@keywords
 @dataclasses.dataclass(frozen=True)
 class Entropy:
     """How sure a model is of a label, from the entropy of the row where it was chosen.

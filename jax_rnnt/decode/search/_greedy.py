@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _renamed
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
@@ -87,6 +88,7 @@ class Walk(typing.NamedTuple):
 
 
 @_renamed.argument(durations="duration_choice")
+@keywords
 def greedy(
     loss,
     joint,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _renamed
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import in_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode.search import _options
@@ -29,6 +30,7 @@ class Draft(typing.NamedTuple):
 
 
 @_renamed.argument(durations="duration_choice")
+@keywords
 def parallel(
     loss,
     joint,

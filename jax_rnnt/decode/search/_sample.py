@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import pick
 from jax_rnnt.decode._hypotheses import Hypotheses, shared
 from jax_rnnt.decode.lm._fusion import NO_FUSION
@@ -21,6 +22,7 @@ from jax_rnnt.decode.search._search import checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
 
 
+@keywords
 def sample(
     loss,
     joint,
