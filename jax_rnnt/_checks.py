@@ -18,8 +18,9 @@ _NAME = "InconclusiveDimensionOperation"
 _INCONCLUSIVE = getattr(jax.errors if hasattr(jax.errors, _NAME) else jax.core, _NAME)  # in jax.core at first
 
 
-def array(function: str, name: str, x) -> Any:
+def array(function: str, name: str, x) -> jax.Array:
     """x, converted to an array if it is none; a TypeError if it cannot be one."""
+    converted: Any
     try:
         converted = x if isinstance(x, jax.Array) or hasattr(x, "__array__") else np.asarray(x)
     except ValueError:  # lists of different lengths
@@ -29,7 +30,7 @@ def array(function: str, name: str, x) -> Any:
     return converted
 
 
-def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
+def floating(function: str, name: str, x, rank: int, dimensions: str) -> jax.Array:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
     x = array(function, name, x)
     if str(x.dtype) not in FLOATS:
@@ -42,7 +43,7 @@ def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def integral(function: str, name: str, x) -> Any:
+def integral(function: str, name: str, x) -> jax.Array:
     """x as an array of integers; an empty list, which becomes a float array, is one too."""
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jax_rnnt import _checks
 from jax_rnnt._keywords import keywords
@@ -50,7 +51,7 @@ def lengths_from_paddings(paddings: jax.Array) -> jax.Array:
 
 
 @keywords
-def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax.Array:
+def paddings_from_lengths(lengths: jax.Array, size: int, dtype: DTypeLike = jnp.bool_) -> jax.Array:
     """Paddings of sequences of these lengths, the inverse of `lengths_from_paddings`.
 
     T frames (or labels); `...` is any number of batch dimensions.

@@ -2,13 +2,14 @@
 
 import sys
 import types
+from typing import Any
 
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._predictor import Predictor, declared_start, declared_symbols
 
 
 @keywords
-def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Predictor:
+def nnx_predictor(module: Any, *, initial: str = "initial", step: str = "step") -> Predictor:
     """The predictor of a Flax NNX module with two methods, in evaluation mode.
 
     Parameters
@@ -38,7 +39,9 @@ def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Pr
     return Predictor(method(initial), method(step), start, declared_symbols(module))
 
 
-def linen_predictor(module, variables, *, initial: str = "initial", step: str = "step", **options) -> Predictor:
+def linen_predictor(
+    module: Any, variables: Any, *, initial: str = "initial", step: str = "step", **options: Any
+) -> Predictor:
     """The predictor of a Flax Linen module with two methods.
 
     Parameters

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
@@ -290,11 +291,11 @@ def _in_tiles(function, layouts, shape, labels):
 @keywords
 def sum_over_nodes(
     function: Callable[..., jax.Array],
-    *logits,
-    logit_lengths: jax.Array,
-    target_lengths: jax.Array,
-    weights: jax.Array | None = None,
-    targets: jax.Array | None = None,
+    *logits: ArrayLike | _layout.Layout,
+    logit_lengths: ArrayLike,
+    target_lengths: ArrayLike,
+    weights: ArrayLike | None = None,
+    targets: ArrayLike | None = None,
 ) -> jax.Array:
     """Sum of a function of the logits over the nodes of each sequence, in tiles: distillation, consistency, entropy.
 

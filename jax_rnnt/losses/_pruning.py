@@ -1,8 +1,11 @@
 """prune_ranges and prune_inputs: the columns of each frame that a pruned loss keeps (Kuang et al. 2022)."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _renamed
 from jax_rnnt._keywords import keywords
@@ -18,7 +21,7 @@ def prune_ranges(
     logit_lengths: jax.Array,
     target_lengths: jax.Array,
     width: int,
-    variant: str = "standard",
+    variant: Literal["standard", "monotonic", "constrained"] = "standard",
 ) -> jax.Array:
     """First of the `width` columns that every frame keeps, by k2's rule.
 
@@ -124,7 +127,9 @@ def _prune_ranges(blank, label, num_frames, num_labels, width, standard):
 
 
 @keywords
-def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Array, width: int):
+def prune_inputs(
+    encoder_out: ArrayLike, predictor_out: ArrayLike, first: ArrayLike, width: int
+) -> tuple[jax.Array, jax.Array]:
     """Rows of encoder and predictor for every node of the band, for a joint network of any kind.
 
     T frames, U labels, S = width columns in the band; `...` is any number of batch dimensions. Place (t, s) of the

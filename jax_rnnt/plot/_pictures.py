@@ -11,12 +11,17 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
+from jax.typing import ArrayLike
 
 from jax_rnnt import PackedLogits, _checks, _renamed, lattices, timing
 from jax_rnnt._extras import needed_by
 from jax_rnnt._keywords import keywords
+from jax_rnnt.decode import Hypotheses
 from jax_rnnt.lattices._topology import Topology
 from jax_rnnt.layouts import _layout
+from jax_rnnt.losses import TransducerLoss
+from jax_rnnt.losses._base import Logits
 
 with needed_by("jax_rnnt.plot", "plot"):
     import matplotlib.pyplot as plt
@@ -33,7 +38,15 @@ LINE = 1.2  # the distance of two names below each other, in sizes of their font
 
 
 @keywords
-def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=None) -> dict[str, jax.Array]:
+def arc_posteriors(
+    loss: TransducerLoss,
+    logits: Logits,
+    targets: ArrayLike,
+    logit_lengths: ArrayLike,
+    target_lengths: ArrayLike,
+    *,
+    key: jax.Array | None = None,
+) -> dict[str, jax.Array]:
     """Posterior probability of every arc of a loss's lattice, given the targets.
 
     T frames, U labels; `...` is any number of batch dimensions. `loss.posteriors` adds up the arcs of blanks, and those
@@ -83,11 +96,11 @@ def _apart(topology: Topology) -> Topology:
 @_renamed.argument(symbols="texts", reduction="subsampling")
 @keywords
 def draw_lattice(
-    loss,
-    logits,
-    targets,
-    logit_length=None,
-    target_length=None,
+    loss: TransducerLoss,
+    logits: Logits,
+    targets: ArrayLike,
+    logit_length: int | None = None,
+    target_length: int | None = None,
     *,
     key: jax.Array | None = None,
     texts: Sequence[str] | None = None,
@@ -146,8 +159,8 @@ def draw_lattice(
     frames = layout.frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
     posteriors = arc_posteriors(loss, *arguments, key=key)
-    score, best = loss.align(*arguments, key=key)
-    best = np.asarray(best)[:labels]
+    score, path = loss.align(*arguments, key=key)
+    best = np.asarray(path)[:labels]
     ax = plt.gca() if ax is None else ax
     second = timing.frames_to_seconds(1, hop=hop, subsampling=subsampling)
     thin = _thin(frames / 60, labels / 20)
@@ -180,9 +193,9 @@ def draw_lattice(
 @_renamed.argument(symbols="texts", reduction="subsampling")
 @keywords
 def draw_emissions(
-    features,
-    posteriors,
-    targets,
+    features: npt.ArrayLike,
+    posteriors: npt.ArrayLike,
+    targets: npt.ArrayLike,
     *,
     texts: Sequence[str] | None = None,
     hop: float = 1.0,
@@ -284,9 +297,9 @@ def _add_key_of_emissions(ax: Axes) -> None:
 @_renamed.argument(symbols="texts", reduction="subsampling")
 @keywords
 def draw_latencies(
-    first,
-    second,
-    targets,
+    first: npt.ArrayLike,
+    second: npt.ArrayLike,
+    targets: npt.ArrayLike,
     *,
     names: tuple[str, str] = ("first", "second"),
     texts: Sequence[str] | None = None,
@@ -353,7 +366,7 @@ def draw_latencies(
 @_renamed.argument(symbols="texts", reduction="subsampling")
 @keywords
 def draw_beam(
-    hypotheses,
+    hypotheses: Hypotheses,
     utterance: int = 0,
     *,
     texts: Sequence[str] | None = None,

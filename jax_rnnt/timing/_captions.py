@@ -108,7 +108,7 @@ def _wrapped(texts: list[str], line_length: int, space: str) -> list[str]:
 
 
 @keywords
-def write_srt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -> None:
+def write_srt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interval]) -> None:
     """Writes the captions of one recording as SubRip (SRT), for video players. `captions` makes them from words.
 
     Times are rounded to milliseconds.
@@ -141,7 +141,7 @@ def write_srt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -
 
 
 @keywords
-def write_vtt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -> None:
+def write_vtt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interval]) -> None:
     """Writes the captions of one recording as WebVTT, for browsers. As `write_srt`, but texts may hold "-->".
 
     Parameters

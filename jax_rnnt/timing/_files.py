@@ -25,7 +25,7 @@ FORMS = {
 
 
 @keywords
-def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
+def write_ctm(file: str | os.PathLike[str], utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
     """Writes a CTM file: a line ``utterance channel start duration text confidence`` for each interval, in seconds.
 
     The last column is missing where the confidence is None. Numbers have six decimals. Start and end are rounded, so an
@@ -69,7 +69,7 @@ def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interva
 
 
 @keywords
-def read_ctm(file: str | os.PathLike, channel: str | None = None) -> dict[str, list[Interval]]:
+def read_ctm(file: str | os.PathLike[str], channel: str | None = None) -> dict[str, list[Interval]]:
     """Reads a CTM file, as `write_ctm`, SCTK and Kaldi write it.
 
     An interval ends at its start plus duration, by decimal arithmetic: those that meet in the file meet here. Comments
@@ -181,7 +181,7 @@ def to_json(words: Sequence[Interval]) -> list[dict[str, Any]]:
 
 @_renamed.argument(duration="seconds")
 @keywords
-def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
+def write_textgrid(file: str | os.PathLike[str], tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
     """Writes a TextGrid of one recording, for Praat and other annotation tools, with praatio.
 
     Times are rounded to microseconds. White space at the ends of a text is left out, and so are confidences, for which

@@ -82,7 +82,7 @@ class NGram(Automaton):
     unspelled: tuple[str, ...] = _pytree.static()
 
     @classmethod
-    def from_arpa(cls, path: str | os.PathLike, labels: Sequence[str | None]) -> NGram:
+    def from_arpa(cls, path: str | os.PathLike[str], labels: Sequence[str | None]) -> NGram:
         """Reads a model in ARPA format, as lmplz, SRILM and others write it.
 
         No search can meet n-grams with a token that is no label: they are left out, and a warning tells how many words

@@ -98,7 +98,7 @@ class WordNGram(Automaton):
     @classmethod
     def from_arpa(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         labels: Sequence[str | None],
         *,
         separator: str = "▁",

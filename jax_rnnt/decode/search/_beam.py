@@ -7,7 +7,7 @@ that differ are taken for one with a probability of 2^-64.
 
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jax_rnnt.decode.search._hashing import append_label
 from jax_rnnt.decode.search._packing import by_platform, packs
 from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
+from jax_rnnt.losses import TransducerLoss
 
 
 class Stream(typing.NamedTuple):
@@ -43,9 +44,9 @@ class Stream(typing.NamedTuple):
 
 @keywords
 def beam(
-    loss,
-    joint,
-    predictor,
+    loss: TransducerLoss,
+    joint: Callable[..., jax.Array],
+    predictor: Any,
     encoder_out: jax.Array,
     lengths: jax.Array,
     max_labels: int,

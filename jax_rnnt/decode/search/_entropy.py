@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +50,9 @@ class Entropy:
     [0.41, 0.01, 0.0]
     """
 
-    kind: str = "tsallis"
+    kind: Literal["tsallis", "renyi", "gibbs"] = "tsallis"
     exponent: float = 1 / 3
-    normalization: str = "exponential"
+    normalization: Literal["exponential", "linear"] = "exponential"
 
     def __post_init__(self):
         _checks.choice("Entropy", "kind", self.kind, ("tsallis", "renyi", "gibbs"))

@@ -10,7 +10,7 @@ frame, and utterances do not wait for each other's labels.
 import functools
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax_rnnt.decode.search._entropy import Entropy
 from jax_rnnt.decode.search._packing import any_or_always
 from jax_rnnt.decode.search._search import Search, beyond_the_end, checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
+from jax_rnnt.losses import TransducerLoss
 
 
 class Stream(typing.NamedTuple):
@@ -90,9 +91,9 @@ class Walk(typing.NamedTuple):
 @_renamed.argument(durations="duration_choice")
 @keywords
 def greedy(
-    loss,
-    joint,
-    predictor,
+    loss: TransducerLoss,
+    joint: Callable[..., jax.Array],
+    predictor: Any,
     encoder_out: jax.Array,
     lengths: jax.Array,
     max_labels: int,
@@ -103,7 +104,7 @@ def greedy(
     ilm_weight: float | jax.Array = 0.0,
     blank_penalty: float | jax.Array = 0.0,
     temperature: float | jax.Array = 1.0,
-    duration_choice: str = "pair",
+    duration_choice: Literal["pair", "token_first"] = "pair",
     confidence: Entropy | None = None,
     start: int | None = None,
     exact_end: bool | jax.Array = False,

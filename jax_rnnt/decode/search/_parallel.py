@@ -4,6 +4,8 @@ B utterances, T frames, E and P the widths of encoder and predictor rows, V clas
 """
 
 import typing
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._greedy import most_probable
 from jax_rnnt.decode.search._search import Search, checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
+from jax_rnnt.losses import TransducerLoss
 
 
 class Draft(typing.NamedTuple):
@@ -32,9 +35,9 @@ class Draft(typing.NamedTuple):
 @_renamed.argument(durations="duration_choice")
 @keywords
 def parallel(
-    loss,
-    joint,
-    predictor,
+    loss: TransducerLoss,
+    joint: Callable[..., jax.Array],
+    predictor: Any,
     encoder_out: jax.Array,
     lengths: jax.Array,
     max_labels: int,
@@ -42,7 +45,7 @@ def parallel(
     rounds: int = 0,
     blank_penalty: float | jax.Array = 0.0,
     temperature: float | jax.Array = 1.0,
-    duration_choice: str = "pair",
+    duration_choice: Literal["pair", "token_first"] = "pair",
     start: int | None = None,
     exact_end: bool | jax.Array = False,
 ) -> Hypotheses:

@@ -6,6 +6,8 @@ own, and those of a node that is not reached decide nothing.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +22,14 @@ from jax_rnnt.decode.search import _greedy, _options
 from jax_rnnt.decode.search._largest import peak
 from jax_rnnt.decode.search._search import checked, on_devices, prepare
 from jax_rnnt.decode.search._symbols import checked_scoring
+from jax_rnnt.losses import TransducerLoss
 
 
 @keywords
 def sample(
-    loss,
-    joint,
-    predictor,
+    loss: TransducerLoss,
+    joint: Callable[..., jax.Array],
+    predictor: Any,
     encoder_out: jax.Array,
     lengths: jax.Array,
     max_labels: int,
