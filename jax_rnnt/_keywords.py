@@ -47,7 +47,7 @@ _OTHERS = {
 def keywords(decorated: Decorated) -> Decorated:
     """Decorator of a public function, method or class."""
     function: Any = decorated.__init__ if isinstance(decorated, type) else decorated  # type: ignore[misc]
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     known = frozenset(names)
 
     @functools.wraps(function)

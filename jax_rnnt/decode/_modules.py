@@ -4,8 +4,9 @@ import sys
 import types
 from typing import Any
 
+from jax_rnnt import _checks
 from jax_rnnt._keywords import keywords
-from jax_rnnt.decode._predictor import Predictor, declared_start, declared_symbols
+from jax_rnnt.decode._predictor import Predictor, check_methods, declared_start, declared_symbols
 
 
 @keywords
@@ -30,6 +31,7 @@ def nnx_predictor(module: Any, *, initial: str = "initial", step: str = "step") 
 
         decode.greedy(loss, joint, decode.nnx_predictor(model.predictor), encoder_out, lengths, max_labels=200)
     """
+    check_methods("nnx_predictor", "module", module, (initial, step))
     copy = _copies(module)
 
     def method(name):
@@ -70,6 +72,7 @@ def linen_predictor(
     def method(name):
         return lambda *arguments: module.apply(variables, *arguments, method=name, **options)
 
+    check_methods("linen_predictor", "module", module, (initial, step))
     # Bound, so that attributes that `setup` sets count too.
     bound = module.bind(variables)
     start = declared_start("linen_predictor", "module", bound)
@@ -98,6 +101,9 @@ class _Evaluation:
 
     def __call__(self, *arguments):
         return self._copy()(*arguments)
+
+    def __repr__(self):
+        return _checks.shown(self._module)
 
     def __getattr__(self, name):
         attribute = getattr(self._module, name)

@@ -203,6 +203,8 @@ class AdditiveLogits(Layout):
     7.354
     """
 
+    instead = "compute with its arrays am and lm"
+
     am: jax.Array
     lm: jax.Array
     lm_only_scale: float | jax.Array = 0.0

@@ -97,6 +97,8 @@ class BandLogits(Layout):
     8.27
     """
 
+    instead = "compute with its array logits"
+
     logits: jax.Array
     first: jax.Array
 

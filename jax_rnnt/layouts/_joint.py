@@ -109,6 +109,11 @@ class JointLogits(Layout):
         joint, parameters, encoder_out, predictor_out = leaves if function is None else (function, *leaves)
         return _pytree.make(cls, _FIELDS, (joint, encoder_out, predictor_out, chunk, parameters))
 
+    instead = (
+        "let joint compute it, as lambda e, p: network(e, p) / 2, or make the array: "
+        "joint(encoder_out[..., :, None, :], predictor_out[..., None, :, :])"
+    )
+
     @property
     def of_rows(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """The joint as a function of rows alone."""
@@ -133,7 +138,7 @@ class JointLogits(Layout):
     def checked(self, function):
         joint, chunk = self.joint, self.chunk
         if not callable(joint):
-            raise TypeError(f"{function}: joint must be callable, got {joint!r}.")
+            raise TypeError(f"{function}: joint must be callable, got {_checks.shown(joint)}.")
         if chunk is not None:
             _checks.positive(function, "chunk", chunk)
         parameters = self.parameters

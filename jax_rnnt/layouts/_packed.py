@@ -139,6 +139,8 @@ class PackedLogits(Layout):
     6.347
     """
 
+    instead = "compute with its array rows"
+
     rows: jax.Array
     max_frames: int | None = static(None)
 

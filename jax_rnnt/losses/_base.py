@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import typing
 
@@ -31,11 +32,21 @@ def _equal(x, y) -> bool:
     return bool(np.array_equal(x, y) if arrays else x == y)
 
 
+class _Once(abc.ABCMeta):
+    """A subclass of a loss is a dataclass already. Python's own errors for a second decorator name neither."""
+
+    def __setattr__(cls, name, value):
+        if name == "__dataclass_params__" and name in vars(cls):
+            way = 'leave out the decorator; a field by dataclasses.field(metadata={"static": True}) is static'
+            raise TypeError(f"{cls.__name__} is a dataclass already, as every subclass of TransducerLoss: {way}.")
+        super().__setattr__(name, value)
+
+
 @typing.dataclass_transform(
     frozen_default=True, eq_default=False, kw_only_default=True, field_specifiers=(dataclasses.field, static, option)
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class TransducerLoss:
+class TransducerLoss(metaclass=_Once):
     """A loss of the transducer family, as a value: frozen, callable, a pytree.
 
     Every subclass is a frozen dataclass and a pytree, without a decorator. Its fields are leaves: numbers and arrays to
@@ -117,7 +128,11 @@ class TransducerLoss:
         _pytree.register(cls)
 
     def __post_init__(self):
-        self._check(type(self).__name__)
+        name = type(self).__name__
+        first = getattr(self, dataclasses.fields(self)[0].name)
+        if len(getattr(first, "shape", ())) > 1:  # an array of logits, or a layout
+            raise TypeError(f"{name}: options make the loss, and the loss takes the batch: {name}(...)(logits, ...).")
+        self._check(name)
 
     def _check(self, function: str) -> None:
         """Checks the fields before there are logits. Subclasses extend it; `_set` stores a normalised field."""
