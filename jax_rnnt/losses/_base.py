@@ -543,6 +543,7 @@ class TransducerLoss(metaclass=_Once):
         _validation.validate(name, loss, layout, softmax, targets, logit_lengths, target_lengths)
 
 
+keywords(TransducerLoss)
 _pytree.register(TransducerLoss)
 
 

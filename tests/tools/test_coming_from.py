@@ -18,7 +18,7 @@ import batches
 import jax_rnnt
 import project
 import vectors
-from pages import code
+from pages import code as code_of
 
 PAGES = sorted(path.stem for path in (project.ROOT / "docs/coming_from").glob("*.md") if path.stem != "index")
 EXACT = 1e-12
@@ -115,8 +115,8 @@ def test_reductions_of_nemo():
 
 
 def test_tdt_of_nemo():
-    """Its kernels' numbers for the problem of `vectors`: FastEmit and clamp leave the gradient of the durations alone."""
-    names, _ = code("docs/coming_from/nemo.md", "def on_tokens_alone")
+    """Its kernels' numbers for the problem of `vectors`: FastEmit and clamp leave durations alone."""
+    names, _ = code_of("docs/coming_from/nemo.md", "def on_tokens_alone")
     logits = np.concatenate([vectors.X, np.cos(2 + 3 * vectors.t + 2 * vectors.u + 5 * np.arange(3))], -1)
     batch = vectors.BLANK_AMONG_LABELS, *vectors.LENGTHS
     gradient = jax.jit(jax.grad(names["on_tokens_alone"], argnums=1))
