@@ -198,7 +198,7 @@ ERRORS = [
     (
         dict(predictor=lambda: 0),
         TypeError,
-        "predictor must have the methods initial.batch. and step.*which has no initial and no step",
+        "predictor must have the methods initial.*no initial and no step",
     ),
     (dict(joint=lambda e, p: e[0]), ValueError, r"joint must make logits \[N, V\]"),
     (dict(state=(1, 2)), ValueError, "state of greedy must keep the structure"),
