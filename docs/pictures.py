@@ -206,7 +206,7 @@ def memory():
 
 CASES = {
     "digits 16": ("o", "spoken digits"),
-    "stateless 16": ("s", "planted, stateless predictor"),
+    "stateless 16": ("s", "planted, stateless"),
     "lstm 16": ("^", "planted, LSTM"),
 }
 
@@ -225,7 +225,7 @@ def decoders():
     ax.axhline(3.5, color="0.7", lw=0.8)
     ax.grid(axis="x", alpha=0.3)
     ax.invert_yaxis()
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(CASES), frameon=False)  # beside all points
+    ax.figure.legend(loc="outside upper center", ncols=len(CASES), frameon=False)  # beside all points
 
 
 @picture
