@@ -204,21 +204,28 @@ def memory():
     right.legend(loc="upper right")
 
 
+CASES = {
+    "digits 16": ("o", "spoken digits"),
+    "stateless 16": ("s", "planted, stateless"),
+    "lstm 16": ("^", "planted, LSTM"),
+}
+
+
 @picture
 def decoders():
     """Of `lab/benchmarks/peers.py`."""
     file = HERE.parent / "lab/benchmarks/results/2026-11-23-epyc-2-cores-rivals.json"
     times = json.loads(file.read_text())["times"]
     searches = [name for name in times["digits 16"] if name != "encoder"]
-    ax = axes(3.2)
-    for case, look in (("digits 16", "o"), ("stateless 16", "s"), ("lstm 16", "^")):
+    ax = axes(3.4)
+    for case, look in CASES.items():
         known = [(times[case][name]["median_ms"] / 16, row) for row, name in enumerate(searches) if name in times[case]]
-        ax.plot(*zip(*known), look, markersize=5, label=case)
+        ax.plot(*zip(*known), look[0], markersize=5, label=look[1])
     ax.set(xscale="log", xlabel="milliseconds an utterance", yticks=range(len(searches)), yticklabels=searches)
     ax.axhline(3.5, color="0.7", lw=0.8)
     ax.grid(axis="x", alpha=0.3)
     ax.invert_yaxis()
-    ax.legend(loc="upper right")
+    ax.figure.legend(loc="outside upper center", ncols=len(CASES), frameon=False)  # beside all points
 
 
 @picture

@@ -2,12 +2,16 @@
 
 import numbers
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_rnnt._lazy import LazyArray
+
+Reduction: TypeAlias = Literal["none", "mean", "sum", "mean_target", "mean_volume"]
+Implementation: TypeAlias = Literal["kernel", "reference"]
 REDUCTIONS = ("none", "mean", "sum", "mean_target", "mean_volume")
 IMPLEMENTATIONS = ("kernel", "reference", None)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -16,18 +20,26 @@ _NAME = "InconclusiveDimensionOperation"
 _INCONCLUSIVE = getattr(jax.errors if hasattr(jax.errors, _NAME) else jax.core, _NAME)  # in jax.core at first
 
 
-def array(function: str, name: str, x) -> Any:
+def shown(x) -> str:
+    """x for a message: a module or an array in full would hide what is wrong."""
+    text = repr(x)
+    return text if len(text) < 100 and "\n" not in text else f"an object of the class {type(x).__qualname__}"
+
+
+def array(function: str, name: str, x) -> jax.Array:
     """x, converted to an array if it is none; a TypeError if it cannot be one."""
+    converted: Any
     try:
         converted = x if isinstance(x, jax.Array) or hasattr(x, "__array__") else np.asarray(x)
+        converted = None if isinstance(x, LazyArray) else converted
     except ValueError:  # lists of different lengths
         converted = None
     if (dtype := getattr(converted, "dtype", None)) is None or dtype == np.dtype(object):
-        raise TypeError(f"{function}: {name} must be an array, got {x!r}.")
+        raise TypeError(f"{function}: {name} must be an array, got {shown(x)}.")
     return converted
 
 
-def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
+def floating(function: str, name: str, x, rank: int, dimensions: str) -> jax.Array:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
     x = array(function, name, x)
     if str(x.dtype) not in FLOATS:
@@ -40,7 +52,7 @@ def floating(function: str, name: str, x, rank: int, dimensions: str) -> Any:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def integral(function: str, name: str, x) -> Any:
+def integral(function: str, name: str, x) -> jax.Array:
     """x as an array of integers; an empty list, which becomes a float array, is one too."""
     x = array(function, name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):

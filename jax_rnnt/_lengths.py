@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 
 
+@keywords
 def lengths_from_paddings(paddings: jax.Array) -> jax.Array:
     """Lengths of sequences whose padding comes last.
 
@@ -47,7 +50,8 @@ def lengths_from_paddings(paddings: jax.Array) -> jax.Array:
     return jnp.where(in_order, lengths, jnp.int32(-1))
 
 
-def paddings_from_lengths(lengths: jax.Array, size: int, dtype=jnp.bool_) -> jax.Array:
+@keywords
+def paddings_from_lengths(lengths: jax.Array, size: int, dtype: DTypeLike = jnp.bool_) -> jax.Array:
     """Paddings of sequences of these lengths, the inverse of `lengths_from_paddings`.
 
     T frames (or labels); `...` is any number of batch dimensions.

@@ -5,9 +5,11 @@ The edit distance comes from rapidfuzz, as in jiwer.
 
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
@@ -111,7 +113,13 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     return LabelErrors(*edits)
 
 
-def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "min") -> list:
+def word_confidence(
+    labels: npt.ArrayLike,
+    label_log_probs: npt.ArrayLike,
+    counts: npt.ArrayLike,
+    word_of_label: npt.ArrayLike | Callable[[np.ndarray], npt.ArrayLike],
+    how: Literal["min", "mean", "product"] = "min",
+) -> list[Any]:
     """The confidence of each word of a hypothesis: a number from 0 to 1, made of the probabilities of its labels.
 
     `timing.words` gives the words of one utterance with their times, too. L labels at most; `...` is any number of
@@ -189,7 +197,9 @@ def word_confidence(labels, label_log_probs, counts, word_of_label, how: str = "
     return of(np.asarray(log_probs, np.float64), np.asarray(words), counts)
 
 
-def utterance_confidence(confidences, counts, how: str = "mean") -> np.ndarray:
+def utterance_confidence(
+    confidences: npt.ArrayLike, counts: npt.ArrayLike, how: Literal["mean", "min", "product"] = "mean"
+) -> np.ndarray:
     """The confidence of each hypothesis as a whole, from those of its labels.
 
     L labels at most; `...` is any number of batch dimensions.
@@ -302,7 +312,7 @@ class Calibration(typing.NamedTuple):
         return float(np.sum(self.counts * distance) / self.counts.sum()) if self.counts.any() else math.nan
 
 
-def calibration(confidences, correct, bins: int = 10) -> Calibration:
+def calibration(confidences: npt.ArrayLike, correct: npt.ArrayLike, bins: int = 10) -> Calibration:
     """Compares confidences with how often words, or labels or utterances, are right.
 
     Parameters
@@ -355,7 +365,9 @@ def calibration(confidences, correct, bins: int = 10) -> Calibration:
         return Calibration(edges, counts, *(x / counts for x in sums))
 
 
-def _sequences(function, name, labels, name_of_lengths, lengths, check=_checks.integral):
+def _sequences(
+    function, name, labels, name_of_lengths, lengths, check=_checks.integral
+) -> tuple[np.ndarray, np.ndarray]:
     """Labels [..., L], or numbers of them, and how many of them count [...], as NumPy arrays."""
     labels = np.asarray(check(function, name, labels))
     lengths = np.asarray(_checks.integral(function, name_of_lengths, lengths))

@@ -10,6 +10,7 @@ from jax_rnnt import _checks, _xla
 from jax_rnnt.emissions import _softmax
 from jax_rnnt.layouts import JointLogits, LinearJoint
 from jax_rnnt.layouts._joint_networks import row_avals
+from jax_rnnt.losses import TransducerLoss
 from jax_rnnt.losses._call import switched_off as switched_off
 
 
@@ -30,6 +31,10 @@ def log_softmax(logits):
 
 def checked_joint(function: str, joint, encoder_out, rows) -> JointLogits:
     """The joint network as a layout of logits, checked: it draws nothing, and its classes are not split."""
+    if isinstance(joint, JointLogits):
+        raise TypeError(f"{function}: joint must be the network of the JointLogits, their attribute joint, got them.")
+    if isinstance(joint, TransducerLoss):
+        raise TypeError(f"{function}: joint must be a joint network, got a loss, which comes first: loss, joint, ...")
     if callable(joint) and not isinstance(joint, LinearJoint):
         _, draws = _xla.shape_of(f"{function}: joint", joint, *row_avals(2, encoder_out, rows))
         _checks.no_draws(function, "joint", draws)

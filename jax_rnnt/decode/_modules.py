@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 
-from jax_rnnt import _pytree
-from jax_rnnt.decode._predictor import Predictor, declared_start, declared_symbols
+from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
+from jax_rnnt.decode._predictor import Predictor, check_methods, declared_start, declared_symbols
 
 
-def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Predictor:
+@keywords
+def nnx_predictor(module: Any, *, initial: str = "initial", step: str = "step") -> Predictor:
     """The predictor of a Flax NNX module with two methods, in evaluation mode.
 
     Parameters
@@ -33,12 +35,15 @@ def nnx_predictor(module, *, initial: str = "initial", step: str = "step") -> Pr
 
         decode.greedy(loss, joint, decode.nnx_predictor(model.predictor), encoder_out, lengths, max_labels=200)
     """
+    check_methods("nnx_predictor", "module", module, (initial, step))
     evaluated = Evaluated.of(module)
     start = declared_start("nnx_predictor", "module", module)
     return Predictor(getattr(evaluated, initial), getattr(evaluated, step), start, declared_symbols(module))
 
 
-def linen_predictor(module, variables, *, initial: str = "initial", step: str = "step", **options) -> Predictor:
+def linen_predictor(
+    module: Any, variables: Any, *, initial: str = "initial", step: str = "step", **options: Any
+) -> Predictor:
     """The predictor of a Flax Linen module with two methods.
 
     Parameters
@@ -67,6 +72,7 @@ def linen_predictor(module, variables, *, initial: str = "initial", step: str = 
     def method(name):
         return lambda *arguments: module.apply(variables, *arguments, method=name, **options)
 
+    check_methods("linen_predictor", "module", module, (initial, step))
     # Bound, so that attributes that `setup` sets count too.
     bound = module.bind(variables)
     start = declared_start("linen_predictor", "module", bound)
@@ -105,6 +111,9 @@ class Evaluated:
 
         graph, values = nnx.split(module)
         return cls(jax.tree.map(lambda x: x, values), graph)  # new variables: those of the module change in place
+
+    def __repr__(self):
+        return _checks.shown(self._copy())
 
     def _copy(self):
         from flax import nnx

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt._keywords import keywords
 
 
 class Predictor(typing.NamedTuple):
@@ -129,6 +130,7 @@ def shifted(past: tuple[jax.Array, ...], labels: jax.Array) -> tuple[jax.Array, 
     return jnp.stack(seen, 1), seen[1:]
 
 
+@keywords
 def stateless_predictor(
     function: Callable[[jax.Array], jax.Array], history: int, start: int, symbols: int | None = None
 ) -> Predictor:
@@ -167,6 +169,7 @@ def stateless_predictor(
     return Predictor(lambda batch: no_labels(batch, history, start), step, start, symbols)
 
 
+@keywords
 def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) -> jax.Array:
     """Rows of all columns of a lattice: the predictor after the start label and after each target.
 
@@ -196,6 +199,7 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
         got = f"{targets.dtype} {tuple(targets.shape)}"
         raise ValueError(f"predict: targets must be an integer array [B, U], got {got}.")
     _checks.unsplit("predict", "targets", targets, {-1: "U"})
+    check_methods("predict", "predictor", predictor)
     label = start_of("predict", predictor, start)
     if label is None:
         raise ValueError("predict: start must be given, as the predictor has no start of its own, got None.")
@@ -211,11 +215,19 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     return jnp.swapaxes(rows, 0, 1)
 
 
+def check_methods(function: str, name: str, predictor, methods=("initial", "step")):
+    """Raises unless it has the methods of a predictor."""
+    if lacks := [method for method in methods if not callable(getattr(predictor, method, None))]:
+        ways = "decode.Predictor(initial, step, start) of two functions, decode.nnx_predictor or linen_predictor"
+        raise TypeError(
+            f"{function}: {name} must have the methods {methods[0]}(batch) and {methods[1]}(state, labels), got "
+            f"{_checks.shown(predictor)}, which has no {' and no '.join(lacks)}: make it by {ways} of a module."
+        )
+
+
 def begin(function: str, name: str, predictor, batch: int, start: int, makes: str = "rows [B, P]"):
     """(rows [batch, P], state) after the start label, checked: every later step makes the same types."""
-    for method in ("initial", "step"):
-        if not callable(getattr(predictor, method, None)):
-            raise TypeError(f"{function}: {name} must have the functions initial and step, got {predictor!r}.")
+    check_methods(function, name, predictor)
     state = jax.tree.map(jnp.asarray, predictor.initial(batch))
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if x.ndim < 1 or x.shape[0] != batch:

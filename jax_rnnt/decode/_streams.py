@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._predictor import same_state
@@ -32,6 +33,7 @@ def begin_part(function: str, first, state, vary):
     return jax.lax.cond(jnp.any(state.fresh), renew, lambda state: state, vary(state))
 
 
+@keywords
 def select_streams(state: Any, rows: jax.Array) -> Any:
     """The state of some utterances of a batch, in a new order: with it the next part decodes a batch of these.
 
@@ -86,6 +88,7 @@ def select_streams(state: Any, rows: jax.Array) -> Any:
     return selected._replace(fresh=selected.fresh & ~outside, bad=selected.bad | outside)
 
 
+@keywords
 def concatenate_streams(states: Sequence[Any]) -> Any:
     """One state with the utterances of several states, one after another.
 
@@ -129,6 +132,7 @@ def concatenate_streams(states: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *states)
 
 
+@keywords
 def reset_streams(state: Any, where: jax.Array) -> Any:
     """The state with some utterances at their start: the next part begins new ones in their rows.
 
@@ -178,6 +182,7 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
     return state._replace(fresh=state.fresh | where)
 
 
+@keywords
 def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     """The state of `beam` without the first labels of its best hypotheses, whose room is free again.
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import Predictor, predict
 from jax_rnnt.decode._modules import in_evaluation
-from jax_rnnt.decode._predictor import declared_start, declared_symbols
+from jax_rnnt.decode._predictor import check_methods, declared_start, declared_symbols
 
 Layer = Callable[..., Any]
 _GATES = "gates of an LSTM"
@@ -28,6 +28,7 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
     masked row contains nothing else. The encoder's rows are what remains: the derivative where `encoder` is affine,
     which has no rounding error, else the difference.
     """
+    check_methods("decoder_inputs", "predictor", steps)
     steps = in_evaluation(steps)
     bias = encoder(jnp.zeros((1, encoder_out.shape[-1]), encoder_out.dtype))[0]
     if affine:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _pytree, _xla
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, Rows, isolate, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype, one_hot, row_sum
 from jax_rnnt.layouts import _additive_sums as sums
@@ -152,6 +153,7 @@ class Additive(Rows[Scores, tuple[()]]):
         return gradient._replace(am=jnp.where(masked, 0, gradient.am), lm=jnp.where(masked, 0, gradient.lm))
 
 
+@keywords
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdditiveLogits(Layout):
@@ -200,6 +202,8 @@ class AdditiveLogits(Layout):
     >>> round(float(loss), 3)
     7.354
     """
+
+    instead = "compute with its arrays am and lm"
 
     am: jax.Array
     lm: jax.Array

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Emission, Nodes, Placement
 from jax_rnnt.layouts._layout import Layout, rows_of_frames, unsplit_by_reference
 
@@ -66,6 +67,7 @@ class Band(Placement[jax.Array]):
         return {slot: band(x, where, self.width) for slot, x in planes.items()}
 
 
+@keywords
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class BandLogits(Layout):
@@ -94,6 +96,8 @@ class BandLogits(Layout):
     >>> round(float(loss), 3)
     8.27
     """
+
+    instead = "compute with its array logits"
 
     logits: jax.Array
     first: jax.Array

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _checks, _pytree, _xla
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._emission import Emission, isolate, out_of_range
 from jax_rnnt.emissions._softmax import accumulation_dtype
 from jax_rnnt.layouts._joint_networks import LinearJoint, check_rows, pair, row_avals, split
@@ -21,6 +22,7 @@ _LEAVES = "parameters", "encoder_out", "predictor_out"
 _FIELDS = "joint", "encoder_out", "predictor_out", "chunk", "parameters"
 
 
+@keywords
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class JointLogits(Layout):
@@ -107,6 +109,11 @@ class JointLogits(Layout):
         joint, parameters, encoder_out, predictor_out = leaves if function is None else (function, *leaves)
         return _pytree.make(cls, _FIELDS, (joint, encoder_out, predictor_out, chunk, parameters))
 
+    instead = (
+        "let joint compute it, as lambda e, p: network(e, p) / 2, or make the array: "
+        "joint(encoder_out[..., :, None, :], predictor_out[..., None, :, :])"
+    )
+
     @property
     def of_rows(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """The joint as a function of rows alone."""
@@ -131,7 +138,7 @@ class JointLogits(Layout):
     def checked(self, function):
         joint, chunk = self.joint, self.chunk
         if not callable(joint):
-            raise TypeError(f"{function}: joint must be callable, got {joint!r}.")
+            raise TypeError(f"{function}: joint must be callable, got {_checks.shown(joint)}.")
         if chunk is not None:
             _checks.positive(function, "chunk", chunk)
         parameters = self.parameters

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _xla
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import accumulation_dtype
 
 
@@ -188,6 +189,7 @@ class Tanh:
         return "jnp.tanh"
 
 
+@keywords
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearJoint:

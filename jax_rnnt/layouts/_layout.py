@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._lazy import LazyArray
 from jax_rnnt.emissions._emission import Emission
 
 
-class Layout:
+class Layout(LazyArray):
     """What all layouts share. A loss calls `checked` first, and the other methods on its result."""
 
     logits: Any
@@ -113,6 +114,7 @@ class ArrayLogits(Layout):
         return type(self)(rows_of_frames(function, self.logits, "U + 1"))
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
+        _dimensions(function, self.shape, targets, target_lengths)
         shape = self.shape[:-3], self.shape[-2] - 1
         return _checks.sequences(function, targets, logit_lengths, target_lengths, *shape, "logits")
 
@@ -125,3 +127,23 @@ class ArrayLogits(Layout):
     def emission(self, function, loss, softmax, *sequences):
         unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "U + 1"})
         return Emission(softmax, self.frames, softmax.tokens(self.classes)), self.logits
+
+
+def _dimensions(function, shape, targets, target_lengths):
+    """Raises where the targets tell which dimension of the logits is missing, or in the place of another one."""
+    *batch, labels = _checks.array(function, "targets", targets).shape or (0,)
+    if not batch or (*batch, labels) == (*shape[:-3], shape[-2] - 1):
+        return
+    longest = _checks.known(_checks.array(function, "target_lengths", target_lengths))
+    columns = {labels + 1} | ({int(longest.max()) + 1} if longest is not None and longest.size else set())
+    expected = f"{function}: logits must have shape [..., T, U + 1, V], got {shape}"
+    if tuple(shape[:-2]) == tuple(batch):
+        missing = "U + 1: a joint network makes a row of every frame and every column, as tanh(encoder[..., :, None, :]"
+        raise ValueError(f"{expected}, without the dimension {missing} + predictor[..., None, :, :]) @ W does.")
+    if len(shape) == len(batch) + 3 and shape[-2] not in columns:
+        elsewhere = [axis for axis in (-3, -1) if shape[axis] in columns]
+        if elsewhere and tuple(shape[:-3]) == tuple(batch):
+            place, n = elsewhere[0], shape[elsewhere[0]]
+            raise ValueError(f"{expected}, where dimension {place} has U + 1 = {n}: jnp.moveaxis(logits, {place}, -2).")
+    if len(batch) == 1 and len(shape) == 4 and shape[0] != batch[0] == shape[1]:
+        raise ValueError(f"{expected}, where dimension 1 has the B = {batch[0]} sequences: jnp.swapaxes(logits, 0, 1).")

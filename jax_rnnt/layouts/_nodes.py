@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions import _emission
 from jax_rnnt.emissions._emission import OUTSIDE, gradient, inside_targets, label_map, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype
@@ -286,13 +288,14 @@ def _in_tiles(function, layouts, shape, labels):
     return dataclasses.replace(emission, joint=rowwise, blocks=blocks), inputs
 
 
+@keywords
 def sum_over_nodes(
     function: Callable[..., jax.Array],
-    *logits,
-    logit_lengths: jax.Array,
-    target_lengths: jax.Array,
-    weights: jax.Array | None = None,
-    targets: jax.Array | None = None,
+    *logits: ArrayLike | _layout.Layout,
+    logit_lengths: ArrayLike,
+    target_lengths: ArrayLike,
+    weights: ArrayLike | None = None,
+    targets: ArrayLike | None = None,
 ) -> jax.Array:
     """Sum of a function of the logits over the nodes of each sequence, in tiles: distillation, consistency, entropy.
 

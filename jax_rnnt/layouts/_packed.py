@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions._emission import NO_LABEL, Emission, Nodes, Placement
 from jax_rnnt.layouts._layout import Layout
@@ -103,6 +104,7 @@ def labels_of_rows(targets, num_labels, b, u):
     return jnp.where(u < num_labels[b], jnp.pad(targets, ((0, 0), (0, 1)))[b, u], NO_LABEL)
 
 
+@keywords
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedLogits(Layout):
@@ -136,6 +138,8 @@ class PackedLogits(Layout):
     >>> round(float(loss), 3)
     6.347
     """
+
+    instead = "compute with its array rows"
 
     rows: jax.Array
     max_frames: int | None = static(None)

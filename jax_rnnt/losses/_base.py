@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import typing
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import _call, _methods, _validation
 from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
 from jax_rnnt.sharding._device import parts
+
+Logits: typing.TypeAlias = "ArrayLike | _layout.Layout"
 
 
 def _equal(x, y) -> bool:
@@ -27,11 +32,21 @@ def _equal(x, y) -> bool:
     return bool(np.array_equal(x, y) if arrays else x == y)
 
 
+class _Once(abc.ABCMeta):
+    """A subclass of a loss is a dataclass already. Python's own errors for a second decorator name neither."""
+
+    def __setattr__(cls, name, value):
+        if name == "__dataclass_params__" and name in vars(cls):
+            way = 'leave out the decorator; a field by dataclasses.field(metadata={"static": True}) is static'
+            raise TypeError(f"{cls.__name__} is a dataclass already, as every subclass of TransducerLoss: {way}.")
+        super().__setattr__(name, value)
+
+
 @typing.dataclass_transform(
     frozen_default=True, eq_default=False, kw_only_default=True, field_specifiers=(dataclasses.field, static, option)
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class TransducerLoss:
+class TransducerLoss(metaclass=_Once):
     """A loss of the transducer family, as a value: frozen, callable, a pytree.
 
     Every subclass is a frozen dataclass and a pytree, without a decorator. Its fields are leaves: numbers and arrays to
@@ -95,12 +110,12 @@ class TransducerLoss:
 
     blank: int = static(-1)
     clamp: float | jax.Array = option(-1.0, negative=True)
-    reduction: str = static("mean")
+    reduction: _checks.Reduction = static("mean")
     fused_log_softmax: bool = static(True)
     _: dataclasses.KW_ONLY
     fastemit_lambda: float | jax.Array = option(0.0)
     delay_penalty: float | jax.Array = option(0.0)
-    implementation: str | None = static(None)
+    implementation: _checks.Implementation | None = static(None)
     inplace: bool = static(True)
     vocab_axis: str | None = static(None)
     frame_axis: str | None = static(None)
@@ -109,10 +124,15 @@ class TransducerLoss:
         super().__init_subclass__(**kwargs)
         # Registering needs the fields, so the dataclass is made here and not by a decorator of the user.
         dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)(cls)
+        keywords(cls)
         _pytree.register(cls)
 
     def __post_init__(self):
-        self._check(type(self).__name__)
+        name = type(self).__name__
+        first = getattr(self, dataclasses.fields(self)[0].name)
+        if len(getattr(first, "shape", ())) > 1:  # an array of logits, or a layout
+            raise TypeError(f"{name}: options make the loss, and the loss takes the batch: {name}(...)(logits, ...).")
+        self._check(name)
 
     def _check(self, function: str) -> None:
         """Checks the fields before there are logits. Subclasses extend it; `_set` stores a normalised field."""
@@ -195,14 +215,15 @@ class TransducerLoss:
         """The table of arcs that leave a node. Their slots name the planes of `arc_log_probs`."""
         return expanded(_call.switched_off(self).compose().topology)
 
+    @keywords
     def __call__(
         self,
-        logits,
-        targets: jax.Array,
-        logit_lengths: jax.Array,
-        target_lengths: jax.Array,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
         *,
-        label_windows: jax.Array | None = None,
+        label_windows: ArrayLike | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
         """The loss of a batch, differentiable.
@@ -233,8 +254,16 @@ class TransducerLoss:
         batch = logits, targets, logit_lengths, target_lengths, label_windows, key
         return _call.run(_call.of(_methods.LOSS, type(self).__name__, self, *batch))
 
+    @keywords
     def posteriors(
-        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Posterior probability of every blank and every label, given the targets.
 
@@ -265,7 +294,17 @@ class TransducerLoss:
         """
         return self._run(_methods.POSTERIORS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-    def align(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> Alignment:
+    @keywords
+    def align(
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
+    ) -> Alignment:
         """Forced alignment: the best path of the lattice, and the frame in which it emits each label.
 
         With log-probabilities l, on the lattice of `rnnt_loss`::
@@ -303,8 +342,16 @@ class TransducerLoss:
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
         return self._run(_methods.ALIGN, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
+    @keywords
     def label_frames(
-        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Expected frame of every label, over all alignments of the targets.
 
@@ -329,7 +376,17 @@ class TransducerLoss:
         """
         return self._run(_methods.LABEL_FRAMES, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-    def latency(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None) -> jax.Array:
+    @keywords
+    def latency(
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
         """Expected latency of the labels (Shinohara and Watanabe 2022), a regulariser to add to the loss.
 
         With the label posteriors of `posteriors`::
@@ -362,8 +419,16 @@ class TransducerLoss:
         """
         return self._run(_methods.LATENCY, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
+    @keywords
     def label_log_probs(
-        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Log-probability of every target, given the targets before it: log P(y_u | y_<u, x), over all alignments.
 
@@ -406,8 +471,16 @@ class TransducerLoss:
         """
         return self._run(_methods.LABEL_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
+    @keywords
     def arc_log_probs(
-        self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None
+        self,
+        logits: Logits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
         """Log-probabilities of the arcs, for a dynamic program of your own.
 
@@ -426,7 +499,8 @@ class TransducerLoss:
     def _run(self, method, *batch):
         return _call.run(_call.of(method, f"{type(self).__name__}.{method.name}", self, *batch))
 
-    def validate(self, logits, targets, logit_lengths, target_lengths) -> None:
+    @keywords
+    def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike, target_lengths: ArrayLike) -> None:
         """Checks the data of a batch: raises where lengths or labels would make the loss NaN or +inf.
 
         The loss itself never raises on data. It accepts a label that equals a blank, which is an error here. The checks
@@ -464,6 +538,7 @@ class TransducerLoss:
         _validation.validate(name, loss, layout, softmax, targets, logit_lengths, target_lengths)
 
 
+keywords(TransducerLoss)
 _pytree.register(TransducerLoss)
 
 

@@ -67,8 +67,28 @@ def of(
     return Call(loss, layout, targets, logit_lengths, target_lengths, label_windows, method, function)
 
 
+# What JAX says, and what to do about it.
+_NOTES = {
+    "custom_vjp": 'Forward mode (jvp, jacfwd, linearize, hessian) needs implementation="reference" and no clamp.',
+    "UnexpectedTracerError": (
+        "If joint calls a Flax Linen module that is being initialised: its parameters must exist before the loss. Call "
+        "the module on one row first, under `if self.is_initializing():`, or use jax_rnnt.flax.linen.Joint."
+    ),
+}
+
+
 def run(call: Call) -> Any:
     """The result of a call."""
+    try:
+        return _run(call)
+    except (TypeError, jax.errors.UnexpectedTracerError) as error:
+        text = f"{type(error).__name__}: {error}"
+        for note in (f"{call.function}: {note}" for words, note in _NOTES.items() if words in text):
+            error.add_note(note)
+        raise
+
+
+def _run(call: Call) -> Any:
     if call.loss.vocab_axis is not None or call.loss.frame_axis is not None:
         return _over_mesh.run(call)
     call = call.checked()

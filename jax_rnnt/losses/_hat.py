@@ -1,5 +1,7 @@
 """HATLoss: Bernoulli blank and label softmax on any lattice of unit steps."""
 
+from typing import Literal
+
 from jax_rnnt import _checks
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions._softmax import Softmax
@@ -48,7 +50,7 @@ class HATLoss(TransducerLoss):
     4.629
     """
 
-    variant: str = static("standard")
+    variant: Literal["standard", "monotonic", "constrained"] = static("standard")
 
     def _check(self, function):
         super()._check(function)

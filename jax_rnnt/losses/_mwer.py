@@ -1,13 +1,18 @@
 """mwer_loss: the expected number of errors of an N-best list."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import accumulation_dtype
 
 
-def mwer_loss(nll: jax.Array, errors: jax.Array, reduction: str = "mean") -> jax.Array:
+@keywords
+def mwer_loss(nll: ArrayLike, errors: ArrayLike, reduction: Literal["mean", "none", "sum"] = "mean") -> jax.Array:
     """Minimum word error rate loss (Prabhavalkar et al. 2018): expected errors of an N-best list.
 
     N hypotheses of each utterance; `...` is any number of batch dimensions. With p = softmax(-nll) over the list and

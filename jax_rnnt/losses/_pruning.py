@@ -1,13 +1,18 @@
 """prune_ranges and prune_inputs: the columns of each frame that a pruned loss keeps (Kuang et al. 2022)."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.losses._hat import UNIT_STEP_LOSSES
 
 
+@keywords
 def prune_ranges(
     *,
     blank_posteriors: jax.Array,
@@ -15,7 +20,7 @@ def prune_ranges(
     logit_lengths: jax.Array,
     target_lengths: jax.Array,
     width: int,
-    variant: str = "standard",
+    variant: Literal["standard", "monotonic", "constrained"] = "standard",
 ) -> jax.Array:
     """First of the `width` columns that every frame keeps, by k2's rule.
 
@@ -120,7 +125,10 @@ def _prune_ranges(blank, label, num_frames, num_labels, width, standard):
     return steepest - jnp.maximum(slack, 0)
 
 
-def prune_inputs(encoder_out: jax.Array, predictor_out: jax.Array, first: jax.Array, width: int):
+@keywords
+def prune_inputs(
+    encoder_out: ArrayLike, predictor_out: ArrayLike, first: ArrayLike, width: int
+) -> tuple[jax.Array, jax.Array]:
     """Rows of encoder and predictor for every node of the band, for a joint network of any kind.
 
     T frames, U labels, S = width columns in the band; `...` is any number of batch dimensions. Place (t, s) of the

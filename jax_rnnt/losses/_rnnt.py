@@ -1,10 +1,13 @@
 """RNNTLoss and rnnt_loss: softmax or log-probabilities on the standard lattice."""
 
 import jax
+from jax.typing import ArrayLike
 
+from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.losses import _call, _methods
-from jax_rnnt.losses._base import TransducerLoss, build
+from jax_rnnt.losses._base import Logits, TransducerLoss, build
 from jax_rnnt.losses._composition import Composition
 
 
@@ -33,20 +36,21 @@ class RNNTLoss(TransducerLoss):
         return Composition(Softmax((self.blank,), self.fused_log_softmax), bounded=True)
 
 
+@keywords
 def rnnt_loss(
-    logits: jax.Array,
-    targets: jax.Array,
-    logit_lengths: jax.Array,
-    target_lengths: jax.Array,
+    logits: Logits,
+    targets: ArrayLike,
+    logit_lengths: ArrayLike,
+    target_lengths: ArrayLike,
     blank: int = -1,
     clamp: float | jax.Array = -1.0,
-    reduction: str = "mean",
+    reduction: _checks.Reduction = "mean",
     fused_log_softmax: bool = True,
     *,
     fastemit_lambda: float | jax.Array = 0.0,
     delay_penalty: float | jax.Array = 0.0,
-    label_windows: jax.Array | None = None,
-    implementation: str | None = None,
+    label_windows: ArrayLike | None = None,
+    implementation: _checks.Implementation | None = None,
     inplace: bool = True,
 ) -> jax.Array:
     """RNN-Transducer loss (Graves 2012): minus the log-likelihood of the targets, over all alignments.

@@ -11,11 +11,17 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
+from jax.typing import ArrayLike
 
 from jax_rnnt import PackedLogits, _checks, lattices, timing
 from jax_rnnt._extras import needed_by
+from jax_rnnt._keywords import keywords
+from jax_rnnt.decode import Hypotheses
 from jax_rnnt.lattices._topology import Topology
 from jax_rnnt.layouts import _layout
+from jax_rnnt.losses import TransducerLoss
+from jax_rnnt.losses._base import Logits
 
 with needed_by("jax_rnnt.plot", "plot"):
     import matplotlib.pyplot as plt
@@ -31,7 +37,16 @@ LETTER = 0.09  # inches of a letter, with room around it
 LINE = 1.2  # the distance of two names below each other, in sizes of their font
 
 
-def arc_posteriors(loss, logits, targets, logit_lengths, target_lengths, *, key=None) -> dict[str, jax.Array]:
+@keywords
+def arc_posteriors(
+    loss: TransducerLoss,
+    logits: Logits,
+    targets: ArrayLike,
+    logit_lengths: ArrayLike,
+    target_lengths: ArrayLike,
+    *,
+    key: jax.Array | None = None,
+) -> dict[str, jax.Array]:
     """Posterior probability of every arc of a loss's lattice, given the targets.
 
     T frames, U labels; `...` is any number of batch dimensions. `loss.posteriors` adds up the arcs of blanks, and those
@@ -78,12 +93,13 @@ def _apart(topology: Topology) -> Topology:
     return tuple(apart)
 
 
+@keywords
 def draw_lattice(
-    loss,
-    logits,
-    targets,
-    logit_length=None,
-    target_length=None,
+    loss: TransducerLoss,
+    logits: Logits,
+    targets: ArrayLike,
+    logit_length: int | None = None,
+    target_length: int | None = None,
     *,
     key: jax.Array | None = None,
     texts: Sequence[str] | None = None,
@@ -142,8 +158,8 @@ def draw_lattice(
     frames = layout.frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
     posteriors = arc_posteriors(loss, *arguments, key=key)
-    score, best = loss.align(*arguments, key=key)
-    best = np.asarray(best)[:labels]
+    score, path = loss.align(*arguments, key=key)
+    best = np.asarray(path)[:labels]
     ax = plt.gca() if ax is None else ax
     second = timing.frames_to_seconds(1, hop=hop, subsampling=subsampling)
     thin = _thin(frames / 60, labels / 20)
@@ -173,10 +189,11 @@ def draw_lattice(
     return ax
 
 
+@keywords
 def draw_emissions(
-    features,
-    posteriors,
-    targets,
+    features: npt.ArrayLike,
+    posteriors: npt.ArrayLike,
+    targets: npt.ArrayLike,
     *,
     texts: Sequence[str] | None = None,
     hop: float = 1.0,
@@ -275,10 +292,11 @@ def _add_key_of_emissions(ax: Axes) -> None:
     below.set(frame_on=False)
 
 
+@keywords
 def draw_latencies(
-    first,
-    second,
-    targets,
+    first: npt.ArrayLike,
+    second: npt.ArrayLike,
+    targets: npt.ArrayLike,
     *,
     names: tuple[str, str] = ("first", "second"),
     texts: Sequence[str] | None = None,
@@ -342,8 +360,9 @@ def draw_latencies(
     return ax
 
 
+@keywords
 def draw_beam(
-    hypotheses,
+    hypotheses: Hypotheses,
     utterance: int = 0,
     *,
     texts: Sequence[str] | None = None,

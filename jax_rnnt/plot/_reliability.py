@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jax_rnnt._extras import needed_by
+from jax_rnnt._keywords import keywords
 
 with needed_by("jax_rnnt.plot", "plot"):
     import matplotlib.pyplot as plt
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from jax_rnnt.metrics import Calibration
 
 
+@keywords
 def draw_reliability(calibration: "Calibration", *, ax: Axes | None = None) -> Axes:
     """Draws how often words are right, by the confidence in them: a reliability diagram.
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import IO
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.timing._files import checked_intervals
 from jax_rnnt.timing._intervals import Interval
 
 MILLISECONDS = 1000  # of a second, in which captions have their times
 
 
+@keywords
 def captions(
     words: Sequence[Interval],
     *,
@@ -105,7 +107,8 @@ def _wrapped(texts: list[str], line_length: int, space: str) -> list[str]:
     return lines
 
 
-def write_srt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -> None:
+@keywords
+def write_srt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interval]) -> None:
     """Writes the captions of one recording as SubRip (SRT), for video players. `captions` makes them from words.
 
     Times are rounded to milliseconds.
@@ -137,7 +140,8 @@ def write_srt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -
     _put(file, cues)
 
 
-def write_vtt(file: str | os.PathLike | IO[str], captions: Sequence[Interval]) -> None:
+@keywords
+def write_vtt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interval]) -> None:
     """Writes the captions of one recording as WebVTT, for browsers. As `write_srt`, but texts may hold "-->".
 
     Parameters

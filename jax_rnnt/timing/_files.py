@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
+from jax_rnnt._keywords import keywords
 from jax_rnnt.timing._intervals import Interval
 
 SECOND = 1_000_000  # microseconds, in which files have their times
@@ -23,7 +24,8 @@ FORMS = {
 }
 
 
-def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
+@keywords
+def write_ctm(file: str | os.PathLike[str], utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
     """Writes a CTM file: a line ``utterance channel start duration text confidence`` for each interval, in seconds.
 
     The last column is missing where the confidence is None. Numbers have six decimals. Start and end are rounded, so an
@@ -66,7 +68,8 @@ def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interva
     pathlib.Path(file).write_text("".join(lines), encoding="utf-8")
 
 
-def read_ctm(file: str | os.PathLike, channel: str | None = None) -> dict[str, list[Interval]]:
+@keywords
+def read_ctm(file: str | os.PathLike[str], channel: str | None = None) -> dict[str, list[Interval]]:
     """Reads a CTM file, as `write_ctm`, SCTK and Kaldi write it.
 
     An interval ends at its start plus duration, by decimal arithmetic: those that meet in the file meet here. Comments
@@ -142,6 +145,7 @@ def _decimal(where: str, what: str, text: str) -> decimal.Decimal:
     return number
 
 
+@keywords
 def to_json(words: Sequence[Interval]) -> list[dict[str, Any]]:
     """Words as `json.dump` takes them: ``{"word", "start", "end", "confidence"}`` each.
 
@@ -175,7 +179,8 @@ def to_json(words: Sequence[Interval]) -> list[dict[str, Any]]:
     ]
 
 
-def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
+@keywords
+def write_textgrid(file: str | os.PathLike[str], tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
     """Writes a TextGrid of one recording, for Praat and other annotation tools, with praatio.
 
     Times are rounded to microseconds. White space at the ends of a text is left out, and so are confidences, for which

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 
 
 class Interval(typing.NamedTuple):
@@ -35,7 +37,8 @@ class Interval(typing.NamedTuple):
     confidence: float | None = None
 
 
-def frames_to_seconds(frames, *, hop: float, subsampling: int = 1, offset: float = 0.0) -> np.ndarray:
+@keywords
+def frames_to_seconds(frames: npt.ArrayLike, *, hop: float, subsampling: int = 1, offset: float = 0.0) -> np.ndarray:
     """The second in which an encoder frame begins: ``offset + frame * subsampling * hop``.
 
     Parameters
@@ -82,8 +85,15 @@ def _seconds(function, frames, hop, subsampling, offset):
     return offset + np.where(frames < 0, np.nan, frames) * (subsampling * hop)
 
 
+@keywords
 def intervals(
-    frames, texts: Sequence[str], *, hop: float, subsampling: int = 1, offset: float = 0.0, durations=None
+    frames: npt.ArrayLike,
+    texts: Sequence[str],
+    *,
+    hop: float,
+    subsampling: int = 1,
+    offset: float = 0.0,
+    durations: npt.ArrayLike | None = None,
 ) -> list[Interval]:
     """The stretches of time of an utterance's labels.
 
@@ -127,7 +137,7 @@ def intervals(
     return [Interval(start, end, text) for (start, end), text in zip(times, texts)]
 
 
-def emitted(function: str, frames, durations, count: int, dimensions: str):
+def emitted(function: str, frames, durations, count: int, dimensions: str) -> tuple[np.ndarray, np.ndarray]:
     """(frames, durations) of so many labels as NumPy arrays, checked; without durations a label reads a frame."""
     frames = np.asarray(_checks.integers(function, "frames", frames, (count,), dimensions))
     if np.any(frames < 0) or np.any(np.diff(frames) < 0):

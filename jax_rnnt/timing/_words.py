@@ -3,29 +3,33 @@
 import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 from jax_rnnt.timing._intervals import Interval, emitted, seconds_of
 
 OF_A_WORD: dict[str, Callable] = {"min": np.min, "mean": np.mean, "product": np.prod}
 SPOKEN = "%‰&@#§*/\\"  # punctuation to Unicode, words to a speaker
 
 
+@keywords
 def words(
-    labels,
-    frames,
+    labels: npt.ArrayLike,
+    frames: npt.ArrayLike,
     vocabulary: Sequence[str | None],
     *,
     hop: float,
     subsampling: int = 1,
     offset: float = 0.0,
     end: float | None = None,
-    durations=None,
-    confidences=None,
+    durations: npt.ArrayLike | None = None,
+    confidences: npt.ArrayLike | None = None,
     mark: str | None = "▁",
-    how: str = "min",
+    how: Literal["min", "mean", "product"] = "min",
 ) -> list[Interval]:
     """The words of an utterance, with their times and confidences.
 
@@ -95,13 +99,13 @@ def words(
     texts = _texts(function, labels, count, vocabulary)
     arrays = (("frames", frames), ("durations", durations), ("confidences", confidences))
     frames, durations, confidences = (_of_labels(function, name, x, len(labels), count) for name, x in arrays)
-    frames, durations = emitted(function, frames, durations, count, dimensions)
+    first, reads = emitted(function, frames, durations, count, dimensions)
     if confidences is not None:
         confidences = checked_confidences(function, confidences)
     spelled = _with_punctuation(_spelled(function, texts, mark))
     heard = [[place for place, text in word if _is_heard(text)] for word in spelled]
     places = np.array([place for word in heard for place in word], int)
-    times = seconds_of(function, frames[places], durations[places], (hop, subsampling, offset))
+    times = seconds_of(function, first[places], reads[places], (hop, subsampling, offset))
     at = dict(zip(places.tolist(), times))
     found = []
     for word, own in zip(spelled, heard):

@@ -151,6 +151,7 @@ def serve(threads, warp_library):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(threads or os.cpu_count())
+    torch.set_float32_matmul_precision("high")  # TF32 on a GPU, as XLA multiplies float32 there; no effect on a CPU
     # Replies go to the real standard output; output of the libraries goes to standard error.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

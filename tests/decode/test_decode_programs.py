@@ -195,7 +195,11 @@ ERRORS = [
     (dict(predictor=broken(state=lambda x: (x, x))), ValueError, "must keep the structure of its state"),
     (dict(predictor=broken(lambda batch: jnp.zeros(3))), ValueError, r"arrays \[2, ...\], got \(3,\)"),
     (dict(predictor=broken(row=lambda x: x[0])), ValueError, r"must make rows \[B, P\]"),
-    (dict(predictor=lambda: 0), TypeError, "predictor must have the functions initial and step"),
+    (
+        dict(predictor=lambda: 0),
+        TypeError,
+        "predictor must have the methods initial.*no initial and no step",
+    ),
     (dict(joint=lambda e, p: e[0]), ValueError, r"joint must make logits \[N, V\]"),
     (dict(state=(1, 2)), ValueError, "state of greedy must keep the structure"),
     (dict(exact_end=1), TypeError, "exact_end must be True or False"),

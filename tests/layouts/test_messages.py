@@ -104,6 +104,43 @@ def test_errors_of_the_other_arguments(name):
             loss(made, *rest)
 
 
+def test_operations_on_layouts():
+    """Logits that are made later are no array: each operation says what to do, and shape, dtype, ndim still work."""
+    layouts = {
+        "let joint compute it": joint(LinearJoint(WEIGHT)),
+        "its array rows": PackedLogits(X[0, 0], 7),
+        "its array logits": BandLogits(X, FIRST),
+        "its arrays am and lm": AdditiveLogits(AM, LM),
+    }
+    x = jnp.ones(5)
+    operations = (
+        *(lambda y: y / 2, lambda y: 2 * y, lambda y: -y, lambda y: y @ x, lambda y: x + y, lambda y: y < 0),
+        *(
+            lambda y: y[0],
+            lambda y: y[..., :2],
+            list,
+            float,
+            round,
+            lambda y: np.float32(2) - y,
+            lambda y: np.ones(5) * y,
+        ),
+        *(np.asarray, np.exp, jnp.asarray, jnp.exp, jnp.sum, lambda y: jnp.where(True, y, 0)),
+    )
+    for advice, made in layouts.items():
+        assert len(made.shape) == made.ndim and made.dtype == X.dtype and bool(made)
+        for operation in operations:
+            with pytest.raises(TypeError, match=f"^{type(made).__name__}: .*{advice}"):
+                operation(made)
+        for name in ("astype", "T", "sum", "at", "reshape"):
+            with pytest.raises(AttributeError, match=f"no attribute '{name}': .*{advice}"):
+                getattr(made, name)
+        with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+            _ = made.nothing
+    nested = joint(LinearJoint(WEIGHT), AM, layouts["let joint compute it"])
+    with pytest.raises(TypeError, match=r"predictor_out must be an array, got an object of the class JointLogits\.$"):
+        jax_rnnt.RNNTLoss()(nested, *P[1:])
+
+
 def test_networks_that_broadcast_by_accident():
     """NumPy's rule would give utterance n of the encoder to hypothesis n where B = N, or B = 1."""
     made, loss = LinearJoint(np.ones((5, 6))), jax_rnnt.RNNTLoss()

@@ -1,5 +1,6 @@
 """Does each static mistake raise at trace time, naming argument, expected and actual value?"""
 
+import abc
 import dataclasses
 import functools
 import math
@@ -14,7 +15,7 @@ import batches
 import family
 import jax_rnnt
 import reference_numpy as truth
-from jax_rnnt import decode
+from jax_rnnt import decode, timing
 
 pytestmark = pytest.mark.no_kernel
 
@@ -49,6 +50,14 @@ WRONG = {
     "label_windows_labels": ("label_windows", i32((4, 5, 2)), ["(4, 5, 2)", "(4, 4, 2)"]),
     "label_windows_float": ("label_windows", f32((4, 4, 2)), ["float32", "int"]),
     "implementation": ("implementation", "xla", ["xla", "kernel", "reference"]),
+}
+# Shapes of logits that tell what is exchanged or missing, B = 4, T = 7, U = 3, V = 9, and what the message advises.
+DIMENSIONS = {
+    (4, 7, 9): "without the dimension U + 1",
+    (4, 4, 7, 9): "jnp.moveaxis(logits, -3, -2)",
+    (4, 9, 7, 4): "jnp.moveaxis(logits, -1, -2)",
+    (7, 4, 4, 9): "jnp.swapaxes(logits, 0, 1)",
+    (4, 7, 5, 9): "targets must have shape [..., U] = (4, 4), got (4, 3)",  # nothing is certain
 }
 QUESTIONS = "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs", "validate"
 MISTAKE = ValueError, TypeError
@@ -141,6 +150,81 @@ def test_extreme_numbers():
         for value in (2**31, HUGE):
             with pytest.raises(ValueError, match=rf"^{name} must lie in \[-2\^31, 2\^31\), got {value}"):
                 make(value)
+
+
+def test_dimensions_of_logits():
+    """Told by the targets; where these are padded further, by the longest of them."""
+    lengths = np.full(4, 7), np.array([3, 2, 1, 0])
+    for shape, advice in DIMENSIONS.items():
+        with pytest.raises(ValueError, match=re.escape(advice)):
+            jax_rnnt.RNNTLoss()(f32(shape), i32((4, 3)), *lengths)
+    with pytest.raises(ValueError, match=re.escape("jnp.moveaxis(logits, -3, -2)")):
+        jax_rnnt.RNNTLoss().align(f32((4, 4, 7, 9)), i32((4, 5)), *lengths)
+    with pytest.raises(TypeError, match=r"^TDTLoss: options make the loss.*TDTLoss\(\.\.\.\)\(logits, \.\.\.\)"):
+        jax_rnnt.TDTLoss(f32((4, 7, 4, 9)), i32((4, 3)), *lengths)
+
+
+UNKNOWN = {  # of torch, NeMo, k2, warp-rnnt, optax, icefall, ESPnet, transformers: what is meant
+    "input_lengths": (lambda **x: jax_rnnt.RNNTLoss()(**x), "RNNTLoss: .* did you mean logit_lengths"),
+    "acts": (lambda **x: jax_rnnt.TDTLoss([1]).align(**x), "TDTLoss.align: .* did you mean logits"),
+    "symbols": (lambda **x: jax_rnnt.rnnt_loss(**x), "rnnt_loss: .* did you mean targets"),
+    "boundary": (lambda **x: jax_rnnt.rnnt_loss(**x), "did you mean logit_lengths or target_lengths"),
+    "labels_lengths": (lambda **x: jax_rnnt.rnnt_loss(**x), "did you mean target_lengths"),
+    "blank_id": (lambda **x: jax_rnnt.HATLoss(**x), "HATLoss: .* did you mean blank"),
+    "beam_size": (lambda **x: decode.beam(**x), "beam: .* did you mean width"),
+    "encoder_out_lens": (lambda **x: decode.greedy(**x), "greedy: .* did you mean lengths"),
+    "max_new_tokens": (lambda **x: decode.sample(**x), "sample: .* did you mean max_labels"),
+    "s_range": (lambda **x: jax_rnnt.prune_ranges(**x), "prune_ranges: .* did you mean width"),
+    "decoder_out": (lambda **x: jax_rnnt.JointLogits(**x), "JointLogits: .* did you mean predictor_out"),
+    "reductions": (lambda **x: jax_rnnt.mwer_loss(**x), "mwer_loss: .* did you mean reduction"),  # a slip
+    "sigma": (lambda **x: jax_rnnt.TDTLoss([1])(**x), "TDTLoss: .* an option of the class: TDTLoss\\(sigma=...\\)"),
+    "log_probs": (lambda **x: jax_rnnt.RNNTLoss(**x), "RNNTLoss: .* of the call: RNNTLoss\\(...\\)\\(logits=...\\)"),
+    "nothing": (lambda **x: jax_rnnt.lengths_from_paddings(**x), "it takes paddings"),
+}
+
+
+def test_unknown_arguments():
+    for name, (call, message) in UNKNOWN.items():
+        with pytest.raises(TypeError, match=message) as caught:
+            call(**{name: None})
+        assert f": unknown argument {name}; " in str(caught.value)
+
+
+def test_unknown_arguments_of_every_name():
+    """Of functions, classes and methods alike."""
+    results = jax_rnnt.Alignment, decode.Hypotheses, decode.Predictor
+    made = [getattr(module, name) for module in (jax_rnnt, decode, timing) for name in module.__all__]
+    made += [getattr(jax_rnnt.RNNTLoss(), name) for name in QUESTIONS]
+    skipped = jax_rnnt.Composition, jax_rnnt.DecodingRules, decode.NGram, decode.WordNGram, decode.linen_predictor
+    skipped += *results, timing.Interval, jax_rnnt.export_checks, jax_rnnt.selftest
+    assert len(made) > 50
+    for function in made:
+        if function not in skipped:
+            with pytest.raises(TypeError, match=": unknown argument without_meaning; "):
+                function(without_meaning=0)
+
+
+def test_own_loss_with_a_decorator():
+    for decorator in (dataclasses.dataclass, dataclasses.dataclass(frozen=True)):
+        with pytest.raises(TypeError, match=r"Own is a dataclass already.*leave out the decorator"):
+
+            @decorator
+            class Own(jax_rnnt.TransducerLoss):
+                price: float = 0.0
+
+    class Abstract(jax_rnnt.TransducerLoss, abc.ABC):
+        """Other bases stay possible."""
+
+    assert Abstract(blank=0).blank == 0
+
+
+def test_notes_on_errors_of_jax():
+    p = batches.problem(1, 2, 1, 3)
+    with pytest.raises(TypeError, match="custom_vjp") as caught:
+        jax.jvp(lambda x: jax_rnnt.RNNTLoss().latency(x, *p[1:]), (p.logits,), (p.logits,))
+    (note,) = [note for note in caught.value.__notes__ if "reference" in note]
+    assert note.startswith("RNNTLoss.latency: ") and 'implementation="reference"' in note
+    jax.jvp(lambda x: jax_rnnt.RNNTLoss(implementation="reference")(x, *p[1:]), (p.logits,), (p.logits,))
 
 
 @pytest.mark.parametrize("name", ["targets", "logits", "blank", "reduction"])

@@ -25,6 +25,7 @@ VECTORS = {
     "rnnt": (RNNT, X, LABELS, FIRST, 13.463778289, 1.500800675),  # torchaudio, fast_rnnt, NeMo, warp-transducer
     "fastemit": (RNNT, X, LABELS, FIRST | {"fastemit_lambda": 0.1}, 13.463778289, 1.526103074),  # NeMo (gradient)
     "clamp": (RNNT, X, LABELS, FIRST | {"clamp": 0.05}, 13.463778289, -0.020971005),  # torchaudio on CPU, NeMo
+    "both": (RNNT, X, LABELS, FIRST | {"fastemit_lambda": 0.1, "clamp": 0.05}, 13.463778289, -0.033753754),  # NeMo
     "label_is_blank": (RNNT, X, BLANK_AMONG_LABELS, FIRST, 13.306622875, 1.531182386),  # NeMo, fast_rnnt
     "delay_penalty": (RNNT, X, LABELS, FIRST | {"delay_penalty": 0.1}, 13.381384833, 1.388385705),  # fast_rnnt
     "log_probs": (RNNT, LOG_PROBS, LABELS, UNFUSED, 13.463778289, 1.309783010),  # torchaudio
@@ -32,8 +33,11 @@ VECTORS = {
     "monotonic": (MONOTONIC, X, LABELS, FIRST, 5.069890840, 1.187062517),  # fast_rnnt, monotonic-rnnt
     "final_blank": (family.FINAL_BLANK, X, LABELS, FIRST, 5.178358055, 1.087357062),  # optimized_transducer
     "constrained": (family.CONSTRAINED, X, LABELS, FIRST, 15.341724887, 1.512987188),  # fast_rnnt
-    "multiblank": (BIG, X, BLANK_AMONG_LABELS, {}, 6.081578563, 0.158461885),  # NeMo, as the four below
+    "multiblank": (BIG, X, BLANK_AMONG_LABELS, {}, 6.081578563, 0.158461885),  # NeMo, as those below
     "multiblank_sigma": (BIG, X, BLANK_AMONG_LABELS, {"sigma": 0.05}, 6.342662180, 0.159294526),
+    "multiblank_options": (
+        BIG, X, BLANK_AMONG_LABELS, {"sigma": 0.05, "fastemit_lambda": 0.1, "clamp": 0.05}, 6.342662180, -0.090990276,
+    ),
     "tdt": (DURATIONS, HEADS, BLANK_AMONG_LABELS, {}, 8.052819877, 0.168474524, 1.140951660),
     "tdt_sigma": (DURATIONS, HEADS, BLANK_AMONG_LABELS, {"sigma": 0.05}, 8.274350104, 0.172450515, 1.141180559),
     "tdt_fastemit": (  # tokens as NeMo; durations scaled with them

@@ -17,6 +17,8 @@ import pytest
 import batches
 import jax_rnnt
 import project
+import vectors
+from pages import code as code_of
 
 PAGES = sorted(path.stem for path in (project.ROOT / "docs/coming_from").glob("*.md") if path.stem != "index")
 EXACT = 1e-12
@@ -110,6 +112,20 @@ def test_reductions_of_nemo():
         assert page == "hugging_face" or expected.keys() <= found.keys()
         for name in {"mean", "mean_volume", *found}:
             np.testing.assert_allclose(jax_rnnt.RNNTLoss(reduction=found[name])(*p), expected[name], rtol=EXACT)
+
+
+def test_tdt_of_nemo():
+    """Its kernels' numbers for the problem of `vectors`: FastEmit and clamp leave durations alone."""
+    names, _ = code_of("docs/coming_from/nemo.md", "def on_tokens_alone")
+    logits = np.concatenate([vectors.X, np.cos(2 + 3 * vectors.t + 2 * vectors.u + 5 * np.arange(3))], -1)
+    batch = vectors.BLANK_AMONG_LABELS, *vectors.LENGTHS
+    gradient = jax.jit(jax.grad(names["on_tokens_alone"], argnums=1))
+    for clamp, tokens in ((-1.0, 0.246719295), (0.05, -0.155848133)):
+        loss = jax_rnnt.TDTLoss((0, 1, 2), sigma=0.05, fastemit_lambda=jnp.float64(0.1), clamp=jnp.float64(clamp))
+        heads = np.split(gradient(loss, logits, *batch), [-3], -1)
+        for head, expected in zip(heads, (tokens, 1.141180559)):
+            found = (head * vectors.WEIGHTS[..., : head.shape[-1]]).sum()
+            np.testing.assert_allclose(found, expected, atol=1e-8)
 
 
 def test_no_path_in_ctc():

@@ -76,7 +76,7 @@ def undocumented(function):
     parameters = set(inspect.signature(function).parameters)
     if parameters == {"args", "kwargs"}:  # an NNX module
         parameters = set(inspect.signature(function.__init__).parameters)
-    parameters -= {"self", "parent", "name"}  # the last two are those of every Linen module
+    parameters -= {"self", "parent", "name", "_", "__"}  # of every Linen module; of a class that a file makes
     if parameters and "Parameters" not in sections:
         yield "Parameters"
     elif parameters:

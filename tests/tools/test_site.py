@@ -3,6 +3,7 @@
 import ast
 import re
 
+import jax_rnnt
 import project
 
 DOCS = project.ROOT / "docs"
@@ -39,6 +40,58 @@ def test_links_into_the_repository_lead_to_files():
     for page in PAGES:
         for link in re.findall(r"\]\((\.\./[^)#]*)", (DOCS / f"{page}.md").read_text()):
             assert (DOCS / f"{page}.md").parent.joinpath(link).exists(), (page, link)
+
+
+def test_every_promise_has_tests():
+    """The table of docs/correct.md names each promise, and tests that exist."""
+    promises = (DOCS / "promises.md").read_text().split("## Sharp bits")[0]
+    rows = dict(re.findall(r"^\| (\w+) \| (\[.+) \|$", (DOCS / "correct.md").read_text(), re.M))
+    assert list(rows) == re.findall(r"^\* \*\*(\w+)\*\*", promises, re.M)
+    for promise, cell in rows.items():
+        links = re.findall(r"\[`(\w+)`\]\(\.\./(tests/\w+/\w+\.py)\)", cell)
+        assert len(links) == cell.count("](")
+        for test, file in links:
+            assert f"\ndef {test}(" in (project.ROOT / file).read_text(), (promise, test)
+
+
+RECORDS = "2026-11-26-h100-log.txt", "2026-11-26-h100-second-log.txt", "2026-11-26-h100-bench.txt"
+
+
+def shares():
+    """{loss, dtype, shape: the lowest and the highest share of a copy, in percent}, of the records of an H100."""
+    found = {}
+    for name in RECORDS:
+        case = None
+        for line in (project.ROOT / f"lab/benchmarks/results/{name}").read_text().splitlines():
+            if match := re.match(r"(rnnt|tdt) (\w+) \[(.+)\] on NVIDIA H100", line):
+                case = match.groups()
+            elif case and (match := re.match(r"jax_rnnt +[\d.]+ +(\d+)% ", line)):
+                found.setdefault(case, []).append(int(match[1]))
+    return {case: (min(x), max(x)) for case, x in found.items()}
+
+
+def test_status():
+    """One text, in the README: two pages include it, llms.txt has its figures, and all of them are the records'."""
+    readme = (project.ROOT / "README.md").read_text()
+    text = " ".join(re.search(r"<!-- status -->\n(.*?)<!-- end of the status -->", readme, re.DOTALL)[1].split())
+    for page in ("index", "accelerators"):
+        assert '{include} ../README.md\n:start-after: "<!-- status -->"' in (DOCS / f"{page}.md").read_text()
+    found, table = shares(), (DOCS / "accelerators.md").read_text()
+    written = re.findall(r"^\| (rnnt|tdt) \| ([\d, ]+) \| ([\d to]+) \| ([\d to]+) \|$", table, re.M)
+    for loss, shape, *cells in written:
+        for dtype, cell in zip(("float32", "bfloat16"), cells):
+            low, high = found.pop((loss, dtype, shape))
+            assert cell == (str(low) if low == high else f"{low} to {high}"), (loss, shape, dtype)
+    assert found == {}
+    for loss, classes in (("rnnt", "500"), ("rnnt", "32"), ("tdt", "500")):
+        ranges = [x for (name, _, shape), x in shares().items() if name == loss and shape.endswith(f", {classes}")]
+        figures = f"{min(low for low, _ in ranges)} to {max(high for _, high in ranges)}%"
+        assert figures in text and figures in (DOCS / "llms.txt").read_text(), (loss, classes, figures)
+
+
+def test_citation():
+    """Its version is the library's."""
+    assert f"\nversion: {jax_rnnt.__version__}\n" in (project.ROOT / "CITATION.cff").read_text()
 
 
 def test_size():

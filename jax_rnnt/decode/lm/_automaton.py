@@ -55,6 +55,10 @@ class Automaton:
 
     arcs: Arcs
 
+    def __init__(self, *_, **__):
+        kind = type(self).__name__
+        raise TypeError(f"{kind}: a file makes one, not the class: {kind}.from_arpa(path, labels).")
+
     @property
     def start(self) -> int:
         """V, the label that begins an utterance."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _pytree
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode.lm._arpa import Arpa, Grams, names_of
 from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, one_root, score_rows
 
@@ -82,7 +83,8 @@ class NGram(Automaton):
     unspelled: tuple[str, ...] = _pytree.static()
 
     @classmethod
-    def from_arpa(cls, path: str | os.PathLike, labels: Sequence[str | None]) -> NGram:
+    @keywords
+    def from_arpa(cls, path: str | os.PathLike[str], labels: Sequence[str | None]) -> NGram:
         """Reads a model in ARPA format, as lmplz, SRILM and others write it.
 
         No search can meet n-grams with a token that is no label: they are left out, and a warning tells how many words
@@ -121,7 +123,7 @@ class NGram(Automaton):
     def __repr__(self) -> str:
         return f"NGram({self.start} labels, {self.spelled} of {self.vocabulary} words)"
 
-    def initial(self, batch) -> jax.Array:
+    def initial(self, batch: int) -> jax.Array:
         """int32 [batch]: the empty context."""
         return jnp.zeros((batch,), jnp.int32)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode.lm._arpa import LARGEST
 from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, score_rows
 
@@ -82,7 +83,8 @@ class Phrases(Automaton):
 
     shared: bool = _pytree.static()
 
-    def __init__(self, phrases, weights: Any = 1.0, *, classes: int, size: int | None = None):
+    @keywords
+    def __init__(self, phrases: Any, weights: Any = 1.0, *, classes: int, size: int | None = None):
         classes = _checks.positive("Phrases", "classes", classes)
         shared, lists = lists_of(phrases)
         flat = [phrase for phrases in lists for phrase in phrases]
@@ -107,7 +109,7 @@ class Phrases(Automaton):
         """B, where each utterance of the batch has its own list."""
         return None if self.shared else self.arcs.root_scores.shape[0]
 
-    def initial(self, batch) -> jax.Array:
+    def initial(self, batch: int) -> jax.Array:
         """int32 [batch]: nothing is matched. `batch` is a multiple of B; rows of an utterance are consecutive."""
         return self.place(jnp.zeros((batch,), jnp.int32))
 

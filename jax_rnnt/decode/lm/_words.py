@@ -11,19 +11,21 @@ import math
 import os
 import unicodedata
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import rows_at
 from jax_rnnt.decode.lm._arpa import LARGEST, Arpa, Grams, names_of
 from jax_rnnt.decode.lm._automaton import Automaton, follow, one_root, score_rows
 from jax_rnnt.decode.lm._ngram import NGram, ngram_of
 
 FUNCTION = "WordNGram.from_arpa"
+State: TypeAlias = tuple[jax.Array, jax.Array]
 OUTSIDE, ROOT = 0, 1
 DEPTH = 1  # OUTSIDE is the suffix of all states
 CHARACTERS = 0x110000  # of Unicode
@@ -96,9 +98,10 @@ class WordNGram(Automaton):
     begins: jax.Array  # [V]: the state after each label that begins a word, -1 for others
 
     @classmethod
+    @keywords
     def from_arpa(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         labels: Sequence[str | None],
         *,
         separator: str = "▁",
@@ -172,11 +175,11 @@ class WordNGram(Automaton):
         """The first ten words of the file that the labels cannot spell."""
         return self.ngram.unspelled
 
-    def initial(self, batch) -> tuple[jax.Array, jax.Array]:
+    def initial(self, batch: int) -> tuple[jax.Array, jax.Array]:
         """int32 [batch] each: the empty context, and no word in progress."""
         return self.ngram.initial(batch), jnp.full((batch,), ROOT, jnp.int32)
 
-    def step(self, state, labels: jax.Array):
+    def step(self, state: State, labels: jax.Array) -> tuple[jax.Array, State]:
         """(scores float32 [N, V] of labels after one more label [N], states)."""
         labels = jnp.asarray(labels, jnp.int32)
         label = jnp.clip(labels, 0, self.start - 1)
@@ -192,12 +195,12 @@ class WordNGram(Automaton):
         next_word = completion[:, None] + rows_at(self.ahead, jnp.maximum(begins, 0))
         return jnp.where(begins >= 0, next_word, score_rows(self.arcs, node, DEPTH)), (context, node)
 
-    def final(self, state) -> jax.Array:
+    def final(self, state: State) -> jax.Array:
         """[N]: the score of the end of the last word, and the log-probability of </s> after it."""
         completion, context = self.complete(state)
         return completion + self.ngram.final(context)
 
-    def complete(self, state):
+    def complete(self, state: State) -> State:
         """(what the end of the word in progress adds to its look-ahead, the context after it) [N]; nothing if empty."""
         context, node = state
         log_prob, after = follow(self.ngram.arcs, context, rows_at(self.words, node), self.ngram.depth)

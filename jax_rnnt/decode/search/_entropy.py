@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import keywords
 
 NEAR = 0.1  # exponents so near to 1 lose the digits of their sums of powers, which are near to 1 too
 LEAST = -100.0  # there a log-probability counts as this one: its terms are below 1e-38
 
 
+@keywords
 @dataclasses.dataclass(frozen=True)
 class Entropy:
     """How sure a model is of a label, from the entropy of the row where it was chosen.
@@ -47,9 +50,9 @@ class Entropy:
     [0.41, 0.01, 0.0]
     """
 
-    kind: str = "tsallis"
+    kind: Literal["tsallis", "renyi", "gibbs"] = "tsallis"
     exponent: float = 1 / 3
-    normalization: str = "exponential"
+    normalization: Literal["exponential", "linear"] = "exponential"
 
     def __post_init__(self):
         _checks.choice("Entropy", "kind", self.kind, ("tsallis", "renyi", "gibbs"))

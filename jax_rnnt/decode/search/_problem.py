@@ -61,6 +61,9 @@ def checked(function, encoder_out, lengths, exact_end):
     if encoder_out.ndim != 3:
         raise ValueError(f"{function}: encoder_out must have shape [B, T, E], got {encoder_out.shape}.")
     batch, frames, _ = encoder_out.shape
+    if np.shape(lengths) == (frames,) != (batch,):
+        expected = f"shape [B, T, E], got {encoder_out.shape}, where dimension 1 has the B = {frames} utterances"
+        raise ValueError(f"{function}: encoder_out must have {expected}: jnp.swapaxes(encoder_out, 0, 1).")
     _checks.unsplit(function, "encoder_out", encoder_out, {-2: "T", -1: "E"})
     raw, lengths = lengths, _checks.integers(function, "lengths", lengths, (batch,), "[B]")
     known = _checks.known(raw)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_rnnt import _pytree
+from jax_rnnt import _keywords, _pytree
 from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._model import switched_off
 from jax_rnnt.decode._modules import in_evaluation
@@ -26,10 +26,12 @@ from jax_rnnt.decode.search._symbols import Scoring, checked_scoring
 from jax_rnnt.layouts import LinearJoint
 from jax_rnnt.losses import TransducerLoss
 
+Joint: typing.TypeAlias = Callable[[jax.Array, jax.Array], jax.Array] | LinearJoint
 NETWORKS = "loss", "joint", "predictor", "fusion"  # may hold arrays
 OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0}  # numbers, and where they change nothing
 
 
+@_keywords.keywords
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Search:
     """Searches for the labels of utterances: a trained transducer, and the options of decoding.
@@ -118,7 +120,7 @@ class Search:
     """
 
     loss: TransducerLoss
-    joint: Callable[[jax.Array, jax.Array], jax.Array] | LinearJoint
+    joint: Joint
     predictor: Predictor | Any
     max_labels: int
     _: dataclasses.KW_ONLY
@@ -427,20 +429,26 @@ jax.tree_util.register_pytree_node(Search, _flatten, _unflatten)
 
 def _search(function: str, *model, **options) -> Search:
     """Search(*model, **options), whose errors name `function`."""
-    names = [f.name for f in dataclasses.fields(Search)]
-    defaults = {f.name: f.default for f in dataclasses.fields(Search)}
-    if unknown := options.keys() - defaults.keys():
-        raise TypeError(f"{function}: {min(unknown)} is no argument and no option of decode.Search.")
-    fields = defaults | dict(zip(names, model)) | options
+    fields = {f.name: f.default for f in dataclasses.fields(Search)} | options
+    fields |= dict(zip(fields, model))
     search = _pytree.make(Search, fields.keys(), fields.values())
     search._check(function)
     return search
 
 
+Function = typing.TypeVar("Function", bound=Callable[..., Hypotheses])
+
+
+def _with_options(function: Function) -> Function:
+    options = [f.name for f in dataclasses.fields(Search) if f.kw_only]
+    return _keywords.keywords(function, options)
+
+
+@_with_options
 def greedy(
-    loss,
-    joint,
-    predictor,
+    loss: TransducerLoss,
+    joint: Joint,
+    predictor: Any,
     encoder_out: jax.Array,
     lengths: jax.Array,
     max_labels: int,
@@ -475,10 +483,11 @@ def greedy(
     return search.greedy(encoder_out, lengths, exact_end=exact_end, state=state)
 
 
+@_with_options
 def beam(
-    loss,
-    joint,
-    predictor,
+    loss: TransducerLoss,
+    joint: Joint,
+    predictor: Any,
     encoder_out: jax.Array,
     lengths: jax.Array,
     max_labels: int,
@@ -519,10 +528,11 @@ def beam(
     return search.beam(encoder_out, lengths, width, **more)
 
 
+@_with_options
 def sample(
-    loss,
-    joint,
-    predictor,
+    loss: TransducerLoss,
+    joint: Joint,
+    predictor: Any,
     encoder_out: jax.Array,
     lengths: jax.Array,
     max_labels: int,
@@ -564,10 +574,11 @@ def sample(
     return search.sample(encoder_out, lengths, key, samples=samples, exact_end=exact_end)
 
 
+@_with_options
 def parallel(
-    loss,
-    joint,
-    predictor,
+    loss: TransducerLoss,
+    joint: Joint,
+    predictor: Any,
     encoder_out: jax.Array,
     lengths: jax.Array,
     max_labels: int,

@@ -236,7 +236,9 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
     """The moves of a loss in rows of `classes` logits."""
     if not isinstance(loss, TransducerLoss):
         lacks = "a method decoding() that returns DecodingRules"
-        raise TypeError(f"{function}: loss must be a TransducerLoss, got {loss!r}, which lacks {lacks}.")
+        if isinstance(loss, type) and issubclass(loss, TransducerLoss):
+            lacks = f"its options: {loss.__name__}() makes a loss"
+        raise TypeError(f"{function}: loss must be a TransducerLoss, got {_checks.shown(loss)}, which lacks {lacks}.")
     name = f"{type(loss).__name__}.decoding()"
     composer, decoder = (next(x for x in type(loss).__mro__ if f in vars(x)) for f in ("compose", "decoding"))
     if decoder is not TransducerLoss and issubclass(composer, decoder) and composer is not decoder:

@@ -1,0 +1,86 @@
+"""Unknown keyword arguments: the error names the argument that is meant, in the words of other libraries too."""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+Decorated = TypeVar("Decorated")
+
+# Our names -> those of torch, torchaudio, NeMo, k2, icefall, ESPnet, warp-transducer, warp-rnnt, optax, transformers.
+_OTHERS = {
+    "logits": "log_probs acts activations joint_out am_lm px",
+    "targets": "labels symbols ys text tokens",
+    "logit_lengths": "input_lengths act_lens log_prob_lengths frames_lengths boundary logit_paddings input_lens xlen",
+    "target_lengths": "label_lens label_lengths labels_lengths boundary label_paddings target_lens ylen",
+    "lengths": "input_lengths encoder_out_lens encoded_lengths encoder_lengths length lens attention_mask paddings",
+    "encoder_out": "encoder_output encoder_outputs hs enc_out input acoustic input_features",
+    "predictor_out": "decoder_out decoder_output prediction_out pred_out",
+    "blank": "blank_id blank_idx blank_index blank_label blank_token_id termination_symbol num_classes",
+    "fused_log_softmax": "fused_log_smax from_log_softmax log_softmax",
+    "fastemit_lambda": "fastemit fastemit_weight fast_emit_lambda",
+    "delay_penalty": "delay_scale",
+    "reduction": "size_average average_frames",
+    "clamp": "gradient_clamp clip",
+    "width": "beam_size beam beam_width num_beams nbest s_range max_active",
+    "max_symbols": "max_symbols_per_step max_sym_per_frame max_sym_exp step_max_tokens max_symbols_per_frame",
+    "max_labels": "max_length max_len max_new_tokens max_tokens max_output_length",
+    "length_norm": "score_norm length_penalty normalize_score",
+    "temperature": "softmax_temperature",
+    "first": "ranges",
+    "variant": "rnnt_type modified",
+    "lm_only_scale": "lm_scale",
+    "am_only_scale": "am_scale",
+    "fusion": "lm ngram_lm ngram_lm_alpha lm_weight",
+    "joint": "joiner joint_network",
+    "predictor": "decoder prediction_network pred_net",
+    "key": "rng prng_key seed",
+    "hop": "hop_length frame_shift",
+    "subsampling": "subsampling_factor",
+    "implementation": "backend",
+    "samples": "num_samples",
+}
+
+
+def keywords(decorated: Decorated, options: Collection[str] = ()) -> Decorated:
+    """Decorator of a public function, method or class. `options`: names that its ``**`` takes."""
+    function: Any = decorated.__init__ if isinstance(decorated, type) else decorated  # type: ignore[misc]
+    parameters = inspect.signature(function).parameters.values()
+    names = [x.name for x in parameters if x.name not in ("self", "cls") and x.kind is not x.VAR_KEYWORD]
+    names += options
+    known = frozenset(names)
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        if not kwargs.keys() <= known:
+            unknown = next(name for name in kwargs if name not in known)
+            raise TypeError(_message(function, args, unknown, names)) from None
+        return function(*args, **kwargs)
+
+    if isinstance(decorated, type):
+        decorated.__init__ = wrapper  # type: ignore[misc]
+        return decorated
+    return wrapper  # type: ignore[return-value]
+
+
+def _message(function, args, unknown: str, names: Collection[str]) -> str:
+    place, owner = function.__qualname__, None
+    if "." in place and "<locals>" not in place and args:  # a method: of the class of the object
+        owner = args[0] if isinstance(args[0], type) else type(args[0])
+        place = f"{owner.__name__}.{function.__name__}"
+    place = place.removesuffix(".__call__").removesuffix(".__init__")
+    meant = [unknown, *(name for name, others in _OTHERS.items() if unknown.lower() in others.split())]
+    call = inspect.signature(owner.__call__).parameters if owner is not None else {}
+    if here := [name for name in meant if name in names]:
+        hint = f"did you mean {' or '.join(here)}?"
+    elif owner is not None and function.__name__ == "__init__" and (of_call := [x for x in meant if x in call]):
+        hint = f"{of_call[0]} is an argument of the call: {owner.__name__}(...)({of_call[0]}=...)"
+    elif dataclasses.is_dataclass(owner) and (fields := {x.name for x in dataclasses.fields(owner)} & {*meant}):
+        hint = f"{(field := min(fields))} is an option of the class: {owner.__name__}({field}=...)"
+    elif close := difflib.get_close_matches(unknown, names, 1):
+        hint = f"did you mean {close[0]}?"
+    else:
+        hint = f"it takes {', '.join(names)}"
+    return f"{place}: unknown argument {unknown}; {hint}"

@@ -1,0 +1,47 @@
+"""What type checkers must see, checked by mypy (`make lint`); nothing runs this file.
+
+`warn_unused_ignores` makes an error of each comment below whose line is accepted: of an argument without a type.
+"""
+
+from typing import assert_type
+
+import jax
+import numpy as np
+
+from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, TDTLoss, decode, mwer_loss, rnnt_loss
+
+
+def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: LinearJoint) -> None:
+    assert_type(loss(z, y, n, n), jax.Array)
+    assert_type(loss(JointLogits(joint, z, z), y, n, n, key=z), jax.Array)
+    assert_type(rnnt_loss(z, y, n, n, reduction="mean_volume"), jax.Array)
+    assert_type(loss.posteriors(z, y, n, n), tuple[jax.Array, jax.Array])
+    assert_type(loss.align(z, y, n, n), Alignment)
+    assert_type(loss.label_frames(z, y, n, n, label_windows=y), jax.Array)
+    assert_type(loss.latency(z, y, n, n), jax.Array)
+    assert_type(loss.label_log_probs(z, y, n, n), jax.Array)
+    assert_type(loss.arc_log_probs(z, y, n, n), dict[str, jax.Array])
+    loss.validate(z, y, n, n)
+
+
+def decoders(loss: TDTLoss, joint: LinearJoint, predictor: decode.Predictor, z: jax.Array, n: jax.Array) -> None:
+    assert_type(decode.greedy(loss, joint, predictor, z, n, 10, duration_choice="token_first"), decode.Hypotheses)
+    assert_type(decode.beam(loss, joint, predictor, z, n, 10, 4), decode.Hypotheses)
+    assert_type(mwer_loss(z, n, "sum"), jax.Array)
+
+
+def mistakes(loss: RNNTLoss, z: jax.Array, n: jax.Array, joint: LinearJoint) -> None:
+    RNNTLoss(reduction="average")  # type: ignore[arg-type]
+    RNNTLoss(implementation="cuda")  # type: ignore[arg-type]
+    HATLoss(variant="modified")  # type: ignore[arg-type]
+    rnnt_loss(z, n, n, n, reduction="mean_batch")  # type: ignore[arg-type]
+    loss(z, "targets", n, n)  # type: ignore[arg-type]
+    loss.posteriors("logits", n, n, n)  # type: ignore[arg-type]
+    loss.align(z, n, n, "lengths")  # type: ignore[arg-type]
+    loss.label_frames(z, n, None, n)  # type: ignore[arg-type]
+    loss.latency(z, n, n, n, key="seed")  # type: ignore[arg-type]
+    loss.label_log_probs(z, n, n, n, label_windows="all")  # type: ignore[arg-type]
+    loss.arc_log_probs(joint, n, n, n)  # type: ignore[arg-type]
+    loss.validate(z, n, n, "lengths")  # type: ignore[arg-type]
+    decode.greedy(RNNTLoss, joint, joint, z, n, 10)  # type: ignore[arg-type]
+    decode.greedy(loss, "joint", joint, z, n, 10)  # type: ignore[arg-type]
