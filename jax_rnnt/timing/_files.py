@@ -4,9 +4,10 @@ import decimal
 import math
 import os
 import pathlib
+import tempfile
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from jax_rnnt import _checks, _renamed
 from jax_rnnt._extras import needed_by
@@ -23,7 +24,15 @@ FORMS = {
 }
 
 
-def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
+def put(file, text: str) -> None:
+    """Writes a text into a file, or into that of a path."""
+    if hasattr(file, "write"):
+        file.write(text)
+    else:
+        pathlib.Path(file).write_text(text, encoding="utf-8")
+
+
+def write_ctm(file: str | os.PathLike | IO[str], utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
     """Writes a CTM file: a line ``utterance channel start duration text confidence`` for each interval, in seconds.
 
     The last column is missing where the confidence is None. Numbers have six decimals. Start and end are rounded, so an
@@ -32,8 +41,8 @@ def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interva
 
     Parameters
     ----------
-    file : path
-        It is overwritten, in UTF-8.
+    file : path or text file
+        A path is overwritten, in UTF-8.
     utterances : mapping of str to sequence of Interval
         Names of recordings, and what was said in them.
     channel : str, default "1"
@@ -63,7 +72,7 @@ def write_ctm(file: str | os.PathLike, utterances: Mapping[str, Sequence[Interva
         for start, end, text, sure in spoken:
             last = "" if sure is None else f" {sure:.6f}"
             lines.append(f"{name} {channel} {start / SECOND:.6f} {(end - start) / SECOND:.6f} {text}{last}\n")
-    pathlib.Path(file).write_text("".join(lines), encoding="utf-8")
+    put(file, "".join(lines))
 
 
 def read_ctm(file: str | os.PathLike, channel: str | None = None) -> dict[str, list[Interval]]:
@@ -176,7 +185,7 @@ def to_json(words: Sequence[Interval]) -> list[dict[str, Any]]:
 
 
 @_renamed.argument(duration="seconds")
-def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
+def write_textgrid(file: str | os.PathLike | IO[str], tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
     """Writes a TextGrid of one recording, for Praat and other annotation tools, with praatio.
 
     Times are rounded to microseconds. White space at the ends of a text is left out, and so are confidences, for which
@@ -184,8 +193,8 @@ def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interva
 
     Parameters
     ----------
-    file : path
-        It is overwritten, in UTF-8.
+    file : path or text file
+        A path is overwritten, in UTF-8.
     tiers : mapping of str to sequence of Interval
         Names of tiers, and their intervals: labels and words, or one tier a model. Gaps become empty intervals.
     seconds : float
@@ -221,7 +230,10 @@ def write_textgrid(file: str | os.PathLike, tiers: Mapping[str, Sequence[Interva
             raise ValueError(f"{function}: names of tiers must not be empty, got {name!r}.")
         entries = [(start / SECOND, min(end / SECOND, seconds), text) for start, end, text, _ in spoken]
         grid.addTier(textgrid.IntervalTier(name, entries, 0, seconds))
-    grid.save(os.fspath(file), format="long_textgrid", includeBlankSpaces=True, reportingMode="error")
+    with tempfile.TemporaryDirectory() as folder:  # praatio writes into paths alone
+        path = pathlib.Path(folder) / "grid"
+        grid.save(os.fspath(path), format="long_textgrid", includeBlankSpaces=True, reportingMode="error")
+        put(file, path.read_text(encoding="utf-8"))
 
 
 # ------------------------------------------------------------------------------------------------- what can be written

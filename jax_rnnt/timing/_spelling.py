@@ -23,30 +23,37 @@ def decoded(decode: Callable[[list[int]], str], labels: list[int]) -> tuple[str,
     """The text that a tokenizer makes of labels, and its spans.
 
     A label adds what the text of all labels has in common with that of the labels up to it, and not with that of those
-    before it. What follows a label many labels later does not change what it adds, so windows of labels suffice and the
-    time is linear; a window that spells what the text has not grows, at last to all labels.
+    before it. What labels write depends on few labels before them, so it is enough to decode from there, and the time
+    is linear. Where that spells what the text has not, more labels before are decoded, at last all.
     """
-    text, spans, place = _text(decode, labels), [], 0
-    for begin in range(0, len(labels), WINDOW):
+    text, place, begin = _text(decode, labels), 0, 0
+    spans: list[tuple[int, int]] = []
+    whole = {0}  # where labels begin that write no rest of a character
+    while begin < len(labels):
         end, around = min(begin + WINDOW, len(labels)), WINDOW
         while True:
-            first, last = max(0, begin - around), min(len(labels), end + around)
-            everything = (first, last) == (0, len(labels))
-            window = text if everything else _text(decode, labels[first:last])
+            first = max(0, begin - around)
+            while first not in whole:
+                first -= 1
             texts = [_text(decode, labels[first:i]) for i in range(begin, end + 1)]
-            known = [*itertools.accumulate((len(os.path.commonprefix([x, window])) for x in texts), max)]
-            if end == len(labels):
-                known[-1] = len(window)
-            offset = 0 if everything else place - known[0]
-            ends = [max(place, offset + x) for x in known]
-            found = text[ends[0] : ends[-1]] == window[known[0] : known[-1]]
-            if everything or (found and (end < len(labels) or ends[-1] == len(text))):
+            start = spans[first][0] if first else 0
+            if first and texts[-1][:1] != " " == text[start : start + 1]:  # decoders leave out a space at the beginning
+                start += 1
+            common = [start + len(os.path.commonprefix([x, text[start : start + len(x)]])) for x in texts]
+            ends = [*itertools.accumulate([place, *common], max)][1:]
+            if not first or (common[0] == place and (end < len(labels) or ends[-1] == len(text))):
                 break
             around *= 4
-        for (a, b), x, (before, after) in zip(itertools.pairwise(ends), known[1:], itertools.pairwise(texts)):
-            part = after != before and len(after) > x  # of the next character, which this label does not complete
-            spans.append((a, min(b + part, len(text))))
-        place = ends[-1]
+        if end == len(labels):
+            ends[-1] = len(text)
+        for i, (a, b) in enumerate(itertools.pairwise(ends)):
+            parts = len(texts[i + 1]) > b - start  # it ends with a part of a character, which later labels complete
+            spans.append((a, min(b + (parts and texts[i + 1] != texts[i]), len(text))))
+            if not parts:
+                whole.add(begin + i + 1)
+        stop = end if end == len(labels) else max(whole.intersection(range(begin + 1, end + 1)), default=end)
+        del spans[stop:]
+        place, begin = ends[stop - begin], stop
     return text, spans
 
 
@@ -103,6 +110,23 @@ def units(text: str, edges: set[int], every: bool) -> list[tuple[int, int]]:
             found.append([i, i])
         found[-1][1] = i + 1
     return found
+
+
+def begins_line(before: str, after: str) -> bool:
+    """Whether a line may begin between two characters, where no space is: not with a small kana or what repeats or
+    lengthens the one before, nor with punctuation unless it opens, nor behind what opens (Japan's JIS X 4051)."""
+    kinds = unicodedata.category(before), unicodedata.category(after)
+    sign = unicodedata.name(after, "")
+    follows = "SMALL LETTER" in sign if "KANA" in sign else False
+    follows |= "PROLONGED SOUND" in sign or "ITERATION MARK" in sign
+    closing = kinds[1][0] == "P" and kinds[1] not in ("Ps", "Pi")
+    return not (joins(before, after) or follows or closing or kinds[0] in ("Ps", "Pi"))
+
+
+def columns(text: str) -> int:
+    """How wide it is: a character of East Asia takes two columns, a mark on another one none."""
+    kinds = ((unicodedata.category(x), x) for x in text)
+    return sum(0 if kind in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(x) in "WF") for kind, x in kinds)
 
 
 def is_heard(text: str) -> bool:

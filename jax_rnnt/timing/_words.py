@@ -118,7 +118,7 @@ def _text(function: str, labels, count: int, vocabulary, mark: str | None):
     if isinstance(vocabulary, Mapping):
         raise TypeError(f"{function}: vocabulary must be a sequence, the text of each class, got a mapping.")
     decode = getattr(vocabulary, "decode", vocabulary if callable(vocabulary) else None)
-    names = None if decode and not isinstance(vocabulary, Sequence) else list(vocabulary)
+    names = vocabulary if isinstance(vocabulary, Sequence) else None if decode else list(vocabulary)
     limit = math.inf if names is None else len(names)
     if np.any(labels[:count] >= limit) or np.any(labels[count:] != -1):
         expected = f"in [0, {limit}), the classes of vocabulary, and -1 at the end alone"

@@ -7,14 +7,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_rnnt_speech import batches, config, corpora, ngrams, outputs, pretrained, programs, transcripts
+from jax_rnnt_speech import batches, config, corpora, ngrams, outputs, pretrained, programs, recognise, transcripts
 from jax_rnnt_speech.config import UserError
 
 OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
 
 
 def align(args):
-    transcripts.check(args, args.data)
+    transcripts.check(args, args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     if recogniser.loss is None:
         raise UserError(f"{args.workdir} has a head for CTC alone: alignments need a transducer")

@@ -168,7 +168,7 @@ def train(args):
 
 def transcribe(args):
     ngrams.check(args)
-    transcripts.check(args, args.files)
+    transcripts.check(args, args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
     recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
     columns = config.changed(recogniser.config, args, {"audio_column"})
     entries = list(recognise.listed(args.files, columns.audio_column))
@@ -181,8 +181,7 @@ def transcribe(args):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
                 bad += 1
-            else:
-                write(i, transcripts.transcript(recogniser, entries[i], x, args.nbest))
+            write(i, None if x.error else transcripts.transcript(recogniser, entries[i], x, args.nbest))
     return 1 if bad else 0
 
 

@@ -298,19 +298,16 @@ def answer(transcript, form, parts, language):
         return web.Response(text=f"{transcript.text}\n")
     if form == "json":
         return web.json_response({"text": transcript.text})
-    captions = transcripts.captions(transcript.words, transcript.duration, transcript.space)
     if form != "verbose_json":
-        write, file = {"srt": timing.write_srt, "vtt": timing.write_vtt}[form], io.StringIO()
-        write(file, captions)
-        return web.Response(text=file.getvalue())
+        captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
+        return web.Response(text=transcripts.captioned(form, captions))
     whole = {"task": "transcribe", "language": language, "duration": transcript.duration, "text": transcript.text}
     if "word" in parts:
         whole["words"] = timing.to_json(transcript.words)
     if "segment" in parts:
-        lines = (
-            {"start": round(x.start, 6), "end": round(x.end, 6), "text": x.text.replace("\n", " ")} for x in captions
-        )
-        whole["segments"] = [{"id": i} | x for i, x in enumerate(lines)]
+        lines = transcripts.segments(transcript)
+        texts = ({"start": round(x.start, 6), "end": round(x.end, 6), "text": x.text} for x in lines)
+        whole["segments"] = [{"id": i} | x for i, x in enumerate(texts)]
     return web.json_response(whole)
 
 

@@ -55,8 +55,17 @@ class Vocabulary:
 
     def labels(self):
         """What each label writes, for words and models of words; None: nothing, or what another label writes."""
+        return self.written
+
+    @functools.cached_property
+    def written(self):
         texts, seen = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], set()
         return Labels([None if not x or x in seen or seen.add(x) else x for x in texts], self.decode)
+
+    @functools.cached_property
+    def separates(self):
+        """Whether there are spaces in texts."""
+        return any(map(str.isspace, self.decode(range(len(self.pieces)))))
 
 
 class Characters(Vocabulary):
