@@ -117,8 +117,7 @@ def begins_line(before: str, after: str) -> bool:
     lengthens the one before, nor with punctuation unless it opens, nor behind what opens (Japan's JIS X 4051)."""
     kinds = unicodedata.category(before), unicodedata.category(after)
     sign = unicodedata.name(after, "")
-    follows = "SMALL LETTER" in sign if "KANA" in sign else False
-    follows |= "PROLONGED SOUND" in sign or "ITERATION MARK" in sign
+    follows = any(x in sign for x in ("KANA LETTER SMALL", "PROLONGED SOUND", "ITERATION MARK"))
     closing = kinds[1][0] == "P" and kinds[1] not in ("Ps", "Pi")
     return not (joins(before, after) or follows or closing or kinds[0] in ("Ps", "Pi"))
 

@@ -219,7 +219,7 @@ def show_words(live, events, file):
     begin, said, inside = f"{file}\t" if file else "", False, False
     for x in events:
         if x["type"] == "words":
-            print((live.between if inside else begin) + x["text"], end="", flush=True)
+            print((" " * live.text[:1].isspace() if inside else begin) + x["text"], end="", flush=True)
             said = inside = True
         elif x["type"] == "endpoint" and inside:
             print(flush=True)

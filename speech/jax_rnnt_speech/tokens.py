@@ -31,6 +31,10 @@ def bytes_of(piece):
     return (bytes.fromhex(number[1]) if number else bytes(map(known.get, piece))).decode("utf-8", "surrogateescape")
 
 
+# Control characters and ends of lines are spaces: no format has them in a text. Nor a byte order mark.
+CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ") | {0xFEFF: ""}
+
+
 class Labels(list):
     """What each label writes, with `decode`, which writes several."""
 
@@ -95,7 +99,7 @@ class Pieces(Vocabulary):
         return {i for i, x in enumerate(self.pieces) if x in SILENT}
 
     def decode(self, labels):
-        return self.tokenizer.decode([x for x in map(int, labels) if x not in self.silent])
+        return self.tokenizer.decode([x for x in map(int, labels) if x not in self.silent]).translate(CONTROLS)
 
     @functools.cached_property
     def texts(self):
@@ -161,7 +165,8 @@ class BytePairs(Pieces):
     """
 
     def __init__(self, pieces, merges, parts=()):
-        self.pieces, self.merges, self.parts = [*pieces, ENDS[0]], merges, parts
+        self.texts = self.pieces = [*pieces, ENDS[0]]
+        self.merges, self.parts = merges, parts
         self.index = {piece: i for i, piece in enumerate(pieces)}
         self.bytes = [*map(self.encoded, pieces), *map(bytes.fromhex, parts)]
         self.number = {x: i for i, x in enumerate(self.bytes)}

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import time
-import unicodedata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +25,6 @@ FORMATS = *LINES, "ctm", *SUFFIXES
 SHORTEST = 0.01  # seconds before the end of a recording in which a label can be spoken
 DIGITS = 6  # of a confidence
 SHARE = 10  # times as long as it takes to write a file of some segments, nothing is written again
-ONE_LINE = dict.fromkeys(x for x in range(0x202A) if chr(x) in "\u2028\u2029" or unicodedata.category(chr(x)) == "Cc")
-ONE_LINE = dict.fromkeys(ONE_LINE, " ")
-
 
 class Transcript(NamedTuple):
     text: str
@@ -50,6 +46,10 @@ def mark_of(tokens):
     return tokens.separator if tokens.separates else None
 
 
+def words_of(tokens, labels, frames, **options):
+    return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels(), mark=mark_of(tokens), **options)
+
+
 def words(recogniser, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
     """The words of an utterance, from the encoder frames of its labels; it begins at `start` seconds of its file.
 
@@ -62,9 +62,8 @@ def words(recogniser, labels, frames, confidences=None, durations=None, start=0.
     integers = (None if x is None else np.array(x, np.int32) for x in (labels, frames, durations))
     labels, frames, durations = integers
     confidences = None if confidences is None else np.array(confidences, float)
-    tokens, clock = recogniser.tokens, {"hop": recogniser.seconds, "offset": start}
-    found = timing.words(labels, frames, tokens.labels(), **clock, durations=durations, confidences=confidences,
-                         mark=mark_of(tokens))  # fmt: skip
+    clock = {"hop": recogniser.seconds, "offset": start}
+    found = words_of(recogniser.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
     begin, end = start + float(frames[-1]) * recogniser.seconds, max((x.end for x in found), default=0.0)
     share = min(1, (start + duration - begin) / (end - begin)) if end > begin else 1
 
@@ -241,7 +240,7 @@ class Lines:
         if x is None:
             return
         if self.args.format == "text":
-            self.put(f"{shown(self.entries[i].name)}\t{x.text.translate(ONE_LINE)}\n")
+            self.put(f"{shown(self.entries[i].name)}\t{x.text}\n")
             return
         with in_a_line(shown(self.entries[i].name)):
             line = json.dumps(x.object(self.entries[i]), ensure_ascii=False)
