@@ -105,8 +105,10 @@ class Words:
         for before, word in itertools.pairwise(found):
             size += len(before.text)
             last, first = math.ceil(before.end), int(word.start)
-            if first < word.start or frames[first] == frames[last - 1] or word.text[0] == PART:
+            if first < word.start or frames[first] == frames[last - 1]:
                 continue
+            if word.text[0] == PART and not tokens.decode(labels[: first + 1]).rstrip(PART)[-1:].isspace():
+                continue  # it may become a mark on the character before it
             # Punctuation between them is of either one.
             places += [i for i in range(last, first + 1) if len("".join(tokens.decode(labels[:i]).split())) == size][:1]
         return places

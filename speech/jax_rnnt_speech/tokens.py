@@ -14,6 +14,8 @@ from jax_rnnt_speech.config import UserError
 ENDS = "<EOU>", "<eou>"  # labels that end an utterance
 SILENT = *ENDS, "<EOB>", "<eob>"  # labels that are no part of a word: NeMo marks the ends of interjections too
 
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a piece that is a byte
+
 
 @functools.cache
 def characters_of_bytes():
@@ -25,7 +27,7 @@ def characters_of_bytes():
 
 def bytes_of(piece):
     """The bytes that a piece of a tokenizer writes, in `Vocabulary.texts`: <0xC3>, or a character for each."""
-    known, number = characters_of_bytes(), re.fullmatch("<0x([0-9A-F]{2})>", piece)
+    known, number = characters_of_bytes(), BYTE.fullmatch(piece)
     if not number and not {*piece} <= known.keys():
         return piece
     return (bytes.fromhex(number[1]) if number else bytes(map(known.get, piece))).decode("utf-8", "surrogateescape")
@@ -63,8 +65,10 @@ class Vocabulary:
 
     @functools.cached_property
     def written(self):
-        texts, seen = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], set()
-        return Labels([None if not x or x in seen or seen.add(x) else x for x in texts], self.decode)
+        texts, first = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], {}
+        for i in sorted(range(len(texts)), key=lambda i: BYTE.fullmatch(self.pieces[i]) is not None):
+            first.setdefault(texts[i], i)
+        return Labels([x if x and first[x] == i else None for i, x in enumerate(texts)], self.decode)
 
     @functools.cached_property
     def separates(self):

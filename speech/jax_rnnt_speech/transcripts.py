@@ -247,9 +247,12 @@ class Lines:
         self.put(f"{line}\n" if self.args.format == "jsonl" else ("[" if self.file is None else ",\n") + line)
 
     def close(self):
-        if self.file is not None:
+        if self.file is None:
+            return
+        try:
             if self.args.format == "json":
                 self.put("]\n")
+        finally:
             self.file.close()
 
 
@@ -288,7 +291,7 @@ class Files:
         self.args, self.entries, self.names = args, entries, names
         self.missing = collections.Counter(names.values())  # segments of each recording
         self.found = collections.defaultdict(list)  # (second in which it begins, Transcript) of each recording
-        self.next = 0.0
+        self.next = {}  # when to write the file of a recording again
 
     def add(self, i, x):
         name = self.names[i]
@@ -296,11 +299,12 @@ class Files:
             self.found[name].append((self.entries[i].start, x))
         self.missing[name] -= 1
         done, began = not self.missing[name], time.monotonic()
-        if name in self.found and (done or (self.args.output and x is not None and began >= self.next)):
+        if name in self.found and (done or (self.args.output and x is not None and began >= self.next.get(name, 0))):
             self.write(name)
-            self.next = time.monotonic() + SHARE * (time.monotonic() - began)
+            self.next[name] = time.monotonic() + SHARE * (time.monotonic() - began)
         if done:
             self.found.pop(name, None)
+            self.next.pop(name, None)
 
     def write(self, name):
         with in_a_line(f"--format {self.args.format}"):
