@@ -226,62 +226,68 @@ def writer(args, entries):
 
 
 class Lines:
-    """A line for each Transcript."""
+    """A line for each Transcript, in the order of their entries: each once it is known what those before it are."""
 
     def __init__(self, args, entries, names):
-        self.args, self.entries, self.names, self.file = args, entries, names, None
+        self.args, self.entries, self.names, self.file, self.known = args, entries, names, None, {}
+        self.waiting = collections.defaultdict(list)  # places in entries that are to come, the first one last
+        for i in sorted(names, key=self.place, reverse=True):
+            self.waiting[self.group(i)].append(i)
 
-    def put(self, text):
-        if self.file is None:  # an earlier file stays until there is something to write
-            self.file = outputs.Growing(self.args.output) if self.args.output else outputs.Screen()
-        self.file.write(text)
+    def place(self, i):
+        return i
+
+    def group(self, i):
+        """Of entries whose order counts."""
+        return None
 
     def add(self, i, x):
+        self.known[i], waiting = x, self.waiting[self.group(i)]
+        while waiting and waiting[-1] in self.known:
+            self.release(waiting.pop())
+
+    def release(self, i):
+        x = self.known.pop(i)
         if x is None:
             return
-        if self.args.format == "text":
-            self.put(f"{shown(self.entries[i].name)}\t{x.text}\n")
-            return
         with in_a_line(shown(self.entries[i].name)):
-            line = json.dumps(x.object(self.entries[i]), ensure_ascii=False)
-        self.put(f"{line}\n" if self.args.format == "jsonl" else ("[" if self.file is None else ",\n") + line)
+            text = self.text(i, x)
+        if self.file is None:  # an earlier file stays until there is something to write
+            self.file = outputs.Growing(self.args.output) if self.args.output else outputs.Screen()
+            text = text.removeprefix(",\n").join(["[", ""]) if self.args.format == "json" else text
+        self.file.write(text)
+
+    def text(self, i, x):
+        if self.args.format == "text":
+            return f"{shown(self.entries[i].name)}\t{x.text}\n"
+        line = json.dumps(x.object(self.entries[i]), ensure_ascii=False)
+        return f"{line}\n" if self.args.format == "jsonl" else f",\n{line}"
 
     def close(self):
-        if self.file is None:
-            return
         try:
-            if self.args.format == "json":
-                self.put("]\n")
+            for i in sorted(self.known, key=self.place):
+                self.release(i)
+            if self.file is not None and self.args.format == "json":
+                self.file.write("]\n")
         finally:
-            self.file.close()
+            if self.file is not None:
+                self.file.close()
 
 
 class Rows(Lines):
-    """CTM: the segments of a file in their order, each once those before it are known."""
+    """CTM, whose order counts within a recording."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.waiting = collections.defaultdict(list)  # places of each recording's segments, the last one first
-        for i in sorted(self.names, key=lambda i: -self.entries[i].start):
-            self.waiting[self.names[i]].append(i)
-        self.known = {}
+    def place(self, i):
+        return self.entries[i].start
 
-    def add(self, i, x):
-        self.known[i], waiting = x, self.waiting[self.names[i]]
-        while waiting and waiting[-1] in self.known:
-            self.row(waiting.pop())
+    def group(self, i):
+        return self.names[i]
 
-    def row(self, i):
-        x, rows = self.known.pop(i), io.StringIO()
-        if x is not None:
-            with in_a_line(f"--format {self.args.format}"):
-                timing.write_ctm(rows, {self.names[i]: x.words})
-            self.put(rows.getvalue())
-
-    def close(self):
-        for i in sorted(self.known, key=lambda i: self.entries[i].start):
-            self.row(i)
-        super().close()
+    def text(self, i, x):
+        rows = io.StringIO()
+        with in_a_line(f"--format {self.args.format}"):
+            timing.write_ctm(rows, {self.names[i]: x.words})
+        return rows.getvalue()
 
 
 class Files:

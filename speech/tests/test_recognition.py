@@ -123,7 +123,7 @@ def test_words_of_streams():
     parts = [tokens.pieces[i] for i in tokens.encode("AB ñ")]
     assert parts[-2:] == ["<0xC3>", "<0xB1>"]
     halves = (parts[:-1], [*range(len(parts) - 1)], False), (parts[-1:], [9], False), (["▁", "A"], [10, 11], False)
-    assert said(*halves) == [(["AB"], False), ([], False), (["ñ"], False)]  # no half of a character
+    assert said(*halves, silence=0) == [(["AB"], False), ([], False), (["ñ"], False)]  # no half of a character
     text = "今日は AB 良い"
     parts = [tokens.pieces[i] for i in tokens.encode(text)]
     words = asr.streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1))

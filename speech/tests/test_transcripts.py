@@ -221,7 +221,7 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
             assert " ".join(parse(first)) == "it is so be"
             assert not list(args.output.glob(".*"))
         else:
-            texts = [said[i][0] for i in (2, 0, 1)]
+            texts = [said[i][0] for i in range(3)]  # in the order of the entries
             assert parse(first) == (["a --> b <c>", "it is so be"] if form == "ctm" else texts)
     args = types.SimpleNamespace(format="ctm", output=tmp_path / "late")
     with transcripts.writer(args, entries) as write:  # a segment without a transcript holds back no other
@@ -320,7 +320,7 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     assert out == f"{files[0]}\t{texts[str(files[0])]}\n" and f"{tmp_path}/none.jsonl: does not exist" in error
     for more, message in (
         ([files[1], "--format", "ctm"], "--format ctm of 2 recordings needs --output, a file"),
-        ([manifest, "--format", "vtt", "--model", tmp_path / "n"], "--format vtt of 2 recordings needs --output, a folder"),
+        ([manifest, "--format", "vtt", "--model", tmp_path / "n"], "--format vtt of 3 recordings needs --output, a folder"),
         ([files[1], "--format", "srt", "--output", tmp_path / "o.srt", "--model", tmp_path / "n"], "of one recording, got 2"),
         (["--format", "srt", "--output", tmp_path / "m.jsonl"], "m.jsonl must be a folder"),
         (["--nbest", 2], "--nbest needs --beam"),
