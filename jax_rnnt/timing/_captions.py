@@ -39,7 +39,8 @@ def captions(
     words : sequence of Interval
         In order, as `timing.words` gives them.
     line_length : int, default 42
-        The most columns of a line: 42 Latin characters, or 21 of East Asia, which are twice as wide. A longer word is cut.
+        The most columns of a line: 42 Latin characters, or 21 of East Asia, which are twice as wide. A longer word is
+        cut.
     lines : int, default 2
         The most lines of a caption.
     gap : float, default 1.0
@@ -142,18 +143,18 @@ def _pieces(words, text: str | None, space: str, line_length: int, gap: float):
     found: list[_Piece] = []
     for piece in _written(words, text, space):
         before = found[-1] if found else None
-        if before and not piece.before and piece.start - before.end < gap:
-            if not begins_line(before.text[-1], piece.text[0]):
-                piece = _Piece(before.start, piece.end, before.text + piece.text, before.before)
-                found.pop()
+        together = before and not piece.before and piece.start - before.end < gap
+        if before and together and not begins_line(before.text[-1], piece.text[0]):
+            piece = _Piece(before.start, piece.end, before.text + piece.text, before.before)
+            found.pop()
         found.append(piece)
     for piece in found:
         while columns(piece.text) > line_length:
             size = _room(piece.text, line_length)
             middle = piece.start + (piece.end - piece.start) * size / len(piece.text)
             yield _Piece(piece.start, middle, piece.text[:size].rstrip(), piece.before)
-            before = " " if piece.text[:size][-1].isspace() else ""
-            piece = _Piece(middle, piece.end, piece.text[size:], before)
+            space = " " if piece.text[:size][-1].isspace() else ""
+            piece = _Piece(middle, piece.end, piece.text[size:], space)
         yield piece
 
 
@@ -173,7 +174,7 @@ def _written(words, text: str | None, space: str):
     place, last = 0, None
     for start, end, word, *_ in words:
         found = None if text is None else _found(text, place, word)
-        if found is None:
+        if text is None or found is None:
             dense = last is not None and (is_dense(last[-1]) or is_dense(word[0]))
             yield _Piece(start, end, word, "" if last is None or dense else space)
         else:
@@ -185,13 +186,15 @@ def _written(words, text: str | None, space: str):
 
 def _found(text: str, place: int, word: str) -> tuple[int, int] | None:
     """[begin, end) of a word that comes next in a text, whatever white space is in it; None: another one does."""
-    begin = None
+    while text[place : place + 1].isspace():
+        place += 1
+    begin = place
     for x in word:
         while text[place : place + 1].isspace():
             place += 1
         if text[place : place + 1] != x:
             return None
-        begin, place = place if begin is None else begin, place + 1
+        place += 1
     return begin, place
 
 

@@ -32,7 +32,9 @@ def put(file, text: str) -> None:
         pathlib.Path(file).write_text(text, encoding="utf-8")
 
 
-def write_ctm(file: str | os.PathLike | IO[str], utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
+def write_ctm(
+    file: str | os.PathLike | IO[str], utterances: Mapping[str, Sequence[Interval]], channel: str = "1"
+) -> None:
     """Writes a CTM file: a line ``utterance channel start duration text confidence`` for each interval, in seconds.
 
     The last column is missing where the confidence is None. Numbers have six decimals. Start and end are rounded, so an

@@ -6,7 +6,6 @@ common, so spans may overlap by a character.
 
 import functools
 import itertools
-import os
 import unicodedata
 from collections.abc import Callable, Iterable
 
@@ -39,7 +38,7 @@ def decoded(decode: Callable[[list[int]], str], labels: list[int]) -> tuple[str,
             start = spans[first][0] if first else 0
             if first and texts[-1][:1] != " " == text[start : start + 1]:  # decoders leave out a space at the beginning
                 start += 1
-            common = [start + len(os.path.commonprefix([x, text[start : start + len(x)]])) for x in texts]
+            common = [start + _common(x, text[start : start + len(x)]) for x in texts]
             ends = [*itertools.accumulate([place, *common], max)][1:]
             if not first or (common[0] == place and (end < len(labels) or ends[-1] == len(text))):
                 break
@@ -57,6 +56,11 @@ def decoded(decode: Callable[[list[int]], str], labels: list[int]) -> tuple[str,
     return text, spans
 
 
+def _common(a: str, b: str) -> int:
+    """How many characters the beginnings of two texts have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
 def _text(decode, labels) -> str:
     text = decode(labels) if labels else ""
     if not isinstance(text, str):
@@ -69,7 +73,9 @@ def is_dense(character: str) -> bool:
     """Whether it is of a script that writes no spaces, or its punctuation."""
     kind = unicodedata.category(character)[0]
     if kind == "P":
-        return unicodedata.east_asian_width(character) in "WF" and unicodedata.normalize("NFKC", character) not in SPOKEN
+        return (
+            unicodedata.east_asian_width(character) in "WF" and unicodedata.normalize("NFKC", character) not in SPOKEN
+        )
     return (kind in "LM" or character == "〇") and unicodedata.name(character, "").startswith(DENSE)
 
 
@@ -83,13 +89,14 @@ def joins(before: str, after: str) -> bool:
     return unicodedata.category(after)[0] == "M" or after in SIGNS or after == "\u200d" or before in STACKERS
 
 
-def units(text: str, edges: set[int], every: bool) -> list[tuple[int, int]]:
+def units(text: str, edges: set[int], every: bool) -> list[list[int]]:
     """[begin, end) of the parts of a text that are words, or punctuation beside them, in order.
 
     White space separates them. In a script without spaces labels do, which end at `edges`, and other scripts and
     punctuation begin a part. `every`: labels do in all scripts.
     """
-    found, begin = [], None
+    found: list[list[int]] = []
+    begin = None
     for i, x in enumerate(text):
         if x.isspace():
             begin = None

@@ -4,7 +4,7 @@ import itertools
 import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ OF_A_WORD: dict[str, Callable] = {"min": np.min, "mean": np.mean, "product": np.
 def words(
     labels,
     frames,
-    vocabulary: Sequence[str | None],
+    vocabulary: Any,
     *,
     hop: float,
     subsampling: int = 1,
@@ -72,8 +72,8 @@ def words(
     Raises
     ------
     TypeError, ValueError
-        An argument has another shape or type, or `how` is another word. Labels outside of the vocabulary, or -1 before a
-        label. Frames that are negative or go back, confidences below 0 or NaN.
+        An argument has another shape or type, or `how` is another word. Labels outside of the vocabulary, or -1 before
+        a label. Frames that are negative or go back, confidences below 0 or NaN.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def _text(function: str, labels, count: int, vocabulary, mark: str | None):
     """(text of the labels before the padding, its spans, whether every label is a word)"""
     if isinstance(vocabulary, Mapping):
         raise TypeError(f"{function}: vocabulary must be a sequence, the text of each class, got a mapping.")
-    decode = getattr(vocabulary, "decode", vocabulary if callable(vocabulary) else None)
+    decode: Any = getattr(vocabulary, "decode", vocabulary if callable(vocabulary) else None)
     names = vocabulary if isinstance(vocabulary, Sequence) else None if decode else list(vocabulary)
     limit = math.inf if names is None else len(names)
     if np.any(labels[:count] >= limit) or np.any(labels[count:] != -1):
@@ -128,7 +128,7 @@ def _text(function: str, labels, count: int, vocabulary, mark: str | None):
     if wrong:
         raise TypeError(f"{function}: vocabulary must hold str or None, got {wrong[0]!r}.")
     every = mark is None and not (names and any_dense(x for x in names if x))
-    if decode:
+    if decode or names is None:
         return *decoded(decode, chosen), every
     return *_spelled([names[label] or "" for label in chosen], mark), every
 
@@ -185,8 +185,11 @@ def _parts(text: str, spans, every: bool) -> list[_Part]:
     for begin, end in units(text, {x[1] for x in spans}, every):
         while place < len(spans) and spans[place][1] <= begin:
             place += 1
-        mine = itertools.takewhile(lambda i: spans[i][0] < end, range(place, len(spans)))
-        heard = [i for i in mine if is_heard(text[max(begin, spans[i][0]) : min(end, spans[i][1])])]
+        heard, i = [], place
+        while i < len(spans) and spans[i][0] < end:
+            if is_heard(text[max(begin, spans[i][0]) : min(end, spans[i][1])]):
+                heard.append(i)
+            i += 1
         found.append(_Part(text[begin:end], heard))
     return found
 

@@ -6,7 +6,6 @@ another. No file of a client is kept. What is wrong with a request is an answer 
 
 import asyncio
 import concurrent.futures
-import io
 import json
 import logging
 from pathlib import Path

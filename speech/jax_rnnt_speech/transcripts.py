@@ -26,6 +26,7 @@ SHORTEST = 0.01  # seconds before the end of a recording in which a label can be
 DIGITS = 6  # of a confidence
 SHARE = 10  # times as long as it takes to write a file of some segments, nothing is written again
 
+
 class Transcript(NamedTuple):
     text: str
     duration: float  # seconds of the recording, or of its segment
@@ -42,7 +43,7 @@ class Transcript(NamedTuple):
 
 
 def mark_of(tokens):
-    """What is between words in texts of labels, or None: the vocabulary writes no spaces, so that every label is a word."""
+    """What separates words in `tokens.texts`, or None: the vocabulary writes no spaces, and every label is a word."""
     return tokens.separator if tokens.separates else None
 
 
@@ -127,7 +128,9 @@ def transcript(recogniser, entry, result, nbest=0):
 
 def add_options(parser, formats=FORMATS):
     parser.add_argument("--format", choices=formats, default=formats[0], help="(%(default)s)")
-    help = "file, which is overwritten; of --format srt, vtt and textgrid also a folder, with a file for each recording; "
+    help = (
+        "file, which is overwritten; of --format srt, vtt and textgrid also a folder, with a file for each recording; "
+    )
     help += "default: the screen, in these formats and ctm for one recording"
     parser.add_argument("--output", type=Path, metavar="FILE", help=help)
 

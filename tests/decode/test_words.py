@@ -207,7 +207,9 @@ def test_accents_that_are_labels(tmp_path):
 def test_bytes_that_are_labels(tmp_path):
     """Labels that are parts of characters score as the labels of whole characters that they spell."""
     halves = [x.decode("utf-8", "surrogateescape") for x in (b"\xc3", b"\xa9", b"\xa8", "\u2581\u00e9".encode()[:-1])]
-    path = written(tmp_path / "m.arpa", arpa({(x,): (-1.0 - i, 0.0) for i, x in enumerate(["\u00e9a", "a\u00e8", "a", "</s>"])}))
+    path = written(
+        tmp_path / "m.arpa", arpa({(x,): (-1.0 - i, 0.0) for i, x in enumerate(["\u00e9a", "a\u00e8", "a", "</s>"])})
+    )
     whole = decode.WordNGram.from_arpa(path, ["\u2581\u00e9", "\u00e9", "a", "\u00e8", "\u2581a"])
     parts = decode.WordNGram.from_arpa(path, [*halves, "a", "\u2581a", "\u2581"])
     assert whole.spelled == parts.spelled == 3
