@@ -278,6 +278,8 @@ def test_captions_without_spaces():
     ]
     assert lines("スーパーマーケット", line_length=6, lines=1) == [["スー"], ["パー"], ["マー"], ["ケット"]]
     assert lines("今日は iPhone を 買った Bonjour !", line_length=14) == [["今日は iPhone", "を 買った"], ["Bonjour !"]]
+    whole = timing.captions([Interval(0, 9, "スーパーマーケット")], line_length=6, lines=1)
+    assert [x.text for x in whole] == ["スー", "パー", "マー", "ケット"] and [x.start for x in whole] == [0, 2, 4, 6]
     assert lines("「あ」「い」", line_length=8, lines=1) == [["「あ」"], ["「い」"]]
     plain = [Interval(i, i + 0.5, x) for i, x in enumerate(["今日", "は", "iPhone", "and", "you"])]
     assert timing.captions(plain)[0].text == "今日はiPhone and you"  # without a text
