@@ -183,9 +183,10 @@ def test_files(tmp_path):
     assert "a_from_3_s 1 3.000000 0.500000 and\n" in write("ctm", "o.ctm", [*Entries.parts, Entries.over], overlap)
     with pytest.raises(asr.config.UserError, match=r"o.srt is the file of one recording, got 3: name a folder"):
         write("srt", "o.srt", [*Entries.parts, Entries.over])
-    japanese = [([I(0.25, 0.5, "今日"), I(0.5, 1.0, "は")], 1, "今日は"), ([I(2.0, 2.5, "AB")], 0, "AB")]
+    one = [I(0.25, 0.5, "今日"), I(0.5, 1.0, "は"), I(1.0, 1.5, "A")]
+    japanese = [(one, 1, "今日は A"), ([I(2.6, 2.7, "B")], 0, "B")]
     write("vtt", "o.vtt", found=japanese)
-    assert (tmp_path / "o.vtt").read_text().split("\n")[3] == "今日は"
+    assert (tmp_path / "o.vtt").read_text().split("\n")[3] == "今日は A"
     with pytest.raises(asr.config.UserError, match=r"--format ctm: write_ctm: .*white space"):
         write("ctm", "o.ctm", found=[([I(0.0, 1.0, "a b")], 0)])
 
