@@ -1,17 +1,20 @@
 """Words to captions, and captions to SubRip (SRT) and WebVTT files."""
 
+import itertools
 import math
 import os
-import pathlib
+import unicodedata
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, NamedTuple
 
 from jax_rnnt import _checks
 from jax_rnnt._keywords import keywords
-from jax_rnnt.timing._files import checked_intervals
+from jax_rnnt.timing._files import checked_intervals, put
 from jax_rnnt.timing._intervals import Interval
+from jax_rnnt.timing._spelling import begins_line, columns, is_dense, joins
 
 MILLISECONDS = 1000  # of a second, in which captions have their times
+LEAST = 0.002  # seconds from one caption to the next, however short words are: they differ when they are rounded
 
 
 @keywords
@@ -24,18 +27,22 @@ def captions(
     shortest: float = 1.0,
     longest: float = 7.0,
     space: str = " ",
+    text: str | None = None,
 ) -> list[Interval]:
     """The captions of a recording: words that are shown together.
 
     A caption takes words until the next one finds no room, comes after a silence, or would end too late. It is shown
     from its first word to the end of its last one, or longer so that it can be read, but never beyond the next caption.
+    Lines end at spaces. In scripts without spaces they end behind punctuation in their latter half, or else behind any
+    word; none begins with a closing bracket, a small kana or the like.
 
     Parameters
     ----------
     words : sequence of Interval
         In order, as `timing.words` gives them.
     line_length : int, default 42
-        The most characters of a line. A longer word has a line to itself.
+        The most columns of a line: 42 Latin characters, or 21 of East Asia, which are twice as wide. A longer word is
+        cut.
     lines : int, default 2
         The most lines of a caption.
     gap : float, default 1.0
@@ -45,7 +52,9 @@ def captions(
     longest : float, default 7.0
         The most seconds that a caption is shown; a longer word is cut.
     space : str, default " "
-        Between words of a line; "" for languages without spaces.
+        Between words of a line where `text` does not say it, but not beside characters of scripts without spaces.
+    text : str, optional
+        What the words spell, with its white space, as that in "Bonjour !".
 
     Returns
     -------
@@ -78,33 +87,117 @@ def captions(
         raise ValueError(f"{function}: longest must be {expected}, got {longest}.")
     if not isinstance(space, str):
         raise TypeError(f"{function}: space must be a str, got {space!r}.")
+    if not isinstance(text, str | None):
+        raise TypeError(f"{function}: text must be a str or None, got {text!r}.")
     checked_intervals(function, "words", "words", words, form="word")
 
-    shown: list[list[Interval]] = []
-    for word in words:
-        texts = [x[2] for x in shown[-1]] if shown else []
-        fits = shown and len(_wrapped([*texts, word[2]], line_length, space)) <= lines
-        if fits and word[0] - shown[-1][-1][1] < gap and word[1] - shown[-1][0][0] <= longest:
-            shown[-1].append(word)
+    rows: list[list[_Piece]] = []  # the pieces of each line
+    for piece in _pieces(words, text, space, line_length, gap):
+        row = rows[-1] if rows else []
+        if not row or piece.start - row[-1].end >= gap or piece.end - row[0].start > longest:
+            rows.append([piece])
+        elif columns(_joined([*row, piece])) <= line_length:
+            row.append(piece)
         else:
-            shown.append([word])
+            cut = _cut(row, piece, line_length)
+            rows[-1], behind = row[:cut], row[cut:]
+            fits = behind and columns(_joined([*behind, piece])) <= line_length
+            rows += [[*behind, piece]] if fits else [x for x in (behind, [piece]) if x]
+    shown: list[list[list[_Piece]]] = []  # the lines of each caption
+    for row in rows:
+        last = shown[-1] if shown else []
+        room = last and len(last) < lines and row[0].start - last[-1][-1].end < gap
+        if room and row[-1].end - last[0][0].start <= longest:
+            last.append(row)
+        else:
+            shown.append([row])
+    starts = [*itertools.accumulate((x[0][0].start for x in shown), lambda before, x: max(x, before + LEAST))]
     found = []
-    for these, after in zip(shown, [*shown[1:], None]):
-        start, end = these[0][0], max(these[-1][1], these[0][0] + shortest)
-        end = min(end, start + longest, math.inf if after is None else after[0][0])
-        found.append(Interval(start, end, "\n".join(_wrapped([x[2] for x in these], line_length, space))))
+    for these, start, after in zip(shown, starts, [*starts[1:], math.inf]):
+        end = min(max(these[-1][-1].end, start + max(shortest, LEAST)), start + longest, after)
+        found.append(Interval(start, end, "\n".join(map(_joined, these))))
     return found
 
 
-def _wrapped(texts: list[str], line_length: int, space: str) -> list[str]:
-    """Lines with as many of the texts as there is room for."""
-    lines: list[str] = []
-    for text in texts:
-        if lines and len(lines[-1]) + len(space) + len(text) <= line_length:
-            lines[-1] += space + text
+class _Piece(NamedTuple):
+    """A word of a caption, or a part of a long one."""
+
+    start: float
+    end: float
+    text: str
+    before: str  # the white space before it, unless it begins a line
+
+
+def _joined(row: list[_Piece]) -> str:
+    return row[0].text + "".join(x.before + x.text for x in row[1:])
+
+
+def _cut(row: list[_Piece], following: _Piece, line_length: int) -> int:
+    """How many pieces of a full line stay there: no space says where it may end, so punctuation does."""
+    if following.before:
+        return len(row)
+    good = (i for i, x in enumerate(row) if x.before or unicodedata.category(row[i - 1].text[-1])[0] == "P")
+    return max((i for i in good if i and columns(_joined(row[:i])) >= line_length / 2), default=len(row))
+
+
+def _pieces(words, text: str | None, space: str, line_length: int, gap: float):
+    """The words as they are written, those together that no line may part, and long ones in parts."""
+    found: list[_Piece] = []
+    for piece in _written(words, text, space):
+        before = found[-1] if found else None
+        together = before and not piece.before and piece.start - before.end < gap
+        if before and together and not begins_line(before.text[-1], piece.text[0]):
+            piece = _Piece(before.start, piece.end, before.text + piece.text, before.before)
+            found.pop()
+        found.append(piece)
+    for piece in found:
+        while columns(piece.text) > line_length:
+            size = _room(piece.text, line_length)
+            middle = piece.start + (piece.end - piece.start) * size / len(piece.text)
+            yield _Piece(piece.start, middle, piece.text[:size].rstrip(), piece.before)
+            space = " " if piece.text[:size][-1].isspace() else ""
+            piece = _Piece(middle, piece.end, piece.text[size:], space)
+        yield piece
+
+
+def _room(text: str, line_length: int) -> int:
+    """Characters of a long text that a line takes: it ends behind a space or punctuation, or where it may."""
+    widths = [*itertools.accumulate(map(columns, text))]
+    most = max(1, sum(x <= line_length for x in widths))
+    places = [i for i in range(1, most + 1) if not joins(text[i - 1], text[i])]
+    allowed = [i for i in places if text[i - 1].isspace() or begins_line(text[i - 1], text[i])]
+    good = [i for i in allowed if text[i - 1].isspace() or unicodedata.category(text[i - 1])[0] == "P"]
+    good = [i for i in good if widths[i - 1] >= line_length / 2]
+    return max(good or allowed or places or [most])
+
+
+def _written(words, text: str | None, space: str):
+    """Each word as the text has it, with the white space before it."""
+    place, last = 0, None
+    for start, end, word, *_ in words:
+        found = None if text is None else _found(text, place, word)
+        if text is None or found is None:
+            dense = last is not None and (is_dense(last[-1]) or is_dense(word[0]))
+            yield _Piece(start, end, word, "" if last is None or dense else space)
         else:
-            lines.append(text)
-    return lines
+            begin, stop = found
+            yield _Piece(start, end, " ".join(text[begin:stop].split()), " " if begin > place else "")
+            place = stop
+        last = word
+
+
+def _found(text: str, place: int, word: str) -> tuple[int, int] | None:
+    """[begin, end) of a word that comes next in a text, whatever white space is in it; None: another one does."""
+    while text[place : place + 1].isspace():
+        place += 1
+    begin = place
+    for x in word:
+        while text[place : place + 1].isspace():
+            place += 1
+        if text[place : place + 1] != x:
+            return None
+        place += 1
+    return begin, place
 
 
 @keywords
@@ -137,7 +230,7 @@ def write_srt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interva
         if "-->" in text:
             raise ValueError(f"write_srt: texts of captions must be without '-->', as times have it, got {text!r}.")
         cues.append(f"{len(cues) + 1}\n{_time(start, ',')} --> {_time(end, ',')}\n{text}\n")
-    _put(file, cues)
+    put(file, "\n".join(cues))
 
 
 @keywords
@@ -164,15 +257,7 @@ def write_vtt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interva
     for start, end, text in _checked("write_vtt", captions):
         text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         cues.append(f"{_time(start, '.')} --> {_time(end, '.')}\n{text}\n")
-    _put(file, cues)
-
-
-def _put(file, cues: list[str]) -> None:
-    text = "\n".join(cues)
-    if hasattr(file, "write"):
-        file.write(text)
-    else:
-        pathlib.Path(file).write_text(text, encoding="utf-8")
+    put(file, "\n".join(cues))
 
 
 def _checked(function: str, captions):

@@ -4,9 +4,10 @@ import decimal
 import math
 import os
 import pathlib
+import tempfile
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
@@ -24,8 +25,18 @@ FORMS = {
 }
 
 
+def put(file, text: str) -> None:
+    """Writes a text into a file, or into that of a path."""
+    if hasattr(file, "write"):
+        file.write(text)
+    else:
+        pathlib.Path(file).write_text(text, encoding="utf-8")
+
+
 @keywords
-def write_ctm(file: str | os.PathLike[str], utterances: Mapping[str, Sequence[Interval]], channel: str = "1") -> None:
+def write_ctm(
+    file: str | os.PathLike[str] | IO[str], utterances: Mapping[str, Sequence[Interval]], channel: str = "1"
+) -> None:
     """Writes a CTM file: a line ``utterance channel start duration text confidence`` for each interval, in seconds.
 
     The last column is missing where the confidence is None. Numbers have six decimals. Start and end are rounded, so an
@@ -34,8 +45,8 @@ def write_ctm(file: str | os.PathLike[str], utterances: Mapping[str, Sequence[In
 
     Parameters
     ----------
-    file : path
-        It is overwritten, in UTF-8.
+    file : path or text file
+        A path is overwritten, in UTF-8.
     utterances : mapping of str to sequence of Interval
         Names of recordings, and what was said in them.
     channel : str, default "1"
@@ -65,7 +76,7 @@ def write_ctm(file: str | os.PathLike[str], utterances: Mapping[str, Sequence[In
         for start, end, text, sure in spoken:
             last = "" if sure is None else f" {sure:.6f}"
             lines.append(f"{name} {channel} {start / SECOND:.6f} {(end - start) / SECOND:.6f} {text}{last}\n")
-    pathlib.Path(file).write_text("".join(lines), encoding="utf-8")
+    put(file, "".join(lines))
 
 
 @keywords
@@ -180,7 +191,9 @@ def to_json(words: Sequence[Interval]) -> list[dict[str, Any]]:
 
 
 @keywords
-def write_textgrid(file: str | os.PathLike[str], tiers: Mapping[str, Sequence[Interval]], seconds: float) -> None:
+def write_textgrid(
+    file: str | os.PathLike[str] | IO[str], tiers: Mapping[str, Sequence[Interval]], seconds: float
+) -> None:
     """Writes a TextGrid of one recording, for Praat and other annotation tools, with praatio.
 
     Times are rounded to microseconds. White space at the ends of a text is left out, and so are confidences, for which
@@ -188,8 +201,8 @@ def write_textgrid(file: str | os.PathLike[str], tiers: Mapping[str, Sequence[In
 
     Parameters
     ----------
-    file : path
-        It is overwritten, in UTF-8.
+    file : path or text file
+        A path is overwritten, in UTF-8.
     tiers : mapping of str to sequence of Interval
         Names of tiers, and their intervals: labels and words, or one tier a model. Gaps become empty intervals.
     seconds : float
@@ -225,7 +238,10 @@ def write_textgrid(file: str | os.PathLike[str], tiers: Mapping[str, Sequence[In
             raise ValueError(f"{function}: names of tiers must not be empty, got {name!r}.")
         entries = [(start / SECOND, min(end / SECOND, seconds), text) for start, end, text, _ in spoken]
         grid.addTier(textgrid.IntervalTier(name, entries, 0, seconds))
-    grid.save(os.fspath(file), format="long_textgrid", includeBlankSpaces=True, reportingMode="error")
+    with tempfile.TemporaryDirectory() as folder:  # praatio writes into paths alone
+        path = pathlib.Path(folder) / "grid"
+        grid.save(os.fspath(path), format="long_textgrid", includeBlankSpaces=True, reportingMode="error")
+        put(file, path.read_text(encoding="utf-8"))
 
 
 # ------------------------------------------------------------------------------------------------- what can be written

@@ -150,11 +150,10 @@ def emitted(function: str, frames, durations, count: int, dimensions: str) -> tu
 
 def seconds_of(function: str, frames, durations, clock) -> list:
     """[start, end] of labels, in seconds; `clock` is (hop, subsampling, offset)."""
-    groups = [np.flatnonzero(frames == frame) for frame in np.unique(frames)]
-    ends = [frames[group[0]] for group in groups[1:]] + [np.inf]
-    bounds = []
-    for group, end in zip(groups, ends):
-        first = frames[group[0]]
-        last = min(first + max(durations[group].max(), 1), end)
-        bounds += [(first + (last - first) * np.array([i, i + 1]) / len(group)) for i in range(len(group))]
-    return _seconds(function, np.reshape(bounds, (len(frames), 2)), *clock).tolist()
+    if not len(frames):
+        return []
+    values, places, counts = np.unique(frames, return_index=True, return_counts=True)
+    lasts = np.minimum(values + np.maximum(np.maximum.reduceat(durations, places), 1), [*values[1:], np.inf])
+    first, length, count = (np.repeat(x, counts)[:, None] for x in (values, lasts - values, counts))
+    share = np.arange(len(frames))[:, None] - np.repeat(places, counts)[:, None] + [0, 1]
+    return _seconds(function, first + length * share / count, *clock).tolist()

@@ -1,9 +1,10 @@
 """Labels to words: which labels spell a word, when it is said, and how sure the model is of it."""
 
+import itertools
 import math
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +12,16 @@ import numpy.typing as npt
 from jax_rnnt import _checks
 from jax_rnnt._keywords import keywords
 from jax_rnnt.timing._intervals import Interval, emitted, seconds_of
+from jax_rnnt.timing._spelling import any_dense, decoded, is_heard, units
 
 OF_A_WORD: dict[str, Callable] = {"min": np.min, "mean": np.mean, "product": np.prod}
-SPOKEN = "%‰&@#§*/\\"  # punctuation to Unicode, words to a speaker
 
 
 @keywords
 def words(
     labels: npt.ArrayLike,
     frames: npt.ArrayLike,
-    vocabulary: Sequence[str | None],
+    vocabulary: Any,
     *,
     hop: float,
     subsampling: int = 1,
@@ -45,8 +46,10 @@ def words(
         Of one utterance, as in `Hypotheses`: -1 is padding at the end, where the other arrays are not read either.
     frames : Array, integer [L]
         The encoder frame of each label, in order.
-    vocabulary : sequence of str or None
-        The text of each class; None or an empty one: no text.
+    vocabulary : sequence of str or None, or callable
+        The text of each class; None or an empty one: no text. Or a tokenizer, or its method `decode`, a function of a
+        list of labels that returns their text: words are those of the whole text then, whatever pieces spell them,
+        parts of characters included.
     hop, subsampling, offset
         As in `frames_to_seconds`.
     end : float, optional
@@ -58,10 +61,9 @@ def words(
         Of each label, 0 or more: `Hypotheses.label_confidences`, or exp of `label_log_probs`. Above 1 (rounding) counts
         as 1.
     mark : str, default "▁"
-        What tells where words begin. "##": labels that begin with it continue the word (WordPiece). "@@": labels
-        that end with it are continued by the next one (BPE). Any other text, as SentencePiece's "▁" or a space: labels
-        that begin with it begin a word. None: every label is a word, as in languages that write no spaces;
-        combining characters continue the word, and a "▁" is left out.
+        What tells where words begin in texts of classes. "##": labels that begin with it continue the word (WordPiece).
+        "@@": labels that end with it are continued by the next one (BPE). Any other text, as SentencePiece's "▁" or a
+        space: it separates words. None: every label is a word, and a "▁" is left out; of a tokenizer, too.
     how : {"min", "mean", "product"}
         How the confidences of its labels make that of a word, as in `metrics.word_confidence`.
 
@@ -73,9 +75,8 @@ def words(
     Raises
     ------
     TypeError, ValueError
-        An argument has another shape or type, or `how` is another word. Labels outside of the vocabulary, -1 before a
-        label, or labels with the mark behind their beginning. Frames that are negative or go back, confidences below 0
-        or NaN.
+        An argument has another shape or type, or `how` is another word. Labels outside of the vocabulary, or -1 before
+        a label. Frames that are negative or go back, confidences below 0 or NaN.
 
     Examples
     --------
@@ -96,39 +97,43 @@ def words(
     _checks.choice(function, "how", how, tuple(OF_A_WORD))
     end = math.inf if end is None else float(_checks.number(function, "end", end))
     count = int(np.argmin(np.append(labels, -1) >= 0))
-    texts = _texts(function, labels, count, vocabulary)
+    text, spans, every = _text(function, labels, count, vocabulary, mark)
     arrays = (("frames", frames), ("durations", durations), ("confidences", confidences))
     frames, durations, confidences = (_of_labels(function, name, x, len(labels), count) for name, x in arrays)
     first, reads = emitted(function, frames, durations, count, dimensions)
     if confidences is not None:
         confidences = checked_confidences(function, confidences)
-    spelled = _with_punctuation(_spelled(function, texts, mark))
-    heard = [[place for place, text in word if _is_heard(text)] for word in spelled]
-    places = np.array([place for word in heard for place in word], int)
-    times = seconds_of(function, first[places], reads[places], (hop, subsampling, offset))
-    at = dict(zip(places.tolist(), times))
+    parts = _with_punctuation(_parts(text, spans, every))
+    places = np.array([place for part in parts for place in part.heard], int)
+    times = iter(seconds_of(function, first[places], reads[places], (hop, subsampling, offset)))
     found = []
-    for word, own in zip(spelled, heard):
-        sure = None if confidences is None else float(OF_A_WORD[how](confidences[own]))
-        first, last = at[own[0]][0], at[own[-1]][1]
+    for part in parts:
+        sure = None if confidences is None else float(OF_A_WORD[how](confidences[part.heard]))
+        own = [*itertools.islice(times, len(part.heard))]
+        first, last = own[0][0], own[-1][1]
         last = min(last, end) if first < end else last
-        found.append(Interval(first, last, "".join(text for _, text in word), sure))
+        found.append(Interval(first, last, part.text, sure))
     return found
 
 
-def _texts(function: str, labels, count: int, vocabulary) -> list[str]:
-    """The texts of the labels before the padding."""
+def _text(function: str, labels, count: int, vocabulary, mark: str | None):
+    """(text of the labels before the padding, its spans, whether every label is a word)"""
     if isinstance(vocabulary, Mapping):
         raise TypeError(f"{function}: vocabulary must be a sequence, the text of each class, got a mapping.")
-    names = list(vocabulary)
-    if np.any(labels[:count] >= len(names)) or np.any(labels[count:] != -1):
-        expected = f"in [0, {len(names)}), the classes of vocabulary, and -1 at the end alone"
+    decode: Any = getattr(vocabulary, "decode", vocabulary if callable(vocabulary) else None)
+    names = vocabulary if isinstance(vocabulary, Sequence) else None if decode else list(vocabulary)
+    limit = math.inf if names is None else len(names)
+    if np.any(labels[:count] >= limit) or np.any(labels[count:] != -1):
+        expected = f"in [0, {limit}), the classes of vocabulary, and -1 at the end alone"
         raise ValueError(f"{function}: labels must be {expected}, got {labels.tolist()}.")
-    texts = [names[label] for label in labels[:count].tolist()]
-    wrong = [x for x in texts if not isinstance(x, str | None)]
+    chosen = labels[:count].tolist()
+    wrong = [] if names is None else [names[x] for x in chosen if not isinstance(names[x], str | None)]
     if wrong:
         raise TypeError(f"{function}: vocabulary must hold str or None, got {wrong[0]!r}.")
-    return [x or "" for x in texts]
+    every = mark is None and not (names and any_dense(x for x in names if x))
+    if decode or names is None:
+        return *decoded(decode, chosen), every
+    return *_spelled([names[label] or "" for label in chosen], mark), every
 
 
 def _of_labels(function: str, name: str, x, size: int, count: int):
@@ -153,50 +158,57 @@ def checked_confidences(function: str, x) -> np.ndarray:
     return np.minimum(x.astype(np.float64), 1)
 
 
-def _spelled(function: str, texts: list[str], mark: str | None) -> list[list[tuple[int, str]]]:
-    """The labels of each word: their places and what they spell, which is not empty."""
-    found: list[list[tuple[int, str]]] = [[]]
-    continues = False
-    for place, text in enumerate(texts):
-        if not text:
-            continue
+def _spelled(texts: list[str], mark: str | None) -> tuple[str, list[tuple[int, int]]]:
+    """The text of some labels of a table, with a space before each word, and its spans."""
+    pieces = []
+    for text in texts:
+        text = text if mark == " " else text.strip()
         if mark is None:
-            piece = text.replace("▁", "").strip()
-            begins = not piece or unicodedata.category(piece[0])[0] != "M"
+            text = text.replace("▁", "")
         elif mark == "##":
-            begins, piece = not text.startswith(mark), text.removeprefix(mark)
+            text = text.removeprefix(mark) if text.startswith(mark) or not text else f" {text}"
         elif mark == "@@":
-            begins, piece, continues = not continues, text.removesuffix(mark), text.endswith(mark)
+            text = text.removesuffix(mark) if text.endswith(mark) or not text else f"{text} "
         else:
-            begins, piece = text.startswith(mark), text
-            while piece.startswith(mark):
-                piece = piece.removeprefix(mark)
-        if mark is not None and mark in piece:
-            raise ValueError(f"{function}: labels must have the mark {mark!r} at one end alone, got {text!r}.")
-        if begins:
-            found.append([])
-        if piece.strip():
-            found[-1].append((place, piece))
-    return [word for word in found if word]
+            text = text.replace(mark, " ")
+        pieces.append(text)
+    ends = [*itertools.accumulate(map(len, pieces), initial=0)]
+    return "".join(pieces), [*itertools.pairwise(ends)]
 
 
-def _with_punctuation(spelled: list[list[tuple[int, str]]]) -> list[list[tuple[int, str]]]:
-    """Words that are heard; punctuation between them has joined one of its neighbours."""
-    found: list[list[tuple[int, str]]] = []
-    waiting: list[tuple[int, str]] = []
-    for word in spelled:
-        if any(_is_heard(text) for _, text in word):
-            found.append(waiting + word)
-            waiting = []
-        elif waiting or not found or unicodedata.category(word[0][1][0]) in ("Ps", "Pi"):
-            waiting = waiting + word
-        else:
-            found[-1] = found[-1] + word
-    if found:
-        found[-1] = found[-1] + waiting
+class _Part(NamedTuple):
+    """A word, or punctuation beside it."""
+
+    text: str
+    heard: list[int]  # places of the labels that spell more than its punctuation
+
+
+def _parts(text: str, spans, every: bool) -> list[_Part]:
+    found, place = [], 0
+    for begin, end in units(text, {x[1] for x in spans}, every):
+        while place < len(spans) and spans[place][1] <= begin:
+            place += 1
+        heard, i = [], place
+        while i < len(spans) and spans[i][0] < end:
+            if is_heard(text[max(begin, spans[i][0]) : min(end, spans[i][1])]):
+                heard.append(i)
+            i += 1
+        found.append(_Part(text[begin:end], heard))
     return found
 
 
-def _is_heard(text: str) -> bool:
-    """Whether it holds more than punctuation."""
-    return any(unicodedata.category(x)[0] != "P" or x in SPOKEN for x in unicodedata.normalize("NFKC", text))
+def _with_punctuation(found: list[_Part]) -> list[_Part]:
+    """Words that are heard; punctuation between them has joined one of its neighbours."""
+    words: list[_Part] = []
+    waiting = ""
+    for text, heard in found:
+        if heard:
+            words.append(_Part(waiting + text, heard))
+            waiting = ""
+        elif waiting or not words or unicodedata.category(text[0]) in ("Ps", "Pi"):
+            waiting += text
+        else:
+            words[-1] = _Part(words[-1].text + text, words[-1].heard)
+    if words:
+        words[-1] = _Part(words[-1].text + waiting, words[-1].heard)
+    return words

@@ -7,14 +7,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_rnnt_speech import batches, config, corpora, ngrams, outputs, pretrained, programs, transcripts
+from jax_rnnt_speech import batches, config, corpora, ngrams, outputs, pretrained, programs, recognise, transcripts
 from jax_rnnt_speech.config import UserError
 
 OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
 
 
 def align(args):
-    transcripts.check(args, args.data)
+    transcripts.check(args, args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
     recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
     if recogniser.loss is None:
         raise UserError(f"{args.workdir} has a head for CTC alone: alignments need a transducer")
@@ -34,7 +34,6 @@ def align(args):
 
     bar = outputs.bar(total=len(data.labels), unit="utterances")
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
-    found = {}
     with transcripts.writer(args, entries) as write, bar:
         for batch in batches.testing(data, settings, batches.make_buckets(data, settings, 1), (0, 1)):
             index = batch.pop("index")
@@ -45,15 +44,13 @@ def align(args):
                 frames = frames[: len(labels)]
                 if (frames < 0).any():
                     corpus.report.add("no path of the model", entry.name)
+                    write(i, None)
                     continue
                 with transcripts.in_a_line(entry.name):
                     timed = transcripts.words(recogniser, labels, frames, start=entry.start, duration=utterance.seconds)
-                found[i] = transcripts.Transcript(
-                    utterance.text, utterance.seconds, timed, space=transcripts.space_of(recogniser.tokens)
-                )
+                space = transcripts.space_of(recogniser.tokens)
+                write(i, transcripts.Transcript(utterance.text, utterance.seconds, timed, space=space))
             bar.update(int(batch["valid"].sum()))
-        for i in sorted(found):
-            write(i, found[i])
     for line in corpus.report.lines(named=sys.maxsize):
         print(line, file=sys.stderr)
     return 1 if corpus.report.names else 0

@@ -168,7 +168,7 @@ def train(args):
 
 def transcribe(args):
     ngrams.check(args)
-    transcripts.check(args, args.files)
+    transcripts.check(args, args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
     recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
     columns = config.changed(recogniser.config, args, {"audio_column"})
     entries = list(recognise.listed(args.files, columns.audio_column))
@@ -181,8 +181,7 @@ def transcribe(args):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
                 bad += 1
-            else:
-                write(i, transcripts.transcript(recogniser, entries[i], x, args.nbest))
+            write(i, None if x.error else transcripts.transcript(recogniser, entries[i], x, args.nbest))
     return 1 if bad else 0
 
 
@@ -220,7 +219,7 @@ def show_words(live, events, file):
     begin, said, inside = f"{file}\t" if file else "", False, False
     for x in events:
         if x["type"] == "words":
-            print((live.between if inside else begin) + x["text"], end="", flush=True)
+            print((" " * live.text[:1].isspace() if inside else begin) + x["text"], end="", flush=True)
             said = inside = True
         elif x["type"] == "endpoint" and inside:
             print(flush=True)

@@ -14,6 +14,7 @@ from jax import export as exporting
 
 from jax_rnnt_speech import outputs, pretrained
 from jax_rnnt_speech.config import UserError, amount
+from jax_rnnt_speech.tokens import SILENT
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 DATE = 1980, 1, 1, 0, 0, 0  # of the member, so that equal models are equal files
@@ -49,10 +50,10 @@ def export(args):
     shapes = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
     made = exporting.export(program_of(recogniser), platforms=args.platforms)(*shapes)
     about = {"rate": rate, "seconds": recogniser.seconds, "samples": samples, "platforms": args.platforms}
-    about |= {"labels": [x or "" for x in tokens.labels()], "separator": tokens.separator}
+    about |= {"labels": ["" if x in SILENT else x for x in tokens.texts], "separator": tokens.separator}
     args.file.write_bytes(made.serialize())
     with zipfile.ZipFile(args.file, "a") as file:
-        file.writestr(zipfile.ZipInfo("model.json", DATE), json.dumps(about, ensure_ascii=False))
+        file.writestr(zipfile.ZipInfo("model.json", DATE), json.dumps(about))
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -1,5 +1,6 @@
 """Texts of many recordings of any length, in batches."""
 
+import contextlib
 import functools
 from pathlib import Path
 
@@ -17,6 +18,14 @@ def listed(arguments, audio_column=""):
             yield from manifests.read_all([path], audio_column, lenient=len(arguments) > 1, texts=False)
         else:
             yield manifests.Entry(str(path), path, "")
+
+
+def recordings(arguments, audio_column=""):
+    """`listed`, or what is known of it before the model's options are."""
+    found = []
+    with contextlib.suppress(UserError):
+        found.extend(listed(arguments, audio_column))
+    return found
 
 
 def loaded(entries, rate):

@@ -8,7 +8,6 @@ OpenAI's API, errors too.
 import asyncio
 import concurrent.futures
 import contextlib
-import io
 import json
 import logging
 import zlib
@@ -119,7 +118,7 @@ class Server:
     def __init__(self, recogniser, how, options):
         self.recogniser, self.how, self.options = recogniser, how, options
         self.name, self.origins = options.name or Path(options.model).resolve().name, getattr(options, "cors", [])
-        self.texts = [(x or "").replace(recogniser.tokens.separator, " ") for x in recogniser.tokens.labels()]
+        self.texts = [(x or "").replace(recogniser.tokens.separator, " ") for x in recogniser.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
         self.slots = streams.Slots(recogniser, options.connections, how) if recogniser.chunk else None
         if self.slots:
@@ -477,7 +476,13 @@ def joined(frames):
 
 def log_probs(labels):
     """Of (label, text, log-probability) of each, as OpenAI's clients read them."""
-    return [{"token": text, "bytes": list(text.encode()), "logprob": x} for _, text, x in labels]
+    texts = ((data_of(text), x) for _, text, x in labels)
+    return [{"token": data.decode(errors="replace"), "bytes": list(data), "logprob": x} for data, x in texts]
+
+
+def data_of(text):
+    """The bytes of what a label adds to a text, which may be a part of a character."""
+    return text.encode(errors="surrogateescape")
 
 
 def answer(transcript, form, granularities, language, labels=(), include=False):
@@ -487,39 +492,36 @@ def answer(transcript, form, granularities, language, labels=(), include=False):
     if form == "json":
         more = {"logprobs": log_probs(labels)} if include else {}
         return web.json_response({"text": transcript.text} | more)
-    captions = transcripts.captions(transcript.words, transcript.duration, transcript.space)
     if form != "verbose_json":
-        write, file = {"srt": timing.write_srt, "vtt": timing.write_vtt}[form], io.StringIO()
-        write(file, captions)
-        return web.Response(text=file.getvalue())
+        captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
+        return web.Response(text=transcripts.captioned(form, captions))
     # "und" is ISO 639's code of a language that is not known.
     whole = {"task": "transcribe", "language": language or "und"}
     whole |= {"duration": float(transcript.duration), "text": transcript.text}
     if "word" in granularities:
         whole["words"] = timing.to_json(transcript.words)
     if "segment" in granularities:
-        whole["segments"] = segments(captions, labels, transcript.space)
+        whole["segments"] = segments(transcripts.segments(transcript), labels)
     return web.json_response(whole)
 
 
-def segments(captions, labels, space):
+def segments(captions, labels):
     """Captions with all that OpenAI's schema requires.
 
     `avg_logprob` is the mean of the labels, `compression_ratio` that of zlib, as in Whisper. The search draws nothing,
     so its `temperature` is 0, and it begins with the recording, so `seek` is 0. No model here has a `no_speech_prob`:
     with 0, no reader takes a segment for silence.
     """
-    ends, begins = (np.cumsum([len("".join(x.split())) for x in texts]) for texts in (
+    ends, begins = (np.cumsum([len(data_of("".join(x.split()))) for x in texts]) for texts in (
         [x.text for x in captions], ["", *(text for _, text, _ in labels)]
     ))  # fmt: skip
     places = np.minimum(np.searchsorted(ends, begins[:-1], side="right"), len(captions) - 1)
     found = []
     for i, x in enumerate(captions):
         own = [label for label, place in zip(labels, places) if place == i]
-        text = x.text.replace("\n", space)
-        data = text.encode()
+        data = x.text.encode()
         found.append(
-            {"id": i, "seek": 0, "start": round(float(x.start), 6), "end": round(float(x.end), 6), "text": text}
+            {"id": i, "seek": 0, "start": round(float(x.start), 6), "end": round(float(x.end), 6), "text": x.text}
             | {"tokens": [label for label, *_ in own], "temperature": 0.0, "no_speech_prob": 0.0}
             | {"avg_logprob": float(np.mean([x for *_, x in own])) if own else 0.0}
             | {"compression_ratio": len(data) / len(zlib.compress(data))}

@@ -5,6 +5,8 @@ steps are the same, and so are all numbers. A beam lets go of labels that no hyp
 where more than `recogniser.OPEN` are open. Several streams that come and go are one batch.
 """
 
+import itertools
+import math
 import queue
 from typing import NamedTuple
 
@@ -21,6 +23,8 @@ from jax_rnnt_speech.tokens import ENDS
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
+CONTEXT = 8  # labels before others that may change what those write: a space, or none
+PART = "\ufffd"  # what a tokenizer writes for a part of a character
 
 
 class Step(NamedTuple):
@@ -86,9 +90,8 @@ class Words:
     def __init__(self, recogniser, silence=0.0):
         self.recogniser, self.waiting, self.rows, self.end = recogniser, no_labels(), 0, 0
         self.patience = round(silence / recogniser.seconds) or NEVER
-        tokens, self.mark = recogniser.tokens, transcripts.mark_of(recogniser.tokens)
-        self.texts = [x or "" for x in tokens.labels()]
-        self.last_labels = {i for i, x in enumerate(tokens.pieces) if x in ENDS}
+        self.last_labels = {i for i, x in enumerate(recogniser.tokens.pieces) if x in ENDS}
+        self.before, self.said = [], ""  # labels before those that wait, and the text of words that were taken
 
     @property
     def deadline(self):
@@ -96,18 +99,28 @@ class Words:
         return self.rows - self.patience
 
     def begins(self):
-        """Where words begin that later labels leave as they are, and those before: both hold more than punctuation."""
-        texts, frames = [self.texts[i] for i in self.waiting.labels], self.waiting.frames
-        groups = [i for i, x in enumerate(texts) if not i or self.mark is None or x.startswith(self.mark)]
-        ends = [*groups[1:], len(texts)]
-        heard = [any(x.isalnum() for x in "".join(texts[a:b])) for a, b in zip(groups, ends)]
-        return [x for i, x in enumerate(groups) if i and heard[i] and heard[i - 1] and frames[x] > frames[x - 1]]
+        """Where words begin that later labels leave as they are, and those before: no frame has labels of both."""
+        labels, frames, tokens, places, size = *self.waiting[:2], self.recogniser.tokens, [], 0
+        found = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
+        for before, word in itertools.pairwise(found):
+            size += len(before.text)
+            last, first = math.ceil(before.end), int(word.start)
+            if first < word.start or frames[first] == frames[last - 1]:
+                continue
+            if word.text[0] == PART and not tokens.decode(labels[: first + 1]).rstrip(PART)[-1:].isspace():
+                continue  # it may become a mark on the character before it
+            # Punctuation between them is of either one.
+            places += [i for i in range(last, first + 1) if len("".join(tokens.decode(labels[:i]).split())) == size][:1]
+        return places
 
     def take(self, count, duration=float("inf")):
         """Words of the first waiting labels."""
         some, self.waiting = self.waiting.part(count), self.waiting.part(count, None)
         if not some.labels:
             return []
+        before, both = (self.recogniser.tokens.decode(x) for x in (self.before, self.before + some.labels))
+        self.said += both.removeprefix(before)
+        self.before = (self.before + some.labels)[-CONTEXT:]
         return transcripts.words(
             self.recogniser, some.labels, some.frames, some.confidences, some.durations, duration=duration
         )
@@ -127,7 +140,11 @@ class Words:
         if ended:
             self.end = 0
             return self.take(len(self.waiting.labels)), True
-        places = [len(self.waiting.labels)] if len(self.waiting.labels) >= LONGEST else self.begins()
+        places = self.begins()
+        if not places and len(self.waiting.labels) >= LONGEST:
+            places = [len(self.waiting.labels)]
+            while places[0] > 1 and self.recogniser.tokens.decode(self.waiting.labels[: places[0]]).endswith(PART):
+                places[0] -= 1
         return self.take(places[-1] if places else 0), False
 
 
@@ -147,15 +164,11 @@ class Stream:
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
         self.words, self.ends, self.unsure, self.said = Words(recogniser, silence), [], no_labels(), ""
+        self.text = ""  # of the last event's words, with the white space before them
 
     @property
     def open(self):
-        return self.recogniser.tokens.decode(self.words.waiting.labels + self.unsure.labels)
-
-    @property
-    def between(self):
-        """What is written between two words."""
-        return transcripts.space_of(self.recogniser.tokens)
+        return self.recogniser.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
 
     @property
     def size(self):
@@ -216,9 +229,9 @@ class Stream:
     def events(self, found, ended=False):
         """Yields what has happened, for programs: final words, text that may change, the end of an utterance."""
         time, open_ = {"time": round(self.words.rows * self.recogniser.seconds, 3)}, self.open.strip()
+        self.text, self.words.said = self.words.said, ""
         if found:
-            text = self.between.join(x.text for x in found)
-            yield {"type": "words", "text": text, "words": timing.to_json(found)} | time
+            yield {"type": "words", "text": self.text.strip(), "words": timing.to_json(found)} | time
         if open_ not in ("", self.said):
             yield {"type": "partial", "text": open_} | time
         if ended:

@@ -1,6 +1,7 @@
 """Labels of texts: characters, subwords of sentencepiece, those of a pretrained model. All can be stored in JSON."""
 
 import base64
+import functools
 import io
 import itertools
 import json
@@ -13,16 +14,66 @@ from jax_rnnt_speech.config import UserError
 ENDS = "<EOU>", "<eou>"  # labels that end an utterance
 SILENT = *ENDS, "<EOB>", "<eob>"  # labels that are no part of a word: NeMo marks the ends of interjections too
 
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a piece that is a byte
+
+
+@functools.cache
+def characters_of_bytes():
+    """{character: byte}: how byte-level tokenizers write bytes (Radford et al. 2019): what can be printed, as it is."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [x for x in range(256) if x not in printed]
+    return {chr(x): x for x in printed} | {chr(256 + i): x for i, x in enumerate(others)}
+
+
+def bytes_of(piece):
+    """The bytes that a piece of a tokenizer writes, in `Vocabulary.texts`: <0xC3>, or a character for each."""
+    known, number = characters_of_bytes(), BYTE.fullmatch(piece)
+    if not number and not {*piece} <= known.keys():
+        return piece
+    return (bytes.fromhex(number[1]) if number else bytes(map(known.get, piece))).decode("utf-8", "surrogateescape")
+
+
+# Control characters and ends of lines are spaces: no format has them in a text. Nor a byte order mark.
+CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ") | {0xFEFF: ""}
+
+
+class Labels(list):
+    """What each label writes, with `decode`, which writes several."""
+
+    def __init__(self, texts, decode):
+        super().__init__(texts)
+        self.decode = decode
+
 
 class Vocabulary:
-    """Labels and what each writes, its `pieces`."""
+    """Labels and their names, the `pieces`. `decode` is the one spelling of labels."""
 
-    separator = " "  # between words
+    separator = " "  # between words, in `texts`
     unknown = None  # the label of what no other spells
 
+    @property
+    def texts(self):
+        """What each label adds to a text, "" for nothing.
+
+        Bytes that are parts of characters are surrogate escapes, as in `bytes.decode("utf-8", "surrogateescape")`.
+        """
+        return self.pieces
+
     def labels(self):
-        """What each label writes, for words and models of words."""
-        return [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.pieces)]
+        """What each label writes, for words and models of words; None: nothing, or what another label writes."""
+        return self.written
+
+    @functools.cached_property
+    def written(self):
+        texts, first = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], {}
+        for i in sorted(range(len(texts)), key=lambda i: BYTE.fullmatch(self.pieces[i]) is not None):
+            first.setdefault(texts[i], i)
+        return Labels([x if x and first[x] == i else None for i, x in enumerate(texts)], self.decode)
+
+    @functools.cached_property
+    def separates(self):
+        """Whether there are spaces in texts."""
+        return any(map(str.isspace, self.decode(range(len(self.pieces)))))
 
 
 class Characters(Vocabulary):
@@ -47,8 +98,25 @@ class Pieces(Vocabulary):
 
     separator = "▁"  # the first piece of a word begins with it
 
+    @functools.cached_property
+    def silent(self):
+        return {i for i, x in enumerate(self.pieces) if x in SILENT}
+
     def decode(self, labels):
-        return self.tokenizer.decode(list(map(int, labels)))
+        return self.tokenizer.decode([x for x in map(int, labels) if x not in self.silent]).translate(CONTROLS)
+
+    @functools.cached_property
+    def texts(self):
+        """Each is what it adds behind another label, as a text begins without a space."""
+        first = next(([i] for i in range(len(self.pieces)) if self.decode([i]).isalnum()), [])
+        before = self.decode(first)
+
+        def text(i):
+            both = self.decode([*first, i])
+            added = both.removeprefix(before) if both.startswith(before) else self.decode([i])
+            return (bytes_of(self.pieces[i]) if "\ufffd" in added else added).replace(" ", self.separator)
+
+        return [text(i) for i in range(len(self.pieces))]
 
 
 class Subwords(Pieces):
@@ -101,7 +169,8 @@ class BytePairs(Pieces):
     """
 
     def __init__(self, pieces, merges, parts=()):
-        self.pieces, self.merges, self.parts = [*pieces, ENDS[0]], merges, parts
+        self.texts = self.pieces = [*pieces, ENDS[0]]
+        self.merges, self.parts = merges, parts
         self.index = {piece: i for i, piece in enumerate(pieces)}
         self.bytes = [*map(self.encoded, pieces), *map(bytes.fromhex, parts)]
         self.number = {x: i for i, x in enumerate(self.bytes)}
@@ -139,17 +208,10 @@ class BytePairs(Pieces):
         return None if None in labels else labels
 
     def decode(self, labels):
-        return "".join(x for x in map(self.labels().__getitem__, labels) if x).replace(self.separator, " ").strip()
+        return "".join(self.pieces[i] for i in labels if i not in self.silent).replace(self.separator, " ").strip()
 
     def to_json(self):
         return {"pieces": self.pieces[:-1], "merges": self.merges, "parts": self.parts}
-
-
-def characters_of_bytes():
-    """{character: byte}: how byte-level tokenizers write bytes (Radford et al. 2019): what can be printed, as it is."""
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [x for x in range(256) if x not in printed]
-    return {chr(x): x for x in printed} | {chr(256 + i): x for i, x in enumerate(others)}
 
 
 def spelled(stored, alphabet):

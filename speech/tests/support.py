@@ -1,5 +1,6 @@
 """Small models, corpora and runs of the tests."""
 
+import io
 import itertools
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import sentencepiece
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech import checkpoints, commands, model, pretrained, synthesis, train  # noqa: F401
@@ -31,6 +33,13 @@ def random_recogniser(**options):
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     recogniser.params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
     return recogniser
+
+
+def subwords(lines, **options):
+    """A vocabulary of sentencepiece, trained on a few lines."""
+    file, options = io.BytesIO(), {"model_type": "bpe", "character_coverage": 1.0, "minloglevel": 2} | options
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines * 20), model_writer=file, **options)
+    return asr.tokens.Subwords(file.getvalue())
 
 
 def write_audio(path, seconds, rate=8000, channels=1, seed=0):

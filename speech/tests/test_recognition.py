@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from support import asr, random_recogniser, run
+from support import asr, random_recogniser, run, subwords
 
 
 def test_stream_is_transcribe(corpus, trained, capsys, refused):
@@ -122,8 +122,19 @@ def test_words_of_streams():
     assert said(*[("A", [1], False), *[("", [], False)] * 9], silence=0) == [([], False)] * 10
     assert said(("A", [1], False), *[("", [], False)] * 3)[2:] == [([], False)] * 2  # once
     assert said(("A" * 200, [*range(200)], False)) == [(["A" * 200], False)]
-    tokens = types.SimpleNamespace(pieces=["A", " B", "<EOU>"], separator=" ", labels=lambda: tokens.pieces)
-    assert said((["A", " B", "<EOU>"], [0, 1, 2], False)) == [(["A", "B"], True)]
+    tokens = asr.tokens.BytePairs(["A", "▁B"], [])
+    assert said((["A", "▁B", "<EOU>"], [0, 1, 2], False)) == [(["A", "B"], True)]
+    tokens = subwords(["AB AB", "今日は良い 天気です。"], vocab_size=290, byte_fallback=True)
+    parts = [tokens.pieces[i] for i in tokens.encode("AB ñ")]
+    assert parts[-2:] == ["<0xC3>", "<0xB1>"]
+    halves = (parts[:-1], [*range(len(parts) - 1)], False), (parts[-1:], [9], False), (["▁", "A"], [10, 11], False)
+    assert said(*halves, silence=0) == [(["AB"], False), ([], False), (["ñ"], False)]  # no half of a character
+    text = "今日は AB 良い"
+    parts = [tokens.pieces[i] for i in tokens.encode(text)]
+    words = asr.streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1))
+    found = [x.text for i, x in enumerate(parts) for x in words.add(labels([x], [i]), 1)[0]]
+    found += [x.text for x in words.take(9)]
+    assert "".join(found) == text.replace(" ", "") and words.said == text and "AB" in found and len(found) > 3
     tokens = asr.tokens.Characters("AB")
     assert said(("ABA", [0, 1, 2], False)) == [(["A", "B"], False)]
 

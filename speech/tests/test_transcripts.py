@@ -3,17 +3,20 @@
 import dataclasses
 import hashlib
 import json
+import re
 import types
+import unicodedata
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import sentencepiece
 from praatio import textgrid
 
 from jax_rnnt import decode, timing
 from jax_rnnt_speech import transcripts
-from support import asr, run
+from support import asr, run, subwords
 
 
 @pytest.mark.parametrize("text", ["A AB  BA", " A", "B ", "", " ", "BAB"])
@@ -34,6 +37,88 @@ def test_words(text):
             assert [x.start for x in found] == [10.0 + i for i in sorted(first)]
             assert [x.end for x in found] == [10.5 + i for i in sorted(last)]
             assert [x.confidence for x in found] == [round(0.5 + 0.02 * i, 4) for i in sorted(first)]
+
+
+LINES = [
+    "good morning everyone, she is here",
+    "morning (of the) good is señor",
+    "今日は良い天気です。iPhone を買った 一緒に",
+]
+VOCABULARIES = {
+    "bytes": {"vocab_size": 340, "byte_fallback": True},
+    "no space at the beginning": {"vocab_size": 340, "byte_fallback": True, "add_dummy_prefix": False},
+    "controls": {"vocab_size": 90, "pad_id": 3, "control_symbols": ["<|en|>"], "user_defined_symbols": ["[laugh]"]},
+    "unigram": {"vocab_size": 45, "model_type": "unigram"},
+    "spaces at ends": {"vocab_size": 80, "treat_whitespace_as_suffix": True},
+    "several words": {"vocab_size": 110, "split_by_whitespace": False},
+}
+
+
+def rejoined(words):
+    return "".join("".join(x.text for x in words).split())
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_one_spelling(name):
+    """Words, captions, files and segments of random labels are what sentencepiece decodes, and so are labels alone."""
+    tokens, rng = subwords(LINES, **VOCABULARIES[name]), np.random.default_rng(0)
+    decode = sentencepiece.SentencePieceProcessor(model_proto=tokens.model).decode
+    recogniser, size = types.SimpleNamespace(tokens=tokens, seconds=0.1), len(tokens.pieces)
+    printed = [i for i in range(size) if not decode([5, i]).isprintable()]
+    for _ in range(30):
+        labels = [int(x) for x in rng.integers(0, size, rng.integers(1, 60)) if x not in printed]
+        if rng.random() < 0.5:
+            labels = [1, *tokens.tokenizer.encode(" ".join(rng.permutation([*LINES[0].split(), "señor", "今日は"]))), 2]
+        text = decode(labels)
+        assert tokens.decode(labels) == text
+        x = asr.results.Result(
+            "a", text, labels, [*range(len(labels))], [], [0.5] * len(labels), [1] * len(labels), 9.0
+        )
+        x = transcripts.transcript(recogniser, asr.manifests.Entry("a", Path("a"), ""), x)
+        if not any(y.isalnum() for y in text):
+            continue
+        assert rejoined(x.words) == "".join(text.split()) and all(y.text.split() == [y.text] for y in x.words)
+        if not any(unicodedata.east_asian_width(y) == "W" or unicodedata.category(y)[0] == "P" for y in text):
+            assert " ".join(y.text for y in x.words) == " ".join(text.split())
+        shown = transcripts.captions(x.words, x.duration, x.space, x.text)
+        assert "".join(y.text for y in shown).replace("\n", "").replace(" ", "") == "".join(text.split())
+        lines = [y.text for y in transcripts.segments(x)]
+        place = 0
+        for line in lines:  # with the white space of the text
+            place = " ".join(text.split()).index(line, place) + len(line)
+    table = [x or "" for x in tokens.labels()]
+    labels = tokens.tokenizer.encode(LINES[1])
+    spelled = "".join(table[i] for i in labels).encode("utf-8", "surrogateescape").decode()
+    assert spelled.replace("▁", " ").strip() == decode(labels).strip()
+    assert all(table[i] == "" for i in range(size) if tokens.tokenizer.is_control(i))
+
+
+def test_tokenizers_of_hugging_face():
+    """As above, of byte-level and other tokenizers."""
+    tokenizers = pytest.importorskip("tokenizers")
+    models, trainers = tokenizers.models, tokenizers.trainers
+    pre, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
+    kinds = (
+        (models.BPE(), trainers.BpeTrainer, pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel(),
+         {"initial_alphabet": pre.ByteLevel.alphabet(), "special_tokens": ["<|en|>"]}),
+        (models.BPE(unk_token="<unk>"), trainers.BpeTrainer, pre.Metaspace(), decoders.Metaspace(),
+         {"special_tokens": ["<unk>"]}),
+        (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, pre.BertPreTokenizer(), decoders.WordPiece(),
+         {"special_tokens": ["[UNK]"]}),
+        (models.BPE(end_of_word_suffix="</w>"), trainers.BpeTrainer, pre.Whitespace(), decoders.BPEDecoder(),
+         {"end_of_word_suffix": "</w>"}),
+    )  # fmt: skip
+    for model, trainer, splits, decoder, options in kinds:
+        tokenizer, rng = tokenizers.Tokenizer(model), np.random.default_rng(0)
+        tokenizer.pre_tokenizer, tokenizer.decoder = splits, decoder
+        tokenizer.train_from_iterator(LINES * 20, trainer(vocab_size=330, show_progress=False, **options))
+        tokens = asr.tokens.Pretrained(tokenizer.to_str(), tokenizer.get_vocab_size())
+        assert tokens.separates
+        for _ in range(20):
+            labels = rng.integers(0, len(tokens.pieces), 30).tolist()
+            words, text = transcripts.words_of(tokens, labels, range(30), hop=0.1), tokenizer.decode(labels)
+            plain = "".join(x for x in text if not x.isspace() and unicodedata.category(x) != "Cc")
+            assert rejoined(words) == plain == "".join(tokens.decode(labels).split())
 
 
 def test_words_end_with_their_recording():
@@ -78,8 +163,8 @@ def test_files(tmp_path):
     def write(form, output, entries=Entries.parts, found=found, space=" "):
         args = types.SimpleNamespace(format=form, output=tmp_path / output)
         with transcripts.writer(args, entries) as each:
-            for words, i in found:
-                each(i, transcripts.Transcript("", 2.0, words, space=space))
+            for words, i, *text in found:
+                each(i, transcripts.Transcript(*text or [""], 2.0, words, space=space))
         return (tmp_path / output).read_text() if (tmp_path / output).is_file() else ""
 
     rows = "a 1 0.250000 0.250000 so 0.750000\na 1 0.500000 0.500000 be 1.000000\na 1 2.500000 0.500000 late 0.500000\n"
@@ -98,8 +183,81 @@ def test_files(tmp_path):
     assert "a_from_3_s 1 3.000000 0.500000 and\n" in write("ctm", "o.ctm", [*Entries.parts, Entries.over], overlap)
     with pytest.raises(asr.config.UserError, match=r"o.srt is the file of one recording, got 3: name a folder"):
         write("srt", "o.srt", [*Entries.parts, Entries.over])
+    one = [I(0.25, 0.5, "今日"), I(0.5, 1.0, "は"), I(1.0, 1.5, "A")]
+    japanese = [(one, 1, "今日は A"), ([I(2.6, 2.7, "B")], 0, "B")]
+    write("vtt", "o.vtt", found=japanese)
+    assert (tmp_path / "o.vtt").read_text().split("\n")[3] == "今日は A"
     with pytest.raises(asr.config.UserError, match=r"--format ctm: write_ctm: .*white space"):
         write("ctm", "o.ctm", found=[([I(0.0, 1.0, "a b")], 0)])
+
+
+def test_what_was_written_stays(tmp_path, monkeypatch):
+    """In every format: at each moment the files hold what came, whole; also where the last one is no more written."""
+    I, entries = timing.Interval, [*Entries.parts, Entries.whole]
+    said = {0: ("so be", 2.0), 1: ("it is", 0.0), 2: ("a --> b <c>", 0.0)}
+    done = {
+        i: transcripts.Transcript(
+            text, 2.0, [I(start + k / 4, start + k / 4 + 0.2, x) for k, x in enumerate(text.split())]
+        )
+        for i, (text, start) in said.items()
+    }
+    read = {
+        "text": lambda file: [x.split("\t")[1] for x in file.read_text().splitlines()],
+        "json": lambda file: [x["text"] for x in json.loads(file.read_text())],
+        "jsonl": lambda file: [json.loads(x)["text"] for x in file.read_text().splitlines()],
+        "ctm": lambda file: [" ".join(x.text for x in words) for words in timing.read_ctm(file).values()],
+        "srt": lambda file: re.findall(r"--> [\d:,]+\n(.*)", file.read_text()),
+        "vtt": lambda file: re.findall(r"--> [\d:.]+\n(.*)", file.read_text()),
+        "textgrid": lambda file: [
+            " ".join(x.label for x in textgrid.openTextgrid(str(file), False).getTier("words").entries)
+        ],
+    }
+    for form, parse in read.items():
+        folder = form in transcripts.SUFFIXES
+        args = types.SimpleNamespace(format=form, output=tmp_path / form)
+        first = args.output / f"a{transcripts.SUFFIXES[form]}" if folder else args.output
+        interrupted = pytest.raises(KeyboardInterrupt, match=f"^interrupted: 3 of 3 recordings .* {args.output}")
+        with interrupted, transcripts.writer(args, entries) as write:
+            assert not args.output.exists()
+            write(2, done[2])
+            write(0, done[0])
+            assert form != "srt" or parse(first) == ["so be"]
+            write(1, done[1])
+            assert form != "ctm" or parse(first) == ["a --> b <c>", "it is so be"]
+            raise KeyboardInterrupt
+        if folder:
+            (other,) = (x for x in args.output.iterdir() if x != first)
+            texts = {"srt": "a → b <c>", "vtt": "a --&gt; b &lt;c&gt;", "textgrid": "a --> b <c>"}
+            assert parse(other) == [texts[form]]
+            assert " ".join(parse(first)) == "it is so be"
+            assert not list(args.output.glob(".*"))
+        else:
+            texts = [said[i][0] for i in range(3)]  # in the order of the entries
+            assert parse(first) == (["a --> b <c>", "it is so be"] if form == "ctm" else texts)
+    args = types.SimpleNamespace(format="ctm", output=tmp_path / "late")
+    with transcripts.writer(args, entries) as write:  # a segment without a transcript holds back no other
+        write(0, done[0])
+        assert not args.output.exists()
+        write(1, None)
+        assert read["ctm"](args.output) == ["so be"]
+    full = types.SimpleNamespace(format="jsonl", output=Path("/dev/full"))
+    no_room = pytest.raises(asr.config.UserError, match=r"^/dev/full cannot be written: .*No space left")
+    with no_room, transcripts.writer(full, entries) as write:
+        write(0, done[0])
+    grown = asr.outputs.Growing(tmp_path / "grown")
+    grown.write("whole\n")
+    raw = grown.file
+
+    def write(data):  # three bytes at once, of nine
+        if raw.tell() > 8:
+            raise OSError(28, "No space left on device")
+        return raw.write(data[:3])
+
+    grown.file = types.SimpleNamespace(write=write, truncate=raw.truncate, seek=raw.seek)
+    with pytest.raises(asr.config.UserError, match=r"grown cannot be written: .*No space"):
+        grown.write("a second line\n")
+    raw.close()
+    assert (tmp_path / "grown").read_text() == "whole\n"
 
 
 def test_phrases(corpus, trained, tmp_path, capsys):
@@ -166,14 +324,30 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
         and part["duration"] < 0.3
         and all(0.2 <= x["start"] < x["end"] <= 0.2 + part["duration"] for x in part["words"])
     )
+    heard = next(x for x in files if texts[str(x)])
+    for form, begin in (
+        ("srt", "1\n00:00:0"),
+        ("vtt", "WEBVTT\n\n"),
+        ("ctm", f"{heard.stem} 1 "),
+        ("textgrid", "File type"),
+    ):
+        run([*command, "--format", form, heard])
+        assert capsys.readouterr().out.startswith(begin)
     run(["transcribe", "--model", trained[0], "--format", "json", corpus / "missing.flac"], 2)
     assert capsys.readouterr().err.splitlines()[-1] == "rnnt-speech: no recording could be used"
     run([*command, files[0], tmp_path / "none.jsonl"], 1)
     out, error = capsys.readouterr()
     assert out == f"{files[0]}\t{texts[str(files[0])]}\n" and f"{tmp_path}/none.jsonl: does not exist" in error
     for more, message in (
-        (["--format", "ctm"], "--format ctm needs --output, a file"),
-        (["--format", "vtt"], "--format vtt needs --output, a file .vtt or a folder"),
+        ([files[1], "--format", "ctm"], "--format ctm of 2 recordings needs --output, a file"),
+        (
+            [manifest, "--format", "vtt", "--model", tmp_path / "n"],
+            "--format vtt of 3 recordings needs --output, a folder",
+        ),
+        (
+            [files[1], "--format", "srt", "--output", tmp_path / "o.srt", "--model", tmp_path / "n"],
+            "of one recording, got 2",
+        ),
         (["--format", "srt", "--output", tmp_path / "m.jsonl"], "m.jsonl must be a folder"),
         (["--nbest", 2], "--nbest needs --beam"),
         (["--nbest", 3, "--beam", 2, "--format", "json"], "--nbest 3: --beam 2 has fewer hypotheses"),
@@ -185,7 +359,7 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
         (["--model", tmp_path / "n"], "n is no folder"),
         (["--model", tmp_path], "has no checkpoint: neither checkpoints/ of a run"),
     ):
-        refused(["transcribe", "--model", trained[0], files[0], *more], message)
+        refused(["transcribe", files[0], *more, *["--model", trained[0]] * ("--model" not in more)], message)
     assert files[0].stat().st_size
     model = asr.pretrained.open_model(trained[0])  # the column of its run counts where a table has it
     model.config = dataclasses.replace(model.config, audio_column="clip")

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import unicodedata
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +43,7 @@ def test_marks():
         ("ก\u0e34", 4, 6),  # a vowel sign belongs to its consonant
     ]
     assert said(["▁a", None, "", "b"]) == [("ab", 0, 4)]
+    assert said(["▁a", "n▁of▁the", "m"]) == [("an", 0, 1 + 1 / 3), ("of", 1 + 1 / 3, 1 + 2 / 3), ("them", 1 + 2 / 3, 3)]
     assert said([]) == said(["▁", None]) == []
 
 
@@ -55,6 +57,77 @@ def test_punctuation():
     assert said(["「", "好", "」", "。"], None) == [("「好」。", 1, 2)]
     assert said(["▁50", "%", "▁％", "▁&"]) == [("50%", 0, 2), ("％", 2, 3), ("&", 3, 4)]  # these are spoken
     assert said(["▁.", "▁!"]) == []
+
+
+def test_scripts_without_spaces():
+    """By hand: a label is a word, and so is a word of another script, however many labels spell it."""
+    texts = lambda *x: [word for word, *_ in said(x)]
+    assert texts("▁今日", "は", "▁i", "Phone", "▁", "を", "買", "った", "。") == [
+        "今日",
+        "は",
+        "iPhone",
+        "を",
+        "買",
+        "った。",
+    ]
+    assert said([*"天は「iP3。」"]) == [("天", 0, 1), ("は", 1, 2), ("「iP3。」", 3, 6)]
+    assert texts(*"3月，Tシャツ") == ["3", "月，", "T", "シ", "ャ", "ツ"]
+    # A vowel sign, a stacked consonant, a voicing mark and a joined emoji belong to the character before them.
+    assert texts(*"น้ำ", *"ខ្មែ", *"ｶﾞ", *"天👩\u200d👧") == ["น้ำ", "ខ្មែ", "ｶﾞ", "天", "👩\u200d👧"]
+    assert texts(*"한국", *"어로", "▁नि", "स्त") == ["한국어로", "निस्त"]
+
+
+TODAY = "今".encode()
+TOKENS = [" ", "a", "b", " of the", ",", "今", "日は", " x", b"\xc3", b"\xa9", *(TODAY[i : i + 1] for i in range(3))]
+TOKENS += [b"", TODAY[2:] + b"a", b" " + TODAY[:1], "\u0301", "ก", "\u0e34"]
+TOKENS = [x.encode() if isinstance(x, str) else x for x in TOKENS]
+
+
+def tokenizer(strict):
+    """A `decode` of tokens of bytes. `strict`: a run of them that is no UTF-8 is lost as a whole (ByteFallback)."""
+    seen = []
+
+    def decode(labels):
+        seen.append(len(labels))
+        if not strict:
+            return b"".join(TOKENS[i] for i in labels).decode(errors="replace").removeprefix(" ")
+        runs = itertools.groupby((TOKENS[i] for i in labels), lambda x: len(x) == 1 and x > b"\x80")
+        joined = [b"".join(run) for _, run in runs]
+        texts = [x.decode(errors="replace") for x in joined]
+        return "".join("\ufffd" * len(x) if "\ufffd" in text else text for x, text in zip(joined, texts)).removeprefix(
+            " "
+        )
+
+    return decode, seen
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_words_are_what_a_tokenizer_decodes(strict):
+    """Random labels, whose pieces are parts of characters or several words: the words are those of the text, in order,
+    and every frame whose label is heard is within one."""
+    rng, (decode, seen) = np.random.default_rng(0), tokenizer(strict)
+    for n in [1, 2, 3, 5, 40] * 20:
+        labels = rng.integers(0, len(TOKENS), n).tolist()
+        if rng.random() < 0.3:
+            labels = [10, 11, 12] * n
+        text = decode(labels)
+        found = timing.words(labels, np.arange(len(labels)), decode, **UNIT)
+        if any(x not in ", \u0301" for x in text):
+            assert "".join("".join(x.text for x in found).split()) == "".join(text.split())
+        assert all(0 <= x.start < x.end <= len(labels) for x in found)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(found))
+        letters = [i for i, x in enumerate(labels) if x in (1, 2, 3, 5, 6, 7)]
+        covered = [any(x.start < i + 1 and i < x.end for x in found) for i in letters]
+        assert all(covered) or not found
+    assert said(["a"], frames=[0]) and timing.words([], [], decode, **UNIT) == []
+    # "é" of two labels lasts from the first one to the second one's end.
+    spelled = [1, 0, 8, 9, 13, 2]
+    assert [x[:3] for x in timing.words(spelled, range(6), decode, **UNIT)] == [(0, 1, "a"), (2, 6, "éb")]
+    assert [x.text for x in timing.words([1, 8], range(2), decode, **UNIT)] == ["a\ufffd"]
+    many = [10, 11, 12, 7, 1] * 1000
+    seen.clear()
+    found = timing.words(many, np.arange(len(many)), decode, **UNIT)
+    assert len(found) == 2000 and sum(seen) < 50 * len(many)  # labels that it decoded: no square
 
 
 def test_commas_move_nothing():
@@ -111,7 +184,7 @@ BAD_WORDS = [
     ({"labels": [0, -2]}, r"labels .*-1 at the end alone, got \[0, -2\]"),
     ({"vocabulary": {"▁a": 0, "b": 1}}, "vocabulary must be a sequence, .* got a mapping"),
     ({"vocabulary": ["▁a", 7]}, "vocabulary must hold str or None, got 7"),
-    ({"vocabulary": ["▁a", "b▁c"]}, "labels .*mark '▁' at one end alone, got 'b▁c'"),
+    ({"vocabulary": lambda labels: labels}, r"decode of vocabulary must return a str, got \[0, 1\]"),
     ({"frames": [1, 0]}, r"frames must be 0 or more and never go back, without padding, got \[1, 0\]"),
     ({"frames": [1]}, r"frames must have shape \[L\] = \(2,\), as labels, got \(1,\)"),
     ({"durations": [1.5, 1.0]}, "durations must have an integer dtype"),
@@ -153,8 +226,8 @@ def test_captions():
     assert found == [
         Interval(0.0, 1.2, "so this,\nthen that"),
         Interval(3.0, 3.5, "yes"),
-        Interval(3.5, 10.5, "no-o-o-o-o-o"),
-        Interval(14.0, 15.0, "end"),
+        Interval(3.5, 10.5, "no-o-o-o-"),  # longer than a line, and said for 10.5 s
+        Interval(3.5 + 10.5 * 9 / 12, 14.04, "o-o end"),
     ]
     assert timing.captions(TALK[:4], line_length=7, lines=1, space="", shortest=0) == [
         Interval(0.0, 0.7, "sothis,"),
@@ -179,6 +252,64 @@ def test_limits_of_captions():
         assert all(len(line) <= length for x in found for line in x.text.split("\n"))
         assert all(x.text.count("\n") < lines and 0 < x.end - x.start <= longest + 1e-9 for x in found)
         assert all(a.end <= b.start for a, b in itertools.pairwise(found))
+
+
+def width(text):
+    """Columns, by Unicode's tables."""
+    return sum(
+        0 if unicodedata.category(x) in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(x) in "WF")
+        for x in text
+    )
+
+
+def test_captions_without_spaces():
+    """By hand: 21 characters a line, ends at punctuation, and no line that begins with a small kana or a mark."""
+    text = "今日はとても良い天気なので、朝早くから公園まで歩いて行きました。そして友達と一緒に映画を見ました"
+    words = [Interval(i / 5, (i + 1) / 5, x) for i, x in enumerate(text)]
+    words = [x for x in words if x.text not in "、。"]
+    lines = lambda text, **options: [x.text.split("\n") for x in timing.captions(said(text), text=text, **options)]
+
+    def said(text):
+        return timing.words(range(len(text)), range(len(text)), list(text), mark=" ", hop=0.2)
+
+    assert lines(text) == [
+        ["今日はとても良い天気なので、", "朝早くから公園まで歩いて行きました。"],
+        ["そして友達と一緒に映画を見ました"],
+    ]
+    assert lines("スーパーマーケット", line_length=6, lines=1) == [["スー"], ["パー"], ["マー"], ["ケット"]]
+    assert lines("今日は iPhone を 買った Bonjour !", line_length=14) == [["今日は iPhone", "を 買った"], ["Bonjour !"]]
+    whole = timing.captions([Interval(0, 9, "スーパーマーケット")], line_length=6, lines=1)
+    assert [x.text for x in whole] == ["スー", "パー", "マー", "ケット"] and [x.start for x in whole] == [0, 2, 4, 6]
+    assert lines("「あ」「い」", line_length=8, lines=1) == [["「あ」"], ["「い」"]]
+    plain = [Interval(i, i + 0.5, x) for i, x in enumerate(["今日", "は", "iPhone", "and", "you"])]
+    assert timing.captions(plain)[0].text == "今日はiPhone and you"  # without a text
+
+
+@pytest.mark.parametrize(
+    "characters",
+    [[*"今日はきゃー。、「」a "], ["ก", "กิ", "น้ำ", " "], [*"abcdefgh"], ["👩\u200d👧", "e\u0301", " ", "-"]],
+)
+def test_captions_of_any_text(characters):
+    """Random texts, words and limits: lines within their columns, the text as it is, and no character cut in two."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        text = "x" + "".join(rng.choice(characters, rng.integers(1, 200)))
+        labels = np.sort(rng.integers(0, 5 * len(text), len(text)))
+        found = timing.words(range(len(text)), labels, [*text], mark=None if rng.random() < 0.5 else " ", hop=0.05)
+        if rng.random() < 0.3:
+            found = [Interval(0.5, 0.9, text.replace(" ", ""))]
+        length, lines = int(rng.integers(4, 40)), int(rng.integers(1, 3))
+        shown = timing.captions(found, text=text, line_length=length, lines=lines)
+        rows = [x for caption in shown for x in caption.text.split("\n")]
+        assert all(width(x) <= length for x in rows) and all(x.text.count("\n") < lines for x in shown)
+        assert "".join("".join(rows).split()) == "".join(text.split())
+        assert all(re.fullmatch("|".join(characters).join(["(?:x|", ")*"]), x) for x in rows)
+        assert all(x.end - x.start > 0.001 for x in shown) and all(
+            a.end <= b.start for a, b in itertools.pairwise(shown)
+        )
+        timing.write_srt(io.StringIO(), shown)
+    words = [Interval(i * 1e-6, (i + 1) * 1e-6, "x" * 40) for i in range(20)]
+    timing.write_vtt(io.StringIO(), timing.captions(words))  # however short they are
 
 
 SRT = """1

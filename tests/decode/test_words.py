@@ -202,3 +202,22 @@ def test_accents_that_are_labels(tmp_path):
         for n, (row, word) in enumerate(zip(rows, (-2, -1, -3))):
             total = sum(scores[n, i, x] for i, x in enumerate(row)) + final[n, len(row)]
             np.testing.assert_allclose(total, word - 8, rtol=1e-6)
+
+
+def test_bytes_that_are_labels(tmp_path):
+    """Labels that are parts of characters score as the labels of whole characters that they spell."""
+    halves = [x.decode("utf-8", "surrogateescape") for x in (b"\xc3", b"\xa9", b"\xa8", "\u2581\u00e9".encode()[:-1])]
+    path = written(
+        tmp_path / "m.arpa", arpa({(x,): (-1.0 - i, 0.0) for i, x in enumerate(["\u00e9a", "a\u00e8", "a", "</s>"])})
+    )
+    whole = decode.WordNGram.from_arpa(path, ["\u2581\u00e9", "\u00e9", "a", "\u00e8", "\u2581a"])
+    parts = decode.WordNGram.from_arpa(path, [*halves, "a", "\u2581a", "\u2581"])
+    assert whole.spelled == parts.spelled == 3
+
+    def total(model, row):
+        scores, final = (x / NATS for x in run(model, [row], 1024, 5)[:2])
+        return sum(scores[0, i, x] for i, x in enumerate(row)) + final[0, len(row)]
+
+    for row, same in (([0, 2], [3, 1, 4]), ([0, 2], [6, 0, 1, 4]), ([4, 3], [5, 0, 2])):
+        np.testing.assert_allclose(total(parts, same), total(whole, row), rtol=1e-6)
+    np.testing.assert_allclose([total(parts, [3, 1, 4]), total(parts, [5, 0, 2])], [-5, -6], rtol=1e-6)

@@ -117,7 +117,8 @@ class WordNGram(Automaton):
         Parameters
         ----------
         path, labels
-            As for `NGram.from_arpa`; labels are what words are spelled with.
+            As for `NGram.from_arpa`; labels are what words are spelled with. Bytes that are parts of characters are
+            surrogate escapes, as in ``b"\\xc3".decode("utf-8", "surrogateescape")``.
         separator : str, default "▁"
             What labels begin with that begin a word: U+2581 of SentencePiece, or the label between words.
         unknown : float, optional
@@ -275,6 +276,7 @@ class Spelling:
         if wrong:
             expected = f"texts that are not empty, with {separator!r} at their beginning alone"
             raise ValueError(f"{FUNCTION}: labels must be {expected}, got {wrong[:5]}.")
+        self.bytes = any("\udc80" <= x <= "\udcff" for name in names for x in name)
         if all(label == text for label, text in self.texts.items()):
             expected = f"texts of which some begin with {separator!r}, the separator"
             raise ValueError(f"{FUNCTION}: labels must be {expected}, got {names[:5]}.")
@@ -290,10 +292,17 @@ class Spelling:
         self.unknown = "<unk>" in numbers  # with estimates that count
         return numbers
 
+    def trie(self, names: list[str]) -> Trie:
+        return Trie([*map(self.spelled, names)])
+
+    def spelled(self, text: str) -> str:
+        """Its characters, or a character for each of its bytes, where labels are parts of characters."""
+        return text.encode("utf-8", "surrogateescape").decode("latin-1") if self.bytes else text
+
     def places(self, trie: Trie):
         """(arcs (node, label, target) within words, ascending; {label that begins a word: node}, -1: outside)"""
         texts = [*{text: None for text in self.texts.values() if text}]
-        node, which, target = trie.within(texts)
+        node, which, target = trie.within([*map(self.spelled, texts)])
         begin = {"": 0} | {texts[i]: int(x) for i, x in zip(which[node == 0], target[node == 0])}
         number = {label: i for i, label in enumerate(self.labels)}
         label = np.array([number.get(text, -1) for text in texts], np.int64)[which]  # -1: only with the separator
@@ -303,7 +312,7 @@ class Spelling:
 
     def spell(self, names: list[str]):
         """Which words some sequence of labels spells."""
-        trie = Trie(names)
+        trie = self.trie(names)
         (node, _, target), begins = self.places(trie)
         reached = np.zeros(len(trie.keys), bool)
         reached[[0, *(x for x in begins.values() if x >= 0)]] = True
@@ -320,7 +329,7 @@ class Spelling:
         paid = np.where(np.isneginf(log_probs), np.min(log_probs, where=np.isfinite(log_probs), initial=0), log_probs)
         unknown = paid[-1] if self.unknown else log_probs[-1]
 
-        trie = Trie(self.names)
+        trie = self.trie(self.names)
         states = 1 + len(trie.keys)
         ahead = np.full(states, unknown)
         np.maximum.at(ahead, 1 + trie.ends, paid[:-1])
