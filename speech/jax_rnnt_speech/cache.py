@@ -78,8 +78,8 @@ class Stored:
         digest = hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
         self.folder = folder / digest
         if not jax.process_index():
-            if self.folder.is_dir() and (reason := self.damage()):
-                print(f"the cache {self.folder} is damaged, and made anew: {reason}", file=sys.stderr)
+            if self.folder.is_dir() and (found := self.damage()):
+                print(f"the cache {self.folder} is damaged, and made anew: {found}", file=sys.stderr)
                 outputs.remove(self.folder)
             if not self.folder.is_dir():
                 self.fill(made)

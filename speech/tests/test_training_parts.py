@@ -246,7 +246,7 @@ def test_versions_of_recordings(tmp_path):
     assert (louder == louder[:, :1]).all() and 5 < np.abs(20 * np.log10(louder)).max() <= 6 and quiet.count == 1
 
 
-def test_the_cache(corpus, tmp_path, monkeypatch):
+def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     """Features are those of the recordings up to float16, and a second start decodes nothing."""
     config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25), synthetic=str(corpus / "held-out.jsonl"))
     plain = asr.corpora.open_corpus(config.train, config, "train")
@@ -288,12 +288,14 @@ def test_the_cache(corpus, tmp_path, monkeypatch):
     again = asr.corpora.Recordings(corpus, config)
     asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
-    damages = lambda path: path.write_bytes(path.read_bytes()[:10]), lambda path: path.unlink()
+    zeros = lambda path: path.write_bytes(bytes(path.stat().st_size))
+    damages = lambda path: path.write_bytes(path.read_bytes()[:10]), lambda path: path.unlink(), zeros
     for damage, name in itertools.product(damages, ("arrays", "left-out.json", "index.npy")):  # as a crash cuts off
         for path in (tmp_path / "full").glob(f"*/{name}"):
             damage(path)
-        with pytest.raises(asr.config.UserError, match=r"the cache .*/full/\w+ is damaged, delete it: "):
-            asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
+        asr.cache.Stored(again, tmp_path / "full", "key", 6, [(0, np.full((3, 6), 2))])  # of the one that is read
+        assert (asr.cache.Stored(again, tmp_path / "full", "key", 6, None).load(0, None) == 2).all()
+        assert "is damaged, and made anew: " in capsys.readouterr().err
     write_audio(tmp_path / "a.wav", 0.1)
     for seconds in (0.1, 0.2):  # another file of the same name is read again
         write_audio(tmp_path / "a.wav", seconds)
