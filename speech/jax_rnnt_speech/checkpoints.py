@@ -5,6 +5,10 @@ gets its name, and `runs` reads none whose sums differ.
 """
 
 import contextlib
+import logging
+import os
+import re
+import sys
 
 import jax
 import orbax.checkpoint as ocp
@@ -14,6 +18,17 @@ from jax_rnnt_speech import outputs
 from jax_rnnt_speech.config import UserError
 
 UNFINISHED = ".orbax-checkpoint-tmp"
+for name in ("absl", "asyncio"):  # Orbax logs each error with its traceback, and raises it, too
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def unraised(event, before=sys.unraisablehook):
+    """Of several files without room, TensorStore reports the later ones to a loop that has ended with the first."""
+    if str(event.exc_value) != "Event loop is closed":
+        before(event)
+
+
+sys.unraisablehook = unraised
 
 
 def restore(folder, trees):
@@ -59,9 +74,10 @@ class Checkpoints:
             yield
         except Exception as error:
             self.failed = True
-            self.tidy()
             name = self.folder if self.step is None else self.folder / str(self.step)
-            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+            code = re.search(r"os_error_code='(\d+)'", str(error))  # of TensorStore
+            reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None) or str(error)
+            reason = reason.partition("\n")[0]
             raise UserError(f"{name} cannot be written: {reason}") from None
 
     def save(self, step, setup, trees):
@@ -83,5 +99,8 @@ class Checkpoints:
 
     def close(self):
         """Waits for what is written in the background."""
-        with self.writing() if not self.failed else contextlib.suppress(Exception):
-            self.manager.close()
+        try:
+            with self.writing() if not self.failed else contextlib.suppress(Exception):
+                self.manager.close()
+        finally:
+            self.tidy()

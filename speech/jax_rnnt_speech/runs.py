@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -159,8 +160,9 @@ class Run:
 
     def close(self):
         try:
-            for manager in filter(None, (self.manager, self.best)):
-                manager.close()
+            with contextlib.ExitStack() as stack:
+                for manager in filter(None, (self.best, self.manager)):
+                    stack.callback(manager.close)
             if self.saved:
                 self.forget()
         except UserError as error:
@@ -286,14 +288,20 @@ class Metrics:
 
         It is written without SummaryWriter, whose thread ends at an error, and whose queue then waits for ever.
         """
-        from tensorboardX.event_file_writer import EventsWriter  # not at every start
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.event_pb2 import SessionLog  # not at every start
+        from tensorboardX.record_writer import RecordWriter
 
         folder = self.path.with_name(TENSORBOARD)
         folder.mkdir(exist_ok=True)
-        self.board = EventsWriter(str(folder / "events"), f".{step}")
-        self.board.write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START), wall_time=time.time()))
-        self.flushed = -math.inf
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{step}"
+        self.board, self.flushed = RecordWriter(str(folder / name)), -math.inf
+        self.add(file_version="brain.Event:2")
+        self.add(step=step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, **fields):
+        from tensorboardX.proto.event_pb2 import Event
+
+        self.board.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, step, **numbers):
         if not self.path:
@@ -312,7 +320,6 @@ class Metrics:
 
     def show(self, step, numbers):
         """Writes numbers for TensorBoard; after an error into another file, as it reads none behind half a record."""
-        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
         if not self.board:
@@ -320,7 +327,7 @@ class Metrics:
         try:
             for name, x in numbers.items():
                 if np.isfinite(x):
-                    self.board.write_event(Event(step=step, summary=scalar(name, x), wall_time=time.time()))
+                    self.add(step=step, summary=scalar(name, x))
             if time.monotonic() > self.flushed + FLUSH:
                 self.board.flush()
                 self.flushed = time.monotonic()
