@@ -418,29 +418,33 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
 @UNRAISED
 def test_disks_without_room(tmp_path, capsys):
     """A save that fails is a line, and leaves what was there; numbers get lost, and the run goes on."""
-    recogniser = random_recogniser(**CONVOLUTIONAL)
-    run_of, first = asr.runs.Run(tmp_path / "run"), [np.asarray(x) for x in jax.tree.leaves(recogniser.params)]
-    run_of.open()
-    metrics = asr.runs.Metrics(tmp_path / "run", 0)
-    metrics.write(1, loss=1)
-    run_of.save(1, recogniser.setup(), params=recogniser.params, training={"x": np.zeros(2)})
-    run_of.manager.manager.wait_until_finished()
-    recogniser.params = jax.tree.map(lambda x: x + 1, recogniser.params)
-    with small_disk(60):
-        for step in (2, 3):
-            metrics.write(step, loss=step)
-        with pytest.raises(asr.config.UserError, match=r"checkpoints/4 cannot be written: .*; --resume goes on from step 1$"):
-            run_of.save(4, recogniser.setup(), params=recogniser.params, training={"x": np.zeros(2)})
-            run_of.manager.manager.wait_until_finished()
-            run_of.check()
-    metrics.write(5, loss=5)
+    recogniser, folder = random_recogniser(**CONVOLUTIONAL), tmp_path / "run"
+    first, more = [np.asarray(x) for x in jax.tree.leaves(recogniser.params)], {"training": {"x": np.zeros(2)}}
+    for step, size in ((1, None), (4, 60)):
+        run_of = asr.runs.Run(folder, resume=True)
+        run_of.open()
+        metrics = asr.runs.Metrics(folder, 1)
+        metrics.write(step, loss=step)
+        params = jax.tree.map(lambda x, step=step: x + (step - 1), recogniser.params)
+        if not size:
+            run_of.save(step, recogniser.setup(), params=params, **more)
+            run_of.close()
+            metrics.close()
+            continue
+        with small_disk(size):
+            metrics.write(5, loss=5)
+            metrics.write(6, loss=6)
+            found = r"checkpoints/4 cannot be written: File too large; --resume goes on from step 1$"
+            with pytest.raises(asr.config.UserError, match=found):
+                run_of.save(step, recogniser.setup(), params=params, **more)
+                run_of.close()
+    metrics.write(7, loss=7)
     metrics.close()
-    run_of.close()
-    lines = [x for x in capsys.readouterr().err.splitlines() if "metrics.jsonl" in x]
-    assert len(lines) == 1 and "step 2: " in lines[0] and lines[0].endswith("lacks numbers: File too large")
-    assert [(x["step"], x["loss"]) for x in asr.runs.metrics_of(tmp_path / "run")] == [(1, 1), (5, 5)]
-    assert {x.name for x in (tmp_path / "run/checkpoints").iterdir()} == {"1"}
-    for x, y in zip(weights(tmp_path / "run"), first, strict=True):
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "metrics.jsonl" in x]
+    assert line == f"step 5: {folder}/metrics.jsonl cannot be written, and lacks numbers: File too large"
+    assert [x["step"] for x in asr.runs.metrics_of(folder)] == [1, 4, 7]
+    assert asr.runs.open_run(folder).whole(["params", "training"]).name == "1"
+    for x, y in zip(weights(folder), first, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
