@@ -107,9 +107,8 @@ def link(old, new):
 def exchange(new, old):
     """Exchanges the names of two folders: in one step on Linux, so that at no moment the name is missing."""
     here, swapped, libc = -100, 2, ctypes.CDLL(None)  # AT_FDCWD, RENAME_EXCHANGE
-    if hasattr(libc, "renameat2"):
-        if not libc.renameat2(here, os.fsencode(new), here, os.fsencode(old), swapped):
-            return
+    if hasattr(libc, "renameat2") and not libc.renameat2(here, os.fsencode(new), here, os.fsencode(old), swapped):
+        return
     aside = old.with_name(f"{old.name}.old")
     old.rename(aside)
     try:

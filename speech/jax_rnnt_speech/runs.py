@@ -1,7 +1,6 @@
 """Folders of runs: checkpoints with the configuration inside, metrics as JSON lines and for TensorBoard."""
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -221,7 +220,9 @@ def metrics_of(workdir):
         if not known:
             bad.append(i)
         elif x:
-            while kept and (kept[-1]["step"] > x["step"] or kept[-1].keys() == x.keys() and kept[-1]["step"] == x["step"]):
+            while kept and (
+                kept[-1]["step"] > x["step"] or (kept[-1].keys() == x.keys() and kept[-1]["step"] == x["step"])
+            ):
                 kept.pop()
             kept.append(x)
     if bad:
@@ -253,7 +254,7 @@ def interruptions():
 
 
 class Metrics:
-    """Numbers of steps, written by the first process alone. They are no part of the state: without room the run goes on.
+    """Numbers of steps, written by the first process alone. They are no part of the state: without them a run goes on.
 
     What an interrupted run wrote after the step that is resumed is dropped.
     """
@@ -280,7 +281,9 @@ class Metrics:
         except (OSError, UserError) as error:
             if name not in self.failed:
                 path = self.path.with_name(name)
-                tqdm.write(f"step {step}: {path} cannot be written, and lacks numbers: {reason(error)}", file=sys.stderr)
+                tqdm.write(
+                    f"step {step}: {path} cannot be written, and lacks numbers: {reason(error)}", file=sys.stderr
+                )
             self.failed.add(name)
 
     def open_board(self, step):
@@ -310,8 +313,8 @@ class Metrics:
         with self.trying(step, METRICS), self.path.open("ab", buffering=0) as file:
             line = self.before + json.dumps({"step": step} | numbers).encode() + b"\n"
             self.before = b"\n"  # of half a line
-            if file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while line:  # where the disk has room for a part alone, the second time says why
+                line = line[file.write(line) :]
             self.before = b""
         if self.hook:
             self.hook(step, numbers)

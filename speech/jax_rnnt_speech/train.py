@@ -15,7 +15,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import batches, cache, corpora, epochs, errors, hosts, ngrams, outputs, pretrained, programs, runs, steps
+from jax_rnnt_speech import (
+    batches,
+    cache,
+    corpora,
+    epochs,
+    errors,
+    hosts,
+    ngrams,
+    outputs,
+    pretrained,
+    programs,
+    runs,
+    steps,
+)
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.parts import Parts, placed, shapes_in_place
 from jax_rnnt_speech.recogniser import Recogniser

@@ -124,12 +124,21 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     lines = (workdir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    damaged = [*lines[:2], bytes(30), *lines[2:3], b'{"step": 3, "lo{"step": 3}\n\xe4[]\n7\n', *lines[3:-1], lines[-1][:-9]]
+    damaged = [
+        *lines[:2],
+        bytes(30),
+        *lines[2:3],
+        b'{"step": 3, "lo{"step": 3}\n\xe4[]\n7\n',
+        *lines[3:-1],
+        lines[-1][:-9],
+    ]
     (workdir / "metrics.jsonl").write_bytes(b"".join(damaged))
     capsys.readouterr()
     run([*command, "--resume"])
     error = capsys.readouterr().err
-    assert f"{workdir}: checkpoints/6 is damaged (training/" in error and "has changed): checkpoints/3 is used\n" in error
+    assert (
+        f"{workdir}: checkpoints/6 is damaged (training/" in error and "has changed): checkpoints/3 is used\n" in error
+    )
     assert f"{workdir}/metrics.jsonl: damaged lines are left out: 4, 5, 6, 10\n" in error
     assert losses(workdir) == losses(trained[0])
     for x, y in zip(weights(workdir), weights(trained[0]), strict=True):

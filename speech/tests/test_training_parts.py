@@ -1,6 +1,8 @@
 """A training by parts: CTC, averages, frozen weights, versions of recordings, the cache, the best checkpoint."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import math
@@ -402,9 +404,13 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
     error = capsys.readouterr().err
     assert "best/6 is damaged (it has no sums.json); checkpoints/6 is" in error and "checkpoints/3 is used" in error
     (three / "params/manifest.ocdbt").unlink()
-    found = r"no whole checkpoint: best/6 is damaged (it has no sums.json); checkpoints/6 is damaged (setup/metadata has"
+    found = (
+        r"no whole checkpoint: best/6 is damaged (it has no sums.json); checkpoints/6 is damaged (setup/metadata has"
+    )
     refused(["test", "--workdir", workdir, corpus / "all.jsonl"], found)
-    refused(["train", "--workdir", workdir, "--resume"], "checkpoints/3 is damaged (params/manifest.ocdbt: No such file")
+    refused(
+        ["train", "--workdir", workdir, "--resume"], "checkpoints/3 is damaged (params/manifest.ocdbt: No such file"
+    )
     for path in (workdir / "best/6/setup/metadata", *workdir.glob("*/*/sums.json")):  # as earlier versions wrote
         if path.name == "metadata":
             path.write_text(json.dumps({k: x for k, x in json.loads(path.read_text()).items() if k != "sealed"}))
@@ -435,9 +441,8 @@ def test_disks_without_room(tmp_path, capsys):
             metrics.write(5, loss=5)
             metrics.write(6, loss=6)
             found = r"checkpoints/4 cannot be written: File too large; --resume goes on from step 1$"
-            with pytest.raises(asr.config.UserError, match=found):
+            with pytest.raises(asr.config.UserError, match=found), contextlib.closing(run_of):
                 run_of.save(step, recogniser.setup(), params=params, **more)
-                run_of.close()
     metrics.write(7, loss=7)
     metrics.close()
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "metrics.jsonl" in x]
@@ -448,11 +453,21 @@ def test_disks_without_room(tmp_path, capsys):
         np.testing.assert_array_equal(x, y)
 
 
+def test_lines_of_several_processes():
+    stream = io.StringIO()
+    numbered = asr.hosts.Numbered(stream, "process 1: ")
+    for text in ("a\nb", "c\n", "", "\n", "d"):
+        print(text, end="", file=numbered, flush=True)
+    assert stream.getvalue() == "process 1: a\nprocess 1: bc\nprocess 1: \nprocess 1: d" and not numbered.isatty()
+
+
 def test_one_training_at_a_time(corpus, trained, tmp_path, refused):
     """Another process that trains in a folder keeps it; a run that is replaced is there until its successor is."""
     workdir = tmp_path / "run"
     shutil.copytree(trained[0] / "checkpoints", workdir / "checkpoints")
-    program = f"import fcntl, os; fcntl.flock(os.open({str(workdir)!r}, 0), fcntl.LOCK_EX); print(1, flush=True); input()"
+    program = (
+        f"import fcntl, os; fcntl.flock(os.open({str(workdir)!r}, 0), fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         refused([*arguments(corpus, workdir), "--resume"], f"another process trains in {workdir}: ")
@@ -463,7 +478,9 @@ def test_one_training_at_a_time(corpus, trained, tmp_path, refused):
         run_of.open()
         kept = {x.relative_to(workdir / "earlier"): x.read_bytes() for x in workdir.glob("earlier/**/*") if x.is_file()}
         assert kept == before
-        refused(["convert", workdir, tmp_path / "model"], f"train first, with all options; {workdir}/earlier holds the run")
+        refused(
+            ["convert", workdir, tmp_path / "model"], f"train first, with all options; {workdir}/earlier holds the run"
+        )
     run_of.save(1, {"config": {}}, params={"x": np.zeros(2)})
     run_of.close()
     assert {x.name for x in workdir.iterdir()} == {"cache", "checkpoints", "best"}

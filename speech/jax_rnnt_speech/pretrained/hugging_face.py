@@ -384,15 +384,17 @@ def files_of(folder):
         whole.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
-        fine = isinstance(index, dict) and index and all(isinstance(x, str) and x == Path(x).name for x in index.values())
+        fine = (
+            isinstance(index, dict) and index and all(isinstance(x, str) and x == Path(x).name for x in index.values())
+        )
         require(fine, folder / INDEX, "weight_map", "an object of files in this folder by tensors", index)
         used = {file: {name for name, x in index.items() if x == file} for file in sorted({*index.values()})}
-    elif WEIGHTS in there or len(there) == 1 and not whole:
+    elif WEIGHTS in there or (len(there) == 1 and not whole):
         used = {WEIGHTS if WEIGHTS in there else there[0]: None}
     elif len(whole) == 1:
         (((name, count), found),) = whole.items()
-        width = len(count)
-        used = {f"{name}-{i:0{width}}-of-{count}.safetensors": None for i in range(1, int(count) + 1)}
+        most = min(int(count), len(found) + 1)  # of an incomplete set, one is missing among these
+        used = {f"{name}-{i:0{len(count)}}-of-{count}.safetensors": None for i in range(1, most + 1)}
     elif there:
         raise UserError(f"{folder} has several files of weights, and no {WEIGHTS} or {INDEX}: {', '.join(there)}")
     else:
@@ -400,7 +402,7 @@ def files_of(folder):
         more = f", and {pickles[0]} is a pickle, which nothing reads here" if pickles else ""
         raise UserError(f"{folder} has no *.safetensors{more}")
     if missing := [x for x in used if x not in there]:
-        raise UserError(f"{folder} has no {missing[0]}, one of the {len(used)} files of its weights")
+        raise UserError(f"{folder} has no {missing[0]}, one of the files of its weights")
     others = [x.name for kind in ("model.bin", "pytorch_model*.bin", "*.nemo") for x in folder.glob(kind)]
     if unused := [x for x in there if x not in used] + sorted(others):
         say(f"{folder}: not used: {', '.join(unused)}")

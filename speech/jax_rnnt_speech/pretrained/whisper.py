@@ -73,7 +73,7 @@ def is_whisper(folder):
 
 
 def binary_of(folder):
-    """The model.bin of a folder, or None. Beside *.safetensors, config.json says whose it is: CTranslate2's has no type."""
+    """The model.bin of a folder, or None: beside *.safetensors if config.json is CTranslate2's, which has no type."""
     file = folder / "model.bin"
     if not file.is_file():
         return None
