@@ -139,7 +139,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
     assert (
         f"{workdir}: checkpoints/6 is damaged (training/" in error and "has changed): checkpoints/3 is used\n" in error
     )
-    assert f"{workdir}/metrics.jsonl: damaged lines are left out: 4, 5, 6, 10\n" in error
+    assert f"{workdir}/metrics.jsonl: damaged lines are left out: 4, 5, 6, 11\n" in error
     assert losses(workdir) == losses(trained[0])
     for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
         np.testing.assert_array_equal(x, y)
