@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_rnnt_speech import ngrams, texts
+from jax_rnnt_speech import hosts, ngrams, texts
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.utterances import Report
 
@@ -75,7 +75,7 @@ def sentences(config, tokens):
         else:
             report.add("characters outside the vocabulary", " ".join(words))
     for line in report.lines():
-        print(f"text: {line}")
+        hosts.say(f"text: {line}")
     if not spelled:
         raise UserError(f"--text {config.text} has no sentence that the vocabulary can spell")
     labels = np.zeros((len(spelled), TEXT_LABELS), np.int32)

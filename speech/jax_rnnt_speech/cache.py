@@ -9,13 +9,14 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from jax_rnnt_speech import audio, batches, hosts, outputs
-from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.config import UserError, reason
 
 FORM = 2  # of the files: another number makes them anew
 READERS = 4  # threads that make features
@@ -80,34 +81,46 @@ class Stored:
         self.folder = folder / digest
         if not jax.process_index():
             if (self.folder / AGAIN).exists():
-                shutil.rmtree(self.folder)
+                outputs.remove(self.folder)
+            elif self.folder.is_dir() and (found := self.damage()):
+                print(f"the cache {self.folder} is damaged, and made anew: {found}", file=sys.stderr)
+                outputs.remove(self.folder)
             if not self.folder.is_dir():
                 self.fill(made)
         hosts.wait(f"{self.folder.name} is filled")
-        try:
-            self.open(features)
-        except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"the cache {self.folder} is damaged, delete it: {error}") from None
+        self.open()
 
-    def open(self, features):
+    def damage(self):
+        """What is wrong with the files, or None."""
+        if found := outputs.damage(self.folder):
+            return found
+        try:
+            index = np.load(self.folder / "index.npy")
+            json.loads((self.folder / "left-out.json").read_text("utf-8"))
+            size, need = (self.folder / "arrays").stat().st_size, 2 * self.features * int(index[:, 1].sum())
+        except (OSError, ValueError, EOFError, LookupError) as error:
+            return reason(error)
+        return None if size == need else f"arrays has {size} bytes of {need}"
+
+    def open(self):
         self.index = np.load(self.folder / "index.npy")
-        for reason, names in json.loads((self.folder / "left-out.json").read_text("utf-8")).items():
+        for why, names in json.loads((self.folder / "left-out.json").read_text("utf-8")).items():
             for name in names:
-                self.report.add(reason, name, again=False)
+                self.report.add(why, name, again=False)
         total = int(self.index[:, 1].sum())
         if not total:
             raise UserError(f"no utterance has readable audio{self.report.summary()}")
-        self.arrays = np.memmap(self.folder / "arrays", np.float16, "r", shape=(total, features))
+        self.arrays = np.memmap(self.folder / "arrays", np.float16, "r", shape=(total, self.features))
 
     def fill(self, made):
-        part = self.folder.with_name(f"{self.folder.name}.{os.getpid()}")
-        part.mkdir(parents=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
         frames = sum(x.frames for x in self.utterances)
-        need, free = 2 * frames * self.features, shutil.disk_usage(part).free
-        try:
-            if need > free:
-                room = f"{need / 1e9:.1f} GB in {self.folder.parent}, which has {free / 1e9:.1f}"
-                raise UserError(f"--cache needs {room}: name another folder, or none")
+        need, free = 2 * frames * self.features, shutil.disk_usage(self.folder.parent).free
+        if need > free:
+            room = f"{need / 1e9:.1f} GB in {self.folder.parent}, which has {free / 1e9:.1f}"
+            raise UserError(f"--cache needs {room}: name another folder, or none")
+        with outputs.whole(self.folder) as part:  # which another run may make meanwhile
+            part.mkdir()
             index, place = np.zeros((len(self.utterances), 2), np.int64), 0
             with (part / "arrays").open("wb") as file:
                 for i, x in outputs.bar(made, "cache", len(self.utterances)):
@@ -121,13 +134,7 @@ class Stored:
             (part / "left-out.json").write_text(json.dumps(dict(self.report.names)), "utf-8")
             if self.report.passing:
                 (part / AGAIN).touch()
-            try:
-                part.rename(self.folder)
-            except OSError:
-                if not self.folder.is_dir():  # which another run has made meanwhile
-                    raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+            outputs.seal(part)
 
     def load(self, i, rng):
         first, count = self.index[i]

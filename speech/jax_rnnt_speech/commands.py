@@ -56,7 +56,7 @@ def add_train(commands):
     parser.add_argument("--workdir", type=Path, help="default: runs/NAME-LOSS")
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if any")
-    earlier.add_argument("--overwrite", action="store_true", help="delete the earlier run first")
+    earlier.add_argument("--overwrite", action="store_true", help="replace the earlier run")
     parser.add_argument("--change", action="store_true", help="with --resume: options may differ from before")
     parser.add_argument("--save-every", type=positive, default=1000, metavar="STEPS", help="also tests (%(default)s)")
     parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help="(%(default)s)")
@@ -110,11 +110,12 @@ def add_recognition(commands):
 
 def resumed(options, args):
     """The configuration of the run in the workdir, with options where they may differ."""
-    if runs.Run(args.workdir, resume=True).last is None:
+    run = runs.Run(args.workdir, resume=True)
+    if run.last is None:
         if "train" not in options:
-            raise UserError(f"{args.workdir} has no checkpoint: train first, with all options")
+            raise run.missing()
         return Config(**pretrained.completed(options))
-    setup = runs.setup_of(args.workdir)
+    setup = run.setup("params", "training", quiet=True)
     # A checkpoint of before an option has its default.
     earlier = dataclasses.asdict(Config()) | config.from_json(setup["config"], f"{args.workdir}")
     encoders.checked(Config(**earlier | options), setup.get("source"))
@@ -159,7 +160,7 @@ def train(args):
     with hosts.together():
         chosen = chosen or resumed(options, args).checked()
         rates = Training(chosen, args).main()
-    print(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
+    hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if args.expect_cer is not None and not rates.cer <= args.expect_cer:
         print(f"expected a CER of at most {args.expect_cer}%", file=sys.stderr)
         return 1
@@ -237,6 +238,8 @@ def show_events(live, events, file):
 def convert(args):
     if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir()) and not args.overwrite):
         raise UserError(f"{args.folder} must be an empty folder: --overwrite writes into a full one")
+    if (args.folder / runs.CHECKPOINTS).exists():
+        raise UserError(f"{args.folder} holds a training: name another folder")
     if args.folder.resolve() == args.model.resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
     recogniser = pretrained.open_model(args.model, checkpoint=args.checkpoint)
@@ -271,6 +274,7 @@ def main(arguments=None):
     except (UserError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     except KeyboardInterrupt as error:
-        message = error if error.args else "interrupted; a training goes on with --resume"
+        going_on = "; --resume goes on from the last checkpoint" if args.run is train else ""
+        message = error if error.args else f"interrupted{going_on}"
         parser.exit(130, f"{parser.prog}: {message}\n")
     raise SystemExit(status)

@@ -51,9 +51,10 @@ def export(args):
     made = exporting.export(program_of(recogniser), platforms=args.platforms)(*shapes)
     about = {"rate": rate, "seconds": recogniser.seconds, "samples": samples, "platforms": args.platforms}
     about |= {"labels": ["" if x in SILENT else x for x in tokens.texts], "separator": tokens.separator}
-    args.file.write_bytes(made.serialize())
-    with zipfile.ZipFile(args.file, "a") as file:
-        file.writestr(zipfile.ZipInfo("model.json", DATE), json.dumps(about))
+    with outputs.whole(args.file) as part:
+        part.write_bytes(made.serialize())
+        with zipfile.ZipFile(part, "a") as file:
+            file.writestr(zipfile.ZipInfo("model.json", DATE), json.dumps(about, ensure_ascii=False))
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from tqdm import tqdm
 
 from jax_rnnt_speech.config import UserError, natural, positive
 
@@ -25,7 +26,7 @@ def add_options(parser):
 
 
 def join(args):
-    """Waits for the other processes; all but process 0 then print nothing more."""
+    """Waits for the other processes. Errors and warnings of all but the first then begin with their number."""
     numbers = args.processes, args.process
     if args.coordinator in (None, "auto"):
         if numbers != (None, None):
@@ -43,7 +44,29 @@ def join(args):
             raise UserError(f"--coordinator {args.coordinator}: {str(error).splitlines()[0]}") from None
     devices(args.platform, args.devices)
     if jax.process_index():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = Numbered(sys.stderr, f"process {jax.process_index()}: ")
+
+
+class Numbered:
+    """A stream whose lines begin with these words."""
+
+    def __init__(self, stream, words):
+        self.stream, self.words, self.begins = stream, words, True
+
+    def write(self, text):
+        for line in text.splitlines(keepends=True):
+            self.stream.write(self.words * self.begins + line)
+            self.begins = line.endswith("\n")
+        return len(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def say(line):
+    """Prints what all processes know, in the first one alone; above a bar, if there is one."""
+    if not jax.process_index():
+        tqdm.write(line)
 
 
 def devices(platform, count):
@@ -85,7 +108,7 @@ def together():
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        print(f"rnnt-speech: process {jax.process_index()}: another process has ended or is out of reach; start all "
+        print(f"rnnt-speech: another process has ended or is out of reach; start all "
               f"again with --resume ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)  # fmt: skip
         os._exit(2)
 

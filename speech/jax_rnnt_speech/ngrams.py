@@ -204,7 +204,7 @@ def estimate(sentences, order):
 
 def write(path, probabilities, shares):
     first = {("<s>",): 0.0} | probabilities[0]
-    with path.open("w", encoding="utf-8") as file:
+    with outputs.whole(path) as part, part.open("w", encoding="utf-8") as file:
         sections = [first, *probabilities[1:]]
         file.write("\\data\\\n" + "".join(f"ngram {n}={len(x)}\n" for n, x in enumerate(sections, 1)))
         for n, grams in enumerate(sections, 1):

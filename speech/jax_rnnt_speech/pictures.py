@@ -5,7 +5,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from jax_rnnt import plot
-from jax_rnnt_speech import runs
+from jax_rnnt_speech import outputs, runs
 
 WIDTH = 3.9  # inches, as a narrow screen has: letters of 9 points can be read there
 DARK = 20, 24, 30  # the background of a dark page
@@ -18,8 +18,9 @@ def save(figure, folder, name):
     light = np.asarray(figure.canvas.buffer_rgba())[..., :3] / 255
     dark = light + 1 - light.max(-1, keepdims=True) - light.min(-1, keepdims=True)
     background = np.array(DARK) / 255
-    plt.imsave(folder / f"{name}.png", light)
-    plt.imsave(folder / f"{name}-dark.png", np.clip(background + dark * (1 - background), 0, 1))
+    for file, x in ((f"{name}.png", light), (f"{name}-dark.png", background + dark * (1 - background))):
+        with outputs.whole(folder / file) as part:
+            plt.imsave(part, np.clip(x, 0, 1), format="png")
     plt.close(figure)
 
 

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from jax_rnnt_speech import audio, ngrams, texts
+from jax_rnnt_speech import audio, ngrams, outputs, texts
 from jax_rnnt_speech.config import UserError, number, seed, sequence
 from jax_rnnt_speech.utterances import Report
 
@@ -198,16 +197,14 @@ def make(args):
     total = 3600 * args.hours * sum(SHARES.values())
     args.folder.parent.mkdir(parents=True, exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(dir=args.folder.parent) as scratch,  # a corpus is there as a whole, or not at all
+        outputs.whole(args.folder) as corpus,
         tqdm(total=round(total) + 1, unit="s", unit_scale=True, mininterval=5) as bar,
     ):
-        corpus = Path(scratch, "corpus")
         for split, part in SHARES.items():
             seconds, written, report = write_split(corpus / split, lines[split], part * args.hours, args.seed, bar)
             voices = len({x.voice for x in written})
             tqdm.write(f"{split}: {len(written)} utterances, {seconds / 3600:.2f} hours, {voices} voices")
             left += (f"{split}: {x}\n" for x in report.lines())
-        corpus.replace(args.folder)
     print(*left, sep="", end="")
     return 0
 

@@ -15,7 +15,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import batches, cache, corpora, epochs, errors, hosts, ngrams, pretrained, programs, runs, steps
+from jax_rnnt_speech import (
+    batches,
+    cache,
+    corpora,
+    epochs,
+    errors,
+    hosts,
+    ngrams,
+    outputs,
+    pretrained,
+    programs,
+    runs,
+    steps,
+)
 from jax_rnnt_speech.config import UserError
 from jax_rnnt_speech.parts import Parts, placed, shapes_in_place
 from jax_rnnt_speech.recogniser import Recogniser
@@ -92,7 +105,7 @@ class Training:
             self.recogniser = pretrained.fresh(config, train, **more)
         else:
             self.run.open()
-            setup = self.run.setup()
+            setup = self.run.setup("params", "training")
             changed = [name for name, x in self.stored.items() if setup.get(name) not in (None, x)]
             if changed and not options.change:
                 kind = "training" if "utterances" in changed else "held-out"
@@ -115,7 +128,7 @@ class Training:
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
         for name, data in (("train", self.train), ("valid", self.valid)):
             for line in data.corpus.report.lines():
-                print(f"{name}: {line}")
+                hosts.say(f"{name}: {line}")
         self.report_sizes()
         self.layers = None
         if self.parts.layers is not None and isinstance(train, cache.Stored):
@@ -152,11 +165,11 @@ class Training:
         left, one = batches.padding(self.train, self.buckets)
         shapes = ", ".join(f"{b.batch} x {b.frames} frames x {b.labels} labels" for b in self.buckets)
         trained = jax.eval_shape(self.parts.free, self.recogniser.shapes)
-        print(f"{len(self.train.labels)} training and {len(self.valid.labels)} held-out utterances, "
-              f"{len(self.recogniser.tokens.pieces)} labels, "
-              f"{sum(x.size for x in jax.tree.leaves(self.recogniser.shapes)):,} parameters, of which "
-              f"{sum(x.size for x in trained.values()):,} are trained")  # fmt: skip
-        print(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
+        hosts.say(f"{len(self.train.labels)} training and {len(self.valid.labels)} held-out utterances, "
+                  f"{len(self.recogniser.tokens.pieces)} labels, "
+                  f"{sum(x.size for x in jax.tree.leaves(self.recogniser.shapes)):,} parameters, of which "
+                  f"{sum(x.size for x in trained.values()):,} are trained")  # fmt: skip
+        hosts.say(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
     def used(self, state):
         """The parameters to test and to use: the moving average, if there is one. Every device has them."""
@@ -171,9 +184,9 @@ class Training:
         rates, shown = held_out(
             self.recogniser, params, self.valid, self.test_buckets, self.split, self.search, examples=2
         )
-        tqdm.write(f"step {step}: held-out loss {rates.loss:.2f}, CER {rates.cer:.1f}%, WER {rates.wer:.1f}%")
+        hosts.say(f"step {step}: held-out loss {rates.loss:.2f}, CER {rates.cer:.1f}%, WER {rates.wer:.1f}%")
         for reference, hypothesis in shown:
-            tqdm.write(f"  {reference}\n  {hypothesis}")
+            hosts.say(f"  {reference}\n  {hypothesis}")
         if metrics:
             metrics.write(step, valid_loss=rates.loss, valid_cer=rates.cer, valid_wer=rates.wer)
         return rates
@@ -225,8 +238,10 @@ class Training:
         config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
             if config.steps <= first or self.impatient():
-                (params,) = self.run.restore(best=True, params=shapes_in_place(self.mesh, self.recogniser.shapes))
-                return self.measure(params, self.run.best.latest or first)
+                shapes = shapes_in_place(self.mesh, self.recogniser.shapes)
+                folder = self.run.whole(["params"], runs.BEST_FIRST)
+                (params,) = self.run.restore(folder, params=shapes)
+                return self.measure(params, int(folder.name))
             state, step_of = self.start(first)
             self.write_left_out()
             try:
@@ -237,13 +252,19 @@ class Training:
                     self.steps(state, first, step_of, metrics, interrupted)
             finally:
                 self.write_left_out()  # with files that broke on the way
-        print(f"{len(step_of.shapes)} programs for {len(self.buckets)} shapes of batches; best test: step "
-              f"{self.progress.step}")  # fmt: skip
+        hosts.say(f"{len(step_of.shapes)} programs for {len(self.buckets)} shapes of batches; best test: step "
+                  f"{self.progress.step}")  # fmt: skip
         return self.progress.rates
 
     def write_left_out(self):
+        """Names of what is left out, which are no part of the state either."""
         for name, data in (("train", self.train), ("valid", self.valid)):
-            data.corpus.report.write(self.run.workdir / runs.LEFT_OUT.format(f"{name}{jax.process_index() or ''}"))
+            path = self.run.workdir / runs.LEFT_OUT.format(f"{name}{jax.process_index() or ''}")
+            try:
+                with outputs.whole(path) as part:
+                    data.corpus.report.write(part)
+            except UserError as error:
+                tqdm.write(f"{error}", file=sys.stderr)
 
     def steps(self, state, first, step_of, metrics, interrupted):
         config, options, losses = self.config, self.options, []
@@ -267,13 +288,14 @@ class Training:
                     metrics.write(step, loss=mean, norm=numbers["norm"], skipped=skipped, seconds=seconds)
                     bar.set_postfix(loss=f"{mean:.3f}", skipped=skipped, refresh=False)
                     losses, started = [], time.perf_counter()
+                    self.run.check()
                     if row >= HOPELESS:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
                 if step % options.save_every == 0 or last:
                     self.save(state, step, metrics)
                     started = time.perf_counter()
                     if self.impatient():
-                        tqdm.write(f"step {step}: the last {config.patience} tests were not better: the run ends")
+                        hosts.say(f"step {step}: the last {config.patience} tests were not better: the run ends")
                         return
                 elif stopped:
                     self.keep(state, step, self.used(state))

@@ -1,8 +1,10 @@
 """Small models, corpora and runs of the tests."""
 
+import contextlib
 import io
 import itertools
 import os
+import resource
 import subprocess
 import sys
 
@@ -96,6 +98,17 @@ def arguments(corpus, workdir, **options):
     extra = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
     files = ("--train", corpus / "all.jsonl"), ("--valid", corpus / "held-out.jsonl"), ("--workdir", workdir)
     return ["train", *itertools.chain(*files), *extra]
+
+
+@contextlib.contextmanager
+def small_disk(size):
+    """Files have no room behind so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def start(*arguments):

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
 from jax_rnnt_speech.encoders import base, fastconformer
-from support import arrays, asr, run
+from support import arrays, asr, run, small_disk
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 SLOW = pytest.mark.slow
@@ -271,6 +271,70 @@ def test_what_is_written_is_read(kind, tmp_path, capsys):
     with pytest.raises(asr.config.UserError, match="must be finite, got NaN or infinity: nothing is written"):
         hugging_face.write(recogniser, tmp_path / "nan")
     assert not (tmp_path / "nan").exists()
+
+
+@pytest.mark.parametrize("form", ["transformers", "own"])
+def test_disks_without_room(form, tmp_path, refused):
+    """A conversion that fails says so in a line, and leaves the model before it; one that works leaves other files."""
+    model, folder = GOLDEN / "tdt", tmp_path / "model"
+    (tmp_path / "card.txt").write_text("text")
+    command = ["convert", model, folder, *(["--card", tmp_path / "card.txt"] if form == "own" else [])]
+    run(command)
+    (folder / "more").mkdir()
+    (folder / "more/README.md").write_text("mine")
+    (tmp_path / ".model.99999999.part").mkdir()  # of a process that was killed
+    before = {x.relative_to(folder): x.read_bytes() for x in folder.rglob("*") if x.is_file()}
+    with small_disk(4000):
+        refused([*command, "--overwrite", "--dtype", "bfloat16"], f"{folder} cannot be written: ")
+    assert {x.relative_to(folder): x.read_bytes() for x in folder.rglob("*") if x.is_file()} == before
+    run(["convert", model, folder, "--overwrite", *([] if form == "own" else ["--card", tmp_path / "card.txt"])])
+    names = {x.name for x in folder.rglob("*") if x.is_file()}
+    assert ("config.json" in names, "recogniser.json" in names) == ((True, False) if form == "own" else (False, True))
+    assert (folder / "more/README.md").read_text() == "mine"
+    assert {x.name for x in tmp_path.iterdir()} == {"card.txt", "model"}
+    for x, y in zip(leaves(asr.pretrained.read(folder)), leaves(asr.pretrained.read(model)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_files_of_weights(tmp_path, capsys):
+    """Of several files, those that an index names, model.safetensors, a whole set, or the only one; else an error."""
+    whole = "model.safetensors"
+    a, b, old = {"a": np.ones(2, np.float32)}, {"b": np.zeros(3, np.float32)}, {"a": np.full(2, 7, np.float32)}
+    one, two, spare = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.fp16.safetensors"
+    both, index = a | b, lambda **names: {"weight_map": names}
+    for i, (files, listed, expected) in enumerate((
+        ({whole: both, "model_old.safetensors": old, spare: old}, None, f"not used: {spare}, model_old.safetensors"),
+        ({whole: both, "z.safetensors": old}, index(a=whole, b=whole), "not used: z.safetensors"),
+        ({one: a, two: b, whole: old}, index(a=one, b=two), "not used: model.safetensors"),
+        ({one: a, two: b}, None, ""),
+        ({one: a, two: b, "consolidated.safetensors": old}, None, "not used: consolidated.safetensors"),
+        ({"mine.safetensors": both, "._mine.safetensors": None}, None, ""),
+        ({whole: both, "model.bin": None, "x.nemo": None}, None, "not used: model.bin, x.nemo"),
+        ({one: a}, None, f"has no {two}, one of the files of its weights"),
+        ({one: a}, index(a=one, b=two), f"has no {two}, one of the files of its weights"),
+        ({one: a, two: both}, index(a=one, b=two), f"a is in {one} and in {two}"),
+        ({one: a, two: both}, None, f"a is in {one} and in {two}"),
+        ({one: a, two: a}, index(a=one, b=two), f"{two} has no tensor b, which"),
+        ({"x.safetensors": a, "y.safetensors": b}, None, "has several files of weights, and no model.safetensors or"),
+        ({one: a, two: b, "x-1-of-2.safetensors": a, "x-2-of-2.safetensors": b}, None, "several files of weights"),
+        ({whole: both}, index(a="../x.safetensors"), "weight_map must be an object of files in this folder"),
+        ({whole: both}, index(), "weight_map must be an object of files in this folder"),
+        ({whole: None}, None, "model.safetensors must be a file of safetensors"),
+        ({"pytorch_model.bin": None}, None, "has no *.safetensors, and pytorch_model.bin is a pickle"),
+    )):  # fmt: skip
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for name, tensors in files.items():
+            (folder / name).touch() if tensors is None else save_file(tensors, folder / name)
+        if listed is not None:
+            (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
+        if i > 6:
+            with pytest.raises(asr.config.UserError, match=re.escape(expected)):
+                hugging_face.read_tensors(folder)
+            continue
+        found, said = hugging_face.read_tensors(folder), capsys.readouterr().err
+        assert found.keys() == {"a", "b"} and found["a"].tolist() == [1, 1] and found["b"].tolist() == [0, 0, 0]
+        assert expected in said and bool(said) == bool(expected), (files, said)
 
 
 def test_transformers_reads_what_is_written(case, tmp_path):

@@ -29,7 +29,7 @@ def kind_of(folder):
         return "run"
     if (folder / package.SETUP).is_file():
         return "package"
-    if (folder / "model.bin").is_file():
+    if whisper.binary_of(folder):
         return "whisper"
     if any((folder / name).is_file() for name in ("config.json", "preprocessor_config.json", "processor_config.json")):
         return "whisper" if whisper.is_whisper(folder) else "hugging_face"
@@ -50,9 +50,9 @@ def read(folder, best=True):
     if kind != "run":
         return KINDS[kind].read(Path(folder))
     run = runs.open_run(Path(folder))
-    recogniser = Recogniser.from_setup(run.setup())
-    (recogniser.params,) = run.restore(best=best, params=recogniser.shapes)
-    run.close()
+    checkpoint = run.whole(["params"], runs.BEST_FIRST[:: 1 if best else -1])
+    recogniser = Recogniser.from_setup(runs.read_setup(checkpoint))
+    (recogniser.params,) = run.restore(checkpoint, params=recogniser.shapes)
     return recogniser
 
 

@@ -4,6 +4,7 @@ A tensor has the name of its parameter, and input and output axes the other way 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -11,6 +12,7 @@ import math
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
-from jax_rnnt_speech import tokens
+from jax_rnnt_speech import outputs, tokens
 from jax_rnnt_speech.config import Config, UserError, durations
 from jax_rnnt_speech.encoders.fastconformer import EncoderConfig
 from jax_rnnt_speech.recogniser import Recogniser
@@ -35,6 +37,11 @@ MODELS = {
 }
 FILES = "config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"
 FILES += "tokenizer_config.json", "special_tokens_map.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+# Names that decide what a folder's model is, in any form.
+MODEL = re.compile(rf".*\.safetensors(\.index.*\.json)?|model\.bin|tokenizer\.json|recogniser\.json|card\.md|"
+                   rf"{'|'.join(map(re.escape, FILES))}")  # fmt: skip
 CHECKED = "encoder_config", "durations", "vocab_size"  # one by one
 ACTIVATIONS = "relu", "silu", "gelu"
 # Says nothing of what a model computes.
@@ -220,7 +227,10 @@ def read(folder):
     """The Recogniser of a folder, with its parameters in float32."""
     config, source = config_of(folder)
     labels, file = source["config.json"]["vocab_size"] - 1, folder / "tokenizer.json"
-    vocabulary = tokens.Pretrained(file.read_text("utf-8"), labels) if file.exists() else tokens.Numbers(labels)
+    try:
+        vocabulary = tokens.Pretrained(file.read_text("utf-8"), labels) if file.exists() else tokens.Numbers(labels)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} must be JSON: {error}") from None
     return filled(folder, config, source, vocabulary, read_tensors(folder))
 
 
@@ -267,23 +277,36 @@ def write(recogniser, folder, dtype="float32"):
     mapped(recogniser.params, add)
     for name in [x for x in tensors if x.endswith(".running_mean")]:
         tensors[name.replace("running_mean", "num_batches_tracked")] = np.zeros((), np.int32)
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.glob("*.safetensors*"):  # `read` reads them all
-        file.unlink()
-    for name, fields in recogniser.source.items():
-        fields = {**fields, "dtype": dtype} if name == "config.json" else fields
-        fields.pop("torch_dtype", None)
-        (folder / name).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
-    if isinstance(recogniser.tokens, tokens.Pretrained):
-        (folder / "tokenizer.json").write_text(recogniser.tokens.text, "utf-8")
     kinds = {name: np.int32 if x.dtype == np.int32 else dtype for name, x in tensors.items()}
     arrays = {name: jax.numpy.asarray(x, kinds[name]) for name, x in tensors.items()}
-    save(arrays, folder / "model.safetensors", like=folder / "config.json")
+    with replaced(folder) as new:
+        for name, fields in recogniser.source.items():
+            fields = {**fields, "dtype": dtype} if name == "config.json" else fields
+            fields.pop("torch_dtype", None)
+            (new / name).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+        if isinstance(recogniser.tokens, tokens.Pretrained):
+            (new / "tokenizer.json").write_text(recogniser.tokens.text, "utf-8")
+        save(arrays, new / WEIGHTS, like=new / "config.json")
+
+
+@contextlib.contextmanager
+def replaced(folder):
+    """A new folder to write a model to, which takes the place of `folder` once it is whole.
+
+    Files of an earlier model, of any form, go then; others stay.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with outputs.whole(folder, keep=lambda name: not MODEL.fullmatch(name)) as new:
+        new.mkdir(exist_ok=True)
+        yield new
 
 
 def save(arrays, file, like):
     """Writes tensors to a file with the mode of another one: safetensors lets the owner alone read it."""
-    save_file(arrays, file, {"format": "pt"})
+    try:
+        save_file(arrays, file, {"format": "pt"})
+    except SafetensorError as error:  # of the disk, too
+        raise OSError(str(error)) from None
     shutil.copymode(like, file)
 
 
@@ -353,15 +376,51 @@ def is_table(name):
     return name.endswith(("embedding.weight", "bias_u", "bias_v"))
 
 
+def files_of(folder):
+    """({file of weights: names of tensors that an index expects in it, or None}) of a folder."""
+    there = sorted(x.name for x in folder.glob("*.safetensors") if x.is_file() and not x.name.startswith("."))
+    whole = {}
+    for match in filter(None, map(SHARD.fullmatch, there)):
+        whole.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX).get("weight_map")
+        fine = (
+            isinstance(index, dict) and index and all(isinstance(x, str) and x == Path(x).name for x in index.values())
+        )
+        require(fine, folder / INDEX, "weight_map", "an object of files in this folder by tensors", index)
+        used = {file: {name for name, x in index.items() if x == file} for file in sorted({*index.values()})}
+    elif WEIGHTS in there or (len(there) == 1 and not whole):
+        used = {WEIGHTS if WEIGHTS in there else there[0]: None}
+    elif len(whole) == 1:
+        (((name, count), found),) = whole.items()
+        most = min(int(count), len(found) + 1)  # of an incomplete set, one is missing among these
+        used = {f"{name}-{i:0{len(count)}}-of-{count}.safetensors": None for i in range(1, most + 1)}
+    elif there:
+        raise UserError(f"{folder} has several files of weights, and no {WEIGHTS} or {INDEX}: {', '.join(there)}")
+    else:
+        pickles = sorted(x.name for x in folder.glob("pytorch_model*.bin"))
+        more = f", and {pickles[0]} is a pickle, which nothing reads here" if pickles else ""
+        raise UserError(f"{folder} has no *.safetensors{more}")
+    if missing := [x for x in used if x not in there]:
+        raise UserError(f"{folder} has no {missing[0]}, one of the files of its weights")
+    others = [x.name for kind in ("model.bin", "pytorch_model*.bin", "*.nemo") for x in folder.glob(kind)]
+    if unused := [x for x in there if x not in used] + sorted(others):
+        say(f"{folder}: not used: {', '.join(unused)}")
+    return {folder / name: x for name, x in used.items()}
+
+
 def read_tensors(folder):
-    """{name: array} of all files of a folder, float32."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} has no *.safetensors")
-    arrays = {}
-    for file in files:
+    """{name: array} of the files of weights of a folder, float32."""
+    arrays, places = {}, {}
+    for file, expected in files_of(folder).items():
         try:
-            arrays |= {name: np.asarray(x, np.float32) for name, x in load_file(file).items()}
-        except SafetensorError as error:
+            found = load_file(file)
+        except (SafetensorError, ValueError) as error:
             raise UserError(f"{file} must be a file of safetensors: {error}") from None
+        if missing := sorted((expected or set()) - {*found}):
+            raise UserError(f"{file} has no tensor {missing[0]}, which {INDEX} expects there")
+        for name, x in found.items():
+            if name in arrays:
+                raise UserError(f"{folder}: {name} is in {places[name].name} and in {file.name}")
+            arrays[name], places[name] = np.asarray(x, np.float32), file
     return arrays

@@ -129,6 +129,8 @@ def opened(path):
         with tarfile.open(file) as tar:
             for x in tar:
                 name = x.name.rpartition("/")[2]
+                if name in members and name in (CONFIG, WEIGHTS):
+                    raise UserError(f"{file} must be an archive of one model of NeMo, but has several {name}")
                 read = x.isfile() and name.endswith((CONFIG, ".model"))
                 members[name] = tar.extractfile(x).read(LARGEST) if read else b""
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
@@ -260,6 +262,9 @@ def labels_of(file, members, whole):
     """The vocabulary: a model of sentencepiece, or characters."""
     kind = (whole.get("tokenizer") or {}).get("type")
     models = [x for name, x in members.items() if name.endswith(".model")]
+    named = str((whole.get("tokenizer") or {}).get("model_path") or "").removeprefix("nemo:").rpartition("/")[2]
+    if len(models) > 1 and named in members:
+        models = [members[named]]
     if kind == "bpe" and len(models) == 1:
         return tokens.Subwords(models[0])
     labels = whole.get("labels") or (whole.get("joint") or {}).get("vocabulary")

@@ -11,7 +11,7 @@ from jax_rnnt_speech.config import Config, UserError, from_json, names, sources
 from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.recogniser import Recogniser
 
-SETUP, WEIGHTS, CARD = "recogniser.json", "model.safetensors", "card.md"
+SETUP, WEIGHTS, CARD = "recogniser.json", hugging_face.WEIGHTS, "card.md"
 FILES = "train", "valid", "synthetic", "text", "noise", "init"
 
 
@@ -27,16 +27,16 @@ def write(recogniser, folder, dtype, card=""):
         return x
 
     hugging_face.mapped(recogniser.params, taken)
-    folder.mkdir(parents=True, exist_ok=True)
     setup = recogniser.setup()
     for name in FILES:  # folders of this machine say nothing
         setup["config"][name] = sources([Path(x).name for x in names(setup["config"][name])] or "")
-    (folder / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")
-    hugging_face.save(arrays, folder / WEIGHTS, like=folder / SETUP)
-    digest = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
-    size, count = (folder / WEIGHTS).stat().st_size / 1e6, sum(x.size for x in arrays.values())
-    facts = f"{count:,} parameters in {dtype.name}, {size:.1f} MB; {WEIGHTS} has the SHA-256 {digest}.\n"
-    (folder / CARD).write_text(f"{card.rstrip()}\n\n{facts}".lstrip(), "utf-8")
+    with hugging_face.replaced(folder) as new:
+        (new / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")
+        hugging_face.save(arrays, new / WEIGHTS, like=new / SETUP)
+        digest = hashlib.sha256((new / WEIGHTS).read_bytes()).hexdigest()
+        size, count = (new / WEIGHTS).stat().st_size / 1e6, sum(x.size for x in arrays.values())
+        facts = f"{count:,} parameters in {dtype.name}, {size:.1f} MB; {WEIGHTS} has the SHA-256 {digest}.\n"
+        (new / CARD).write_text(f"{card.rstrip()}\n\n{facts}".lstrip(), "utf-8")
 
 
 def setup_of(folder):
@@ -65,4 +65,6 @@ def read(folder):
         return arrays.pop(path)
 
     recogniser.params = hugging_face.mapped(recogniser.shapes, value)
+    if arrays:
+        raise UserError(f"{folder} has tensors that are not of this model: {', '.join(sorted(arrays))}")
     return recogniser

@@ -72,6 +72,19 @@ def is_whisper(folder):
     return file.is_file() and hugging_face.read_json(file).get("model_type") == "whisper"
 
 
+def binary_of(folder):
+    """The model.bin of a folder, or None: beside *.safetensors if config.json is CTranslate2's, which has no type."""
+    file = folder / "model.bin"
+    if not file.is_file():
+        return None
+    others = sorted(x.name for x in folder.glob("*.safetensors"))
+    if others and (folder / "config.json").is_file() and "model_type" in hugging_face.read_json(folder / "config.json"):
+        return None
+    if others:
+        hugging_face.say(f"{folder}: not used: {', '.join(others)}")
+    return file
+
+
 def read_binary(file):
     """{name: array or number} in a model.bin."""
     data, place, arrays = file.read_bytes(), 0, {}
@@ -111,7 +124,7 @@ def config_of(folder):
 
 def described(folder):
     """(Config, JSON files with the sizes of both halves, function of the names of both formats: an array)."""
-    if (file := folder / "model.bin").is_file():
+    if file := binary_of(folder):
         arrays = read_binary(file)
 
         def array(name, _):
