@@ -1,6 +1,6 @@
 """Error rates of decoded labels, confidences and their calibration, on the host.
 
-The edit distance comes from rapidfuzz, as in jiwer.
+The edits come from rapidfuzz, as in jiwer. `edit_distance` alone is JAX: it runs under `jax.jit`, on any device.
 """
 
 import math
@@ -8,8 +8,11 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax import lax
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
@@ -23,6 +26,7 @@ __all__ = [
     "LabelErrors",
     "calibration",
     "correct_words",
+    "edit_distance",
     "label_errors",
     "utterance_confidence",
     "word_confidence",
@@ -55,7 +59,7 @@ class LabelErrors(typing.NamedTuple):
 
 
 def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
-    """The fewest edits between hypotheses and targets.
+    """The fewest edits between hypotheses and targets, counted on the host; under `jax.jit` take `edit_distance`.
 
     L and U labels at most; `...` is any number of batch dimensions, the same for hypotheses and targets. A dimension of
     1 broadcasts: labels [B, N, L] and targets [B, 1, U] are N hypotheses of each utterance. The error rate of a test
@@ -80,8 +84,8 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     Raises
     ------
     TypeError, ValueError
-        An argument is not an array of integers, has another shape or number of batch dimensions, or counts more labels
-        than there are.
+        An argument is not an array of integers, is traced, has another shape or number of batch dimensions, or counts
+        more labels than there are.
 
     Examples
     --------
@@ -92,17 +96,11 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     >>> errors.total.tolist(), float(errors.total.sum() / target_lengths.sum())
     ([1, 2], 0.75)
     """
-    labels, counts = _sequences("label_errors", "labels", labels, "counts", counts)
-    targets, target_lengths = _sequences("label_errors", "targets", targets, "target_lengths", target_lengths)
-    if counts.ndim != target_lengths.ndim:  # NumPy would pair dimensions from the last one on: N with B
-        expected = f"{counts.ndim} batch dimensions like labels {labels.shape}, with 1 for those that targets lack"
-        way = "targets[:, None] and target_lengths[:, None] for N hypotheses of each utterance"
-        raise ValueError(f"label_errors: targets must have {expected} ({way}), got {targets.shape}.")
-    try:
-        shape = np.broadcast_shapes(counts.shape, target_lengths.shape)
-    except ValueError:
-        expected = f"batch dimensions that broadcast with those of labels, {counts.shape}"
-        raise ValueError(f"label_errors: targets must have {expected}, got {target_lengths.shape}.") from None
+    arrays, shape = _pairs("label_errors", labels, counts, targets, target_lengths)
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        way = "metrics.edit_distance runs under jax.jit and returns their total"
+        raise TypeError(f"label_errors: the arguments must be known, as it runs on the host, got traced ones: {way}.")
+    labels, counts, targets, target_lengths = map(np.asarray, arrays)
     labels, targets = (np.broadcast_to(x, (*shape, x.shape[-1])) for x in (labels, targets))
     counts, target_lengths = np.broadcast_to(counts, shape), np.broadcast_to(target_lengths, shape)
     edits = np.zeros((3, *shape), np.int32)
@@ -111,6 +109,71 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
         tags = [edit.tag for edit in Levenshtein.editops(target.tolist(), hypothesis.tolist())]
         edits[(slice(None), *index)] = [tags.count(tag) for tag in ("replace", "delete", "insert")]
     return LabelErrors(*edits)
+
+
+def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
+    """The edit distance (Levenshtein) between hypotheses and targets, in JAX: the argument `errors` of `mwer_loss`.
+
+    It runs on any device, under `jax.jit` and `jax.vmap`: one scan over the labels of the hypotheses, all sequences at
+    once, so that search, loss and update can be one program. Arguments and their dimensions are those of
+    `label_errors`, whose `total` it equals.
+
+    Parameters
+    ----------
+    labels : Array, integer [..., L]
+        Hypotheses.
+    counts : Array, integer [...]
+        Number of labels of each hypothesis; later ones are never read.
+    targets : Array, integer [..., U]
+        Reference labels.
+    target_lengths : Array, integer [...]
+        Number of labels of each target; later ones are never read.
+
+    Returns
+    -------
+    Array, int32 [...]
+        -1 where a traced number of labels is out of range.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `label_errors`, which takes no traced arguments.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt.metrics import edit_distance
+    >>> hypotheses = jnp.array([[[1, 3, 0], [1, 2, 3]]]), jnp.array([[2, 3]])  # two of one utterance
+    >>> jax.jit(edit_distance)(*hypotheses, jnp.array([[[1, 2, 3]]]), jnp.array([[3]])).tolist()
+    [[1, 0]]
+    """
+    arrays, shape = _pairs("edit_distance", labels, counts, targets, target_lengths)
+    labels, counts, targets, target_lengths = (
+        _checks.integers("edit_distance", name, x, x.shape, "[...]")
+        for name, x in zip(("labels", "counts", "targets", "target_lengths"), arrays)
+    )
+
+    def count(size):  # int32 [1, ..., 1, size]
+        return lax.broadcasted_iota(jnp.int32, (1,) * len(shape) + (size,), len(shape))
+
+    column = count(targets.shape[-1] + 1)
+
+    def add_label(row, x):  # row[u]: distance between the labels so far and the first u targets
+        label, used = x
+        replaced = row[..., :-1] + (label[..., None] != targets).astype(jnp.int32)
+        ends = jnp.concatenate([row[..., :1] + 1, jnp.minimum(row[..., 1:] + 1, replaced)], -1)
+        # The targets that follow the last kept or replaced one are missing: the least of ends[v] + u - v for v <= u.
+        following = lax.cummin(ends - column, axis=ends.ndim - 1) + column
+        return jnp.where(used[..., None], following, row), None
+
+    used = count(labels.shape[-1]) < counts[..., None]
+    steps = (jnp.broadcast_to(jnp.moveaxis(x, -1, 0), (labels.shape[-1], *shape)) for x in (labels, used))
+    row = lax.scan(add_label, jnp.broadcast_to(column, (*shape, column.shape[-1])), tuple(steps))[0]
+    distance = jnp.sum(jnp.where(column == target_lengths[..., None], row, 0), -1, dtype=jnp.int32)
+    lengths = ((counts, labels.shape[-1]), (target_lengths, targets.shape[-1]))
+    in_range = [(n >= 0) & (n <= most) for n, most in lengths]
+    return jnp.where(in_range[0] & in_range[1], distance, -1)
 
 
 def word_confidence(
@@ -174,7 +237,7 @@ def word_confidence(
     """
     name = "word_confidence"
     _checks.choice(name, "how", how, tuple(OF_A_WORD))
-    labels, counts = _sequences(name, "labels", labels, "counts", counts)
+    labels, counts = map(np.asarray, _sequences(name, "labels", labels, "counts", counts))
     log_probs = _checks.array(name, "label_log_probs", label_log_probs)
     words = word_of_label(labels) if callable(word_of_label) else word_of_label
     words = _checks.integral(name, "word_of_label", words)
@@ -233,7 +296,8 @@ def utterance_confidence(
     """
     name = "utterance_confidence"
     _checks.choice(name, "how", how, tuple(OF_A_WORD))
-    confidences, counts = _sequences(name, "confidences", confidences, "counts", counts, _checks.array)
+    arrays = _sequences(name, "confidences", confidences, "counts", counts, _checks.array)
+    confidences, counts = map(np.asarray, arrays)
     if str(confidences.dtype) not in _checks.FLOATS:
         raise TypeError(f"{name}: confidences must have a floating dtype, got {confidences.dtype}.")
     found = np.full(counts.shape, np.nan)
@@ -365,16 +429,30 @@ def calibration(confidences: npt.ArrayLike, correct: npt.ArrayLike, bins: int = 
         return Calibration(edges, counts, *(x / counts for x in sums))
 
 
-def _sequences(
-    function, name, labels, name_of_lengths, lengths, check=_checks.integral
-) -> tuple[np.ndarray, np.ndarray]:
-    """Labels [..., L], or numbers of them, and how many of them count [...], as NumPy arrays."""
-    labels = np.asarray(check(function, name, labels))
-    lengths = np.asarray(_checks.integral(function, name_of_lengths, lengths))
+def _pairs(function, labels, counts, targets, target_lengths):
+    """((labels, counts, targets, target_lengths), batch dimensions of the pairs), traced or not."""
+    labels, counts = _sequences(function, "labels", labels, "counts", counts)
+    targets, target_lengths = _sequences(function, "targets", targets, "target_lengths", target_lengths)
+    if counts.ndim != target_lengths.ndim:  # NumPy would pair dimensions from the last one on: N with B
+        expected = f"{counts.ndim} batch dimensions like labels {labels.shape}, with 1 for those that targets lack"
+        way = "targets[:, None] and target_lengths[:, None] for N hypotheses of each utterance"
+        raise ValueError(f"{function}: targets must have {expected} ({way}), got {targets.shape}.")
+    try:
+        shape = np.broadcast_shapes(counts.shape, target_lengths.shape)
+    except ValueError:
+        expected = f"batch dimensions that broadcast with those of labels, {counts.shape}"
+        raise ValueError(f"{function}: targets must have {expected}, got {target_lengths.shape}.") from None
+    return (labels, counts, targets, target_lengths), shape
+
+
+def _sequences(function, name, labels, name_of_lengths, lengths, check=_checks.integral):
+    """Labels [..., L], or numbers of them, and how many of them count [...], traced or not."""
+    labels, lengths = check(function, name, labels), _checks.integral(function, name_of_lengths, lengths)
     if labels.shape[:-1] != lengths.shape or labels.ndim < 1:
         expected = f"shape [...] = {labels.shape[:-1]} of {name} [..., L]"
         raise ValueError(f"{function}: {name_of_lengths} must have {expected}, got {lengths.shape}.")
-    if lengths.size and (lengths.min() < 0 or lengths.max() > labels.shape[-1]):
+    known = _checks.known(lengths)
+    if known is not None and known.size and (known.min() < 0 or known.max() > labels.shape[-1]):
         expected = f"lie in [0, {labels.shape[-1]}], the labels that {name} holds"
-        raise ValueError(f"{function}: {name_of_lengths} must {expected}, got {lengths.tolist()}.")
+        raise ValueError(f"{function}: {name_of_lengths} must {expected}, got {known.tolist()}.")
     return labels, lengths

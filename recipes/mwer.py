@@ -5,11 +5,10 @@ python recipes/mwer.py
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from _shared import Digits, check, error_rate, fit, greedy, parse
 
 from jax_rnnt import decode, mwer_loss
-from jax_rnnt.metrics import label_errors
+from jax_rnnt.metrics import edit_distance
 
 
 def main():
@@ -19,36 +18,29 @@ def main():
     params = fit(recogniser.params, recogniser.mean_loss, digits)
     before = error_rate(greedy(recogniser, params), digits)
 
-    @jax.jit
     def lists(params, batch):
         """The N best hypotheses of each utterance: labels [B, N, L], counts and scores [B, N]."""
         model = recogniser.model(params)
         rows, lengths = model.encode(recogniser.inputs(batch), batch["lengths"])
         inputs = model.joint.decoder_inputs(model.predictor, rows)
-        hypotheses = decode.beam(recogniser.loss, *inputs, lengths, 12, args.width, max_symbols=3)
-        return hypotheses.labels, hypotheses.counts, hypotheses.scores
+        return decode.beam(recogniser.loss, *inputs, lengths, 12, args.width, max_symbols=3)
 
     def mean_loss(params, batch, step):
+        """Search, edit distances and loss are one program on the device."""
+        found = lists(jax.lax.stop_gradient(params), batch)
+        errors = edit_distance(found.labels, found.counts, batch["targets"][:, None], batch["target_lengths"][:, None])
         model = recogniser.model(params, step)
         x = recogniser.encoded(model, recogniser.inputs(batch), batch)
         reference = recogniser.loss(model.joint.logits(x.frames, x.states), *x[2:])
-        targets = jnp.maximum(batch["found"], 0)
+        targets = jnp.maximum(found.labels, 0)
         logits = model.joint.logits(x.frames[:, None], model.predictor(targets))  # hypotheses share the frames
-        lengths = jnp.broadcast_to(x.frame_lengths[:, None], batch["counts"].shape)
-        each = recogniser.loss(logits, targets, lengths, batch["counts"])
-        each = jnp.where(jnp.isneginf(batch["scores"]), jnp.inf, each)  # fewer than N hypotheses
-        return mwer_loss(each, batch["errors"]) + args.nll * reference.mean()
+        lengths = jnp.broadcast_to(x.frame_lengths[:, None], found.counts.shape)
+        each = recogniser.loss(logits, targets, lengths, found.counts)
+        each = jnp.where(jnp.isneginf(found.scores), jnp.inf, each)  # fewer than N hypotheses
+        return mwer_loss(each, errors) + args.nll * reference.mean()
 
     more = Digits(steps=args.mwer_steps, seed=args.seed + 1, learning_rate=args.learning_rate)
-
-    def with_lists(params, batch, step):
-        batch.pop("index")
-        labels, counts, scores = jax.device_get(lists(params, batch))
-        references = batch["targets"][:, None], batch["target_lengths"][:, None]
-        errors = np.float32(label_errors(labels, counts, *references).total)
-        return batch | {"found": labels, "counts": counts, "scores": scores, "errors": errors}
-
-    params = fit(params, mean_loss, more, with_lists)
+    params = fit(params, mean_loss, more)
     after = error_rate(greedy(recogniser, params), digits)
     print(f"CER before: {before:.2f}, after: {after:.2f}")
     check("CER after, of 100 before", 100 * after / before, 100)

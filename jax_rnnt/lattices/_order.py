@@ -1,12 +1,45 @@
-"""Sums along an axis in an order that padding does not change.
+"""Numbers that padding does not change: sums along an axis, and functions of single elements.
 
 XLA adds the elements of an axis in an order that depends on the axis's size: more zeros at its end change bits. Here
 the order depends on an element's place alone. Element-wise operations do all of it, so no compiler changes the order.
+
+On a CPU a compiled element-wise function is a loop over vectors, and another one over the elements that fill no vector.
+Both may round differently (one contracts a product and a sum, the other branches between them), and the size of the
+array decides which of them an element meets. `elementwise` has arrays of one size that vectors always fill.
 """
 
+import math
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+BLOCK = 512  # elements of each sequence, a multiple of every vector
+
+
+def elementwise(function, *arrays, batch_dims):
+    """``function(*arrays)`` of arrays of one shape, whose first `batch_dims` dimensions are batch.
+
+    The function is element-wise and returns an array or a tuple of arrays. Other sequences are on other devices, so a
+    block has elements of each. There are two blocks at least: XLA takes the body out of a loop that runs once.
+    """
+    shape = arrays[0].shape
+    size = math.prod(shape[batch_dims:])
+
+    def in_blocks(*arrays):
+        def split(x):
+            flat = x.reshape(*shape[:batch_dims], size)
+            flat = jnp.pad(flat, [*[(0, 0)] * batch_dims, (0, 2 * BLOCK - size % BLOCK)])
+            return jnp.moveaxis(flat.reshape(*shape[:batch_dims], size // BLOCK + 2, BLOCK), -2, 0)
+
+        def joined(x):
+            x = jnp.moveaxis(x, 0, -2)
+            return x.reshape(*shape[:batch_dims], (size // BLOCK + 2) * BLOCK)[..., :size].reshape(shape)
+
+        return jax.tree.map(joined, lax.map(lambda x: function(*x), tuple(map(split, arrays))))
+
+    return lax.platform_dependent(*arrays, cpu=in_blocks, default=function)
 
 
 def cumulative(combine, arrays, neutral, reverse=False):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks
 from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.lattices import _order as order
 from jax_rnnt.losses._adjustments import frame, logaddexp
 from jax_rnnt.losses._base import TransducerLoss
 from jax_rnnt.losses._composition import Composition, DecodingRules
@@ -38,6 +39,16 @@ def _mixed(label, others, skip):
     return jnp.where(none, -jnp.inf, mixed)
 
 
+def _with_other_labels(label, blank, skip):
+    others = _log_complement(blank)  # of all labels
+    others = jnp.where(others < label, label, others)  # by rounding
+    return jnp.where(skip > 0, jnp.nan, _mixed(label, others, jnp.where(skip > 0, 0, skip)))
+
+
+def _everywhere(number, like):
+    return jnp.broadcast_to(jnp.asarray(number, like.dtype), like.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Skips:
     """Adds the weight of a skipped frame to blanks, and of a skipped label to labels."""
@@ -47,15 +58,12 @@ class _Skips:
 
     def __call__(self, planes, num_frames, num_labels):
         blank, label = planes["blank"], planes["label"]
+        each = functools.partial(order.elementwise, batch_dims=num_frames.ndim)
         if self.label is not None:
-            skip = jnp.asarray(self.label, label.dtype)
-            others = _log_complement(blank)  # of all labels
-            others = jnp.where(others < label, label, others)  # by rounding
-            label = jnp.where(skip > 0, jnp.nan, _mixed(label, others, jnp.where(skip > 0, 0, skip)))
+            label = each(_with_other_labels, label, blank, _everywhere(self.label, label))
         if self.frame is not None:
             before_last = frame(blank) < num_frames[..., None, None] - 1
-            skipped = logaddexp(blank, jnp.asarray(self.frame, blank.dtype))
-            blank = jnp.where(before_last, skipped, blank)
+            blank = jnp.where(before_last, each(logaddexp, blank, _everywhere(self.frame, blank)), blank)
         # A node without arcs lies outside of a band: nothing skips there.
         there = ~jnp.isneginf(functools.reduce(jnp.maximum, planes.values()))
         return planes | {slot: jnp.where(there, x, -jnp.inf) for slot, x in (("blank", blank), ("label", label))}

@@ -20,26 +20,38 @@ def _then(first, second):
     return first[0] + second[0], logaddexp(first[1] + second[0], second[1])
 
 
+def _ratio(blank, skip, none, some, none_before, some_before, inside):
+    """The blank of a frame, from the maps of all frames up to it, and up to the one before."""
+    after, before = logaddexp(none, skip + some), logaddexp(none_before, skip + some_before)
+    blocked = jnp.isneginf(after)  # only if the skip is: it has a part in every a(t) but a(0)
+    after, before = jnp.where(blocked, 0, after), jnp.where(blocked, 0, before)
+    # The value is no difference of logs, whose sizes would cost digits. The derivative is: of the other form it is a
+    # sum of differences of numbers near 1, with an error of 1e-4 at T = 1000 in float32.
+    difference, value = after - before, jnp.logaddexp(blank, skip - before)
+    return jnp.where(inside & ~blocked, difference + lax.stop_gradient(value - difference), blank)
+
+
 def _with_skips(blank, skip, inside, reverse):
     """Blanks [..., T] of a column as ratios a(t + 1) / a(t), where a(t + 1) = a(t) exp(blank) + exp(skip), a(0) = 1.
 
     So a product of blanks from the first frame on is the sum over all ways to pass these frames. With `reverse` from
     the last frame back. Only blanks `inside` change.
     """
-    skip = jnp.asarray(skip, blank.dtype)
+    skip = jnp.broadcast_to(jnp.asarray(skip, blank.dtype), blank.shape)
     # Without the skip's weight, whose size would cost digits: after = log(exp(none) + exp(some)).
+    neutral = 0, -jnp.inf
     steps = jnp.where(inside, blank, 0), jnp.where(inside, jnp.zeros_like(blank), -jnp.inf)
-    none, some = order.cumulative(_then, steps, (0, -jnp.inf), reverse)
-    after = logaddexp(none, skip + some)
-    one = jnp.zeros_like(after[..., :1])
-    before = jnp.concatenate([after[..., 1:], one] if reverse else [one, after[..., :-1]], -1)
-    blocked = jnp.isneginf(after)  # only if the skip is: it has a part in every a(t) but a(0)
-    after, before = jnp.where(blocked, 0, after), jnp.where(blocked, 0, before)
-    # The value is no difference of logs, whose sizes would cost digits. The derivative is: of the other form it is a
-    # sum of differences of numbers near 1, with an error of 1e-4 at T = 1000 in float32.
-    difference, value = after - before, jnp.logaddexp(blank, skip - before)
-    ratio = difference + lax.stop_gradient(value - difference)
-    return jnp.where(inside & ~blocked, ratio, blank)
+    frames = blank.shape[-1]
+    more = [(0, 0)] * (blank.ndim - 1) + [(0, order.BLOCK - frames % order.BLOCK)]  # as `order.elementwise`
+    whole = [jnp.pad(x, more, constant_values=fill) for x, fill in zip(steps, neutral)]
+    maps = [x[..., :frames] for x in order.cumulative(_then, whole, neutral, reverse)]
+
+    def before(x, fill):
+        first = jnp.full_like(x[..., :1], fill)
+        return jnp.concatenate([x[..., 1:], first] if reverse else [first, x[..., :-1]], -1)
+
+    arrays = blank, skip, *maps, *map(before, maps, neutral), inside
+    return order.elementwise(_ratio, *arrays, batch_dims=blank.ndim - 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jax import export
 
 import batches
 import compare
+import door
 import family
 import jax_rnnt
 import layout_table
@@ -307,6 +308,58 @@ def test_every_loss_and_layout(loss, name, implementation, optimized):
     check_faults(wanted, faulty, found[1], seen, read, close=name != "AdditiveLogits")
     in_larger = by_sequence(run(*arguments), name, x)
     assert_equal(rows(in_larger, GOOD), rows(found[0], GOOD), exact)
+
+
+# Frames and labels more than there are: the elements that fill no vector of the processor are others.
+PADDINGS = (27, 0), (11, 0), (0, 5), (3, 2)
+
+
+def draws(loss):
+    """16 sequences at each of five scales of the logits."""
+    for seed, scale in enumerate((0.1, 1.0, 3.0, 10.0, 30.0)):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(20, 38, 16), rng.integers(0, 4, 16)
+        options = {"loss": loss, "dtype": np.float32, "seed": seed, "scale": scale, "lengths": lengths}
+        yield batches.problem(16, 37, 3, 11 - loss.extra_classes, **options)
+
+
+def padded(p, frames, labels):
+    logits = np.pad(p.logits, [(0, 0), (0, frames), (0, labels), (0, 0)], constant_values=np.nan)
+    return p._replace(logits=logits, targets=np.pad(p.targets, [(0, 0), (0, labels)], constant_values=-7))
+
+
+def assert_same_after_padding(run, p, paddings):
+    expected = jax.tree.leaves(jax.tree.map(np.asarray, run(p)))
+    for more in paddings:
+        for x, y in zip(jax.tree.leaves(jax.tree.map(np.asarray, run(padded(p, *more)))), expected, strict=True):
+            compare.assert_same_bits(x[tuple(map(slice, y.shape))], y)
+
+
+@pytest.mark.parametrize("loss", door.LOSSES, ids=str)
+def test_padding_of_many_draws(loss, native_kernel):
+    """Value, posteriors and gradient of the kernels have the same bits, in another order of the batch too."""
+    if not door.native():
+        pytest.skip("the door leads to the kernels of the CPU platform")
+    for p in draws(loss):
+        assert_same_after_padding(lambda p: door.run(loss, p, clamp=0.5, scale=3.0), p, PADDINGS)
+        compare.assert_same_bits(door.run(loss, p.take(slice(None, None, -1)))[0][::-1], door.run(loss, p)[0])
+
+
+@pytest.mark.parametrize("loss", [family.slow(loss) for loss in family.SKIPPING], ids=str)
+def test_padding_of_many_draws_of_skips(loss, kernel):
+    """Steps that XLA compiles, optimised: value, gradient, posteriors, probabilities of labels, score of `align`."""
+
+    def one(p):
+        value = loss.value(reduction="none")
+        values, pull = jax.vjp(lambda logits: value(logits, *p[1:]), p.logits)
+        others = value.posteriors(*p), value.label_log_probs(*p), value.align(*p).score
+        return values, pull(jnp.ones_like(values))[0], others
+
+    pairs = lambda p: jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), p)
+    several = jax.jit(lambda p: jax.lax.map(one, pairs(p)), compiler_options=OPTIMIZED)
+    run = lambda p: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several(p))
+    every = jax.tree.map(lambda *x: np.concatenate(x), *draws(loss))
+    assert_same_after_padding(run, every, PADDINGS[1:3])
 
 
 SPLIT = {family.RNNT: "auto", family.TDT: "explicit", family.CONSTRAINED: "auto", family.WILDCARD: "explicit"}

@@ -63,6 +63,29 @@ def test_training_step(loss, kernel, matmul):
     assert max(sizes) <= 1.15 * LOGITS, [f"{size / LOGITS:.2f} logits" for size in sizes]
 
 
+def test_joints_as_people_write_them(kernel, matmul):
+    """The table of docs/memory.md: a bias costs one more copy of the logits, hidden units H / V, tiles a third."""
+    batch, frames, columns, classes, units = 4, 100, 25, 1024, 640
+    loss, logits = jax_rnnt.RNNTLoss(implementation=kernel), batch * frames * columns * classes * 4
+    rest = [shape(*sizes, dtype=np.int32) for sizes in ((batch, columns - 1), (batch,), (batch,))]
+    inputs = shape(units, classes), shape(classes), shape(batch, frames, units), shape(batch, columns, units)
+
+    def linear(weight, bias, hidden, *rest):
+        return loss((hidden @ weight + bias[None]).reshape(batch, frames, columns, classes), *rest)
+
+    def of_rows(weight, bias, encoder, predictor, *rest):
+        return linear(weight, bias, jnp.tanh(encoder[:, :, None] + predictor[:, None]).reshape(-1, units), *rest)
+
+    def in_tiles(weight, bias, encoder, predictor, *rest):
+        return loss(jax_rnnt.JointLogits(jax_rnnt.LinearJoint(weight, bias), encoder, predictor), *rest)
+
+    rows = of_rows, jax.checkpoint(of_rows), in_tiles
+    sizes = [temporaries(jax.value_and_grad(f, (0, 1, 2, 3)), *inputs, *rest) / logits for f in rows]
+    hidden = shape(batch * frames * columns, units)
+    sizes.append(temporaries(jax.value_and_grad(linear, (0, 1, 2)), *inputs[:2], hidden, *rest) / logits)
+    assert np.all(np.array(sizes) <= [2.65, 3.65, 0.4, 2.05]), sizes
+
+
 def test_token_weighted_step(kernel, matmul):
     """One buffer for logits and gradient; the recursion keeps about 26 planes."""
     loss = jax_rnnt.RNNTLoss(implementation=kernel)
