@@ -22,7 +22,7 @@ def align(args):
     settings = config.changed(recogniser.config, args, OPTIONS)
     settings = dataclasses.replace(settings, max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
-    data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling, most=recogniser.most)
+    data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
 
     @programs.announced("alignments", place=1)
     @jax.jit
@@ -30,7 +30,7 @@ def align(args):
         """The frame of each label on the best path, [B, U]; -1 where there is no path."""
         model = recogniser.model(params)
         x = recogniser.encoded(model, recogniser.inputs(batch), batch, how=how)
-        return recogniser.loss.align(*model.logits(x, tiles=True))[1]
+        return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
 
     bar = outputs.bar(total=len(data.labels), unit="utterances")
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]

@@ -4,7 +4,6 @@ Utterances are sorted into buckets. A bucket pads to its longest member, and its
 the others.
 """
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,11 +35,11 @@ class NothingLeft(UserError):
     """A corpus of which nothing can be trained on."""
 
 
-def labelled(corpus, tokens, subsampling, held_out=False, most=math.inf):
+def labelled(corpus, tokens, subsampling, held_out=False):
     """Labels of what can be trained on; what cannot goes to the corpus's report.
 
     `subsampling`: frames of an encoder frame; None: no model decides whether the labels fit. `held_out`: utterances
-    whose labels do not fit stay, `without` a loss. `most`: labels of an utterance that the model reads.
+    whose labels do not fit stay, `without` a loss.
     """
     labels, without, scope = {}, [], "from the loss alone, " * held_out
     for i, x in enumerate(corpus.utterances):
@@ -51,8 +50,6 @@ def labelled(corpus, tokens, subsampling, held_out=False, most=math.inf):
             reason = "characters outside the vocabulary"
         elif subsampling and len(tokens_of_text) > -(-x.frames // subsampling):
             reason = "fewer frames than labels"
-        elif len(tokens_of_text) > most:
-            reason = "more labels than the predictor reads"
         else:
             labels[i] = np.array(tokens_of_text, np.int32)
             continue

@@ -122,7 +122,7 @@ def resumed(options, args):
     changed = {name: x for name, x in options.items() if x != earlier[name]}
     for name, x in changed.items():
         option = f"--{name.replace('_', '-')}"
-        if name in FIXED or (name == "prompt" and earlier["predictor"] == "attention"):
+        if name in FIXED:
             raise UserError(f"{args.workdir} holds a model with {option} {earlier[name]}, got {x}")
         if not args.change:
             raise UserError(f"{args.workdir} holds a run with {option} {earlier[name]}, got {x}: --change allows that")

@@ -14,10 +14,6 @@ from jax_rnnt_speech.losses import LOSSES
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
 RETIRED = {"copies": 1, "mel_on": "host"}  # options of earlier runs, which are read where they changed nothing
-PREDICTORS = "stateless", "lstm", "attention"
-# Options of labels, head and loss, which --predictor attention brings from Whisper.
-BROUGHT = "tokens", "vocabulary", "width", "blocks", "stack", "heads", "expansion", "kernel", "row_dropout", "history"
-BROUGHT += "predictor_layers", "activation", "loss", "joint", "ctc", "text", "text_weight"
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -184,9 +180,7 @@ class Config:
     channels: int = option(32, positive, "channels of the first convolutions")
     chunk: int = option(0, natural, "encoder frames that see each other and --past, for streams; 0: all see all")
     past: int = option(64, natural, "encoder frames before its chunk that a frame sees")
-    predictor: str = option(
-        "stateless", str, "network that reads the labels; attention: the decoder of a Whisper", choices=PREDICTORS
-    )
+    predictor: str = option("stateless", str, "network that reads the labels", choices=("stateless", "lstm"))
     history: int = option(2, positive, "labels that a stateless predictor sees")
     predictor_layers: int = option(1, positive, "layers of the LSTM predictor")
     activation: str = option("tanh", str, "activation of the joint", choices=("tanh", "relu", "silu", "gelu"))
@@ -233,8 +227,6 @@ class Config:
         if not self.init and (self.encoder in PRETRAINED or self.new_head):
             option = "--new-head" if self.new_head else f"--encoder {self.encoder}"
             raise UserError(f"{option} needs --init, a folder with weights of an encoder")
-        if self.predictor == "attention" and self.encoder != "whisper":
-            raise UserError(f"--predictor attention needs --init, a folder with Whisper; the encoder is {self.encoder}")
         return self.consistent()
 
     def consistent(self):
@@ -254,9 +246,6 @@ class Config:
         ):
             if not there and getattr(self, name) != getattr(Config, name):
                 raise UserError(f"--{name.replace('_', '-')} needs {needed}")
-        for name in BROUGHT if self.predictor == "attention" else ():
-            if (x := getattr(self, name)) != getattr(Config, name):
-                raise UserError(f"--{name.replace('_', '-')} {x} needs another --predictor: attention is Whisper's own")
         if self.synthetic and not self.synthetic_share:
             raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
         if list(self.snr) != list(Config.snr) and not self.noise:

@@ -30,7 +30,11 @@ class Encoded(NamedTuple):
 
 def of_all_logits(loss, model, x, tiles):
     """Losses [B] of the logits of all nodes; if `tiles`, these are never all in memory."""
-    return loss(*model.logits(x, tiles))
+    if tiles:
+        logits = model.joint.logits(x.frames, x.states)
+    else:
+        logits = model.joint(x.frames[:, :, None], x.states[:, None])
+    return loss(logits, *x[2:])
 
 
 def pruned(loss, model, x, tiles):

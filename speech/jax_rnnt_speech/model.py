@@ -10,7 +10,6 @@ from flax import nnx
 
 from jax_rnnt.flax.nnx import Joint, LSTMPredictor, StatelessPredictor
 from jax_rnnt_speech import encoders
-from jax_rnnt_speech.attention_decoder import AttentionDecoder
 from jax_rnnt_speech.encoders.base import ACTIVATIONS, apart, cut, layer_norm
 from jax_rnnt_speech.encoders.conformer import Block
 
@@ -67,11 +66,6 @@ class Transducer(nnx.Module):
             self.ctc = nnx.Linear(rows, blank + 1, **more)
         if config.loss == "ctc":
             return
-        if config.predictor == "attention":  # which is the joint, too
-            fields = source["config.json"]
-            self.predictor = AttentionDecoder(blank, rows, fields, config.dropout, **more)
-            self.joint = None
-            return
         if config.predictor == "lstm":
             self.predictor = LSTMPredictor(blank + 1, width, layers=config.predictor_layers, **more)
         else:
@@ -88,26 +82,3 @@ class Transducer(nnx.Module):
     def on_rows(self, rows, lengths):
         """What predictor and joint take, from the encoder's rows [B, N, E] and their lengths [B]."""
         return self.head(rows, lengths) if self.head else (rows, lengths)
-
-    def states(self, targets, rows, lengths):
-        """Rows [B, U + 1, P] of the predictor."""
-        return self.predictor(targets) if self.joint else self.predictor(targets, rows, lengths)
-
-    def logits(self, x, tiles=False):
-        """What a loss takes, of `losses.Encoded`; classes may be those of the targets alone, and one may be the end.
-
-        With `tiles`, logits are a layout of the library, which never has all of them in memory.
-        """
-        if not self.joint:
-            targets = jnp.pad(jnp.zeros_like(x.targets), ((0, 0), (0, 1)))
-            logits = self.predictor.logits(x.states, x.targets, x.target_lengths)
-            return logits, targets, x.frame_lengths, x.target_lengths + 1
-        if tiles:
-            return self.joint.logits(x.frames, x.states), *x[2:]
-        return self.joint(x.frames[:, :, None], x.states[:, None]), *x[2:]
-
-    def decoder_inputs(self, rows, lengths, width):
-        """Joint, predictor, frames and their lengths of a search with so many hypotheses of each utterance."""
-        if not self.joint:
-            return self.predictor.decoder_inputs(rows, lengths, width)
-        return *self.joint.decoder_inputs(self.predictor, rows), lengths

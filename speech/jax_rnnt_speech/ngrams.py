@@ -147,10 +147,6 @@ def search_of(args, recogniser):
     if args.ngram:
         chosen = {name: getattr(args, name) for name in WEIGHTS}
         weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
-        if recogniser.attends:  # without rows of the encoder, its decoder is no language model
-            if args.ilm_weight:
-                raise UserError(f"--ilm-weight {ilm:g}: the model's predictor hears the audio, and has no model apart")
-            ilm = 0.0
         fusion = (read(args.ngram, recogniser, args.unknown_word), weight), (word_bonus(recogniser), bonus)
     if args.phrases:
         fusion += ((phrases(args.phrases, recogniser, WITH_BEAM if args.beam else GREEDY), 1.0),)

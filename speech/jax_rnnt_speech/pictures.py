@@ -63,15 +63,16 @@ def lattice(recogniser, result, folder):
              "target_lengths": np.array([len(labels)], np.int32)}  # fmt: skip
 
     @jax.jit
-    def drawn(params, features):
+    def logits(params, features):
         model = recogniser.model(params)
         x = recogniser.encoded(model, features, batch)
-        return [x[0] for x in model.logits(x)[:2]]
+        return model.joint(x.frames[:, :, None], x.states[:, None])[0]
 
-    found, targets = jax.device_get(drawn(recogniser.params, features[None]))
+    found = jax.device_get(logits(recogniser.params, features[None]))
     figure, ax = plt.subplots(figsize=(WIDTH, 3.4), dpi=200, layout="constrained")
     clock = {"subsampling": recogniser.subsampling, "hop": recogniser.seconds / recogniser.subsampling}
-    names = [tokens.pieces[k] for k in labels] + ["end"] * (len(targets) - len(labels))
+    names = [tokens.pieces[k] for k in labels]
+    targets = np.array(labels, np.int32)
     plot.draw_lattice(recogniser.variant.loss, found, targets, texts=names, **clock, ax=ax)
     save(figure, folder, "lattice")
 

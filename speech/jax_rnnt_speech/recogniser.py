@@ -6,7 +6,6 @@ B utterances, N encoder frames, U labels. Parameters are arguments, so that a st
 import dataclasses
 import functools
 import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,6 @@ class Recogniser:
         self.prompt = self.language(config.prompt) if model.prompt or config.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), model.encoder.width
         self.chunk = 0 if model.head else model.encoder.chunk
-        self.attends = config.predictor == "attention"  # to the rows of a window: its state does not go on
         self.graphdef, self.shapes, noise = nnx.split(model, WEIGHTS, ...)
         leaves, tree = jax.tree.flatten(noise)
         keys = jax.random.split(jax.random.key(config.seed), len(leaves))
@@ -95,12 +93,6 @@ class Recogniser:
         """Seconds of a recording that the model hears at most."""
         return encoders.longest(self.config, self.source)
 
-    @property
-    def most(self):
-        """Labels of an utterance that the predictor reads at most: an attention decoder has so many places."""
-        fields = (self.source or {}).get("config.json", {})
-        return fields["max_target_positions"] - fields["start_tokens"] if self.attends else math.inf
-
     def measure(self, data):
         """Takes mean and deviation of each feature from some training utterances."""
         if self.extractor.normalize != "corpus":
@@ -140,15 +132,13 @@ class Recogniser:
             rows, lengths = model.encode(x, batch["lengths"])
         else:
             rows, lengths = model.on_rows(*model.encoder.upper(x, batch["lengths"], layers))
-        states = None if self.loss is None else model.states(batch["targets"], rows, lengths)
+        states = None if self.loss is None else model.predictor(batch["targets"])
         return Encoded(self.prompted(model, rows, how), states, batch["targets"], lengths, batch["target_lengths"])
 
     def language(self, name):
-        """The prompt of a language; its name is one of the model, or a number. None: the only one that there is."""
+        """The prompt of a language; its name is one of the model, or a number."""
         fields, known = ((self.source or {}).get(f"{x}config.json", {}) for x in ("", "processor_"))
         count, names = fields.get("num_prompts", 0), known.get("prompt_dictionary", {})
-        if self.config.predictor == "attention" and name == self.config.prompt:  # its embeddings have it
-            return None
         if not count:
             raise UserError(f"--prompt {name}: the model knows no prompts")
         number = int(name) if name.isdecimal() else -1
@@ -198,20 +188,14 @@ class Recogniser:
         config, room = self.config, rows.shape[1] * self.config.max_symbols + more
         if how.ctc or self.loss is None:
             return ctc.search(model.ctc(rows), lengths, room, state)
-        inputs = *model.decoder_inputs(rows, lengths, max(1, how.beam)), room
+        inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
         limit = room if config.duration_choice == "token_first" else config.max_symbols
         loss, options = self.variant.loss, {"max_symbols": limit, "state": state, "confidence": how.confidence}
         options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         if not how.beam:
-            if self.attends:  # its labels are dear, and its rows cheap and short: seldom is there one in four
-                options["window"] = 16
             return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
-        if self.attends:  # frames are of several rows
-            places, frames = inputs[2].astype(jnp.int32).swapaxes(1, 2), hypotheses.frames
-            found = jnp.take_along_axis(places, jnp.maximum(frames, 0), 2)
-            hypotheses = hypotheses._replace(frames=jnp.where(frames < 0, frames, found))
         return hypotheses if every else best(hypotheses)
 
     @programs.announced("a test")

@@ -3,7 +3,6 @@
 import base64
 import functools
 import io
-import itertools
 import json
 import re
 
@@ -161,87 +160,6 @@ class Pretrained(Pieces):
         return {"tokenizer": self.text, "count": len(self.pieces)}
 
 
-class BytePairs(Pieces):
-    """Pieces of byte-pair encoding (Sennrich et al. 2016), and the end of a text as the last label.
-
-    `parts`: bytes, in hexadecimal, of what pieces are made of and ends within a character: no labels. Their numbers
-    follow those of the pieces. `merges`: numbers of two that become one, in their order.
-    """
-
-    def __init__(self, pieces, merges, parts=()):
-        self.texts = self.pieces = [*pieces, ENDS[0]]
-        self.merges, self.parts = merges, parts
-        self.index = {piece: i for i, piece in enumerate(pieces)}
-        self.bytes = [*map(self.encoded, pieces), *map(bytes.fromhex, parts)]
-        self.number = {x: i for i, x in enumerate(self.bytes)}
-        self.rank = {tuple(pair): i for i, pair in enumerate(merges)}
-        self.known = {}  # words that were met
-
-    def encoded(self, text):
-        return text.replace(self.separator, " ").encode()
-
-    def word(self, text):
-        """Labels of a word with its separator. If they would end within characters, merges begin with characters."""
-        labels = self.merged([self.number.get(bytes([x])) for x in self.encoded(text)])
-        whole = all(x is not None and x < len(self.index) for x in labels)
-        return labels if whole else self.merged([self.index.get(x) for x in text])
-
-    def merged(self, labels):
-        while ranks := [x for pair in itertools.pairwise(labels) if (x := self.rank.get(pair)) is not None]:
-            first, second = self.merges[min(ranks)]
-            joined, merged = self.number[self.bytes[first] + self.bytes[second]], []
-            for label in labels:
-                if label == second and merged[-1:] == [first]:
-                    merged[-1] = joined
-                else:
-                    merged.append(label)
-            labels = merged
-        return labels
-
-    def encode(self, text):
-        """Labels of a text, or None if a character is in no piece."""
-        labels = []
-        for word in text.split():
-            if word not in self.known:
-                self.known[word] = self.word(self.separator + word)
-            labels += self.known[word]
-        return None if None in labels else labels
-
-    def decode(self, labels):
-        return "".join(self.pieces[i] for i in labels if i not in self.silent).replace(self.separator, " ").strip()
-
-    def to_json(self):
-        return {"pieces": self.pieces[:-1], "merges": self.merges, "parts": self.parts}
-
-
-def spelled(stored, alphabet):
-    """(labels, their numbers in the tokenizer): of a byte-level tokenizer's JSON, what these characters can spell.
-
-    Words are encoded as before. Whisper's tokens in lower case alone are half of its vocabulary.
-    """
-    model, bytes_of, pieces, parts = stored["model"], characters_of_bytes(), {}, {}
-    known = {*"".join(alphabet).encode()}
-    for token, number in sorted(model["vocab"].items(), key=lambda x: x[1]):
-        if (
-            not token or not {*token} <= bytes_of.keys()
-        ):  # Whisper has an empty token; special ones have other characters
-            continue
-        spelling = bytes(map(bytes_of.__getitem__, token))
-        try:
-            piece = spelling.decode()
-        except UnicodeDecodeError:
-            if {*spelling.removeprefix(b" ")} <= known:
-                parts[token] = spelling.hex()
-            continue
-        if set(piece[piece.startswith(" ") :]) <= alphabet - {" "}:
-            pieces[token] = piece.replace(" ", Pieces.separator), number
-    index = {token: i for i, token in enumerate([*pieces, *parts])}
-    pairs = [x if isinstance(x, list) else x.split(" ") for x in model["merges"]]
-    merges = [[index[x] for x in pair] for pair in pairs if {*pair, "".join(pair)} <= index.keys()]
-    names, numbers = zip(*pieces.values()) if pieces else ((), ())
-    return BytePairs(list(names), merges, list(parts.values())), list(numbers)
-
-
 class Numbers(Vocabulary):
     """Labels without a tokenizer: they are their own text, with spaces between them."""
 
@@ -264,8 +182,6 @@ class Numbers(Vocabulary):
 def from_json(stored):
     if "alphabet" in stored:
         return Characters(stored["alphabet"])
-    if "merges" in stored:
-        return BytePairs(stored["pieces"], stored["merges"], stored.get("parts", ()))
     if "tokenizer" in stored:
         return Pretrained(stored["tokenizer"], stored["count"])
     if "count" in stored:

@@ -116,14 +116,10 @@ class Training:
             if "held_out" not in changed:  # rates of other utterances say nothing about those to come
                 self.progress = Progress.of(setup["progress"])
         self.parts = Parts(config, self.recogniser.shapes)
-        known = self.recogniser
-        fitting = functools.partial(
-            batches.labelled, tokens=known.tokens, subsampling=known.subsampling, most=known.most
-        )
-        self.train = fitting(train)
+        self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
         if self.run.last is None and not config.init:
             self.recogniser.measure(self.train)
-        self.valid = fitting(valid, held_out=True)
+        self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.subsampling, held_out=True)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
         for name, data in (("train", self.train), ("valid", self.valid)):

@@ -7,9 +7,6 @@ labels as it can, and the next window goes on there: one state goes from window 
 and frames count from the start of the recording. Windows of several recordings make a batch, of one of two sizes.
 Recordings that fit into a window are sorted by length, and their batches have few shapes: a program takes seconds to
 compile, and memory as long as the process lasts.
-
-An attention decoder begins anew in each window, as in a recording: it hears nothing before it, and all of it. Labels
-before the cut count. Where its text ends long before the cut, the next window begins there.
 """
 
 import jax
@@ -25,8 +22,6 @@ from jax_rnnt_speech.streams import Stream
 WINDOW = 30.0  # seconds of a window, margins included
 MARGIN = 2.0  # seconds that the encoder hears before and after what is transcribed
 PAUSE = 0.8  # seconds without a label in which the last place serves as well as any
-UNHEARD = 3.0  # seconds without a label at the end of a window, which an attention decoder hears again
-LEAST = 1.0  # seconds from such a window to the next
 MOST = 4  # windows of a batch
 BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
 
@@ -104,32 +99,22 @@ class Recording:
     def go_on(self, rows):
         """To the window behind so many rows."""
         self.row += rows
-        begin = self.row if self.recogniser.attends else max(0, self.row - self.margin)
+        begin = max(0, self.row - self.margin)
         self.samples = self.samples[(begin - self.begin) * self.extractor.hop * self.recogniser.subsampling :]
         self.begin = begin
         self.fill()
 
     def take(self, i, rows, found, final, others, how):
         """What `Recogniser.part` found in so many rows, as row i of a batch."""
-        before, attends = list(self.found.labels), self.recogniser.attends
-        if attends:
-            final = ((found.frames < rows) & (found.labels >= 0)).sum(1)
-        some, unheard = Labels.of(found, i, found.counts[i] if self.last else final[i], how), 0
-        if attends and self.recogniser.tokens.decode(some.labels):
-            seconds, left = self.recogniser.seconds, rows - 1 - some.frames[-1]
-            if left * seconds > UNHEARD:
-                unheard = min(left, rows - round(LEAST / seconds))
-        if attends:
-            some = some._replace(frames=[self.row + x for x in some.frames])
-        self.found.extend(some)
+        self.done, before = self.last, list(self.found.labels)
+        self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], how))
         self.wanted()
-        self.done = self.last and not unheard
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
             decode = self.recogniser.tokens.decode
             self.nbest = [(decode(before + x[:n]), score) for x, n, score in listed if score > -np.inf]
         if not self.done:
-            self.go_on(rows - unheard)
+            self.go_on(rows)
             self.done = bool(self.error)
 
     def stream(self, how):
@@ -170,7 +155,6 @@ def hear(recogniser, recordings, how):
         rows, waiting = waiting[:size], waiting[size:]
         rows += [None] * (size - len(rows))
         hear_windows(recogniser, rows, frames, None, None, how)
-        waiting = sorted([*waiting, *(x for x in rows if x and not x.done)], key=lambda x: -len(x.samples))
 
 
 def hear_long(recogniser, recordings, how):
@@ -197,24 +181,19 @@ def hear_windows(recogniser, rows, frames, state, free, how):
             found, first[i] = recogniser.features(x.samples[: x.size]), x.row - x.begin
             batch[i, : len(found)], lengths[i] = found, len(found)
     encoded, cuts = recogniser.window(recogniser.params, batch, lengths, first)
-    heard = cuts = np.array(cuts)
-    attends = recogniser.attends
-    if attends:
-        *part, after, others = recogniser.taken(recogniser.params, encoded, heard, None, how)
+    cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
         probing = Search(ctc=how.ctc, language=how.language)  # greedy, whatever comes after it
-        probe = part[0] if attends else recogniser.taken(recogniser.params, encoded, heard, None, probing)[0]
-        probe = jax.device_get(probe)
+        probe = jax.device_get(recogniser.taken(recogniser.params, encoded, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
-        cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, heard, labels)], np.int32)
-    if free is not None and not attends:
+        cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
+    if free is not None:
         if state is None:
             state = jax.eval_shape(recogniser.taken, recogniser.params, encoded, cuts, None, how)[2]
         state = decode.reset_streams(state, free)
-    if not attends:
-        *part, after, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
+    *part, state, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
     part = jax.device_get((*part, others))
     for i, x in enumerate(rows):
         if x is not None:
             x.take(i, int(cuts[i]), *part, how)
-    return None if recogniser.attends else after
+    return state

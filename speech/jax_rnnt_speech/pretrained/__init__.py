@@ -106,18 +106,14 @@ def completed(options):
         return options
     folder, (start, source) = options["init"], config_of(options["init"])
     new = kind_of(folder) == "whisper" or options.get("new_head", False)
-    stack = 0 if options.get("predictor") == "attention" else STACK.get(start.encoder, 0)
-    options = ({"stack": stack} if new else {}) | options | {"new_head": new}
+    options = ({"stack": STACK.get(start.encoder, 0)} if new else {}) | options | {"new_head": new}
     decided = HEARING | (set() if new and start.encoder in PRETRAINED else OWN_ENCODER) | (set() if new else HEAD)
-    decided |= {"prompt"} if start.predictor == "attention" and not new else set()  # its embeddings are those of labels
     for name in decided:
         x = getattr(start, name)
         x = [list(pair) for pair in x] if name == "strides" else list(x) if name == "durations" else x
         if options.get(name, x) != x:
             hint = ": --new-head allows that" if name in HEAD else ""
-            raise UserError(
-                f"--{name.replace('_', '-')} {options[name]}: {folder} has {'none' if x == '' else x}{hint}"
-            )
+            raise UserError(f"--{name.replace('_', '-')} {options[name]}: {folder} has {x}{hint}")
         options[name] = x
     encoders.checked(Config(**options), source)
     return options
@@ -125,20 +121,14 @@ def completed(options):
 
 def fresh(config, corpus, **more):
     """The Recogniser of a new training: of random weights, or from --init."""
-    features, texts = corpus.features, (x.text for x in corpus.utterances)
+    features = corpus.features
     if not config.init:
-        vocabulary = tokens.train(config, texts)
+        vocabulary = tokens.train(config, (x.text for x in corpus.utterances))
         return Recogniser(config, vocabulary, [0.0] * features, [1.0] * features, **more)
-    brought = config.predictor == "attention" and config.new_head
-    if brought and kind_of(config.init) != "whisper":
-        raise UserError(f"--predictor attention: {config.init} holds no decoder of Whisper to begin with")
-    start = None if brought else read(config.init)
-    heard = config.mels if brought else len(start.mean)
-    if heard != features:
-        raise UserError(f"--init {config.init} hears {heard} features a frame, {config.train} has {features}")
-    if brought:
-        return whisper.with_decoder(Path(config.init), config, texts, **more)
-    vocabulary = tokens.train(config, texts) if config.new_head else start.tokens
+    start = read(config.init)
+    vocabulary = tokens.train(config, (x.text for x in corpus.utterances)) if config.new_head else start.tokens
+    if len(start.mean) != features:
+        raise UserError(f"--init {config.init} hears {len(start.mean)} features a frame, {config.train} has {features}")
     recogniser = Recogniser(config, vocabulary, start.mean, start.deviation, start.source, **more)
     recogniser.take({name: start.params[name] for name in (["encoder"] if config.new_head else start.params)})
     return recogniser
