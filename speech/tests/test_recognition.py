@@ -122,8 +122,8 @@ def test_words_of_streams():
     assert said(*[("A", [1], False), *[("", [], False)] * 9], silence=0) == [([], False)] * 10
     assert said(("A", [1], False), *[("", [], False)] * 3)[2:] == [([], False)] * 2  # once
     assert said(("A" * 200, [*range(200)], False)) == [(["A" * 200], False)]
-    tokens = asr.tokens.BytePairs(["A", "▁B"], [])
-    assert said((["A", "▁B", "<EOU>"], [0, 1, 2], False)) == [(["A", "B"], True)]
+    tokens = subwords(["A B"], vocab_size=7, user_defined_symbols="<EOU>")
+    assert said((["A", "▁", "B", "<EOU>"], [0, 1, 1, 2], False)) == [(["A", "B"], True)]
     tokens = subwords(["AB AB", "今日は良い 天気です。"], vocab_size=290, byte_fallback=True)
     parts = [tokens.pieces[i] for i in tokens.encode("AB ñ")]
     assert parts[-2:] == ["<0xC3>", "<0xB1>"]
