@@ -155,7 +155,12 @@ SPOKEN = [  # language, written, and what is said; a part that is left as it is 
     ("fr", "12 000 euros, 1\u202f200,5, la 1re et le 2e, 1er",
      "douze mille euros mille deux cents virgule cinq la première et le deuxième premier"),
     ("fr-CH", "1’234’567", "un million deux cent trente quatre mille cinq cent soixante sept"),
-    ("es-MX", "1,234.5 y 1.º", "mil doscientos treinta y cuatro coma cinco y primero"),
+    ("es-MX", "1,234.5 y 1.º, 1,234", "1,234.5 y primero mil doscientos treinta y cuatro"),  # punto, not coma
+    ("fr", "12 000 %, 1\u202f500\xa0% et 12 000 €", "douze mille pour cent mille cinq cents pour cent et 12 000 €"),
+    ("fr", "$ 12 100, 12 000-15 100 km", "$ 12 100 12 000-15 100 km"),
+    ("sv", "1 500 °C", "ettusen femhundra grader celsius"),
+    ("en", "3 - 5, 1 – 2, 5 % - 10 %; 5 -3", "3-5 1–2 5 %-10 % five minus three"),
+    ("en", "\u20115 °C, a 5\u2011year, --5, ...5", "minus five degrees celsius a five year five five"),
     ("es", "1.234,5", "mil doscientos treinta y cuatro coma cinco"),
     ("de", "1.021,5 um 9.30, am 3. Mai, es waren 21.", "eintausendeinundzwanzig komma fünf um 9.30 am 3. mai es waren "
      "einundzwanzig"),
@@ -183,6 +188,7 @@ SPOKEN = [  # language, written, and what is said; a part that is left as it is 
     ("he", "צה\"ל צה״ל", "צה״ל צה״ל"),
     ("ca", "col·laborar", "col·laborar"),
     ("hy", "Ինչո՞ւ", "ինչու"),
+    ("ar", "مـــرحبا", "مرحبا"),
     ("ja", "ジョン・スミス、です。ﾃｽﾄ", "ジョンスミスですテスト"),
     ("el", "ΟΔΟΣ, ΣΑΣ.", "οδος σας"),
     ("de", "STRAẞE Straße", "straße straße"),
