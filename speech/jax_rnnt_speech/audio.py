@@ -182,6 +182,7 @@ def decoded(path, part):
                     if zero is None:
                         begin, zero = time, start_of(container, first, time)
                     end = time + frame.samples / frame.rate
+                    latest = max(latest, end)  # packets of WavPack do not say how long they are
                     yield time - zero, frame.rate, weights_of(frame.layout.name, len(samples)), samples
             short = falls_short(part, container, stream, first, last, end - begin, latest)
     except av.error.FFmpegError as error:
