@@ -244,7 +244,8 @@ def falls_short(part, container, stream, first, last, length, latest):
         return True
     if kind == "mp3" and first is not None:  # a header in the frame before the first one says how many there are
         header = part.at(max(0, (first.pos or 0) - 4096), min(first.pos or 0, 4096))
-        return bool(re.search(rb"Xing|Info|VBRI", header)) and length + 0.25 < (duration or 0)
+        said = (headers.frames_of_mp3(header) or 0) * float((first.duration or 0) * first.time_base)
+        return length + 0.25 < min(said, duration or 0)  # FFmpeg's is an estimate where much follows the last frame
     if kind in (MATROSKA, "flv"):  # duration of the longest track; Matroska may have one of each as a tag
         start = (container.start_time or 0) / av.time_base if kind == "flv" else 0
         tags = (x.split(":") for name, x in stream.metadata.items() if name.startswith("DURATION"))

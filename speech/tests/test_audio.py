@@ -219,6 +219,23 @@ def test_numbers_of_samples(whole, tmp_path):
         assert_heard(read(data), [(0, 0, len(PCM))], 1105, exact=False)
 
 
+@pytest.mark.parametrize("kind", ["mp3", "wav", "aiff", "oga", "wv", "flac", "tta"])
+def test_tags(whole, kind):
+    """Tags of MP3 before and behind any file, zeros behind one: all samples are read, and nothing of a picture."""
+    data, exact = whole(kind), kind != "mp3"
+    picture = whole("mp3")[3000:11000] + bytes(150_000)  # may be taken for frames, and hides what is before it
+    size = bytes(len(picture) >> x & 127 for x in (21, 14, 7, 0))
+    id3, old = b"ID3\3\0\0" + size + picture, b"TAG".ljust(128, b"\0")
+    ape = [struct.pack("<8sIIII8x", b"APETAGEX", 2000, len(picture) + 32, 1, flags << 29) for flags in (5, 4)]
+    small = b"ID3\4\0\0\0\0\0\5" + bytes(5)
+    behind = (old, b"".join((ape[0], picture, ape[1])), picture + ape[1][:23] + b"\0" + bytes(8) + old)
+    for before, after in [(x, b"") for x in (id3, small + id3)] + [(b"", x) for x in (*behind, bytes(3000))]:
+        assert_heard(read(before + data + after)[: len(PCM)], [(0, 0, len(PCM))], exact=exact)
+        assert len(read(before + data + after)) - len(PCM) <= (0 if exact and kind != "aiff" else 1152)
+    if kind in ("wav", "aiff", "oga"):  # without an end
+        assert len(read(data + id3)) == len(PCM)
+
+
 @pytest.mark.parametrize("kind", FILMS)
 def test_clock(tmp_path, kind):
     """Audio that begins late or pauses keeps its place, wherever the clock begins and however long the video is."""
