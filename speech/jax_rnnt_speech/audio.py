@@ -195,7 +195,7 @@ def decoded(path, part):
         raise unreadable(path, part.error)
     if not good and (bad or not known):
         raise AudioError(path, DAMAGED if known else FOREIGN)
-    if short or headers.page_is_cut(part):
+    if short or headers.is_cut(part):
         raise AudioError(path, DAMAGED if inside else CUT)
     if bad > 2 + good // 50:
         raise AudioError(path, DAMAGED)

@@ -20,7 +20,8 @@ CHUNKS = {
     rb"caff": (">4sq", 8, 0, 1),
     rb"riff": ("<16sq", 40, 24, 8),
 }
-KNOWN = rb"OggS|....ftyp|fLaC|ID3|\xff[\xe2-\xfb]|\x1aE\xdf\xa3|\.snd|NIST_1A|wvpk|TTA1|" + b"|".join(CHUNKS)
+ASF, SIZES = b"0&\xb2u\x8ef\xcf\x11", b"\xa1\xdc\xab\x8cG\xa9\xcf\x11"  # how a file and the chunk of its size begin
+KNOWN = re.escape(ASF) + rb"|RIFF....AVI |OggS|....ftyp|fLaC|ID3|\xff[\xe2-\xfb]|\x1aE\xdf\xa3|\.snd|NIST_1A|wvpk|TTA1|" + b"|".join(CHUNKS)
 
 
 class Part:
@@ -160,9 +161,15 @@ def frames_of_mp3(header):
     return found and int.from_bytes(found[1] or found[2], "big")
 
 
-def page_is_cut(part):
-    """Whether an Ogg ends within a page: FFmpeg is silent about it."""
-    size = part.end - part.begin
+def is_cut(part):
+    """Whether an AVI, ASF or Ogg ends before its header says so, or within a page: FFmpeg is silent about it."""
+    size, head = part.end - part.begin, part.at(0, 2**16)
+    if re.match(b"RIFF....AVI ", head, re.DOTALL) and (place := head.find(b"movi")) > 0:
+        told = int.from_bytes(head[place - 4 : place], "little")
+        return told < 0x7FFFF000 and place + told > size
+    if head.startswith(ASF) and (place := head.find(SIZES)) > 0:
+        live = head[place + 88 : place + 89] in (b"\1", b"\3")  # which has no size
+        return not live and int.from_bytes(head[place + 40 : place + 48], "little") > size
     data = part.at(max(0, size - 2**17), 2**17) if part.at(0, 4) == b"OggS" else b""
     page = data[max(0, data.rfind(b"OggS")) :]  # it may be far before the end, and whole
     return page[:4] == b"OggS" and (len(page) < 27 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]))
