@@ -141,6 +141,7 @@ def basic(language):
         if not text.isascii() or "`" in text:
             text = GERSHAYIM.sub("״", APOSTROPHE.sub("'", WIDE.sub(usual, text)))
         text = lower(text.translate(PREPARED))
+        text = text if text.isascii() else JOINER_EDGES.sub("", text)
         text = read(text) if has_said(text) else clean(text.replace(SPACE, " "))
         return text if text.isascii() else JOINER_EDGES.sub("", BETWEEN.sub("", text))
 

@@ -184,6 +184,7 @@ SPOKEN = [  # language, written, and what is said; a part that is left as it is 
     ("en", "don’t O'Neil rock’n’roll dogs' ´tis x_y", "don't o'neil rock'n'roll dogs tis x y"),
     ("en", "Zusam\u00admen no\u2060where \u200eright\ufeff", "zusammen nowhere right"),
     ("fa", "می\u200cخواهم\u200c", "می\u200cخواهم"),
+    ("fa", "\u200c'می‌خواهم'\u200c", "می‌خواهم"),
     ("hi", "क्\u200dष की", "क्\u200dष की"),
     ("he", "צה\"ל צה״ל", "צה״ל צה״ל"),
     ("ca", "col·laborar", "col·laborar"),
