@@ -21,7 +21,8 @@ CHUNKS = {
     rb"riff": ("<16sq", 40, 24, 8),
 }
 ASF, SIZES = b"0&\xb2u\x8ef\xcf\x11", b"\xa1\xdc\xab\x8cG\xa9\xcf\x11"  # how a file and the chunk of its size begin
-KNOWN = re.escape(ASF) + rb"|RIFF....AVI |OggS|....ftyp|fLaC|ID3|\xff[\xe2-\xfb]|\x1aE\xdf\xa3|\.snd|NIST_1A|wvpk|TTA1|" + b"|".join(CHUNKS)
+KNOWN = re.escape(ASF) + b"|" + b"|".join(CHUNKS)
+KNOWN += rb"|RIFF....AVI |OggS|....ftyp|fLaC|ID3|\xff[\xe2-\xfb]|\x1aE\xdf\xa3|\.snd|NIST_1A|wvpk|TTA1"
 
 
 class Part:

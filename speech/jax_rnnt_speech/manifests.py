@@ -500,7 +500,7 @@ def beside(path):
         if x.suffix.lower() in SUFFIXES and files.setdefault((x.parent, x.stem), x) != x:
             yield Fault("a second audio file for the same text", str(x.relative_to(path)))
     unused, lists = dict(files), [x for x in found if x.name.endswith(".trans.txt")]
-    texts = [x for x in found if x.suffix == ".txt" and ((x.parent, x.stem) in files or not lists)]
+    texts = [x for x in found if x.suffix.lower() == ".txt" and ((x.parent, x.stem) in files or not lists)]
     if not lists and not any((x.parent, x.stem) in files for x in texts):
         raise no_corpus(path, "*.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files with a text "
                         "of the same name")  # fmt: skip

@@ -27,8 +27,10 @@ BETWEEN = re.compile(rf"(?<=[{UNSPACED}])\n+(?=[{UNSPACED}])")
 APART = re.compile(
     rf"(?<=\d){SPACE}(?=\d)|(?<=\d)[ {SPACE}](?=[%٪‰؉{CURRENCY}]|°[cf]\b)|(?<=[{CURRENCY}])[ {SPACE}](?=\d)"
 )
-BOTH = re.compile(rf"(?:(?<=[\d%٪‰؉{CURRENCY}])|(?<=°[cf])) ([-–]) (?=[{CURRENCY}]?\d)")  # a minus, a range or a pause
-SIGNED = re.compile(rf"(?<![.,–-])(?:[.,]\d|[-–][.,]?[{CURRENCY}]?\d)")  # begins with a part of a number, or what may be one
+# Between numbers: a minus, a range or a pause.
+BOTH = re.compile(rf"(?:(?<=[\d%٪‰؉{CURRENCY}])|(?<=°[cf])) ([-–]) (?=[{CURRENCY}]?\d)")
+# What begins with a part of a number, or with what may be one.
+SIGNED = re.compile(rf"(?<![.,–-])(?:[.,]\d|[-–][.,]?[{CURRENCY}]?\d)")
 TOKENS = re.compile(r"([ \n]+)")
 
 

@@ -160,7 +160,7 @@ def test_whole_cut_joined(whole, kind):
         assert len(read(data[: len(data) * 2 // 3])) == pytest.approx(SECONDS * RATE * 2 / 3, abs=3000)
     else:
         assert_cut(data[: len(data) * 2 // 3])
-    if kind not in ("flv", "wv", "tta", "voc", "au", "avi", "avi_mp3", "asf", "sph"):  # FFmpeg reads one, or the header as audio
+    if kind not in ("flv", "wv", "tta", "voc", "au", "avi", "avi_mp3", "asf", "sph"):  # FFmpeg reads one, or a header
         once, twice = read(data), read(data + data)
         assert len(twice) == pytest.approx(2 * len(once), abs=0 if exact else 2000)
         assert_heard(twice[: len(once)], [(0, 0, len(PCM))], delay, exact)

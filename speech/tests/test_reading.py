@@ -296,9 +296,10 @@ def test_tables(folder, suffix, delimiter):
 
 
 def test_tables_of_other_tools(folder):
-    """Spellings of what is missing, numbers of columns with gaps, and suffixes, as pandas, polars and Excel have them."""
+    """Spellings of what is missing, numbers of columns with gaps, suffixes: as pandas, polars and Excel have them."""
     for nothing in ("", "NaN", "nan", "None", "null", "<NA>"):
-        lines = ["path,text,start,end,channel,speaker", "b.flac,NaN,0.5,1.5,1.0,7.0", f"b.flac,null{f',{nothing}' * 3},"]
+        lines = ["path,text,start,end,channel,speaker", "b.flac,NaN,0.5,1.5,1.0,7.0"]
+        lines += [f"b.flac,null{f',{nothing}' * 3},"]
         (folder / "TABLE.CSV").write_text("\n".join(lines))
         expected = [("b.flac from 0.5 s to 1.5 s", "NaN", 0.5, 1.5, 1, "7"), ("b.flac", "null", 0.0, None, None)]
         assert listed(folder / "TABLE.CSV") == (expected, {}), nothing
@@ -326,7 +327,7 @@ def test_folders(folder, tmp_path):
     missing = {"an audio file without a text": ["1/2/1-2-2.opus"]}
     assert faults == missing | {"a text without its audio file": ["1-2.trans.txt line 3"]}
     (tmp_path / "pairs/1-2-0.txt").write_text("\ufeffGOOD MORNING\n")
-    (tmp_path / "pairs/1-2-1.txt").write_text("YES")
+    (tmp_path / "pairs/1-2-1.TXT").write_text("YES")
     (tmp_path / "pairs/other.txt").write_text("NO")
     entries, faults = listed(tmp_path / "pairs")
     assert [(x[0], x[1].strip()) for x in entries] == expected
