@@ -159,10 +159,10 @@ def decoded(path, part):
     try:
         with av.open(part, format=form, options=options, **TAGS) as container:
             if not container.streams.audio:
-                raise AudioError(path, "a file without a track of audio")
+                raise AudioError(path, CUT if headers.atoms_are_cut(part) else "a file without a track of audio")
             stream = container.streams.best("audio") or container.streams.audio[0]
             if stream.codec_context is None:
-                raise AudioError(path, "audio of an unknown codec")
+                raise AudioError(path, CUT if headers.atoms_are_cut(part) else "audio of an unknown codec")
             bases = [float(x.time_base or 0) for x in container.streams]  # fractions are slow
             for packet in packets_of(container):
                 if packet.pts is not None:

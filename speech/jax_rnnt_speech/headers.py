@@ -162,6 +162,18 @@ def frames_of_mp3(header):
     return found and int.from_bytes(found[1] or found[2], "big")
 
 
+def atoms_are_cut(part):
+    """Whether an MP4 ends before its last atom does, which may be the one that lists the tracks."""
+    place = 0
+    while len(head := part.at(place, 16)) >= 8 and part.at(4, 4) == b"ftyp":
+        size = int.from_bytes(head[:4], "big")
+        size = int.from_bytes(head[8:], "big") if size == 1 else size
+        if size < 8:  # up to the end
+            return False
+        place += size
+    return place > part.end - part.begin
+
+
 def is_cut(part):
     """Whether an AVI, ASF or Ogg ends before its header says so, or within a page: FFmpeg is silent about it."""
     size, head = part.end - part.begin, part.at(0, 2**16)
