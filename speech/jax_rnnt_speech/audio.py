@@ -159,10 +159,10 @@ def decoded(path, part):
     try:
         with av.open(part, format=form, options=options, **TAGS) as container:
             if not container.streams.audio:
-                raise AudioError(path, "a file without a track of audio")
+                raise AudioError(path, CUT if headers.atoms_are_cut(part) else "a file without a track of audio")
             stream = container.streams.best("audio") or container.streams.audio[0]
             if stream.codec_context is None:
-                raise AudioError(path, "audio of an unknown codec")
+                raise AudioError(path, CUT if headers.atoms_are_cut(part) else "audio of an unknown codec")
             bases = [float(x.time_base or 0) for x in container.streams]  # fractions are slow
             for packet in packets_of(container):
                 if packet.pts is not None:
@@ -182,6 +182,7 @@ def decoded(path, part):
                     if zero is None:
                         begin, zero = time, start_of(container, first, time)
                     end = time + frame.samples / frame.rate
+                    latest = max(latest, end)  # packets of WavPack do not say how long they are
                     yield time - zero, frame.rate, weights_of(frame.layout.name, len(samples)), samples
             short = falls_short(part, container, stream, first, last, end - begin, latest)
     except av.error.FFmpegError as error:
@@ -194,7 +195,7 @@ def decoded(path, part):
         raise unreadable(path, part.error)
     if not good and (bad or not known):
         raise AudioError(path, DAMAGED if known else FOREIGN)
-    if short or headers.page_is_cut(part):
+    if short or headers.is_cut(part):
         raise AudioError(path, DAMAGED if inside else CUT)
     if bad > 2 + good // 50:
         raise AudioError(path, DAMAGED)
@@ -243,7 +244,8 @@ def falls_short(part, container, stream, first, last, length, latest):
         return True
     if kind == "mp3" and first is not None:  # a header in the frame before the first one says how many there are
         header = part.at(max(0, (first.pos or 0) - 4096), min(first.pos or 0, 4096))
-        return bool(re.search(rb"Xing|Info|VBRI", header)) and length + 0.25 < (duration or 0)
+        said = (headers.frames_of_mp3(header) or 0) * float((first.duration or 0) * first.time_base)
+        return length + 0.25 < min(said, duration or 0)  # FFmpeg's is an estimate where much follows the last frame
     if kind in (MATROSKA, "flv"):  # duration of the longest track; Matroska may have one of each as a tag
         start = (container.start_time or 0) / av.time_base if kind == "flv" else 0
         tags = (x.split(":") for name, x in stream.metadata.items() if name.startswith("DURATION"))

@@ -20,7 +20,9 @@ CHUNKS = {
     rb"caff": (">4sq", 8, 0, 1),
     rb"riff": ("<16sq", 40, 24, 8),
 }
-KNOWN = rb"OggS|....ftyp|fLaC|ID3|\xff[\xe2-\xfb]|\x1aE\xdf\xa3|\.snd|NIST_1A|wvpk|TTA1|" + b"|".join(CHUNKS)
+ASF, SIZES = b"0&\xb2u\x8ef\xcf\x11", b"\xa1\xdc\xab\x8cG\xa9\xcf\x11"  # how a file and the chunk of its size begin
+KNOWN = re.escape(ASF) + b"|" + b"|".join(CHUNKS)
+KNOWN += rb"|RIFF....AVI |OggS|....ftyp|fLaC|ID3|\xff[\xe2-\xfb]|\x1aE\xdf\xa3|\.snd|NIST_1A|wvpk|TTA1"
 
 
 class Part:
@@ -71,11 +73,27 @@ def begins(file):
     return sorted(found)
 
 
+def leave_out_tags(part):
+    """Leaves out tags: before files in which FFmpeg expects none, and pictures that it would take for frames of MP3."""
+    place = 0
+    while (tag := part.at(place, 10))[:3] == b"ID3" and len(tag) == 10:
+        place += 10 * (2 if tag[5] & 16 else 1) + sum(x % 128 << 7 * i for i, x in enumerate(tag[:5:-1]))
+    if re.match(rb"OggS|wvpk|" + b"|".join(CHUNKS), part.at(place, 16), re.DOTALL):
+        part.begin += place
+    end = part.end - part.begin
+    end -= 128 if part.at(max(0, end - 128), 3) == b"TAG" else 0
+    tag = part.at(max(0, end - 32), 32)
+    if tag[:8] == b"APETAGEX":
+        size = int.from_bytes(tag[12:16], "little") + 32 * (tag[23] >> 7)
+        part.end = part.begin + max(0, end - size)
+
+
 def correct(part):
     """Replaces what is wrong in the header of a part, and says whether all samples are there that it promises.
 
     A size is not believed if programs write it that do not know it yet, or if what is behind it is no other chunk.
     """
+    leave_out_tags(part)
     start = part.at(0, 48)
     rows = (x for mark, x in CHUNKS.items() if re.match(mark, start, re.DOTALL))
     form, place, counted, filled = next(rows, (">4sI", 0, 0, 1))
@@ -106,6 +124,7 @@ def correct(part):
     behind = part.at(first + told + -told % filled, length) if 0 <= told <= there else b""
     another = len(behind) == length and re.match(rb"[ -~]{4}", behind)
     another = another and there - told - length >= struct.unpack(form, behind)[1] - counted - 1
+    another = another or re.match(rb"ID3[\2-\4]\0", behind)
     if (told < max(9, there - 4096) and not another) or (narrow and told > there and told >= 0x7FFFF000):
         told = min(there + counted, 0xFFFFFFFF) if narrow else there + counted
         part.replaced.append((field[0], struct.pack(field[1], max(0, told))))
@@ -137,9 +156,33 @@ def raw(body):
     return form, {"sample_rate": str(rate), "ch_layout": hex(mask) if mask else f"{channels}C"}
 
 
-def page_is_cut(part):
-    """Whether an Ogg ends within a page: FFmpeg is silent about it."""
-    size = part.end - part.begin
+def frames_of_mp3(header):
+    """How many frames follow, by what encoders write into the first one, or None."""
+    found = re.search(rb"(?:Xing|Info)\0\0\0[\1\3\5\7\x09\x0b\x0d\x0f](.{4})|VBRI.{10}(.{4})", header, re.DOTALL)
+    return found and int.from_bytes(found[1] or found[2], "big")
+
+
+def atoms_are_cut(part):
+    """Whether an MP4 ends before its last atom does, which may be the one that lists the tracks."""
+    place = 0
+    while len(head := part.at(place, 16)) >= 8 and part.at(4, 4) == b"ftyp":
+        size = int.from_bytes(head[:4], "big")
+        size = int.from_bytes(head[8:], "big") if size == 1 else size
+        if size < 8:  # up to the end
+            return False
+        place += size
+    return place > part.end - part.begin
+
+
+def is_cut(part):
+    """Whether an AVI, ASF or Ogg ends before its header says so, or within a page: FFmpeg is silent about it."""
+    size, head = part.end - part.begin, part.at(0, 2**16)
+    if re.match(b"RIFF....AVI ", head, re.DOTALL) and (place := head.find(b"movi")) > 0:
+        told = int.from_bytes(head[place - 4 : place], "little")
+        return told < 0x7FFFF000 and place + told > size
+    if head.startswith(ASF) and (place := head.find(SIZES)) > 0:
+        live = head[place + 88 : place + 89] in (b"\1", b"\3")  # which has no size
+        return not live and int.from_bytes(head[place + 40 : place + 48], "little") > size
     data = part.at(max(0, size - 2**17), 2**17) if part.at(0, 4) == b"OggS" else b""
-    page = data[data.rfind(b"OggS") :]
-    return bool(data) and (len(page) < 27 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]))
+    page = data[max(0, data.rfind(b"OggS")) :]  # it may be far before the end, and whole
+    return page[:4] == b"OggS" and (len(page) < 27 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]))

@@ -27,10 +27,12 @@ SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
 PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
 # Keys of other tools that choose a part of a file, in units that are not seconds.
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
+# What tables have for a number that is missing; as a text, it is a word.
+NOTHING = dict.fromkeys((*START_KEYS, *END_KEYS, "duration", *CHANNEL_KEYS, *UNREAD), ("nan", "none", "null", "<na>"))
 SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
             ".amr", ".caf", ".au", ".wma", ".w64", ".wv", ".3gp"}  # fmt: skip
-LISTS = ".jsonl", ".json", ".tsv", ".csv"
-MANIFESTS = ".jsonl, .json, .tsv or .csv, also with .gz"
+LISTS = ".jsonl", ".ndjson", ".json", ".tsv", ".csv"
+MANIFESTS = ".jsonl, .ndjson, .json, .tsv or .csv, also with .gz"
 TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
 KALDI = "wav.scp", "segments", "text"
 
@@ -67,8 +69,8 @@ class ListError(UserError):
 
 
 def suffix_of(path):
-    """The suffix of a name, without .gz."""
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    """The suffix of a name in lower case, without .gz."""
+    return (Path(path.stem).suffix if path.suffix.lower() == ".gz" else path.suffix).lower()
 
 
 def is_list(path):
@@ -110,7 +112,7 @@ def read_all(paths, *columns, lenient=True, texts=True):
 def text_of(path):
     """The text of a file, with a newline alone at the ends of lines. Bytes that are no UTF-8 are for `encodable`."""
     data = path.read_bytes()
-    data = gzip.decompress(data) if path.suffix == ".gz" else data
+    data = gzip.decompress(data) if path.suffix.lower() == ".gz" else data
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # as spreadsheets write "Unicode text"
         try:
             data = data.decode("utf-16").encode()
@@ -180,7 +182,7 @@ def table(path, keys):
     """(name, row as a dictionary or LineError) of a table whose first line names the columns."""
     text = text_of(path)
     first = text.split("\n", 1)[0]
-    tabs = ".tsv" in path.suffixes or first.count("\t") > max(first.count(x) for x in ",;")
+    tabs = suffix_of(path) == ".tsv" or first.count("\t") > max(first.count(x) for x in ",;")
     delimiter = "\t" if tabs else max(",;", key=first.count)
     rows = records(text.split("\n"), delimiter)
     _, names = next(rows, (1, []))
@@ -194,7 +196,8 @@ def table(path, keys):
         raise ListError(path, f"must name each column once, got {names}"[:1000])
     for i, row in rows:
         other = LineError("another number of columns than in the first line")
-        yield f"{path.name} line {i}", dict(zip(names, row)) if len(row) == len(names) else other
+        fields = {key: x if x.lower() not in NOTHING.get(key, ()) else "" for key, x in zip(names, row)}
+        yield f"{path.name} line {i}", fields if len(row) == len(names) else other
 
 
 def records(lines, delimiter):
@@ -307,7 +310,7 @@ def speaker(row, notes, keys=SPEAKER_KEYS):
         notes.append(f"no {keys[0]}, which is to name the speaker")
     x = first_of(row, keys)
     try:
-        if isinstance(x, (int, float)):
+        if isinstance(x, (int, float)) or (isinstance(x, str) and re.fullmatch(r"\d+\.0+", x)):
             return str(x if as_integer(x) is None else as_integer(x))
         return "" if x is None else encodable(x, "the speaker")
     except LineError as error:
@@ -497,7 +500,7 @@ def beside(path):
         if x.suffix.lower() in SUFFIXES and files.setdefault((x.parent, x.stem), x) != x:
             yield Fault("a second audio file for the same text", str(x.relative_to(path)))
     unused, lists = dict(files), [x for x in found if x.name.endswith(".trans.txt")]
-    texts = [x for x in found if x.suffix == ".txt" and ((x.parent, x.stem) in files or not lists)]
+    texts = [x for x in found if x.suffix.lower() == ".txt" and ((x.parent, x.stem) in files or not lists)]
     if not lists and not any((x.parent, x.stem) in files for x in texts):
         raise no_corpus(path, "*.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files with a text "
                         "of the same name")  # fmt: skip

@@ -67,7 +67,9 @@ class Language:
         found = [(digit, y) for x, digit in pairs for y in patterns(*x, digit, locale)]
         self.patterns = [[x for digit, x in found if (digit == "[0-9]") == latin] for latin in (False, True)]
         self.percent_first = locale.percent_formats[None].pattern.startswith("%")
-        self.point, self.minus = self.find_point(), self.find_minus()
+        marks = symbols["latn"]["decimal"], locale_of(name, name).number_symbols["latn"]["decimal"]
+        self.point = self.find_point() if marks[0] == marks[1] else None  # es-MX writes a point, es says a comma
+        self.minus = self.find_minus()
         self.digits = self.engine if name == self.base else RbnfEngine.for_language(self.base)
         shown = [x for x in self.digits.rulesets if x.startswith("digits-ordinal")]
         self.dotted = not shown  # 3. is CLDR's ordinal of a language without rules
@@ -212,7 +214,7 @@ class Language:
                 return SPACE.join(groups)
             return "\u2007".join(groups) if any(threes[1:]) else found[0]
 
-        return re.sub(rf"(?<![\d.,'/:{SPACE}])(?<!\w-)\d+(?: \d+)+(?![\d{SPACE}])", join, text)
+        return re.sub(rf"(?<![\d.,'/:])(?<!\d{SPACE})(?<![^\W\d]-)\d+(?: \d+)+(?!{SPACE}?\d)", join, text)
 
 
 def patterns(group, mark, digit, locale):

@@ -27,7 +27,10 @@ BETWEEN = re.compile(rf"(?<=[{UNSPACED}])\n+(?=[{UNSPACED}])")
 APART = re.compile(
     rf"(?<=\d){SPACE}(?=\d)|(?<=\d)[ {SPACE}](?=[%٪‰؉{CURRENCY}]|°[cf]\b)|(?<=[{CURRENCY}])[ {SPACE}](?=\d)"
 )
-SIGNED = re.compile(rf"[.,]\d|[-–][.,]?[{CURRENCY}]?\d")  # begins with a part of a number, or what may be one
+# Between numbers: a minus, a range or a pause.
+BOTH = re.compile(rf"(?:(?<=[\d%٪‰؉{CURRENCY}])|(?<=°[cf])) ([-–]) (?=[{CURRENCY}]?\d)")
+# What begins with a part of a number, or with what may be one.
+SIGNED = re.compile(rf"(?<![.,–-])(?:[.,]\d|[-–][.,]?[{CURRENCY}]?\d)")
 TOKENS = re.compile(r"([ \n]+)")
 
 
@@ -58,7 +61,9 @@ def prepared(x):
         return SPACE
     if unicodedata.decomposition(x)[:5] in ("<wide", "<narr") and x not in "\uff0c\uff0e\uff1a":
         return prepared(unicodedata.normalize("NFKC", x)) if x != "\u3000" else " "
-    if kind == "Cf":
+    if x in "‐‑‒":
+        return "-"
+    if kind == "Cf" or x == "ـ":  # which makes words of Arabic wider
         return x if x in JOINERS or x == "\u180e" else ""
     if kind in ("Ps", "Pe", "Pi", "Pf") or x in "!?;¿¡…—―":
         return "\n"
@@ -129,7 +134,7 @@ def basic(language):
     def read(text):
         text = QUOTED.sub(r"\n\1\2\n", text)
         text = APART.sub("\ufffe", text).replace(SPACE, " ").replace("\ufffe", SPACE)
-        parts = tokens.split(language.grouped(text))
+        parts = tokens.split(language.grouped(BOTH.sub(r"\1", text)))
         last = max((i for i, x in enumerate(parts) if any(y.isalnum() for y in x)), default=-1)
         parts = [spoken(x, i < last) if has_said(x) else clean(x) for i, x in enumerate(parts)]
         return "".join(parts).replace(SPACE, " ").replace("\u2007", " ")
@@ -138,6 +143,7 @@ def basic(language):
         if not text.isascii() or "`" in text:
             text = GERSHAYIM.sub("״", APOSTROPHE.sub("'", WIDE.sub(usual, text)))
         text = lower(text.translate(PREPARED))
+        text = text if text.isascii() else JOINER_EDGES.sub("", text)
         text = read(text) if has_said(text) else clean(text.replace(SPACE, " "))
         return text if text.isascii() else JOINER_EDGES.sub("", BETWEEN.sub("", text))
 

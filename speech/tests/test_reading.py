@@ -295,6 +295,23 @@ def test_tables(folder, suffix, delimiter):
             listed(path, **columns)
 
 
+def test_tables_of_other_tools(folder):
+    """Spellings of what is missing, numbers of columns with gaps, suffixes: as pandas, polars and Excel have them."""
+    for nothing in ("", "NaN", "nan", "None", "null", "<NA>"):
+        lines = ["path,text,start,end,channel,speaker", "b.flac,NaN,0.5,1.5,1.0,7.0"]
+        lines += [f"b.flac,null{f',{nothing}' * 3},"]
+        (folder / "TABLE.CSV").write_text("\n".join(lines))
+        expected = [("b.flac from 0.5 s to 1.5 s", "NaN", 0.5, 1.5, 1, "7"), ("b.flac", "null", 0.0, None, None)]
+        assert listed(folder / "TABLE.CSV") == (expected, {}), nothing
+    (folder / "TABLE.Tsv").write_text("path\ttext\na.wav\tx,y\n")
+    (folder / "lines.ndjson").write_text('{"path": "a.wav", "text": "x,y"}\n')
+    with gzip.open(folder / "LINES.JSONL.GZ", "wt") as file:
+        file.write((folder / "lines.ndjson").read_text())
+    for name in ("TABLE.Tsv", "lines.ndjson", "LINES.JSONL.GZ"):
+        assert asr.manifests.is_list(folder / name)
+        assert listed(folder / name) == ([("a.wav", "x,y", 0.0, None, None)], {})
+
+
 def test_folders(folder, tmp_path):
     """LibriSpeech's with any audio, and a text beside each file; what lacks the other half is named."""
     for i, name in enumerate(("a.wav", "b.flac", "c.opus")):
@@ -310,7 +327,7 @@ def test_folders(folder, tmp_path):
     missing = {"an audio file without a text": ["1/2/1-2-2.opus"]}
     assert faults == missing | {"a text without its audio file": ["1-2.trans.txt line 3"]}
     (tmp_path / "pairs/1-2-0.txt").write_text("\ufeffGOOD MORNING\n")
-    (tmp_path / "pairs/1-2-1.txt").write_text("YES")
+    (tmp_path / "pairs/1-2-1.TXT").write_text("YES")
     (tmp_path / "pairs/other.txt").write_text("NO")
     entries, faults = listed(tmp_path / "pairs")
     assert [(x[0], x[1].strip()) for x in entries] == expected
