@@ -108,7 +108,8 @@ class Screen:
     """The standard output, as `Growing`."""
 
     def write(self, text):
-        print(text, end="", flush=True)
+        with writing("the standard output"):
+            print(text, end="", flush=True)
 
     def close(self):
         pass

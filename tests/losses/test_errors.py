@@ -198,7 +198,7 @@ def test_arguments_of_a_subclass():
             super().__init__(**options)
 
     assert OwnLoss(0.1, blank=3).blank == 3
-    with pytest.raises(TypeError, match="^OwnLoss: unknown argument blank_id; did you mean blank"):
+    with pytest.raises(TypeError, match="OwnLoss: unknown argument blank_id; did you"):
         OwnLoss(blank_id=3)
 
 
