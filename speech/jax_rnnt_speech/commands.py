@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -268,6 +269,8 @@ def main(arguments=None):
     ngrams.add_command(commands)
     export.add_command(commands)
     serve.add_command(commands)
+    if sys.stderr is None:  # closed before the start, as some services are
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = parser.parse_args(arguments)
     try:
         status = args.run(args)
