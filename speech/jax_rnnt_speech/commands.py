@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -270,7 +269,7 @@ def main(arguments=None):
     export.add_command(commands)
     serve.add_command(commands)
     if sys.stderr is None:  # closed before the start, as some services are
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = outputs.Nowhere()
     args = parser.parse_args(arguments)
     try:
         status = args.run(args)
