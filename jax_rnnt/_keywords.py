@@ -45,9 +45,11 @@ _OTHERS = {
 
 
 def keywords(decorated: Decorated, options: Collection[str] = ()) -> Decorated:
-    """Decorator of a public function, method or class. `options`: names that its ``**`` takes."""
+    """Decorator of a public function, method or class. `options`: names that its ``**`` takes; none: any."""
     function: Any = decorated.__init__ if isinstance(decorated, type) else decorated  # type: ignore[misc]
     parameters = inspect.signature(function).parameters.values()
+    if not options and any(x.kind is x.VAR_KEYWORD for x in parameters):  # as `__init__` of a user's own loss
+        return decorated
     names = [x.name for x in parameters if x.name not in ("self", "cls") and x.kind is not x.VAR_KEYWORD]
     names += options
     known = frozenset(names)

@@ -151,12 +151,11 @@ def _pieces(words, text: str | None, space: str, line_length: int, gap: float):
             found.pop()
         found.append(piece)
     for piece in found:
-        while columns(piece.text) > line_length:
-            size = _room(piece.text, line_length)
+        while columns(piece.text) > line_length and (size := _room(piece.text, line_length)) < len(piece.text):
             middle = piece.start + (piece.end - piece.start) * size / len(piece.text)
-            yield _Piece(piece.start, middle, piece.text[:size].rstrip(), piece.before)
-            space = " " if piece.text[:size][-1].isspace() else ""
-            piece = _Piece(middle, piece.end, piece.text[size:], space)
+            part, rest = piece.text[:size], piece.text[size:]
+            yield _Piece(piece.start, middle, part.rstrip(), piece.before)
+            piece = _Piece(middle, piece.end, rest.lstrip(), " " if part[-1].isspace() or rest[0].isspace() else "")
         yield piece
 
 
@@ -164,7 +163,7 @@ def _room(text: str, line_length: int) -> int:
     """Characters of a long text that a line takes: it ends behind a space or punctuation, or where it may."""
     widths = [*itertools.accumulate(map(columns, text))]
     most = max(1, sum(x <= line_length for x in widths))
-    places = [i for i in range(1, most + 1) if not joins(text[i - 1], text[i])]
+    places = [i for i in range(1, min(most + 1, len(text))) if not joins(text[i - 1], text[i])]
     allowed = [i for i in places if text[i - 1].isspace() or begins_line(text[i - 1], text[i])]
     good = [i for i in allowed if text[i - 1].isspace() or unicodedata.category(text[i - 1])[0] == "P"]
     good = [i for i in good if widths[i - 1] >= line_length / 2]

@@ -13,7 +13,7 @@ WINDOW = 16  # labels whose spans are found at once, with as many on both sides 
 # Scripts that write no spaces between words, as Unicode's names of their characters begin.
 DENSE = ("CJK", "KANGXI", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "BOPOMOFO", "YI SYLLABLE",
          "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "TAI ", "NEW TAI")  # fmt: skip
-SIGNS = "\u0e33\u0eb3\uff9e\uff9f"  # letters to Unicode's categories, but part of the character before
+SIGNS = "\u0e33\u0eb3\uff9e\uff9f🏻🏼🏽🏾🏿"  # no marks to Unicode's categories, but part of the character before
 STACKERS = "\u200d\u1039\u17d2\u1a60"  # what joins the character behind it: ZWJ, and signs that stack consonants
 SPOKEN = "%‰&@#§*/\\"  # punctuation to Unicode, words to a speaker
 
@@ -86,7 +86,8 @@ def any_dense(texts: Iterable[str]) -> bool:
 def joins(before: str, after: str) -> bool:
     """Whether two neighbours are one character to a reader: Unicode's extended grapheme clusters, but for scripts with
     spaces, whose words are whole anyway, and Hangul's single letters."""
-    return unicodedata.category(after)[0] == "M" or after in SIGNS or after == "\u200d" or before in STACKERS
+    kind = unicodedata.category(after)
+    return kind[0] == "M" or kind == "Cf" or after in SIGNS or before in STACKERS
 
 
 def units(text: str, edges: set[int], every: bool) -> list[list[int]]:

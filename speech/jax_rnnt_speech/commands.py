@@ -268,6 +268,8 @@ def main(arguments=None):
     ngrams.add_command(commands)
     export.add_command(commands)
     serve.add_command(commands)
+    if sys.stderr is None:  # closed before the start, as some services are
+        sys.stderr = outputs.Nowhere()
     args = parser.parse_args(arguments)
     try:
         status = args.run(args)

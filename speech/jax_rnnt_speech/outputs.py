@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import glob
+import io
 import json
 import os
 import shutil
@@ -108,10 +109,18 @@ class Screen:
     """The standard output, as `Growing`."""
 
     def write(self, text):
-        print(text, end="", flush=True)
+        with writing("the standard output"):
+            print(text, end="", flush=True)
 
     def close(self):
         pass
+
+
+class Nowhere(io.TextIOBase):
+    """Takes what nobody reads."""
+
+    def write(self, text):
+        return len(text)
 
 
 def running(process):

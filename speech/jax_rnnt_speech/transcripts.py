@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -144,6 +145,8 @@ def check(args, sources, entries=()):
     """Raises where options contradict each other, or the output has no place."""
     if args.output:
         outputs.check(args.output, sources, args.format in SUFFIXES and not alone(args))
+    elif sys.stdout is None:
+        raise UserError("the standard output is closed: name --output")
     check_names(args, recordings(entries))
     if getattr(args, "nbest", 0) and (not args.beam or args.format not in ("json", "jsonl")):
         raise UserError("--nbest needs --beam, and --format json or jsonl")

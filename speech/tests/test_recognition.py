@@ -1,5 +1,6 @@
 """Texts of files and streams, n-grams, made-up speech with a small real run, and the tutorial."""
 
+import contextlib
 import itertools
 import json
 import pathlib
@@ -26,6 +27,9 @@ def test_stream_is_transcribe(corpus, trained, capsys, refused):
     out, error = capsys.readouterr()
     texts = dict(line.split("\t") for line in out.splitlines())
     assert list(texts) == list(map(str, files)) and f"{corpus}/missing.flac: no such file" in error
+    with contextlib.redirect_stderr(None):  # closed, as some services start programs
+        run(["transcribe", "--model", trained[0], *files, corpus / "missing.flac"], 1)
+    assert capsys.readouterr().out == "".join(f"{path}\t{texts[str(path)]}\n" for path in files)
     for path in files:
         run(["stream", "--model", trained[0], path])
         assert capsys.readouterr().out.rstrip("\n") == texts[str(path)]

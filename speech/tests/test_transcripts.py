@@ -1,5 +1,6 @@
 """Words with their times, the forms of transcripts, and forced alignment."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -244,6 +245,14 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
     no_room = pytest.raises(asr.config.UserError, match=r"^/dev/full cannot be written: .*No space left")
     with no_room, transcripts.writer(full, entries) as write:
         write(0, done[0])
+    full = types.SimpleNamespace(format="jsonl", output=None)
+    no_room = pytest.raises(asr.config.UserError, match=r"^the standard output cannot be written: No space left")
+    with Path("/dev/full").open("w") as screen, contextlib.suppress(OSError):  # it cannot be closed either
+        with contextlib.redirect_stdout(screen), no_room, transcripts.writer(full, entries) as write:
+            write(0, done[0])
+        screen.close()
+    with contextlib.redirect_stdout(None), pytest.raises(asr.config.UserError, match="output is closed: name --output"):
+        transcripts.check(full, [])
     grown = asr.outputs.Growing(tmp_path / "grown")
     grown.write("whole\n")
     raw = grown.file

@@ -85,6 +85,11 @@ def test_leaves():
     again = jax.tree.map(lambda x: x, value)
     assert again.max_labels == 4 and again.temperature == 1.5 and again.joint.weight is value.joint.weight
     assert [weight for _, weight in again.fusion] == [0.5]
+    declared = value.predictor._replace(start=0, symbols=MODEL.tokens)  # which a program must know
+    counts = dataclasses.replace(value, predictor=declared, fusion=[(LM._replace(start=0), 1)], temperature=2)
+    assert {1.0, 2.0} <= {x for x in jax.tree.leaves(counts) if isinstance(x, float)}
+    assert jax.tree.map(jnp.asarray, counts).predictor[2:4] == (0, MODEL.tokens)
+    assert jax.eval_shape(VERBS["greedy"], counts, *ARRAYS).counts.shape == MODEL.lengths.shape
 
 
 def test_objects_without_a_hash_equal_themselves():

@@ -281,13 +281,16 @@ def test_captions_without_spaces():
     whole = timing.captions([Interval(0, 9, "スーパーマーケット")], line_length=6, lines=1)
     assert [x.text for x in whole] == ["スー", "パー", "マー", "ケット"] and [x.start for x in whole] == [0, 2, 4, 6]
     assert lines("「あ」「い」", line_length=8, lines=1) == [["「あ」"], ["「い」"]]
+    assert lines("xyz —", line_length=4) == [["xyz", "—"]]  # no line begins with a space
+    narrow = timing.captions([Interval(0, 2, "中文")], line_length=1)  # of which no line has room for a character
+    assert [x.text for x in narrow] == ["中\n文"]
     plain = [Interval(i, i + 0.5, x) for i, x in enumerate(["今日", "は", "iPhone", "and", "you"])]
     assert timing.captions(plain)[0].text == "今日はiPhone and you"  # without a text
 
 
 @pytest.mark.parametrize(
     "characters",
-    [[*"今日はきゃー。、「」a "], ["ก", "กิ", "น้ำ", " "], [*"abcdefgh"], ["👩\u200d👧", "e\u0301", " ", "-"]],
+    [[*"今日はきゃー。、「」a "], ["ก", "กิ", "น้ำ", " "], [*"abcdefgh"], ["👩\u200d👧", "👍🏽", "e\u0301", " ", "-"]],
 )
 def test_captions_of_any_text(characters):
     """Random texts, words and limits: lines within their columns, the text as it is, and no character cut in two."""

@@ -190,6 +190,18 @@ def test_unknown_arguments():
         assert f": unknown argument {name}; " in str(caught.value)
 
 
+def test_arguments_of_a_subclass():
+    """One's own `__init__` may hand them on; the loss names those that it does not know."""
+
+    class OwnLoss(jax_rnnt.RNNTLoss):
+        def __init__(self, label_smoothing=0.0, **options):
+            super().__init__(**options)
+
+    assert OwnLoss(0.1, blank=3).blank == 3
+    with pytest.raises(TypeError, match="OwnLoss: unknown argument blank_id; did you"):
+        OwnLoss(blank_id=3)
+
+
 def test_unknown_arguments_of_every_name():
     """Of functions, classes and methods alike."""
     results = jax_rnnt.Alignment, decode.Hypotheses, decode.Predictor

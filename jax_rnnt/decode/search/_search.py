@@ -143,7 +143,8 @@ class Search:
         self._scoring(function)
         self._models(function)
         values = {name: in_evaluation(getattr(self, name)) for name in ("joint", "predictor")}
-        values["fusion"] = tuple((in_evaluation(model), weight) for model, weight in self.fusion)
+        values |= {name: _weight(getattr(self, name)) for name in OFF}
+        values["fusion"] = tuple((in_evaluation(model), _weight(weight)) for model, weight in self.fusion)
         for name, x in values.items():
             object.__setattr__(self, name, x)
 
@@ -385,7 +386,8 @@ _LEAF = object()
 
 
 def _is_leaf(x) -> bool:
-    return isinstance(x, (numbers.Real, jax.Array, np.ndarray))
+    """Counts, as a predictor's start label, are structure."""
+    return isinstance(x, (numbers.Real, jax.Array, np.ndarray)) and not isinstance(x, numbers.Integral)
 
 
 def _kept(x):
@@ -396,6 +398,11 @@ def _kept(x):
     except TypeError:
         return _Object(x)
     return x
+
+
+def _weight(x):
+    """A float: an integer would be structure."""
+    return float(x) if isinstance(x, numbers.Integral) else x
 
 
 def _is_off(x, value: float) -> bool:
