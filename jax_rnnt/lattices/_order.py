@@ -8,6 +8,7 @@ Both may round differently (one contracts a product and a sum, the other branche
 array decides which of them an element meets. `elementwise` has arrays of one size that vectors always fill.
 """
 
+import contextvars
 import math
 
 import jax
@@ -16,6 +17,8 @@ import numpy as np
 from jax import lax
 
 BLOCK = 512  # elements of each sequence, a multiple of every vector
+# Whether `elementwise` has blocks: JAX before 0.7 lowers no such loop under `jax.ensure_compile_time_eval`.
+in_blocks = contextvars.ContextVar("in_blocks", default=True)
 
 
 def elementwise(function, *arrays, batch_dims):
@@ -26,8 +29,10 @@ def elementwise(function, *arrays, batch_dims):
     """
     shape = arrays[0].shape
     size = math.prod(shape[batch_dims:])
+    if not isinstance(size, int) or not in_blocks.get():  # no loop can be made of a symbol of `jax.export`
+        return function(*arrays)
 
-    def in_blocks(*arrays):
+    def by_blocks(*arrays):
         def split(x):
             flat = x.reshape(*shape[:batch_dims], size)
             flat = jnp.pad(flat, [*[(0, 0)] * batch_dims, (0, 2 * BLOCK - size % BLOCK)])
@@ -39,7 +44,7 @@ def elementwise(function, *arrays, batch_dims):
 
         return jax.tree.map(joined, lax.map(lambda x: function(*x), tuple(map(split, arrays))))
 
-    return lax.platform_dependent(*arrays, cpu=in_blocks, default=function)
+    return lax.platform_dependent(*arrays, cpu=by_blocks, default=function)
 
 
 def cumulative(combine, arrays, neutral, reverse=False):

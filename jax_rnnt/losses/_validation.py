@@ -14,6 +14,7 @@ from jax.experimental import checkify
 from jax_rnnt import _checks
 from jax_rnnt.emissions._emission import inside_targets
 from jax_rnnt.lattices import _lattice as lattice
+from jax_rnnt.lattices import _order as order
 from jax_rnnt.losses._adjustments import adjust
 from jax_rnnt.sharding._device import parts
 
@@ -72,7 +73,11 @@ def _has_path(loss, kept, num_frames, num_labels, frames, labels):
     zero = jnp.zeros((1,) * num_frames.ndim + (frames, labels + 1), jnp.float32)
     plane = zero + jnp.zeros_like(num_frames, jnp.float32)[..., None, None]  # sharded as the lengths are
     plane = plane if kept is None else jnp.where(kept, plane, -jnp.inf)
-    arcs = adjust(dict.fromkeys(composition.emission._names(), plane), num_frames, num_labels, loss, None)
+    token = order.in_blocks.set(False)  # only what is finite counts
+    try:
+        arcs = adjust(dict.fromkeys(composition.emission._names(), plane), num_frames, num_labels, loss, None)
+    finally:
+        order.in_blocks.reset(token)
     return ~jnp.isneginf(lattice.log_likelihood(composition.topology, arcs, num_frames, num_labels))
 
 

@@ -42,7 +42,8 @@ def _with_skips(blank, skip, inside, reverse):
     neutral = 0, -jnp.inf
     steps = jnp.where(inside, blank, 0), jnp.where(inside, jnp.zeros_like(blank), -jnp.inf)
     frames = blank.shape[-1]
-    more = [(0, 0)] * (blank.ndim - 1) + [(0, order.BLOCK - frames % order.BLOCK)]  # as `order.elementwise`
+    end = order.BLOCK - frames % order.BLOCK if isinstance(frames, int) else 0  # as `order.elementwise`
+    more = [(0, 0)] * (blank.ndim - 1) + [(0, end)]
     whole = [jnp.pad(x, more, constant_values=fill) for x, fill in zip(steps, neutral)]
     maps = [x[..., :frames] for x in order.cumulative(_then, whole, neutral, reverse)]
 

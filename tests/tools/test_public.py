@@ -84,8 +84,10 @@ def undocumented(function):
         block = re.split(r"\n[\w ]+\n-+\n", block)[0]
         names = (line.split(" : ")[0] for line in block.splitlines() if line[:1].strip())  # at the margin
         names = {name.strip(" *") for line in names for name in line.split(",")}
-        if "options" in names and inspect.isclass(function):  # "Those of `TransducerLoss`."
-            parameters = {"options"} | parameters - set(inspect.signature(jax_rnnt.TransducerLoss).parameters)
+        if "options" in names:  # "Those of `TransducerLoss`.", or of `Search`
+            options = jax_rnnt.TransducerLoss if inspect.isclass(function) else jax_rnnt.decode.Search
+            others = {x for x in inspect.signature(options).parameters if x not in names}
+            parameters = {"options"} | parameters - others
         yield from sorted(parameters ^ names)
     if not inspect.isclass(function) and not function.__name__.startswith("write_"):
         yield from {"Returns"} - set(sections)

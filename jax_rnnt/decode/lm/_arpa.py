@@ -105,7 +105,7 @@ class Arpa:
         if left := self.vocabulary - self.spelled:
             names = ", ".join(map(repr, self.unspelled)) + ", ..." * (left > NAMED)
             message = f"{left} of {self.vocabulary} words of {self.path} are left out, as no labels spell them: {names}"
-            warnings.warn(f"{self.function}: {message}.", stacklevel=3)
+            warnings.warn(f"{self.function}: {message}.", stacklevel=4)
         return orders
 
     def sections(self, number) -> list[Grams]:

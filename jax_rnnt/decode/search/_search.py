@@ -6,6 +6,7 @@ B utterances, T frames, E and P the widths of encoder and predictor rows, V clas
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import numbers
 import typing
 from collections.abc import Callable, Sequence
@@ -447,8 +448,12 @@ Function = typing.TypeVar("Function", bound=Callable[..., Hypotheses])
 
 
 def _with_options(function: Function) -> Function:
-    options = [f.name for f in dataclasses.fields(Search) if f.kw_only]
-    return _keywords.keywords(function, options)
+    """The function, which takes the options of `Search`, also for who reads its signature."""
+    options = [x for x in inspect.signature(Search).parameters.values() if x.kind is x.KEYWORD_ONLY]
+    known = [x for x in inspect.signature(function).parameters.values() if x.kind is not x.VAR_KEYWORD]
+    wrapper = _keywords.keywords(function, [x.name for x in options])
+    wrapper.__signature__ = inspect.Signature([*known, *options], return_annotation=Hypotheses)  # type: ignore[attr-defined]
+    return wrapper
 
 
 @_with_options
