@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 
@@ -42,6 +43,15 @@ def search(**options):
     return decode.Search(MODEL.loss.value(), MODEL.parameters.joint, MODEL.parameters.predictor, 4, **options)
 
 
+def program(verb, value):
+    return str(jax.make_jaxpr(lambda *arrays: VERBS[verb](value, *arrays))(*ARRAYS))
+
+
+@functools.cache
+def usual(verb):
+    return program(verb, search())
+
+
 def primitives(function, *arguments):
     return collections.Counter(re.findall(r"= (\w+)[\[ ]", str(jax.make_jaxpr(function)(*arguments))))
 
@@ -53,7 +63,8 @@ def test_an_argument_has_the_program_of_a_closure(verb):
     closed = primitives(lambda *arrays: VERBS[verb](value, *arrays), *ARRAYS)
     assert closed["dot_general"] > 0
     assert primitives(VERBS[verb], value, *ARRAYS) == closed
-    assert_same_bits(jax.jit(VERBS[verb])(value, *ARRAYS)[:7], VERBS[verb](value, *ARRAYS)[:7])
+    if verb == "greedy":
+        assert_same_bits(jax.jit(VERBS[verb])(value, *ARRAYS)[:7], VERBS[verb](value, *ARRAYS)[:7])
 
 
 @pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb in VERBS for name in OTHERS])
@@ -67,8 +78,7 @@ def test_no_option_is_ignored(verb, name):
             with pytest.raises(ValueError, match=f"^{verb}: {name} must be left out"):
                 jax.eval_shape(VERBS[verb], search(**{name: jnp.float32(0)}), *ARRAYS)
     else:
-        program = lambda x: str(jax.make_jaxpr(lambda *arrays: VERBS[verb](x, *arrays))(*ARRAYS))
-        assert (program(value) != program(search())) == (name not in ("max_symbols", "window") or verb != "parallel")
+        assert program(verb, value) != usual(verb)
 
 
 def test_leaves():
