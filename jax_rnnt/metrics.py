@@ -120,14 +120,8 @@ def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
 
     Parameters
     ----------
-    labels : Array, integer [..., L]
-        Hypotheses.
-    counts : Array, integer [...]
-        Number of labels of each hypothesis; later ones are never read.
-    targets : Array, integer [..., U]
-        Reference labels.
-    target_lengths : Array, integer [...]
-        Number of labels of each target; later ones are never read.
+    labels, counts, targets, target_lengths
+        As for `label_errors`, traced or not.
 
     Returns
     -------

@@ -118,7 +118,7 @@ class Server:
     def __init__(self, recogniser, how, options):
         self.recogniser, self.how, self.options = recogniser, how, options
         self.name, self.origins = options.name or Path(options.model).resolve().name, getattr(options, "cors", [])
-        self.texts = [(x or "").replace(recogniser.tokens.separator, " ") for x in recogniser.tokens.texts]
+        self.texts = [x.replace(recogniser.tokens.separator, " ") for x in recogniser.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
         self.slots = streams.Slots(recogniser, options.connections, how) if recogniser.chunk else None
         if self.slots:
@@ -516,9 +516,9 @@ def segments(captions, labels):
         [x.text for x in captions], ["", *(text for _, text, _ in labels)]
     ))  # fmt: skip
     places = np.minimum(np.searchsorted(ends, begins[:-1], side="right"), len(captions) - 1)
-    found = []
+    bounds, found = np.searchsorted(places, np.arange(len(captions) + 1)), []  # labels of a caption follow each other
     for i, x in enumerate(captions):
-        own = [label for label, place in zip(labels, places) if place == i]
+        own = labels[bounds[i] : bounds[i + 1]]
         data = x.text.encode()
         found.append(
             {"id": i, "seek": 0, "start": round(float(x.start), 6), "end": round(float(x.end), 6), "text": x.text}

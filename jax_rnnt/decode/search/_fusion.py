@@ -15,7 +15,6 @@ from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._model import log_softmax
-from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode.search._problem import Problem
 
 
@@ -80,7 +79,7 @@ def checked_fusion(function, fusion, ilm_weight) -> Fusion:
             raise TypeError(f"{function}: fusion must be {expected}, got {name} = {pair!r}.")
         model, weight = pair
         if not _checks.is_zero(weight := _checks.scalar(function, f"{name} weight", weight)):
-            models.append(Weighted(name, in_evaluation(model), weight))
+            models.append(Weighted(name, model, weight))
     return Fusion(tuple(models), _checks.scalar(function, "ilm_weight", ilm_weight))
 
 

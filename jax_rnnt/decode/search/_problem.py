@@ -13,7 +13,6 @@ from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import take
 from jax_rnnt.decode._model import checked_joint, scores_dtype
-from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._symbols import Symbols, symbols_of
 
@@ -98,7 +97,7 @@ def prepare(function, search, encoder_out, lengths, exact_end, scoring, width=1,
     bad = (lengths < 0) | (lengths > frames)
     if frames == 0:  # nothing is read, but rows are gathered
         encoder_out = jnp.zeros((batch, 1, encoder_out.shape[2]), encoder_out.dtype)
-    joint, predictor = in_evaluation(search.joint), in_evaluation(search.predictor)
+    joint, predictor = search.joint, search.predictor
     start = _predictor.start_of(function, predictor, search.start)
     # The classes are known once there is a predictor row, and the start label by default once classes are known.
     row, _ = jax.eval_shape(lambda: _predictor.begin(function, "predictor", predictor, batch, 0))
