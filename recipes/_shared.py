@@ -10,31 +10,34 @@ The model, its batches and its losses are those of jax_rnnt_speech. A recipe is 
 
 import argparse
 import copy
-import dataclasses
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from corpora.digits import Handwritten
 from tqdm import tqdm
 
 from jax_rnnt.metrics import label_errors
-from jax_rnnt_speech import config, pretrained
-from jax_rnnt_speech.config import Config
-from jax_rnnt_speech.data import batches, corpora
+from jax_rnnt_speech import models
+from jax_rnnt_speech.config import Config, files
+from jax_rnnt_speech.config.options import amount, positive, seed
+from jax_rnnt_speech.data import batches
 from jax_rnnt_speech.recognition.ngrams import Search
 from jax_rnnt_speech.recognition.recogniser import Recogniser
 from jax_rnnt_speech.training import epochs
 from jax_rnnt_speech.training.steps import make_optimizer
+
+FILE = Path(__file__).parent / "corpora" / "handwritten_digits.json"
 
 
 class Digits:
     """Lines of 3 to 7 handwritten digits: batches of one shape, and the options of the model that reads them."""
 
     def __init__(self, **options):
-        options = config.read_file("handwritten-digits") | options
-        self.config = Config(**options)
-        train, test = (corpora.open_corpus("handwritten-digits", self.config, x) for x in ("train", "valid"))
-        start = pretrained.fresh(self.config, train)
+        self.config = Config.of(**files.read_file(FILE) | options)
+        train, test = (Handwritten(x) for x in ("train", "valid"))
+        start = models.fresh(self.config, train)
         self.tokens, self.blank, self.subsampling = start.tokens, start.blank, start.subsampling
         self.train, self.test = (batches.labelled(x, self.tokens, self.subsampling) for x in (train, test))
         start.measure(self.train)
@@ -42,12 +45,12 @@ class Digits:
 
     def recogniser(self, **options):
         """A new model; options differ from those of `config`."""
-        return Recogniser(dataclasses.replace(self.config, **options), self.tokens, self.mean, self.deviation)
+        return Recogniser(self.config.having(**options), self.tokens, self.mean, self.deviation)
 
     def batches(self):
         """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""
         epoch = epochs.training(self.train, self.config, batches.make_buckets(self.train, self.config, 1), (0, 1))
-        return iter(epoch.repeat(-(-self.config.steps // len(epoch)))[: self.config.steps])
+        return iter(epoch.repeat(-(-self.config.optimiser.steps // len(epoch)))[: self.config.optimiser.steps])
 
     def with_texts(self, texts):
         """The same with held-out lines of other texts, of the same scans."""
@@ -64,7 +67,7 @@ class Digits:
 
 def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
     """Parameters after all steps of AdamW. `loss` is (params, batch, step) -> a mean; `batch_of` may change a batch."""
-    optimizer = make_optimizer(digits.config)
+    optimizer = make_optimizer(digits.config.optimiser)
 
     @jax.jit
     def train_step(params, state, batch, step):
@@ -72,7 +75,10 @@ def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
         updates, state = optimizer.update(gradient, state, params)
         return jax.tree.map(lambda x, y: x + y, params, updates), state, value
 
-    state, bar = optimizer.init(params), tqdm(digits.batches(), total=digits.config.steps, unit="step", mininterval=5)
+    state, bar = (
+        optimizer.init(params),
+        tqdm(digits.batches(), total=digits.config.optimiser.steps, mininterval=5),
+    )
     for step, batch in enumerate(bar):
         batch = batch_of(params, batch, step)
         batch.pop("index", None)
@@ -104,9 +110,9 @@ def error_rate(search, digits):
 def parse(doc, **options):
     """Options of a recipe: those given here, with defaults of their types, and --seed."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=config.seed, default=0, help="(%(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     for name, default in options.items():
-        kind = {int: config.positive, float: config.amount}.get(type(default), str)
+        kind = {int: positive, float: amount}.get(type(default), str)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help="(%(default)s)")
     return parser.parse_args()
 

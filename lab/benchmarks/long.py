@@ -2,7 +2,7 @@
 
     PYTHONPATH=speech python lab/benchmarks/long.py --model FOLDER DATA --minutes 5
 
-Utterances of DATA (a corpus, or spoken-digits:FOLDER), in their order, one behind the other: each alone, and
+Utterances of DATA (a corpus, or one by FILE.py:FUNCTION), in their order, one behind the other: each alone, and
 joined in a fixed grid, in windows that end in pauses, in one window. A word is late by the difference to itself in its
 utterance. Seconds include compilation. The memory of utterances alone is also that of so many files.
 """
@@ -16,7 +16,7 @@ import time
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
-from jax_rnnt_speech import pretrained
+from jax_rnnt_speech import models
 from jax_rnnt_speech.data import corpora
 from jax_rnnt_speech.recognition import recognise, recogniser, transcripts, windows
 
@@ -64,12 +64,11 @@ def interval(differences, lengths):
 
 
 def compared(args):
-    model, how = pretrained.open_model(args.model, "cpu"), recogniser.Search(beam=args.beam)
-    kind, _, folder = args.data.partition(":")
-    digits = kind == "spoken-digits" and folder
-    corpus = corpora.open_corpus(args.data, model.config, "valid") if digits else \
+    model, how = models.open_model(args.model, "cpu"), recogniser.Search(beam=args.beam)
+    made = corpora.by_function(args.data)
+    corpus = corpora.open_corpus(args.data, model.config, "valid") if made else \
         corpora.Recordings(args.data, model.config, testing=True)  # fmt: skip
-    rate, begins = model.config.rate, [0]
+    rate, begins = model.config.features.rate, [0]
 
     def samples(i):
         return corpus.samples(i, np.random.default_rng(i)).astype(np.float32)

@@ -81,7 +81,7 @@ def theirs(folder, kind, what, repeats):
         if kind == "rnnt":
             return model.loss_function(logits, **options)
         heads = logits[..., :width], logits[..., width:]
-        return model.loss_function(*heads, durations=model.config.durations, **options)
+        return model.loss_function(*heads, durations=model.config.head.durations, **options)
 
     def forward():
         rows = model.get_audio_features(input_features=features, attention_mask=mask)
@@ -110,21 +110,20 @@ def theirs(folder, kind, what, repeats):
 
 
 def ours(folder, kind, what, repeats):
-    import dataclasses
 
     import jax
     import optax
 
-    from jax_rnnt_speech import pretrained
+    from jax_rnnt_speech import models
     from jax_rnnt_speech.model import parts
     from jax_rnnt_speech.training import steps
 
-    recogniser = pretrained.open_model(folder / kind)
+    recogniser = models.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())
     arrays = {"audio": features, "lengths": lengths, "targets": targets, "target_lengths": target_lengths}
     if what != "loss":
         joint = "tiles" if what == "tiles" else "logits"
-        recogniser.config = dataclasses.replace(recogniser.config, joint=joint, time_masks=0, mel_masks=0)
+        recogniser.config = recogniser.config.having(joint=joint, time_masks=0, mel_masks=0)
         arrays |= {"valid": np.ones(UTTERANCES, bool), "spans": np.zeros((UTTERANCES, 0, 2), np.int32)}
         chosen = parts.Parts(recogniser.config, recogniser.params)
         optimizer = steps.if_finite(optax.adamw(1e-5, weight_decay=0.01))

@@ -46,9 +46,9 @@ CHEAP = dict(dtype="bfloat16", remat=True, scan=True, dropout=0.0)
 
 def recogniser_of(layers):
     """A Recogniser, whose parameters nobody draws."""
-    config = Config(init="none", encoder="fastconformer", **SIZES, **CHEAP)
-    fields = {"num_mel_bins": config.mels, "num_hidden_layers": layers}
-    zeros, ones = np.zeros(config.mels), np.ones(config.mels)
+    config = Config.of(init="none", encoder="fastconformer", **SIZES, **CHEAP)
+    fields = {"num_mel_bins": config.features.mels, "num_hidden_layers": layers}
+    zeros, ones = np.zeros(config.features.mels), np.ones(config.features.mels)
     return Recogniser(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields})
 
 
@@ -71,7 +71,7 @@ def lowered(device, layers):
     state = parts.shapes_in_place(mesh, state, shard)
     frozen = parts.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, recogniser.shapes), shard)
     places = jax.tree.map(lambda x: x.sharding, state)
-    shapes = {"audio": (FRAMES, recogniser.config.mels), "targets": (TARGETS,), "spans": (4, 2)}
+    shapes = {"audio": (FRAMES, recogniser.config.features.mels), "targets": (TARGETS,), "spans": (4, 2)}
     kinds = {"audio": np.float32, "valid": bool}
     split = NamedSharding(mesh, P("data"))
     batch = {

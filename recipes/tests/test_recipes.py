@@ -47,10 +47,11 @@ def run(monkeypatch, tmp_path, name, *options):
 @pytest.fixture
 def small(monkeypatch):
     """Fewer lines, and a narrow model of one block, of the encoder that compiles in half of the time."""
-    config, digits = (importlib.import_module(f"jax_rnnt_speech.{name}") for name in ("config", "data.digits"))
-    usual = config.read_file
+    monkeypatch.syspath_prepend(FOLDER)
+    files, digits = map(importlib.import_module, ("jax_rnnt_speech.config.files", "corpora.digits"))
+    usual = files.read_file
     narrow = {"encoder": "convolutional", "width": 16, "blocks": 1, "channels": 2}
-    monkeypatch.setattr(config, "read_file", lambda name: usual(name) | narrow)
+    monkeypatch.setattr(files, "read_file", lambda name: usual(name) | narrow)
     monkeypatch.setattr(digits, "LINES", {"train": 64, "valid": 32})
 
 

@@ -1,8 +1,6 @@
 """What the recipe reads and leaves out, texts, features, labels and shapes of batches."""
 
-import dataclasses
 import decimal
-import itertools
 import json
 import shutil
 import types
@@ -15,6 +13,7 @@ import pytest
 import scipy.io.wavfile
 import unicode_rbnf
 
+from jax_rnnt_speech.config import files
 from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
 from jax_rnnt_speech.recognition import ngrams
 from jax_rnnt_speech.training import epochs, train
@@ -30,7 +29,7 @@ def test_several_sources(corpus, tmp_path):
     with pytest.raises(asr.system.UserError, match="none does not exist"):
         corpora.open_corpus(paths, configuration(), "train")
     earlier = {"copies": 1, "mel_on": "host"}  # of runs that had these options
-    assert asr.config.from_json({"train": paths, "valid": ["a"]} | earlier, "") == {"train": paths, "valid": "a"}
+    assert files.from_json({"train": paths, "valid": ["a"]} | earlier, "") == {"train": paths, "valid": "a"}
 
 
 def test_bad_data_is_left_out_by_name(tmp_path):
@@ -226,7 +225,7 @@ def test_normalize(tmp_path, monkeypatch):
         (tmp_path / file).touch()
     for name in ("basic:de", "none:tr"):
         assert asr.data.texts.absolute(name) == name  # not a function of that file
-    assert corpora.absolute("spoken-digits:a:b") == f"spoken-digits:{tmp_path}/a:b"
+    assert corpora.absolute("mine.py:swap:a:b") == f"{tmp_path}/mine.py:swap:{tmp_path}/a:b"
     for name, message in (
         ("other", "--normalize must be none, basic, .* got other"),
         ("basic:xx", "has no numbers in words; languages: "),
@@ -274,38 +273,6 @@ def test_numbers_of_all_languages():
         said = {x: change(str(x)) for x in values}
         assert len({*said.values()}) == len({*values}), name
         assert not asr.data.texts.unread(said[5]) and (name == "sl" or not asr.data.texts.unread(said[10_000])), name
-
-
-def test_spoken_digits(tmp_path, refused):
-    """Lines are recordings of one speaker, one after another, as their texts say; held-out ones have their own.
-
-    A digit is known by its length, which 15% more or less leave apart from others, and a speaker by the sign.
-    """
-    lengths, signs = (100 * 1.5 ** np.arange(10)).astype(int), {"ann": 1, "bob": -1}
-    (tmp_path / "recordings").mkdir()
-    for digit, (name, sign), index in itertools.product(range(10), signs.items(), (4, 5)):
-        part = digit % 2 == 0 if index == 4 else digit % 2 == 1  # even ones are held out
-        if part:
-            samples = np.pad(np.full(lengths[digit], sign * 0.5, np.float32), (0, 20))  # a pause may be of no length
-            scipy.io.wavfile.write(tmp_path / f"recordings/{digit}_{name}_{index}.wav", 8000, samples)
-    (tmp_path / "recordings/1_bob_9.wav").write_bytes(b"RIFF, not really")
-    config = dataclasses.replace(configuration(), rate=8000, max_seconds=2.0)
-    for split, digits in (("train", {*"13579"}), ("valid", {*"02468"})):
-        corpus = corpora.open_corpus(f"spoken-digits:{tmp_path}", config, split)
-        assert [*corpus.report.names.values()] == [["1_bob_9.wav"]] * (split == "train")
-        assert set().union(*(x.text for x in corpus.utterances)) == digits
-        assert {x.speaker for x in corpus.utterances} == {*signs}
-        for i in range(40):
-            x, heard = corpus.utterances[i], corpus.samples(i, np.random.default_rng(i))
-            loud = np.flatnonzero(np.diff(np.abs(np.pad(heard, 1)) > 0.15)).reshape(-1, 2)
-            found = [int(np.abs(np.log(lengths / (end - start))).argmin()) for start, end in loud]
-            assert x.text == "".join(map(str, found)) and 1 <= len(found) <= 7
-            assert all(np.sign(heard[start]) == signs[x.speaker] for start, _ in loud)
-            assert len(heard) / 8000 < 2.1 and 0 < len(corpus.load(i, np.random.default_rng(i))) <= x.frames
-    command = ["train", "--workdir", tmp_path / "run", "--train", f"spoken-digits:{tmp_path / 'none'}"]
-    refused(command, "none has no {digit}_{speaker}_{index}.wav with an index of 5 and up")
-    refused([*command, tmp_path, "--valid", tmp_path], "none: digits go with no other corpus; train takes them")
-    refused(["check", "handwritten-digits"], "handwritten-digits: digits go with no other corpus; train takes them")
 
 
 @pytest.mark.parametrize("kind", ["characters", "subwords"])

@@ -1,7 +1,6 @@
 """Error rates: counts, intervals and differences of texts, and what the command `test` makes of a corpus."""
 
 import csv
-import dataclasses
 import functools
 import itertools
 import json
@@ -125,13 +124,13 @@ def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
     rows = [json.loads(x) for x in (corpus / "all.jsonl").read_text().splitlines()][:4]
     rows[1]["text"], rows[3]["text"] = "A B " * 20, "AZ B"
     (corpus / "rates.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    recogniser = asr.pretrained.open_model(trained[0])
+    recogniser = asr.models.open_model(trained[0])
 
     def rates(numbers):
         (corpus / "some.jsonl").write_text("\n".join(json.dumps(rows[i]) for i in numbers))
         found = corpora.open_corpus(str(corpus / "some.jsonl"), recogniser.config, "valid")
         data = batches.labelled(found, recogniser.tokens, recogniser.subsampling, held_out=True)
-        config = dataclasses.replace(recogniser.config, buckets=1)
+        config = recogniser.config.having(buckets=1)
         buckets = [x._replace(frames=60, labels=4) for x in batches.make_buckets(data, config, 1)]
         result, _ = train.held_out(
             recogniser, recogniser.params, data, buckets, lambda x: x, asr.recognition.recogniser.GREEDY

@@ -1,6 +1,5 @@
 """Relatives of the golden models: heads for CTC, archives of NeMo, prompts of languages."""
 
-import dataclasses
 import io
 import json
 import pickle
@@ -80,7 +79,7 @@ def ctc(tmp_path):
 def test_parakeet_ctc(ctc, tmp_path, refused):
     """Losses, labels and frames of `transformers`; what is written is what was read; options that it has not."""
     ctc, golden = ctc
-    recogniser, tensors = asr.pretrained.open_model(ctc), load_file(ctc / "model.safetensors")
+    recogniser, tensors = asr.models.open_model(ctc), load_file(ctc / "model.safetensors")
     x, lengths = padded(recogniser)
 
     @jax.jit
@@ -105,8 +104,8 @@ def test_parakeet_ctc(ctc, tmp_path, refused):
 
 def test_beams_of_tdt_lose_no_words():
     """Long blanks have few factors; still the best hypothesis beats greedy's, and none is silent but by the loss."""
-    recogniser = asr.pretrained.open_model(GOLDEN / "tdt")
-    recogniser.config = dataclasses.replace(recogniser.config, duration_choice="pair")
+    recogniser = asr.models.open_model(GOLDEN / "tdt")
+    recogniser.config = recogniser.config.having(duration_choice="pair")
     x, lengths = padded(recogniser)
     heard = recogniser.window(recogniser.params, x, lengths, np.zeros(3, np.int32))
     greedy, *_ = recogniser.taken(recogniser.params, *heard)
@@ -140,7 +139,7 @@ def changed(path, fields, weights=None):
 def test_archives_of_nemo(kind):
     """Logits, labels and those of a head for CTC are what NeMo computed; a stream has them too, and ends at <EOU>."""
     golden = {k.removeprefix(f"{kind}/"): x for k, x in arrays(GOLDEN / "archives.npz").items() if k.startswith(kind)}
-    recogniser = asr.pretrained.open_model(GOLDEN / f"{kind}.nemo")
+    recogniser = asr.models.open_model(GOLDEN / f"{kind}.nemo")
     x, lengths = padded(recogniser)
 
     @jax.jit
@@ -148,7 +147,7 @@ def test_archives_of_nemo(kind):
         model = recogniser.model(params)
         rows, counts = model.encode(x, lengths)
         logits = model.joint(rows[:, :, None], model.predictor(LABELS["targets"][:, :2] % 17)[:, None])
-        return rows, counts, logits, model.ctc(rows).argmax(-1) if recogniser.config.ctc else None
+        return rows, counts, logits, model.ctc(rows).argmax(-1) if recogniser.config.objective.ctc else None
 
     rows, counts, logits, best = jax.device_get(compute(recogniser.params))
     np.testing.assert_array_equal(counts, golden["lengths"])
@@ -161,7 +160,7 @@ def test_archives_of_nemo(kind):
         assert [recogniser.text(x, n) for x, n in zip(found.labels, found.counts)] == golden["texts"].tolist()
         for i, n in enumerate(counts):
             np.testing.assert_array_equal(best[i, :n], golden["ctc"][i, :n])
-        assert recogniser.config.ctc == 0.3 and recogniser.config.durations == [0, 1, 2, 3, 4]
+        assert recogniser.config.objective.ctc == 0.3 and recogniser.config.head.durations == [0, 1, 2, 3, 4]
         return
     slots, end = streams.Slots(recogniser), recogniser.tokens.pieces.index("<EOU>")
     for samples, expected in zip(recordings(), labels):
@@ -190,7 +189,7 @@ def test_other_archives(tmp_path, capsys):
         run(["transcribe", "--model", tmp_path / "b.nemo", "a.wav"], 2)
         assert message in capsys.readouterr().err
     changed(tmp_path / "b.nemo", {"tokenizer": None, "labels": [*"ABCDEFGHIJKLMNOPQ"]})
-    assert asr.pretrained.open_model(tmp_path / "b.nemo").tokens.encode("BAD") == [1, 0, 3]
+    assert asr.models.open_model(tmp_path / "b.nemo").tokens.encode("BAD") == [1, 0, 3]
 
 
 def test_prompts(tmp_path):
@@ -199,7 +198,7 @@ def test_prompts(tmp_path):
     sounds = json.loads((folder / "preprocessor_config.json").read_text())
     processor = {"feature_extractor": sounds, "prompt_dictionary": {"de-DE": 1, "auto": 2}}
     (folder / "processor_config.json").write_text(json.dumps(processor))
-    recogniser = asr.pretrained.open_model(folder)
+    recogniser = asr.models.open_model(folder)
     assert [recogniser.language(x) for x in ("0", "de-DE", "")] == [0, 1, 2]
     x, lengths = padded(recogniser)
 

@@ -1,7 +1,6 @@
 """Do pretrained models compute what other programs computed for golden: padded, in gradients, searches and streams?"""
 
 import copy
-import dataclasses
 import functools
 import json
 import pathlib
@@ -28,7 +27,7 @@ SLOW = pytest.mark.slow
 KINDS = pytest.param("rnnt", marks=SLOW), "tdt", "streaming"
 TARGETS, TARGET_LENGTHS = LABELS["targets"], LABELS["target_lengths"]
 NEAR = {"atol": 1e-4, "rtol": 0}
-hugging_face, recognise = asr.pretrained.hugging_face, asr.recognition.recognise
+hugging_face, recognise = asr.models.hugging_face, asr.recognition.recognise
 
 
 def padded(recogniser):
@@ -41,7 +40,7 @@ def padded(recogniser):
 @pytest.fixture(scope="module", params=KINDS)
 def case(request):
     """(recogniser, golden arrays, features [B, T, F] and their lengths [B])."""
-    recogniser = asr.pretrained.open_model(GOLDEN / request.param)
+    recogniser = asr.models.open_model(GOLDEN / request.param)
     return recogniser, arrays(GOLDEN / request.param / "golden.npz"), *padded(recogniser)
 
 
@@ -60,7 +59,7 @@ def test_features(case):
 
 
 def test_features_of_128_bins():
-    config = asr.config.Config(features="nemo", mels=128)
+    config = asr.config.Config.of(features="nemo", mels=128)
     expected = arrays(GOLDEN / "features128.npz")["features"]
     results = features.extractor(config)(recordings()[2][:3000])
     np.testing.assert_allclose(results, expected[0, : len(results)], **NEAR)
@@ -116,15 +115,15 @@ def test_transcripts(case):
 @SLOW
 def test_rule_of_durations():
     """The golden labels tell the rule of `transformers` from that of most probable pairs."""
-    recogniser = asr.pretrained.open_model(GOLDEN / "tdt")
-    recogniser.config = dataclasses.replace(recogniser.config, duration_choice="pair")
+    recogniser = asr.models.open_model(GOLDEN / "tdt")
+    recogniser.config = recogniser.config.having(duration_choice="pair")
     results = [x.labels for x in recognise.transcribe(recogniser, enumerate(recordings()))]
     assert results != [x[x >= 0].tolist() for x in arrays(GOLDEN / "tdt/golden.npz")["labels"]]
 
 
 @pytest.fixture(scope="module")
 def streaming():
-    return asr.pretrained.open_model(GOLDEN / "streaming")
+    return asr.models.open_model(GOLDEN / "streaming")
 
 
 KEYS = "layers.0.self_attn.relative_k_proj"
@@ -138,7 +137,7 @@ def test_gradients(streaming):
     batch = LABELS | dict(zip(("audio", "lengths"), padded(streaming)))
     batch |= {"valid": np.ones(3, bool), "spans": np.zeros((3, 4, 2), np.int32)}
     for way in ({}, {"scan": True, "remat": True}):
-        config = dataclasses.replace(streaming.config, **way)
+        config = streaming.config.having(**way)
         one = asr.recognition.recogniser.Recogniser(
             config, streaming.tokens, streaming.mean, streaming.deviation, streaming.source
         )
@@ -157,7 +156,7 @@ def test_gradients(streaming):
 def test_subsampling_by_channels(kind, monkeypatch):
     """Rows and gradients are those of XLA's convolutions of all channels; the largest array has those of a group."""
     config = fastconformer.EncoderConfig(kind, 6, subsampling_factor=4, subsampling_conv_channels=12, num_mel_bins=9)
-    config = dataclasses.replace(config, dropout=0.0)
+    config = config.having(dropout=0.0)
     graph, parameters, rest = nnx.split(
         fastconformer.Subsampling(config, dtype=np.float32, rngs=nnx.Rngs(0)), nnx.Param, ...
     )
@@ -260,17 +259,17 @@ def leaves(recogniser):
 @pytest.mark.parametrize("kind", ["tdt", "streaming"])
 def test_what_is_written_is_read(kind, tmp_path, capsys):
     """Small steps of training come back to the bit; rounding is asked for, and said."""
-    recogniser, run_of = asr.pretrained.open_model(GOLDEN / kind), runs.Run(tmp_path / "run")
+    recogniser, run_of = asr.models.open_model(GOLDEN / kind), runs.Run(tmp_path / "run")
     recogniser.params = jax.tree.map(lambda x: x + np.float32(1e-5), recogniser.params)
     run_of.open()
     run_of.save(1, recogniser.setup(), params=recogniser.params)
     run_of.close()
     run(["convert", tmp_path / "run", tmp_path / "whole"])
     assert not capsys.readouterr().out
-    again = asr.pretrained.read(tmp_path / "whole")
+    again = asr.models.read(tmp_path / "whole")
     for a, b in zip(leaves(again), leaves(recogniser), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert again.config == dataclasses.replace(recogniser.config, init=str(tmp_path / "whole"))
+    assert again.config == recogniser.config.having(init=str(tmp_path / "whole"))
     run(["convert", tmp_path / "whole", tmp_path / "half", "--dtype", "bfloat16"])
     assert capsys.readouterr().out == "weights are rounded to bfloat16\n"
     for name, dtype in (("whole", "float32"), ("half", "bfloat16")):
@@ -304,7 +303,7 @@ def test_disks_without_room(form, tmp_path, refused):
     assert ("config.json" in names, "recogniser.json" in names) == ((True, False) if form == "own" else (False, True))
     assert (folder / "more/README.md").read_text() == "mine"
     assert {x.name for x in tmp_path.iterdir()} == {"card.txt", "model"}
-    for x, y in zip(leaves(asr.pretrained.read(folder)), leaves(asr.pretrained.read(model)), strict=True):
+    for x, y in zip(leaves(asr.models.read(folder)), leaves(asr.models.read(model)), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -423,7 +422,7 @@ def test_what_is_not_used_is_named(tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(fields | {"new_trick": [1]}))
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"suppress_tokens": 7}))
-    asr.pretrained.config_of(folder)
+    asr.models.config_of(folder)
     names = [line.split("not used: ")[1] for line in capsys.readouterr().err.splitlines()]
     assert names == ["layerdrop 0.1, max_position_embeddings 9", "new_trick [1]", "suppress_tokens 7"]
     tensors = load_file(folder / "model.safetensors")
@@ -431,7 +430,7 @@ def test_what_is_not_used_is_named(tmp_path, capsys):
     for changed, message in ((spare, r"not of this model: ctc_head\.weight"), ({}, "has no tensor")):
         save_file(changed, folder / "model.safetensors")
         with pytest.raises(asr.system.UserError, match=message):
-            asr.pretrained.read(folder)
+            asr.models.read(folder)
 
 
 def test_other_folders(tmp_path, refused):
@@ -450,19 +449,24 @@ def test_other_folders(tmp_path, refused):
 def test_start(tmp_path):
     """Weights decide options, which others may not contradict; a new head keeps the encoder."""
     options = {"train": "t", "valid": "v", "init": str(GOLDEN / "streaming")}
-    config = asr.config.Config(**asr.pretrained.completed(options)).checked()
-    assert (config.mels, config.chunk, config.stack, config.predictor_layers) == (16, 2, 0, 2)
+    config = asr.config.Config.of(**asr.models.completed(options)).checked()
+    assert (config.features.mels, config.encoder.chunk, config.head.stack, config.head.predictor_layers) == (
+        16,
+        2,
+        0,
+        2,
+    )
     for more, message in (
         ({"mels": 80}, "--mels 80: .* has 16$"),
         ({"predictor": "stateless"}, "--predictor stateless: .* has lstm: --new-head allows that"),
     ):
         with pytest.raises(asr.system.UserError, match=message):
-            asr.pretrained.completed(options | more)
+            asr.models.completed(options | more)
     sizes = {"stack": 2, "width": 8, "heads": 2, "blocks": 1, "row_dropout": 0.5}
-    config = asr.config.Config(**asr.pretrained.completed(options | {"new_head": True} | sizes)).checked()
+    config = asr.config.Config.of(**asr.models.completed(options | {"new_head": True} | sizes)).checked()
     corpus = corpora.Recordings.__new__(corpora.Recordings)
     corpus.utterances, corpus.features = [utterances.Utterance("a", 9, "A B")], 16
-    recogniser, start = asr.pretrained.fresh(config, corpus), asr.pretrained.read(GOLDEN / "streaming")
+    recogniser, start = asr.models.fresh(config, corpus), asr.models.read(GOLDEN / "streaming")
     for a, b in zip(*(jax.tree.leaves(x.params["encoder"]) for x in (recogniser, start)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert (recogniser.subsampling, recogniser.chunk, recogniser.tokens.pieces) == (16, 0, [" ", "A", "B"])

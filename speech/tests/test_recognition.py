@@ -8,8 +8,8 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
-import time
 import tracemalloc
 import types
 
@@ -17,8 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_rnnt_speech.cli import synthesis
-from jax_rnnt_speech.data import audio, utterances
+from jax_rnnt_speech.data import utterances
 from jax_rnnt_speech.recognition import ngrams, recognise, results, streams, transcripts, windows
 from jax_rnnt_speech.system import hosts
 from support import asr, random_recogniser, run, subwords
@@ -54,18 +53,18 @@ def test_start_from_a_run(corpus, trained):
     """A run's encoder is a start, with its head or a new one for other labels; it decides what it hears."""
     options = {"train": str(corpus), "valid": str(corpus), "init": str(trained[0])}
     data = types.SimpleNamespace(features=6, utterances=[utterances.Utterance("a", 9, "X Y")])
-    start = asr.pretrained.read(trained[0])
-    for more, pieces, same in (({}, start.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
-        config = asr.config.Config(**asr.pretrained.completed(options | more)).checked()
-        recogniser = asr.pretrained.fresh(config, data)
-        assert (config.mels, config.encoder, recogniser.tokens.pieces) == (6, "convolutional", pieces)
+    start = asr.models.read(trained[0])
+    for more, pieces, same in (({}, start.head.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
+        config = asr.config.Config.of(**asr.models.completed(options | more)).checked()
+        recogniser = asr.models.fresh(config, data)
+        assert (config.features.mels, config.encoder.kind, recogniser.tokens.pieces) == (6, "convolutional", pieces)
         np.testing.assert_array_equal(recogniser.mean, start.mean)
         for name in ("encoder", "predictor"):
             pairs = zip(*(jax.tree.leaves(x.params[name]) for x in (recogniser, start)))
             assert all((a.shape == b.shape) and (a == b).all() for a, b in pairs) == (same or name == "encoder")
     data.features = 7
     with pytest.raises(asr.system.UserError, match=r"hears 6 features a frame, .* has 7"):
-        asr.pretrained.fresh(config, data)
+        asr.models.fresh(config, data)
 
 
 def random_sound(count):
@@ -204,7 +203,7 @@ def test_cuts(whole):
     """
     shapes = jax.ShapeDtypeStruct((1, 30, whole.width), np.float32), jax.ShapeDtypeStruct((1,), np.int32)
     found, *_ = jax.eval_shape(whole.taken, whole.params, *shapes)
-    assert found.labels.shape[1] >= 30 * whole.config.max_symbols
+    assert found.labels.shape[1] >= 30 * whole.config.search.max_symbols
     x = windows.Recording("a", np.zeros(8000 * 31), whole)
     assert x.long and x.size == 30 * 8000
     assert x.margin * whole.seconds == pytest.approx(2.0)
@@ -278,28 +277,6 @@ def test_what_a_machine_lacks(monkeypatch):
     monkeypatch.setattr(jax, "devices", failed)
     with pytest.raises(asr.system.UserError, match=r"^no device of .*: Unable to initialize backend 'cuda': no GPU$"):
         hosts.devices(None, 1)
-
-
-def test_sentences(tmp_path, monkeypatch, refused):
-    text = 'It was a dark\nand stormy night. "Who\'s there?" Nobody saw 3 men.\n%\nQ: Is this a joke?\nShort one.\n'
-    assert synthesis.sentences(text) == ["it was a dark and stormy night", "is this a joke"]
-    (tmp_path / "a.txt").write_text("IT IS HOT\nThe BBC said so.\n")
-    assert synthesis.read_texts([tmp_path / "a.txt"]) == ["it is hot", "The BBC said so."]
-    texts, shares = [f"sentence {i}" for i in range(3000)], synthesis.shares("espeak=1,slt=3")
-    args = types.SimpleNamespace(voices=shares, noise=10, clean=0.25, softer=6)
-    lines = synthesis.plan(texts, np.random.default_rng(0), args)
-    assert sorted(x.text for part in lines.values() for x in part) == sorted(texts)
-    for one in lines:
-        for other in set(lines) - {one}:
-            assert not {x.voice for x in lines[one]} & {x.voice for x in lines[other]}
-    slt, clean = ([f(x) for x in lines["train"]] for f in (lambda x: x.voice == "slt", lambda x: np.isinf(x.ratio)))
-    assert abs(np.mean(slt) - 0.75) < 0.03 and abs(np.mean(clean) - 0.25) < 0.03
-    command = ["corpus", tmp_path / "speech", "--voices"]
-    refused([*command, "espeak=1,joe=2"], "--voices: expected shares of espeak, hibari")
-    monkeypatch.setattr(synthesis.shutil, "which", lambda name: name != "flite")
-    monkeypatch.setattr(synthesis.importlib.util, "find_spec", lambda name: None)
-    refused([*command, "slt=1"], "flite is missing: apt-get install flite")
-    refused([*command, "hibari=1"], "hibari is missing: pip install hibari-tts")
 
 
 def witten_bell(sentences, word, context):
@@ -392,66 +369,15 @@ def make_speech(folder, hours):
     texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in SLOTS))]
     text = folder / "sentences.txt"
     text.write_text("\n".join(texts))
-    run(["corpus", folder / "speech", "--hours", hours, "--text", text])
+    program = [
+        sys.executable,
+        pathlib.Path(__file__).parents[2] / "recipes/corpora/synthetic_speech.py",
+        folder / "speech",
+        "--hours",
+        str(hours),
+    ]
+    subprocess.run([*program, "--text", text], check=True)
     return folder / "speech"
-
-
-def test_corpora_of_stubs(tmp_path, capsys, monkeypatch, refused):
-    """One model of hibari for all threads, other noise in each split, silent sentences are named; seeds count."""
-    models, tone = [], np.sin(np.arange(1600) / 5)
-
-    def slow(**options):
-        time.sleep(0.1)
-        models.append(options)
-
-    def spoken(line, rng):
-        if line.voice == "hibari":
-            synthesis.hibari()
-        return tone * (line.text not in silent)
-
-    monkeypatch.setattr(synthesis, "check", lambda voices: None)
-    monkeypatch.setattr(synthesis, "spoken", spoken)
-    monkeypatch.setattr(synthesis.importlib, "import_module", lambda name: types.SimpleNamespace(Hibari=slow))
-    synthesis.hibari.cache_clear()
-    (tmp_path / "a.txt").write_text("".join(f"number {'x' * i}\n" for i in range(1, 200)))
-
-    def made(name, *more):
-        run(["corpus", tmp_path / name, "--hours", "0.0005", "--text", tmp_path / "a.txt", *more])
-        files = sorted((tmp_path / name).rglob("*.flac"))
-        return {x.relative_to(tmp_path / name): audio.read(x, 16000) for x in files}, capsys.readouterr().out
-
-    silent = ()
-    first, out = made("one", "--voices", "hibari=1")
-    assert len(models) == 1 and "left out" not in out and len(first) == 18 + 2 * 1
-    again, _ = made("two", "--voices", "hibari=1")
-    assert all(np.array_equal(first[name], again[name]) for name in first) and first.keys() == again.keys()
-    noises = [x - tone * (x @ tone) / (tone @ tone) for x in first.values()]
-    apart = np.abs(np.corrcoef(noises) - np.eye(len(noises)))
-    assert apart.max() < 0.2
-    clean, _ = made("clean", "--clean", "1")
-    for x in clean.values():
-        np.testing.assert_allclose(x, 0.98 * tone, atol=1e-3)
-    for name, limit, more in (("--clean", 1, "1.1"), ("--softer", 60, "61")):
-        expected = f"{name}: expected a number of 0 or more and {limit} or less, got {more}"
-        refused(["corpus", tmp_path / "no", name, more], expected)
-    lines = [x for path in (tmp_path / "one/train").rglob("*.txt") for x in path.read_text().lower().splitlines()]
-    silent = {x.partition(" ")[2] for x in lines[:2]}
-    left, out = made("silent", "--voices", "hibari=1")
-    assert "train: left out, silent: 2 (hibari: " in out and all(f"hibari: {x}" in out for x in silent)
-    lines = [x for path in (tmp_path / "silent").rglob("*.txt") for x in path.read_text().lower().splitlines()]
-    assert len(left) == len(lines) == len(first) and not silent & {x.partition(" ")[2] for x in lines}
-
-
-@pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
-def test_made_up_speech(tmp_path, capsys, refused):
-    """Three folders of recordings with their texts, which are complete."""
-    speech = make_speech(tmp_path, 0.005)
-    assert "train: " in capsys.readouterr().out
-    (stretch,) = audio.stretches(next((speech / "train").rglob("*.flac")))
-    assert (stretch.rate, stretch.channels) == (16000, 1)
-    run(["check", *(speech / name for name in ("train", "valid", "test"))])
-    assert "left out" not in capsys.readouterr().out
-    refused(["corpus", speech], "is not empty")
 
 
 @pytest.mark.slow
@@ -465,7 +391,7 @@ def test_a_small_real_run(tmp_path, capsys):
     run(["ngram", tmp_path / "words.arpa", speech / "train", "--lower"])
     options = dict(
         config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
-        vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, kernel=5, chunk=0,
+        vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, convolution=5, chunk=0,
         past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=200, save_every=1000,
         learning_rate=0.005,
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """The encoder with padding and in chunks; steps, runs that resume exactly, and checked options."""
 
-import dataclasses
 import itertools
 import json
 import shutil
@@ -20,7 +19,7 @@ def test_padding_and_the_future(chunk):
     """Rows of an utterance are those that it has alone; with a chunk they depend on no later chunk, and chunks one by
     one give them, also where an utterance ends within a chunk. Else they depend on what comes later.
     """
-    config = configuration(chunk=chunk, past=6, blocks=2, kernel=5)
+    config = configuration(chunk=chunk, past=6, blocks=2, convolution=5)
     model = transducer.Transducer(config, 6, 3, 4, rngs=transducer.nnx.Rngs(0, dropout=0))
     model.eval()
     x, lengths = np.random.default_rng(0).normal(size=(2, 64, 6)).astype(np.float32), np.array([64, 37])
@@ -290,7 +289,7 @@ def test_every_loss(corpus, name):
     """Steps lower the loss of a batch, in tiles; logits of all nodes at once give the same first loss."""
     recogniser, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
     first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0))(recogniser.params))
-    recogniser.config = dataclasses.replace(recogniser.config, joint="tiles")
+    recogniser.config = recogniser.config.having(joint="tiles")
     optimizer = steps.optax.apply_if_finite(steps.optax.adam(1e-2), 3)
     (_, state, frozen, step), results = steps_of(recogniser, optimizer), []
     for i in range(30):

@@ -140,7 +140,7 @@ def test_loss_of_texts(corpus, tmp_path, capsys):
     """By hand: of labels alone, without a row of the encoder, and not of what follows a sentence."""
     recogniser, _ = prepared(corpus, **CONVOLUTIONAL)
     (tmp_path / "x.txt").write_text("AB\nnone\nCAB A\n")
-    config = dataclasses.replace(recogniser.config, text=str(tmp_path / "x.txt"))
+    config = recogniser.config.having(text=str(tmp_path / "x.txt"))
     labels, lengths = batches.sentences(config, recogniser.tokens)
     assert "text: left out, characters outside the vocabulary: 1 (none)" in capsys.readouterr().out
     assert lengths.tolist() == [2, 5] and labels[0, :3].tolist() == [0, 1, 0]
@@ -186,7 +186,7 @@ def test_frozen_parts_rates_and_average(corpus):
         average = decay * average + (1 - decay) * x
     np.testing.assert_allclose(states[-1]["average"][name], average, atol=1e-6)
     with pytest.raises(asr.system.UserError, match="no parameter is called decoder; they begin with ctc, encoder"):
-        asr.model.parts.Parts(dataclasses.replace(recogniser.config, freeze="decoder"), recogniser.params)
+        asr.model.parts.Parts(recogniser.config.having(freeze="decoder"), recogniser.params)
 
 
 def test_sharded(corpus):
@@ -209,7 +209,7 @@ def test_computed_again(corpus):
     rates, results = [["encoder/blocks", 0.5], ["encoder/blocks/layers/2", 2.0]], []
     again = {"scan": True, "remat": True, "rates": rates}
     for way in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", **again}, {}, {"remat": True}, again):
-        config = dataclasses.replace(recogniser.config, **way)
+        config = recogniser.config.having(**way)
         other = asr.recognition.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
         parts = asr.model.parts.Parts(config, recogniser.params)
         free, frozen = parts.free(recogniser.params), parts.frozen(recogniser.params)
@@ -274,10 +274,10 @@ def test_versions_of_recordings(tmp_path):
 def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     """Features are those of the recordings up to float16, and a second start decodes nothing."""
     config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25), synthetic=str(corpus / "held-out.jsonl"))
-    plain = corpora.open_corpus(config.train, config, "train")
-    first = corpora.open_corpus(config.train, config, "train", tmp_path)
+    plain = corpora.open_corpus(config.data.train, config, "train")
+    first = corpora.open_corpus(config.data.train, config, "train", tmp_path)
     monkeypatch.setattr(audio, "blocks", None)  # nothing can be decoded
-    second = corpora.open_corpus(config.train, config, "train", tmp_path)
+    second = corpora.open_corpus(config.data.train, config, "train", tmp_path)
     assert len(second.utterances) == 24 and second.further == {10, 11, 22, 23}
     assert [x.frames for x in second.utterances] == [x.frames for x in plain.utterances]
     assert not any(x.frames for x in second.utterances[22:])  # synthetic speech at another speed
@@ -287,7 +287,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     for i in (0, 11, 21):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
-    both = dataclasses.replace(config, train=[config.train, config.synthetic], synthetic="")
+    both = config.having(train=[config.data.train, config.data.synthetic], synthetic="")
     both = corpora.open_corpus(both.train, both, "train", tmp_path)
     assert len(both.load(23, None)) == both.utterances[23].frames  # not from the folder that lacks it
     known, free = corpora.Recordings(corpus, config), cache.shutil.disk_usage("/")
@@ -344,7 +344,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     options |= {"mel_masks": 0}
     config = configuration(**options, blocks=2, buckets=1, **CONVOLUTIONAL)
     tokens, zeros = asr.data.tokens.Characters("ABC "), np.zeros(6)
-    data = batches.labelled(corpora.open_corpus(config.train, config, "train", tmp_path), tokens, 4)
+    data = batches.labelled(corpora.open_corpus(config.data.train, config, "train", tmp_path), tokens, 4)
     recogniser = asr.recognition.recogniser.Recogniser(config, tokens, zeros, zeros + 1)
     parts, buckets = asr.model.parts.Parts(config, recogniser.params), batches.make_buckets(data, config, 1)
     values, whole = [], (data, buckets, tmp_path)
@@ -358,7 +358,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
     found = []
     for change in ({"seed": 1}, {"bfloat16_rows": True}):
-        other = asr.recognition.recogniser.Recogniser(dataclasses.replace(config, **change), tokens, zeros, zeros + 1)
+        other = asr.recognition.recogniser.Recogniser(config.having(**change), tokens, zeros, zeros + 1)
         found.append(cache.rows(other, parts, *whole)[0].corpus)
     assert len({data.corpus.folder, *(x.folder for x in found)}) == 3
     near, exact = (np.concatenate([x.load(i, None) for i in data.labels]) for x in (found[1], data.corpus))
@@ -425,7 +425,7 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
         if path.name == "metadata":
             path.write_text(json.dumps({k: x for k, x in json.loads(path.read_text()).items() if k != "sealed"}))
         path.unlink() if path.name == "sums.json" else None
-    for x, y in zip(jax.tree.leaves(asr.pretrained.read(workdir).params), new, strict=True):
+    for x, y in zip(jax.tree.leaves(asr.models.read(workdir).params), new, strict=True):
         np.testing.assert_array_equal(x, y)
     next((workdir / "best/6/params/d").iterdir()).unlink()
     refused(["convert", workdir, tmp_path / "other"], "best/6 lacks arrays of this model (")

@@ -1,7 +1,6 @@
 """Words with their times, the forms of transcripts, and forced alignment."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import re
@@ -26,7 +25,7 @@ from support import asr, run, subwords
 def test_words(text):
     """They are those of the text, of characters and of subwords; times and confidence by hand."""
     characters = asr.data.tokens.Characters("AB ")
-    config = asr.config.Config(tokens="subwords", vocabulary=8)
+    config = asr.config.Config.of(tokens="subwords", vocabulary=8)
     subwords = asr.data.tokens.train(config, ["A AB BA", "BAB A", "ABBA AB"] * 9)
     for tokens in (characters, subwords):
         labels = [int(x) for x in tokens.encode(text)]
@@ -372,8 +371,8 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     ):
         refused(["transcribe", files[0], *more, *["--model", trained[0]] * ("--model" not in more)], message)
     assert files[0].stat().st_size
-    model = asr.pretrained.open_model(trained[0])  # the column of its run counts where a table has it
-    model.config = dataclasses.replace(model.config, audio_column="clip")
+    model = asr.models.open_model(trained[0])  # the column of its run counts where a table has it
+    model.config = model.config.having(audio_column="clip")
     monkeypatch.setattr(asr.pretrained, "open_model", lambda *_: model)
     (tmp_path / "m.tsv").write_text(f"path\tclip\nmissing\t{files[0]}\n")
     for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):
@@ -390,10 +389,10 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypa
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert facts[0] == "Licence: none." and digest in facts[2]
     assert len({x.stat().st_mode for x in folder.iterdir()}) == 1  # who may read one may read all
-    first, again = (asr.pretrained.read(x) for x in (trained[0], folder))
+    first, again = (asr.models.read(x) for x in (trained[0], folder))
     for x, y in zip(*(jax.tree.leaves(x.params) for x in (first, again)), strict=True):
         np.testing.assert_array_equal(np.float16(x), y)
-    assert again.config.train == "all.jsonl" and str(corpus) not in (folder / "recogniser.json").read_text()
+    assert again.config.data.train == "all.jsonl" and str(corpus) not in (folder / "recogniser.json").read_text()
     monkeypatch.setenv("RNNT_SPEECH_MODEL", str(folder))
     capsys.readouterr()
     results = []

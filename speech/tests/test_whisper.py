@@ -109,7 +109,7 @@ def test_whisper(tmp_path, refused):
     sizes = {"d_model": WIDTH, "encoder_layers": 2, "encoder_attention_heads": HEADS, "encoder_ffn_dim": HIDDEN}
     sizes |= {"num_mel_bins": BINS, "max_source_positions": PLACES, "model_type": "whisper", "dropout": 0.1}
     (tmp_path / "b/config.json").write_text(json.dumps(sizes))
-    recogniser, other = (asr.pretrained.read(tmp_path / name) for name in ("a", "b"))
+    recogniser, other = (asr.models.read(tmp_path / name) for name in ("a", "b"))
     for x, y in zip(*(jax.tree.leaves(x.params) for x in (recogniser, other)), strict=True):
         np.testing.assert_array_equal(x, y)
     x, lengths = RNG.normal(size=(2, 21, BINS)).astype(np.float32), np.array([21, 12])
@@ -133,12 +133,12 @@ def test_whisper(tmp_path, refused):
     ):
         (tmp_path / "a/model.bin").write_bytes(changed)
         with pytest.raises(asr.system.UserError, match=message):
-            asr.pretrained.config_of(tmp_path / "a")
+            asr.models.config_of(tmp_path / "a")
 
 
 def test_whisper_features():
     """Those of faster-whisper."""
-    config = asr.config.Config(features="whisper")
+    config = asr.config.Config.of(features="whisper")
     results = features.extractor(config)(recordings()[2])
     np.testing.assert_allclose(results[::7], GOLDEN["features"], atol=1e-5)
 
@@ -146,7 +146,7 @@ def test_whisper_features():
 @pytest.mark.skipif("WHISPER" not in os.environ, reason="WHISPER names no folder with model.bin of Whisper tiny.en")
 def test_whisper_rows():
     """Rows of the released weights are those of CTranslate2."""
-    recogniser = asr.pretrained.read(os.environ["WHISPER"])
+    recogniser = asr.models.read(os.environ["WHISPER"])
     x, expected = recogniser.features(recordings()[2])[None], GOLDEN["rows"]
     encode = jax.jit(lambda params: recogniser.model(params).encoder(x, np.array([x.shape[1]]))[0])
     results = np.asarray(encode(recogniser.params))[0, ::5]

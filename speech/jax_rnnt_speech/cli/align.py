@@ -1,28 +1,27 @@
 """Forced alignment: when the words of known texts are spoken."""
 
-import dataclasses
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 
-from jax_rnnt_speech import config, pretrained
+from jax_rnnt_speech import models
+from jax_rnnt_speech.config import command_line, of_sections
 from jax_rnnt_speech.data import batches, corpora
 from jax_rnnt_speech.recognition import ngrams, recognise, transcripts
 from jax_rnnt_speech.system import UserError, outputs, programs
 
-OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
+OPTIONS = of_sections("texts") - {"speaker_column"} | {"max_seconds", "batch", "batch_seconds"}
 
 
 def align(args):
     transcripts.check(args, args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
-    recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
+    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
     if recogniser.loss is None:
-        raise UserError(f"{args.workdir} has a head for CTC alone: alignments need a transducer")
+        raise UserError(f"{args.model} has a head for CTC alone: alignments need a transducer")
     how = ngrams.Search(language=recogniser.language(args.prompt) if args.prompt else None)
-    settings = config.changed(recogniser.config, args, OPTIONS)
-    settings = dataclasses.replace(settings, max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
+    settings = command_line.changed(recogniser.config, args, OPTIONS)
+    settings = settings.having(max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
     data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
 
@@ -61,9 +60,8 @@ def align(args):
 def add_command(commands):
     parser = commands.add_parser("align", help="when the words of a corpus are spoken, as CTM or TextGrid")
     parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
-    parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
-    pretrained.add_options(parser)
+    models.add_options(parser)
     transcripts.add_options(parser, ("ctm", *(x for x in transcripts.FORMATS if x not in ("ctm", "text"))))
-    config.add_options(parser, {"max_seconds"}, "what the model hears")
-    config.add_options(parser, OPTIONS - {"max_seconds"}, "as trained")
+    command_line.add_options(parser, {"max_seconds"}, "what the model hears")
+    command_line.add_options(parser, OPTIONS - {"max_seconds"}, "as trained")
     parser.set_defaults(run=align)

@@ -8,17 +8,24 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import config, pretrained
-from jax_rnnt_speech.config import Config
+from jax_rnnt_speech import models
+from jax_rnnt_speech.config import Config, command_line, files, of_sections
 from jax_rnnt_speech.data import batches, corpora, texts, tokens
 from jax_rnnt_speech.data.utterances import listed, shown
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.system import UserError
-from jax_rnnt_speech.training import runs
 
 # Options of train that decide what is read, or how it is padded.
-OPTIONS = {"rate", "window", "hop", "max_seconds", "alphabet", "lower", "normalize", "audio_column", "text_column"}
-OPTIONS |= {"speaker_column", "batch_seconds", "batch", "buckets"}
+OPTIONS = of_sections("texts") | {
+    "rate",
+    "window",
+    "hop",
+    "alphabet",
+    "max_seconds",
+    "batch_seconds",
+    "batch",
+    "buckets",
+}
 SHOWN = 10  # texts, before and after --normalize
 RARE = 3  # characters of fewer texts are named, where there are ten times as many texts
 
@@ -31,7 +38,7 @@ class Findings:
         self.report, self.utterances, self.settings = corpus.report, corpus.utterances, settings
         self.buckets, labels = [], {}
         if self.utterances:
-            known = vocabulary or tokens.train(settings, (x.text for x in self.utterances))
+            known = vocabulary or tokens.train(settings.head, (x.text for x in self.utterances))
             with contextlib.suppress(batches.NothingLeft):  # the report says why
                 data = batches.labelled(corpus, known, subsampling)
                 labels, self.size = data.labels, len(known.pieces)
@@ -56,7 +63,7 @@ class Findings:
     def not_read_aloud(self):
         """Names of utterances by what --normalize basic leaves as it is in them, the most frequent first."""
         found = collections.defaultdict(list)
-        for entry, text in self.kept if self.settings.normalize.startswith("basic") else ():
+        for entry, text in self.kept if self.settings.texts.normalize.startswith("basic") else ():
             for part in dict.fromkeys(texts.unread(text)):
                 found[part].append(shown(entry.name))
         return dict(sorted(found.items(), key=lambda x: -len(x[1])))
@@ -79,7 +86,7 @@ class Findings:
                   f"{bucket.labels} labels, {share:.0%} padding"  # fmt: skip
         yield "padding: {:.0%}, {:.0%} with one shape".format(*self.padding)
         changed = [(entry.text.strip(), text) for entry, text in self.kept if entry.text.strip() != text]
-        yield f"texts that change as they are read (--normalize {self.settings.normalize}): {len(changed)}"
+        yield f"texts that change as they are read (--normalize {self.settings.texts.normalize}): {len(changed)}"
         for before, after in list(dict.fromkeys(changed or [(x, x) for x in said]))[:SHOWN]:
             yield f"  {before!r} -> {after!r}"
         parts = x["not_read_aloud"]
@@ -90,19 +97,18 @@ class Findings:
 
 
 def options_of(args):
-    """Configuration, vocabulary or None, and frames of an encoder frame or None, of a run or file and the options."""
-    known, setup, vocabulary = {}, {}, None
-    if args.workdir:
-        setup = runs.setup_of(args.workdir)
-        known, vocabulary = config.from_json(setup["config"], f"{args.workdir}"), tokens.from_json(setup["tokens"])
+    """Configuration, vocabulary or None, and frames of an encoder frame or None, of a model or file and the options."""
+    known, vocabulary, source = {}, None, None
+    if args.model:
+        settings, vocabulary, source = models.described(args.model)
+        known = settings.options()
     elif args.config:
-        known = pretrained.completed(config.read_file(args.config))
-    given = config.given(args, OPTIONS)
+        known = models.completed(files.read_file(args.config))
+    given = command_line.given(args, OPTIONS)
     file = {name: x for name, x in known.items() if name not in given}
-    with config.origins(args.workdir or f"--config {args.config}", file):
-        settings = Config(**file | given).consistent()
-    subsampling = encoders.subsampling(settings, setup.get("source"))
-    return settings, vocabulary, subsampling if args.workdir or args.config else None
+    with files.origins(args.model or f"--config {args.config}", file):
+        settings = Config.of(**file | given).consistent()
+    return settings, vocabulary, encoders.subsampling(settings, source) if known else None
 
 
 def check(args):
@@ -125,7 +131,7 @@ def add_command(commands):
         "--json", action="store_true", help="one object: utterances, hours, left_out, not_read_aloud, ..."
     )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--workdir", type=Path, help="folder of a training, whose vocabulary and options count")
+    model.add_argument("--model", type=Path, help="folder of a model, whose vocabulary and options count")
     model.add_argument("--config", metavar="FILE", help="options, as for train")
-    config.add_options(parser, OPTIONS)
+    command_line.add_options(parser, OPTIONS)
     parser.set_defaults(run=check)

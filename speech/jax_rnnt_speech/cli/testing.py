@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import config, pretrained
-from jax_rnnt_speech.config import natural
+from jax_rnnt_speech import models
+from jax_rnnt_speech.config import command_line, of_sections
+from jax_rnnt_speech.config.options import natural
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import errors, ngrams, recognise
 from jax_rnnt_speech.system import UserError, outputs
 
-OPTIONS = {"lower", "normalize", "audio_column", "text_column", "speaker_column"}
+OPTIONS = of_sections("texts")
 SPEAKERS = 20  # on the screen
 KINDS = "insertions", "deletions", "substitutions"
 
@@ -31,7 +32,7 @@ class Test:
         self.corpus, self.results = corpora.tested(paths, settings), []
         self.report, utterances = self.corpus.report, self.corpus.utterances
         self.tested = []  # numbers of the results' utterances
-        normalize, started = texts.normalizer(settings.normalize, settings.lower), time.perf_counter()
+        normalize, started = texts.normalizer(settings.texts.normalize, settings.texts.lower), time.perf_counter()
         found = recognise.transcribe(recogniser, self.recordings(), how)
         for result in outputs.bar(found, "utterances", len(utterances)):
             x = utterances[result.name]
@@ -113,15 +114,15 @@ def test(args):
         outputs.check(args.output, args.data)
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
-    recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
-    settings = config.changed(recogniser.config, args, OPTIONS)
+    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
+    settings = command_line.changed(recogniser.config, args, OPTIONS)
     result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
     if args.output:
         result.write(args.output)
     if args.pictures:
         from jax_rnnt_speech.cli import pictures  # Matplotlib takes most of a second
 
-        pictures.draw(args.pictures, args.workdir, recogniser, result)
+        pictures.draw(args.pictures, args.model, recogniser, result)
     if args.json:
         print(json.dumps(result.object()))
     else:
@@ -134,12 +135,11 @@ def test(args):
 def add_command(commands):
     parser = commands.add_parser("test", help="error rates with an interval, by kind and speaker; what was recognised")
     parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
-    parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
     parser.add_argument("--output", type=Path, metavar="FILE", help="references and hypotheses: .tsv or .jsonl")
     parser.add_argument("--json", action="store_true", help="one object: wer, cer, interval, insertions, ...")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: a learning curve and a lattice")
     parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
-    pretrained.add_options(parser)
+    models.add_options(parser)
     ngrams.add_options(parser)
-    config.add_options(parser, OPTIONS, "as trained")
+    command_line.add_options(parser, OPTIONS, "as trained")
     parser.set_defaults(run=test)

@@ -17,16 +17,17 @@ NOISE_SECONDS = 60  # of a file of noise that are used at most
 
 class Versions:
     def __init__(self, config):
-        self.config, self.rate = config, config.rate
-        self.speeds = [1.0, *(x for x in config.speeds if x != 1)]
-        self.changed = bool(config.noise or config.gain)
+        self.options, self.seed, self.rate = config.data, config.optimiser.seed, config.features.rate
+        self.speeds = [1.0, *(x for x in config.data.speeds if x != 1)]
+        self.changed = bool(config.data.noise or config.data.gain)
         self.count = len(self.speeds) * (1 + self.changed)
-        self.noises = noises_of(config.noise) if config.noise else []
+        self.noises = noises_of(config.data.noise) if config.data.noise else []
 
     def key(self):
         """All that decides the versions, as JSON."""
-        config, noises = self.config, [cache.stamp(x) for x in self.noises]
-        return [self.speeds, self.count, *([config.seed, noises, config.snr, config.gain] if self.changed else [])]
+        options, noises = self.options, [cache.stamp(x) for x in self.noises]
+        more = [self.seed, noises, options.snr, options.gain]
+        return [self.speeds, self.count, *(more if self.changed else [])]
 
     def size(self, samples, version):
         """Samples of a version of so many samples."""
@@ -40,17 +41,17 @@ class Versions:
             samples = audio.resampled(samples, round(self.rate * speed), self.rate)
         if version < len(self.speeds) or not len(samples):
             return samples
-        rng = np.random.default_rng((self.config.seed, utterance, version))
+        rng = np.random.default_rng((self.seed, utterance, version))
         if self.noises:
             samples = samples + self.noise(rng, samples)
-        return samples * np.float32(10 ** (rng.uniform(-1, 1) * self.config.gain / 20))
+        return samples * np.float32(10 ** (rng.uniform(-1, 1) * self.options.gain / 20))
 
     def noise(self, rng, samples):
         """Noise from a random place of a random file, at a random ratio to the samples."""
         noise = heard(self.noises[rng.integers(len(self.noises))], self.rate)
         start = rng.integers(len(noise))
         noise = np.take(noise, np.arange(start, start + len(samples)), mode="wrap")
-        ratio = 10 ** (rng.uniform(*self.config.snr) / 10)
+        ratio = 10 ** (rng.uniform(*self.options.snr) / 10)
         power, speech = (np.square(x, dtype=np.float64).mean() for x in (noise, samples))
         return (noise * np.sqrt(speech / ratio / max(power, 1e-12))).astype(np.float32)
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_rnnt_speech.data import texts
+from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.data.utterances import Report
-from jax_rnnt_speech.recognition import ngrams
 from jax_rnnt_speech.system import UserError, hosts
 
 TEXT_LABELS = 48  # of a sentence, at most
@@ -64,10 +63,10 @@ def labelled(corpus, tokens, subsampling, held_out=False):
 
 def sentences(config, tokens):
     """The first labels of each sentence of --text, [S, TEXT_LABELS], and their numbers [S]; without it None."""
-    if not config.text:
+    if not config.data.text:
         return None
-    normalize, report, spelled = texts.normalizer(config.normalize, config.lower), Report(), []
-    for words in ngrams.sentences_of(Path(config.text), normalize, report):
+    normalize, report, spelled = texts.normalizer(config.texts.normalize, config.texts.lower), Report(), []
+    for words in corpora.sentences_of(Path(config.data.text), normalize, report):
         if labels := tokens.encode(" ".join(words)):
             spelled.append(labels[:TEXT_LABELS])
         else:
@@ -75,7 +74,7 @@ def sentences(config, tokens):
     for line in report.lines():
         hosts.say(f"text: {line}")
     if not spelled:
-        raise UserError(f"--text {config.text} has no sentence that the vocabulary can spell")
+        raise UserError(f"--text {config.data.text} has no sentence that the vocabulary can spell")
     labels = np.zeros((len(spelled), TEXT_LABELS), np.int32)
     for row, x in zip(labels, spelled):
         row[: len(x)] = x
@@ -86,7 +85,7 @@ def make_buckets(data, config, devices):
     """Buckets with about equally many frames each, from the shortest to the longest; fewer if that fills no batch."""
     order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
     frames = np.array([data.corpus.utterances[i].frames for i in order])
-    share = np.minimum(np.cumsum(frames) * config.buckets // (frames.sum() + 1), config.buckets - 1)
+    share = np.minimum(np.cumsum(frames) * config.data.buckets // (frames.sum() + 1), config.data.buckets - 1)
     limits = sorted({int(frames[share == k].max()) for k in np.unique(share)})
     found, waiting = [], []  # (frames, utterances)
     for low, high in zip([-1, *limits], limits):
@@ -106,7 +105,9 @@ def make_buckets(data, config, devices):
 
 def size_of(config, devices, frames):
     """Utterances of so many frames that a batch has: as many on each device."""
-    size = max(1, int(config.batch_seconds * 1000 / config.hop / frames)) if config.batch_seconds else config.batch
+    size, seconds = config.data.batch, config.data.batch_seconds
+    if seconds:
+        size = max(1, int(seconds * 1000 / config.features.hop / frames))
     return max(devices, size // devices * devices)
 
 
@@ -118,7 +119,7 @@ def collate(data, config, bucket, items, size):
         "targets": np.zeros((size, bucket.labels), np.int32),
         "target_lengths": np.zeros(size, np.int32),
         "valid": np.zeros(size, bool),
-        "spans": np.zeros((size, config.time_masks + config.mel_masks, 2), np.int32),
+        "spans": np.zeros((size, config.data.time_masks + config.data.mel_masks, 2), np.int32),
         "index": np.full(size, -1, np.int32),
     }
     for row, (i, x, spans) in enumerate(items):

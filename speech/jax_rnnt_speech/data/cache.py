@@ -4,7 +4,6 @@ Arrays are float16, in one file for a corpus, which is mapped into memory. The f
 decides them; whoever changes any of it makes another folder.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from jax_rnnt_speech.data import audio, batches
+from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.system import UserError, hosts, outputs, reason
 
 FORM = 2  # of the files: another number makes them anew
@@ -169,32 +168,3 @@ def features(corpus, folder):
             yield from zip(chosen, pool.map(lambda i: corpus.load(i, np.random.default_rng(i)), chosen))
 
     return Stored(corpus, folder, corpus.key(), corpus.features, made())
-
-
-def rows(recogniser, parts, data, buckets, folder):
-    """(data, buckets) with rows of the frozen lower part of the encoder in the place of features."""
-    corpus, layers = data.corpus, parts.layers
-    weights = hashlib.sha256()
-    for path, x in sorted(parts.frozen(recogniser.params).items()):
-        weights.update(path.encode() + np.ascontiguousarray(jax.device_get(x)).tobytes())
-    extractor = dataclasses.asdict(recogniser.extractor)
-    standard = recogniser.mean.tolist(), recogniser.deviation.tolist()
-    config, lower = recogniser.config, recogniser
-    if config.bfloat16_rows:
-        config = dataclasses.replace(config, dtype="bfloat16")
-        lower = type(recogniser)(config, recogniser.tokens, *standard, recogniser.source)
-    key = [corpus.key, weights.hexdigest(), layers, config.dtype, extractor, standard]
-    key += [[x.frames, x.members] for x in buckets]
-
-    def made():
-        for batch in batches.testing(data, config, buckets, (0, 1)):
-            found = lower.lower(recogniser.params, batch, layers)
-            for i, x, count in zip(batch["index"], *jax.device_get(found)):
-                if i >= 0:
-                    yield i, x[:count]
-
-    stored = Stored(corpus, folder, key, recogniser.width, made())
-    counts = stored.index[:, 1]
-    stored.utterances = [x._replace(frames=int(n)) for x, n in zip(corpus.utterances, counts)]
-    buckets = [x._replace(frames=max(1, int(counts[x.members].max()))) for x in buckets]
-    return data._replace(corpus=stored), buckets

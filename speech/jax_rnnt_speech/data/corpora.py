@@ -1,22 +1,25 @@
 """Corpora of recordings: what a manifest or a folder lists, and what of it can be used.
 
-A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, and `hop`, the seconds between frames.
-`digits` has others, made up at random.
+A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, `hop`, the seconds between frames, a
+`report`, and the numbers of `further` utterances, which are those of --synthetic. To be tested it has `samples(i, rng)`
+too. FILE.py:FUNCTION names one of another kind: a function of the configuration, of "train" or "valid", and of what
+follows another colon, if there is one.
 """
 
 import dataclasses
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jax_rnnt_speech.config import digits, names
+from jax_rnnt_speech.config.options import names
 from jax_rnnt_speech.data import audio, augmentation, cache, features, manifests, texts
 from jax_rnnt_speech.data.audio import AudioError
-from jax_rnnt_speech.data.digits import Handwritten, Spoken
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, outputs
 
 READERS = 16  # threads that decode
+MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"  # of language models
 
 
 def stretches_of(files, lengths):
@@ -56,6 +59,17 @@ def samples_of(entry, rate):
     return audio.read(entry.audio, rate, entry.start, entry.end, entry.channel)
 
 
+def sentences_of(path, normalize, report, columns=()):
+    """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
+    for x in manifests.sentences(path) if path.suffix == ".txt" else manifests.read(path, *columns):
+        if isinstance(x, manifests.Fault):
+            report.add(*x)
+        elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
+            yield words
+        else:
+            report.add("no words", x.name)
+
+
 class Recordings:
     """The usable utterances of manifests and folders; the rest is in `report`.
 
@@ -68,19 +82,25 @@ class Recordings:
     def __init__(self, paths, config, lengths=None, versions=None, synthetic=(), lenient=False, testing=False):
         self.versions, sizes, self.testing = versions, [], testing
         self.config, self.report, lengths = config, Report(), lengths or cache.Lengths()
-        self.features, self.hop = config.mels, config.hop / 1000
-        self.extractor = features.extractor(config)
+        self.features, self.hop = config.features.mels, config.features.hop / 1000
+        self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.entries, self.utterances = [], []
-        normalize = texts.normalizer(config.normalize, config.lower)
-        columns = config.audio_column, config.text_column, config.speaker_column
+        normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
+        columns = config.texts.audio_column, config.texts.text_column, config.texts.speaker_column
         for sources in (names(paths), names(synthetic)):
-            if drawn := [x for x in map(str, sources) if digits(x)[0]]:
-                raise UserError(f"{drawn[0]}: digits go with no other corpus; train takes them, and test spoken ones")
+            if made := [x for x in map(str, sources) if by_function(x)]:
+                raise UserError(
+                    f"{made[0]}: a corpus that a function makes goes with no other, and has its own --valid"
+                )
             first = len(self.entries)
             entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
             for entry, file in usable(entries, self.report, lengths):
-                samples = audio.size(file, config.rate, entry.start, entry.end)
-                text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
+                samples = audio.size(file, config.features.rate, entry.start, entry.end)
+                text, frames, seconds = (
+                    normalize(entry.text),
+                    self.extractor.count(samples),
+                    samples / config.features.rate,
+                )
                 utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
                 if reason := self.unusable(entry, utterance, samples):
                     self.report.add(reason, entry.name)
@@ -88,7 +108,7 @@ class Recordings:
                     self.entries.append(entry._replace(whole=seconds))
                     self.utterances.append(utterance)
                     sizes.append(samples)
-        most = round(config.max_seconds * config.rate)
+        most = round(config.data.max_seconds * config.features.rate)
         for version in range(1, versions.count if versions else 1):
             for i, (x, samples) in enumerate(zip(self.utterances[: len(self.entries)], sizes)):
                 slower = versions.size(samples, version)
@@ -110,20 +130,20 @@ class Recordings:
             return "empty transcript"
         if self.testing:
             return None
-        if samples > round(self.config.max_seconds * self.config.rate):
-            return f"longer than {self.config.max_seconds:g} s"
+        if samples > round(self.config.data.max_seconds * self.config.features.rate):
+            return f"longer than {self.config.data.max_seconds:g} s"
         return None if utterance.frames else "shorter than a frame"
 
     def samples(self, i, rng):
         """Samples [S] of an utterance."""
-        return samples_of(self.entries[i], self.config.rate)
+        return samples_of(self.entries[i], self.config.features.rate)
 
     def load(self, i, rng):
         """Features [T, F] of an utterance; None: its audio is bad."""
         (version, place), frames = divmod(i, len(self.entries)), self.utterances[i].frames
         entry = self.entries[place]
         try:
-            samples = samples_of(entry, self.config.rate)
+            samples = samples_of(entry, self.config.features.rate)
             samples = self.versions.of(samples, version, place) if version else samples
             if self.extractor.count(len(samples)) != frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
@@ -132,31 +152,44 @@ class Recordings:
         return self.extractor(samples)
 
 
+def by_function(name):
+    """(FILE.py:FUNCTION, the arguments behind it) of a corpus that a function makes, or None."""
+    match = re.fullmatch(r"(.+\.py:\w+)(?::(.+))?", name) if isinstance(name, str) else None
+    return match and (match[1], [match[2]] if match[2] else [])
+
+
 def absolute(name):
     """The same corpora from any folder."""
     if not isinstance(name, str):
         return [absolute(x) for x in name]
-    kind, folder = digits(name)
-    if not folder or not Path(folder).exists():
-        return name
-    return f"{kind}:{Path(folder).resolve()}" if kind else str(Path(folder).resolve())
+    if made := by_function(name):
+        return ":".join([texts.absolute(made[0]), *map(absolute, made[1])])
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
+
+
+def last_parts(name):
+    """The same corpora without their folders."""
+    return Path(name).name if isinstance(name, str) else [Path(x).name for x in name]
 
 
 def tested(paths, config):
-    """The corpus of a test: every utterance with a text; or held-out lines of spoken digits."""
-    if len(paths) == 1 and digits(paths[0])[0] == "spoken-digits":
-        return open_corpus(paths[0], config, "valid")
-    return Recordings(paths, config, lenient=True, testing=True)
+    """The corpus of a test: every utterance with a text; or that of a function."""
+    if len(paths) != 1 or not by_function(paths[0]):
+        return Recordings(paths, config, lenient=True, testing=True)
+    corpus = open_corpus(paths[0], config, "valid")
+    if not hasattr(corpus, "samples"):
+        raise UserError(f"{paths[0]}: its corpus has no samples, which a test listens to")
+    return corpus
 
 
 def open_corpus(name, config, split, folder=None):
     """The corpus that --train or --valid names. Lengths of its files and features are kept in a folder."""
-    (kind, folder_of_digits), train = digits(name), split == "train"
-    if kind and train and config.synthetic:
-        raise UserError("--synthetic needs recordings in --train")
-    if kind:
-        return Spoken(folder_of_digits, config, split) if folder_of_digits else Handwritten(split)
-    more = {"versions": augmentation.Versions(config), "synthetic": config.synthetic} if train else {}
+    train = split == "train"
+    if made := by_function(name):
+        if train and config.data.synthetic:
+            raise UserError("--synthetic needs recordings in --train")
+        return texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
+    more = {"versions": augmentation.Versions(config), "synthetic": config.data.synthetic} if train else {}
     corpus = Recordings(name, config, cache.Lengths(folder), **more)
     if not corpus.utterances:
         raise UserError(f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")

@@ -156,15 +156,18 @@ def made(preset, rate, mels, window, hop, streams):
     return Extractor(rate, mels, window, hop, size, **fields)
 
 
-def extractor(config):
-    """The Extractor of a configuration."""
-    return made(config.features, config.rate, config.mels, config.window, config.hop, bool(config.chunk))
+def extractor(options, streams=False):
+    """The Extractor of a `config.Features`; `streams`: for recordings that are never whole."""
+    return made(options.kind, options.rate, options.mels, options.window, options.hop, bool(streams))
 
 
-def draw_spans(config, rng, frames, features):
-    """SpecAugment (Park et al. 2019): starts and ends int32 [masks, 2] over time, then over features."""
-    longest = [(frames, int(config.time_mask * frames))] * config.time_masks
-    longest += [(features, min(config.mel_mask, features))] * config.mel_masks
+def draw_spans(options, rng, frames, features):
+    """SpecAugment (Park et al. 2019): starts and ends int32 [masks, 2] over time, then over features.
+
+    `options`: a `config.Data`.
+    """
+    longest = [(frames, int(options.time_mask * frames))] * options.time_masks
+    longest += [(features, min(options.mel_mask, features))] * options.mel_masks
     spans = np.zeros((len(longest), 2), np.int32)
     for span, (size, limit) in zip(spans, longest):
         length = rng.integers(limit + 1)

@@ -189,19 +189,19 @@ def from_json(stored):
     return Subwords(base64.b64decode(stored["sentencepiece"]))
 
 
-def train(config, texts):
-    """The vocabulary of a configuration, from the training texts."""
-    if config.tokens == "characters":
-        return Characters(sorted(set(config.alphabet) or set().union(*texts)))
+def train(options, texts):
+    """The vocabulary of a `config.Head`, from the training texts."""
+    if options.tokens == "characters":
+        return Characters(sorted(set(options.alphabet) or set().union(*texts)))
     model = io.BytesIO()
     options = dict(model_type="unigram", character_coverage=1.0, bos_id=-1, eos_id=-1, minloglevel=2)
     options |= dict(normalization_rule_name="identity", num_threads=1)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, vocab_size=config.vocabulary, **options
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=options.vocabulary, **options
         )
     except RuntimeError as error:
         limit = re.search(r"set it to a value <= (\d+)", str(error))
         reason = f"they have {limit[1]} subwords at most" if limit else str(error).splitlines()[-1].split(") ", 1)[-1]
-        raise UserError(f"--vocabulary {config.vocabulary} does not suit the training texts: {reason}") from None
+        raise UserError(f"--vocabulary {options.vocabulary} does not suit the training texts: {reason}") from None
     return Subwords(model.getvalue())

@@ -87,12 +87,12 @@ LOSSES = {
 }
 
 
-def variant_of(config):
-    """The variant that a configuration chooses."""
-    chosen = LOSSES[config.loss]
-    if config.loss == "tdt":
-        loss = jax_rnnt.TDTLoss(tuple(config.durations), sigma=config.sigma)
-        return chosen._replace(loss=loss, durations=len(config.durations))
-    if config.loss == "multiblank":
-        return chosen._replace(loss=dataclasses.replace(chosen.loss, sigma=config.sigma))
+def variant_of(options):
+    """The variant that a `config.Head` chooses."""
+    chosen = LOSSES[options.loss]
+    if options.loss == "tdt":
+        loss = jax_rnnt.TDTLoss(tuple(options.durations), sigma=options.sigma)
+        return chosen._replace(loss=loss, durations=len(options.durations))
+    if options.loss == "multiblank":
+        return chosen._replace(loss=dataclasses.replace(chosen.loss, sigma=options.sigma))
     return chosen

@@ -48,13 +48,13 @@ class Parts:
     def __init__(self, config, params):
         flat, self.tree = jax.tree_util.tree_flatten_with_path(params)
         self.paths = [path_of(keys) for keys, _ in flat]
-        prefixes = [x.strip() for x in config.freeze.split(",") if x.strip()]
-        self.layers = lower_layers(config.freeze)
+        prefixes = [x.strip() for x in config.optimiser.freeze.split(",") if x.strip()]
+        self.layers = lower_layers(config.optimiser.freeze)
         prefixes = [x for x in prefixes if not LOWER.fullmatch(x)]
         prefixes += self.statistics(config, prefixes)
         if self.layers is not None:
             prefixes += ["encoder/subsample", *(f"encoder/blocks/layers/{i}" for i in range(self.layers))]
-        rates = [(name, float(x)) for name, x in config.rates]
+        rates = [(name, float(x)) for name, x in config.optimiser.rates]
         for option, known in (("--freeze", prefixes), ("--rates", [name for name, _ in rates])):
             for prefix in known:
                 if not any(within(path, prefix) for path in self.paths):
@@ -62,15 +62,15 @@ class Parts:
                     raise UserError(f"{option}: no parameter is called {prefix}; they begin with {heads}")
         self.trained = [not any(within(path, x) for x in prefixes) for path in self.paths]
         if not any(self.trained):
-            raise UserError(f"--freeze {config.freeze} leaves nothing to train")
+            raise UserError(f"--freeze {config.optimiser.freeze} leaves nothing to train")
         free = (path for path, trained in zip(self.paths, self.trained) if trained)
-        if config.batch_norm == "batch" and not any(path.endswith(STATISTICS) for path in free):
-            raise UserError(f"--batch-norm batch: --freeze {config.freeze} leaves no batch norm to train")
+        if config.objective.batch_norm == "batch" and not any(path.endswith(STATISTICS) for path in free):
+            raise UserError(f"--batch-norm batch: --freeze {config.optimiser.freeze} leaves no batch norm to train")
         matching = {p: [(len(x), factor) for x, factor in rates if within(p, x)] for p in self.paths}
         factors = [max(matching[path])[1] if matching[path] else 1.0 for path in self.paths]
         groups = {}
         for i, (path, free) in enumerate(zip(self.paths, self.trained)):
-            block = config.scan and BLOCK.fullmatch(path)
+            block = config.compute.scan and BLOCK.fullmatch(path)
             groups.setdefault((block.expand(r"\1/*/\3") if block else path, free), []).append(i)
         self.groups, self.factors = {}, {}  # indices of the parameters of an array, and factors of its learning rate
         for group in groups.values():
@@ -82,7 +82,7 @@ class Parts:
     def statistics(self, config, frozen):
         """Paths of batch norms' statistics that --batch-norm freezes, beside the prefixes that --freeze names."""
         found = [path for path in self.paths if path.endswith(STATISTICS)]
-        if config.batch_norm == "frozen":
+        if config.objective.batch_norm == "frozen":
             return found
         if not found:
             raise UserError("--batch-norm batch: the encoder has no batch norm")

@@ -3,8 +3,6 @@
 B utterances, T feature frames of F features, N rows (T / subsampling), E the width of a row, U labels.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 from flax import nnx
 
@@ -18,12 +16,12 @@ class Head(nnx.Module):
     """Conformer blocks on rows [B, N, E] of an encoder, `stack` of them joined: -> [B, N / stack, width]."""
 
     def __init__(self, config, width, *, dtype, rngs):
-        config = dataclasses.replace(config, chunk=0)  # they see whole utterances
-        self.stack, more = config.stack, {"dtype": dtype, "rngs": rngs}
-        self.dropout = nnx.Dropout(config.row_dropout, rngs=rngs)
-        self.project = nnx.Linear(config.stack * width, config.width, **more)
-        self.blocks = nnx.Sequential(*(Block(config, **more) for _ in range(config.blocks)))
-        self.norm = layer_norm(config.width, **more)
+        config = config.having(chunk=0)  # they see whole utterances
+        self.stack, more = config.head.stack, {"dtype": dtype, "rngs": rngs}
+        self.dropout = nnx.Dropout(config.objective.row_dropout, rngs=rngs)
+        self.project = nnx.Linear(config.head.stack * width, config.blocks.width, **more)
+        self.blocks = nnx.Sequential(*(Block(config, **more) for _ in range(config.blocks.count)))
+        self.norm = layer_norm(config.blocks.width, **more)
 
     def __call__(self, rows, lengths):
         rows = jnp.pad(cut(rows, lengths), ((0, 0), (0, -rows.shape[1] % self.stack), (0, 0)))
@@ -55,23 +53,23 @@ class Transducer(nnx.Module):
     """
 
     def __init__(self, config, features, blank, outputs, source=None, *, rngs):
-        more, width = {"dtype": jnp.dtype(config.dtype), "rngs": rngs}, config.width
+        more, width = {"dtype": jnp.dtype(config.compute.dtype), "rngs": rngs}, config.blocks.width
         self.encoder = encoders.make(config, features, encoders.fields_of(source), **more)
-        self.head = Head(config, self.encoder.width, **more) if config.stack else None
+        self.head = Head(config, self.encoder.width, **more) if config.head.stack else None
         fields = {} if self.head else (source or {}).get("config.json", {})
         sizes = [fields.get(x) for x in ("num_prompts", "prompt_intermediate_size")]
         self.prompt = Prompt(*sizes, self.encoder.width, **more) if all(sizes) else None
-        rows, activation = width if self.head else self.encoder.width, ACTIVATIONS[config.activation]
-        if config.ctc or config.loss == "ctc":
+        rows, activation = width if self.head else self.encoder.width, ACTIVATIONS[config.head.activation]
+        if config.objective.ctc or config.head.loss == "ctc":
             self.ctc = nnx.Linear(rows, blank + 1, **more)
-        if config.loss == "ctc":
+        if config.head.loss == "ctc":
             return
-        if config.predictor == "lstm":
-            self.predictor = LSTMPredictor(blank + 1, width, layers=config.predictor_layers, **more)
+        if config.head.predictor == "lstm":
+            self.predictor = LSTMPredictor(blank + 1, width, layers=config.head.predictor_layers, **more)
         else:
-            self.predictor = StatelessPredictor(blank + 1, width, history=config.history, **more)
-        self.joint = Joint(rows, width, width, outputs, activation=activation, dropout=config.dropout, **more)
-        if config.loss == "pruned":  # linear scores of all classes, for the simple loss that chooses the band
+            self.predictor = StatelessPredictor(blank + 1, width, history=config.head.history, **more)
+        self.joint = Joint(rows, width, width, outputs, activation=activation, dropout=config.objective.dropout, **more)
+        if config.head.loss == "pruned":  # linear scores of all classes, for the simple loss that chooses the band
             self.frame_scores = nnx.Linear(rows, outputs, **more)
             self.state_scores = nnx.Linear(width, outputs, **more)
 

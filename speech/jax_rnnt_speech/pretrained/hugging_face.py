@@ -20,7 +20,8 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
-from jax_rnnt_speech.config import Config, durations
+from jax_rnnt_speech.config import Config
+from jax_rnnt_speech.config.options import durations
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
 from jax_rnnt_speech.recognition.recogniser import Recogniser
@@ -213,14 +214,14 @@ def described(folder, source):
     more = generation.get("suppress_tokens") or []
     if more := [x for x in more if type(x) is not int or x < size] if isinstance(more, list) else more:
         say(f"{folder / 'generation_config.json'}: not used: suppress_tokens {more}")
-    milliseconds = 1000 / sounds.sampling_rate
-    return Config(
+    default, milliseconds = Config(), 1000 / sounds.sampling_rate
+    return Config.of(
         init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=sounds.feature_size,
         window=sounds.win_length * milliseconds, hop=sounds.hop_length * milliseconds, width=head.decoder_hidden_size,
         chunk=encoder.default_num_lookahead_tokens + 1 if encoder.causal else 0, predictor="lstm", loss=loss,
         predictor_layers=head.num_decoder_layers, activation=head.hidden_act, sigma=0.0,
         max_symbols=head.max_symbols_per_step, duration_choice="token_first" if frames else "pair",
-        durations=frames or list(Config.durations), dropout=0.0,
+        durations=frames or default.head.durations, dropout=0.0,
     )  # fmt: skip
 
 
@@ -237,7 +238,7 @@ def read(folder):
 
 def filled(folder, config, source, vocabulary, tensors):
     """The Recogniser of {name: array}, all of which must be of this model. Each is taken out: none stays twice."""
-    recogniser = Recogniser(config, vocabulary, [0.0] * config.mels, [1.0] * config.mels, source)
+    recogniser = Recogniser(config, vocabulary, [0.0] * config.features.mels, [1.0] * config.features.mels, source)
     channels = channels_of(source)
 
     def value(path, x):
@@ -256,9 +257,9 @@ def fits(recogniser):
     """Whether it has the old head of its source."""
     fields, config = (recogniser.source or {}).get("config.json", {}), recogniser.config
     head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", Head.decoder_hidden_size)
-    same = (len(recogniser.tokens.pieces), config.width) == head and not config.stack
-    same &= config.predictor == "lstm" and isinstance(recogniser.tokens, tokens.Pretrained | tokens.Numbers)
-    return fields.get("model_type") in MODELS and same and config.loss == MODELS[fields["model_type"]][0]
+    same = (len(recogniser.tokens.pieces), config.blocks.width) == head and not config.head.stack
+    same &= config.head.predictor == "lstm" and isinstance(recogniser.tokens, tokens.Pretrained | tokens.Numbers)
+    return fields.get("model_type") in MODELS and same and config.head.loss == MODELS[fields["model_type"]][0]
 
 
 def write(recogniser, folder, dtype="float32"):
@@ -266,7 +267,7 @@ def write(recogniser, folder, dtype="float32"):
     config, tensors, channels = recogniser.config, {}, channels_of(recogniser.source)
 
     def add(path, x):
-        if path.startswith("ctc.") and config.loss != "ctc":
+        if path.startswith("ctc.") and config.head.loss != "ctc":
             say("the head for CTC is left out: `transformers` has no model with both")
             return x
         for i, name in enumerate(names_of(path, config)):
@@ -341,7 +342,7 @@ def names_of(path, config):
         return ["encoder_projector.bias", "decoder.decoder_projector.bias"]
     name = MODULES.get(module, module).replace("encoder.blocks.layers", "encoder.layers")
     name = re.sub(r"\.layers(\d+)", r".layers.\1", name.replace("encoder.subsample", "encoder.subsampling"))
-    if not config.chunk:  # one list of convolutions and activations
+    if not config.encoder.chunk:  # one list of convolutions and activations
         for first, part in ((2, "depthwise_conv"), (3, "pointwise_conv")):
             if match := re.search(rf"subsampling\.layers\.(\d+)\.{part}", name):
                 name = name.replace(match[0], f"subsampling.layers.{3 * int(match[1]) + first}")

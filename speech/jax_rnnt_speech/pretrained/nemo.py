@@ -6,7 +6,6 @@ what they name, but for tensors, is an error.
 
 import collections
 import contextlib
-import dataclasses
 import io
 import math
 import pickle
@@ -276,7 +275,7 @@ def labels_of(file, members, whole):
 
 def config_of(path):
     file, source, more, _ = described(path)
-    return dataclasses.replace(hugging_face.described(file, source), **more), source
+    return hugging_face.described(file, source).having(**more), source
 
 
 def renamed(name, causal):
@@ -297,5 +296,5 @@ def read(path):
     arrays = {renamed(name, causal): x for name, x in weights_of(file).items()}
     if "prompt_projector.linear_1.bias" in arrays:
         fields["prompt_intermediate_size"] = len(arrays["prompt_projector.linear_1.bias"])
-    config = dataclasses.replace(hugging_face.described(file, source), **more)
+    config = hugging_face.described(file, source).having(**more)
     return hugging_face.filled(file, config, source, vocabulary, arrays)

@@ -7,7 +7,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt_speech.config import Config, from_json, names, sources
+from jax_rnnt_speech.config import Config
+from jax_rnnt_speech.config.files import from_json, to_json
+from jax_rnnt_speech.data import corpora
 from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.recognition.recogniser import Recogniser
 from jax_rnnt_speech.system import UserError
@@ -28,9 +30,9 @@ def write(recogniser, folder, dtype, card=""):
         return x
 
     hugging_face.mapped(recogniser.params, taken)
-    setup = recogniser.setup()
-    for name in FILES:  # folders of this machine say nothing
-        setup["config"][name] = sources([Path(x).name for x in names(setup["config"][name])] or "")
+    config = recogniser.config  # folders of this machine say nothing
+    config = config.having(**{name: corpora.last_parts(config.get(name)) for name in FILES})
+    setup = recogniser.setup() | {"config": to_json(config)}
     with hugging_face.replaced(folder) as new:
         (new / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")
         hugging_face.save(arrays, new / WEIGHTS, like=new / SETUP)
@@ -51,7 +53,7 @@ def setup_of(folder):
 def config_of(folder):
     """(Config, JSON files of its source) of a folder."""
     setup = setup_of(folder)
-    return Config(**from_json(setup["config"], f"{folder}")), setup.get("source")
+    return Config.of(**from_json(setup["config"], f"{folder}")), setup.get("source")
 
 
 def read(folder):

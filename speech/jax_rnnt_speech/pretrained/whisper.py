@@ -139,7 +139,7 @@ def described(folder):
     stored = array("position_encodings/encodings", ["embed_positions.weight"])
     if stored.shape != expected.shape or not np.allclose(stored, expected, atol=1e-3):
         raise UserError(f"{folder}: positions must be the sines of Whisper")
-    config = Config(
+    config = Config.of(
         init=str(folder), encoder="whisper", features="whisper", rate=16000, mels=sizes.num_mel_bins, dropout=0.0
     )
     return config, {"config.json": {"model_type": "whisper", **dataclasses.asdict(sizes)}}, array
@@ -148,7 +148,9 @@ def described(folder):
 def read(folder):
     """A Recogniser with the encoder of a folder, and no labels."""
     config, source, array = described(folder)
-    recogniser = Recogniser(config, tokens.Characters(""), [0.0] * config.mels, [1.0] * config.mels, source)
+    recogniser = Recogniser(
+        config, tokens.Characters(""), [0.0] * config.features.mels, [1.0] * config.features.mels, source
+    )
     heads = source["config.json"]["encoder_attention_heads"]
 
     def value(path, x):

@@ -7,7 +7,6 @@ context, where types(h) counts the words that follow it. Behind the empty contex
 <unk> is one of them: a model that gives it more prefers any spelling to words that it knows.
 """
 
-import collections
 import dataclasses
 import math
 import sys
@@ -17,11 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import decode
-from jax_rnnt_speech import config
-from jax_rnnt_speech.config import amount, natural, positive
+from jax_rnnt_speech.config.options import amount, natural
 from jax_rnnt_speech.data import manifests, texts
-from jax_rnnt_speech.data.utterances import Report
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import UserError
 
 
 @jax.tree_util.register_dataclass
@@ -117,7 +114,7 @@ def phrases(path, recogniser, usual):
 
     `usual`: the weight of lines without one.
     """
-    normalize = texts.normalizer(recogniser.config.normalize, recogniser.config.lower)
+    normalize = texts.normalizer(recogniser.config.texts.normalize, recogniser.config.texts.lower)
     try:
         lines = [(i, manifests.encodable(line, f"line {i}")) for i, line in manifests.lines_of(path)]
     except (OSError, ValueError) as error:
@@ -152,7 +149,7 @@ def search_of(args, recogniser):
         fusion = (read(args.ngram, recogniser, args.unknown_word), weight), (word_bonus(recogniser), bonus)
     if args.phrases:
         fusion += ((phrases(args.phrases, recogniser, WITH_BEAM if args.beam else GREEDY), 1.0),)
-    alone = recogniser.config.loss == "ctc"
+    alone = recogniser.config.head.loss == "ctc"
     ctc, language = alone if args.head is None else args.head == "ctc", None
     if ctc != alone and (alone or "ctc" not in recogniser.shapes):
         raise UserError(f"--head {args.head}: the model has no such head")
@@ -161,78 +158,3 @@ def search_of(args, recogniser):
     if getattr(args, "prompt", ""):
         language = recogniser.language(args.prompt)
     return Search(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)
-
-
-def sentences_of(path, normalize, report, columns=()):
-    """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
-    for x in manifests.sentences(path) if path.suffix == ".txt" else manifests.read(path, *columns):
-        if isinstance(x, manifests.Fault):
-            report.add(*x)
-        elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
-            yield words
-        else:
-            report.add("no words", x.name)
-
-
-def estimate(sentences, order):
-    """Probabilities of n-grams of each order, tuples of words, and the share that each context gives away."""
-    counts = [collections.Counter() for _ in range(order)]
-    for words in sentences:
-        words = "<s>", *words, "</s>"
-        for end in range(1, len(words)):
-            for n in range(min(order, end + 1)):
-                counts[n][words[end - n : end + 1]] += 1
-    probabilities, shares = [], {}
-    unknown = 1 / (len(counts[0]) + 1)
-    for n, grams in enumerate(counts):
-        totals, types = collections.Counter(), collections.Counter()
-        for gram, count in grams.items():
-            totals[gram[:-1]] += count
-            types[gram[:-1]] += 1
-        shares |= {context: types[context] / (totals[context] + types[context]) for context in totals}
-        of_grams = {}
-        for gram, count in grams.items():
-            context = gram[:-1]
-            shorter = probabilities[n - 1][gram[1:]] if n else unknown
-            of_grams[gram] = count / (totals[context] + types[context]) + shares[context] * shorter
-        probabilities.append(of_grams)
-    probabilities[0]["<unk>",] = shares[()] * unknown
-    return probabilities, shares
-
-
-def write(path, probabilities, shares):
-    first = {("<s>",): 0.0} | probabilities[0]
-    with outputs.whole(path) as part, part.open("w", encoding="utf-8") as file:
-        sections = [first, *probabilities[1:]]
-        file.write("\\data\\\n" + "".join(f"ngram {n}={len(x)}\n" for n, x in enumerate(sections, 1)))
-        for n, grams in enumerate(sections, 1):
-            file.write(f"\n\\{n}-grams:\n")
-            for gram, p in sorted(grams.items()):
-                backoff = f"\t{math.log10(shares[gram]):.6f}" if gram in shares else ""
-                file.write(f"{math.log10(p) if p else -99:.6f}\t{' '.join(gram)}{backoff}\n")
-        file.write("\n\\end\\\n")
-    return [len(x) for x in sections]
-
-
-def make(args):
-    outputs.check(args.file, args.sources, option="")
-    settings = config.Config(**{name: x for name, x in vars(args).items() if name in OPTIONS})
-    normalize, report = texts.normalizer(settings.normalize, settings.lower), Report()
-    columns = settings.audio_column, settings.text_column
-    sentences = [words for path in args.sources for words in sentences_of(path, normalize, report, columns)]
-    print(*report.lines(), sep="\n", end="\n" * bool(report.names), file=sys.stderr)
-    if not sentences:
-        raise UserError("the sources have no words")
-    sizes = write(args.file, *estimate(sentences, args.order))
-    print(f"{args.file}: {len(sentences)} sentences, " + ", ".join(f"{x} {n}-grams" for n, x in enumerate(sizes, 1)))
-    return 0
-
-
-def add_command(commands):
-    parser = commands.add_parser("ngram", help="make a word n-gram of texts")
-    parser.add_argument("file", type=Path, metavar="FILE", help="to write, in ARPA format")
-    help = "manifest, LibriSpeech-like folder, or .txt with a sentence a line"
-    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help=help)
-    parser.add_argument("--order", type=positive, default=3, metavar="N", help="(%(default)s)")
-    config.add_options(parser, OPTIONS)
-    parser.set_defaults(run=make)

@@ -5,7 +5,6 @@ B utterances, N encoder frames, U labels. Parameters are arguments, so that a st
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jax_rnnt import decode
-from jax_rnnt_speech.config import Config, from_json
+from jax_rnnt_speech.config import Config
+from jax_rnnt_speech.config.files import from_json, to_json
 from jax_rnnt_speech.data import features, tokens
 from jax_rnnt_speech.model import ctc, encoders, losses
 from jax_rnnt_speech.model.losses import Encoded, variant_of
@@ -44,24 +44,24 @@ class Recogniser:
     """`source`: the JSON files of a pretrained model, by name; config.json decides its encoder."""
 
     def __init__(self, config, vocabulary, mean, deviation, source=None, implementation=None):
-        self.config, self.tokens, self.variant, self.source = config, vocabulary, variant_of(config), source
+        self.config, self.tokens, self.variant, self.source = config, vocabulary, variant_of(config.head), source
         self.mean, self.deviation = np.float32(mean), np.float32(deviation)
-        self.extractor = features.extractor(config)
-        options = {"reduction": "none", "fastemit_lambda": config.fastemit, "implementation": implementation}
+        self.extractor = features.extractor(config.features, config.encoder.chunk)
+        options = {"reduction": "none", "fastemit_lambda": config.objective.fastemit, "implementation": implementation}
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
         model = nnx.eval_shape(self.made)
-        self.prompt = self.language(config.prompt) if model.prompt or config.prompt else None
+        self.prompt = self.language(config.search.prompt) if model.prompt or config.search.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), model.encoder.width
         self.chunk = 0 if model.head else model.encoder.chunk
         self.graphdef, self.shapes, noise = nnx.split(model, WEIGHTS, ...)
         leaves, tree = jax.tree.flatten(noise)
-        keys = jax.random.split(jax.random.key(config.seed), len(leaves))
+        keys = jax.random.split(jax.random.key(config.optimiser.seed), len(leaves))
         self.noise = tree.unflatten(k if is_key(x) else jnp.zeros(x.shape, x.dtype) for k, x in zip(keys, leaves))
 
     def made(self):
         """The model, of random weights."""
-        rngs = nnx.Rngs(self.config.seed, dropout=self.config.seed)
+        rngs = nnx.Rngs(self.config.optimiser.seed, dropout=self.config.optimiser.seed)
         return Transducer(self.config, len(self.mean), self.blank, self.classes, self.source, rngs=rngs)
 
     @functools.cached_property
@@ -80,14 +80,13 @@ class Recogniser:
 
     @classmethod
     def from_setup(cls, setup, **options):
-        config = Config(**from_json(setup["config"], "the checkpoint"))
+        config = Config.of(**from_json(setup["config"], "the checkpoint"))
         stored = tokens.from_json(setup["tokens"]), setup["mean"], setup["deviation"], setup.get("source")
         return cls(config, *stored, **options)
 
     def setup(self):
         """What a checkpoint stores beside the parameters."""
-        config = json.loads(json.dumps(dataclasses.asdict(self.config)))  # lists, no tuples
-        stored = {"config": config, "tokens": self.tokens.to_json()}
+        stored = {"config": to_json(self.config), "tokens": self.tokens.to_json()}
         return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "source": self.source}
 
     @property
@@ -156,9 +155,9 @@ class Recogniser:
     def mean_loss(self, params, batch, step, layers=None):
         """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
         x = self.inputs(batch) if layers is None else batch["audio"]
-        x = features.hide(x, batch["lengths"], batch["spans"], self.config.time_masks)
+        x = features.hide(x, batch["lengths"], batch["spans"], self.config.data.time_masks)
         batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # of no other row are frames
-        frozen = lower_layers(self.config.freeze) if layers is None else None
+        frozen = lower_layers(self.config.optimiser.freeze) if layers is None else None
         if frozen is not None:  # they have no dropout, as rows of the cache have none
             lower = self.model(params).encoder
             x, batch = lower.lower(x, batch["lengths"], frozen), batch | {"lengths": lower.lengths(batch["lengths"])}
@@ -166,14 +165,14 @@ class Recogniser:
         model = self.model(params, step)
         x = self.encoded(model, x, batch, layers)
         x = x._replace(frame_lengths=jnp.maximum(x.frame_lengths, 1))
-        values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
-        if self.config.ctc:
-            values += self.config.ctc * losses.of_ctc(None, model, x, None)
+        values = self.variant.compute(self.loss, model, x, self.config.objective.joint == "tiles")
+        if self.config.objective.ctc:
+            values += self.config.objective.ctc * losses.of_ctc(None, model, x, None)
         value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
         if "texts" not in batch:
             return value
         texts = batch["texts"], batch["text_lengths"], len(self.tokens.pieces)
-        return value + self.config.text_weight * losses.of_texts(model, *texts)
+        return value + self.config.objective.text_weight * losses.of_texts(model, *texts)
 
     @programs.announced("rows of frozen blocks")
     @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -187,16 +186,16 @@ class Recogniser:
 
         `more`: room for so many labels of rows before these.
         """
-        config, room = self.config, rows.shape[1] * self.config.max_symbols + more
+        config, room = self.config, rows.shape[1] * self.config.search.max_symbols + more
         if how.ctc or self.loss is None:
             return ctc.search(model.ctc(rows), lengths, room, state)
         inputs = *model.joint.decoder_inputs(model.predictor, rows), lengths, room
         # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
-        limit = room if config.duration_choice == "token_first" else config.max_symbols
+        limit = room if config.search.duration_choice == "token_first" else config.search.max_symbols
         loss, options = self.variant.loss, {"max_symbols": limit, "state": state, "confidence": how.confidence}
         options |= {"fusion": how.fusion, "ilm_weight": how.ilm_weight}
         if not how.beam:
-            return decode.greedy(loss, *inputs, duration_choice=config.duration_choice, **options)
+            return decode.greedy(loss, *inputs, duration_choice=config.search.duration_choice, **options)
         hypotheses = decode.beam(loss, *inputs, how.beam, **options)
         return hypotheses if every else best(hypotheses)
 
@@ -206,7 +205,7 @@ class Recogniser:
         """Sum of losses, and labels [B, L] with their numbers [B]."""
         model = self.model(params)
         x = self.encoded(model, self.inputs(batch), batch, how=how)
-        values = self.variant.compute(self.loss, model, x, self.config.joint == "tiles")
+        values = self.variant.compute(self.loss, model, x, self.config.objective.joint == "tiles")
         hypotheses = self.search(model, x.frames, x.frame_lengths, how)
         return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
 

@@ -3,17 +3,13 @@
 `jax.export.deserialize` reads the file. Behind the program there is a zip, with `model.json` in it.
 """
 
-import importlib.util
 import json
 import zipfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax import export as exporting
 
-from jax_rnnt_speech import pretrained
-from jax_rnnt_speech.config import amount
 from jax_rnnt_speech.data.tokens import SILENT
 from jax_rnnt_speech.system import UserError, outputs
 
@@ -34,38 +30,22 @@ def program_of(recogniser):
     return jax.jit(program)
 
 
-def export(args):
-    outputs.check(args.file, [], option="FILE")
-    if not importlib.util.find_spec("flatbuffers"):  # of jax.export
-        raise UserError("export needs flatbuffers: pip install 'jax_rnnt_speech[export]'")
-    recogniser = pretrained.open_model(args.model, "cpu", args.checkpoint)
+def write(recogniser, path, seconds, platforms):
+    """Writes the program for recordings that are padded to so many seconds."""
     tokens, extractor = recogniser.tokens, recogniser.extractor
-    rate, samples = extractor.rate, round(args.seconds * extractor.rate)
-    if not extractor.count(samples) or args.seconds > recogniser.longest:
+    rate, samples = extractor.rate, round(seconds * extractor.rate)
+    if not extractor.count(samples) or seconds > recogniser.longest:
         most = "one frame or more" + (
             f", and {recogniser.longest:g} seconds at most" if recogniser.longest < 1e9 else ""
         )
-        raise UserError(f"--seconds {args.seconds:g}: the model hears {most}")
-    print(f"lowering for {', '.join(args.platforms)}", flush=True)
+        raise UserError(f"--seconds {seconds:g}: the model hears {most}")
+    print(f"lowering for {', '.join(platforms)}", flush=True)
     shape = exporting.symbolic_shape(f"recordings, {samples}")
     shapes = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
-    made = exporting.export(program_of(recogniser), platforms=args.platforms)(*shapes)
-    about = {"rate": rate, "seconds": recogniser.seconds, "samples": samples, "platforms": args.platforms}
+    made = exporting.export(program_of(recogniser), platforms=platforms)(*shapes)
+    about = {"rate": rate, "seconds": recogniser.seconds, "samples": samples, "platforms": platforms}
     about |= {"labels": ["" if x in SILENT else x for x in tokens.texts], "separator": tokens.separator}
-    with outputs.whole(args.file) as part:
+    with outputs.whole(path) as part:
         part.write_bytes(made.serialize())
         with zipfile.ZipFile(part, "a") as file:
             file.writestr(zipfile.ZipInfo("model.json", DATE), json.dumps(about, ensure_ascii=False))
-    print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
-    return 0
-
-
-def add_command(commands):
-    parser = commands.add_parser("export", help="a model as one file that JAX runs without this package")
-    parser.add_argument("file", type=Path, metavar="FILE", help="to write: the program, and a zip with its vocabulary")
-    parser.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
-    pretrained.add_checkpoint(parser)
-    help = "on which it runs (cpu cuda tpu)"
-    parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cpu", "cuda", "tpu"], help=help)
-    parser.add_argument("--seconds", type=amount, default=30, help="of a padded recording (%(default)s)")
-    parser.set_defaults(run=export)

@@ -13,17 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from jax_rnnt_speech.config import natural, positive
 from jax_rnnt_speech.system import UserError
-
-
-def add_options(parser):
-    help = "where process 0 listens, as HOST:PORT; auto: Slurm, Open MPI or the TPU's runtime know all three"
-    parser.add_argument("--coordinator", metavar="ADDRESS", help=help)
-    parser.add_argument("--processes", type=positive, metavar="N", help="number of processes")
-    help = "seconds without a sign of life after which a process counts as dead (%(default)s)"
-    parser.add_argument("--heartbeat", type=positive, default=60, metavar="SECONDS", help=help)
-    parser.add_argument("--process", type=natural, metavar="I", help="which one this is, from 0 on")
 
 
 def join(args):

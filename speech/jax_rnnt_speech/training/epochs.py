@@ -14,11 +14,11 @@ TEXTS = 6  # sentences of --text for each row of a batch
 def mixed(members, corpus, config):
     """Grain's dataset of utterances, shuffled; those of --synthetic are drawn for their share of all."""
     parts = [[i for i in members if (i in corpus.further) == further] for further in (False, True)]
-    parts = [grain.MapDataset.source(x).seed(config.seed).shuffle() for x in parts if x]
+    parts = [grain.MapDataset.source(x).seed(config.optimiser.seed).shuffle() for x in parts if x]
     if len(parts) == 1:
         return parts[0]
-    share = config.synthetic_share
-    return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.seed)
+    share = config.data.synthetic_share
+    return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.optimiser.seed)
 
 
 def training(data, config, buckets, part, texts=None):
@@ -37,7 +37,7 @@ def training(data, config, buckets, part, texts=None):
         def load(i, rng):
             x = data.corpus.load(i, rng)
             frames = data.corpus.utterances[i].frames
-            return i, x, features.draw_spans(config, rng, frames, data.corpus.features)
+            return i, x, features.draw_spans(config.data, rng, frames, data.corpus.features)
 
         def batch(items, bucket=bucket):
             return batches.collate(data, config, bucket, items, bucket.batch // step)
@@ -45,8 +45,8 @@ def training(data, config, buckets, part, texts=None):
         whole = mixed(bucket.members, data.corpus, config).random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]
         parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
-    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.seed)
-    return whole.seed(config.seed).random_map(with_texts) if texts else whole
+    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.optimiser.seed)
+    return whole.seed(config.optimiser.seed).random_map(with_texts) if texts else whole
 
 
 def read(epoch, first, end):

@@ -9,22 +9,23 @@ import optax
 from jax_rnnt_speech.model.parts import STATISTICS
 
 
-def make_optimizer(config, factors=None):
+def make_optimizer(options, factors=None):
     """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
 
-    `factors` of the learning rate, by the path of a parameter; None: weights are any tree, and learn alike.
+    `options`: a `config.Optimiser`. `factors` of the learning rate, by the path of a parameter; None: weights are any
+    tree, and learn alike.
     """
-    updates = max(1, config.steps // config.accumulate)
-    warmup = 1 + int(config.warmup * updates)
-    schedule = optax.warmup_cosine_decay_schedule(0, config.learning_rate, warmup, max(updates, warmup) + 1)
-    optimizer = optax.adamw(schedule, b2=0.98, weight_decay=config.decay)
-    if config.clip:
-        optimizer = optax.chain(optax.clip_by_global_norm(config.clip), optimizer)
+    updates = max(1, options.steps // options.accumulate)
+    warmup = 1 + int(options.warmup * updates)
+    schedule = optax.warmup_cosine_decay_schedule(0, options.learning_rate, warmup, max(updates, warmup) + 1)
+    optimizer = optax.adamw(schedule, b2=0.98, weight_decay=options.decay)
+    if options.clip:
+        optimizer = optax.chain(optax.clip_by_global_norm(options.clip), optimizer)
     if factors:
         scale = optax.stateless(lambda updates, _: {path: factors[path] * x for path, x in updates.items()})
         optimizer = optax.chain(optimizer, scale)
-    if config.accumulate > 1:
-        optimizer = optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
+    if options.accumulate > 1:
+        optimizer = optax.MultiSteps(optimizer, options.accumulate).gradient_transformation()
     return if_finite(optimizer)
 
 
@@ -45,28 +46,28 @@ def if_finite(optimizer):
     return optax.GradientTransformation(optax.apply_if_finite(optimizer, 0).init, update)
 
 
-def first_state(config, optimizer, weights):
+def first_state(options, optimizer, weights):
     """The state of a training: weights by path, those of the optimiser, and their moving average."""
     state = {"weights": weights, "optimizer": optimizer.init(weights)}
-    if config.average:
+    if options.average:
         state |= {"average": jax.tree.map(jnp.copy, weights), "updates": jnp.zeros((), jnp.int32)}
     return state
 
 
-def averaged(config, before, state):
+def averaged(options, before, state):
     """The moving average after a step. It follows fast while there were few updates."""
     inner = (x["optimizer"].inner_state for x in (before, state))
-    old, new = (x.gradient_step if config.accumulate > 1 else 0 for x in inner)
-    updated = new != old if config.accumulate > 1 else state["optimizer"].last_finite
+    old, new = (x.gradient_step if options.accumulate > 1 else 0 for x in inner)
+    updated = new != old if options.accumulate > 1 else state["optimizer"].last_finite
     updates = before["updates"] + updated
-    decay = jnp.where(updated, jnp.minimum(config.average, (1 + updates) / (10 + updates)), 1)
+    decay = jnp.where(updated, jnp.minimum(options.average, (1 + updates) / (10 + updates)), 1)
     average = jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, before["average"], state["weights"])
     return {"average": average, "updates": updates}
 
 
 def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
     """Returns a jitted (state, batch, frozen, step) -> (state, numbers). `layers`: batches hold rows after so many."""
-    config = recogniser.config
+    options = recogniser.config.optimiser
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
@@ -83,8 +84,8 @@ def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
         weights = optax.apply_updates(state["weights"], updates)
         weights |= {name: jnp.where(jnp.isfinite(norm), x, weights[name]) for name, x in statistics.items()}
         after = {"weights": weights, "optimizer": optimizer_state}
-        if config.average:
-            after |= averaged(config, state, after)
+        if options.average:
+            after |= averaged(options, state, after)
         numbers = {"loss": value, "norm": norm, "skipped": optimizer_state.total_notfinite}
         return after, numbers | {"row": optimizer_state.notfinite_count}
 

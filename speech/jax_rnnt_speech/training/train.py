@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from jax_rnnt_speech import pretrained
+from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import batches, cache, corpora
 from jax_rnnt_speech.model.parts import Parts, placed, shapes_in_place
 from jax_rnnt_speech.recognition import errors, ngrams
 from jax_rnnt_speech.recognition.recogniser import Recogniser
 from jax_rnnt_speech.system import UserError, hosts, outputs, programs
-from jax_rnnt_speech.training import epochs, runs, steps
+from jax_rnnt_speech.training import epochs, frozen, runs, steps
 
 HOPELESS = 100  # steps in a row that are not finite end the run
 
@@ -80,19 +80,19 @@ def digest(corpus):
 class Training:
     """All that a training needs, opened and checked; `run` does it."""
 
-    def __init__(self, config, options):
+    def __init__(self, config, options, fresh):
         self.config, self.options = config, options
         self.run = runs.Run(options.workdir, resume=options.resume, overwrite=options.overwrite)
         self.mesh = Mesh(np.array(hosts.devices(options.platform, options.devices)), ("data",))
         programs.keep(self.run.workdir / "programs")
         folder = options.cache
         self.folder = None if folder and folder.name == "none" else folder or self.run.workdir / "cache"
-        train = corpora.open_corpus(config.train, config, "train", self.folder)
-        valid = corpora.open_corpus(config.valid or config.train, config, "valid", self.folder)
+        train = corpora.open_corpus(config.data.train, config, "train", self.folder)
+        valid = corpora.open_corpus(config.data.valid, config, "valid", self.folder)
         more = {"implementation": options.implementation}
         self.stored, self.progress = {"utterances": digest(train), "held_out": digest(valid)}, Progress()
         if self.run.last is None:
-            self.recogniser = pretrained.fresh(config, train, **more)
+            self.recogniser = fresh(config, train, **more)
         else:
             self.run.open()
             setup = self.run.setup("params", "training")
@@ -100,14 +100,14 @@ class Training:
             if changed and not options.change:
                 kind = "training" if "utterances" in changed else "held-out"
                 raise UserError(f"{options.workdir} holds a run with other {kind} utterances: --change allows that")
-            self.recogniser = Recogniser.from_setup(setup | {"config": vars(config)}, **more)
+            self.recogniser = Recogniser.from_setup(setup | {"config": to_json(config)}, **more)
             (params,) = self.run.restore(params=shapes_in_place(self.mesh, self.recogniser.shapes))
             self.recogniser.params = jax.tree.map(lambda x: x.addressable_data(0), params)
             if "held_out" not in changed:  # rates of other utterances say nothing about those to come
                 self.progress = Progress.of(setup["progress"])
         self.parts = Parts(config, self.recogniser.shapes)
         self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
-        if self.run.last is None and not config.init:
+        if self.run.last is None and not config.optimiser.init:
             self.recogniser.measure(self.train)
         self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.subsampling, held_out=True)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
@@ -119,14 +119,17 @@ class Training:
         self.layers = None
         if self.parts.layers is not None and isinstance(train, cache.Stored):
             self.layers = self.parts.layers
-            self.train, self.buckets = cache.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
-        elif config.bfloat16_rows:
+            self.train, self.buckets = frozen.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
+        elif config.compute.bfloat16_rows:
             raise UserError("--bfloat16-rows needs a cache, which --cache none and images do without")
         texts = batches.sentences(config, self.recogniser.tokens)
         self.epoch = epochs.training(self.train, config, self.buckets, hosts.part(), texts)
         if not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
+        if count := config.optimiser.epochs:
+            self.config = config = config.having(steps=count * len(self.epoch)).consistent()
+            hosts.say(f"{count} epochs of {len(self.epoch)} batches")
         seen = [self.run.last, sorted(self.train.labels), sorted(self.valid.labels), self.recogniser.setup()]
         hosts.agree("options, corpora or checkpoints", seen)
         if self.run.last is None:
@@ -160,7 +163,7 @@ class Training:
     def used(self, state):
         """The parameters to test and to use: the moving average, if there is one. Every device has them."""
         params = self.parts.whole(state.get("average", state["weights"]), self.frozen)
-        if not self.config.shard:
+        if not self.config.compute.shard:
             return params
         everywhere = jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), params)
         return jax.jit(lambda x: x, out_shardings=everywhere)(params)
@@ -180,16 +183,16 @@ class Training:
     def start(self, first):
         """The state of step `first`, and the jitted step."""
         config = self.config
-        params = self.shared(self.recogniser.params, config.shard)
+        params = self.shared(self.recogniser.params, config.compute.shard)
         del self.recogniser.params  # from now on they are in the state
         weights, self.frozen = self.parts.free(params), self.parts.frozen(params)
-        optimizer = steps.make_optimizer(config, self.parts.factors)
-        make = functools.partial(steps.first_state, config, optimizer)
-        state = shapes_in_place(self.mesh, jax.eval_shape(make, weights), config.shard)
+        optimizer = steps.make_optimizer(config.optimiser, self.parts.factors)
+        make = functools.partial(steps.first_state, config.optimiser, optimizer)
+        state = shapes_in_place(self.mesh, jax.eval_shape(make, weights), config.compute.shard)
         places = jax.tree.map(lambda x: x.sharding, state)
         if first:
             (training,) = self.run.restore(training=self.training_only(state))
-            state = training | {"average" if config.average else "weights": weights}
+            state = training | {"average" if config.optimiser.average else "weights": weights}
         else:
             state = jax.jit(make, out_shardings=places)(weights)
         step = steps.make_train_step(self.recogniser, self.parts, optimizer, self.layers, places)
@@ -197,33 +200,32 @@ class Training:
 
     def training_only(self, state):
         """What a checkpoint stores of the state beside the parameters that are used."""
-        return {name: x for name, x in state.items() if name != ("average" if self.config.average else "weights")}
+        return {
+            name: x for name, x in state.items() if name != ("average" if self.config.optimiser.average else "weights")
+        }
 
-    def save(self, state, step, metrics):
-        """Tests the weights and saves them."""
+    def test(self, state, step, metrics):
+        """Tests the weights, and saves them if they are the best so far."""
         params = self.used(state)
-        rates = self.measure(params, step, metrics)
-        better = self.progress.better(step, rates)
-        if better:
+        if self.progress.better(step, self.measure(params, step, metrics)):
             self.run.save(step, self.setup(), best=True, params=params)
-        self.keep(state, step, params)
 
     def setup(self):
         return self.recogniser.setup() | self.stored | {"progress": dataclasses.asdict(self.progress)}
 
-    def keep(self, state, step, params):
+    def save(self, state, step):
         """Saves all that the steps after this one need."""
-        self.run.save(step, self.setup(), params=params, training=self.training_only(state))
+        self.run.save(step, self.setup(), params=self.used(state), training=self.training_only(state))
 
     def impatient(self):
         """Whether the run ends because no test of late was better."""
-        return self.config.patience and self.progress.since >= self.config.patience
+        return self.config.optimiser.patience and self.progress.since >= self.config.optimiser.patience
 
     def main(self):
         """Trains; returns the best rates. A run that has ended is tested, and nothing is written."""
         config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
-            if config.steps <= first or self.impatient():
+            if config.optimiser.steps <= first or self.impatient():
                 shapes = shapes_in_place(self.mesh, self.recogniser.shapes)
                 folder = self.run.whole(["params"], runs.BEST_FIRST)
                 (params,) = self.run.restore(folder, params=shapes)
@@ -257,15 +259,15 @@ class Training:
         wait = self.mesh.devices.flat[0].platform == "cpu"
         started, quick = time.perf_counter(), 0.2 if sys.stderr.isatty() else 20
         alone = {"disable": bool(jax.process_index())}
-        with tqdm(total=config.steps, initial=first, unit="step", mininterval=quick, **alone) as bar:
-            for step, batch in enumerate(epochs.read(self.epoch, first, config.steps), first + 1):
+        with tqdm(total=config.optimiser.steps, initial=first, unit="step", mininterval=quick, **alone) as bar:
+            for step, batch in enumerate(epochs.read(self.epoch, first, config.optimiser.steps), first + 1):
                 batch.pop("index")
                 state, numbers = step_of(state, self.split(batch), self.frozen, step)
                 losses.append(numbers["loss"])
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
                 bar.update()
-                last, stopped = step == config.steps, bool(interrupted)
+                last, stopped = step == config.optimiser.steps, bool(interrupted)
                 if step % options.log_every == 0 or last or stopped:
                     numbers = jax.device_get(numbers)
                     mean = float(np.mean(jax.device_get(losses)))
@@ -277,14 +279,18 @@ class Training:
                     self.run.check()
                     if row >= HOPELESS:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
-                if step % options.save_every == 0 or last:
-                    self.save(state, step, metrics)
+                tested = step % (options.valid_every or options.save_every) == 0 or last
+                if tested:
+                    self.test(state, step, metrics)
+                if step % options.save_every == 0 or last or stopped or (tested and self.impatient()):
+                    self.save(state, step)
+                if tested:
                     started = time.perf_counter()
                     if self.impatient():
-                        hosts.say(f"step {step}: the last {config.patience} tests were not better: the run ends")
+                        hosts.say(
+                            f"step {step}: the last {config.optimiser.patience} tests were not better: the run ends"
+                        )
                         return
-                elif stopped:
-                    self.keep(state, step, self.used(state))
                 if stopped and not last:
                     command = f"rnnt-speech train --workdir {shlex.quote(str(options.workdir))} --resume"
                     raise KeyboardInterrupt(f"interrupted; step {step} is saved: {command} goes on")

@@ -22,36 +22,36 @@ def fields_of(source):
 
 def subsampling(config, source):
     """Feature frames of a row that predictor and joint see."""
-    if config.encoder in OWN:
-        return math.prod(time for time, _ in config.strides)
-    factor = EncoderConfig.subsampling_factor if config.encoder == "fastconformer" else Whisper.subsampling
-    return fields_of(source).get("subsampling_factor", factor) * max(config.stack, 1)
+    if config.encoder.kind in OWN:
+        return math.prod(time for time, _ in config.encoder.strides)
+    factor = EncoderConfig.subsampling_factor if config.encoder.kind == "fastconformer" else Whisper.subsampling
+    return fields_of(source).get("subsampling_factor", factor) * max(config.head.stack, 1)
 
 
 def longest(config, source):
     """Seconds of a recording that the encoder hears at most."""
-    if config.encoder != "whisper":
+    if config.encoder.kind != "whisper":
         return math.inf
-    extractor = features.extractor(config)
+    extractor = features.extractor(config.features, config.encoder.chunk)
     places = fields_of(source).get("max_source_positions", WhisperConfig.max_source_positions)
     return max(0, Whisper.subsampling * places * extractor.hop - extractor.tail) / extractor.rate
 
 
 def checked(config, source):
     """The configuration; raises where a training takes what the encoder does not hear."""
-    if config.max_seconds > (most := longest(config, source)):
-        raise UserError(f"--max-seconds {config.max_seconds:g}: the encoder hears {most:g} s at most")
+    if config.data.max_seconds > (most := longest(config, source)):
+        raise UserError(f"--max-seconds {config.data.max_seconds:g}: the encoder hears {most:g} s at most")
     return config
 
 
 def make(config, inputs, fields, *, dtype, rngs):
     """The encoder of a configuration. `fields`: those of a pretrained one's config.json."""
-    if config.encoder in OWN:
-        encoder = OWN[config.encoder](config, inputs, dtype=dtype, rngs=rngs)
+    if config.encoder.kind in OWN:
+        encoder = OWN[config.encoder.kind](config, inputs, dtype=dtype, rngs=rngs)
     else:
-        kind, sizes = PRETRAINED[config.encoder]
+        kind, sizes = PRETRAINED[config.encoder.kind]
         known = {field.name for field in dataclasses.fields(sizes)}
         encoder = kind(sizes(**{name: x for name, x in fields.items() if name in known}), dtype=dtype, rngs=rngs)
-    encoder.remat, encoder.scan = config.remat, config.scan
-    encoder.set_attributes(use_running_average=config.batch_norm == "frozen", raise_if_not_found=False)
+    encoder.remat, encoder.scan = config.compute.remat, config.compute.scan
+    encoder.set_attributes(use_running_average=config.objective.batch_norm == "frozen", raise_if_not_found=False)
     return encoder

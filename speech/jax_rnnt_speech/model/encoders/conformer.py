@@ -125,11 +125,12 @@ class Block(nnx.Module):
     whole = None, None  # the state of whole utterances, in which every frame sees all others
 
     def __init__(self, config, *, dtype, rngs):
-        more, width, dropout = {"dtype": dtype, "rngs": rngs}, config.width, config.dropout
-        self.first = FeedForward(width, config.expansion * width, dropout, **more)
-        self.attention = Attention(width, config.heads, config.chunk, config.past, dropout, **more)
-        self.convolution = Convolution(width, config.kernel, dropout, **more)
-        self.second = FeedForward(width, config.expansion * width, dropout, **more)
+        more, sizes, dropout = {"dtype": dtype, "rngs": rngs}, config.blocks, config.objective.dropout
+        self.first = FeedForward(sizes.width, sizes.expansion * sizes.width, dropout, **more)
+        chunks = config.encoder.chunk, config.encoder.past
+        self.attention = Attention(sizes.width, sizes.heads, *chunks, dropout, **more)
+        self.convolution = Convolution(sizes.width, sizes.convolution, dropout, **more)
+        self.second = FeedForward(sizes.width, sizes.expansion * sizes.width, dropout, **more)
 
     def initial(self, batch):
         return self.attention.initial(batch), self.convolution.initial(batch)
@@ -152,11 +153,11 @@ class Conformer(Encoder):
 
     def __init__(self, config, features, *, dtype, rngs):
         more = {"dtype": dtype, "rngs": rngs}
-        self.width, self.chunk, strides = config.width, config.chunk, tuple(map(tuple, config.strides))
+        self.width, self.chunk, strides = config.blocks.width, config.encoder.chunk, config.encoder.strides
         self.subsampling = math.prod(time for time, _ in strides)
-        self.subsample = Subsampling(features, config.width, strides, config.channels, **more)
-        self.blocks = nnx.Sequential(*(self.block(i, config, **more) for i in range(config.blocks)))
-        self.norm = layer_norm(config.width, **more)
+        self.subsample = Subsampling(features, config.blocks.width, strides, config.encoder.channels, **more)
+        self.blocks = nnx.Sequential(*(self.block(i, config, **more) for i in range(config.blocks.count)))
+        self.norm = layer_norm(config.blocks.width, **more)
 
     @staticmethod
     def block(i, config, **more):

@@ -13,11 +13,11 @@ class Residual(nnx.Module):
     whole = None
 
     def __init__(self, config, dilation, *, dtype, rngs):
-        width, self.reach = config.width, (config.kernel - 1) * dilation + 1
+        width, self.reach = config.blocks.width, (config.blocks.convolution - 1) * dilation + 1
         self.norm = layer_norm(width, dtype=dtype, rngs=rngs)
-        shape = {"kernel_size": (config.kernel,), "kernel_dilation": dilation, "padding": "VALID"}
+        shape = {"kernel_size": (config.blocks.convolution,), "kernel_dilation": dilation, "padding": "VALID"}
         self.conv = nnx.Conv(width, width, **shape, dtype=dtype, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.dropout = nnx.Dropout(config.objective.dropout, rngs=rngs)
 
     def initial(self, batch):
         return jnp.zeros((batch, self.reach - 1, self.conv.in_features))

@@ -2,10 +2,9 @@
 
 import argparse
 import re
-from pathlib import Path
 
-from jax_rnnt_speech import pretrained
-from jax_rnnt_speech.config import amount, number, positive
+from jax_rnnt_speech import models
+from jax_rnnt_speech.config.options import amount, number, positive
 from jax_rnnt_speech.recognition import ngrams
 from jax_rnnt_speech.system import UserError
 
@@ -18,7 +17,7 @@ def serve(args):
             raise
         raise UserError("serve needs aiohttp: pip install 'jax_rnnt_speech[serve]'") from None
     ngrams.check(args)
-    recogniser = pretrained.open_model(args.model, args.platform, args.checkpoint)
+    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
     server.run(server.Server(recogniser, ngrams.search_of(args, recogniser), args), args)
     return 0
 
@@ -32,7 +31,6 @@ def origin(text):
 
 def add_command(commands):
     parser = commands.add_parser("serve", help="texts over HTTP, in the form of OpenAI's clients, and of live streams")
-    parser.add_argument("--model", type=Path, required=True, help="folder of a training, or of transformers")
     parser.add_argument("--host", default="127.0.0.1", help="(%(default)s)")
     parser.add_argument("--port", type=number(int, 0, 65536), default=8000, metavar="N", help="(%(default)s)")
     parser.add_argument("--name", help="by which requests call the model; default: that of its folder")
@@ -48,6 +46,6 @@ def add_command(commands):
     limits.add_argument("--max-seconds", type=amount, default=1500.0, metavar="S", help="of a file (%(default)s)")
     help = "of silence that end an utterance of a stream; 0: none (%(default)s)"
     parser.add_argument("--endpoint", type=amount, default=1.0, metavar="SECONDS", help=help)
-    pretrained.add_options(parser)
+    models.add_options(parser)
     ngrams.add_options(parser.add_argument_group("search"))
     parser.set_defaults(run=serve)

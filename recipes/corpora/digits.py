@@ -1,4 +1,8 @@
-"""Strings of 3 to 7 digits as corpora, drawn anew each time: handwritten (scikit-learn's scans) or spoken."""
+"""Strings of 3 to 7 digits as corpora, drawn anew each time: handwritten (scikit-learn's scans) or spoken.
+
+rnnt-speech train --config recipes/corpora/handwritten_digits.json
+rnnt-speech train --config recipes/corpora/spoken_digits.json --train recipes/corpora/digits.py:spoken:FOLDER
+"""
 
 import re
 from pathlib import Path
@@ -71,13 +75,13 @@ class Spoken:
     """
 
     def __init__(self, folder, config, split):
-        self.config, self.features, self.hop = config, config.mels, config.hop / 1000
-        self.extractor, self.further = features.extractor(config), ()
+        self.config, self.features, self.hop = config, config.features.mels, config.features.hop / 1000
+        self.extractor, self.further = features.extractor(config.features, config.encoder.chunk), ()
         self.train, self.report, speakers = split == "train", Report(), {}
         for path in sorted([*Path(folder).glob("*.wav"), *Path(folder).glob("recordings/*.wav")]):
             if (match := re.fullmatch(r"(\d)_(.+)_(\d+)\.wav", path.name)) and (int(match[3]) < 5) != self.train:
                 try:
-                    samples = audio.read(path, config.rate)
+                    samples = audio.read(path, config.features.rate)
                 except audio.AudioError as error:
                     self.report.add(error.reason, path.name)
                     continue
@@ -94,13 +98,13 @@ class Spoken:
 
     def longest(self, recording):
         """Samples that a recording takes at most."""
-        return int(len(recording[1]) / (SLOWEST if self.train else 1) + PAUSE * self.config.rate) + 1
+        return int(len(recording[1]) / (SLOWEST if self.train else 1) + PAUSE * self.config.features.rate) + 1
 
     def choose(self, rng):
         """Recordings of a line. What would make it too long is left out."""
-        speaker, room, line = self.speakers[rng.integers(len(self.speakers))], self.config.max_seconds, []
+        speaker, room, line = self.speakers[rng.integers(len(self.speakers))], self.config.data.max_seconds, []
         for i in rng.integers(len(speaker), size=rng.integers(3, 8)):
-            room -= self.longest(speaker[i]) / self.config.rate
+            room -= self.longest(speaker[i]) / self.config.features.rate
             if room > 0:
                 line.append(speaker[i])
         return line or speaker[:1]
@@ -112,10 +116,20 @@ class Spoken:
             if self.train:
                 place = np.arange(0, len(samples) - 1, rng.uniform(SLOWEST, FASTEST))
                 samples = np.interp(place, np.arange(len(samples)), samples) * rng.uniform(0.5, 1.5)
-            pieces += [np.zeros(rng.integers(PAUSE * self.config.rate)), samples]
+            pieces += [np.zeros(rng.integers(PAUSE * self.config.features.rate)), samples]
         audio = np.concatenate([*pieces, np.zeros(self.extractor.window)])
         noise = rng.uniform(-4, -2) if self.train else -3  # power of ten
         return (audio + rng.normal(0, 10**noise, audio.shape)).astype(np.float32)
 
     def load(self, i, rng):
         return self.extractor(self.samples(i, rng))
+
+
+def handwritten(config, split):
+    """--train recipes/corpora/digits.py:handwritten."""
+    return Handwritten(split)
+
+
+def spoken(config, split, folder):
+    """--train recipes/corpora/digits.py:spoken:FOLDER."""
+    return Spoken(folder, config, split)

@@ -1,7 +1,7 @@
 """Makes a corpus of synthetic speech: real sentences, many voices, rates and noises, in the layout of LibriSpeech.
 
     apt-get install espeak-ng fortunes
-    rnnt-speech corpus FOLDER
+    python recipes/corpora/synthetic_speech.py FOLDER
 
 Sentences and voices of valid and test, which are espeak-ng's, are in no other split. The same seed and texts give the
 same corpus.
@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from jax_rnnt_speech.config import number, seed, sequence
-from jax_rnnt_speech.data import audio, texts
+from jax_rnnt_speech.cli import Parser
+from jax_rnnt_speech.config.options import number, seed, sequence
+from jax_rnnt_speech.data import audio, corpora, texts
 from jax_rnnt_speech.data.utterances import Report
-from jax_rnnt_speech.recognition import ngrams
 from jax_rnnt_speech.system import UserError, outputs
 
 RATE, FORTUNES = 16000, Path("/usr/share/games/fortunes")
@@ -70,7 +70,7 @@ def read_texts(paths):
     """Sentences of files as they are, or of Debian's fortunes. Those in capitals are lowered, or would be spelt."""
     if paths:
         report, plain = Report(), texts.normalizer("basic")
-        found = [ngrams.sentences_of(path, lambda x: x if plain(x) else "", report) for path in paths]
+        found = [corpora.sentences_of(path, lambda x: x if plain(x) else "", report) for path in paths]
         lines = [" ".join(words) for words in itertools.chain.from_iterable(found)]
         lines = [x.lower() if x.isupper() else x for x in lines]
         print(*(f"text: {x}\n" for x in report.lines()), sep="", end="", file=sys.stderr)
@@ -211,8 +211,8 @@ def make(args):
     return 0
 
 
-def add_command(commands):
-    parser = commands.add_parser("corpus", help="make a corpus of synthetic speech")
+def main(arguments=None):
+    parser = Parser(prog="synthetic_speech.py", description="Makes a corpus of synthetic speech.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write: train, valid and test")
     parser.add_argument("--hours", type=number(float, 1e-4), default=3.0, help="of speech for training (%(default)s)")
     help = "to speak: .txt with a sentence on each line, or a corpus; default: Debian's fortunes"
@@ -230,3 +230,8 @@ def add_command(commands):
     )  # of 16 bits, 96
     parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
     parser.set_defaults(run=make)
+    parser.perform(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Writes a model to hand on."""
+
+from pathlib import Path
+
+from jax_rnnt_speech import models
+from jax_rnnt_speech.pretrained import hugging_face, package
+from jax_rnnt_speech.system import UserError, reason
+from jax_rnnt_speech.training import runs
+
+
+def convert(args):
+    if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir()) and not args.overwrite):
+        raise UserError(f"{args.folder} must be an empty folder: --overwrite writes into a full one")
+    if (args.folder / runs.CHECKPOINTS).exists():
+        raise UserError(f"{args.folder} holds a training: name another folder")
+    if args.folder.resolve() == (args.model or models.default()).resolve():
+        raise UserError(f"{args.folder} must not be the folder that is read")
+    recogniser = models.open_model(args.model, checkpoint=args.checkpoint)
+    if args.dtype != "float32":
+        print(f"weights are rounded to {args.dtype}")
+    if args.card is None and hugging_face.fits(recogniser):
+        hugging_face.write(recogniser, args.folder, args.dtype)
+        return 0
+    try:
+        card = args.card.read_text("utf-8") if args.card else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--card {args.card} is not readable: {reason(error)}") from None
+    package.write(recogniser, args.folder, args.dtype, card)
+    return 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("convert", help="write a model to hand on, for transformers or in our own form")
+    parser.add_argument("folder", type=Path, help="folder to write")
+    models.add_options(parser, runs=False)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
+    parser.add_argument("--card", type=Path, metavar="FILE", help="text for card.md, in our own form")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in the folder")
+    parser.set_defaults(run=convert)

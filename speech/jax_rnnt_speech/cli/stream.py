@@ -1,0 +1,76 @@
+"""Text of a file or a microphone, as it arrives."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jax_rnnt_speech import models
+from jax_rnnt_speech.config.options import amount
+from jax_rnnt_speech.data.audio import AudioError
+from jax_rnnt_speech.recognition import ngrams, streams
+from jax_rnnt_speech.system import UserError
+
+
+def stream(args):
+    ngrams.check(args)
+    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
+    how, bad = ngrams.search_of(args, recogniser), 0
+    for file in args.files or [None]:
+        live = streams.Stream(recogniser, how, args.endpoint)
+        try:
+            show = show_events if args.json else show_words
+            show(live, events_of(live, file), file if len(args.files) > 1 else None)
+        except AudioError as error:
+            print(error, file=sys.stderr)
+            bad += 1
+    if bad and bad == len(args.files):
+        raise UserError("no recording could be used")
+    return 1 if bad else 0
+
+
+def events_of(live, file):
+    """Those of a file, or of the microphone until it is interrupted; the last one is the end."""
+    rate = live.extractor.rate
+    with contextlib.suppress(*[KeyboardInterrupt] * (file is None)):
+        for samples in streams.blocks_of_file(file, rate) if file else streams.blocks_of_microphone(rate):
+            for found in live.heard(samples):
+                yield from live.events(*found)
+    for found in live.heard(np.zeros(0, np.float32), end=True):
+        yield from live.events(*found)
+    yield {"type": "end", "duration": round(live.total / rate, 3)}
+
+
+def show_words(live, events, file):
+    """A line for each utterance, as its words come; an empty one if there are none."""
+    begin, said, inside = f"{file}\t" if file else "", False, False
+    for x in events:
+        if x["type"] == "words":
+            print((" " * live.text[:1].isspace() if inside else begin) + x["text"], end="", flush=True)
+            said = inside = True
+        elif x["type"] == "endpoint" and inside:
+            print(flush=True)
+            inside = False
+    if inside or not said:
+        print("" if said else begin, flush=True)
+
+
+def show_events(live, events, file):
+    """An object for each event."""
+    for x in events:
+        print(json.dumps(({"file": str(file)} if file else {}) | x, ensure_ascii=False), flush=True)
+
+
+def add_command(commands):
+    parser = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE", help="audio of any format")
+    source.add_argument("--microphone", action="store_true", help="listen until Ctrl-C")
+    help = "seconds of silence that end an utterance, and its line; 0: none (%(default)s)"
+    parser.add_argument("--endpoint", type=amount, default=0.0, metavar="S", help=help)
+    parser.add_argument("--json", action="store_true", help="an object a line: words, text that may change, endpoints")
+    ngrams.add_options(parser)
+    parser.set_defaults(run=stream)
+    models.add_options(parser)

@@ -1,0 +1,45 @@
+"""Writes the texts of audio files."""
+
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jax_rnnt_speech import models
+from jax_rnnt_speech.config import command_line
+from jax_rnnt_speech.config.options import natural
+from jax_rnnt_speech.recognition import ngrams, recognise, transcripts
+from jax_rnnt_speech.system import outputs
+
+
+def transcribe(args):
+    ngrams.check(args)
+    transcripts.check(args, args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
+    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
+    columns = command_line.changed(recogniser.config, args, {"audio_column"})
+    entries = list(recognise.listed(args.files, columns.texts.audio_column))
+    quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
+    bad = 0
+    with transcripts.writer(args, entries) as write:
+        recordings = recognise.loaded(entries, recogniser.config.features.rate)
+        results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
+        for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
+            if x.error:
+                tqdm.write(x.error, file=sys.stderr)
+                bad += 1
+            write(i, None if x.error else transcripts.transcript(recogniser, entries[i], x, args.nbest))
+    return 1 if bad else 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("transcribe", help="write the texts of audio files")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="audio of any format, manifest or folder")
+    transcripts.add_options(parser)
+    parser.add_argument("--nbest", type=natural, default=0, metavar="N", help="hypotheses of --beam that JSON lists")
+    kinds = ngrams.PROBABILITY, "tsallis", "renyi", "gibbs"
+    help = "of words: the least probability of their labels (the default), or from this entropy of all labels"
+    parser.add_argument("--confidence", choices=kinds, default=ngrams.PROBABILITY, help=help)
+    ngrams.add_options(parser)
+    command_line.add_options(parser, {"audio_column"}, "as trained, or the usual ones")
+    parser.set_defaults(run=transcribe)
+    models.add_options(parser)

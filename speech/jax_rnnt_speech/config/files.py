@@ -1,0 +1,81 @@
+"""JSON of the tree: an object of sections with their fields. An object of options by their names is read, too."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+from jax_rnnt_speech.config import OPTIONS
+from jax_rnnt_speech.system import UserError
+
+PRESETS = Path(__file__).parent / "presets"
+RETIRED = {"copies": 1, "mel_on": "host"}  # options of earlier runs, which are read where they changed nothing
+RENAMED = {"kernel": "convolution"}
+
+
+def read_file(name):
+    """Options of a JSON file, or of one of the folder `presets` by its name."""
+    path = Path(name) if Path(name).is_file() else PRESETS / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(x.stem for x in PRESETS.glob("*.json")))
+        raise UserError(f"--config {name} is neither a file nor one of {known}")
+    try:
+        options = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {name} is not readable as JSON: {error}") from None
+    return from_json(options, f"--config {name}")
+
+
+@contextlib.contextmanager
+def origins(file, options):
+    """Errors say which of the options that they name are those of a file."""
+    try:
+        yield
+    except UserError as error:
+        named = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", str(error))}
+        usual = {x: OPTIONS[x][1].default for x in options if x in named}
+        found = [f"{x} {options[x]}, by default {y or 'off'}" for x, y in usual.items() if options[x] != y]
+        raise UserError(f"{error} ({file} has {'; '.join(found)})" if found else f"{error}") from None
+
+
+def to_json(config):
+    return json.loads(json.dumps(dataclasses.asdict(config)))  # lists, no tuples
+
+
+def from_json(tree, name):
+    """Options by their names, with their types checked as the command line checks them."""
+    if not isinstance(tree, dict):
+        raise UserError(f"{name}: expected an object of options, got {type(tree).__name__}")
+    fields = {(section, field.name): option for option, (section, field) in OPTIONS.items()}
+    sections, checked = {section for section, _ in fields}, {}
+    for key, x in tree.items():
+        if key in sections and isinstance(x, dict):
+            for inner, y in x.items():
+                if (key, inner) not in fields:
+                    raise UserError(f"{name}: the section {key} has no field {inner}")
+                checked[fields[key, inner]] = value(fields[key, inner], y, f"{name}: {key}.{inner}")
+        elif key in RETIRED and x == RETIRED[key]:
+            continue
+        elif (key := RENAMED.get(key, key)) in OPTIONS:
+            checked[key] = value(key, x, f"{name}: {key}")
+        else:
+            raise UserError(f"{name}: there is no option {key}")
+    return checked
+
+
+def value(option, x, place):
+    metadata = OPTIONS[option][1].metadata
+    kind, choices = metadata.get("type"), metadata.get("choices")
+    try:
+        if kind is None and not isinstance(x, bool):
+            raise argparse.ArgumentTypeError(f"expected true or false, got {x}")
+        if kind is str and not isinstance(x, str):
+            raise argparse.ArgumentTypeError(f"expected text, got {x}")
+        x = x if kind is None else kind(x)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{place}: {error}") from None
+    if choices and x not in choices:
+        raise UserError(f"{place}: expected one of {', '.join(choices)}, got {x}")
+    return x

@@ -1,0 +1,101 @@
+"""What an option is: a field of a dataclass that knows its type on the command line and in JSON, and its help."""
+
+import argparse
+import dataclasses
+import math
+import sys
+
+
+def names(x):
+    """A list of the names of corpora."""
+    return list(x) if isinstance(x, list | tuple) or x == "" else [x]
+
+
+def sources(x):
+    """A type of argparse: the name of a corpus, or a list of names; of one, it is that name."""
+    if x != "" and (not isinstance(x, str | list) or not x or not all(type(y) is str for y in x)):
+        raise argparse.ArgumentTypeError(f"expected a name or a list of names, got {x}")
+    return x[0] if isinstance(x, list) and len(x) == 1 else x
+
+
+def number(kind, low, below=math.inf, most=math.inf):
+    """A type of argparse: a number from `low` on, less than `below` and `most` or less."""
+
+    def read(text):
+        try:
+            x = kind(text)
+            if isinstance(text, bool) or x != float(text):
+                x = None
+        except (ValueError, TypeError, OverflowError):
+            x = None
+        if x is None or not low <= x < below or x > most:
+            limit = "" if below == math.inf else f" and less than {below:.10g}"
+            limit += "" if most == math.inf else f" and {most:.10g} or less"
+            name = {int: "whole number", float: "number"}[kind]
+            raise argparse.ArgumentTypeError(f"expected a {name} of {low} or more{limit}, got {text}")
+        return x
+
+    return read
+
+
+natural, positive, amount, share = number(int, 0), number(int, 1), number(float, 0), number(float, 0, 1)
+seed = number(int, 0, 2**32)
+
+
+def sequence(read, valid, metavar, expected):
+    """A type of argparse: text with commas, of which `read` makes values, or a list of JSON."""
+
+    def parse(text):
+        try:
+            values = list(map(read, text.split(",") if text else [])) if isinstance(text, str) else list(text)
+            if valid(values):
+                return values
+        except (ValueError, TypeError):
+            pass
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+
+    parse.metavar = metavar
+    return parse
+
+
+def within(numbers, low, high):
+    return all(type(x) in (int, float) and low <= x <= high for x in numbers)
+
+
+strides = sequence(
+    lambda text: [int(x) for x in text.split("x")],
+    lambda pairs: pairs and all(len(x) == 2 and all(type(y) is int and y >= 1 for y in x) for x in pairs),
+    "STRIDES",
+    "strides over time and features such as 2x2,2x2",
+)
+durations = sequence(
+    int,
+    lambda x: all(type(y) is int and y >= 0 for y in x) and any(x) and len({*x}) == len(x),
+    "N,...",
+    "different durations such as 0,1,2, and not 0 alone",
+)
+speeds = sequence(float, lambda x: x and within(x, 0.5, 2), "N,...", "speeds from 0.5 to 2 such as 0.9,1,1.1")
+snr = sequence(
+    float,
+    lambda x: within(x, -100, 100) and x == sorted(x) and len(x) == 2,
+    "LOW,HIGH",
+    "the lowest and highest ratio in dB such as 5,20",
+)
+rates = sequence(
+    lambda text: [text.rpartition("=")[0], float(text.rpartition("=")[2])],
+    lambda pairs: all(type(name) is str and name and within([x], 0, sys.float_info.max) for name, x in pairs),
+    "PREFIX=N,...",
+    "prefixes of parameters and factors such as encoder=0.1",
+)
+
+
+def option(default, kind, text, **more):
+    """A field. `kind`: a type of argparse, or bool for a switch; `text`: its help.
+
+    `flag`: the name of the option, if it is not that of the field. `needs`: (condition on the configuration, what it
+    is in words), without which an option that is not at its default is an error. `fixed`: a checkpoint's arrays, or
+    their meaning, depend on it. `off`: the value at which the optimiser and its state lack a part. `hidden`: a field
+    that pretrained models set, and no option.
+    """
+    kind = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+    return dataclasses.field(default=default, metadata={"help": text, **kind, **more})

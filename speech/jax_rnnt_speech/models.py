@@ -1,0 +1,146 @@
+"""Models of any kind: those of runs, and of others.
+
+`open_model` reads a run's folder, our own package, or one of Hugging Face with Parakeet or Nemotron. `fresh` makes the
+recogniser of a new training, whose --init may be any of these or Whisper.
+"""
+
+import os
+from pathlib import Path
+
+from jax_rnnt_speech.config import Config, flag, of_sections, own, tuples
+from jax_rnnt_speech.config.files import from_json
+from jax_rnnt_speech.data import tokens
+from jax_rnnt_speech.model import encoders
+from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
+from jax_rnnt_speech.recognition.recogniser import Recogniser
+from jax_rnnt_speech.system import UserError, hosts, programs
+from jax_rnnt_speech.training import runs
+
+KINDS = {"package": package, "hugging_face": hugging_face, "whisper": whisper, "nemo": nemo}
+VARIABLE = "RNNT_SPEECH_MODEL"
+STACK = {"whisper": 4, "fastconformer": 1}  # rows of 80 ms, if nothing else is wanted
+
+
+def kind_of(folder):
+    """run, package, hugging_face, whisper or nemo."""
+    folder = Path(folder)
+    if (folder / runs.CHECKPOINTS).is_dir():
+        return "run"
+    if (folder / package.SETUP).is_file():
+        return "package"
+    if whisper.binary_of(folder):
+        return "whisper"
+    if any((folder / name).is_file() for name in ("config.json", "preprocessor_config.json", "processor_config.json")):
+        return "whisper" if whisper.is_whisper(folder) else "hugging_face"
+    if any(x.suffix == ".nemo" and x.is_file() for x in (folder, *folder.glob("*.nemo"))):
+        return "nemo"
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder")
+    known = f"neither checkpoints/ of a run, nor {package.SETUP}, nor config.json, nor model.bin"
+    raise UserError(f"{folder} has no checkpoint: {known}")
+
+
+def read(folder, best=True):
+    """The Recogniser of a folder, with its parameters; that of Whisper has an encoder alone, and no labels.
+
+    `best`: those of a run's best checkpoint, not the last.
+    """
+    kind = kind_of(folder)
+    if kind != "run":
+        return KINDS[kind].read(Path(folder))
+    run = runs.open_run(Path(folder))
+    checkpoint = run.whole(["params"], runs.BEST_FIRST[:: 1 if best else -1])
+    recogniser = Recogniser.from_setup(runs.read_setup(checkpoint))
+    (recogniser.params,) = run.restore(checkpoint, params=recogniser.shapes)
+    return recogniser
+
+
+def add_options(parser, runs=True):
+    """Those of each command that takes a model; `runs`: it also runs it."""
+    help = f"folder of a training, of convert, or of transformers; default: ${VARIABLE}, or the one in the user's cache"
+    parser.add_argument("--model", type=Path, help=help)
+    help = "which weights of a training: the best by held-out WER (the default), or the last"
+    parser.add_argument("--checkpoint", choices=("best", "last"), help=help)
+    if runs:
+        parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+        parser.add_argument("--prompt", metavar="NAME", help="language of the recordings, for a model that takes one")
+
+
+def default():
+    """The folder of the model that is used where none is named."""
+    folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache/jax_rnnt_speech/read-speech")
+    if not folder.is_dir():
+        raise UserError(f"--model is missing, and there is no {folder}: docs/read_speech.md of jax_rnnt says how to "
+                        f"make it; {VARIABLE} may name another folder")  # fmt: skip
+    return folder
+
+
+def open_model(folder=None, platform=None, checkpoint=None):
+    """The Recogniser of a folder, with its parameters in `params`, to transcribe with. `checkpoint`: best or last."""
+    folder = folder or default()
+    if checkpoint and kind_of(folder) != "run":
+        raise UserError(f"--checkpoint {checkpoint}: {folder} is no folder of a training")
+    hosts.devices(platform, 1)
+    programs.keep(Path(folder) / "programs" if kind_of(folder) == "run" else None)
+    recogniser = read(folder, best=checkpoint != "last")
+    if len(recogniser.mean) != recogniser.extractor.mels:
+        raise UserError(
+            f"{folder} holds a model of {len(recogniser.mean)} features a frame that are not those of audio"
+        )
+    if not recogniser.tokens.pieces:
+        raise UserError(f"{folder} has an encoder alone: rnnt-speech train --init {folder}")
+    return recogniser
+
+
+def described(folder):
+    """(Config, vocabulary, the JSON files of its source) of a folder."""
+    kind = kind_of(folder)
+    if kind not in ("run", "package"):
+        found = KINDS[kind].read(Path(folder))
+        return found.config, found.tokens, found.source
+    setup = runs.setup_of(Path(folder)) if kind == "run" else package.setup_of(folder)
+    config = Config.of(**from_json(setup["config"], f"{folder}"))
+    return config, tokens.from_json(setup["tokens"]), setup.get("source")
+
+
+def config_of(folder):
+    """(Config of a folder, the JSON files of its source)."""
+    kind = kind_of(folder)
+    if kind != "run":
+        return KINDS[kind].config_of(Path(folder))
+    setup = runs.setup_of(Path(folder))
+    return Config.of(**from_json(setup["config"], f"{folder}")), setup.get("source")
+
+
+def completed(options):
+    """Options of a new training, with those that its --init decides."""
+    if not options.get("init"):
+        return options
+    folder, (start, source) = options["init"], config_of(options["init"])
+    new = kind_of(folder) == "whisper" or options.get("new_head", False)
+    options = ({"stack": STACK.get(start.encoder.kind, 0)} if new else {}) | options | {"new_head": new}
+    head = of_sections("head", "search") - {"prompt"}
+    blocks = set() if new and not own(start) else of_sections("blocks")
+    for name in of_sections("features", "encoder") | blocks | (set() if new else head):
+        x = start.get(name)
+        if tuples(options.get(name, x)) != x:
+            hint = ": --new-head allows that" if name in head else ""
+            raise UserError(f"{flag(name)} {options[name]}: {folder} has {x}{hint}")
+        options[name] = x
+    encoders.checked(Config.of(**options), source)
+    return options
+
+
+def fresh(config, corpus, **more):
+    """The Recogniser of a new training: of random weights, or from --init."""
+    features, start = corpus.features, config.optimiser.init
+    new = not start or config.optimiser.new_head
+    vocabulary = tokens.train(config.head, (x.text for x in corpus.utterances)) if new else None
+    if not start:
+        return Recogniser(config, vocabulary, [0.0] * features, [1.0] * features, **more)
+    known = read(start)
+    if len(known.mean) != features:
+        raise UserError(f"--init {start} hears {len(known.mean)} features a frame, {config.data.train} has {features}")
+    recogniser = Recogniser(config, vocabulary or known.tokens, known.mean, known.deviation, known.source, **more)
+    recogniser.take({name: known.params[name] for name in (["encoder"] if new else known.params)})
+    return recogniser
