@@ -24,7 +24,7 @@ help: ## this list
 setup: $(VENV)/.packages $(BUILT) ## .venv, and the CPU kernels from source; ONLY=avx2, avx512 or portable: one instruction set
 
 demo: $(BUILT) .venv-speech/.packages ## train a transducer on handwritten digits, and check its error rate
-	$(SPEECH) -m jax_rnnt_speech train --config handwritten-digits --overwrite --expect-cer 3
+	$(SPEECH) -m jax_rnnt_speech train --config recipes/corpora/handwritten_digits.json --overwrite --expect-cer 3
 
 test: $(HOUSE_VENV)/.packages $(BUILT) ## the library's tests; HOUSE=speech, recipes or lab: those of that folder
 	$(PYTEST) -m 'not slow' $(ARGS)
