@@ -3,13 +3,14 @@
 The model, its batches and its losses are those of jax_rnnt_speech. A recipe is one idea on top of them:
 
     digits = Digits(steps=1000)
-    recogniser = digits.recogniser()
-    params = fit(recogniser.params, recogniser.mean_loss, digits)
-    check("CER", error_rate(greedy(recogniser, params), digits), 3)
+    model = digits.model()
+    params = fit(model.params, mean_loss(model), digits)
+    check("CER", error_rate(greedy(model, params), digits), 3)
 """
 
 import argparse
 import copy
+import functools
 import sys
 from pathlib import Path
 
@@ -23,9 +24,9 @@ from jax_rnnt_speech import models
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.config.options import amount, positive, seed
 from jax_rnnt_speech.data import batches
-from jax_rnnt_speech.recognition.ngrams import Search
-from jax_rnnt_speech.recognition.recogniser import Recogniser
-from jax_rnnt_speech.training import epochs
+from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.recognition.search import GREEDY
+from jax_rnnt_speech.training import epochs, objective
 from jax_rnnt_speech.training.steps import make_optimizer
 
 FILE = Path(__file__).parent / "corpora" / "handwritten_digits.json"
@@ -40,12 +41,12 @@ class Digits:
         start = models.fresh(self.config, train)
         self.tokens, self.blank, self.subsampling = start.tokens, start.blank, start.subsampling
         self.train, self.test = (batches.labelled(x, self.tokens, self.subsampling) for x in (train, test))
-        start.measure(self.train)
+        objective.measure(start, self.train)
         self.mean, self.deviation = start.mean, start.deviation
 
-    def recogniser(self, **options):
+    def model(self, **options):
         """A new model; options differ from those of `config`."""
-        return Recogniser(self.config.having(**options), self.tokens, self.mean, self.deviation)
+        return Model(self.config.having(**options), self.tokens, self.mean, self.deviation)
 
     def batches(self):
         """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""
@@ -88,10 +89,15 @@ def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
     return params
 
 
-def greedy(recogniser, params):
+def mean_loss(model):
+    """A function of (params, batch, step): the loss that a training makes small."""
+    return functools.partial(objective.mean_loss, model)
+
+
+def greedy(model, params):
     """A function of batches: labels [B, N] and their numbers [B] by greedy search."""
     params = jax.device_put(params)
-    return lambda batch: recogniser.evaluated(params, batch, Search())[1:]
+    return lambda batch: objective.evaluated(model, params, batch, GREEDY)[1:]
 
 
 def error_rate(search, digits):

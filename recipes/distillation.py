@@ -32,19 +32,19 @@ def divergence(teacher, student, labels):
 def main():
     args = parse(__doc__, steps=700, student_steps=1000, width=24, weight=0.1)
     digits = Digits(steps=args.steps, seed=args.seed)
-    teacher = digits.recogniser()
+    teacher = digits.model()
     taught = fit(teacher.params, teacher.mean_loss, digits)
     few = Digits(steps=args.student_steps, seed=args.seed)
 
     def train(weight):
-        student = few.recogniser(width=args.width, channels=8)
+        student = few.model(width=args.width, channels=8)
 
         def mean_loss(params, batch, step):
             rows = []
-            for recogniser, parameters in ((teacher, taught), (student, params)):
-                model = recogniser.model(parameters)
-                x = recogniser.encoded(model, recogniser.inputs(batch), batch)
-                rows.append(model.joint.logits(x.frames, x.states))
+            for model, parameters in ((teacher, taught), (student, params)):
+                network = model.network(parameters)
+                x = model.encoded(network, model.inputs(batch), batch)
+                rows.append(network.joint.logits(x.frames, x.states))
             lengths = {"logit_lengths": x.frame_lengths, "target_lengths": x.target_lengths}
             kept = jax.lax.stop_gradient(teacher.loss.posteriors(rows[0], *x[2:]))
             apart = sum_over_nodes(divergence, *rows, **lengths, weights=sum(kept), targets=x.targets)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from _shared import Digits, check, error_rate, fit, parse
+from _shared import Digits, check, error_rate, fit, mean_loss, parse
 
 from jax_rnnt import decode
-from jax_rnnt_speech.recognition import ngrams
+from jax_rnnt_speech.cli import ngram
 
 # Weights of the n-gram and of the internal model.
 WEIGHTS = [(0.3, 0.0), (0.6, 0.0), (0.3, 0.3), (0.6, 0.3), (0.6, 0.6), (0.9, 0.6)]
@@ -35,27 +35,27 @@ def texts(rng, count):
 def bigrams(lines, labels):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "digits.arpa"
-        ngrams.write(path, *ngrams.estimate([list(line) for line in lines], 2))
+        ngram.write(path, *ngram.estimate([list(line) for line in lines], 2))
         return decode.NGram.from_arpa(path, labels)
 
 
 def main():
     args = parse(__doc__, steps=450, lines=250)
     digits = Digits(steps=args.steps, seed=args.seed)
-    recogniser = digits.recogniser(loss="hat")
-    params = fit(recogniser.params, recogniser.mean_loss, digits)
+    model = digits.model(loss="hat")
+    params = fit(model.params, mean_loss(model), digits)
 
     rng = np.random.default_rng(args.seed)
     tuning, test = (digits.with_texts(texts(rng, args.lines)) for _ in range(2))
-    model = bigrams(texts(rng, 5000), [*digits.tokens.labels(), None])
+    ngrams = bigrams(texts(rng, 5000), [*digits.tokens.labels(), None])
 
     @functools.partial(jax.jit, static_argnums=3)
     def beam(params, batch, weights, width):
-        network = recogniser.model(params)
-        rows, lengths = network.encode(recogniser.inputs(batch), batch["lengths"])
+        network = model.network(params)
+        rows, lengths = network.encode(model.inputs(batch), batch["lengths"])
         inputs = *network.joint.decoder_inputs(network.predictor, rows), lengths, 20
-        fusion, ilm_weight = ((model, weights[0]),), weights[1]
-        hypotheses = decode.beam(recogniser.loss, *inputs, width, max_symbols=3, fusion=fusion, ilm_weight=ilm_weight)
+        fusion, ilm_weight = ((ngrams, weights[0]),), weights[1]
+        hypotheses = decode.beam(model.loss, *inputs, width, max_symbols=3, fusion=fusion, ilm_weight=ilm_weight)
         return hypotheses.labels[:, 0], hypotheses.counts[:, 0]
 
     def rate(lines, weights):

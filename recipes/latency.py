@@ -17,15 +17,15 @@ PICTURE = Path("runs/recipes/latency.png")
 STRENGTHS = {"FastEmit": (0.1, 0.5), "delay penalty": (0.1, 0.4), "minimum latency": (0.3, 1.0)}
 
 
-def objective(recogniser, name, strength):
+def objective(model, name, strength):
     """A mean loss that pulls labels to earlier frames."""
     options = {"FastEmit": "fastemit_lambda", "delay penalty": "delay_penalty"}
-    loss = dataclasses.replace(recogniser.loss, **({options[name]: strength} if name in options else {}))
+    loss = dataclasses.replace(model.loss, **({options[name]: strength} if name in options else {}))
 
     def mean_loss(params, batch, step):
-        model = recogniser.model(params, step)
-        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
-        problem = model.joint(x.frames[:, :, None], x.states[:, None]), *x[2:]
+        network = model.network(params, step)
+        x = model.encoded(network, model.inputs(batch), batch)
+        problem = network.joint(x.frames[:, :, None], x.states[:, None]), *x[2:]
         losses = loss(*problem)
         if name == "minimum latency":
             losses = losses + strength * loss.latency(*problem)
@@ -34,21 +34,21 @@ def objective(recogniser, name, strength):
     return mean_loss
 
 
-def delay(recogniser, params, digits):
+def delay(model, params, digits):
     """Mean of (expected frame of a label - last frame of its digit) over held-out lines, in encoder frames."""
 
     @jax.jit
     def expected(batch):
-        model = recogniser.model(params)
-        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
-        return recogniser.loss.label_frames(model.joint.logits(x.frames, x.states), *x[2:])
+        network = model.network(params)
+        x = model.encoded(network, model.inputs(batch), batch)
+        return model.loss.label_frames(network.joint.logits(x.frames, x.states), *x[2:])
 
     delays = []
     for batch in digits.tests():
         index, valid = batch.pop("index"), batch["valid"]
         for i, frames in zip(index[valid], np.asarray(expected(batch))[valid]):
             ends = digits.test.corpus.draw(i, np.random.default_rng(i))[1][:, 1]
-            delays += list(frames[: len(ends)] - ends / recogniser.subsampling)
+            delays += list(frames[: len(ends)] - ends / model.subsampling)
     return float(np.mean(delays))
 
 
@@ -73,13 +73,13 @@ def draw(points):
 def main():
     args = parse(__doc__, steps=600, tuning_steps=120)
     digits = Digits(steps=args.steps, seed=args.seed, chunk=1)
-    recogniser = digits.recogniser()
-    params = fit(recogniser.params, objective(recogniser, None, 0), digits)
+    model = digits.model()
+    params = fit(model.params, objective(model, None, 0), digits)
     few = Digits(steps=args.tuning_steps, seed=args.seed + 1, chunk=1, learning_rate=1e-3)
 
     def measured(name, strength):
-        tuned = fit(params, objective(recogniser, name, strength), few)
-        point = delay(recogniser, tuned, digits), error_rate(greedy(recogniser, tuned), digits)
+        tuned = fit(params, objective(model, name, strength), few)
+        point = delay(model, tuned, digits), error_rate(greedy(model, tuned), digits)
         print(f"{name or 'no penalty'} {strength or ''}: delay {point[0]:.2f} frames, CER {point[1]:.2f}")
         return point
 

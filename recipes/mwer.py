@@ -5,7 +5,7 @@ python recipes/mwer.py
 
 import jax
 import jax.numpy as jnp
-from _shared import Digits, check, error_rate, fit, greedy, parse
+from _shared import Digits, check, error_rate, fit, greedy, mean_loss, parse
 
 from jax_rnnt import decode, mwer_loss
 from jax_rnnt.metrics import edit_distance
@@ -14,34 +14,34 @@ from jax_rnnt.metrics import edit_distance
 def main():
     args = parse(__doc__, steps=500, mwer_steps=200, width=4, nll=0.1, learning_rate=1e-3)
     digits = Digits(steps=args.steps, seed=args.seed)
-    recogniser = digits.recogniser()
-    params = fit(recogniser.params, recogniser.mean_loss, digits)
-    before = error_rate(greedy(recogniser, params), digits)
+    model = digits.model()
+    params = fit(model.params, mean_loss(model), digits)
+    before = error_rate(greedy(model, params), digits)
 
     def lists(params, batch):
         """The N best hypotheses of each utterance: labels [B, N, L], counts and scores [B, N]."""
-        model = recogniser.model(params)
-        rows, lengths = model.encode(recogniser.inputs(batch), batch["lengths"])
-        inputs = model.joint.decoder_inputs(model.predictor, rows)
-        return decode.beam(recogniser.loss, *inputs, lengths, 12, args.width, max_symbols=3)
+        network = model.network(params)
+        rows, lengths = network.encode(model.inputs(batch), batch["lengths"])
+        inputs = network.joint.decoder_inputs(network.predictor, rows)
+        return decode.beam(model.loss, *inputs, lengths, 12, args.width, max_symbols=3)
 
-    def mean_loss(params, batch, step):
+    def of_lists(params, batch, step):
         """Search, edit distances and loss are one program on the device."""
         found = lists(jax.lax.stop_gradient(params), batch)
         errors = edit_distance(found.labels, found.counts, batch["targets"][:, None], batch["target_lengths"][:, None])
-        model = recogniser.model(params, step)
-        x = recogniser.encoded(model, recogniser.inputs(batch), batch)
-        reference = recogniser.loss(model.joint.logits(x.frames, x.states), *x[2:])
+        network = model.network(params, step)
+        x = model.encoded(network, model.inputs(batch), batch)
+        reference = model.loss(network.joint.logits(x.frames, x.states), *x[2:])
         targets = jnp.maximum(found.labels, 0)
-        logits = model.joint.logits(x.frames[:, None], model.predictor(targets))  # hypotheses share the frames
+        logits = network.joint.logits(x.frames[:, None], network.predictor(targets))  # hypotheses share the frames
         lengths = jnp.broadcast_to(x.frame_lengths[:, None], found.counts.shape)
-        each = recogniser.loss(logits, targets, lengths, found.counts)
+        each = model.loss(logits, targets, lengths, found.counts)
         each = jnp.where(jnp.isneginf(found.scores), jnp.inf, each)  # fewer than N hypotheses
         return mwer_loss(each, errors) + args.nll * reference.mean()
 
     more = Digits(steps=args.mwer_steps, seed=args.seed + 1, learning_rate=args.learning_rate)
-    params = fit(params, mean_loss, more)
-    after = error_rate(greedy(recogniser, params), digits)
+    params = fit(params, of_lists, more)
+    after = error_rate(greedy(model, params), digits)
     print(f"CER before: {before:.2f}, after: {after:.2f}")
     check("CER after, of 100 before", 100 * after / before, 100)
 

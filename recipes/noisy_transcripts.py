@@ -57,16 +57,16 @@ def main():
     digits, rates = Digits(steps=args.steps, seed=args.seed), {}
     robust, number, late = ROBUST[args.error]
     for name, loss_of in (("RNN-T", lambda x: RNNTLoss(reduction="none")), ("robust", robust)):
-        recogniser = digits.recogniser()
+        model = digits.model()
 
-        def mean_loss(params, batch, step, recogniser=recogniser, loss_of=loss_of):
-            model = recogniser.model(params, step)
-            x = recogniser.encoded(model, recogniser.inputs(batch), batch)
+        def mean_loss(params, batch, step, model=model, loss_of=loss_of):
+            network = model.network(params, step)
+            x = model.encoded(network, model.inputs(batch), batch)
             loss = loss_of(jnp.where(step < late * args.steps, -jnp.inf, number))
-            return loss(model.joint.logits(x.frames, x.states), *x[2:]).mean()
+            return loss(network.joint.logits(x.frames, x.states), *x[2:]).mean()
 
-        params = fit(recogniser.params, mean_loss, digits, corrupted(args.error, args.share))
-        rates[name] = error_rate(greedy(recogniser, params), digits)
+        params = fit(model.params, mean_loss, digits, corrupted(args.error, args.share))
+        rates[name] = error_rate(greedy(model, params), digits)
     print(f"CER, {100 * args.share:.0f}% {args.error}: " + ", ".join(f"{k} {v:.2f}" for k, v in rates.items()))
     check("CER of the robust loss, of 100 of RNN-T", 100 * rates["robust"] / rates["RNN-T"], 90)
 

@@ -18,7 +18,8 @@ from rapidfuzz.distance import Levenshtein
 
 from jax_rnnt_speech import models
 from jax_rnnt_speech.data import corpora
-from jax_rnnt_speech.recognition import recognise, recogniser, transcripts, windows
+from jax_rnnt_speech.recognition import recognise, transcripts, windows
+from jax_rnnt_speech.recognition.search import Method
 
 
 def peak(reset=False):
@@ -64,7 +65,7 @@ def interval(differences, lengths):
 
 
 def compared(args):
-    model, how = models.open_model(args.model, "cpu"), recogniser.Search(beam=args.beam)
+    model, how = models.open_model(args.model, "cpu"), Method(beam=args.beam)
     made = corpora.by_function(args.data)
     corpus = corpora.open_corpus(args.data, model.config, "valid") if made else \
         corpora.Recordings(args.data, model.config, testing=True)  # fmt: skip

@@ -81,7 +81,7 @@ def theirs(folder, kind, what, repeats):
         if kind == "rnnt":
             return model.loss_function(logits, **options)
         heads = logits[..., :width], logits[..., width:]
-        return model.loss_function(*heads, durations=model.config.head.durations, **options)
+        return model.loss_function(*heads, durations=model.config.durations, **options)
 
     def forward():
         rows = model.get_audio_features(input_features=features, attention_mask=mask)
@@ -118,18 +118,18 @@ def ours(folder, kind, what, repeats):
     from jax_rnnt_speech.model import parts
     from jax_rnnt_speech.training import steps
 
-    recogniser = models.open_model(folder / kind)
+    model = models.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())
     arrays = {"audio": features, "lengths": lengths, "targets": targets, "target_lengths": target_lengths}
     if what != "loss":
         joint = "tiles" if what == "tiles" else "logits"
-        recogniser.config = recogniser.config.having(joint=joint, time_masks=0, mel_masks=0)
+        model.config = model.config.having(joint=joint, time_masks=0, mel_masks=0)
         arrays |= {"valid": np.ones(UTTERANCES, bool), "spans": np.zeros((UTTERANCES, 0, 2), np.int32)}
-        chosen = parts.Parts(recogniser.config, recogniser.params)
+        chosen = parts.Parts(model.config, model.params)
         optimizer = steps.if_finite(optax.adamw(1e-5, weight_decay=0.01))
-        step = steps.make_train_step(recogniser, chosen, optimizer)
-        frozen = chosen.frozen(recogniser.params)
-        state = steps.first_state(recogniser.config, optimizer, chosen.free(recogniser.params))
+        step = steps.make_train_step(model, chosen, optimizer)
+        frozen = chosen.frozen(model.params)
+        state = steps.first_state(model.config.optimiser, optimizer, chosen.free(model.params))
 
         def one_step():
             nonlocal state
@@ -140,12 +140,12 @@ def ours(folder, kind, what, repeats):
 
     @jax.jit
     def all_logits(params):
-        model = recogniser.model(params)
-        x = recogniser.encoded(model, features, arrays)
-        return model.joint(x.frames[:, :, None], x.states[:, None]), x.frame_lengths
+        network = model.network(params)
+        x = model.encoded(network, features, arrays)
+        return network.joint(x.frames[:, :, None], x.states[:, None]), x.frame_lengths
 
-    logits, lengths = all_logits(recogniser.params)
-    compute = jax.jit(jax.value_and_grad(lambda *x: recogniser.loss(*x).mean()))
+    logits, lengths = all_logits(model.params)
+    compute = jax.jit(jax.value_and_grad(lambda *x: model.loss(*x).mean()))
     return repeated(lambda: float(jax.block_until_ready(compute(logits, targets, lengths, target_lengths))[0]), repeats)
 
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(searches.FOLDER / "speech"))
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import parts
-from jax_rnnt_speech.recognition.recogniser import Recogniser
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.training import steps
 
 DEVICES = {"h100": ("cuda", 1), "v5e": ("tpu", 8)}
@@ -44,12 +44,12 @@ SIZES = dict(features="nemo", mels=128, width=640, predictor="lstm", predictor_l
 CHEAP = dict(dtype="bfloat16", remat=True, scan=True, dropout=0.0)
 
 
-def recogniser_of(layers):
-    """A Recogniser, whose parameters nobody draws."""
+def model_of(layers):
+    """A Model, whose parameters nobody draws."""
     config = Config.of(init="none", encoder="fastconformer", **SIZES, **CHEAP)
     fields = {"num_mel_bins": config.features.mels, "num_hidden_layers": layers}
     zeros, ones = np.zeros(config.features.mels), np.ones(config.features.mels)
-    return Recogniser(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields})
+    return Model(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields})
 
 
 def mesh_of(device):
@@ -63,22 +63,22 @@ def mesh_of(device):
 
 
 def lowered(device, layers):
-    mesh, recogniser = mesh_of(device), recogniser_of(layers)
+    mesh, model = mesh_of(device), model_of(layers)
     shard = mesh.size > 1
-    chosen = parts.Parts(recogniser.config, recogniser.shapes)
-    optimizer = steps.make_optimizer(recogniser.config, chosen.factors)
-    state = jax.eval_shape(lambda x: steps.first_state(recogniser.config, optimizer, chosen.free(x)), recogniser.shapes)
+    chosen = parts.Parts(model.config, model.shapes)
+    optimizer = steps.make_optimizer(model.config.optimiser, chosen.factors)
+    state = jax.eval_shape(lambda x: steps.first_state(model.config.optimiser, optimizer, chosen.free(x)), model.shapes)
     state = parts.shapes_in_place(mesh, state, shard)
-    frozen = parts.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, recogniser.shapes), shard)
+    frozen = parts.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, model.shapes), shard)
     places = jax.tree.map(lambda x: x.sharding, state)
-    shapes = {"audio": (FRAMES, recogniser.config.features.mels), "targets": (TARGETS,), "spans": (4, 2)}
+    shapes = {"audio": (FRAMES, model.config.features.mels), "targets": (TARGETS,), "spans": (4, 2)}
     kinds = {"audio": np.float32, "valid": bool}
     split = NamedSharding(mesh, P("data"))
     batch = {
         name: jax.ShapeDtypeStruct((UTTERANCES, *shapes.get(name, ())), kinds.get(name, np.int32), sharding=split)
         for name in ("audio", "lengths", "targets", "target_lengths", "valid", "spans")
     }
-    step = steps.make_train_step(recogniser, chosen, optimizer, places=places)
+    step = steps.make_train_step(model, chosen, optimizer, places=places)
     one = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
     return step.lower(state, batch, frozen, one)
 

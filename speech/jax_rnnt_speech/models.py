@@ -1,7 +1,7 @@
 """Models of any kind: those of runs, and of others.
 
 `open_model` reads a run's folder, our own package, or one of Hugging Face with Parakeet or Nemotron. `fresh` makes the
-recogniser of a new training, whose --init may be any of these or Whisper.
+model of a new training, whose --init may be any of these or Whisper.
 """
 
 import os
@@ -11,8 +11,8 @@ from jax_rnnt_speech.config import Config, flag, of_sections, own, tuples
 from jax_rnnt_speech.config.files import from_json
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import encoders
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
-from jax_rnnt_speech.recognition.recogniser import Recogniser
 from jax_rnnt_speech.system import UserError, hosts, programs
 from jax_rnnt_speech.training import runs
 
@@ -41,7 +41,7 @@ def kind_of(folder):
 
 
 def read(folder, best=True):
-    """The Recogniser of a folder, with its parameters; that of Whisper has an encoder alone, and no labels.
+    """The Model of a folder, with its parameters; that of Whisper has an encoder alone, and no labels.
 
     `best`: those of a run's best checkpoint, not the last.
     """
@@ -50,9 +50,9 @@ def read(folder, best=True):
         return KINDS[kind].read(Path(folder))
     run = runs.open_run(Path(folder))
     checkpoint = run.whole(["params"], runs.BEST_FIRST[:: 1 if best else -1])
-    recogniser = Recogniser.from_setup(runs.read_setup(checkpoint))
-    (recogniser.params,) = run.restore(checkpoint, params=recogniser.shapes)
-    return recogniser
+    model = Model.from_setup(runs.read_setup(checkpoint))
+    (model.params,) = run.restore(checkpoint, params=model.shapes)
+    return model
 
 
 def add_options(parser, runs=True):
@@ -76,20 +76,18 @@ def default():
 
 
 def open_model(folder=None, platform=None, checkpoint=None):
-    """The Recogniser of a folder, with its parameters in `params`, to transcribe with. `checkpoint`: best or last."""
+    """The Model of a folder, with its parameters in `params`, to transcribe with. `checkpoint`: best or last."""
     folder = folder or default()
     if checkpoint and kind_of(folder) != "run":
         raise UserError(f"--checkpoint {checkpoint}: {folder} is no folder of a training")
     hosts.devices(platform, 1)
     programs.keep(Path(folder) / "programs" if kind_of(folder) == "run" else None)
-    recogniser = read(folder, best=checkpoint != "last")
-    if len(recogniser.mean) != recogniser.extractor.mels:
-        raise UserError(
-            f"{folder} holds a model of {len(recogniser.mean)} features a frame that are not those of audio"
-        )
-    if not recogniser.tokens.pieces:
+    model = read(folder, best=checkpoint != "last")
+    if len(model.mean) != model.extractor.mels:
+        raise UserError(f"{folder} holds a model of {len(model.mean)} features a frame that are not those of audio")
+    if not model.tokens.pieces:
         raise UserError(f"{folder} has an encoder alone: rnnt-speech train --init {folder}")
-    return recogniser
+    return model
 
 
 def described(folder):
@@ -132,15 +130,15 @@ def completed(options):
 
 
 def fresh(config, corpus, **more):
-    """The Recogniser of a new training: of random weights, or from --init."""
+    """The Model of a new training: of random weights, or from --init."""
     features, start = corpus.features, config.optimiser.init
     new = not start or config.optimiser.new_head
     vocabulary = tokens.train(config.head, (x.text for x in corpus.utterances)) if new else None
     if not start:
-        return Recogniser(config, vocabulary, [0.0] * features, [1.0] * features, **more)
+        return Model(config, vocabulary, [0.0] * features, [1.0] * features, **more)
     known = read(start)
     if len(known.mean) != features:
         raise UserError(f"--init {start} hears {len(known.mean)} features a frame, {config.data.train} has {features}")
-    recogniser = Recogniser(config, vocabulary or known.tokens, known.mean, known.deviation, known.source, **more)
-    recogniser.take({name: known.params[name] for name in (["encoder"] if new else known.params)})
-    return recogniser
+    model = Model(config, vocabulary or known.tokens, known.mean, known.deviation, known.source, **more)
+    model.take({name: known.params[name] for name in (["encoder"] if new else known.params)})
+    return model

@@ -17,6 +17,7 @@ import jax_rnnt_speech as asr
 from jax_rnnt_speech import cli, pretrained  # noqa: F401
 from jax_rnnt_speech.data import audio, batches, corpora
 from jax_rnnt_speech.model import transducer  # noqa: F401
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.training import checkpoints, epochs, steps, train  # noqa: F401
 
 TINY = {
@@ -31,13 +32,13 @@ def configuration(**options):
     return asr.config.Config.of(**({"train": "t", "valid": "v"} | TINY | options))
 
 
-def random_recogniser(**options):
+def random_model(**options):
     """One of random weights, which writes many words: as many labels of a row as it may."""
     config = configuration(**{"seed": 3, "max_symbols": 4, **options})
-    recogniser = asr.recognition.recogniser.Recogniser(config, asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
+    model = Model(config, asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
-    recogniser.params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
-    return recogniser
+    model.params = jax.tree_util.tree_map_with_path(larger, model.params)
+    return model
 
 
 def subwords(lines, **options):
@@ -53,7 +54,7 @@ def write_audio(path, seconds, rate=8000, channels=1, seed=0):
 
 
 def prepared(corpus, **options):
-    """(recogniser, a batch) of the corpus."""
+    """(model, a batch) of the corpus."""
     config = configuration(**options)
     tokens = asr.data.tokens.Characters("ABC ")
     data = batches.labelled(corpora.Recordings(corpus, config), tokens, 4)
@@ -61,20 +62,20 @@ def prepared(corpus, **options):
     batch = epochs.training(data, config, [bucket], (0, 1))[0]
     batch.pop("index")
     zeros = [0.0] * config.features.mels
-    return asr.recognition.recogniser.Recogniser(config, tokens, zeros, [1.0] * config.features.mels), batch
+    return Model(config, tokens, zeros, [1.0] * config.features.mels), batch
 
 
-def steps_of(recogniser, optimizer=None, mesh=None):
+def steps_of(model, optimizer=None, mesh=None):
     """(parts, the first state, frozen weights, the jitted step) of a training."""
-    parts = asr.model.parts.Parts(recogniser.config, recogniser.params)
-    optimizer = optimizer or steps.make_optimizer(recogniser.config, parts.factors)
+    parts = asr.model.parts.Parts(model.config, model.params)
+    optimizer = optimizer or steps.make_optimizer(model.config, parts.factors)
     copy = lambda x: jax.tree.map(jax.numpy.array, x)  # a step takes its state's memory
-    state = steps.first_state(recogniser.config, optimizer, copy(parts.free(recogniser.params)))
-    frozen, places = copy(parts.frozen(recogniser.params)), None
+    state = steps.first_state(model.config, optimizer, copy(parts.free(model.params)))
+    frozen, places = copy(parts.frozen(model.params)), None
     if mesh:
         places = asr.model.parts.placed(mesh, state, True)
         state, frozen = jax.device_put((state, frozen), (places, asr.model.parts.placed(mesh, frozen, True)))
-    return parts, state, frozen, steps.make_train_step(recogniser, parts, optimizer, places=places)
+    return parts, state, frozen, steps.make_train_step(model, parts, optimizer, places=places)
 
 
 def arrays(path):

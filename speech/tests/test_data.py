@@ -15,7 +15,8 @@ import unicode_rbnf
 
 from jax_rnnt_speech.config import files
 from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
-from jax_rnnt_speech.recognition import ngrams
+from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.recognition.search import Method
 from jax_rnnt_speech.training import epochs, train
 from support import CONVOLUTIONAL, asr, configuration, write_audio
 
@@ -91,16 +92,14 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     valid = {int(i): v for b in tested for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
-    recogniser = asr.recognition.recogniser.Recogniser(
-        config, data.corpus and asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6
-    )
+    model = Model(config, data.corpus and asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     rates = lambda data: train.held_out(
-        recogniser,
-        recogniser.params,
+        model,
+        model.params,
         data,
         batches.make_buckets(data, config, 1),
         lambda x: x,
-        ngrams.Search(),
+        Method(),
     )[0]
     readable = data._replace(labels={i: x for i, x in data.labels.items() if i != 3})
     assert rates(data).loss == pytest.approx(rates(readable).loss, rel=1e-5)

@@ -12,6 +12,7 @@ import pytest
 from jax_rnnt_speech.cli import pictures, testing
 from jax_rnnt_speech.data import batches, corpora
 from jax_rnnt_speech.recognition import errors
+from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.training import train
 from support import asr, run, write_audio
 
@@ -124,17 +125,15 @@ def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
     rows = [json.loads(x) for x in (corpus / "all.jsonl").read_text().splitlines()][:4]
     rows[1]["text"], rows[3]["text"] = "A B " * 20, "AZ B"
     (corpus / "rates.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    recogniser = asr.models.open_model(trained[0])
+    model = asr.models.open_model(trained[0])
 
     def rates(numbers):
         (corpus / "some.jsonl").write_text("\n".join(json.dumps(rows[i]) for i in numbers))
-        found = corpora.open_corpus(str(corpus / "some.jsonl"), recogniser.config, "valid")
-        data = batches.labelled(found, recogniser.tokens, recogniser.subsampling, held_out=True)
-        config = recogniser.config.having(buckets=1)
+        found = corpora.open_corpus(str(corpus / "some.jsonl"), model.config, "valid")
+        data = batches.labelled(found, model.tokens, model.subsampling, held_out=True)
+        config = model.config.having(buckets=1)
         buckets = [x._replace(frames=60, labels=4) for x in batches.make_buckets(data, config, 1)]
-        result, _ = train.held_out(
-            recogniser, recogniser.params, data, buckets, lambda x: x, asr.recognition.recogniser.GREEDY
-        )
+        result, _ = train.held_out(model, model.params, data, buckets, lambda x: x, GREEDY)
         return result, data.corpus.report.names
 
     (some, names), (two, _) = rates(range(4)), rates([0, 2])

@@ -15,9 +15,11 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
+from jax_rnnt import decode
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.pretrained import hugging_face
-from jax_rnnt_speech.recognition import recognise, streams
+from jax_rnnt_speech.recognition import recognise, streams, windows
+from jax_rnnt_speech.recognition.search import Method
 from support import arrays, asr, run
 from test_pretrained import GOLDEN, padded
 
@@ -52,9 +54,7 @@ def test_search_of_ctc():
         state = found.state
     assert labels == [whole.labels[i, : whole.counts[i]].tolist() for i in range(2)]
     np.testing.assert_allclose(found.scores, whole.scores[:2], rtol=1e-5)
-    again = asr.model.ctc.search(
-        logits[:2], lengths[:2], 30, asr.recognition.recogniser.decode.reset_streams(state, np.ones(2, bool))
-    )
+    again = asr.model.ctc.search(logits[:2], lengths[:2], 30, decode.reset_streams(state, np.ones(2, bool)))
     np.testing.assert_array_equal(again.labels, whole.labels[:2])
 
 
@@ -79,18 +79,18 @@ def ctc(tmp_path):
 def test_parakeet_ctc(ctc, tmp_path, refused):
     """Losses, labels and frames of `transformers`; what is written is what was read; options that it has not."""
     ctc, golden = ctc
-    recogniser, tensors = asr.models.open_model(ctc), load_file(ctc / "model.safetensors")
-    x, lengths = padded(recogniser)
+    model, tensors = asr.models.open_model(ctc), load_file(ctc / "model.safetensors")
+    x, lengths = padded(model)
 
     @jax.jit
     def compute(params):
-        model = recogniser.model(params)
-        encoded = recogniser.encoded(model, x, {"lengths": lengths} | LABELS)
-        return recogniser.variant.compute(None, model, encoded, False), encoded.frame_lengths
+        network = model.network(params)
+        encoded = model.encoded(network, x, {"lengths": lengths} | LABELS)
+        return model.variant.compute(None, model, encoded, False), encoded.frame_lengths
 
-    losses, counts = compute(recogniser.params)
+    losses, counts = compute(model.params)
     np.testing.assert_allclose(losses, golden["loss"], rtol=1e-5)
-    for x, best, n in zip(recognise.transcribe(recogniser, enumerate(recordings())), golden["best"], counts):
+    for x, best, n in zip(recognise.transcribe(model, enumerate(recordings())), golden["best"], counts):
         assert (list(x.labels), list(x.frames)) == collapsed(best[:n], 19) and x.labels
     run(["convert", ctc, tmp_path / "again"])
     for name, x in load_file(tmp_path / "again/model.safetensors").items():
@@ -104,16 +104,16 @@ def test_parakeet_ctc(ctc, tmp_path, refused):
 
 def test_beams_of_tdt_lose_no_words():
     """Long blanks have few factors; still the best hypothesis beats greedy's, and none is silent but by the loss."""
-    recogniser = asr.models.open_model(GOLDEN / "tdt")
-    recogniser.config = recogniser.config.having(duration_choice="pair")
-    x, lengths = padded(recogniser)
-    heard = recogniser.window(recogniser.params, x, lengths, np.zeros(3, np.int32))
-    greedy, *_ = recogniser.taken(recogniser.params, *heard)
+    model = asr.models.open_model(GOLDEN / "tdt")
+    model.config = model.config.having(duration_choice="pair")
+    x, lengths = padded(model)
+    heard = windows.window(model, model.params, x, lengths, np.zeros(3, np.int32))
+    greedy, *_ = windows.taken(model, model.params, *heard)
     silence = {"lengths": lengths, "targets": np.zeros((3, 1), np.int32), "target_lengths": np.zeros(3, np.int32)}
-    model = recogniser.model(recogniser.params)
-    silent = -recogniser.variant.compute(recogniser.loss, model, recogniser.encoded(model, x, silence), False)
+    network = model.network(model.params)
+    silent = -model.variant.compute(model.loss, network, model.encoded(network, x, silence), False)
     for width in (2, 8):
-        best, *_ = recogniser.taken(recogniser.params, *heard, None, asr.recognition.recogniser.Search(beam=width))
+        best, *_ = windows.taken(model, model.params, *heard, None, Method(beam=width))
         assert (best.scores >= greedy.scores - 1e-4).all() and ((best.counts > 0) | (best.scores <= silent)).all()
 
 
@@ -139,32 +139,32 @@ def changed(path, fields, weights=None):
 def test_archives_of_nemo(kind):
     """Logits, labels and those of a head for CTC are what NeMo computed; a stream has them too, and ends at <EOU>."""
     golden = {k.removeprefix(f"{kind}/"): x for k, x in arrays(GOLDEN / "archives.npz").items() if k.startswith(kind)}
-    recogniser = asr.models.open_model(GOLDEN / f"{kind}.nemo")
-    x, lengths = padded(recogniser)
+    model = asr.models.open_model(GOLDEN / f"{kind}.nemo")
+    x, lengths = padded(model)
 
     @jax.jit
     def compute(params):
-        model = recogniser.model(params)
-        rows, counts = model.encode(x, lengths)
-        logits = model.joint(rows[:, :, None], model.predictor(LABELS["targets"][:, :2] % 17)[:, None])
-        return rows, counts, logits, model.ctc(rows).argmax(-1) if recogniser.config.objective.ctc else None
+        network = model.network(params)
+        rows, counts = network.encode(x, lengths)
+        logits = network.joint(rows[:, :, None], network.predictor(LABELS["targets"][:, :2] % 17)[:, None])
+        return rows, counts, logits, network.ctc(rows).argmax(-1) if model.config.objective.ctc else None
 
-    rows, counts, logits, best = jax.device_get(compute(recogniser.params))
+    rows, counts, logits, best = jax.device_get(compute(model.params))
     np.testing.assert_array_equal(counts, golden["lengths"])
     for i, n in enumerate(counts):
         np.testing.assert_allclose(logits[i, :n], golden["logits"][i, :n], rtol=0, atol=2e-5)
     labels = [golden[f"labels{i}"].tolist() for i in range(3)]
     if kind == "hybrid":
-        found, *_ = recogniser.taken(recogniser.params, rows, counts)
+        found, *_ = windows.taken(model, model.params, rows, counts)
         assert [x[:n].tolist() for x, n in zip(np.array(found.labels), found.counts)] == labels
-        assert [recogniser.text(x, n) for x, n in zip(found.labels, found.counts)] == golden["texts"].tolist()
+        assert [model.text(x, n) for x, n in zip(found.labels, found.counts)] == golden["texts"].tolist()
         for i, n in enumerate(counts):
             np.testing.assert_array_equal(best[i, :n], golden["ctc"][i, :n])
-        assert recogniser.config.objective.ctc == 0.3 and recogniser.config.head.durations == [0, 1, 2, 3, 4]
+        assert model.config.objective.ctc == 0.3 and model.config.head.durations == [0, 1, 2, 3, 4]
         return
-    slots, end = streams.Slots(recogniser), recogniser.tokens.pieces.index("<EOU>")
+    slots, end = streams.Slots(model), model.tokens.pieces.index("<EOU>")
     for samples, expected in zip(recordings(), labels):
-        live, found, ends = streams.Stream(recogniser, slots=slots), [], 0
+        live, found, ends = streams.Stream(model, slots=slots), [], 0
         slots.free.append(live.slot)
         for step in live.steps(samples, end=True):
             ((part, *rest),) = slots.run([step])
@@ -198,24 +198,22 @@ def test_prompts(tmp_path):
     sounds = json.loads((folder / "preprocessor_config.json").read_text())
     processor = {"feature_extractor": sounds, "prompt_dictionary": {"de-DE": 1, "auto": 2}}
     (folder / "processor_config.json").write_text(json.dumps(processor))
-    recogniser = asr.models.open_model(folder)
-    assert [recogniser.language(x) for x in ("0", "de-DE", "")] == [0, 1, 2]
-    x, lengths = padded(recogniser)
+    model = asr.models.open_model(folder)
+    assert [model.language(x) for x in ("0", "de-DE", "")] == [0, 1, 2]
+    x, lengths = padded(model)
 
     @jax.jit
     def compute(params):
-        model = recogniser.model(params)
-        rows, counts = model.encode(x, lengths)
-        row = model.predictor(np.zeros((3, 0), np.int32))
-        told = (recogniser.prompted(model, rows, asr.recognition.recogniser.Search(language=i)) for i in range(3))
-        return [model.joint(x, row)[i] for i, x in enumerate(told)], counts
+        network = model.network(params)
+        rows, counts = network.encode(x, lengths)
+        row = network.predictor(np.zeros((3, 0), np.int32))
+        told = (model.prompted(network, rows, i) for i in range(3))
+        return [network.joint(x, row)[i] for i, x in enumerate(told)], counts
 
-    for logits, n, expected in zip(*compute(recogniser.params), golden["logits"], strict=True):
+    for logits, n, expected in zip(*compute(model.params), golden["logits"], strict=True):
         np.testing.assert_allclose(logits[:n], expected[:n], rtol=0, atol=1e-4)
     with pytest.raises(asr.system.UserError, match="--prompt xx: expected one of de-DE, auto, or a number below 3"):
-        recogniser.language("xx")
+        model.language("xx")
     for language in (0, 1):
-        (x,) = recognise.transcribe(
-            recogniser, [("", recordings()[0])], asr.recognition.recogniser.Search(language=language)
-        )
+        (x,) = recognise.transcribe(model, [("", recordings()[0])], Method(language=language))
         assert not x.error and x.duration > 1

@@ -18,6 +18,7 @@ from tones import LABELS, recordings
 
 from jax_rnnt_speech.data import audio, corpora, features, utterances
 from jax_rnnt_speech.model.encoders import base, fastconformer
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.recognition import streams, windows
 from jax_rnnt_speech.training import runs
 from support import arrays, asr, run, small_disk
@@ -30,18 +31,18 @@ NEAR = {"atol": 1e-4, "rtol": 0}
 hugging_face, recognise = asr.models.hugging_face, asr.recognition.recognise
 
 
-def padded(recogniser):
+def padded(model):
     """Features [B, T, F] of the golden recordings, and their lengths [B]."""
-    rows = [recogniser.features(x) for x in recordings()]
+    rows = [model.features(x) for x in recordings()]
     lengths = np.array([len(x) for x in rows])
     return np.stack([np.pad(x, ((0, lengths.max() - len(x)), (0, 0))) for x in rows]), lengths
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def case(request):
-    """(recogniser, golden arrays, features [B, T, F] and their lengths [B])."""
-    recogniser = asr.models.open_model(GOLDEN / request.param)
-    return recogniser, arrays(GOLDEN / request.param / "golden.npz"), *padded(recogniser)
+    """(model, golden arrays, features [B, T, F] and their lengths [B])."""
+    model = asr.models.open_model(GOLDEN / request.param)
+    return model, arrays(GOLDEN / request.param / "golden.npz"), *padded(model)
 
 
 def frames_of(x, lengths):
@@ -50,11 +51,11 @@ def frames_of(x, lengths):
 
 
 def test_features(case):
-    recogniser, golden, x, lengths = case
+    model, golden, x, lengths = case
     np.testing.assert_array_equal(lengths, golden["feature_lengths"])
     np.testing.assert_allclose(x, golden["features"][:, : lengths.max()], **NEAR)
     assert not golden["features"][:, lengths.max() :].any()
-    on_device = jax.jit(lambda x: recogniser.extractor(x, jax.numpy))(recordings()[0])
+    on_device = jax.jit(lambda x: model.extractor(x, jax.numpy))(recordings()[0])
     np.testing.assert_allclose(on_device, x[0], atol=1e-3)
 
 
@@ -67,22 +68,22 @@ def test_features_of_128_bins():
 
 def test_rows_logits_and_losses(case):
     """To 1e-4, whatever the padding holds; every reduction of `transformers`; in tiles, as an array, in two parts."""
-    recogniser, golden, x, lengths = case
+    model, golden, x, lengths = case
     inside = np.arange(x.shape[1]) < lengths[:, None]
     x = np.pad(np.where(inside[..., None], x, np.nan), [(0, 0), (0, 20), (0, 0)], constant_values=np.nan)
     batch = {"lengths": lengths, "targets": TARGETS, "target_lengths": TARGET_LENGTHS}
 
     @jax.jit
     def compute(params):
-        model = recogniser.model(params)
-        encoded = recogniser.encoded(model, x, batch)
-        lower = model.encoder.lower(x, lengths, 1)
-        parts, counts = model.encoder.upper(lower, model.encoder.lengths(lengths), 1)
-        values = (recogniser.variant.compute(recogniser.loss, model, encoded, tiles) for tiles in (True, False))
-        logits = model.joint(encoded.frames[:, :, None], encoded.states[:, None])
+        network = model.network(params)
+        encoded = model.encoded(network, x, batch)
+        lower = network.encoder.lower(x, lengths, 1)
+        parts, counts = network.encoder.upper(lower, network.encoder.lengths(lengths), 1)
+        values = (model.variant.compute(model.loss, model, encoded, tiles) for tiles in (True, False))
+        logits = network.joint(encoded.frames[:, :, None], encoded.states[:, None])
         return encoded.frames, encoded.frame_lengths, parts, counts, logits, *values
 
-    rows, counts, parts, again, logits, *values = compute(recogniser.params)
+    rows, counts, parts, again, logits, *values = compute(model.params)
     np.testing.assert_array_equal(counts, golden["lengths"])
     np.testing.assert_array_equal(again, golden["lengths"])
     for results in (rows, parts):
@@ -97,27 +98,27 @@ def test_rows_logits_and_losses(case):
 
 def test_transcripts(case):
     """Labels and frames of `generate`, from floats or integers; nothing gives nothing."""
-    recogniser, golden, _, _ = case
+    model, golden, _, _ = case
     loud = [np.round(x * 2**14) / 2**15 for x in recordings()]
     whole = [*enumerate(recordings()), ("loud", loud[0]), ("int", (loud[0] * 2**15).astype(np.int16))]
-    *results, floats, integers = recognise.transcribe(recogniser, [*whole[:3], ("", np.zeros(0)), *whole[3:]])
+    *results, floats, integers = recognise.transcribe(model, [*whole[:3], ("", np.zeros(0)), *whole[3:]])
     assert (
         results.pop() == asr.recognition.results.Result("", "", *asr.recognition.results.no_labels())
         and floats.labels == integers.labels
     )
     for x, labels, frames in zip(results, golden["labels"], golden["frames"], strict=True):
         assert x.labels == labels[labels >= 0].tolist() and x.frames == frames[labels >= 0].tolist()
-    assert list(recognise.transcribe(recogniser, [])) == []
-    (bad,) = recognise.transcribe(recogniser, [("x.wav", 2**15 * loud[0])])
+    assert list(recognise.transcribe(model, [])) == []
+    (bad,) = recognise.transcribe(model, [("x.wav", 2**15 * loud[0])])
     assert bad.error.startswith("x.wav: samples far beyond full scale") and not bad.text
 
 
 @SLOW
 def test_rule_of_durations():
     """The golden labels tell the rule of `transformers` from that of most probable pairs."""
-    recogniser = asr.models.open_model(GOLDEN / "tdt")
-    recogniser.config = recogniser.config.having(duration_choice="pair")
-    results = [x.labels for x in recognise.transcribe(recogniser, enumerate(recordings()))]
+    model = asr.models.open_model(GOLDEN / "tdt")
+    model.config = model.config.having(duration_choice="pair")
+    results = [x.labels for x in recognise.transcribe(model, enumerate(recordings()))]
     assert results != [x[x >= 0].tolist() for x in arrays(GOLDEN / "tdt/golden.npz")["labels"]]
 
 
@@ -138,9 +139,7 @@ def test_gradients(streaming):
     batch |= {"valid": np.ones(3, bool), "spans": np.zeros((3, 4, 2), np.int32)}
     for way in ({}, {"scan": True, "remat": True}):
         config = streaming.config.having(**way)
-        one = asr.recognition.recogniser.Recogniser(
-            config, streaming.tokens, streaming.mean, streaming.deviation, streaming.source
-        )
+        one = Model(config, streaming.tokens, streaming.mean, streaming.deviation, streaming.source)
         parts = asr.model.parts.Parts(config, streaming.params)
         loss_of = lambda free, one=one, parts=parts: one.mean_loss(parts.whole(free), batch, 1)
         loss, gradient = jax.jit(jax.value_and_grad(loss_of))(parts.free(streaming.params))
@@ -252,24 +251,24 @@ def test_stream(streaming):
             assert found.labels == golden["stream_labels"].tolist() and found.frames == golden["stream_frames"].tolist()
 
 
-def leaves(recogniser):
-    return [np.asarray(x) for x in jax.tree.leaves(recogniser.params)]
+def leaves(model):
+    return [np.asarray(x) for x in jax.tree.leaves(model.params)]
 
 
 @pytest.mark.parametrize("kind", ["tdt", "streaming"])
 def test_what_is_written_is_read(kind, tmp_path, capsys):
     """Small steps of training come back to the bit; rounding is asked for, and said."""
-    recogniser, run_of = asr.models.open_model(GOLDEN / kind), runs.Run(tmp_path / "run")
-    recogniser.params = jax.tree.map(lambda x: x + np.float32(1e-5), recogniser.params)
+    model, run_of = asr.models.open_model(GOLDEN / kind), runs.Run(tmp_path / "run")
+    model.params = jax.tree.map(lambda x: x + np.float32(1e-5), model.params)
     run_of.open()
-    run_of.save(1, recogniser.setup(), params=recogniser.params)
+    run_of.save(1, model.setup(), params=model.params)
     run_of.close()
     run(["convert", tmp_path / "run", tmp_path / "whole"])
     assert not capsys.readouterr().out
     again = asr.models.read(tmp_path / "whole")
-    for a, b in zip(leaves(again), leaves(recogniser), strict=True):
+    for a, b in zip(leaves(again), leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert again.config == recogniser.config.having(init=str(tmp_path / "whole"))
+    assert again.config == model.config.having(init=str(tmp_path / "whole"))
     run(["convert", tmp_path / "whole", tmp_path / "half", "--dtype", "bfloat16"])
     assert capsys.readouterr().out == "weights are rounded to bfloat16\n"
     for name, dtype in (("whole", "float32"), ("half", "bfloat16")):
@@ -278,9 +277,9 @@ def test_what_is_written_is_read(kind, tmp_path, capsys):
     assert {name: x.shape for name, x in new.items()} == {name: x.shape for name, x in old.items()}
     run(["convert", tmp_path / "run", tmp_path / "half"], 2)
     assert "must be an empty folder: --overwrite writes" in capsys.readouterr().err
-    recogniser.params = jax.tree.map(lambda x: x * np.float32("nan"), recogniser.params)
+    model.params = jax.tree.map(lambda x: x * np.float32("nan"), model.params)
     with pytest.raises(asr.system.UserError, match="must be finite, got NaN or infinity: nothing is written"):
-        hugging_face.write(recogniser, tmp_path / "nan")
+        hugging_face.write(model, tmp_path / "nan")
     assert not (tmp_path / "nan").exists()
 
 
@@ -351,19 +350,19 @@ def test_files_of_weights(tmp_path, capsys):
 def test_transformers_reads_what_is_written(case, tmp_path):
     """Logits after small steps of training."""
     torch, hf = (pytest.importorskip(name) for name in ("torch", "transformers"))
-    recogniser, _, x, lengths = case
-    recogniser, mask = copy.copy(recogniser), np.arange(x.shape[1]) < lengths[:, None]
-    recogniser.params = jax.tree.map(lambda x: x + np.float32(1e-5), recogniser.params)
-    hugging_face.write(recogniser, tmp_path)
+    model, _, x, lengths = case
+    model, mask = copy.copy(model), np.arange(x.shape[1]) < lengths[:, None]
+    model.params = jax.tree.map(lambda x: x + np.float32(1e-5), model.params)
+    hugging_face.write(model, tmp_path)
     name = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
     theirs = getattr(hf, name).from_pretrained(tmp_path).eval()
-    labels = np.pad(TARGETS, ((0, 0), (1, 0)), constant_values=recogniser.blank)
+    labels = np.pad(TARGETS, ((0, 0), (1, 0)), constant_values=model.blank)
     with torch.no_grad():
         rows = theirs.get_audio_features(input_features=torch.tensor(x), attention_mask=torch.tensor(mask))
         expected = theirs(encoder_outputs=rows, decoder_input_ids=torch.tensor(labels)).logits.numpy()
-    model = recogniser.model(recogniser.params)
-    rows, counts = model.encode(x, lengths)
-    logits = model.joint(rows[:, :, None], model.predictor(TARGETS)[:, None])
+    network = model.network(model.params)
+    rows, counts = network.encode(x, lengths)
+    logits = network.joint(rows[:, :, None], network.predictor(TARGETS)[:, None])
     scale = np.abs(expected).max()
     np.testing.assert_allclose(frames_of(logits, counts) / scale, frames_of(expected, counts) / scale, atol=1e-5)
 
@@ -466,14 +465,14 @@ def test_start(tmp_path):
     config = asr.config.Config.of(**asr.models.completed(options | {"new_head": True} | sizes)).checked()
     corpus = corpora.Recordings.__new__(corpora.Recordings)
     corpus.utterances, corpus.features = [utterances.Utterance("a", 9, "A B")], 16
-    recogniser, start = asr.models.fresh(config, corpus), asr.models.read(GOLDEN / "streaming")
-    for a, b in zip(*(jax.tree.leaves(x.params["encoder"]) for x in (recogniser, start)), strict=True):
+    model, start = asr.models.fresh(config, corpus), asr.models.read(GOLDEN / "streaming")
+    for a, b in zip(*(jax.tree.leaves(x.params["encoder"]) for x in (model, start)), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert (recogniser.subsampling, recogniser.chunk, recogniser.tokens.pieces) == (16, 0, [" ", "A", "B"])
+    assert (model.subsampling, model.chunk, model.tokens.pieces) == (16, 0, [" ", "A", "B"])
     x, lengths = np.zeros((2, 108, 16), np.float32), np.array([108, 80])
-    rows, counts = jax.jit(lambda params: recogniser.model(params).encode(x, lengths))(recogniser.params)
+    rows, counts = jax.jit(lambda params: model.network(params).encode(x, lengths))(model.params)
     assert rows.shape == (2, 8, 8) and counts.tolist() == [8, 6]  # of 15 and 12
-    dropped = recogniser.model(recogniser.params, 1).head.dropout(np.ones((99, 99)))
+    dropped = model.network(model.params, 1).head.dropout(np.ones((99, 99)))
     assert abs(np.mean(dropped == 0) - 0.5) < 0.03
 
 

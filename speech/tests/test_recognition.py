@@ -19,8 +19,9 @@ import pytest
 
 from jax_rnnt_speech.data import utterances
 from jax_rnnt_speech.recognition import ngrams, recognise, results, streams, transcripts, windows
+from jax_rnnt_speech.recognition.search import Method
 from jax_rnnt_speech.system import hosts
-from support import asr, random_recogniser, run, subwords
+from support import asr, random_model, run, subwords
 
 
 def test_stream_is_transcribe(corpus, trained, capsys, refused):
@@ -56,11 +57,11 @@ def test_start_from_a_run(corpus, trained):
     start = asr.models.read(trained[0])
     for more, pieces, same in (({}, start.head.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
         config = asr.config.Config.of(**asr.models.completed(options | more)).checked()
-        recogniser = asr.models.fresh(config, data)
-        assert (config.features.mels, config.encoder.kind, recogniser.tokens.pieces) == (6, "convolutional", pieces)
-        np.testing.assert_array_equal(recogniser.mean, start.mean)
+        model = asr.models.fresh(config, data)
+        assert (config.features.mels, config.encoder.kind, model.tokens.pieces) == (6, "convolutional", pieces)
+        np.testing.assert_array_equal(model.mean, start.mean)
         for name in ("encoder", "predictor"):
-            pairs = zip(*(jax.tree.leaves(x.params[name]) for x in (recogniser, start)))
+            pairs = zip(*(jax.tree.leaves(x.params[name]) for x in (model, start)))
             assert all((a.shape == b.shape) and (a == b).all() for a, b in pairs) == (same or name == "encoder")
     data.features = 7
     with pytest.raises(asr.system.UserError, match=r"hears 6 features a frame, .* has 7"):
@@ -79,16 +80,16 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
 
     A long recording is transcribed by the same steps.
     """
-    recogniser, how = random_recogniser(**options), asr.recognition.recogniser.Search(beam=beam)
+    model, how = random_model(**options), Method(beam=beam)
     samples = random_sound(24000)
-    (whole,) = recognise.transcribe(recogniser, [("a", samples)], how)
+    (whole,) = recognise.transcribe(model, [("a", samples)], how)
     found, cuts = [], ([100, 101, 2000, 5999], [], range(700, 24000, 700))
     for some in cuts:
-        stream, seen = streams.Stream(recogniser, how), []
+        stream, seen = streams.Stream(model, how), []
         take = stream.slots.run
         stream.slots.run = lambda steps, take=take, seen=seen: seen.extend(x.x[: x.count] for x in steps) or take(steps)
         words = [x for piece in np.split(samples, some) for x in stream.feed(piece)] + stream.finish()
-        np.testing.assert_allclose(np.concatenate(seen), recogniser.features(samples), atol=1e-5)
+        np.testing.assert_allclose(np.concatenate(seen), model.features(samples), atol=1e-5)
         found.append((words, (stream.slots.encoder, stream.slots.decoder)))
         assert len(stream.words.waiting.labels) == 0
     assert found[0][0] == found[1][0] == found[2][0]
@@ -96,16 +97,16 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, found[0][1], other[1])
     words = found[0][0]
     assert [x.text for x in words] == whole.text.split() and len(words) > 3
-    expected = transcripts.words(recogniser, whole.labels, whole.frames, whole.confidences, whole.durations)
+    expected = transcripts.words(model, whole.labels, whole.frames, whole.confidences, whole.durations)
     if not beam:
         np.testing.assert_allclose([x[:2] for x in words], [x[:2] for x in expected], atol=1e-9)
     monkeypatch.setattr(windows, "WINDOW", 0.5)
     pieces, seen = iter(np.split(samples, [5000, 6000])), []
-    (long,) = recognise.transcribe(recogniser, [("a", pieces)], how, lambda _, x: seen.append([*x.labels]) or True)
+    (long,) = recognise.transcribe(model, [("a", pieces)], how, lambda _, x: seen.append([*x.labels]) or True)
     assert long.text == whole.text and long.duration == whole.duration
     assert len(seen) == 4 and all(x == whole.labels[: len(x)] for x in seen) and seen[-1] == whole.labels
     pieces = iter(np.split(samples, [5000, 6000]))
-    (long,) = recognise.transcribe(recogniser, [("a", pieces)], how, lambda *_: False)
+    (long,) = recognise.transcribe(model, [("a", pieces)], how, lambda *_: False)
     assert "nobody waits" in long.error and len([*pieces]) == 2
 
 
@@ -149,7 +150,7 @@ def test_words_of_streams():
 @pytest.fixture(scope="module")
 def whole():
     """A model that sees whole utterances; its rows see 0.3 s on both sides, less than a margin."""
-    return random_recogniser(loss="rnnt", encoder="convolutional", chunk=0, ctc=0.3)
+    return random_model(loss="rnnt", encoder="convolutional", chunk=0, ctc=0.3)
 
 
 @pytest.mark.parametrize("options", [{}, {"beam": 3}, {"ctc": True}], ids=str)
@@ -162,8 +163,8 @@ def test_long_recordings(whole, options, monkeypatch):
     spy = lambda x, rows, frames, *more: looked.append((x, x.row, rows, frames)) or cut(x, rows, frames, *more)
     monkeypatch.setattr(windows.Recording, "cut", spy)
     monkeypatch.setattr(windows, "MARGIN", 0.4)
-    monkeypatch.setattr(asr.recognition.recogniser, "OPEN", 1000)  # random weights leave more open than speech does
-    how, sound = asr.recognition.recogniser.Search(**options), random_sound(120_000)
+    monkeypatch.setattr(asr.recognition.search, "OPEN", 1000)  # random weights leave more open than speech does
+    how, sound = Method(**options), random_sound(120_000)
     sound[40_000:48_000] = 0
     many = [sound[:30_000], sound, asr.system.UserError("bad"), sound[:3000], sound[:0], sound[20_000:90_000]]
     many += [sound[5_000:60_000], sound[3_000:]]
@@ -225,7 +226,7 @@ def test_few_programs(whole, monkeypatch):
     """However many recordings come together, and however long they are: each is in one batch, of one of few shapes."""
     shapes, rng = set(), np.random.default_rng(0)
 
-    def hear(recogniser, rows, frames, *_):
+    def hear(model, rows, frames, *_):
         shapes.add((len(rows), frames))
         assert all(x is None or x.frames <= frames for x in rows) and len(rows) * frames <= windows.BATCH
         for x in filter(None, rows):
@@ -245,22 +246,22 @@ def test_memory(whole, monkeypatch):
     """It depends neither on the length of a recording nor on the number of recordings."""
     monkeypatch.setattr(windows, "WINDOW", 2.5)
     monkeypatch.setattr(recognise, "HELD", 400)
-    streamed, sound = random_recogniser(loss="rnnt", encoder="convolutional"), random_sound(8000)
+    streamed, sound = random_model(loss="rnnt", encoder="convolutional"), random_sound(8000)
 
-    def peak(recogniser, count, many, trace=True):
+    def peak(model, count, many, trace=True):
         pieces = [enumerate(sound.copy() for _ in range(count)), [("a", (sound.copy() for _ in range(count)))]]
         if trace:
             tracemalloc.start()
-        for x in recognise.transcribe(recogniser, pieces[not many]):
+        for x in recognise.transcribe(model, pieces[not many]):
             assert x.duration == (1 if many else count)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most
 
-    for recogniser, many in ((whole, False), (streamed, False), (whole, True)):
-        peak(recogniser, 8, many, trace=False)  # compiles
+    for model, many in ((whole, False), (streamed, False), (whole, True)):
+        peak(model, 8, many, trace=False)  # compiles
         # Held as float32, 32 seconds more would be 1 MB. Labels are kept: 500 of them here, and 20 in speech.
-        assert peak(recogniser, 40, many) - peak(recogniser, 8, many) < 32 * 8000 * 4 / 2
+        assert peak(model, 40, many) - peak(model, 8, many) < 32 * 8000 * 4 / 2
 
 
 def test_what_a_machine_lacks(monkeypatch):

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech.data import features, manifests
+from jax_rnnt_speech.recognition.search import Method
 from jax_rnnt_speech.training import runs
-from support import CONVOLUTIONAL, asr, random_recogniser, run
+from support import CONVOLUTIONAL, asr, random_model, run
 
 pytest.importorskip("aiohttp")
 
@@ -48,10 +49,10 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Of a model with random weights that writes many words."""
-    recogniser, path = random_recogniser(**CONVOLUTIONAL), tmp_path_factory.mktemp("run")
+    model, path = random_model(**CONVOLUTIONAL), tmp_path_factory.mktemp("run")
     of = runs.Run(path)
     of.open()
-    of.save(1, recogniser.setup(), params=recogniser.params)
+    of.save(1, model.setup(), params=model.params)
     of.close()
     return path
 
@@ -104,13 +105,13 @@ def fits(x, kind):
 
 def heard(served, samples):
     """The Result that `transcribe` has."""
-    (result,) = recognise.transcribe(served.recogniser, [("a", samples)], served.how)
+    (result,) = recognise.transcribe(served.model, [("a", samples)], served.how)
     return result
 
 
 def expected(served, samples):
     """The Transcript that `transcribe` writes."""
-    return transcripts.transcript(served.recogniser, manifests.Entry("a", "a", ""), heard(served, samples))
+    return transcripts.transcript(served.model, manifests.Entry("a", "a", ""), heard(served, samples))
 
 
 def same(words, truth):
@@ -173,7 +174,7 @@ def test_streams_that_come_and_go(served):
 
     They are beams, which hold labels back until no hypothesis differs.
     """
-    served = server.Server(served.recogniser, asr.recognition.recogniser.Search(beam=2), served.options)
+    served = server.Server(served.model, Method(beam=2), served.options)
     rng = np.random.default_rng(0)
     recordings = [rng.normal(0, 0.3, size).clip(-1, 1) for size in (4000, 9000, 2500, 6000, 30, 5000, 3000)]
     pcm = [np.int16(x * 32767) if i % 2 else np.float32(x) for i, x in enumerate(recordings)]
@@ -313,7 +314,7 @@ async def events_of(answer):
 def test_events(served, corpus, monkeypatch):
     """A client has read what is final before the rest is found; deltas make the text. Errors are events, or answers."""
     (good, *_), go_on = sorted(corpus.rglob("*.flac")), threading.Event()
-    truth, labels = expected(served, audio.read(good, 8000)), lambda x: served.recogniser.tokens.encode(x)
+    truth, labels = expected(served, audio.read(good, 8000)), lambda x: served.model.tokens.encode(x)
 
     def slow(jobs):  # in the place of a recording of several windows
         (file,) = jobs

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech.model import transducer
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.system import hosts
-from jax_rnnt_speech.training import checkpoints, runs, steps, train
-from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, steps_of, weights, write_audio
+from jax_rnnt_speech.training import checkpoints, objective, runs, steps, train
+from support import CONVOLUTIONAL, arguments, configuration, prepared, run, steps_of, weights, write_audio
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
@@ -44,8 +45,8 @@ def test_padding_and_the_future(chunk):
 
 def test_steps_that_are_not_finite(corpus):
     """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
-    recogniser, batch = prepared(corpus, accumulate=2, warmup=0.0, **CONVOLUTIONAL)
-    _, state, frozen, step = steps_of(recogniser)
+    model, batch = prepared(corpus, accumulate=2, warmup=0.0, **CONVOLUTIONAL)
+    _, state, frozen, step = steps_of(model)
     bad = batch | {"audio": np.where(np.arange(batch["audio"].shape[1])[:, None] == 3, np.nan, batch["audio"])}
     results, weights = [], []
     for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
@@ -58,8 +59,8 @@ def test_steps_that_are_not_finite(corpus):
 
 
 def test_dropout_follows_the_step(corpus):
-    recogniser, batch = prepared(corpus, dropout=0.5)
-    loss = jax.jit(lambda step: recogniser.mean_loss(recogniser.params, batch, step))
+    model, batch = prepared(corpus, dropout=0.5)
+    loss = jax.jit(lambda step: objective.mean_loss(model, model.params, batch, step))
     assert loss(1) == loss(1) != loss(2)
 
 
@@ -166,7 +167,7 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints/4")
     shutil.rmtree(part / "cache")  # what is made anew has the same bits
-    monkeypatch.delattr(asr.recognition.recogniser.Recogniser, "params")  # that draws them
+    monkeypatch.delattr(Model, "params")  # that draws them
     run([*arguments(corpus, part, **more), "--resume"])
     assert losses(part) == losses(whole) and len(losses(part)) == 4
 
@@ -287,11 +288,11 @@ PLAIN = {"dropout": 0.0, "time_masks": 0, "mel_masks": 0, "steps": 1000}
 @pytest.mark.parametrize("name", ["rnnt", "tdt", "multiblank", "hat", "pruned"])
 def test_every_loss(corpus, name):
     """Steps lower the loss of a batch, in tiles; logits of all nodes at once give the same first loss."""
-    recogniser, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
-    first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0))(recogniser.params))
-    recogniser.config = recogniser.config.having(joint="tiles")
+    model, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
+    first = float(jax.jit(lambda params: objective.mean_loss(model, params, batch, 0))(model.params))
+    model.config = model.config.having(joint="tiles")
     optimizer = steps.optax.apply_if_finite(steps.optax.adam(1e-2), 3)
-    (_, state, frozen, step), results = steps_of(recogniser, optimizer), []
+    (_, state, frozen, step), results = steps_of(model, optimizer), []
     for i in range(30):
         state, numbers = step(state, batch, frozen, i)
         results.append(float(numbers["loss"]))

@@ -20,15 +20,16 @@ from jax.sharding import Mesh
 import jax_rnnt
 from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
 from jax_rnnt_speech.model import ctc, encoders, losses, transducer
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.system import hosts, programs
-from jax_rnnt_speech.training import epochs, runs, train
+from jax_rnnt_speech.training import epochs, objective, runs, train
 from support import (
     CONVOLUTIONAL,
     arguments,
     asr,
     configuration,
     prepared,
-    random_recogniser,
+    random_model,
     run,
     small_disk,
     steps_of,
@@ -138,28 +139,28 @@ def test_options_of_losses():
 
 def test_loss_of_texts(corpus, tmp_path, capsys):
     """By hand: of labels alone, without a row of the encoder, and not of what follows a sentence."""
-    recogniser, _ = prepared(corpus, **CONVOLUTIONAL)
+    model, _ = prepared(corpus, **CONVOLUTIONAL)
     (tmp_path / "x.txt").write_text("AB\nnone\nCAB A\n")
-    config = recogniser.config.having(text=str(tmp_path / "x.txt"))
-    labels, lengths = batches.sentences(config, recogniser.tokens)
+    config = model.config.having(text=str(tmp_path / "x.txt"))
+    labels, lengths = batches.sentences(config, model.tokens)
     assert "text: left out, characters outside the vocabulary: 1 (none)" in capsys.readouterr().out
     assert lengths.tolist() == [2, 5] and labels[0, :3].tolist() == [0, 1, 0]
-    model = recogniser.model(recogniser.params)
-    joint, states, total = model.joint, np.float64(model.predictor(labels)), 0.0
+    network = model.network(model.params)
+    joint, states, total = network.joint, np.float64(network.predictor(labels)), 0.0
     weights = {name: np.float64(getattr(joint, name).kernel[...]) for name in ("predictor", "output")}
     hidden = np.tanh(states @ weights["predictor"] + np.float64(joint.encoder.bias[...]))
     logits = hidden @ weights["output"] + np.float64(joint.output.bias[...])
     for i, length in enumerate(lengths):
         for u in range(length):
-            x = logits[i, u, : len(recogniser.tokens.pieces)]
+            x = logits[i, u, : len(model.tokens.pieces)]
             total -= x[labels[i, u]] - math.log(np.exp(x).sum())
-    value = losses.of_texts(model, labels, lengths, len(recogniser.tokens.pieces))
+    value = losses.of_texts(model, labels, lengths, len(model.tokens.pieces))
     assert float(value) == pytest.approx(total / 2, rel=1e-5)
 
 
-def stepped(recogniser, batch, steps, mesh=None):
+def stepped(model, batch, steps, mesh=None):
     """(parts, the states before and after some steps) on one batch."""
-    parts, state, frozen, step = steps_of(recogniser, mesh=mesh)
+    parts, state, frozen, step = steps_of(model, mesh=mesh)
     if mesh:
         batch = jax.device_put(batch, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
     states = [jax.device_get(state)]
@@ -172,8 +173,8 @@ def stepped(recogniser, batch, steps, mesh=None):
 def test_frozen_parts_rates_and_average(corpus):
     """Frozen parts are no part of the state; a rate of 0 moves nothing; the average is that of the weights so far."""
     options = {"freeze": "encoder:1,predictor", "rates": [["joint", 0.0]], "average": 0.9, "warmup": 0.0}
-    recogniser, batch = prepared(corpus, blocks=2, ctc=0.5, steps=100, **options, **CONVOLUTIONAL)
-    parts, states, _ = stepped(recogniser, batch, 5)
+    model, batch = prepared(corpus, blocks=2, ctc=0.5, steps=100, **options, **CONVOLUTIONAL)
+    parts, states, _ = stepped(model, batch, 5)
     names = states[0]["weights"]
     assert not [x for x in names if x.startswith(("predictor", "encoder/subsample", "encoder/blocks/layers/0"))]
     assert {x.split("/")[0] for x in names} == {"encoder", "joint", "ctc"} and parts.layers == 1
@@ -186,14 +187,14 @@ def test_frozen_parts_rates_and_average(corpus):
         average = decay * average + (1 - decay) * x
     np.testing.assert_allclose(states[-1]["average"][name], average, atol=1e-6)
     with pytest.raises(asr.system.UserError, match="no parameter is called decoder; they begin with ctc, encoder"):
-        asr.model.parts.Parts(recogniser.config.having(freeze="decoder"), recogniser.params)
+        asr.model.parts.Parts(model.config.having(freeze="decoder"), model.params)
 
 
 def test_sharded(corpus):
     """Parameters in parts over two devices give the weights of a plain step."""
-    recogniser, batch = prepared(corpus, warmup=0.0, steps=100, **CONVOLUTIONAL)
-    _, plain, _ = stepped(recogniser, batch, 2)
-    _, other, last = stepped(recogniser, batch, 2, mesh=Mesh(np.array(jax.devices()[:2]), ("data",)))
+    model, batch = prepared(corpus, warmup=0.0, steps=100, **CONVOLUTIONAL)
+    _, plain, _ = stepped(model, batch, 2)
+    _, other, last = stepped(model, batch, 2, mesh=Mesh(np.array(jax.devices()[:2]), ("data",)))
     for name, x in plain[-1]["weights"].items():
         np.testing.assert_allclose(other[-1]["weights"][name], x, atol=2e-4, err_msg=name)
     kernel = last["weights"]["encoder/blocks/layers/0/conv/kernel"]
@@ -205,14 +206,14 @@ def test_computed_again(corpus):
     plain ones; bfloat16's loss is near, as one program too. All with dropout, and beside a predictor that is a scan.
     """
     options = {"blocks": 3, "dropout": 0.2, "predictor": "lstm", "freeze": "encoder:1"}
-    recogniser, batch = prepared(corpus, **options, rates=[["encoder/blocks", 0.5]])
+    model, batch = prepared(corpus, **options, rates=[["encoder/blocks", 0.5]])
     rates, results = [["encoder/blocks", 0.5], ["encoder/blocks/layers/2", 2.0]], []
     again = {"scan": True, "remat": True, "rates": rates}
     for way in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", **again}, {}, {"remat": True}, again):
-        config = recogniser.config.having(**way)
-        other = asr.recognition.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
-        parts = asr.model.parts.Parts(config, recogniser.params)
-        free, frozen = parts.free(recogniser.params), parts.frozen(recogniser.params)
+        config = model.config.having(**way)
+        other = Model(config, model.tokens, model.mean, model.deviation)
+        parts = asr.model.parts.Parts(config, model.params)
+        free, frozen = parts.free(model.params), parts.frozen(model.params)
         loss = lambda free, other=other, parts=parts: other.mean_loss(parts.whole(free, frozen), batch, 1)
         if "dtype" in way:
             results.append(jax.jit(loss)(free))
@@ -345,20 +346,20 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     config = configuration(**options, blocks=2, buckets=1, **CONVOLUTIONAL)
     tokens, zeros = asr.data.tokens.Characters("ABC "), np.zeros(6)
     data = batches.labelled(corpora.open_corpus(config.data.train, config, "train", tmp_path), tokens, 4)
-    recogniser = asr.recognition.recogniser.Recogniser(config, tokens, zeros, zeros + 1)
-    parts, buckets = asr.model.parts.Parts(config, recogniser.params), batches.make_buckets(data, config, 1)
+    model = Model(config, tokens, zeros, zeros + 1)
+    parts, buckets = asr.model.parts.Parts(config, model.params), batches.make_buckets(data, config, 1)
     values, whole = [], (data, buckets, tmp_path)
     for layers in (None, 1):
         if layers:
-            data, buckets = cache.rows(recogniser, parts, data, buckets, tmp_path)
+            data, buckets = cache.rows(model, parts, data, buckets, tmp_path)
         batch = epochs.training(data, config, buckets, (0, 1))[0]
         assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
         batch.pop("index")
-        values.append(float(recogniser.mean_loss(recogniser.params, batch, 1, layers)))
+        values.append(float(objective.mean_loss(model, model.params, batch, 1, layers)))
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
     found = []
     for change in ({"seed": 1}, {"bfloat16_rows": True}):
-        other = asr.recognition.recogniser.Recogniser(config.having(**change), tokens, zeros, zeros + 1)
+        other = Model(config.having(**change), tokens, zeros, zeros + 1)
         found.append(cache.rows(other, parts, *whole)[0].corpus)
     assert len({data.corpus.folder, *(x.folder for x in found)}) == 3
     near, exact = (np.concatenate([x.load(i, None) for i in data.labels]) for x in (found[1], data.corpus))
@@ -385,7 +386,7 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
     (workdir / "checkpoints/9.orbax-checkpoint-tmp").mkdir()  # of a save that was killed
     run_of, chosen = runs.open_run(workdir), {}
     six, three = (workdir / "checkpoints" / x for x in "63")
-    trees = {"params": asr.recognition.recogniser.Recogniser.from_setup(run_of.setup()).shapes}
+    trees = {"params": Model.from_setup(run_of.setup()).shapes}
     new, old = (jax.tree.leaves(run_of.restore(folder, **trees)) for folder in (six, three))
     assert any((x != y).any() for x, y in zip(new, old))
     for path in [x for x in six.rglob("*") if x.is_file() and x.stat().st_size]:
@@ -434,16 +435,16 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
 @UNRAISED
 def test_disks_without_room(tmp_path, capsys):
     """A save that fails is a line, and leaves what was there; numbers get lost, and the run goes on."""
-    recogniser, folder = random_recogniser(**CONVOLUTIONAL), tmp_path / "run"
-    first, more = [np.asarray(x) for x in jax.tree.leaves(recogniser.params)], {"training": {"x": np.zeros(2)}}
+    model, folder = random_model(**CONVOLUTIONAL), tmp_path / "run"
+    first, more = [np.asarray(x) for x in jax.tree.leaves(model.params)], {"training": {"x": np.zeros(2)}}
     for step, size in ((1, None), (4, 60)):
         run_of = runs.Run(folder, resume=True)
         run_of.open()
         metrics = runs.Metrics(folder, 1)
         metrics.write(step, loss=step)
-        params = jax.tree.map(lambda x, step=step: x + (step - 1), recogniser.params)
+        params = jax.tree.map(lambda x, step=step: x + (step - 1), model.params)
         if not size:
-            run_of.save(step, recogniser.setup(), params=params, **more)
+            run_of.save(step, model.setup(), params=params, **more)
             run_of.close()
             metrics.close()
             continue
@@ -452,7 +453,7 @@ def test_disks_without_room(tmp_path, capsys):
             metrics.write(6, loss=6)
             found = r"checkpoints/4 cannot be written: File too large; --resume goes on from step 1$"
             with pytest.raises(asr.system.UserError, match=found), contextlib.closing(run_of):
-                run_of.save(step, recogniser.setup(), params=params, **more)
+                run_of.save(step, model.setup(), params=params, **more)
     metrics.write(7, loss=7)
     metrics.close()
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "metrics.jsonl" in x]

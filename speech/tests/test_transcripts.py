@@ -16,6 +16,7 @@ from praatio import textgrid
 
 from jax_rnnt import decode, timing
 from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.recognition import ngrams, transcripts
 from jax_rnnt_speech.system import outputs
 from support import asr, run, subwords
@@ -29,9 +30,9 @@ def test_words(text):
     subwords = asr.data.tokens.train(config, ["A AB BA", "BAB A", "ABBA AB"] * 9)
     for tokens in (characters, subwords):
         labels = [int(x) for x in tokens.encode(text)]
-        recogniser = types.SimpleNamespace(tokens=tokens, seconds=0.5)
+        model = types.SimpleNamespace(tokens=tokens, seconds=0.5)
         frames = 2 * np.arange(len(labels))
-        found = transcripts.words(recogniser, labels, frames, 0.5 + 0.01 * frames, start=10.0)
+        found = transcripts.words(model, labels, frames, 0.5 + 0.01 * frames, start=10.0)
         assert [x.text for x in found] == text.split()
         if tokens is characters:
             first = {i for i, x in enumerate(text) if x != " " and (not i or text[i - 1] == " ")}
@@ -65,7 +66,7 @@ def test_one_spelling(name):
     """Words, captions, files and segments of random labels are what sentencepiece decodes, and so are labels alone."""
     tokens, rng = subwords(LINES, **VOCABULARIES[name]), np.random.default_rng(0)
     decode = sentencepiece.SentencePieceProcessor(model_proto=tokens.model).decode
-    recogniser, size = types.SimpleNamespace(tokens=tokens, seconds=0.1), len(tokens.pieces)
+    model, size = types.SimpleNamespace(tokens=tokens, seconds=0.1), len(tokens.pieces)
     printed = [i for i in range(size) if not decode([5, i]).isprintable()]
     for _ in range(30):
         labels = [int(x) for x in rng.integers(0, size, rng.integers(1, 60)) if x not in printed]
@@ -76,7 +77,7 @@ def test_one_spelling(name):
         x = asr.recognition.results.Result(
             "a", text, labels, [*range(len(labels))], [], [0.5] * len(labels), [1] * len(labels), 9.0
         )
-        x = transcripts.transcript(recogniser, manifests.Entry("a", Path("a"), ""), x)
+        x = transcripts.transcript(model, manifests.Entry("a", Path("a"), ""), x)
         if not any(y.isalnum() for y in text):
             continue
         assert rejoined(x.words) == "".join(text.split()) and all(y.text.split() == [y.text] for y in x.words)
@@ -125,7 +126,7 @@ def test_tokenizers_of_hugging_face():
 
 def test_words_end_with_their_recording():
     """No word reaches beyond it, also where a frame begins at its end; words of one frame share what is left of it."""
-    recogniser = types.SimpleNamespace(tokens=asr.data.tokens.Characters("AB "), seconds=0.5)
+    model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("AB "), seconds=0.5)
     for labels, frames, durations, length, expected in (
         ([0], [3], [4], 3.1, [("A", 1.5, 3.1)]),
         ([0, 2, 1], [3, 3, 3], None, 1.7, [("A", 1.5, 1.6), ("B", 1.6, 1.7)]),
@@ -133,7 +134,7 @@ def test_words_end_with_their_recording():
         ([0, 2, 1], [0, 4, 4], None, 2.005, [("A", 0.0, 0.5), ("B", 1.5, 2.0)]),
         ([0], [2], None, 0.0, [("A", 0.0, 0.0)]),
     ):
-        found = transcripts.words(recogniser, labels, frames, durations=durations, duration=length)
+        found = transcripts.words(model, labels, frames, durations=durations, duration=length)
         for x, (text, start, end) in zip(found, expected, strict=True):
             assert x.text == text and x[:2] == pytest.approx((start, end)), (frames, x)
 
@@ -428,7 +429,7 @@ def test_align(corpus, trained, tmp_path, capsys, monkeypatch):
     texts = [json.loads(x)["text"] for x in capsys.readouterr().out.splitlines()]
     assert texts == ["AB A", "C", "BA A"]  # in their order
     with monkeypatch.context() as patch:
-        patch.setattr(asr.recognition.recogniser.Recogniser, "longest", 0.2)
+        patch.setattr(Model, "longest", 0.2)
         run([*command, "--max-seconds", 9, "--output", tmp_path / "none.ctm"], 2)
         assert "left out, longer than 0.2 s: " in capsys.readouterr().err
     run([*command, "--format", "textgrid", "--output", tmp_path / "grids"], 1)

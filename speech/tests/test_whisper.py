@@ -109,19 +109,19 @@ def test_whisper(tmp_path, refused):
     sizes = {"d_model": WIDTH, "encoder_layers": 2, "encoder_attention_heads": HEADS, "encoder_ffn_dim": HIDDEN}
     sizes |= {"num_mel_bins": BINS, "max_source_positions": PLACES, "model_type": "whisper", "dropout": 0.1}
     (tmp_path / "b/config.json").write_text(json.dumps(sizes))
-    recogniser, other = (asr.models.read(tmp_path / name) for name in ("a", "b"))
-    for x, y in zip(*(jax.tree.leaves(x.params) for x in (recogniser, other)), strict=True):
+    model, other = (asr.models.read(tmp_path / name) for name in ("a", "b"))
+    for x, y in zip(*(jax.tree.leaves(x.params) for x in (model, other)), strict=True):
         np.testing.assert_array_equal(x, y)
     x, lengths = RNG.normal(size=(2, 21, BINS)).astype(np.float32), np.array([21, 12])
     x[1, 12:] = np.nan
-    rows, counts = jax.jit(lambda params: recogniser.model(params).encoder(x, lengths))(recogniser.params)
+    rows, counts = jax.jit(lambda params: model.network(params).encoder(x, lengths))(model.params)
     assert counts.tolist() == [11, 6]
     for i, count in enumerate(counts):
         np.testing.assert_allclose(rows[i, :count], forward(arrays, x[i, : lengths[i]]), atol=2e-5)
     refused(["transcribe", "--model", tmp_path / "a", "a.wav"], "has an encoder alone: rnnt-speech train --init")
-    (long,) = recognise.transcribe(recogniser, [("x.wav", np.zeros(16000))])
+    (long,) = recognise.transcribe(model, [("x.wav", np.zeros(16000))])
     assert (long.error, long.duration) == ("", 1.0)
-    assert recogniser.longest == pytest.approx(2 * PLACES * 0.01 - 0.5)  # half a second is silence
+    assert model.longest == pytest.approx(2 * PLACES * 0.01 - 0.5)  # half a second is silence
     data = (tmp_path / "a/model.bin").read_bytes()
     name = "layer_0/ffn/linear_0/weight"
     write_binary(tmp_path / "a/model.bin", arrays | {name: np.zeros((HIDDEN, WIDTH), np.int16)})
@@ -146,10 +146,10 @@ def test_whisper_features():
 @pytest.mark.skipif("WHISPER" not in os.environ, reason="WHISPER names no folder with model.bin of Whisper tiny.en")
 def test_whisper_rows():
     """Rows of the released weights are those of CTranslate2."""
-    recogniser = asr.models.read(os.environ["WHISPER"])
-    x, expected = recogniser.features(recordings()[2])[None], GOLDEN["rows"]
-    encode = jax.jit(lambda params: recogniser.model(params).encoder(x, np.array([x.shape[1]]))[0])
-    results = np.asarray(encode(recogniser.params))[0, ::5]
+    model = asr.models.read(os.environ["WHISPER"])
+    x, expected = model.features(recordings()[2])[None], GOLDEN["rows"]
+    encode = jax.jit(lambda params: model.network(params).encoder(x, np.array([x.shape[1]]))[0])
+    results = np.asarray(encode(model.params))[0, ::5]
     assert np.linalg.norm(results - expected) < 2e-5 * np.linalg.norm(expected)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax_rnnt_speech import models
 from jax_rnnt_speech.config import command_line, of_sections
 from jax_rnnt_speech.data import batches, corpora
-from jax_rnnt_speech.recognition import ngrams, recognise, transcripts
+from jax_rnnt_speech.recognition import recognise, transcripts
 from jax_rnnt_speech.system import UserError, outputs, programs
 
 OPTIONS = of_sections("texts") - {"speaker_column"} | {"max_seconds", "batch", "batch_seconds"}
@@ -16,29 +16,29 @@ OPTIONS = of_sections("texts") - {"speaker_column"} | {"max_seconds", "batch", "
 
 def align(args):
     transcripts.check(args, args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
-    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
-    if recogniser.loss is None:
+    model = models.open_model(args.model, args.platform, args.checkpoint)
+    if model.loss is None:
         raise UserError(f"{args.model} has a head for CTC alone: alignments need a transducer")
-    how = ngrams.Search(language=recogniser.language(args.prompt) if args.prompt else None)
-    settings = command_line.changed(recogniser.config, args, OPTIONS)
-    settings = settings.having(max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
+    language = model.language(args.prompt) if args.prompt else None
+    settings = command_line.changed(model.config, args, OPTIONS)
+    settings = settings.having(max_seconds=min(vars(args).get("max_seconds", 1e9), model.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
-    data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
+    data = batches.labelled(corpus, model.tokens, model.subsampling)
 
     @programs.announced("alignments", place=1)
     @jax.jit
     def frames_of(params, batch):
         """The frame of each label on the best path, [B, U]; -1 where there is no path."""
-        model = recogniser.model(params)
-        x = recogniser.encoded(model, recogniser.inputs(batch), batch, how=how)
-        return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
+        network = model.network(params)
+        x = model.encoded(network, model.inputs(batch), batch, language=language)
+        return model.loss.align(network.joint.logits(x.frames, x.states), *x[2:])[1]
 
     bar = outputs.bar(total=len(data.labels), unit="utterances")
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
     with transcripts.writer(args, entries) as write, bar:
         for batch in batches.testing(data, settings, batches.make_buckets(data, settings, 1), (0, 1)):
             index = batch.pop("index")
-            for i, frames in zip(index, np.asarray(frames_of(recogniser.params, batch))):
+            for i, frames in zip(index, np.asarray(frames_of(model.params, batch))):
                 if i < 0:  # its audio is not readable
                     continue
                 entry, utterance, labels = corpus.entries[i], corpus.utterances[i], data.labels[i].tolist()
@@ -48,8 +48,8 @@ def align(args):
                     write(i, None)
                     continue
                 with transcripts.in_a_line(entry.name):
-                    timed = transcripts.words(recogniser, labels, frames, start=entry.start, duration=utterance.seconds)
-                space = transcripts.space_of(recogniser.tokens)
+                    timed = transcripts.words(model, labels, frames, start=entry.start, duration=utterance.seconds)
+                space = transcripts.space_of(model.tokens)
                 write(i, transcripts.Transcript(utterance.text, utterance.seconds, timed, space=space))
             bar.update(int(batch["valid"].sum()))
     for line in corpus.report.lines(named=sys.maxsize):

@@ -15,17 +15,17 @@ def convert(args):
         raise UserError(f"{args.folder} holds a training: name another folder")
     if args.folder.resolve() == (args.model or models.default()).resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
-    recogniser = models.open_model(args.model, checkpoint=args.checkpoint)
+    model = models.open_model(args.model, checkpoint=args.checkpoint)
     if args.dtype != "float32":
         print(f"weights are rounded to {args.dtype}")
-    if args.card is None and hugging_face.fits(recogniser):
-        hugging_face.write(recogniser, args.folder, args.dtype)
+    if args.card is None and hugging_face.fits(model):
+        hugging_face.write(model, args.folder, args.dtype)
         return 0
     try:
         card = args.card.read_text("utf-8") if args.card else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--card {args.card} is not readable: {reason(error)}") from None
-    package.write(recogniser, args.folder, args.dtype, card)
+    package.write(model, args.folder, args.dtype, card)
     return 0
 
 

@@ -47,10 +47,10 @@ def learning_curve(workdir, folder):
     save(figure, folder, "learning-curve")
 
 
-def lattice(recogniser, result, folder):
+def lattice(model, result, folder):
     """The lattice of the shortest utterance without errors, or of the shortest one."""
-    tokens, known = recogniser.tokens, []
-    if recogniser.loss is None:
+    tokens, known = model.tokens, []
+    if model.loss is None:
         return
     for i, x in zip(result.tested, result.results):
         labels = tokens.encode(x.reference)
@@ -59,27 +59,27 @@ def lattice(recogniser, result, folder):
     if not known:
         return
     *_, i, labels = min(known)
-    features = recogniser.features(result.corpus.samples(i, np.random.default_rng(i)))
+    features = model.features(result.corpus.samples(i, np.random.default_rng(i)))
     batch = {"lengths": np.array([len(features)], np.int32), "targets": np.array([labels], np.int32),
              "target_lengths": np.array([len(labels)], np.int32)}  # fmt: skip
 
     @jax.jit
     def logits(params, features):
-        model = recogniser.model(params)
-        x = recogniser.encoded(model, features, batch)
-        return model.joint(x.frames[:, :, None], x.states[:, None])[0]
+        network = model.network(params)
+        x = model.encoded(network, features, batch)
+        return network.joint(x.frames[:, :, None], x.states[:, None])[0]
 
-    found = jax.device_get(logits(recogniser.params, features[None]))
+    found = jax.device_get(logits(model.params, features[None]))
     figure, ax = plt.subplots(figsize=(WIDTH, 3.4), dpi=200, layout="constrained")
-    clock = {"subsampling": recogniser.subsampling, "hop": recogniser.seconds / recogniser.subsampling}
+    clock = {"subsampling": model.subsampling, "hop": model.seconds / model.subsampling}
     names = [tokens.pieces[k] for k in labels]
     targets = np.array(labels, np.int32)
-    plot.draw_lattice(recogniser.variant.loss, found, targets, texts=names, **clock, ax=ax)
+    plot.draw_lattice(model.variant.loss, found, targets, texts=names, **clock, ax=ax)
     save(figure, folder, "lattice")
 
 
-def draw(folder, workdir, recogniser, result):
+def draw(folder, workdir, model, result):
     """Writes learning-curve.png and lattice.png, also for dark pages."""
     folder.mkdir(exist_ok=True)
     learning_curve(workdir, folder)
-    lattice(recogniser, result, folder)
+    lattice(model, result, folder)

@@ -17,8 +17,8 @@ def serve(args):
             raise
         raise UserError("serve needs aiohttp: pip install 'jax_rnnt_speech[serve]'") from None
     ngrams.check(args)
-    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
-    server.run(server.Server(recogniser, ngrams.search_of(args, recogniser), args), args)
+    model = models.open_model(args.model, args.platform, args.checkpoint)
+    server.run(server.Server(model, ngrams.search_of(args, model), args), args)
     return 0
 
 

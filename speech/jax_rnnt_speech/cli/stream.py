@@ -16,10 +16,10 @@ from jax_rnnt_speech.system import UserError
 
 def stream(args):
     ngrams.check(args)
-    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
-    how, bad = ngrams.search_of(args, recogniser), 0
+    model = models.open_model(args.model, args.platform, args.checkpoint)
+    how, bad = ngrams.search_of(args, model), 0
     for file in args.files or [None]:
-        live = streams.Stream(recogniser, how, args.endpoint)
+        live = streams.Stream(model, how, args.endpoint)
         try:
             show = show_events if args.json else show_words
             show(live, events_of(live, file), file if len(args.files) > 1 else None)

@@ -28,12 +28,12 @@ KINDS = "insertions", "deletions", "substitutions"
 class Test:
     """The results of a model on some corpora."""
 
-    def __init__(self, recogniser, paths, settings, how):
+    def __init__(self, model, paths, settings, how):
         self.corpus, self.results = corpora.tested(paths, settings), []
         self.report, utterances = self.corpus.report, self.corpus.utterances
         self.tested = []  # numbers of the results' utterances
         normalize, started = texts.normalizer(settings.texts.normalize, settings.texts.lower), time.perf_counter()
-        found = recognise.transcribe(recogniser, self.recordings(), how)
+        found = recognise.transcribe(model, self.recordings(), how)
         for result in outputs.bar(found, "utterances", len(utterances)):
             x = utterances[result.name]
             if result.error:
@@ -114,15 +114,15 @@ def test(args):
         outputs.check(args.output, args.data)
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
-    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
-    settings = command_line.changed(recogniser.config, args, OPTIONS)
-    result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
+    model = models.open_model(args.model, args.platform, args.checkpoint)
+    settings = command_line.changed(model.config, args, OPTIONS)
+    result = Test(model, args.data, settings, ngrams.search_of(args, model))
     if args.output:
         result.write(args.output)
     if args.pictures:
         from jax_rnnt_speech.cli import pictures  # Matplotlib takes most of a second
 
-        pictures.draw(args.pictures, args.model, recogniser, result)
+        pictures.draw(args.pictures, args.model, model, result)
     if args.json:
         print(json.dumps(result.object()))
     else:

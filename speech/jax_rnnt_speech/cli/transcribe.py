@@ -15,19 +15,19 @@ from jax_rnnt_speech.system import outputs
 def transcribe(args):
     ngrams.check(args)
     transcripts.check(args, args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
-    recogniser = models.open_model(args.model, args.platform, args.checkpoint)
-    columns = command_line.changed(recogniser.config, args, {"audio_column"})
+    model = models.open_model(args.model, args.platform, args.checkpoint)
+    columns = command_line.changed(model.config, args, {"audio_column"})
     entries = list(recognise.listed(args.files, columns.texts.audio_column))
     quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
     with transcripts.writer(args, entries) as write:
-        recordings = recognise.loaded(entries, recogniser.config.features.rate)
-        results = recognise.transcribe(recogniser, recordings, ngrams.search_of(args, recogniser))
+        recordings = recognise.loaded(entries, model.config.features.rate)
+        results = recognise.transcribe(model, recordings, ngrams.search_of(args, model))
         for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
                 bad += 1
-            write(i, None if x.error else transcripts.transcript(recogniser, entries[i], x, args.nbest))
+            write(i, None if x.error else transcripts.transcript(model, entries[i], x, args.nbest))
     return 1 if bad else 0
 
 

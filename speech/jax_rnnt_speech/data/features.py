@@ -45,7 +45,7 @@ class Extractor:
     preemphasis: float = 0.0
     slaney: bool = False  # mel scale of Slaney with filters of area 1, else of HTK with filters of height 1
     floor: float = 1e-6  # added to a filter's power, that of noise 60 dB below full scale
-    normalize: str = "corpus"  # over the corpus, by a recogniser; or "recording", "whisper"
+    normalize: str = "corpus"  # over the corpus, by a model; or "recording", "whisper"
     tail: int = 0  # samples of silence after the recording
 
     @property

@@ -24,7 +24,7 @@ from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.options import durations
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
-from jax_rnnt_speech.recognition.recogniser import Recogniser
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.system import UserError, outputs
 
 # Of a model: its encoder, its loss, and what makes its features.
@@ -42,7 +42,7 @@ FILES += "tokenizer_config.json", "special_tokens_map.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 # Names that decide what a folder's model is, in any form.
-MODEL = re.compile(rf".*\.safetensors(\.index.*\.json)?|model\.bin|tokenizer\.json|recogniser\.json|card\.md|"
+MODEL = re.compile(rf".*\.safetensors(\.index.*\.json)?|model\.bin|tokenizer\.json|model\.json|card\.md|"
                    rf"{'|'.join(map(re.escape, FILES))}")  # fmt: skip
 CHECKED = "encoder_config", "durations", "vocab_size"  # one by one
 ACTIVATIONS = "relu", "silu", "gelu"
@@ -226,7 +226,7 @@ def described(folder, source):
 
 
 def read(folder):
-    """The Recogniser of a folder, with its parameters in float32."""
+    """The Model of a folder, with its parameters in float32."""
     config, source = config_of(folder)
     labels, file = source["config.json"]["vocab_size"] - 1, folder / "tokenizer.json"
     try:
@@ -237,8 +237,8 @@ def read(folder):
 
 
 def filled(folder, config, source, vocabulary, tensors):
-    """The Recogniser of {name: array}, all of which must be of this model. Each is taken out: none stays twice."""
-    recogniser = Recogniser(config, vocabulary, [0.0] * config.features.mels, [1.0] * config.features.mels, source)
+    """The Model of {name: array}, all of which must be of this model. Each is taken out: none stays twice."""
+    model = Model(config, vocabulary, [0.0] * config.features.mels, [1.0] * config.features.mels, source)
     channels = channels_of(source)
 
     def value(path, x):
@@ -247,24 +247,24 @@ def filled(folder, config, source, vocabulary, tensors):
             raise UserError(f"{folder} has no tensor {missing[0]}")
         return sum(from_torch(name, tensors.pop(name), x.shape, channels) for name in names)
 
-    recogniser.params = mapped(recogniser.shapes, value)
+    model.params = mapped(model.shapes, value)
     if left := sorted(name for name in tensors if not UNUSED.match(name)):
         raise UserError(f"{folder} has tensors that are not of this model: {', '.join(left)}")
-    return recogniser
+    return model
 
 
-def fits(recogniser):
+def fits(model):
     """Whether it has the old head of its source."""
-    fields, config = (recogniser.source or {}).get("config.json", {}), recogniser.config
+    fields, config = (model.source or {}).get("config.json", {}), model.config
     head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", Head.decoder_hidden_size)
-    same = (len(recogniser.tokens.pieces), config.blocks.width) == head and not config.head.stack
-    same &= config.head.predictor == "lstm" and isinstance(recogniser.tokens, tokens.Pretrained | tokens.Numbers)
+    same = (len(model.tokens.pieces), config.blocks.width) == head and not config.head.stack
+    same &= config.head.predictor == "lstm" and isinstance(model.tokens, tokens.Pretrained | tokens.Numbers)
     return fields.get("model_type") in MODELS and same and config.head.loss == MODELS[fields["model_type"]][0]
 
 
-def write(recogniser, folder, dtype="float32"):
+def write(model, folder, dtype="float32"):
     """Writes a folder for `transformers`. Of two biases with one sum the first one has all of it."""
-    config, tensors, channels = recogniser.config, {}, channels_of(recogniser.source)
+    config, tensors, channels = model.config, {}, channels_of(model.source)
 
     def add(path, x):
         if path.startswith("ctc.") and config.head.loss != "ctc":
@@ -276,18 +276,18 @@ def write(recogniser, folder, dtype="float32"):
             tensors[name] = to_torch(path, name, np.asarray(x) * (i == 0), channels)
         return x
 
-    mapped(recogniser.params, add)
+    mapped(model.params, add)
     for name in [x for x in tensors if x.endswith(".running_mean")]:
         tensors[name.replace("running_mean", "num_batches_tracked")] = np.zeros((), np.int32)
     kinds = {name: np.int32 if x.dtype == np.int32 else dtype for name, x in tensors.items()}
     arrays = {name: jax.numpy.asarray(x, kinds[name]) for name, x in tensors.items()}
     with replaced(folder) as new:
-        for name, fields in recogniser.source.items():
+        for name, fields in model.source.items():
             fields = {**fields, "dtype": dtype} if name == "config.json" else fields
             fields.pop("torch_dtype", None)
             (new / name).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
-        if isinstance(recogniser.tokens, tokens.Pretrained):
-            (new / "tokenizer.json").write_text(recogniser.tokens.text, "utf-8")
+        if isinstance(model.tokens, tokens.Pretrained):
+            (new / "tokenizer.json").write_text(model.tokens.text, "utf-8")
         save(arrays, new / WEIGHTS, like=new / "config.json")
 
 

@@ -289,7 +289,7 @@ def renamed(name, causal):
 
 
 def read(path):
-    """The Recogniser of an archive, with its parameters in float32."""
+    """The Model of an archive, with its parameters in float32."""
     file, source, more, vocabulary = described(path)
     fields = source["config.json"]
     causal = fields["encoder_config"]["model_type"] == hugging_face.CAUSAL[0]

@@ -10,15 +10,15 @@ import numpy as np
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.files import from_json, to_json
 from jax_rnnt_speech.data import corpora
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.pretrained import hugging_face
-from jax_rnnt_speech.recognition.recogniser import Recogniser
 from jax_rnnt_speech.system import UserError
 
 SETUP, WEIGHTS, CARD = "recogniser.json", hugging_face.WEIGHTS, "card.md"
 FILES = "train", "valid", "synthetic", "text", "noise", "init"
 
 
-def write(recogniser, folder, dtype, card=""):
+def write(model, folder, dtype, card=""):
     """`card` follows what is known here: size, numbers, and the hash of the weights."""
     dtype = jnp.dtype(dtype)
     arrays, largest = {}, float(jnp.finfo(dtype).max)
@@ -29,10 +29,10 @@ def write(recogniser, folder, dtype, card=""):
         arrays[path] = np.asarray(x).astype(dtype)
         return x
 
-    hugging_face.mapped(recogniser.params, taken)
-    config = recogniser.config  # folders of this machine say nothing
+    hugging_face.mapped(model.params, taken)
+    config = model.config  # folders of this machine say nothing
     config = config.having(**{name: corpora.last_parts(config.get(name)) for name in FILES})
-    setup = recogniser.setup() | {"config": to_json(config)}
+    setup = model.setup() | {"config": to_json(config)}
     with hugging_face.replaced(folder) as new:
         (new / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")
         hugging_face.save(arrays, new / WEIGHTS, like=new / SETUP)
@@ -57,8 +57,8 @@ def config_of(folder):
 
 
 def read(folder):
-    """A Recogniser with its parameters, in float32."""
-    recogniser = Recogniser.from_setup(setup_of(folder))
+    """A Model with its parameters, in float32."""
+    model = Model.from_setup(setup_of(folder))
     arrays = hugging_face.read_tensors(folder)
 
     def value(path, x):
@@ -67,7 +67,7 @@ def read(folder):
             raise UserError(f"{folder / WEIGHTS}: {path} must have shape {x.shape}, got {found}")
         return arrays.pop(path)
 
-    recogniser.params = hugging_face.mapped(recogniser.shapes, value)
+    model.params = hugging_face.mapped(model.shapes, value)
     if arrays:
         raise UserError(f"{folder} has tensors that are not of this model: {', '.join(sorted(arrays))}")
-    return recogniser
+    return model

@@ -19,8 +19,8 @@ import numpy as np
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model.encoders.whisper import WhisperConfig, positions
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.pretrained import hugging_face
-from jax_rnnt_speech.recognition.recogniser import Recogniser
 from jax_rnnt_speech.system import UserError
 
 TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
@@ -146,11 +146,9 @@ def described(folder):
 
 
 def read(folder):
-    """A Recogniser with the encoder of a folder, and no labels."""
+    """A Model with the encoder of a folder, and no labels."""
     config, source, array = described(folder)
-    recogniser = Recogniser(
-        config, tokens.Characters(""), [0.0] * config.features.mels, [1.0] * config.features.mels, source
-    )
+    model = Model(config, tokens.Characters(""), [0.0] * config.features.mels, [1.0] * config.features.mels, source)
     heads = source["config.json"]["encoder_attention_heads"]
 
     def value(path, x):
@@ -171,5 +169,5 @@ def read(folder):
             raise UserError(f"{folder}: encoder.{path} must have shape {x.shape}, got {y.shape}")
         return y
 
-    recogniser.params = hugging_face.mapped(recogniser.shapes, value)
-    return recogniser
+    model.params = hugging_face.mapped(model.shapes, value)
+    return model

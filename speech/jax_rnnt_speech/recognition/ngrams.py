@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax_rnnt import decode
 from jax_rnnt_speech.config.options import amount, natural
 from jax_rnnt_speech.data import manifests, texts
+from jax_rnnt_speech.recognition.search import Method
 from jax_rnnt_speech.system import UserError
 
 
@@ -37,19 +38,6 @@ class WordBonus:
         """A word is paid for with its first character: separators in a row have no words between them."""
         inside = self.spells[labels] | (inside & ~self.separates[labels])
         return (self.spells & (self.separates | ~inside[:, None])).astype(jnp.float32), inside
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """How labels are found. An argument of jitted functions: the n-gram is arrays, the rest decides the program."""
-
-    beam: int = dataclasses.field(default=0, metadata={"static": True})  # hypotheses; 0: greedy
-    ilm_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
-    fusion: tuple = ()  # of (n-gram or phrases, weight)
-    confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
-    ctc: bool = dataclasses.field(default=False, metadata={"static": True})  # by that head
-    language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
 
 
 OPTIONS = "lower", "normalize", "audio_column", "text_column"
@@ -91,30 +79,30 @@ def check(args):
             raise UserError(f"--{name} {file} is no file")
 
 
-def read(path, recogniser, unknown=None):
-    """The model of a file, over the classes of a recogniser; `unknown`: the nats that an unknown word costs."""
-    tokens = recogniser.tokens
-    classes = tokens.labels() + [None] * (recogniser.classes - len(tokens.pieces))
+def read(path, model, unknown=None):
+    """The model of a file, over the classes of a model; `unknown`: the nats that an unknown word costs."""
+    tokens = model.tokens
+    classes = tokens.labels() + [None] * (model.classes - len(tokens.pieces))
     try:
         return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator, unknown=unknown and -unknown)
     except (OSError, ValueError) as error:
         raise UserError(f"--ngram {path}: {error}") from None
 
 
-def word_bonus(recogniser):
-    separator, none = recogniser.tokens.separator, [False] * (recogniser.classes - len(recogniser.tokens.pieces))
-    labels = [label or "" for label in recogniser.tokens.labels()]
+def word_bonus(model):
+    separator, none = model.tokens.separator, [False] * (model.classes - len(model.tokens.pieces))
+    labels = [label or "" for label in model.tokens.labels()]
     separates = [label.startswith(separator) for label in labels]
     spells = [label not in ("", separator) for label in labels]
     return WordBonus(jnp.array(separates + none), jnp.array(spells + none))
 
 
-def phrases(path, recogniser, usual):
+def phrases(path, model, usual):
     """The Phrases of a file, spelled as the vocabulary spells texts; what it cannot spell is named, and left out.
 
     `usual`: the weight of lines without one.
     """
-    normalize = texts.normalizer(recogniser.config.texts.normalize, recogniser.config.texts.lower)
+    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
     try:
         lines = [(i, manifests.encodable(line, f"line {i}")) for i, line in manifests.lines_of(path)]
     except (OSError, ValueError) as error:
@@ -128,33 +116,33 @@ def phrases(path, recogniser, usual):
             weight = math.nan
         if not text.strip() or not math.isfinite(weight):
             raise UserError(f"--phrases {path}, line {i}: expected TEXT, or TEXT, a tab and a number, got {line!r}")
-        if labels := recogniser.tokens.encode(normalize(text)):
+        if labels := model.tokens.encode(normalize(text)):
             found.append((labels, weight))
         else:
             print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
     if not found:
         raise UserError(f"--phrases {path} has no phrase that the model's vocabulary can spell")
     try:
-        return decode.Phrases(*map(list, zip(*found)), classes=recogniser.blank + 1)
+        return decode.Phrases(*map(list, zip(*found)), classes=model.blank + 1)
     except ValueError as error:
         raise UserError(f"--phrases {path}: {error}") from None
 
 
-def search_of(args, recogniser):
-    """The Search that the options ask for."""
+def search_of(args, model):
+    """The Method that the options ask for."""
     kind, fusion, ilm = getattr(args, "confidence", PROBABILITY), (), 0.0
     if args.ngram:
         chosen = {name: getattr(args, name) for name in WEIGHTS}
         weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
-        fusion = (read(args.ngram, recogniser, args.unknown_word), weight), (word_bonus(recogniser), bonus)
+        fusion = (read(args.ngram, model, args.unknown_word), weight), (word_bonus(model), bonus)
     if args.phrases:
-        fusion += ((phrases(args.phrases, recogniser, WITH_BEAM if args.beam else GREEDY), 1.0),)
-    alone = recogniser.config.head.loss == "ctc"
+        fusion += ((phrases(args.phrases, model, WITH_BEAM if args.beam else GREEDY), 1.0),)
+    alone = model.config.head.loss == "ctc"
     ctc, language = alone if args.head is None else args.head == "ctc", None
-    if ctc != alone and (alone or "ctc" not in recogniser.shapes):
+    if ctc != alone and (alone or "ctc" not in model.shapes):
         raise UserError(f"--head {args.head}: the model has no such head")
     if ctc and (args.beam or fusion or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     if getattr(args, "prompt", ""):
-        language = recogniser.language(args.prompt)
-    return Search(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)
+        language = model.language(args.prompt)
+    return Method(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.recognition import windows
-from jax_rnnt_speech.recognition.recogniser import GREEDY
+from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.system import UserError
 
 HELD = 60_000  # frames of the recordings that are sorted by length at once: 10 minutes of usual features
@@ -38,10 +38,10 @@ def loaded(entries, rate):
             yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
 
 
-def transcribe(recogniser, recordings, how=GREEDY, watch=None):
+def transcribe(model, recordings, how=GREEDY, watch=None):
     """Yields the Result of each (name, recording), in their order.
 
-    A recording is samples [S], floats in [-1, 1] or integers, at `recogniser.extractor.rate`; or pieces of them, one
+    A recording is samples [S], floats in [-1, 1] or integers, at `model.extractor.rate`; or pieces of them, one
     after the other; or a UserError. Some recordings at a time are sorted by length and go through the model in batches,
     and of one that is longer than a window no more than that is held: memory depends neither on how many there are nor
     on how long they are.
@@ -51,12 +51,12 @@ def transcribe(recogniser, recordings, how=GREEDY, watch=None):
     """
     waiting, held = [], 0
     for i, (name, samples) in enumerate(recordings):
-        x = windows.Recording(name, samples, recogniser, watch and functools.partial(watch, i))
+        x = windows.Recording(name, samples, model, watch and functools.partial(watch, i))
         waiting.append(x)
         held += x.frames
         if held >= HELD:
-            windows.hear(recogniser, waiting, how)
+            windows.hear(model, waiting, how)
             yield from (x.result() for x in waiting)
             waiting, held = [], 0
-    windows.hear(recogniser, waiting, how)
+    windows.hear(model, waiting, how)
     yield from (x.result() for x in waiting)

@@ -9,7 +9,7 @@ class Labels(NamedTuple):
     """Final labels, with what is known of each."""
 
     labels: list
-    frames: list  # of the encoder, in which the labels were found: each lasts `recogniser.seconds`
+    frames: list  # of the encoder, in which the labels were found: each lasts `model.seconds`
     log_probs: list
     confidences: list  # from 0 to 1
     durations: list  # frames that each label read
@@ -41,7 +41,7 @@ class Result(NamedTuple):
     name: str
     text: str = ""
     labels: list = ()
-    frames: list = ()  # of the encoder, in which the labels were found: each lasts `recogniser.seconds`
+    frames: list = ()  # of the encoder, in which the labels were found: each lasts `model.seconds`
     log_probs: list = ()  # of the labels
     confidences: list = ()  # of the labels, from 0 to 1
     durations: list = ()  # frames that each label read

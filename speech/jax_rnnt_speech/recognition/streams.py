@@ -2,9 +2,10 @@
 
 The encoder takes steps of its chunk, the search goes on from its state, and samples may come in pieces of any size:
 steps are the same, and so are all numbers. A beam lets go of labels that no hypothesis changes, and of the oldest ones
-where more than `recogniser.OPEN` are open. Several streams that come and go are one batch.
+where more than `search.OPEN` are open. Several streams that come and go are one batch.
 """
 
+import functools
 import itertools
 import math
 import queue
@@ -18,9 +19,9 @@ from jax_rnnt import decode, timing
 from jax_rnnt_speech.data import audio, features
 from jax_rnnt_speech.data.tokens import ENDS
 from jax_rnnt_speech.recognition import transcripts
-from jax_rnnt_speech.recognition.recogniser import GREEDY, NEVER
 from jax_rnnt_speech.recognition.results import Labels, no_labels
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.recognition.search import GREEDY, NEVER, part
+from jax_rnnt_speech.system import UserError, programs
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
@@ -34,8 +35,31 @@ class Step(NamedTuple):
     slot: int
     x: np.ndarray
     count: int
-    deadline: int  # of `Recogniser.part`
+    deadline: int  # of `search.part`
     fresh: bool
+
+
+@programs.announced("a step of streams")
+@functools.partial(jax.jit, static_argnums=(0, 9))
+def continued(model, params, x, lengths, deadlines, fresh, encoder, decoder, how, first=None):
+    """(state of the encoder, rows [B], `part`) after the next features [B, T, F] of streams.
+
+    `fresh` [B]: those that begin. `first`: all or none do, where states before and after a first step differ.
+    """
+    network = model.network(params)
+    start = network.encoder.initial(1)
+
+    def advanced(x, length, fresh, old):
+        before = start if first else old
+        if first is None:
+            before = jax.tree.map(lambda start, x: jnp.where(fresh, start, x), start, old)
+        rows, counts, new = network.encoder.step(x[None], length[None], before)
+        new = jax.tree.map(lambda new, old: jnp.where(length > 0, new.astype(old.dtype), old), new, old)
+        return rows[0], jnp.where(length > 0, counts[0], 0), new
+
+    rows, counts, encoder = jax.vmap(advanced)(x, lengths, fresh, encoder)  # each stream has its own clock
+    decoder = None if decoder is None else decode.reset_streams(decoder, fresh)
+    return encoder, counts, part(model, network, rows, counts, decoder, deadlines, how)
 
 
 class Slots:
@@ -44,27 +68,27 @@ class Slots:
     One program takes all steps, or two where an encoder's first step and the state before it have other sizes.
     """
 
-    def __init__(self, recogniser, count=1, how=GREEDY):
-        if not recogniser.chunk:
+    def __init__(self, model, count=1, how=GREEDY):
+        if not model.chunk:
             raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
-        self.recogniser, self.count, self.how, self.free = recogniser, count, how, list(range(count))
-        encoder = recogniser.model(recogniser.params).encoder
+        self.model, self.count, self.how, self.free = model, count, how, list(range(count))
+        encoder = model.network(model.params).encoder
         self.sizes = [encoder.frames_of_step(first) for first in (False, True)]
         start = encoder.initial(1)
-        first = jnp.zeros((1, self.sizes[True], len(recogniser.mean))), jnp.zeros(1, jnp.int32), start
-        after = jax.eval_shape(lambda *x: recogniser.model(recogniser.params).encoder.step(*x)[2], *first)
+        first = jnp.zeros((1, self.sizes[True], len(model.mean))), jnp.zeros(1, jnp.int32), start
+        after = jax.eval_shape(lambda *x: model.network(model.params).encoder.step(*x)[2], *first)
         self.apart = [x.shape for x in jax.tree.leaves(after)] != [x.shape for x in jax.tree.leaves(start)]
         self.encoder = jax.tree.map(lambda new: jnp.zeros((count, *new.shape), new.dtype), after)
         self.decoder = None
-        shapes = jax.eval_shape(lambda *x: recogniser.continued(*x, *self.rest(False)), *self.arguments(False, []))
+        shapes = jax.eval_shape(lambda *x: continued(model, *x, *self.rest(False)), *self.arguments(False, []))
         self.decoder = decode.reset_streams(shapes[2][2], np.ones(count, bool))
 
     def arguments(self, first, steps):
-        x = np.zeros((self.count, self.sizes[first], len(self.recogniser.mean)), np.float32)
+        x = np.zeros((self.count, self.sizes[first], len(self.model.mean)), np.float32)
         (lengths, deadlines), fresh = np.zeros((2, self.count), np.int32), np.zeros(self.count, bool)
         for slot, heard, *rest in steps:
             x[slot], (lengths[slot], deadlines[slot], fresh[slot]) = heard, rest
-        return self.recogniser.params, x, lengths, deadlines, fresh
+        return self.model.params, x, lengths, deadlines, fresh
 
     def rest(self, first):
         return self.encoder, self.decoder, self.how, first if self.apart else None
@@ -76,7 +100,7 @@ class Slots:
             chosen = [step for step in steps if not self.apart or step.fresh == first]
             if not chosen and steps:
                 continue
-            found = self.recogniser.continued(*self.arguments(first, chosen), *self.rest(first))
+            found = continued(self.model, *self.arguments(first, chosen), *self.rest(first))
             self.encoder, rows, (found, final, self.decoder, _) = found
             found, final, rows = jax.device_get((found, final, rows))
             for slot, *_ in chosen:
@@ -88,20 +112,20 @@ class Slots:
 class Words:
     """Final labels of a recording, one part after the other, to words."""
 
-    def __init__(self, recogniser, silence=0.0):
-        self.recogniser, self.waiting, self.rows, self.end = recogniser, no_labels(), 0, 0
-        self.patience = round(silence / recogniser.seconds) or NEVER
-        self.last_labels = {i for i, x in enumerate(recogniser.tokens.pieces) if x in ENDS}
+    def __init__(self, model, silence=0.0):
+        self.model, self.waiting, self.rows, self.end = model, no_labels(), 0, 0
+        self.patience = round(silence / model.seconds) or NEVER
+        self.last_labels = {i for i, x in enumerate(model.tokens.pieces) if x in ENDS}
         self.before, self.said = [], ""  # labels before those that wait, and the text of words that were taken
 
     @property
     def deadline(self):
-        """For the next part: -> `Recogniser.part`."""
+        """For the next part: -> `search.part`."""
         return self.rows - self.patience
 
     def begins(self):
         """Where words begin that later labels leave as they are, and those before: no frame has labels of both."""
-        labels, frames, tokens, places, size = *self.waiting[:2], self.recogniser.tokens, [], 0
+        labels, frames, tokens, places, size = *self.waiting[:2], self.model.tokens, [], 0
         found = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
         for before, word in itertools.pairwise(found):
             size += len(before.text)
@@ -119,11 +143,11 @@ class Words:
         some, self.waiting = self.waiting.part(count), self.waiting.part(count, None)
         if not some.labels:
             return []
-        before, both = (self.recogniser.tokens.decode(x) for x in (self.before, self.before + some.labels))
+        before, both = (self.model.tokens.decode(x) for x in (self.before, self.before + some.labels))
         self.said += both.removeprefix(before)
         self.before = (self.before + some.labels)[-CONTEXT:]
         return transcripts.words(
-            self.recogniser, some.labels, some.frames, some.confidences, some.durations, duration=duration
+            self.model, some.labels, some.frames, some.confidences, some.durations, duration=duration
         )
 
     def add(self, part, rows, more=False):
@@ -144,7 +168,7 @@ class Words:
         places = self.begins()
         if not places and len(self.waiting.labels) >= LONGEST:
             places = [len(self.waiting.labels)]
-            while places[0] > 1 and self.recogniser.tokens.decode(self.waiting.labels[: places[0]]).endswith(PART):
+            while places[0] > 1 and self.model.tokens.decode(self.waiting.labels[: places[0]]).endswith(PART):
                 places[0] -= 1
         return self.take(places[-1] if places else 0), False
 
@@ -159,17 +183,17 @@ class Stream:
     A program with many streams gives them the same `slots`, and runs their `steps` together: `took` takes the results.
     """
 
-    def __init__(self, recogniser, how=GREEDY, silence=0.0, slots=None):
-        self.slots = slots or Slots(recogniser, 1, how)
-        self.slot, self.recogniser, self.extractor = self.slots.free.pop(), recogniser, recogniser.extractor
+    def __init__(self, model, how=GREEDY, silence=0.0, slots=None):
+        self.slots = slots or Slots(model, 1, how)
+        self.slot, self.model, self.extractor = self.slots.free.pop(), model, model.extractor
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
-        self.words, self.ends, self.unsure, self.said = Words(recogniser, silence), [], no_labels(), ""
+        self.words, self.ends, self.unsure, self.said = Words(model, silence), [], no_labels(), ""
         self.text = ""  # of the last event's words, with the white space before them
 
     @property
     def open(self):
-        return self.recogniser.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
+        return self.model.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
 
     @property
     def size(self):
@@ -178,7 +202,7 @@ class Stream:
 
     def cut(self, frames):
         """The step of the next frames, padded; drops the samples that no later one has."""
-        x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
+        x = self.model.standardised(self.extractor.spectra(self.samples, frames))
         padded = np.pad(x, ((0, self.size - frames), (0, 0))).astype(np.float32)
         step = Step(self.slot, padded, frames, self.words.deadline, not self.taken)
         self.samples = self.samples[frames * self.extractor.hop :]
@@ -221,7 +245,7 @@ class Stream:
         found, self.ends = [], []
         for some, ended in self.heard(samples, end):
             found += some
-            self.ends += [self.words.rows * self.recogniser.seconds] * ended
+            self.ends += [self.words.rows * self.model.seconds] * ended
         return found
 
     def finish(self):
@@ -229,7 +253,7 @@ class Stream:
 
     def events(self, found, ended=False):
         """Yields what has happened, for programs: final words, text that may change, the end of an utterance."""
-        time, open_ = {"time": round(self.words.rows * self.recogniser.seconds, 3)}, self.open.strip()
+        time, open_ = {"time": round(self.words.rows * self.model.seconds, 3)}, self.open.strip()
         self.text, self.words.said = self.words.said, ""
         if found:
             yield {"type": "words", "text": self.text.strip(), "words": timing.to_json(found)} | time

@@ -51,7 +51,7 @@ def words_of(tokens, labels, frames, **options):
     return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels(), mark=mark_of(tokens), **options)
 
 
-def words(recogniser, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
+def words(model, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
     """The words of an utterance, from the encoder frames of its labels; it begins at `start` seconds of its file.
 
     The last frame may reach beyond the recording, or begin at its end. No word does.
@@ -59,13 +59,13 @@ def words(recogniser, labels, frames, confidences=None, durations=None, start=0.
     if not len(labels):
         return []
     if math.isfinite(duration):
-        frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / recogniser.seconds) - 1, 0))
+        frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / model.seconds) - 1, 0))
     integers = (None if x is None else np.array(x, np.int32) for x in (labels, frames, durations))
     labels, frames, durations = integers
     confidences = None if confidences is None else np.array(confidences, float)
-    clock = {"hop": recogniser.seconds, "offset": start}
-    found = words_of(recogniser.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
-    begin, end = start + float(frames[-1]) * recogniser.seconds, max((x.end for x in found), default=0.0)
+    clock = {"hop": model.seconds, "offset": start}
+    found = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
+    begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in found), default=0.0)
     share = min(1, (start + duration - begin) / (end - begin)) if end > begin else 1
 
     def inside(x):
@@ -114,13 +114,13 @@ def in_a_line(name):
         raise UserError(f"{name}: {error}") from None
 
 
-def transcript(recogniser, entry, result, nbest=0):
+def transcript(model, entry, result, nbest=0):
     """The Transcript of a Result of an Entry."""
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with in_a_line(shown(entry.name)):
-        timed = words(recogniser, *heard, entry.start, result.duration)
-    return Transcript(result.text, result.duration, timed, best, space_of(recogniser.tokens))
+        timed = words(model, *heard, entry.start, result.duration)
+    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens))
 
 
 # ------------------------------------------------------------------------------------------------------------- options

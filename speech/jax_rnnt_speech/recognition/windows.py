@@ -9,15 +9,18 @@ Recordings that fit into a window are sorted by length, and their batches have f
 compile, and memory as long as the process lasts.
 """
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import decode
 from jax_rnnt_speech.data import features
-from jax_rnnt_speech.recognition.ngrams import Search
 from jax_rnnt_speech.recognition.results import Labels, Result, no_labels
+from jax_rnnt_speech.recognition.search import GREEDY, NEVER, Method, part
 from jax_rnnt_speech.recognition.streams import Stream
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, programs
 
 WINDOW = 30.0  # seconds of a window, margins included
 MARGIN = 2.0  # seconds that the encoder hears before and after what is transcribed
@@ -26,16 +29,32 @@ MOST = 4  # windows of a batch
 BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
 
 
+@programs.announced("an encoder")
+@functools.partial(jax.jit, static_argnums=0)
+def window(model, params, x, lengths, first):
+    """Rows [B, N, E] from the `first` [B] on, of features [B, T, F], and their lengths [B]."""
+    rows, lengths = model.network(params).encode(x, lengths)
+    place = jnp.minimum(jnp.arange(rows.shape[1]) + first[:, None], rows.shape[1] - 1)
+    return jnp.take_along_axis(rows, place[..., None], 1), lengths - first
+
+
+@programs.announced("a search")
+@functools.partial(jax.jit, static_argnums=0)
+def taken(model, params, rows, lengths, decoder=None, how=GREEDY):
+    """`part` of rows of windows."""
+    return part(model, model.network(params), rows, lengths, decoder, -NEVER, how)
+
+
 class Recording:
     """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
 
-    def __init__(self, name, samples, recogniser, watch=None):
-        self.name, self.recogniser, self.extractor, self.watch = name, recogniser, recogniser.extractor, watch
+    def __init__(self, name, samples, model, watch=None):
+        self.name, self.model, self.extractor, self.watch = name, model, model.extractor, watch
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.done = False
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
-        step, rate = self.extractor.hop * recogniser.subsampling, self.extractor.rate
-        most = min(WINDOW, recogniser.longest) * rate
+        step, rate = self.extractor.hop * model.subsampling, self.extractor.rate
+        most = min(WINDOW, model.longest) * rate
         self.size = max(1, round(most) // step) * step
         self.margin = min(round(MARGIN * rate / step), self.size // step // 4)
         if isinstance(samples, UserError):
@@ -94,24 +113,24 @@ class Recording:
             return high
         begin, end = np.array(frames)[:, None], np.add(frames, np.maximum(durations, 1))[:, None]
         apart = np.maximum(begin - places, places - end).min(0)
-        return int(places[np.argmax(np.minimum(apart, round(PAUSE / 2 / self.recogniser.seconds)))])
+        return int(places[np.argmax(np.minimum(apart, round(PAUSE / 2 / self.model.seconds)))])
 
     def go_on(self, rows):
         """To the window behind so many rows."""
         self.row += rows
         begin = max(0, self.row - self.margin)
-        self.samples = self.samples[(begin - self.begin) * self.extractor.hop * self.recogniser.subsampling :]
+        self.samples = self.samples[(begin - self.begin) * self.extractor.hop * self.model.subsampling :]
         self.begin = begin
         self.fill()
 
     def take(self, i, rows, found, final, others, how):
-        """What `Recogniser.part` found in so many rows, as row i of a batch."""
+        """What `Model.part` found in so many rows, as row i of a batch."""
         self.done, before = self.last, list(self.found.labels)
         self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], how))
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
-            decode = self.recogniser.tokens.decode
+            decode = self.model.tokens.decode
             self.nbest = [(decode(before + x[:n]), score) for x, n, score in listed if score > -np.inf]
         if not self.done:
             self.go_on(rows)
@@ -119,7 +138,7 @@ class Recording:
 
     def stream(self, how):
         """Finds the labels as a `Stream` does, in the same programs."""
-        live, unsure, piece = Stream(self.recogniser, how), no_labels(), self.samples
+        live, unsure, piece = Stream(self.model, how), no_labels(), self.samples
         self.samples = self.samples[:0]
         while True:
             for step in live.steps(self.samples if piece is None else piece, piece is None):
@@ -135,17 +154,17 @@ class Recording:
         if self.error:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
-        return Result(self.name, self.recogniser.tokens.decode(self.found.labels), *self.found, seconds, self.nbest)
+        return Result(self.name, self.model.tokens.decode(self.found.labels), *self.found, seconds, self.nbest)
 
 
-def hear(recogniser, recordings, how):
+def hear(model, recordings, how):
     """Finds the labels of Recordings."""
     long = [x for x in recordings if x.long]
-    if recogniser.chunk:
+    if model.chunk:
         for x in long:
             x.stream(how)
     else:
-        hear_long(recogniser, long, how)
+        hear_long(model, long, how)
     waiting = sorted((x for x in recordings if x.frames and not x.long), key=lambda x: -len(x.samples))
     while waiting := [x for x in waiting if x.wanted()]:
         power = 1 << max(9, (waiting[0].frames - 1).bit_length())
@@ -154,44 +173,44 @@ def hear(recogniser, recordings, how):
         size = next(x for x in (most, most // 8, 1) if 0 < x <= 2 * len(waiting))
         rows, waiting = waiting[:size], waiting[size:]
         rows += [None] * (size - len(rows))
-        hear_windows(recogniser, rows, frames, None, None, how)
+        hear_windows(model, rows, frames, None, None, how)
 
 
-def hear_long(recogniser, recordings, how):
+def hear_long(model, recordings, how):
     """Window by window; a row of the batch that has ended is the next recording's."""
     size = 1 if len(recordings) == 1 else MOST
     waiting, rows, state = recordings[::-1], [None] * size, None
     while waiting or any(rows):
         free = np.array([x is None for x in rows])
         rows = [x or (waiting.pop() if waiting else None) for x in rows]
-        frames = recogniser.extractor.count(next(filter(None, rows)).size)
-        state = hear_windows(recogniser, rows, frames, state, free, how)
+        frames = model.extractor.count(next(filter(None, rows)).size)
+        state = hear_windows(model, rows, frames, state, free, how)
         rows = [None if x is None or x.done else x for x in rows]
 
 
-def hear_windows(recogniser, rows, frames, state, free, how):
+def hear_windows(model, rows, frames, state, free, how):
     """Takes the next window of each Recording or None; the state of the search after it.
 
     `free`: rows that begin; None: all do, and end.
     """
-    batch = np.zeros((len(rows), frames, len(recogniser.mean)), np.float32)
+    batch = np.zeros((len(rows), frames, len(model.mean)), np.float32)
     lengths, first = np.zeros((2, len(rows)), np.int32)
     for i, x in enumerate(rows):
         if x is not None:
-            found, first[i] = recogniser.features(x.samples[: x.size]), x.row - x.begin
+            found, first[i] = model.features(x.samples[: x.size]), x.row - x.begin
             batch[i, : len(found)], lengths[i] = found, len(found)
-    encoded, cuts = recogniser.window(recogniser.params, batch, lengths, first)
+    encoded, cuts = window(model, model.params, batch, lengths, first)
     cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
-        probing = Search(ctc=how.ctc, language=how.language)  # greedy, whatever comes after it
-        probe = jax.device_get(recogniser.taken(recogniser.params, encoded, cuts, None, probing)[0])
+        probing = Method(ctc=how.ctc, language=how.language)  # greedy, whatever comes after it
+        probe = jax.device_get(taken(model, model.params, encoded, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
     if free is not None:
         if state is None:
-            state = jax.eval_shape(recogniser.taken, recogniser.params, encoded, cuts, None, how)[2]
+            state = jax.eval_shape(model.taken, model.params, encoded, cuts, None, how)[2]
         state = decode.reset_streams(state, free)
-    *part, state, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
+    *part, state, others = taken(model, model.params, encoded, cuts, state, how)
     part = jax.device_get((*part, others))
     for i, x in enumerate(rows):
         if x is not None:

@@ -11,39 +11,38 @@ import jax.numpy as jnp
 from jax import export as exporting
 
 from jax_rnnt_speech.data.tokens import SILENT
+from jax_rnnt_speech.recognition.search import search
 from jax_rnnt_speech.system import UserError, outputs
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 DATE = 1980, 1, 1, 0, 0, 0  # of the member, so that equal models are equal files
 
 
-def program_of(recogniser):
+def program_of(model):
     """A function of samples [B, S] in [-1, 1] and their numbers [B]: what greedy search finds in them."""
 
     def program(samples, lengths):
         """-> labels, frames, log-probabilities [B, L] and the number of each, [B]."""
-        extractor, model = recogniser.extractor, recogniser.model(recogniser.params)
-        x = recogniser.standardised(extractor(samples, jnp, lengths))
-        found = recogniser.search(model, *model.encode(x, extractor.counts(lengths, jnp)))
+        extractor, network = model.extractor, model.network(model.params)
+        x = model.standardised(extractor(samples, jnp, lengths))
+        found = search(model, network, *network.encode(x, extractor.counts(lengths, jnp)))
         return found.labels, found.frames, found.label_log_probs, found.counts
 
     return jax.jit(program)
 
 
-def write(recogniser, path, seconds, platforms):
+def write(model, path, seconds, platforms):
     """Writes the program for recordings that are padded to so many seconds."""
-    tokens, extractor = recogniser.tokens, recogniser.extractor
+    tokens, extractor = model.tokens, model.extractor
     rate, samples = extractor.rate, round(seconds * extractor.rate)
-    if not extractor.count(samples) or seconds > recogniser.longest:
-        most = "one frame or more" + (
-            f", and {recogniser.longest:g} seconds at most" if recogniser.longest < 1e9 else ""
-        )
+    if not extractor.count(samples) or seconds > model.longest:
+        most = "one frame or more" + (f", and {model.longest:g} seconds at most" if model.longest < 1e9 else "")
         raise UserError(f"--seconds {seconds:g}: the model hears {most}")
     print(f"lowering for {', '.join(platforms)}", flush=True)
     shape = exporting.symbolic_shape(f"recordings, {samples}")
     shapes = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
-    made = exporting.export(program_of(recogniser), platforms=platforms)(*shapes)
-    about = {"rate": rate, "seconds": recogniser.seconds, "samples": samples, "platforms": platforms}
+    made = exporting.export(program_of(model), platforms=platforms)(*shapes)
+    about = {"rate": rate, "seconds": model.seconds, "samples": samples, "platforms": platforms}
     about |= {"labels": ["" if x in SILENT else x for x in tokens.texts], "separator": tokens.separator}
     with outputs.whole(path) as part:
         part.write_bytes(made.serialize())

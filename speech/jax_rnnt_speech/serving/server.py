@@ -116,12 +116,12 @@ class Asked(NamedTuple):
 class Server:
     """`options`: those of the command."""
 
-    def __init__(self, recogniser, how, options):
-        self.recogniser, self.how, self.options = recogniser, how, options
+    def __init__(self, model, how, options):
+        self.model, self.how, self.options = model, how, options
         self.name, self.origins = options.name or Path(options.model).resolve().name, getattr(options, "cors", [])
-        self.texts = [x.replace(recogniser.tokens.separator, " ") for x in recogniser.tokens.texts]
+        self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
-        self.slots = streams.Slots(recogniser, options.connections, how) if recogniser.chunk else None
+        self.slots = streams.Slots(model, options.connections, how) if model.chunk else None
         if self.slots:
             self.steps = Together(self.slots.run, options.connections)
             self.slots.run([])
@@ -130,7 +130,7 @@ class Server:
         app = web.Application(middlewares=[self.answered])
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{name:.+}", self.model)
+        app.router.add_get("/v1/models/{name:.+}", self.described)
         app.router.add_post("/v1/audio/transcriptions", self.transcription)
         app.router.add_post("/v1/audio/translations", self.translation)
         app.router.add_get("/v1/stream", self.stream)
@@ -183,7 +183,7 @@ class Server:
     async def models(self, _):
         return web.json_response({"object": "list", "data": [self.described(self.name)]})
 
-    async def model(self, request):
+    async def described(self, request):
         name = request.match_info["name"]
         self.check_name(name)
         return web.json_response(self.described(name))
@@ -301,7 +301,7 @@ class Server:
         loop, queue, said, count = asyncio.get_running_loop(), asyncio.Queue(), "", 0
 
         def tell(labels):
-            text = self.recogniser.tokens.decode(labels.labels).rstrip("\ufffd")  # of a character that is not whole
+            text = self.model.tokens.decode(labels.labels).rstrip("\ufffd")  # of a character that is not whole
             loop.call_soon_threadsafe(queue.put_nowait, (text, self.spelled(labels) if include else []))
 
         def more(labels):
@@ -334,13 +334,13 @@ class Server:
     def transcribed(self, files):
         """A Transcript, or the Problem, of each File. Runs in a thread."""
         results = recognise.transcribe(
-            self.recogniser, map(self.samples, files), self.how, lambda i, labels: files[i].watch(labels)
+            self.model, map(self.samples, files), self.how, lambda i, labels: files[i].watch(labels)
         )
         return [self.transcript(file, result) for file, result in zip(files, results)]
 
     def samples(self, file):
         """Its name, and its samples in pieces, as it is decoded."""
-        rate = self.recogniser.extractor.rate
+        rate = self.model.extractor.rate
 
         def pieces():
             count = 0
@@ -357,7 +357,7 @@ class Server:
         try:
             if result.error:
                 raise UserError(result.error)
-            return transcripts.transcript(self.recogniser, manifests.Entry(str(file), str(file), ""), result)
+            return transcripts.transcript(self.model, manifests.Entry(str(file), str(file), ""), result)
         except UserError as error:
             return Problem(400, str(error), "file")
 
@@ -380,11 +380,11 @@ class Server:
             raise Problem(400, "/v1/stream is a WebSocket")
         if not self.slots.free:
             raise Problem(503, f"{self.slots.count} streams are open, which is the limit: try again later")
-        stream = streams.Stream(self.recogniser, silence=self.options.endpoint, slots=self.slots)
+        stream = streams.Stream(self.model, silence=self.options.endpoint, slots=self.slots)
         try:
             await socket.prepare(request)
             self.sockets.add(socket)
-            await self.listen(socket, stream, Samples(SAMPLES[kind], int(rate), self.recogniser.extractor.rate))
+            await self.listen(socket, stream, Samples(SAMPLES[kind], int(rate), self.model.extractor.rate))
         except (TimeoutError, ConnectionError):  # the client is gone, or does not read
             await socket.close(code=aiohttp.WSCloseCode.POLICY_VIOLATION)
         except Exception as error:

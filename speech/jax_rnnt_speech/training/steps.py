@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_rnnt_speech.model.parts import STATISTICS
+from jax_rnnt_speech.training import objective
 
 
 def make_optimizer(options, factors=None):
@@ -65,14 +66,14 @@ def averaged(options, before, state):
     return {"average": average, "updates": updates}
 
 
-def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
+def make_train_step(model, parts, optimizer, layers=None, places=None):
     """Returns a jitted (state, batch, frozen, step) -> (state, numbers). `layers`: batches hold rows after so many."""
-    options = recogniser.config.optimiser
+    options = model.config.optimiser
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
         def loss(weights):
-            return recogniser.mean_loss(parts.whole(weights, frozen), batch, step, layers)
+            return objective.mean_loss(model, parts.whole(weights, frozen), batch, step, layers)
 
         value, gradient = jax.value_and_grad(loss)(state["weights"])
         statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch

@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import batches, cache, corpora
+from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.model.parts import Parts, placed, shapes_in_place
 from jax_rnnt_speech.recognition import errors, ngrams
-from jax_rnnt_speech.recognition.recogniser import Recogniser
 from jax_rnnt_speech.system import UserError, hosts, outputs, programs
-from jax_rnnt_speech.training import epochs, frozen, runs, steps
+from jax_rnnt_speech.training import epochs, frozen, objective, runs, steps
 
 HOPELESS = 100  # steps in a row that are not finite end the run
 
@@ -32,18 +32,18 @@ class Rates(NamedTuple):
     wer: float
 
 
-def held_out(recogniser, params, data, buckets, split, search, examples=0):
+def held_out(model, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
     loss, scored, characters, words, shown = 0.0, 0, [], [], []
-    for batch in batches.testing(data, recogniser.config, buckets, hosts.part()):
+    for batch in batches.testing(data, model.config, buckets, hosts.part()):
         batch["valid"] &= ~np.isin(batch["index"], [*data.without])
-        results = recogniser.evaluated(params, split(batch), search)
+        results = objective.evaluated(model, params, split(batch), search)
         value, labels, counts, index = hosts.gathered((*results, batch["index"]))
         loss += float(value)
         for i, row, count in zip(index, labels, counts):
             if i >= 0:  # its audio is readable
                 scored += i not in data.without
-                pair = data.corpus.utterances[i].text, recogniser.text(row, count)
+                pair = data.corpus.utterances[i].text, model.text(row, count)
                 characters.append(errors.counted(*pair))
                 words.append(errors.counted(*(x.split() for x in pair)))
                 shown += [pair] * (len(shown) < examples)
@@ -92,7 +92,7 @@ class Training:
         more = {"implementation": options.implementation}
         self.stored, self.progress = {"utterances": digest(train), "held_out": digest(valid)}, Progress()
         if self.run.last is None:
-            self.recogniser = fresh(config, train, **more)
+            self.model = fresh(config, train, **more)
         else:
             self.run.open()
             setup = self.run.setup("params", "training")
@@ -100,16 +100,16 @@ class Training:
             if changed and not options.change:
                 kind = "training" if "utterances" in changed else "held-out"
                 raise UserError(f"{options.workdir} holds a run with other {kind} utterances: --change allows that")
-            self.recogniser = Recogniser.from_setup(setup | {"config": to_json(config)}, **more)
-            (params,) = self.run.restore(params=shapes_in_place(self.mesh, self.recogniser.shapes))
-            self.recogniser.params = jax.tree.map(lambda x: x.addressable_data(0), params)
+            self.model = Model.from_setup(setup | {"config": to_json(config)}, **more)
+            (params,) = self.run.restore(params=shapes_in_place(self.mesh, self.model.shapes))
+            self.model.params = jax.tree.map(lambda x: x.addressable_data(0), params)
             if "held_out" not in changed:  # rates of other utterances say nothing about those to come
                 self.progress = Progress.of(setup["progress"])
-        self.parts = Parts(config, self.recogniser.shapes)
-        self.train = batches.labelled(train, self.recogniser.tokens, self.recogniser.subsampling)
+        self.parts = Parts(config, self.model.shapes)
+        self.train = batches.labelled(train, self.model.tokens, self.model.subsampling)
         if self.run.last is None and not config.optimiser.init:
-            self.recogniser.measure(self.train)
-        self.valid = batches.labelled(valid, self.recogniser.tokens, self.recogniser.subsampling, held_out=True)
+            self.objective.measure(self.model, self.train)
+        self.valid = batches.labelled(valid, self.model.tokens, self.model.subsampling, held_out=True)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
         for name, data in (("train", self.train), ("valid", self.valid)):
@@ -119,10 +119,10 @@ class Training:
         self.layers = None
         if self.parts.layers is not None and isinstance(train, cache.Stored):
             self.layers = self.parts.layers
-            self.train, self.buckets = frozen.rows(self.recogniser, self.parts, self.train, self.buckets, self.folder)
+            self.train, self.buckets = frozen.rows(self.model, self.parts, self.train, self.buckets, self.folder)
         elif config.compute.bfloat16_rows:
             raise UserError("--bfloat16-rows needs a cache, which --cache none and images do without")
-        texts = batches.sentences(config, self.recogniser.tokens)
+        texts = batches.sentences(config, self.model.tokens)
         self.epoch = epochs.training(self.train, config, self.buckets, hosts.part(), texts)
         if not len(self.epoch):
             need = self.buckets[0].batch
@@ -130,13 +130,13 @@ class Training:
         if count := config.optimiser.epochs:
             self.config = config = config.having(steps=count * len(self.epoch)).consistent()
             hosts.say(f"{count} epochs of {len(self.epoch)} batches")
-        seen = [self.run.last, sorted(self.train.labels), sorted(self.valid.labels), self.recogniser.setup()]
+        seen = [self.run.last, sorted(self.train.labels), sorted(self.valid.labels), self.model.setup()]
         hosts.agree("options, corpora or checkpoints", seen)
         if self.run.last is None:
             self.run.open()
         if folder is None and not jax.process_index():
             cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
-        self.search = self.shared(ngrams.search_of(options, self.recogniser))
+        self.search = self.shared(ngrams.search_of(options, self.model))
 
     def split(self, batch):
         """Arrays over all devices, of the rows that this process has."""
@@ -153,10 +153,10 @@ class Training:
         """Prints the shapes of batches, and how much padding is in them."""
         left, one = batches.padding(self.train, self.buckets)
         shapes = ", ".join(f"{b.batch} x {b.frames} frames x {b.labels} labels" for b in self.buckets)
-        trained = jax.eval_shape(self.parts.free, self.recogniser.shapes)
+        trained = jax.eval_shape(self.parts.free, self.model.shapes)
         hosts.say(f"{len(self.train.labels)} training and {len(self.valid.labels)} held-out utterances, "
-                  f"{len(self.recogniser.tokens.pieces)} labels, "
-                  f"{sum(x.size for x in jax.tree.leaves(self.recogniser.shapes)):,} parameters, of which "
+                  f"{len(self.model.tokens.pieces)} labels, "
+                  f"{sum(x.size for x in jax.tree.leaves(self.model.shapes)):,} parameters, of which "
                   f"{sum(x.size for x in trained.values()):,} are trained")  # fmt: skip
         hosts.say(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
@@ -170,9 +170,7 @@ class Training:
 
     def measure(self, params, step, metrics=None):
         """Error rates. Without `metrics` nothing is written."""
-        rates, shown = held_out(
-            self.recogniser, params, self.valid, self.test_buckets, self.split, self.search, examples=2
-        )
+        rates, shown = held_out(self.model, params, self.valid, self.test_buckets, self.split, self.search, examples=2)
         hosts.say(f"step {step}: held-out loss {rates.loss:.2f}, CER {rates.cer:.1f}%, WER {rates.wer:.1f}%")
         for reference, hypothesis in shown:
             hosts.say(f"  {reference}\n  {hypothesis}")
@@ -183,8 +181,8 @@ class Training:
     def start(self, first):
         """The state of step `first`, and the jitted step."""
         config = self.config
-        params = self.shared(self.recogniser.params, config.compute.shard)
-        del self.recogniser.params  # from now on they are in the state
+        params = self.shared(self.model.params, config.compute.shard)
+        del self.model.params  # from now on they are in the state
         weights, self.frozen = self.parts.free(params), self.parts.frozen(params)
         optimizer = steps.make_optimizer(config.optimiser, self.parts.factors)
         make = functools.partial(steps.first_state, config.optimiser, optimizer)
@@ -195,7 +193,7 @@ class Training:
             state = training | {"average" if config.optimiser.average else "weights": weights}
         else:
             state = jax.jit(make, out_shardings=places)(weights)
-        step = steps.make_train_step(self.recogniser, self.parts, optimizer, self.layers, places)
+        step = steps.make_train_step(self.model, self.parts, optimizer, self.layers, places)
         return state, programs.announced("a step of training", place=1)(step)
 
     def training_only(self, state):
@@ -211,7 +209,7 @@ class Training:
             self.run.save(step, self.setup(), best=True, params=params)
 
     def setup(self):
-        return self.recogniser.setup() | self.stored | {"progress": dataclasses.asdict(self.progress)}
+        return self.model.setup() | self.stored | {"progress": dataclasses.asdict(self.progress)}
 
     def save(self, state, step):
         """Saves all that the steps after this one need."""
@@ -226,7 +224,7 @@ class Training:
         config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
             if config.optimiser.steps <= first or self.impatient():
-                shapes = shapes_in_place(self.mesh, self.recogniser.shapes)
+                shapes = shapes_in_place(self.mesh, self.model.shapes)
                 folder = self.run.whole(["params"], runs.BEST_FIRST)
                 (params,) = self.run.restore(folder, params=shapes)
                 return self.measure(params, int(folder.name))

@@ -1,0 +1,82 @@
+"""Searches for the labels of rows of an encoder, of whole recordings or of one part after the other.
+
+B utterances, N rows of the encoder.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import decode
+from jax_rnnt_speech.model import ctc
+
+BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
+OPEN = 100  # labels of a recording in parts, by beam, that later parts may still change
+NEVER = 2**30  # rows before which no deadline is
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How labels are searched for.
+
+    An argument of jitted functions: the n-gram is arrays, the rest decides the program.
+    """
+
+    beam: int = dataclasses.field(default=0, metadata={"static": True})  # hypotheses; 0: greedy
+    ilm_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
+    fusion: tuple = ()  # of (n-gram or phrases, weight)
+    confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
+    ctc: bool = dataclasses.field(default=False, metadata={"static": True})  # by that head
+    language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
+
+
+GREEDY = Method()
+
+
+def best(hypotheses):
+    """The best ones of a beam, [B] of [B, N]."""
+    found = {name: getattr(hypotheses, name) for name in BEST}
+    return hypotheses._replace(**{name: x[:, 0] for name, x in found.items() if x is not None})
+
+
+def search(model, network, rows, lengths, how=GREEDY, state=None, every=False, more=0):
+    """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`.
+
+    `more`: room for so many labels of rows before these.
+    """
+    options = model.config.search
+    room = rows.shape[1] * options.max_symbols + more
+    if how.ctc or model.loss is None:
+        return ctc.search(network.ctc(rows), lengths, room, state)
+    joint, predictor, rows = network.joint.decoder_inputs(network.predictor, rows)
+    # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
+    limit = room if options.duration_choice == "token_first" else options.max_symbols
+    chosen = {"max_symbols": limit, "fusion": how.fusion, "ilm_weight": how.ilm_weight, "confidence": how.confidence}
+    if not how.beam:
+        chosen["duration_choice"] = options.duration_choice
+    searched = decode.Search(model.variant.loss, joint, predictor, room, **chosen)
+    if not how.beam:
+        return searched.greedy(rows, lengths, state=state)
+    hypotheses = searched.beam(rows, lengths, how.beam, state=state)
+    return hypotheses if every else best(hypotheses)
+
+
+def part(model, network, rows, lengths, state, deadline, how):
+    """(hypotheses [B], how many of their labels [B] are final, state, other hypotheses) of the next rows.
+
+    Labels that were not final come again with the next part. All are where the last one ends `deadline` [B] rows,
+    counted from the start of the recording, before the end of these, or earlier.
+    """
+    found = search(
+        model, network, model.prompted(network, rows, how.language), lengths, how, state, every=True, more=OPEN
+    )
+    if not how.beam:
+        return found._replace(state=None), found.counts, found.state, None
+    first, others = best(found), (found.labels, found.counts, found.scores)
+    last = jnp.maximum(first.counts - 1, 0)[:, None]
+    end = first.frames + jnp.maximum(first.durations, 1)
+    closed = jnp.take_along_axis(end, last, 1)[:, 0] <= deadline + lengths
+    final = jnp.where(closed, first.counts, jnp.maximum(found.stable, first.counts - OPEN))
+    return first._replace(state=None), final, decode.commit_labels(found, final), others

@@ -1,0 +1,63 @@
+"""What a training makes small, and what its tests measure."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt_speech.data import features
+from jax_rnnt_speech.model import losses
+from jax_rnnt_speech.model.parts import lower_layers
+from jax_rnnt_speech.recognition.search import search
+from jax_rnnt_speech.system import UserError, programs
+
+SAMPLE = 200  # utterances of which statistics are taken
+
+
+def mean_loss(model, params, batch, step, layers=None):
+    """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
+    config = model.config
+    x = model.inputs(batch) if layers is None else batch["audio"]
+    x = features.hide(x, batch["lengths"], batch["spans"], config.data.time_masks)
+    batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # of no other row are frames
+    frozen = lower_layers(config.optimiser.freeze) if layers is None else None
+    if frozen is not None:  # they have no dropout, as rows of the cache have none
+        lower = model.network(params).encoder
+        x, batch = lower.lower(x, batch["lengths"], frozen), batch | {"lengths": lower.lengths(batch["lengths"])}
+        layers = frozen
+    network = model.network(params, step)
+    x = model.encoded(network, x, batch, layers)
+    x = x._replace(frame_lengths=jnp.maximum(x.frame_lengths, 1))
+    values = model.variant.compute(model.loss, network, x, config.objective.joint == "tiles")
+    if config.objective.ctc:
+        values += config.objective.ctc * losses.of_ctc(None, network, x, None)
+    value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+    if "texts" not in batch:
+        return value
+    texts = batch["texts"], batch["text_lengths"], len(model.tokens.pieces)
+    return value + config.objective.text_weight * losses.of_texts(network, *texts)
+
+
+@programs.announced("a test")
+@functools.partial(jax.jit, static_argnums=0)
+def evaluated(model, params, batch, how):
+    """Sum of losses, and labels [B, L] with their numbers [B]."""
+    network = model.network(params)
+    x = model.encoded(network, model.inputs(batch), batch, language=how.language)
+    values = model.variant.compute(model.loss, network, x, model.config.objective.joint == "tiles")
+    hypotheses = search(model, network, x.frames, x.frame_lengths, how)
+    return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
+
+
+def measure(model, data):
+    """Gives a model mean and deviation of each feature in some training utterances."""
+    if model.extractor.normalize != "corpus":
+        return
+    some = list(data.labels)[:: max(1, len(data.labels) // SAMPLE)]
+    loaded = [data.corpus.load(i, np.random.default_rng(i)) for i in some]
+    loaded = [x for x in loaded if x is not None]
+    if not loaded:
+        raise UserError(f"none of the {len(some)} training utterances that were tried has readable audio")
+    frames = np.concatenate(loaded)
+    model.mean, model.deviation = frames.mean(0), frames.std(0) + np.float32(1e-3)
