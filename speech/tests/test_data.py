@@ -119,7 +119,7 @@ def test_resampling(tmp_path):
         samples = audio.read(tmp_path / "a.wav", 8000)
         size = audio.size(audio.stretches(tmp_path / "a.wav"), 8000)
         assert len(samples) == size == -(-len(time) * 8000 // rate)
-        peaks.append(int(features.extractor(config)(samples).mean(0).argmax()))
+        peaks.append(int(features.extractor(config.features)(samples).mean(0).argmax()))
     assert len(set(peaks)) == 1
 
 
@@ -127,7 +127,7 @@ def test_host_and_device_features():
     """The same spectra, against a discrete Fourier sum in float64."""
     config = configuration()
     samples = np.random.default_rng(0).normal(size=(2, 900)).astype(np.float32)
-    extractor = features.extractor(config)
+    extractor = features.extractor(config.features)
     host = extractor(samples)
     np.testing.assert_allclose(jax.jit(lambda x: extractor(x, jax.numpy))(samples), host, atol=1e-4)
     window = samples[1, 160:360].astype(np.float64) * np.hanning(200)
@@ -139,7 +139,7 @@ def test_host_and_device_features():
 def test_masks():
     """Spans over time and features have the mean of what is kept, nothing else changes; they are as long as allowed."""
     config = configuration(time_masks=2, mel_masks=1, mel_mask=3, time_mask=0.25)
-    spans = np.stack([features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
+    spans = np.stack([features.draw_spans(config.data, np.random.default_rng(i), 20, 6) for i in range(50)])
     sizes = spans[..., 1] - spans[..., 0]
     assert sizes.min() == 0 and sizes[:, :2].max() == 5 and sizes[:, 2].max() == 3 and spans[:, 2].max() <= 6
     x, lengths = np.random.default_rng(0).normal(3, size=(50, 22, 6)).astype(np.float32), np.full(50, 20)

@@ -74,7 +74,7 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
     workdir = shutil.copytree(trained[0], tmp_path / "run")
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # cut off
-    command = ["test", "--workdir", workdir, manifest, "--normalize", f"{tmp_path}/a.py:plain"]
+    command = ["test", "--model", workdir, manifest, "--normalize", f"{tmp_path}/a.py:plain"]
     run([*command, "--json", "--output", tmp_path / "o.jsonl", "--pictures", tmp_path / "page"], 1)
     out, error = capsys.readouterr()
     x = json.loads(out)
@@ -106,7 +106,7 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
 
 
 def test_what_cannot_be_tested(corpus, trained, tmp_path, refused, capsys):
-    command = ["test", "--workdir", trained[0]]
+    command = ["test", "--model", trained[0]]
     for more, message in (
         ([tmp_path / "nowhere"], "nowhere does not exist"),
         ([corpus / "all.jsonl", "--output", corpus / "all.jsonl"], "all.jsonl is one of the files that are read"),
@@ -140,7 +140,7 @@ def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
     assert {x.removeprefix("from the loss alone, ") for x in names} == {
         "characters outside the vocabulary", "fewer frames than labels"}  # fmt: skip
     capsys.readouterr()
-    run(["test", "--workdir", trained[0], corpus / "rates.jsonl", "--json"])
+    run(["test", "--model", trained[0], corpus / "rates.jsonl", "--json"])
     x = json.loads(capsys.readouterr().out)
     assert x["utterances"] == 4 and (some.wer, some.cer) == pytest.approx((x["wer"], x["cer"]))
     assert some.loss == pytest.approx(two.loss, rel=1e-5) and some.cer != two.cer

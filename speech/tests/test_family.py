@@ -86,13 +86,13 @@ def test_parakeet_ctc(ctc, tmp_path, refused):
     def compute(params):
         network = model.network(params)
         encoded = model.encoded(network, x, {"lengths": lengths} | LABELS)
-        return model.variant.compute(None, model, encoded, False), encoded.frame_lengths
+        return model.variant.compute(None, network, encoded, False), encoded.frame_lengths
 
     losses, counts = compute(model.params)
     np.testing.assert_allclose(losses, golden["loss"], rtol=1e-5)
     for x, best, n in zip(recognise.transcribe(model, enumerate(recordings())), golden["best"], counts):
         assert (list(x.labels), list(x.frames)) == collapsed(best[:n], 19) and x.labels
-    run(["convert", ctc, tmp_path / "again"])
+    run(["convert", tmp_path / "again", "--model", ctc])
     for name, x in load_file(tmp_path / "again/model.safetensors").items():
         if "conv.norm" not in name:
             np.testing.assert_array_equal(x, tensors[name], err_msg=name)
@@ -160,7 +160,7 @@ def test_archives_of_nemo(kind):
         assert [model.text(x, n) for x, n in zip(found.labels, found.counts)] == golden["texts"].tolist()
         for i, n in enumerate(counts):
             np.testing.assert_array_equal(best[i, :n], golden["ctc"][i, :n])
-        assert model.config.objective.ctc == 0.3 and model.config.head.durations == [0, 1, 2, 3, 4]
+        assert model.config.objective.ctc == 0.3 and model.config.head.durations == (0, 1, 2, 3, 4)
         return
     slots, end = streams.Slots(model), model.tokens.pieces.index("<EOU>")
     for samples, expected in zip(recordings(), labels):

@@ -399,7 +399,7 @@ def test_a_small_real_run(tmp_path, capsys):
     run(["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))])
     rates = [float(re.search(r"held-out CER [\d.]+%, WER ([\d.]+)%", capsys.readouterr().out)[1])]
     for more in ([], ["--ngram", tmp_path / "words.arpa"]):
-        run(["test", "--workdir", workdir, speech / "valid", "--json", "--beam", 4, *more])
+        run(["test", "--model", workdir, speech / "valid", "--json", "--beam", 4, *more])
         rates.append(json.loads(capsys.readouterr().out)["wer"])
     # Which search is best depends on the seed: 7 held-out sentences cannot tell.
     assert max(rates) < 40, rates
@@ -426,6 +426,6 @@ def test_the_tutorial(tmp_path, capsys, monkeypatch):
     assert words == f"test/000.wav\t{found['text']}\n" and found["duration"] == expected["duration"]
     assert found.keys() == expected.keys() and found["words"][0].keys() == expected["words"][0].keys()
     run(["ngram", "words.arpa", "train"])
-    run(["test", "--workdir", "run", "test", "--beam", 4, "--ngram", "words.arpa", "--unknown-word", 30])
+    run(["test", "--model", "run", "test", "--beam", 4, "--ngram", "words.arpa", "--unknown-word", 30])
     for out in (training.splitlines()[-1], rates, capsys.readouterr().out):
         assert float(re.search(r"\bWER ([\d.]+)%", out)[1]) < 15  # 0 to 2 on one machine: others round otherwise

@@ -1,7 +1,6 @@
 """A training by parts: CTC, averages, frozen weights, versions of recordings, the cache, the best checkpoint."""
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import json
@@ -22,7 +21,7 @@ from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
 from jax_rnnt_speech.model import ctc, encoders, losses, transducer
 from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.system import hosts, programs
-from jax_rnnt_speech.training import epochs, objective, runs, train
+from jax_rnnt_speech.training import epochs, frozen_rows, objective, runs, train
 from support import (
     CONVOLUTIONAL,
     arguments,
@@ -98,7 +97,7 @@ def test_a_barrier_before_each_block():
         (encoders.Convolutional, own, 6),
         (encoders.FastConformer, fast),
         (encoders.Whisper, heard),
-        (transducer.Head, dataclasses.replace(own, stack=1), 6),
+        (transducer.Head, own.having(stack=1), 6),
     ):
         make = lambda kind=kind, sizes=sizes: kind(*sizes, dtype=np.float32, rngs=nnx.Rngs(0))
         graphdef, state = nnx.split(nnx.eval_shape(make))
@@ -133,7 +132,7 @@ def test_options_of_losses():
         ("hat", jax_rnnt.HATLoss(), (5, 6)),
         ("ctc", None, (5, 6)),
     ):
-        found = losses.variant_of(configuration(loss=name, sigma=0.2, durations=(0, 1, 3)))
+        found = losses.variant_of(configuration(loss=name, sigma=0.2, durations=(0, 1, 3)).head)
         assert (found.loss, found.outputs(5)) == (loss, outputs)
 
 
@@ -154,7 +153,7 @@ def test_loss_of_texts(corpus, tmp_path, capsys):
         for u in range(length):
             x = logits[i, u, : len(model.tokens.pieces)]
             total -= x[labels[i, u]] - math.log(np.exp(x).sum())
-    value = losses.of_texts(model, labels, lengths, len(model.tokens.pieces))
+    value = losses.of_texts(network, labels, lengths, len(model.tokens.pieces))
     assert float(value) == pytest.approx(total / 2, rel=1e-5)
 
 
@@ -214,7 +213,7 @@ def test_computed_again(corpus):
         other = Model(config, model.tokens, model.mean, model.deviation)
         parts = asr.model.parts.Parts(config, model.params)
         free, frozen = parts.free(model.params), parts.frozen(model.params)
-        loss = lambda free, other=other, parts=parts: other.mean_loss(parts.whole(free, frozen), batch, 1)
+        loss = lambda free, other=other, parts=parts: objective.mean_loss(other, parts.whole(free, frozen), batch, 1)
         if "dtype" in way:
             results.append(jax.jit(loss)(free))
             continue
@@ -289,7 +288,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     for i in (0, 11, 21):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
     both = config.having(train=[config.data.train, config.data.synthetic], synthetic="")
-    both = corpora.open_corpus(both.train, both, "train", tmp_path)
+    both = corpora.open_corpus(both.data.train, both, "train", tmp_path)
     assert len(both.load(23, None)) == both.utterances[23].frames  # not from the folder that lacks it
     known, free = corpora.Recordings(corpus, config), cache.shutil.disk_usage("/")
     large = [(0, np.full((3, 6), 1e6))]
@@ -351,7 +350,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     values, whole = [], (data, buckets, tmp_path)
     for layers in (None, 1):
         if layers:
-            data, buckets = cache.rows(model, parts, data, buckets, tmp_path)
+            data, buckets = frozen_rows.cached(model, parts, data, buckets, tmp_path)
         batch = epochs.training(data, config, buckets, (0, 1))[0]
         assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
         batch.pop("index")
@@ -360,7 +359,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     found = []
     for change in ({"seed": 1}, {"bfloat16_rows": True}):
         other = Model(config.having(**change), tokens, zeros, zeros + 1)
-        found.append(cache.rows(other, parts, *whole)[0].corpus)
+        found.append(frozen_rows.cached(other, parts, *whole)[0].corpus)
     assert len({data.corpus.folder, *(x.folder for x in found)}) == 3
     near, exact = (np.concatenate([x.load(i, None) for i in data.labels]) for x in (found[1], data.corpus))
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 2e-2
@@ -408,17 +407,17 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
         np.testing.assert_array_equal(x, y)
     error = capsys.readouterr().err
     assert error.startswith(line) and error.endswith("): checkpoints/3 is used\n") and error.count("\n") == 1
-    run(["convert", workdir, tmp_path / "model"])  # the best one is whole
+    run(["convert", tmp_path / "model", "--model", workdir])  # the best one is whole
     assert not capsys.readouterr().err
     DAMAGES["gone"](workdir / "best/6/sums.json")
-    run(["convert", workdir, tmp_path / "model", "--overwrite"])
+    run(["convert", tmp_path / "model", "--model", workdir, "--overwrite"])
     error = capsys.readouterr().err
     assert "best/6 is damaged (it has no sums.json); checkpoints/6 is" in error and "checkpoints/3 is used" in error
     (three / "params/manifest.ocdbt").unlink()
     found = (
         r"no whole checkpoint: best/6 is damaged (it has no sums.json); checkpoints/6 is damaged (setup/metadata has"
     )
-    refused(["test", "--workdir", workdir, corpus / "all.jsonl"], found)
+    refused(["test", "--model", workdir, corpus / "all.jsonl"], found)
     refused(
         ["train", "--workdir", workdir, "--resume"], "checkpoints/3 is damaged (params/manifest.ocdbt: No such file"
     )
@@ -429,7 +428,7 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
     for x, y in zip(jax.tree.leaves(asr.models.read(workdir).params), new, strict=True):
         np.testing.assert_array_equal(x, y)
     next((workdir / "best/6/params/d").iterdir()).unlink()
-    refused(["convert", workdir, tmp_path / "other"], "best/6 lacks arrays of this model (")
+    refused(["convert", tmp_path / "other", "--model", workdir], "best/6 lacks arrays of this model (")
 
 
 @UNRAISED
@@ -490,7 +489,8 @@ def test_one_training_at_a_time(corpus, trained, tmp_path, refused):
         kept = {x.relative_to(workdir / "earlier"): x.read_bytes() for x in workdir.glob("earlier/**/*") if x.is_file()}
         assert kept == before
         refused(
-            ["convert", workdir, tmp_path / "model"], f"train first, with all options; {workdir}/earlier holds the run"
+            ["convert", tmp_path / "model", "--model", workdir],
+            f"train first, with all options; {workdir}/earlier holds the run",
         )
     run_of.save(1, {"config": {}}, params={"x": np.zeros(2)})
     run_of.close()

@@ -294,7 +294,7 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     x = json.loads(capsys.readouterr().out)
     assert set(x["text"]) == {"C"} and len(x["words"]) == 1 and 0 <= x["words"][0]["confidence"] <= 1
     (tmp_path / "m.jsonl").write_text(json.dumps({"audio": str(audio), "text": "A B"}))
-    run(["test", "--workdir", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file])
+    run(["test", "--model", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file])
     x = json.loads(capsys.readouterr().out)
     assert (x["insertions"], x["deletions"], x["substitutions"]) == (0, 1, 1)
     for text, message in (
@@ -413,7 +413,7 @@ def test_align(corpus, trained, tmp_path, capsys, monkeypatch):
     lines = [{"audio": str(file), "text": text} for file, text in zip(files, texts)]
     lines.append({"audio": str(files[2]), "text": "BA A", "offset": 0.2})
     manifest.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    command = ["align", "--workdir", trained[0], manifest]
+    command = ["align", "--model", trained[0], manifest]
     run([*command, "--output", tmp_path / "o.ctm"], 1)
     assert "left out, characters outside the vocabulary: 1" in capsys.readouterr().err
     rows = [line.split() for line in (tmp_path / "o.ctm").read_text().splitlines()]

@@ -130,7 +130,7 @@ class Server:
         app = web.Application(middlewares=[self.answered])
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{name:.+}", self.described)
+        app.router.add_get("/v1/models/{name:.+}", self.one_model)
         app.router.add_post("/v1/audio/transcriptions", self.transcription)
         app.router.add_post("/v1/audio/translations", self.translation)
         app.router.add_get("/v1/stream", self.stream)
@@ -183,7 +183,7 @@ class Server:
     async def models(self, _):
         return web.json_response({"object": "list", "data": [self.described(self.name)]})
 
-    async def described(self, request):
+    async def one_model(self, request):
         name = request.match_info["name"]
         self.check_name(name)
         return web.json_response(self.described(name))

@@ -21,7 +21,7 @@ from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.model.parts import Parts, placed, shapes_in_place
 from jax_rnnt_speech.recognition import errors, ngrams
 from jax_rnnt_speech.system import UserError, hosts, outputs, programs
-from jax_rnnt_speech.training import epochs, frozen, objective, runs, steps
+from jax_rnnt_speech.training import epochs, frozen_rows, objective, runs, steps
 
 HOPELESS = 100  # steps in a row that are not finite end the run
 
@@ -108,7 +108,7 @@ class Training:
         self.parts = Parts(config, self.model.shapes)
         self.train = batches.labelled(train, self.model.tokens, self.model.subsampling)
         if self.run.last is None and not config.optimiser.init:
-            self.objective.measure(self.model, self.train)
+            objective.measure(self.model, self.train)
         self.valid = batches.labelled(valid, self.model.tokens, self.model.subsampling, held_out=True)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
@@ -119,7 +119,7 @@ class Training:
         self.layers = None
         if self.parts.layers is not None and isinstance(train, cache.Stored):
             self.layers = self.parts.layers
-            self.train, self.buckets = frozen.rows(self.model, self.parts, self.train, self.buckets, self.folder)
+            self.train, self.buckets = frozen_rows.cached(self.model, self.parts, self.train, self.buckets, self.folder)
         elif config.compute.bfloat16_rows:
             raise UserError("--bfloat16-rows needs a cache, which --cache none and images do without")
         texts = batches.sentences(config, self.model.tokens)

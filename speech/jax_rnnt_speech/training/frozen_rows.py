@@ -10,7 +10,7 @@ from jax_rnnt_speech.data import batches
 from jax_rnnt_speech.data.cache import Stored
 
 
-def rows(model, parts, data, buckets, folder):
+def cached(model, parts, data, buckets, folder):
     """(data, buckets) with rows of the frozen lower part of the encoder in the place of features."""
     corpus, layers = data.corpus, parts.layers
     weights = hashlib.sha256()
