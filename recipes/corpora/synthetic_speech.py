@@ -213,9 +213,13 @@ def make(args):
 
 def main(arguments=None):
     parser = Parser(prog="synthetic_speech.py", description="Makes a corpus of synthetic speech.")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="to write: train, valid and test")
-    parser.add_argument("--hours", type=number(float, 1e-4), default=3.0, help="of speech for training (%(default)s)")
-    help = "to speak: .txt with a sentence on each line, or a corpus; default: Debian's fortunes"
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder that is written, with train, valid and test in it"
+    )
+    parser.add_argument(
+        "--hours", type=number(float, 1e-4), default=3.0, help="hours of speech for training (%(default)s)"
+    )
+    help = "what is spoken: .txt files with a sentence on each line, or corpora; default: Debian's fortunes"
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help=help)
     help = f"shares of utterances for training; voices: espeak (default), {', '.join(OTHERS)}"
     parser.add_argument("--voices", type=shares, default=[("espeak", 1.0)], metavar=shares.metavar, help=help)
@@ -224,11 +228,11 @@ def main(arguments=None):
     parser.add_argument(
         "--clean", type=number(float, 0, most=1), default=0, help="share of utterances without noise (%(default)s)"
     )
-    help = "of an utterance, at most (%(default)s)"
+    help = "dB by which an utterance is softer, at most (%(default)s)"
     parser.add_argument(
         "--softer", type=number(float, 0, most=60), default=0, metavar="DB", help=help
     )  # of 16 bits, 96
-    parser.add_argument("--seed", type=seed, default=0, help="(%(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="seed of all that is drawn (%(default)s)")
     parser.set_defaults(run=make)
     parser.perform(arguments)
 

@@ -57,12 +57,17 @@ def read(folder, best=True):
 
 def add_options(parser, runs=True):
     """Those of each command that takes a model; `runs`: it also runs it."""
-    help = f"folder of a training, of convert, or of transformers; default: ${VARIABLE}, or the one in the user's cache"
+    help = (
+        "folder of a model: of a training, of convert, of transformers, or a .nemo file; default: "
+        f"${VARIABLE}, or the model in the user's cache"
+    )
     parser.add_argument("--model", type=Path, help=help)
     help = "which weights of a training: the best by held-out WER (the default), or the last"
     parser.add_argument("--checkpoint", choices=("best", "last"), help=help)
     if runs:
-        parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
+        parser.add_argument(
+            "--platform", choices=("cpu", "gpu", "tpu"), help="platform to run on; default: the one that JAX finds"
+        )
         parser.add_argument("--prompt", metavar="NAME", help="language of the recordings, for a model that takes one")
 
 

@@ -1,8 +1,8 @@
 """Do pretrained models compute what other programs computed for golden: padded, in gradients, searches and streams?"""
 
 import copy
-import functools
 import dataclasses
+import functools
 import json
 import pathlib
 import re

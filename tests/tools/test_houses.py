@@ -51,6 +51,22 @@ def test_imports(house):
                 assert not private, f"{path.relative_to(ROOT)} imports {private} of {module}"
 
 
+# The rooms of speech: a module imports those of its own and of earlier ones.
+ROOMS = "system", "config", "data", "model", "recognition", "training", "pretrained", "models", "serving", "cli"
+
+
+def test_rooms_of_speech():
+    folder = ROOT / SPEECH
+    if not folder.exists():
+        pytest.skip("no speech beside the tests")
+    for path in folder.rglob("*/*.py"):
+        room = path.relative_to(folder).parts[0]
+        for module, imported in imports(path):
+            package, *inner = module.split(".")
+            for other in (inner[:1] or imported) if package == folder.name else ():
+                assert ROOMS.index(other) <= ROOMS.index(room), f"{path.relative_to(ROOT)} imports {module}"
+
+
 NAMES = re.compile(
     r"(?<![\w/.])((?:benchmarks|lab|recipes|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
 )

@@ -58,8 +58,10 @@ def align(args):
 
 
 def add_command(commands):
-    parser = commands.add_parser("align", help="when the words of a corpus are spoken, as CTM or TextGrid")
-    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
+    parser = commands.add_parser("align", help="find when the words of known texts are spoken")
+    parser.add_argument(
+        "data", nargs="+", metavar="DATA", help="manifests or folders of recordings with their texts, as for train"
+    )
     models.add_options(parser)
     transcripts.add_options(parser, ("ctm", *(x for x in transcripts.FORMATS if x not in ("ctm", "text"))))
     command_line.add_options(parser, {"max_seconds"}, "what the model hears")

@@ -125,13 +125,13 @@ def check(args):
 
 
 def add_command(commands):
-    parser = commands.add_parser("check", help="what corpora hold, and what of them is left out and why")
-    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
+    parser = commands.add_parser("check", help="show what corpora hold, and what of them is left out and why")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="manifests or folders, as for train")
     parser.add_argument(
-        "--json", action="store_true", help="one object: utterances, hours, left_out, not_read_aloud, ..."
+        "--json", action="store_true", help="print one JSON object: utterances, hours, left_out, not_read_aloud, ..."
     )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, help="folder of a model, whose vocabulary and options count")
-    model.add_argument("--config", metavar="FILE", help="options, as for train")
+    model.add_argument("--model", type=Path, help="count labels and frames as the model in this folder does")
+    model.add_argument("--config", metavar="FILE", help="count as a training with these options would, as for train")
     command_line.add_options(parser, OPTIONS)
     parser.set_defaults(run=check)

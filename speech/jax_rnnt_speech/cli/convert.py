@@ -30,10 +30,23 @@ def convert(args):
 
 
 def add_command(commands):
-    parser = commands.add_parser("convert", help="write a model to hand on, for transformers or in our own form")
-    parser.add_argument("folder", type=Path, help="folder to write")
+    parser = commands.add_parser("convert", help="write a model that you want to hand on")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="folder that is written, for transformers if it can read the model, else in our own form",
+    )
     models.add_options(parser, runs=False)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="(%(default)s)")
-    parser.add_argument("--card", type=Path, metavar="FILE", help="text for card.md, in our own form")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in the folder")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="type of the weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--card", type=Path, metavar="FILE", help="write our own form, with the text of this file in card.md"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="write into a folder that is not empty, and replace the model in it"
+    )
     parser.set_defaults(run=convert)

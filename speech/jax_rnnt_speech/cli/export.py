@@ -19,10 +19,17 @@ def export(args):
 
 
 def add_command(commands):
-    parser = commands.add_parser("export", help="a model as one file that JAX runs without this package")
-    parser.add_argument("file", type=Path, metavar="FILE", help="to write: the program, and a zip with its vocabulary")
+    parser = commands.add_parser("export", help="write a model as one file that JAX runs without this package")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="file that is written: the program, and behind it a zip with the vocabulary",
+    )
     models.add_options(parser, runs=False)
-    help = "on which it runs (cpu cuda tpu)"
+    help = "platforms on which the program shall run (cpu cuda tpu)"
     parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cpu", "cuda", "tpu"], help=help)
-    parser.add_argument("--seconds", type=amount, default=30, help="of a padded recording (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=amount, default=30, help="seconds to which the program pads recordings (%(default)s)"
+    )
     parser.set_defaults(run=export)

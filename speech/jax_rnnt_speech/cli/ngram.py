@@ -77,9 +77,11 @@ def make(args):
 
 def add_command(commands):
     parser = commands.add_parser("ngram", help="make a word n-gram of texts")
-    parser.add_argument("file", type=Path, metavar="FILE", help="to write, in ARPA format")
-    help = "manifest, LibriSpeech-like folder, or .txt with a sentence a line"
+    parser.add_argument("file", type=Path, metavar="FILE", help="file that is written, in ARPA format")
+    help = "a manifest, a folder as LibriSpeech has them, or a .txt file with a sentence on each line"
     parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help=help)
-    parser.add_argument("--order", type=positive, default=3, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--order", type=positive, default=3, metavar="N", help="words of the longest n-grams (%(default)s)"
+    )
     command_line.add_options(parser, OPTIONS)
     parser.set_defaults(run=make)

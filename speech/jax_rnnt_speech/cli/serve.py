@@ -30,21 +30,28 @@ def origin(text):
 
 
 def add_command(commands):
-    parser = commands.add_parser("serve", help="texts over HTTP, in the form of OpenAI's clients, and of live streams")
-    parser.add_argument("--host", default="127.0.0.1", help="(%(default)s)")
-    parser.add_argument("--port", type=number(int, 0, 65536), default=8000, metavar="N", help="(%(default)s)")
-    parser.add_argument("--name", help="by which requests call the model; default: that of its folder")
-    help = "of the model, such as en; requests may name no other (default: any)"
+    parser = commands.add_parser(
+        "serve", help="answer over HTTP: files in the form of OpenAI's clients, and live streams"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address that the server listens at (%(default)s)")
+    parser.add_argument("--port", type=number(int, 0, 65536), default=8000, metavar="N", help="its port (%(default)s)")
+    parser.add_argument("--name", help="name by which requests call the model; default: that of its folder")
+    help = "language of the model, such as en; a request that names another one is refused (default: any is accepted)"
     parser.add_argument("--language", default="", metavar="CODE", help=help)
-    help = "of pages in browsers that may read answers, such as http://localhost:3000; *: any (default: none)"
+    help = (
+        "origins of the pages whose browsers may read answers, such as http://localhost:3000, or * for all "
+        "(default: none)"
+    )
     parser.add_argument("--cors", type=origin, nargs="+", default=[], metavar="ORIGIN", help=help)
     limits = parser.add_argument_group("limits")
-    help = "streams at once, and files at once (%(default)s)"
+    help = "how many streams, and how many files, are served at once (%(default)s)"
     limits.add_argument("--connections", type=positive, default=16, metavar="N", help=help)
-    help = "of a file (%(default)s)"
+    help = "bytes of an uploaded file, at most (%(default)s)"
     limits.add_argument("--max-bytes", type=positive, default=25 * 2**20, metavar="N", help=help)
-    limits.add_argument("--max-seconds", type=amount, default=1500.0, metavar="S", help="of a file (%(default)s)")
-    help = "of silence that end an utterance of a stream; 0: none (%(default)s)"
+    limits.add_argument(
+        "--max-seconds", type=amount, default=1500.0, metavar="S", help="seconds of a file, at most (%(default)s)"
+    )
+    help = "seconds of silence that end an utterance of a stream; with 0, none does (%(default)s)"
     parser.add_argument("--endpoint", type=amount, default=1.0, metavar="SECONDS", help=help)
     models.add_options(parser)
     ngrams.add_options(parser.add_argument_group("search"))

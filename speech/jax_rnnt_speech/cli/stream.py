@@ -64,13 +64,15 @@ def show_events(live, events, file):
 
 
 def add_command(commands):
-    parser = commands.add_parser("stream", help="text of a file or a microphone, as it arrives")
+    parser = commands.add_parser("stream", help="write the text of a file or a microphone as it arrives")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE", help="audio of any format")
-    source.add_argument("--microphone", action="store_true", help="listen until Ctrl-C")
-    help = "seconds of silence that end an utterance, and its line; 0: none (%(default)s)"
+    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE", help="files of audio in any format")
+    source.add_argument("--microphone", action="store_true", help="listen to the default microphone until Ctrl-C")
+    help = "seconds of silence that end an utterance and its line; with 0, none does (%(default)s)"
     parser.add_argument("--endpoint", type=amount, default=0.0, metavar="S", help=help)
-    parser.add_argument("--json", action="store_true", help="an object a line: words, text that may change, endpoints")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object on each line: words, text that may change, endpoints"
+    )
     ngrams.add_options(parser)
     parser.set_defaults(run=stream)
     models.add_options(parser)

@@ -133,12 +133,32 @@ def test(args):
 
 
 def add_command(commands):
-    parser = commands.add_parser("test", help="error rates with an interval, by kind and speaker; what was recognised")
-    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="references and hypotheses: .tsv or .jsonl")
-    parser.add_argument("--json", action="store_true", help="one object: wer, cer, interval, insertions, ...")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: a learning curve and a lattice")
-    parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
+    parser = commands.add_parser("test", help="measure error rates, with their interval, by kind and by speaker")
+    parser.add_argument(
+        "data", nargs="+", metavar="DATA", help="manifests or folders of recordings with their texts, as for train"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write each reference and its hypothesis to this file, .tsv or .jsonl",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: wer, cer, interval, insertions, ..."
+    )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="FOLDER",
+        help="write pictures of the learning curve and of a lattice to this folder",
+    )
+    parser.add_argument(
+        "--worst",
+        type=natural,
+        default=5,
+        metavar="N",
+        help="show so many utterances with the most errors (%(default)s)",
+    )
     models.add_options(parser)
     ngrams.add_options(parser)
     command_line.add_options(parser, OPTIONS, "as trained")

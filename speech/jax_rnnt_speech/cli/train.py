@@ -78,37 +78,60 @@ def train(args):
 
 
 def add_processes(parser):
-    help = "where process 0 listens, as HOST:PORT; auto: Slurm, Open MPI or the TPU's runtime know all three"
+    help = (
+        "address at which process 0 listens, as HOST:PORT; with auto, Slurm, Open MPI or the TPU's runtime "
+        "say it, and the two below"
+    )
     parser.add_argument("--coordinator", metavar="ADDRESS", help=help)
-    parser.add_argument("--processes", type=positive, metavar="N", help="number of processes")
-    help = "seconds without a sign of life after which a process counts as dead (%(default)s)"
+    parser.add_argument("--processes", type=positive, metavar="N", help="how many processes train together")
+    help = "a process without a sign of life for so many seconds counts as dead (%(default)s)"
     parser.add_argument("--heartbeat", type=positive, default=60, metavar="SECONDS", help=help)
-    parser.add_argument("--process", type=natural, metavar="I", help="which one this is, from 0 on")
+    parser.add_argument("--process", type=natural, metavar="I", help="the number of this process, from 0 on")
 
 
 def add_command(commands):
-    parser = commands.add_parser("train", help="train a model, or resume a training")
-    parser.add_argument("--config", metavar="FILE", help="JSON with options below, or a name as in small")
-    parser.add_argument("--workdir", type=Path, help="default: runs/NAME-LOSS")
+    parser = commands.add_parser("train", help="train a model, or go on with a training")
+    parser.add_argument(
+        "--config", metavar="FILE", help="JSON file of the options below, or the name of one of ours, such as small"
+    )
+    parser.add_argument("--workdir", type=Path, help="folder of this training; default: runs/NAME-LOSS")
     earlier = parser.add_mutually_exclusive_group()
-    earlier.add_argument("--resume", action="store_true", help="continue from the last checkpoint, if any")
-    earlier.add_argument("--overwrite", action="store_true", help="replace the earlier run")
-    parser.add_argument("--change", action="store_true", help="with --resume: options may differ from before")
+    earlier.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint of the folder, if there is one"
+    )
+    earlier.add_argument("--overwrite", action="store_true", help="replace an earlier training in the folder")
+    parser.add_argument("--change", action="store_true", help="with --resume, allow options that differ from before")
     help = "steps between checkpoints (%(default)s)"
     parser.add_argument("--save-every", type=positive, default=1000, metavar="STEPS", help=help)
     help = "steps between tests on --valid; default: as --save-every"
     parser.add_argument("--valid-every", type=positive, metavar="STEPS", help=help)
     help = "steps between lines of metrics.jsonl (%(default)s)"
     parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS", help=help)
-    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
-    parser.add_argument("--devices", type=positive, metavar="N", help="default: all; a CPU poses as this many, or 2")
-    parser.add_argument("--implementation", choices=("kernel", "reference"), help="of the loss; default: automatic")
-    help = "for features on disk, or none; default: cache in the workdir"
+    parser.add_argument(
+        "--platform", choices=("cpu", "gpu", "tpu"), help="platform to train on; default: the one that JAX finds"
+    )
+    parser.add_argument(
+        "--devices",
+        type=positive,
+        metavar="N",
+        help="number of devices to train on; default: all, or a CPU that is split into 2",
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=("kernel", "reference"),
+        help="how the loss is computed; default: by kernels where there are some",
+    )
+    help = "folder in which features are kept, or none to compute them at each use; default: cache in the workdir"
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help=help)
-    help = "called with (step, {name: number}) at each log and test"
+    help = "call this function with (step, {name: number}) at each log and each test"
     parser.add_argument("--hook", metavar="FILE:FUNCTION", help=help)
     add_processes(parser.add_argument_group("several processes"))
     ngrams.add_options(parser.add_argument_group("search of tests"))
-    parser.add_argument("--expect-cer", type=amount, metavar="PERCENT", help="exit 1 if the error rate is higher")
+    parser.add_argument(
+        "--expect-cer",
+        type=amount,
+        metavar="PERCENT",
+        help="end with status 1 if the last error rate of characters is higher",
+    )
     command_line.add_options(parser, grouped=True)
     parser.set_defaults(run=train)

@@ -33,11 +33,18 @@ def transcribe(args):
 
 def add_command(commands):
     parser = commands.add_parser("transcribe", help="write the texts of audio files")
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="audio of any format, manifest or folder")
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="files of audio in any format, manifests, or folders"
+    )
     transcripts.add_options(parser)
-    parser.add_argument("--nbest", type=natural, default=0, metavar="N", help="hypotheses of --beam that JSON lists")
+    parser.add_argument(
+        "--nbest", type=natural, default=0, metavar="N", help="list so many hypotheses of --beam in --format json"
+    )
     kinds = ngrams.PROBABILITY, "tsallis", "renyi", "gibbs"
-    help = "of words: the least probability of their labels (the default), or from this entropy of all labels"
+    help = (
+        "how confidence in words is measured: by the least probability of their labels (the default), or by "
+        "an entropy over all labels, of this kind"
+    )
     parser.add_argument("--confidence", choices=kinds, default=ngrams.PROBABILITY, help=help)
     ngrams.add_options(parser)
     command_line.add_options(parser, {"audio_column"}, "as trained, or the usual ones")

@@ -132,15 +132,25 @@ def collate(data, config, bucket, items, size):
     return batch
 
 
+def mixed(members, corpus, config):
+    """Grain's dataset of utterances, shuffled; those of --synthetic are drawn for their share of all."""
+    import grain  # slow to import
+
+    parts = [[i for i in members if (i in corpus.further) == further] for further in (False, True)]
+    parts = [grain.MapDataset.source(x).seed(config.optimiser.seed).shuffle() for x in parts if x]
+    if len(parts) == 1:
+        return parts[0]
+    share = config.data.synthetic_share
+    return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.optimiser.seed)
+
+
 def drawn(members, corpus, config):
     """How many utterances an epoch draws from these: none where all are those of --synthetic."""
     if not corpus.further:
         return len(members)
     if corpus.further.issuperset(members):
         return 0
-    from jax_rnnt_speech.training import epochs  # with Grain, slow to import: for --synthetic alone
-
-    return len(epochs.mixed(members, corpus, config))
+    return len(mixed(members, corpus, config))
 
 
 def testing(data, config, buckets, part):

@@ -44,24 +44,33 @@ OPTIONS = "lower", "normalize", "audio_column", "text_column"
 MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"
 PROBABILITY = "probability"
 WEIGHTS = {
-    "ngram_weight": (0.3, "of the n-gram"),
-    "word_bonus": (1.5, "nats for each word"),
+    "ngram_weight": (0.3, "weight of the n-gram"),
+    "word_bonus": (1.5, "nats that each word earns"),
     "ilm_weight": (0.1, "share of the network's own language model that --ngram replaces"),
 }
 # Nats for each label of a phrase. Greedy search cannot go back from a phrase that it has begun to write.
-WITH_BEAM, GREEDY = 1.0, 0.25
+WITH_BEAM, WITH_GREEDY = 1.0, 0.25
 
 
 def add_options(parser):
-    parser.add_argument("--beam", type=natural, default=0, metavar="N", help="hypotheses; 0: greedy (%(default)s)")
-    parser.add_argument("--ngram", type=Path, metavar="FILE", help="word n-gram for --beam, in ARPA format")
+    parser.add_argument(
+        "--beam",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="number of hypotheses that a beam search keeps; with 0, the search is greedy (%(default)s)",
+    )
+    parser.add_argument("--ngram", type=Path, metavar="FILE", help="file of a word n-gram in ARPA format, for --beam")
     for name, (default, help) in WEIGHTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
-    help = "nats, before --ngram-weight, that a word costs that the n-gram lacks (what the file says); 30 is usual"
+    help = "nats, before --ngram-weight, that a word costs which the n-gram lacks; 30 is usual (what the file says)"
     parser.add_argument("--unknown-word", type=amount, metavar="W", help=help)
-    help = f"texts to prefer, a line each; a weight behind a tab: nats for each label ({WITH_BEAM}; greedy: {GREEDY})"
+    help = (
+        "file of texts to prefer, one on each line, perhaps with a tab and a weight: nats for each label "
+        f"({WITH_BEAM}; greedy: {WITH_GREEDY})"
+    )
     parser.add_argument("--phrases", type=Path, metavar="FILE", help=help)
-    help = "which head of a model with two finds labels (the transducer, if there is one)"
+    help = "which head finds the labels, for a model with two (the transducer, if there is one)"
     parser.add_argument("--head", choices=("transducer", "ctc"), help=help)
 
 
@@ -136,7 +145,7 @@ def search_of(args, model):
         weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
         fusion = (read(args.ngram, model, args.unknown_word), weight), (word_bonus(model), bonus)
     if args.phrases:
-        fusion += ((phrases(args.phrases, model, WITH_BEAM if args.beam else GREEDY), 1.0),)
+        fusion += ((phrases(args.phrases, model, WITH_BEAM if args.beam else WITH_GREEDY), 1.0),)
     alone = model.config.head.loss == "ctc"
     ctc, language = alone if args.head is None else args.head == "ctc", None
     if ctc != alone and (alone or "ctc" not in model.shapes):

@@ -127,11 +127,11 @@ def transcript(model, entry, result, nbest=0):
 
 
 def add_options(parser, formats=FORMATS):
-    parser.add_argument("--format", choices=formats, default=formats[0], help="(%(default)s)")
+    parser.add_argument("--format", choices=formats, default=formats[0], help="format of what is written (%(default)s)")
     help = (
-        "file, which is overwritten; of --format srt, vtt and textgrid also a folder, with a file for each recording; "
+        "file that is written, or replaced; with --format srt, vtt and textgrid also a folder, for a file of each "
+        "recording; default: the screen, on which these formats and ctm show one recording"
     )
-    help += "default: the screen, in these formats and ctm for one recording"
     parser.add_argument("--output", type=Path, metavar="FILE", help=help)
 
 

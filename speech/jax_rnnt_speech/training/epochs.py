@@ -11,16 +11,6 @@ from jax_rnnt_speech.data import batches, features
 TEXTS = 6  # sentences of --text for each row of a batch
 
 
-def mixed(members, corpus, config):
-    """Grain's dataset of utterances, shuffled; those of --synthetic are drawn for their share of all."""
-    parts = [[i for i in members if (i in corpus.further) == further] for further in (False, True)]
-    parts = [grain.MapDataset.source(x).seed(config.optimiser.seed).shuffle() for x in parts if x]
-    if len(parts) == 1:
-        return parts[0]
-    share = config.data.synthetic_share
-    return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.optimiser.seed)
-
-
 def training(data, config, buckets, part, texts=None):
     """Grain's dataset of one epoch, with `repeat` one of many. What does not fill a batch waits for another epoch.
 
@@ -42,7 +32,7 @@ def training(data, config, buckets, part, texts=None):
         def batch(items, bucket=bucket):
             return batches.collate(data, config, bucket, items, bucket.batch // step)
 
-        whole = mixed(bucket.members, data.corpus, config).random_map(load)
+        whole = batches.mixed(bucket.members, data.corpus, config).random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]
         parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
     whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.optimiser.seed)
