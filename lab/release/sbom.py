@@ -8,15 +8,12 @@ import re
 import subprocess
 
 
-def write(path, root, cxx, nvcc, *, pybind11):
-    """The list of a wheel compiled by `cxx` and `nvcc` (None: without CUDA), its bindings by pybind11 or in plain C.
-
-    Without `cxx` the C++ library is the system's.
-    """
+def write(path, root, cxx, nvcc):
+    """The list of a wheel compiled by `cxx` and `nvcc` (None: without CUDA); without `cxx` the C++ library is the
+    system's."""
     lock = (root / "lab/release/wheels.txt").read_text()
     components = [locked(lock, "jaxlib", "Apache-2.0", "XLA's FFI headers")]
-    if pybind11:
-        components.append(locked(lock, "pybind11", "BSD-3-Clause", "headers"))
+    components.append(locked(lock, "pybind11", "BSD-3-Clause", "headers"))
     for library in ("libstdc++", "libgcc") if cxx else ():
         license, gcc = "GPL-3.0-or-later WITH GCC-exception-3.1", said(cxx, "-dumpfullversion", "-dumpversion")
         components.append(component(library, gcc, license, "linked statically"))

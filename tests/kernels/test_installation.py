@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import platform
 import re
 import runpy
 import shutil
@@ -207,7 +208,7 @@ def test_other_reasons(monkeypatch, tmp_path):
         ("jax_rnnt was built without CUDA kernels, which", "put nvcc on the PATH and run `pip install"),
         ("jax_rnnt was built without CUDA kernels, which", "-Ccmake.define.JAX_RNNT_CUDA=on"),
         ("no working C++ compiler was found when jax_rnnt was built", "apt install g++"),
-        ("this is the wheel without kernels, and none fits", "install a C++ compiler"),
+        ("this is the wheel without kernels, and none with kernels fits", "install a C++ compiler"),
     ):
         note = types.SimpleNamespace(MISSING={"cuda": reason})
         monkeypatch.setitem(sys.modules, "jax_rnnt._build", note)
@@ -215,22 +216,30 @@ def test_other_reasons(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
-def test_note_of_the_build(tmp_path):
-    """CMake installs a note if there is no compiler, and looks again in the same build folder."""
+def test_note_of_the_build(tmp_path, monkeypatch):
+    """CMake installs a note if there is no compiler, and looks again in the same build folder. That of the wheel of pure
+    Python names the interpreter."""
     source = project.ROOT
     if not (source / "CMakeLists.txt").exists():
         pytest.skip("no sources beside the tests")
     run = lambda *command, **variables: subprocess.run(
         ["cmake", *command], cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
+
+    def note_of(build):
+        assert run("--install", build, "--prefix", "installed").returncode == 0
+        return types.SimpleNamespace(**runpy.run_path(str(tmp_path / "installed/jax_rnnt/_build.py")))
+
     done = run("-S", str(source), "-B", "build", CXX="/nonexistent")
     assert done.returncode == 0 and "without kernels" in done.stderr, done.stderr
-    assert run("--install", "build", "--prefix", "installed").returncode == 0
-    spec = importlib.util.spec_from_file_location("_build", tmp_path / "installed/jax_rnnt/_build.py")
-    note = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(note)
-    assert all("no working C++ compiler" in reason for reason in note.MISSING.values())
+    assert all("no working C++ compiler" in reason for reason in note_of("build").MISSING.values())
     assert "Looking for a CXX compiler\n" in run("-S", str(source), "-B", "build").stdout
+    assert run("-S", str(source), "-B", "pure", "-DJAX_RNNT_KERNELS=off").returncode == 0
+    monkeypatch.setitem(sys.modules, "jax_rnnt._build", note_of("pure"))
+    text = _installation.explain("cpu", "_cpu", ModuleNotFoundError("no module", name="jax_rnnt._cpu"))
+    python = r"CPython {}\.{}t? \([\w.-]+\)".format(*platform.python_version_tuple())
+    assert re.match(f"this is the wheel without kernels, and none with kernels fits {python}: to build them", text)
+    assert "apt install g++" in text and "--no-binary jax_rnnt jax_rnnt`" in text
 
 
 # ---------------------------------------------------------------------------------------------------------- selftest
