@@ -16,8 +16,8 @@ from problems import cases
 
 
 def copied(case):
-    """The bytes that value and gradient must move (each valid logit is read twice, and its gradient is written once), and
-    as a contestant the time that a copy takes for them."""
+    """The bytes that value and gradient must move, since each valid logit is read twice and its gradient written once; and
+    a contestant, whose time is that of a copy of as many."""
     size = 4 * math.prod(case.shape) * case.valid
     return 3 * size, measure.Contestant("copy", None, seconds=[3 * size / _bench.copy_speed(int(size))])
 

@@ -18,7 +18,7 @@ import jax
 _PACKAGE = pathlib.Path(__file__).parent
 _CURES = {  # by words in the reason that the build's note gives
     "C++ compiler": "install one (Debian, Ubuntu: apt install g++) and run",
-    "wheel without kernels": "to build them from source, install a C++ compiler (Debian, Ubuntu: apt install g++) and run",
+    "wheel without kernels": "to build them, install a C++ compiler (Debian, Ubuntu: apt install g++) and run",
     "CUDA kernels": "put nvcc on the PATH and run",
 }
 
@@ -55,7 +55,7 @@ def explain(platform: str, module: str, error: ImportError) -> str:
 
 
 def _interpreter() -> str:
-    """The Python that runs, by what wheels depend on: "CPython 3.14t (linux-x86_64)", where the t is: without the GIL."""
+    """What a wheel depends on, such as "CPython 3.14t (linux-x86_64)"; the t says that there is no GIL."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     return f"{platform.python_implementation()} {version} ({sysconfig.get_platform()})"
 

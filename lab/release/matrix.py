@@ -13,11 +13,10 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import time
 
-from wheels import ROOT, interpreters
+from wheels import ROOT, interpreters, run
 
 # Each jax is the last of its minor version. A wheel is the interpreter's own, or "pure", which fits all.
 ROWS = [
@@ -57,13 +56,6 @@ QUICK = {
 SELECTED = "(rnnt or threads or every_loss and plain-logits) and not float64"
 SELECTED += " and not -1-float32 and not 3-float32 and not {other}"
 HEADER = "| jax | Python | wheel | kernels | tests |\n|---|---|---|---|---|"
-
-
-def run(*command, **keywords):
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **keywords)
-    if done.returncode:
-        sys.exit(f"{done.stdout[-6000:]}{done.stderr[-6000:]}\nfailed: {' '.join(map(str, command))}")
-    return done.stdout
 
 
 def wheel_for(folder, python, wheel):

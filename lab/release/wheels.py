@@ -2,8 +2,9 @@
 
     python lab/release/wheels.py [--out dist] [--pythons PYTHON ...] [--machine x86_64] [--nvcc NVCC]
 
-A wheel with kernels for each interpreter, free-threaded ones too, and one of pure Python for every other place. Each is checked: symbol versions, size, hardening, SBOM. The kernels are compiled
-once, since their objects do not depend on the interpreter. Two builds of one commit give the same bytes: verify.py.
+A wheel with kernels for each interpreter, free-threaded ones too, and one of pure Python for every other place. Each
+is checked: symbol versions, size, hardening, SBOM. The kernels are compiled once, since their objects do not depend on
+the interpreter. Two builds of one commit give the same bytes: verify.py.
 
 The wheels run where jaxlib runs, which is glibc 2.27 or later, whatever this machine has. The machine's own compiler
 compiles, so that wheels hold the code of an install from source. But zig links: its stubs of glibc end at the version
@@ -23,6 +24,7 @@ import sys
 import zipfile
 
 import sbom
+from sbom import output
 
 ROOT = pathlib.Path(__file__).parents[2]
 GLIBC = (2, 27)
@@ -48,17 +50,12 @@ esac
 
 
 def run(*command, **keywords):
-    """Says what it runs; shows the output of what fails."""
+    """Says what it runs and returns its output; ends the program with the output of what fails."""
     print("+", *command, file=sys.stderr, flush=True)
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **keywords)
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nfailed: {' '.join(map(str, command))}")
-
-
-def output(*command, **keywords):
-    return subprocess.run(
-        [str(c) for c in command], check=True, capture_output=True, text=True, **keywords
-    ).stdout.strip()
+    return done.stdout
 
 
 def interpreters():

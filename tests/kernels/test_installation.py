@@ -217,8 +217,8 @@ def test_other_reasons(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_note_of_the_build(tmp_path, monkeypatch):
-    """CMake installs a note if there is no compiler, and looks again in the same build folder. That of the wheel of pure
-    Python names the interpreter."""
+    """CMake installs a note if there is no compiler, and looks again in the same build folder. Of the wheel without
+    kernels, the note names the interpreter."""
     source = project.ROOT
     if not (source / "CMakeLists.txt").exists():
         pytest.skip("no sources beside the tests")
