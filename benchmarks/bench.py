@@ -16,8 +16,8 @@ from problems import cases
 
 
 def copied(case):
-    """(bytes, contestant): what value and gradient must move, as each valid logit is read twice and its gradient written
-    once; and a copy of so many bytes."""
+    """(bytes, contestant): what value and gradient must move, as each valid logit is read twice and its gradient is
+    written once; and a copy of so many bytes."""
     size = 4 * math.prod(case.shape) * case.valid
     return 3 * size, measure.Contestant("copy", None, seconds=[3 * size / _bench.copy_speed(int(size))])
 
