@@ -16,7 +16,8 @@ def absolute(text, version, urls):
     return re.sub(r"\]\(([\w/.-]+)(#[\w-]+|)\)", address, text)
 
 
-def dynamic_metadata(field, settings, project):
+def dynamic_metadata(settings, project):
     """What scikit-build-core calls."""
     text = pathlib.Path("README.md").read_text(encoding="utf-8")
-    return {"content-type": "text/markdown", "text": absolute(text, project["version"], project["urls"])}
+    text = absolute(text, project["version"], project["urls"])
+    return {"readme": {"content-type": "text/markdown", "text": text}}
