@@ -18,11 +18,13 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from jax_rnnt.metrics import label_errors
-from jax_rnnt_speech import batches, config, corpora, epochs, pretrained
+from jax_rnnt_speech import config, pretrained
 from jax_rnnt_speech.config import Config
-from jax_rnnt_speech.ngrams import Search
-from jax_rnnt_speech.recogniser import Recogniser
-from jax_rnnt_speech.steps import make_optimizer
+from jax_rnnt_speech.data import batches, corpora
+from jax_rnnt_speech.recognition.ngrams import Search
+from jax_rnnt_speech.recognition.recogniser import Recogniser
+from jax_rnnt_speech.training import epochs
+from jax_rnnt_speech.training.steps import make_optimizer
 
 
 class Digits:

@@ -15,7 +15,7 @@ import numpy as np
 from _shared import Digits, check, error_rate, fit, parse
 
 from jax_rnnt import decode
-from jax_rnnt_speech import ngrams
+from jax_rnnt_speech.recognition import ngrams
 
 # Weights of the n-gram and of the internal model.
 WEIGHTS = [(0.3, 0.0), (0.6, 0.0), (0.3, 0.3), (0.6, 0.3), (0.6, 0.6), (0.9, 0.6)]

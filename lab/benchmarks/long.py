@@ -16,7 +16,9 @@ import time
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
-from jax_rnnt_speech import corpora, pretrained, recognise, recogniser, transcripts, windows
+from jax_rnnt_speech import pretrained
+from jax_rnnt_speech.data import corpora
+from jax_rnnt_speech.recognition import recognise, recogniser, transcripts, windows
 
 
 def peak(reset=False):

@@ -115,7 +115,9 @@ def ours(folder, kind, what, repeats):
     import jax
     import optax
 
-    from jax_rnnt_speech import parts, pretrained, steps
+    from jax_rnnt_speech import pretrained
+    from jax_rnnt_speech.model import parts
+    from jax_rnnt_speech.training import steps
 
     recogniser = pretrained.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())

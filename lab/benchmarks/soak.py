@@ -56,7 +56,9 @@ def training(loss, jitted=True, sizes=((T, U),)):
 
 def stream(beam=0):
     """A minute of noise after the other, in pieces of many sizes; the model is drawn, and writes words."""
-    from jax_rnnt_speech import config, recogniser, streams, tokens
+    from jax_rnnt_speech import config
+    from jax_rnnt_speech.data import tokens
+    from jax_rnnt_speech.recognition import recogniser, streams
 
     sizes = dict(rate=8000, mels=8, width=16, blocks=1, kernel=3, channels=2, chunk=8, seed=6)
     settings = config.Config(train="t", valid="v", encoder="convolutional", **sizes)

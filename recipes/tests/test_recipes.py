@@ -47,7 +47,7 @@ def run(monkeypatch, tmp_path, name, *options):
 @pytest.fixture
 def small(monkeypatch):
     """Fewer lines, and a narrow model of one block, of the encoder that compiles in half of the time."""
-    config, digits = (importlib.import_module(f"jax_rnnt_speech.{name}") for name in ("config", "digits"))
+    config, digits = (importlib.import_module(f"jax_rnnt_speech.{name}") for name in ("config", "data.digits"))
     usual = config.read_file
     narrow = {"encoder": "convolutional", "width": 16, "blocks": 1, "channels": 2}
     monkeypatch.setattr(config, "read_file", lambda name: usual(name) | narrow)

@@ -1,9 +1,14 @@
 """A recipe for any corpus: trains a transducer, measures error rates, transcribes and streams.
 
-Read in this order: `config` (every option), `audio`, `manifests`, `texts`, `corpora` and `digits` (where utterances
-come from), `augmentation`, `cache`, `check`, `tokens`, `features`, `batches` and `epochs`, `encoders`, `model`,
-`losses`, `recogniser`, `runs` (checkpoints and logs) and `checkpoints`, `pretrained` (what a training may start from),
-`parts`, `programs`, `steps`, `train`, `results`, `streams` and `windows` (recordings of any length), `recognise`,
-`transcripts` and `align`, `errors`, `testing` and `pictures`, `server` and `serve`, `export`.
-`synthesis` makes a corpus.
+The rooms, from the ground floor up; a module imports those of its own room and of the rooms before it:
+
+`system`: processes and devices, files, compiled programs, errors for people.
+`config`: every option, as a tree of dataclasses; the command line and JSON files are derived from it.
+`data`: where utterances come from, from audio to batches.
+`model`: encoders, predictor and joint, its losses, and its parameters by their paths.
+`recognition`: from audio to text: searches, streams, windows of long recordings, transcripts, error rates.
+`training`: from a corpus to a model: steps, epochs, checkpoints, runs.
+`pretrained`: what a training may start from, and what transcribes without one.
+`serving`: a model for others, over HTTP or as one file.
+`cli`: the commands.
 """

@@ -14,7 +14,11 @@ import pytest
 import sentencepiece
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech import checkpoints, commands, model, pretrained, synthesis, train  # noqa: F401
+from jax_rnnt_speech import cli, pretrained  # noqa: F401
+from jax_rnnt_speech.cli import synthesis  # noqa: F401
+from jax_rnnt_speech.data import audio, batches, corpora
+from jax_rnnt_speech.model import transducer  # noqa: F401
+from jax_rnnt_speech.training import checkpoints, epochs, steps, train  # noqa: F401
 
 TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "kernel": 3, "channels": 2,
@@ -31,7 +35,7 @@ def configuration(**options):
 def random_recogniser(**options):
     """One of random weights, which writes many words: as many labels of a row as it may."""
     config = configuration(**{"seed": 3, "max_symbols": 4, **options})
-    recogniser = asr.recogniser.Recogniser(config, asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
+    recogniser = asr.recognition.recogniser.Recogniser(config, asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     recogniser.params = jax.tree_util.tree_map_with_path(larger, recogniser.params)
     return recogniser
@@ -41,37 +45,37 @@ def subwords(lines, **options):
     """A vocabulary of sentencepiece, trained on a few lines."""
     file, options = io.BytesIO(), {"model_type": "bpe", "character_coverage": 1.0, "minloglevel": 2} | options
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines * 20), model_writer=file, **options)
-    return asr.tokens.Subwords(file.getvalue())
+    return asr.data.tokens.Subwords(file.getvalue())
 
 
 def write_audio(path, seconds, rate=8000, channels=1, seed=0):
     path.parent.mkdir(parents=True, exist_ok=True)
-    asr.audio.write(path, 0.1 * np.random.default_rng(seed).normal(size=(channels, int(seconds * rate))), rate)
+    audio.write(path, 0.1 * np.random.default_rng(seed).normal(size=(channels, int(seconds * rate))), rate)
 
 
 def prepared(corpus, **options):
     """(recogniser, a batch) of the corpus."""
     config = configuration(**options)
-    tokens = asr.tokens.Characters("ABC ")
-    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), tokens, 4)
-    bucket = asr.batches.make_buckets(data, config, 1)[-1]
-    batch = asr.epochs.training(data, config, [bucket], (0, 1))[0]
+    tokens = asr.data.tokens.Characters("ABC ")
+    data = batches.labelled(corpora.Recordings(corpus, config), tokens, 4)
+    bucket = batches.make_buckets(data, config, 1)[-1]
+    batch = epochs.training(data, config, [bucket], (0, 1))[0]
     batch.pop("index")
     zeros = [0.0] * config.mels
-    return asr.recogniser.Recogniser(config, tokens, zeros, [1.0] * config.mels), batch
+    return asr.recognition.recogniser.Recogniser(config, tokens, zeros, [1.0] * config.mels), batch
 
 
 def steps_of(recogniser, optimizer=None, mesh=None):
     """(parts, the first state, frozen weights, the jitted step) of a training."""
-    parts = asr.parts.Parts(recogniser.config, recogniser.params)
-    optimizer = optimizer or asr.steps.make_optimizer(recogniser.config, parts.factors)
+    parts = asr.model.parts.Parts(recogniser.config, recogniser.params)
+    optimizer = optimizer or steps.make_optimizer(recogniser.config, parts.factors)
     copy = lambda x: jax.tree.map(jax.numpy.array, x)  # a step takes its state's memory
-    state = asr.steps.first_state(recogniser.config, optimizer, copy(parts.free(recogniser.params)))
+    state = steps.first_state(recogniser.config, optimizer, copy(parts.free(recogniser.params)))
     frozen, places = copy(parts.frozen(recogniser.params)), None
     if mesh:
-        places = asr.parts.placed(mesh, state, True)
-        state, frozen = jax.device_put((state, frozen), (places, asr.parts.placed(mesh, frozen, True)))
-    return parts, state, frozen, asr.steps.make_train_step(recogniser, parts, optimizer, places=places)
+        places = asr.model.parts.placed(mesh, state, True)
+        state, frozen = jax.device_put((state, frozen), (places, asr.model.parts.placed(mesh, frozen, True)))
+    return parts, state, frozen, steps.make_train_step(recogniser, parts, optimizer, places=places)
 
 
 def arrays(path):
@@ -88,7 +92,7 @@ def weights(workdir):
 def run(arguments, status=0):
     """Runs the command line in this process."""
     with pytest.raises(SystemExit) as caught:
-        asr.commands.main(list(map(str, arguments)))
+        asr.cli.main(list(map(str, arguments)))
     assert caught.value.code == status
 
 
@@ -122,7 +126,7 @@ def start(*arguments):
         "PYTHONUNBUFFERED": "",
     }
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    program = "import gc; from jax_rnnt_speech import commands; gc.disable(); commands.main()"
+    program = "import gc; from jax_rnnt_speech import cli; gc.disable(); cli.main()"
     command = [sys.executable, "-c", program, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=os.environ | settings, stdout=pipe, stderr=pipe, text=True)

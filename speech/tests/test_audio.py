@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import scipy.io.wavfile
 
+from jax_rnnt_speech.data import audio, cache, corpora, features
 from recordings import RATE, encode
-from support import asr, configuration
+from support import configuration
 
 SECONDS = 2
 TIMES = np.arange(SECONDS * RATE) / RATE
@@ -129,7 +130,7 @@ EXACT = {"pcm_s16le", "pcm_s16be", "flac", "alac", "wavpack", "tta"}
 
 
 def read(data, name="x"):
-    return asr.audio.read(asr.audio.Memory(data, name), RATE)
+    return audio.read(audio.Memory(data, name), RATE)
 
 
 def assert_heard(x, places, delay=0, exact=True):
@@ -146,7 +147,7 @@ def assert_heard(x, places, delay=0, exact=True):
 
 
 def assert_cut(data, why="audio that is cut off"):
-    with pytest.raises(asr.audio.AudioError) as caught:
+    with pytest.raises(audio.AudioError) as caught:
         read(data)
     assert caught.value.reason == why
 
@@ -162,7 +163,7 @@ def test_whole_cut_joined(whole, kind):
     else:
         assert_cut(data[: len(data) * 2 // 3])
     for less in range(20, 900, 40) if kind in ("mov", "mp4", "m4a") else ():  # within what lists the tracks
-        with contextlib.suppress(asr.audio.AudioError):
+        with contextlib.suppress(audio.AudioError):
             assert len(read(data[:-less])) == len(read(data))
             continue
         assert_cut(data[:-less])
@@ -258,10 +259,10 @@ def test_clock(tmp_path, kind):
         ({"late": 1.0}, *((1.0, 0) if container not in ("mpegts", "mpeg", "flv") else (0.0, delay))),
     ):
         film(tmp_path / "x", container, codec, rate=rate, **options)
-        assert_heard(asr.audio.read(tmp_path / "x", RATE), [(start, 0, end)], lag, exact)
+        assert_heard(audio.read(tmp_path / "x", RATE), [(start, 0, end)], lag, exact)
     if kind != "mov":  # whose lossless tracks have no place for a pause
         split = film(tmp_path / "x", container, codec, rate=rate, video=3.0, pause=(1.0, 0.7)) * RATE // rate
-        x, again, near = asr.audio.read(tmp_path / "x", RATE), split + round(0.7 * RATE), 1200  # a frame
+        x, again, near = audio.read(tmp_path / "x", RATE), split + round(0.7 * RATE), 1200  # a frame
         assert_heard(x[: split - near + delay], [(0, 0, split - near)], delay, exact)
         assert_heard(x[again + near + delay :], [(0, split + near, end)], 0, exact)
         assert np.abs(x[split + near + delay : again - near]).max() < 1e-3
@@ -273,7 +274,7 @@ def test_clocks_that_are_wrong():
 
     def placed(*times):
         frames = [(time, 1000, (1.0,), x[:, 500 * i : 500 * i + 500]) for i, time in enumerate(times)]
-        return np.concatenate([y[0] for *_, y in asr.audio.placed("a", frames)])
+        return np.concatenate([y[0] for *_, y in audio.placed("a", frames)])
 
     for times in (
         (0.0, 0.52, 0.97, 1.5, 2.08, 2.5),  # rounded
@@ -287,9 +288,9 @@ def test_clocks_that_are_wrong():
         np.testing.assert_array_equal(placed(*times), np.concatenate([np.zeros(silence), x[0]]))
     expected = np.concatenate([x[0, :1000], np.zeros(250), x[0, 1000:2000], np.zeros(1000), x[0, 2000:]])
     np.testing.assert_array_equal(placed(0.0, 0.5, 1.25, 1.75, 3.25, 3.75), expected)
-    with pytest.raises(asr.audio.AudioError, match="a clock that pauses for more than 60 minutes"):
+    with pytest.raises(audio.AudioError, match="a clock that pauses for more than 60 minutes"):
         placed(0.0, 0.5, 1.0, 9999.0, 9999.5, 10000.0)
-    sizes = [y.shape[1] for *_, y in asr.audio.placed("a", [(3599.0, 48000, (1.0,), x)])]
+    sizes = [y.shape[1] for *_, y in audio.placed("a", [(3599.0, 48000, (1.0,), x)])]
     assert sum(sizes) == 3599 * 48000 + 3000 and max(sizes) <= 16384
 
 
@@ -300,10 +301,10 @@ def test_tracks(tmp_path, kind):
     path, exact = tmp_path / "x", codec in EXACT
     sounds = [np.zeros_like(SWEEP), SWEEP[::-1].copy(), SWEEP]
     film(path, container, codec, sounds, rate=rate_of(codec), video=1.0, late=0.5)
-    assert_heard(asr.audio.read(path, RATE), [(0.5, 0, len(PCM))], exact=exact)
-    (file,) = asr.audio.stretches(path)
-    part = asr.audio.read(path, RATE, 1.0, 2.0)
-    assert asr.audio.size([file], RATE, 1.0, 2.0) == len(part) == RATE
+    assert_heard(audio.read(path, RATE), [(0.5, 0, len(PCM))], exact=exact)
+    (file,) = audio.stretches(path)
+    part = audio.read(path, RATE, 1.0, 2.0)
+    assert audio.size([file], RATE, 1.0, 2.0) == len(part) == RATE
     assert_heard(part[:15000], [(0.0, 8000, 23000)], exact=exact)
     assert_heard(read(path.read_bytes()), [(0.5, 0, len(PCM))], exact=exact)
 
@@ -315,8 +316,8 @@ def test_samples_of_every_width(tmp_path):
     for kind, (scale, zero) in types.items():
         stored = (x * scale + zero).astype(kind)
         scipy.io.wavfile.write(tmp_path / "a.wav", RATE, stored)
-        np.testing.assert_allclose(asr.audio.read(tmp_path / "a.wav", RATE), x, atol=1e-6)
-        np.testing.assert_allclose(asr.features.scaled(stored), x, atol=1e-6)
+        np.testing.assert_allclose(audio.read(tmp_path / "a.wav", RATE), x, atol=1e-6)
+        np.testing.assert_allclose(features.scaled(stored), x, atol=1e-6)
     wide = np.int32(x * 2**31)
     for order in "<>":
         swapped = wide.astype(order + "i4").tobytes()
@@ -338,7 +339,7 @@ def test_samples_of_every_width(tmp_path):
     np.testing.assert_allclose(read(caf + wide.astype("<i4").tobytes()), x, atol=1e-6)
     encode(tmp_path / "b.flac", x, codec="flac")
     with pytest.raises(ValueError, match="samples must be integers or floats, got complex128"):
-        asr.features.scaled(x + 0j)
+        features.scaled(x + 0j)
     ulaw = read(sphere(bytes([0x00, 0x80, 0xFF, 0x7F]) * 8000, "ulaw", 1, "1"))
     np.testing.assert_allclose(ulaw[:4], np.array([-32124, 32124, 0, 0]) / 2**15, atol=1e-6)  # G.711
     assert_cut(sphere(b"ajkg" + bytes(9999), "pcm,embedded-shorten-v2.00"), "damaged audio")
@@ -355,7 +356,9 @@ def test_channels(tmp_path, capsys):
         expected = sum(weight * x for weight, x in zip(weights, tones))
         np.testing.assert_allclose(read(riff(frames, 16, 16, 6, mask=mask)), expected, atol=1e-4)
     np.testing.assert_allclose(
-        asr.audio.read(asr.audio.Memory(riff(frames, 16, channels=6), "x"), RATE, channel=3), tones[3], atol=1e-4
+        audio.read(audio.Memory(riff(frames, 16, channels=6), "x"), RATE, channel=3),
+        tones[3],
+        atol=1e-4,
     )
     assert not capsys.readouterr().err
     noise = 0.1 * np.random.default_rng(0).normal(size=(2, len(SWEEP)))
@@ -370,20 +373,20 @@ def test_channels(tmp_path, capsys):
     ):
         path = tmp_path / f"{name}.wav"
         path.write_bytes(riff(np.int16(np.round(np.stack(pair, 1) * 2**15)).tobytes(), 16, channels=len(pair)))
-        np.testing.assert_allclose(asr.audio.read(path, RATE), expected, atol=1e-4, err_msg=name)
-        whole = np.concatenate(list(asr.audio.pieces(path, 8000)))
-        np.testing.assert_array_equal(whole, asr.audio.read(path, 8000))
-        list(asr.audio.pieces(path, 8000))
+        np.testing.assert_allclose(audio.read(path, RATE), expected, atol=1e-4, err_msg=name)
+        whole = np.concatenate(list(audio.pieces(path, 8000)))
+        np.testing.assert_array_equal(whole, audio.read(path, 8000))
+        list(audio.pieces(path, 8000))
         said, opposed = capsys.readouterr().err, name not in ("one", "independent")
         assert said.count("opposed channels, of which the louder is read") == said.count("\n") == opposed, said
-        assert asr.audio.stretches(path)[0].opposed == opposed
-        assert_heard(asr.audio.read(path, RATE, 0.75, 1.75), [(0, 12000, 28000)]) if opposed else None
-        np.testing.assert_allclose(asr.audio.read(path, RATE, channel=1), pair[1], atol=1e-4)
+        assert audio.stretches(path)[0].opposed == opposed
+        assert_heard(audio.read(path, RATE, 0.75, 1.75), [(0, 12000, 28000)]) if opposed else None
+        np.testing.assert_allclose(audio.read(path, RATE, channel=1), pair[1], atol=1e-4)
     rows = [{"audio": f"{x}.wav", "text": "A"} for x in ("opposed", "one", "opposed")]
     (tmp_path / "a.jsonl").write_text(
         "\n".join(map(json.dumps, [*rows, {"audio": "louder.wav", "channel": 1, "text": "A"}]))
     )
-    report = asr.corpora.Recordings(tmp_path / "a.jsonl", configuration(rate=RATE)).report
+    report = corpora.Recordings(tmp_path / "a.jsonl", configuration(rate=RATE)).report
     reason = "used all the same, opposed channels, of which the louder is read"
     assert [*report.lines()] == [f"{reason}: 1 ({tmp_path / 'opposed.wav'})"]
     assert not report.names
@@ -391,9 +394,9 @@ def test_channels(tmp_path, capsys):
 
 def test_storage(tmp_path, monkeypatch):
     """What is wrong with the storage is no fact about a file: it is said, and tried again at the next start."""
-    asr.audio.write(tmp_path / "a.wav", SWEEP, RATE)
+    audio.write(tmp_path / "a.wav", SWEEP, RATE)
     (tmp_path / "b.wav").write_bytes((tmp_path / "a.wav").read_bytes()[:20000])
-    good = asr.audio.stretches(tmp_path / "a.wav")
+    good = audio.stretches(tmp_path / "a.wav")
 
     class Broken(io.FileIO):
         """A file whose storage fails behind its first bytes."""
@@ -410,26 +413,26 @@ def test_storage(tmp_path, monkeypatch):
     failures["cannot be read (Input/output error)"] = Broken
     for reason, how in failures.items():
         folder = tmp_path / reason[:14]
-        lengths = asr.cache.Lengths(folder)
+        lengths = cache.Lengths(folder)
         with monkeypatch.context() as patched:
-            patched.setattr(asr.audio, "open", how, raising=False)
+            patched.setattr(audio, "open", how, raising=False)
             assert lengths.of(tmp_path / "a.wav").reason == f"a file that {reason}"
         assert lengths.of(tmp_path / "b.wav").reason == "audio that is cut off"
         lengths.write()
         known = json.loads((folder / "lengths.json").read_text())
         assert [*known["files"]] == [str(tmp_path / "b.wav")] and lengths.of(tmp_path / "a.wav") == good
         (folder / "lengths.json").write_text(json.dumps(known | {"form": 1}))  # of earlier versions
-        assert not asr.cache.Lengths(folder).known
+        assert not cache.Lengths(folder).known
         # Features, too, are made again at the next start.
         (tmp_path / "c.jsonl").write_text('{"audio": "a.wav", "text": "A"}\n{"audio": "c.wav", "text": "B"}\n')
-        asr.audio.write(tmp_path / "c.wav", SWEEP[::-1], RATE)
-        corpus = asr.corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
+        audio.write(tmp_path / "c.wav", SWEEP[::-1], RATE)
+        corpus = corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
         with monkeypatch.context() as patched:
-            patched.setattr(asr.audio, "open", lambda *x: (how if "c.wav" in str(x[0]) else open)(*x), raising=False)
-            stored = asr.cache.features(corpus, folder)
+            patched.setattr(audio, "open", lambda *x: (how if "c.wav" in str(x[0]) else open)(*x), raising=False)
+            stored = cache.features(corpus, folder)
             assert stored.load(0, None) is not None and stored.load(1, None) is None
         assert dict(stored.report.names) == {f"a file that {reason}": ["c.wav"]}
         for _ in range(2):
-            corpus = asr.corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
-            stored = asr.cache.features(corpus, folder)
+            corpus = corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
+            stored = cache.features(corpus, folder)
             assert stored.load(1, None) is not None and not stored.report.names

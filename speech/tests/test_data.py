@@ -15,17 +15,20 @@ import pytest
 import scipy.io.wavfile
 import unicode_rbnf
 
+from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
+from jax_rnnt_speech.recognition import ngrams
+from jax_rnnt_speech.training import epochs, train
 from support import CONVOLUTIONAL, asr, configuration, write_audio
 
 
 def test_several_sources(corpus, tmp_path):
     """One corpus of all; what lists nothing is named where corpora are tested, and an error of a training."""
     paths = [str(corpus / "all.jsonl"), str(tmp_path / "none"), str(corpus / "held-out.jsonl")]
-    found = asr.corpora.Recordings(paths, configuration(), lenient=True)
+    found = corpora.Recordings(paths, configuration(), lenient=True)
     assert len(found.utterances) == 12 and dict(found.report.names) == {"does not exist": [paths[1]]}
-    assert len(asr.corpora.open_corpus(paths[::2], configuration(), "train").utterances) == 12
-    with pytest.raises(asr.config.UserError, match="none does not exist"):
-        asr.corpora.open_corpus(paths, configuration(), "train")
+    assert len(corpora.open_corpus(paths[::2], configuration(), "train").utterances) == 12
+    with pytest.raises(asr.system.UserError, match="none does not exist"):
+        corpora.open_corpus(paths, configuration(), "train")
     earlier = {"copies": 1, "mel_on": "host"}  # of runs that had these options
     assert asr.config.from_json({"train": paths, "valid": ["a"]} | earlier, "") == {"train": paths, "valid": "a"}
 
@@ -49,8 +52,8 @@ def test_bad_data_is_left_out_by_name(tmp_path):
         write_audio(tmp_path / name, 0.5)
         lines.append(json.dumps({"audio": name, "text": text, "duration": duration}))
     (tmp_path / "m.jsonl").write_text("\n".join([*lines, "not JSON"]))
-    corpus = asr.corpora.Recordings(tmp_path / "m.jsonl", config)
-    data = asr.batches.labelled(corpus, asr.tokens.train(config, []), 4)
+    corpus = corpora.Recordings(tmp_path / "m.jsonl", config)
+    data = batches.labelled(corpus, asr.data.tokens.train(config, []), 4)
     assert [corpus.utterances[i].text for i in data.labels] == ["A B"]
     assert dict(corpus.report.names) == {
         "not JSON": ["m.jsonl line 14"],
@@ -65,39 +68,46 @@ def test_bad_data_is_left_out_by_name(tmp_path):
         "samples that are NaN or infinite": ["nan.wav", "inf.wav"],
         "samples far beyond full scale: floats must be in [-1, 1], and 10 is the limit": ["loud.wav", "integers.wav"],
     }
-    with pytest.raises(asr.batches.NothingLeft, match=r"no usable held-out utterance is left; .*, characters outside"):
-        asr.batches.labelled(corpus, asr.tokens.Characters("X"), 4, held_out=True)
+    with pytest.raises(batches.NothingLeft, match=r"no usable held-out utterance is left; .*, characters outside"):
+        batches.labelled(corpus, asr.data.tokens.Characters("X"), 4, held_out=True)
     (tmp_path / "m.jsonl").write_text(lines[5])
-    with pytest.raises(asr.config.UserError, match=r"no usable utterance; left out, no such file: 1 \(missing\.wav\)"):
-        asr.corpora.open_corpus(str(tmp_path / "m.jsonl"), configuration(), "train")
+    with pytest.raises(asr.system.UserError, match=r"no usable utterance; left out, no such file: 1 \(missing\.wav\)"):
+        corpora.open_corpus(str(tmp_path / "m.jsonl"), configuration(), "train")
     (tmp_path / "good.jsonl").write_text(lines[0])
     config = configuration(synthetic=str(tmp_path / "good.jsonl"))
-    corpus = asr.corpora.open_corpus(str(tmp_path / "m.jsonl"), config, "train")
-    with pytest.raises(asr.config.UserError, match=r"no usable utterance of --train is left; .* 1 \(missing\.wav\)"):
-        asr.batches.labelled(corpus, asr.tokens.Characters("AB "), 4)
+    corpus = corpora.open_corpus(str(tmp_path / "m.jsonl"), config, "train")
+    with pytest.raises(asr.system.UserError, match=r"no usable utterance of --train is left; .* 1 \(missing\.wav\)"):
+        batches.labelled(corpus, asr.data.tokens.Characters("AB "), 4)
 
 
 def test_audio_that_breaks_later(corpus, tmp_path):
     """A file that shrinks after it was listed makes a row that does not count, and a name in the report."""
     shutil.copytree(corpus, tmp_path / "c")
     config = configuration(buckets=1, **CONVOLUTIONAL)
-    recordings = asr.corpora.Recordings(tmp_path / "c", config)
-    data = asr.batches.labelled(recordings, asr.tokens.train(config, ["ABC "]), 4)
+    recordings = corpora.Recordings(tmp_path / "c", config)
+    data = batches.labelled(recordings, asr.data.tokens.train(config, ["ABC "]), 4)
     (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
-    buckets = asr.batches.make_buckets(data, config, 1)
-    tested = asr.batches.testing(data, config, buckets, (0, 1))
+    buckets = batches.make_buckets(data, config, 1)
+    tested = batches.testing(data, config, buckets, (0, 1))
     valid = {int(i): v for b in tested for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
-    recogniser = asr.recogniser.Recogniser(config, data.corpus and asr.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
-    rates = lambda data: asr.train.held_out(
-        recogniser, recogniser.params, data, asr.batches.make_buckets(data, config, 1), lambda x: x, asr.ngrams.Search()
+    recogniser = asr.recognition.recogniser.Recogniser(
+        config, data.corpus and asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6
+    )
+    rates = lambda data: train.held_out(
+        recogniser,
+        recogniser.params,
+        data,
+        batches.make_buckets(data, config, 1),
+        lambda x: x,
+        ngrams.Search(),
     )[0]
     readable = data._replace(labels={i: x for i, x in data.labels.items() if i != 3})
     assert rates(data).loss == pytest.approx(rates(readable).loss, rel=1e-5)
     for i in data.labels:
         (tmp_path / "c" / recordings.utterances[i].name).write_bytes(b"")
-    with pytest.raises(asr.config.UserError, match="no held-out utterance has readable audio"):
+    with pytest.raises(asr.system.UserError, match="no held-out utterance has readable audio"):
         rates(data)
 
 
@@ -107,11 +117,11 @@ def test_resampling(tmp_path):
     peaks = []
     for rate in (8000, 11025, 48000):
         time = np.arange(int(0.4 * rate)) / rate
-        asr.audio.write(tmp_path / "a.wav", 0.3 * np.sin(2 * np.pi * 1000 * time), rate)
-        samples = asr.audio.read(tmp_path / "a.wav", 8000)
-        size = asr.audio.size(asr.audio.stretches(tmp_path / "a.wav"), 8000)
+        audio.write(tmp_path / "a.wav", 0.3 * np.sin(2 * np.pi * 1000 * time), rate)
+        samples = audio.read(tmp_path / "a.wav", 8000)
+        size = audio.size(audio.stretches(tmp_path / "a.wav"), 8000)
         assert len(samples) == size == -(-len(time) * 8000 // rate)
-        peaks.append(int(asr.features.extractor(config)(samples).mean(0).argmax()))
+        peaks.append(int(features.extractor(config)(samples).mean(0).argmax()))
     assert len(set(peaks)) == 1
 
 
@@ -119,7 +129,7 @@ def test_host_and_device_features():
     """The same spectra, against a discrete Fourier sum in float64."""
     config = configuration()
     samples = np.random.default_rng(0).normal(size=(2, 900)).astype(np.float32)
-    extractor = asr.features.extractor(config)
+    extractor = features.extractor(config)
     host = extractor(samples)
     np.testing.assert_allclose(jax.jit(lambda x: extractor(x, jax.numpy))(samples), host, atol=1e-4)
     window = samples[1, 160:360].astype(np.float64) * np.hanning(200)
@@ -131,12 +141,12 @@ def test_host_and_device_features():
 def test_masks():
     """Spans over time and features have the mean of what is kept, nothing else changes; they are as long as allowed."""
     config = configuration(time_masks=2, mel_masks=1, mel_mask=3, time_mask=0.25)
-    spans = np.stack([asr.features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
+    spans = np.stack([features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
     sizes = spans[..., 1] - spans[..., 0]
     assert sizes.min() == 0 and sizes[:, :2].max() == 5 and sizes[:, 2].max() == 3 and spans[:, 2].max() <= 6
     x, lengths = np.random.default_rng(0).normal(3, size=(50, 22, 6)).astype(np.float32), np.full(50, 20)
     x[:, 20:] = np.nan  # padding
-    results = np.asarray(asr.features.hide(x, lengths, spans, 2))
+    results = np.asarray(features.hide(x, lengths, spans, 2))
     for result, original, (a, b, c) in zip(results, x, spans):
         hidden = np.zeros((22, 6), bool)
         hidden[a[0] : a[1]] = hidden[b[0] : b[1]] = hidden[:, c[0] : c[1]] = True
@@ -199,7 +209,7 @@ SPOKEN = [  # language, written, and what is said; a part that is left as it is 
 
 
 def test_normalize(tmp_path, monkeypatch):
-    normalizer, unread = asr.texts.normalizer, asr.texts.unread
+    normalizer, unread = asr.data.texts.normalizer, asr.data.texts.unread
     assert normalizer("none")("  Cafe\u0301\u2028 A ") == "Café A"
     for name, expected in (("none", "ist i"), ("none:tr", "ist ı"), ("none:az", "ist ı"), ("basic:tr", "ist ı")):
         assert normalizer(name, lower=True)("İST I") == expected
@@ -215,8 +225,8 @@ def test_normalize(tmp_path, monkeypatch):
     for file in ("basic", "none", "a:b"):
         (tmp_path / file).touch()
     for name in ("basic:de", "none:tr"):
-        assert asr.texts.absolute(name) == name  # not a function of that file
-    assert asr.corpora.absolute("spoken-digits:a:b") == f"spoken-digits:{tmp_path}/a:b"
+        assert asr.data.texts.absolute(name) == name  # not a function of that file
+    assert corpora.absolute("spoken-digits:a:b") == f"spoken-digits:{tmp_path}/a:b"
     for name, message in (
         ("other", "--normalize must be none, basic, .* got other"),
         ("basic:xx", "has no numbers in words; languages: "),
@@ -225,7 +235,7 @@ def test_normalize(tmp_path, monkeypatch):
         (f"{tmp_path}/mine.py:none", r"has no function none"),
         (f"{tmp_path}/mine.py:bad", r"must return a string, got None of 'x'"),
     ):
-        with pytest.raises(asr.config.UserError, match=message):
+        with pytest.raises(asr.system.UserError, match=message):
             normalizer(name)("x")
 
 
@@ -245,7 +255,7 @@ def test_numbers_of_all_languages():
     values += [101_000_000, 10_000]  # in pairs that the library takes for one another in some language
     for name in unicode_rbnf.RbnfEngine.get_supported_languages():
         engine, locale = unicode_rbnf.RbnfEngine.for_language(name), babel.Locale.parse(name)
-        change = asr.texts.normalizer(f"basic:{name}")
+        change = asr.data.texts.normalizer(f"basic:{name}")
         systems = {"latn", locale.default_numbering_system, locale.other_numbering_systems.get("native")}
         for system in systems & {"latn", *ZEROS}:
             known = system if "decimal" in locale.number_symbols.get(system, ()) else "latn"
@@ -254,7 +264,7 @@ def test_numbers_of_all_languages():
                 plain = str(value).replace(".", locale.number_symbols[known]["decimal"]).translate(digits)
                 written = babel.numbers.format_decimal(value, locale=locale, numbering_system=known).translate(digits)
                 said = change(plain)
-                if asr.texts.unread(said):
+                if asr.data.texts.unread(said):
                     assert said == plain, (name, value)
                 else:
                     assert change(written) == said, (name, system, written)
@@ -263,7 +273,7 @@ def test_numbers_of_all_languages():
                         assert letters(said) == expected, (name, written)
         said = {x: change(str(x)) for x in values}
         assert len({*said.values()}) == len({*values}), name
-        assert not asr.texts.unread(said[5]) and (name == "sl" or not asr.texts.unread(said[10_000])), name
+        assert not asr.data.texts.unread(said[5]) and (name == "sl" or not asr.data.texts.unread(said[10_000])), name
 
 
 def test_spoken_digits(tmp_path, refused):
@@ -281,7 +291,7 @@ def test_spoken_digits(tmp_path, refused):
     (tmp_path / "recordings/1_bob_9.wav").write_bytes(b"RIFF, not really")
     config = dataclasses.replace(configuration(), rate=8000, max_seconds=2.0)
     for split, digits in (("train", {*"13579"}), ("valid", {*"02468"})):
-        corpus = asr.corpora.open_corpus(f"spoken-digits:{tmp_path}", config, split)
+        corpus = corpora.open_corpus(f"spoken-digits:{tmp_path}", config, split)
         assert [*corpus.report.names.values()] == [["1_bob_9.wav"]] * (split == "train")
         assert set().union(*(x.text for x in corpus.utterances)) == digits
         assert {x.speaker for x in corpus.utterances} == {*signs}
@@ -302,8 +312,8 @@ def test_spoken_digits(tmp_path, refused):
 def test_tokens(kind):
     texts = ["THE CAT SAT ON THE MAT", "A MAT AND A CAT", "THE RAT SAT ON A CAT"] * 5
     config = configuration(tokens=kind, vocabulary=16)
-    tokens = asr.tokens.train(config, texts)
-    stored = asr.tokens.from_json(json.loads(json.dumps(tokens.to_json())))
+    tokens = asr.data.tokens.train(config, texts)
+    stored = asr.data.tokens.from_json(json.loads(json.dumps(tokens.to_json())))
     for text in texts:
         assert stored.decode(stored.encode(text)) == text and max(stored.encode(text)) < len(stored.pieces)
     assert stored.encode("THE CAT?") is None
@@ -312,13 +322,13 @@ def test_tokens(kind):
 def test_buckets_with_synthetic_speech():
     """Batches have their share of it, and epochs all recordings, wherever the lengths of both lie."""
     lengths = [*range(10, 20), 90, 91, *range(40, 80), *range(80, 140)]  # recordings are 0 to 11
-    of = [asr.utterances.Utterance(f"{i}", n, "A") for i, n in enumerate(lengths)]
+    of = [utterances.Utterance(f"{i}", n, "A") for i, n in enumerate(lengths)]
     corpus = types.SimpleNamespace(utterances=of, further={*range(12, len(of))}, features=1,
                                    load=lambda i, rng: np.zeros((lengths[i], 1), np.float32))  # fmt: skip
-    data = asr.batches.Labelled(corpus, dict.fromkeys(range(len(of)), np.zeros(1, np.int32)))
+    data = batches.Labelled(corpus, dict.fromkeys(range(len(of)), np.zeros(1, np.int32)))
     for share, batch in ((0.5, 8), (0.75, 4), (0.25, 8)):
         config = configuration(batch=batch, buckets=4, synthetic="x", synthetic_share=share)
-        epoch = asr.epochs.training(data, config, asr.batches.make_buckets(data, config, 1), (0, 1)).repeat(20)
+        epoch = epochs.training(data, config, batches.make_buckets(data, config, 1), (0, 1)).repeat(20)
         shown = np.concatenate([epoch[i]["index"] for i in range(len(epoch))])
         assert {*range(12)} <= {*shown.tolist()} and abs(np.mean(shown >= 12) - share) < 0.1
 
@@ -326,8 +336,8 @@ def test_buckets_with_synthetic_speech():
 def test_buckets(corpus):
     """Every utterance is in one bucket that holds it; shapes are few; epochs differ in masks and order."""
     config = configuration(batch=2, buckets=3)
-    data = asr.batches.labelled(asr.corpora.Recordings(corpus, config), asr.tokens.Characters("ABC "), 4)
-    buckets = asr.batches.make_buckets(data, config, 2)
+    data = batches.labelled(corpora.Recordings(corpus, config), asr.data.tokens.Characters("ABC "), 4)
+    buckets = batches.make_buckets(data, config, 2)
     assert sorted(i for b in buckets for i in b.members) == list(range(10)) and len(buckets) == 3
     for i, x in enumerate(data.corpus.utterances):
         samples = 2400 + 400 * int(x.name[-6])
@@ -337,23 +347,23 @@ def test_buckets(corpus):
         frames = [data.corpus.utterances[i].frames for i in bucket.members]
         assert max(frames) == bucket.frames and bucket.batch % 2 == 0
         assert max(len(data.labels[i]) for i in bucket.members) == bucket.labels
-    epoch = asr.epochs.training(data, config, buckets, (0, 1))
+    epoch = epochs.training(data, config, buckets, (0, 1))
     twice = [epoch.repeat(2)[i] for i in range(2 * len(epoch))]
     shapes = {(b.batch, b.frames, 6) for b in buckets}
     assert {batch["audio"].shape for batch in twice} == shapes
     for batch in twice:
         for i, length, labels, count in zip(*(batch[x] for x in ("index", "lengths", "targets", "target_lengths"))):
             assert length == data.corpus.utterances[i].frames
-            assert asr.tokens.Characters("ABC ").decode(labels[:count]) == data.corpus.utterances[i].text
+            assert asr.data.tokens.Characters("ABC ").decode(labels[:count]) == data.corpus.utterances[i].text
     first, second = ([b["index"].tolist() for b in part] for part in (twice[: len(epoch)], twice[len(epoch) :]))
     assert first != second and sorted(map(sorted, first)) != sorted(map(sorted, second))
     spans = [{int(i): s.tolist() for b in part for i, s in zip(b["index"], b["spans"])}
              for part in (twice[: len(epoch)], twice[len(epoch) :])]  # fmt: skip
     assert any(spans[0][i] != spans[1][i] for i in set(spans[0]) & set(spans[1]))
-    full = asr.batches.make_buckets(data, configuration(batch=4, buckets=3), 1)  # a third of the utterances fills none
+    full = batches.make_buckets(data, configuration(batch=4, buckets=3), 1)  # a third of the utterances fills none
     assert [x.batch for x in full] == [4, 4] and sum(len(x.members) for x in full) == 10
-    left, one = asr.batches.padding(data, buckets)
+    left, one = batches.padding(data, buckets)
     frames = np.array([x.frames for x in data.corpus.utterances])
     assert one == pytest.approx(1 - frames.mean() / frames.max()) and 0 <= left < one
-    for bucket in asr.batches.make_buckets(data, configuration(batch_seconds=1.6, buckets=4), 1):
+    for bucket in batches.make_buckets(data, configuration(batch_seconds=1.6, buckets=4), 1):
         assert bucket.batch == min(160 // bucket.frames, len(bucket.members))  # as many as the longest fits into 1.6 s

@@ -10,7 +10,10 @@ import shutil
 import numpy as np
 import pytest
 
-from jax_rnnt_speech import errors
+from jax_rnnt_speech.cli import pictures, testing
+from jax_rnnt_speech.data import batches, corpora
+from jax_rnnt_speech.recognition import errors
+from jax_rnnt_speech.training import train
 from support import asr, run, write_audio
 
 
@@ -91,9 +94,9 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
     assert [(row["reference"], row["hypothesis"]) for row in rows] == pairs
     assert {row["speaker"] for row in rows} == {"0", "1"}
     for name in ("learning-curve", "lattice"):
-        light, dark = (asr.pictures.plt.imread(tmp_path / f"page/{name}{x}.png") for x in ("", "-dark"))
+        light, dark = (pictures.plt.imread(tmp_path / f"page/{name}{x}.png") for x in ("", "-dark"))
         assert light[0, 0, 0] == 1 and dark[0, 0, 0] < 0.1 and light.shape[1] == 780 and light.std() > 0.05
-    monkeypatch.setattr(asr.testing, "SPEAKERS", 1)
+    monkeypatch.setattr(testing, "SPEAKERS", 1)
     run([*command[:4], tmp_path / "nowhere", *command[4:], "--output", tmp_path / "o.tsv"], 1)
     out, error = capsys.readouterr()
     assert f"left out, does not exist: 1 ({tmp_path}/nowhere)" in error and "and 1 more speakers, all with a low" in out
@@ -126,11 +129,13 @@ def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
 
     def rates(numbers):
         (corpus / "some.jsonl").write_text("\n".join(json.dumps(rows[i]) for i in numbers))
-        found = asr.corpora.open_corpus(str(corpus / "some.jsonl"), recogniser.config, "valid")
-        data = asr.batches.labelled(found, recogniser.tokens, recogniser.subsampling, held_out=True)
+        found = corpora.open_corpus(str(corpus / "some.jsonl"), recogniser.config, "valid")
+        data = batches.labelled(found, recogniser.tokens, recogniser.subsampling, held_out=True)
         config = dataclasses.replace(recogniser.config, buckets=1)
-        buckets = [x._replace(frames=60, labels=4) for x in asr.batches.make_buckets(data, config, 1)]
-        result, _ = asr.train.held_out(recogniser, recogniser.params, data, buckets, lambda x: x, asr.recogniser.GREEDY)
+        buckets = [x._replace(frames=60, labels=4) for x in batches.make_buckets(data, config, 1)]
+        result, _ = train.held_out(
+            recogniser, recogniser.params, data, buckets, lambda x: x, asr.recognition.recogniser.GREEDY
+        )
         return result, data.corpus.report.names
 
     (some, names), (two, _) = rates(range(4)), rates([0, 2])

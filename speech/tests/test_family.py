@@ -16,6 +16,9 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
+from jax_rnnt_speech.data import audio
+from jax_rnnt_speech.pretrained import hugging_face
+from jax_rnnt_speech.recognition import recognise, streams
 from support import arrays, asr, run
 from test_pretrained import GOLDEN, padded
 
@@ -32,7 +35,7 @@ def test_search_of_ctc():
     """By hand; parts of a stream give what the whole does, and slots that begin again forget."""
     logits = 3 * np.random.default_rng(0).normal(size=(3, 12, 4)).astype(np.float32)
     lengths = np.array([12, 9, 0])
-    whole = jax.device_get(jax.jit(lambda *x: asr.ctc.search(*x, 30))(logits, lengths))
+    whole = jax.device_get(jax.jit(lambda *x: asr.model.ctc.search(*x, 30))(logits, lengths))
     log_probs = np.float64(logits) - np.log(np.exp(np.float64(logits)).sum(-1, keepdims=True))
     for i, n in enumerate(lengths):
         labels, frames = collapsed(logits[i, :n].argmax(-1), 3)
@@ -44,13 +47,15 @@ def test_search_of_ctc():
         np.testing.assert_allclose(whole.scores[i], log_probs[i, :n].max(-1).sum(), rtol=1e-5)
     state, labels = None, [[], []]
     for start in (0, 4, 8):
-        found = asr.ctc.search(logits[:2, start : start + 4], np.clip(lengths[:2] - start, 0, 4), 9, state)
+        found = asr.model.ctc.search(logits[:2, start : start + 4], np.clip(lengths[:2] - start, 0, 4), 9, state)
         for i in range(2):
             labels[i] += found.labels[i, : found.counts[i]].tolist()
         state = found.state
     assert labels == [whole.labels[i, : whole.counts[i]].tolist() for i in range(2)]
     np.testing.assert_allclose(found.scores, whole.scores[:2], rtol=1e-5)
-    again = asr.ctc.search(logits[:2], lengths[:2], 30, asr.recogniser.decode.reset_streams(state, np.ones(2, bool)))
+    again = asr.model.ctc.search(
+        logits[:2], lengths[:2], 30, asr.recognition.recogniser.decode.reset_streams(state, np.ones(2, bool))
+    )
     np.testing.assert_array_equal(again.labels, whole.labels[:2])
 
 
@@ -59,7 +64,7 @@ def relative(folder, name, golden, left=()):
     shutil.copytree(GOLDEN / golden, folder)
     shutil.copy(GOLDEN / f"{name}.json", folder / "config.json")
     found = {k.removeprefix(f"{name}/"): x for k, x in arrays(GOLDEN / "relatives.npz").items() if k.startswith(name)}
-    tensors = asr.pretrained.hugging_face.read_tensors(folder)
+    tensors = hugging_face.read_tensors(folder)
     tensors = {k: x for k, x in tensors.items() if not k.startswith(left)}
     tensors |= {k.removeprefix("tensor:"): x for k, x in found.items() if k.startswith("tensor:")}
     save_file({k: np.array(x, np.float32) for k, x in tensors.items()}, folder / "model.safetensors")
@@ -86,13 +91,13 @@ def test_parakeet_ctc(ctc, tmp_path, refused):
 
     losses, counts = compute(recogniser.params)
     np.testing.assert_allclose(losses, golden["loss"], rtol=1e-5)
-    for x, best, n in zip(asr.recognise.transcribe(recogniser, enumerate(recordings())), golden["best"], counts):
+    for x, best, n in zip(recognise.transcribe(recogniser, enumerate(recordings())), golden["best"], counts):
         assert (list(x.labels), list(x.frames)) == collapsed(best[:n], 19) and x.labels
     run(["convert", ctc, tmp_path / "again"])
     for name, x in load_file(tmp_path / "again/model.safetensors").items():
         if "conv.norm" not in name:
             np.testing.assert_array_equal(x, tensors[name], err_msg=name)
-    asr.audio.write(tmp_path / "a.wav", recordings()[0], 16000)
+    audio.write(tmp_path / "a.wav", recordings()[0], 16000)
     for more, message in ((["--beam", "2"], "greedy search alone"), (["--head", "transducer"], "no such head"),
                           (["--prompt", "de"], "knows no prompts")):  # fmt: skip
         refused(["transcribe", "--model", ctc, tmp_path / "a.wav", *more], message)
@@ -109,7 +114,7 @@ def test_beams_of_tdt_lose_no_words():
     model = recogniser.model(recogniser.params)
     silent = -recogniser.variant.compute(recogniser.loss, model, recogniser.encoded(model, x, silence), False)
     for width in (2, 8):
-        best, *_ = recogniser.taken(recogniser.params, *heard, None, asr.recogniser.Search(beam=width))
+        best, *_ = recogniser.taken(recogniser.params, *heard, None, asr.recognition.recogniser.Search(beam=width))
         assert (best.scores >= greedy.scores - 1e-4).all() and ((best.counts > 0) | (best.scores <= silent)).all()
 
 
@@ -158,9 +163,9 @@ def test_archives_of_nemo(kind):
             np.testing.assert_array_equal(best[i, :n], golden["ctc"][i, :n])
         assert recogniser.config.ctc == 0.3 and recogniser.config.durations == [0, 1, 2, 3, 4]
         return
-    slots, end = asr.streams.Slots(recogniser), recogniser.tokens.pieces.index("<EOU>")
+    slots, end = streams.Slots(recogniser), recogniser.tokens.pieces.index("<EOU>")
     for samples, expected in zip(recordings(), labels):
-        live, found, ends = asr.streams.Stream(recogniser, slots=slots), [], 0
+        live, found, ends = streams.Stream(recogniser, slots=slots), [], 0
         slots.free.append(live.slot)
         for step in live.steps(samples, end=True):
             ((part, *rest),) = slots.run([step])
@@ -203,13 +208,15 @@ def test_prompts(tmp_path):
         model = recogniser.model(params)
         rows, counts = model.encode(x, lengths)
         row = model.predictor(np.zeros((3, 0), np.int32))
-        told = (recogniser.prompted(model, rows, asr.recogniser.Search(language=i)) for i in range(3))
+        told = (recogniser.prompted(model, rows, asr.recognition.recogniser.Search(language=i)) for i in range(3))
         return [model.joint(x, row)[i] for i, x in enumerate(told)], counts
 
     for logits, n, expected in zip(*compute(recogniser.params), golden["logits"], strict=True):
         np.testing.assert_allclose(logits[:n], expected[:n], rtol=0, atol=1e-4)
-    with pytest.raises(asr.config.UserError, match="--prompt xx: expected one of de-DE, auto, or a number below 3"):
+    with pytest.raises(asr.system.UserError, match="--prompt xx: expected one of de-DE, auto, or a number below 3"):
         recogniser.language("xx")
     for language in (0, 1):
-        (x,) = asr.recognise.transcribe(recogniser, [("", recordings()[0])], asr.recogniser.Search(language=language))
+        (x,) = recognise.transcribe(
+            recogniser, [("", recordings()[0])], asr.recognition.recogniser.Search(language=language)
+        )
         assert not x.error and x.duration > 1

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+from jax_rnnt_speech.data import audio, corpora, manifests
 from recordings import FORMATS, RATE, SWEEP, TIMES, cut, encode
 from support import asr, configuration, write_audio
 
@@ -117,8 +118,8 @@ def test_manifests(tmp_path):
             (folder / path).write_bytes(data)
         OPENED.clear()
         try:
-            corpus = asr.corpora.Recordings(folder / name, config)
-        except asr.config.UserError as error:
+            corpus = corpora.Recordings(folder / name, config)
+        except asr.system.UserError as error:
             one_line(error)
             seen["error"] += 1
             continue
@@ -127,8 +128,8 @@ def test_manifests(tmp_path):
             raise
         left = sum(map(len, corpus.report.names.values()))
         assert left + len(corpus.utterances) >= rows_of(name, contents.get(name, b"")), contents
-        allowed = {str(folder / x) for x in files} | {str(x.audio) for x in asr.manifests.read(folder / name)
-                                                      if isinstance(x, asr.manifests.Entry)}  # fmt: skip
+        allowed = {str(folder / x) for x in files} | {str(x.audio) for x in manifests.read(folder / name)
+                                                      if isinstance(x, manifests.Entry)}  # fmt: skip
         assert set(OPENED) <= allowed, (set(OPENED) - allowed, contents)
         for x in corpus.entries:
             assert x.start >= 0 and 0 < x.whole <= 0.3 + 1e-9, contents
@@ -151,14 +152,14 @@ def test_audio(tmp_path):
         path, changed = tmp_path / f"b.{suffix}", mutated(rng, data)
         path.write_bytes(changed)
         try:
-            file = asr.audio.stretches(path)
-            samples = asr.audio.read(path, RATE)
-            assert samples.dtype == np.float32 and len(samples) == asr.audio.size(file, RATE)
+            file = audio.stretches(path)
+            samples = audio.read(path, RATE)
+            assert samples.dtype == np.float32 and len(samples) == audio.size(file, RATE)
             assert not len(samples) or np.abs(samples).max() < 20
             stored = sum(x.samples * x.channels for x in file)
             assert suffix not in ("wav", "aiff") or stored <= 8 * len(changed), (stored, len(changed))  # a bit a sample
             seen["read"] += 1
-        except asr.audio.AudioError as error:
+        except audio.AudioError as error:
             one_line(error)
             seen[error.reason] += 1
         except Exception:

@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from support import arguments, asr, run, start, weights
+from jax_rnnt_speech.training import runs
+from support import arguments, run, start, weights
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ def test_a_process_that_dies(corpus, tmp_path):
     printed = [line for line in quiet.splitlines() if "peer ranks" not in line]  # of collectives
     assert "held-out CER" in results[0][1] and printed == []
     run(arguments(corpus, tmp_path / "one", devices=8, **OPTIONS))
-    pairs = list(zip(*map(asr.runs.metrics_of, (workdir, tmp_path / "one")), strict=True))
+    pairs = list(zip(*map(runs.metrics_of, (workdir, tmp_path / "one")), strict=True))
     assert sum("loss" in x for x, _ in pairs) == 4
     for x, y in pairs:
         assert x.keys() == y.keys() and x["step"] == y["step"]

@@ -17,7 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
-from jax_rnnt_speech.encoders import base, fastconformer
+from jax_rnnt_speech.data import audio, corpora, features, utterances
+from jax_rnnt_speech.model.encoders import base, fastconformer
+from jax_rnnt_speech.recognition import streams, windows
+from jax_rnnt_speech.training import runs
 from support import arrays, asr, run, small_disk
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -25,7 +28,7 @@ SLOW = pytest.mark.slow
 KINDS = pytest.param("rnnt", marks=SLOW), "tdt", "streaming"
 TARGETS, TARGET_LENGTHS = LABELS["targets"], LABELS["target_lengths"]
 NEAR = {"atol": 1e-4, "rtol": 0}
-hugging_face, recognise = asr.pretrained.hugging_face, asr.recognise
+hugging_face, recognise = asr.pretrained.hugging_face, asr.recognition.recognise
 
 
 def padded(recogniser):
@@ -59,7 +62,7 @@ def test_features(case):
 def test_features_of_128_bins():
     config = asr.config.Config(features="nemo", mels=128)
     expected = arrays(GOLDEN / "features128.npz")["features"]
-    results = asr.features.extractor(config)(recordings()[2][:3000])
+    results = features.extractor(config)(recordings()[2][:3000])
     np.testing.assert_allclose(results, expected[0, : len(results)], **NEAR)
 
 
@@ -99,7 +102,10 @@ def test_transcripts(case):
     loud = [np.round(x * 2**14) / 2**15 for x in recordings()]
     whole = [*enumerate(recordings()), ("loud", loud[0]), ("int", (loud[0] * 2**15).astype(np.int16))]
     *results, floats, integers = recognise.transcribe(recogniser, [*whole[:3], ("", np.zeros(0)), *whole[3:]])
-    assert results.pop() == asr.results.Result("", "", *asr.results.no_labels()) and floats.labels == integers.labels
+    assert (
+        results.pop() == asr.recognition.results.Result("", "", *asr.recognition.results.no_labels())
+        and floats.labels == integers.labels
+    )
     for x, labels, frames in zip(results, golden["labels"], golden["frames"], strict=True):
         assert x.labels == labels[labels >= 0].tolist() and x.frames == frames[labels >= 0].tolist()
     assert list(recognise.transcribe(recogniser, [])) == []
@@ -133,8 +139,10 @@ def test_gradients(streaming):
     batch |= {"valid": np.ones(3, bool), "spans": np.zeros((3, 4, 2), np.int32)}
     for way in ({}, {"scan": True, "remat": True}):
         config = dataclasses.replace(streaming.config, **way)
-        one = asr.recogniser.Recogniser(config, streaming.tokens, streaming.mean, streaming.deviation, streaming.source)
-        parts = asr.parts.Parts(config, streaming.params)
+        one = asr.recognition.recogniser.Recogniser(
+            config, streaming.tokens, streaming.mean, streaming.deviation, streaming.source
+        )
+        parts = asr.model.parts.Parts(config, streaming.params)
         loss_of = lambda free, one=one, parts=parts: one.mean_loss(parts.whole(free), batch, 1)
         loss, gradient = jax.jit(jax.value_and_grad(loss_of))(parts.free(streaming.params))
         np.testing.assert_allclose(loss, golden["train_loss"], rtol=1e-5)
@@ -225,10 +233,14 @@ def test_stream(streaming):
 
     First steps have another size; slots are used again.
     """
-    golden, slots = arrays(GOLDEN / "streaming/golden.npz"), asr.streams.Slots(streaming, 2)
+    golden, slots = arrays(GOLDEN / "streaming/golden.npz"), streams.Slots(streaming, 2)
     full = recordings()[0][: 105 * 160]
     for samples in (full, *recordings(), full[: 97 * 160], full[:100]):
-        live, seen, found = asr.streams.Stream(streaming, slots=slots), [], asr.results.no_labels()
+        live, seen, found = (
+            streams.Stream(streaming, slots=slots),
+            [],
+            asr.recognition.results.no_labels(),
+        )
         slots.free.insert(0, live.slot)
         for i, piece in enumerate(np.array_split(samples, [1, 2, 3001, 9000])):
             for step in live.steps(piece, end=i == 4):
@@ -248,7 +260,7 @@ def leaves(recogniser):
 @pytest.mark.parametrize("kind", ["tdt", "streaming"])
 def test_what_is_written_is_read(kind, tmp_path, capsys):
     """Small steps of training come back to the bit; rounding is asked for, and said."""
-    recogniser, run_of = asr.pretrained.open_model(GOLDEN / kind), asr.runs.Run(tmp_path / "run")
+    recogniser, run_of = asr.pretrained.open_model(GOLDEN / kind), runs.Run(tmp_path / "run")
     recogniser.params = jax.tree.map(lambda x: x + np.float32(1e-5), recogniser.params)
     run_of.open()
     run_of.save(1, recogniser.setup(), params=recogniser.params)
@@ -268,7 +280,7 @@ def test_what_is_written_is_read(kind, tmp_path, capsys):
     run(["convert", tmp_path / "run", tmp_path / "half"], 2)
     assert "must be an empty folder: --overwrite writes" in capsys.readouterr().err
     recogniser.params = jax.tree.map(lambda x: x * np.float32("nan"), recogniser.params)
-    with pytest.raises(asr.config.UserError, match="must be finite, got NaN or infinity: nothing is written"):
+    with pytest.raises(asr.system.UserError, match="must be finite, got NaN or infinity: nothing is written"):
         hugging_face.write(recogniser, tmp_path / "nan")
     assert not (tmp_path / "nan").exists()
 
@@ -329,7 +341,7 @@ def test_files_of_weights(tmp_path, capsys):
         if listed is not None:
             (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
         if i > 6:
-            with pytest.raises(asr.config.UserError, match=re.escape(expected)):
+            with pytest.raises(asr.system.UserError, match=re.escape(expected)):
                 hugging_face.read_tensors(folder)
             continue
         found, said = hugging_face.read_tensors(folder), capsys.readouterr().err
@@ -418,7 +430,7 @@ def test_what_is_not_used_is_named(tmp_path, capsys):
     spare = tensors | {"ctc_head.weight": tensors["joint.head.bias"]}
     for changed, message in ((spare, r"not of this model: ctc_head\.weight"), ({}, "has no tensor")):
         save_file(changed, folder / "model.safetensors")
-        with pytest.raises(asr.config.UserError, match=message):
+        with pytest.raises(asr.system.UserError, match=message):
             asr.pretrained.read(folder)
 
 
@@ -444,12 +456,12 @@ def test_start(tmp_path):
         ({"mels": 80}, "--mels 80: .* has 16$"),
         ({"predictor": "stateless"}, "--predictor stateless: .* has lstm: --new-head allows that"),
     ):
-        with pytest.raises(asr.config.UserError, match=message):
+        with pytest.raises(asr.system.UserError, match=message):
             asr.pretrained.completed(options | more)
     sizes = {"stack": 2, "width": 8, "heads": 2, "blocks": 1, "row_dropout": 0.5}
     config = asr.config.Config(**asr.pretrained.completed(options | {"new_head": True} | sizes)).checked()
-    corpus = asr.corpora.Recordings.__new__(asr.corpora.Recordings)
-    corpus.utterances, corpus.features = [asr.utterances.Utterance("a", 9, "A B")], 16
+    corpus = corpora.Recordings.__new__(corpora.Recordings)
+    corpus.utterances, corpus.features = [utterances.Utterance("a", 9, "A B")], 16
     recogniser, start = asr.pretrained.fresh(config, corpus), asr.pretrained.read(GOLDEN / "streaming")
     for a, b in zip(*(jax.tree.leaves(x.params["encoder"]) for x in (recogniser, start)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -467,7 +479,7 @@ def test_fine_tuning(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = []
     for i, x in enumerate(recordings()):
-        asr.audio.write(tmp_path / f"{i}.wav", x, 16000)
+        audio.write(tmp_path / f"{i}.wav", x, 16000)
         text = " ".join(map(str, TARGETS[i, : TARGET_LENGTHS[i]]))
         lines.append(json.dumps({"audio_filepath": f"{i}.wav", "text": text}))
     (tmp_path / "m.json").write_text("\n".join(lines))
@@ -495,10 +507,10 @@ def test_tokenizer(tmp_path):
     model = tokenizers.models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokens = asr.tokens.from_json(asr.tokens.Pretrained(tokenizer.to_str(), 3).to_json())
+    tokens = asr.data.tokens.from_json(asr.data.tokens.Pretrained(tokenizer.to_str(), 3).to_json())
     assert tokens.encode("a b") == [1, 2] and tokens.encode("a z") is None and tokens.labels() == [None, "a", "b"]
     assert tokens.decode([1, 2]) == "a b"
-    numbers = asr.tokens.from_json(asr.tokens.Numbers(5).to_json())
+    numbers = asr.data.tokens.from_json(asr.data.tokens.Numbers(5).to_json())
     assert numbers.encode("3 1") == [3, 1] and numbers.encode("5") is numbers.encode("x") is None
 
 
@@ -510,7 +522,7 @@ def files(tmp_path_factory):
     good = {"a.wav": (a, 16000), "stereo.flac": (np.stack([b, b]), 16000), "8kHz.wav": (c[::2], 8000)}
     good |= {"none.wav": (c[:0], 16000), "none8.wav": (c[:0], 8000), "short.wav": (c[:100], 16000)}
     for name, (x, rate) in good.items():
-        asr.audio.write(folder / name, x, rate)
+        audio.write(folder / name, x, rate)
     scipy.io.wavfile.write(folder / "nan.wav", 16000, np.where(np.arange(len(c)) == 5, np.nan, c))
     (folder / "empty.wav").touch()
     (folder / "text.wav").write_text("hello " * 99)
@@ -545,7 +557,7 @@ def test_batches_of_recordings(streaming, monkeypatch):
     many = [(str(i), x[:n]) for i, (x, n) in enumerate((x, n) for n in (4000, 9600, 7000) for x in recordings())]
     whole = list(recognise.transcribe(streaming, many))
     assert [x.name for x in whole] == [name for name, _ in many]
-    for module, name, size in ((recognise, "HELD", 100), (asr.windows, "BATCH", 512)):
+    for module, name, size in ((recognise, "HELD", 100), (windows, "BATCH", 512)):
         monkeypatch.setattr(module, name, size)
         for a, b in zip(whole, recognise.transcribe(streaming, many), strict=True):
             assert (a.name, a.labels, a.frames, a.duration) == (b.name, b.labels, b.frames, b.duration)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import scipy.io.wavfile
 
+from jax_rnnt_speech.data import audio, augmentation, corpora, manifests
+from jax_rnnt_speech.recognition import recognise, transcripts
 from recordings import RATE, SWEEP, TIMES, cut, encode
 from support import asr, configuration, run
 
@@ -28,8 +30,8 @@ def folder(tmp_path_factory):
 def listed(path, **options):
     """[(name, text, start, end, channel)] of the entries, with a speaker that is known; {reason: [names]}."""
     entries, faults = [], {}
-    for x in asr.manifests.read(path, **options):
-        if isinstance(x, asr.manifests.Entry):
+    for x in manifests.read(path, **options):
+        if isinstance(x, manifests.Entry):
             assert x.audio.is_file(), x
             entries.append((x.name, x.text, x.start, x.end, x.channel, *[x.speaker] * bool(x.speaker)))
         else:
@@ -83,7 +85,7 @@ def test_optional_keys(folder):
     """What only statistics need leaves no line out, whatever tools write where there is nothing."""
     rows = [{"audio": "b.flac", "text": "good"} | x for x, *_ in OPTIONAL]
     (folder / "optional.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    corpus = asr.corpora.Recordings(folder / "optional.jsonl", configuration(rate=RATE))
+    corpus = corpora.Recordings(folder / "optional.jsonl", configuration(rate=RATE))
     assert [(x.channel, x.speaker) for x in corpus.entries] == [(channel, name) for _, channel, name, _ in OPTIONAL]
     assert [len(corpus.samples(i, None)) for i in range(len(rows))] == [3 * RATE] * len(
         rows
@@ -98,14 +100,14 @@ def test_sums_of_times(folder):
     rows = [{"start": 0.2, "duration": 0.4}, {"start": 0.6, "end": 0.2 + 0.4 + 0.2}, {"start": 0.8, "end": 1}]
     rows += [{"start": 1.1 + 2.2 - 2, "offset": 1.3, "end": 2}, {"offset": 0.1 + 0.2, "start": 0.3, "end": 0.3}]
     (folder / "sums.jsonl").write_text("\n".join(json.dumps({"audio": "a.wav", "text": "x"} | x) for x in rows))
-    *entries, fault = asr.manifests.read(folder / "sums.jsonl")
+    *entries, fault = manifests.read(folder / "sums.jsonl")
     assert fault == ("the end is not after the start", "sums.jsonl line 5") and 0.2 + 0.4 > 0.6
-    names = asr.transcripts.recordings(entries)
+    names = transcripts.recordings(entries)
     assert {*names.values()} == {"a"}
-    words = [asr.transcripts.timing.Interval(a, b, "x") for a, b in ((0.6, 0.8), (0.2, 0.2 + 0.4))]
-    assert [(x.start, x.end) for x in asr.transcripts.in_order(words)] == [(0.2, 0.6), (0.6, 0.8)]
+    words = [transcripts.timing.Interval(a, b, "x") for a, b in ((0.6, 0.8), (0.2, 0.2 + 0.4))]
+    assert [(x.start, x.end) for x in transcripts.in_order(words)] == [(0.2, 0.6), (0.6, 0.8)]
     overlap = [x._replace(end=x.end + 0.01) for x in entries]
-    assert len({*asr.transcripts.recordings(overlap).values()}) == len(entries)
+    assert len({*transcripts.recordings(overlap).values()}) == len(entries)
 
 
 def test_places(folder, tmp_path, monkeypatch):
@@ -120,7 +122,7 @@ def test_places(folder, tmp_path, monkeypatch):
     names = ["~/a b#1%.wav", address, address.replace("file://", "file://localhost"), address.replace("//", "", 1)]
     names += [address.replace("file", "FILE").replace("%23", "#"), "..\\a b#1%.wav", "~/own.wav", "c.wav"]
     (tmp_path / "sub/m.jsonl").write_text("".join(json.dumps({"audio": x, "text": ""}) + "\n" for x in names))
-    found = [x.audio for x in asr.manifests.read(tmp_path / "sub/m.jsonl")]
+    found = [x.audio for x in manifests.read(tmp_path / "sub/m.jsonl")]
     assert all(x.is_file() for x in found) and found[-2] == tmp_path / "sub/~/own.wav"
     assert {str(x.resolve().parent) for x in found} == {str(folder)}
 
@@ -154,7 +156,7 @@ def test_own_lines(folder):
     assert found == {f"own.jsonl line {i}": reason for i, (_, reason) in enumerate(BAD, 1 + len(good))}
     (folder / "own.json").write_text(json.dumps([*good[:2], 3], indent=1))
     assert listed(folder / "own.json") == (entries[:2], {"not an object with keys": ["own.json item 3"]})
-    noted, named, _ = asr.manifests.read(folder / "own.json", speaker_column="speaker_id")
+    noted, named, _ = manifests.read(folder / "own.json", speaker_column="speaker_id")
     assert noted.notes == ("no speaker_id, which is to name the speaker",) and (named.speaker, named.notes) == ("7", ())
 
 
@@ -222,7 +224,7 @@ def test_lhotse(folder):
         "a cut of Lhotse without supervisions": [line(7)],
     }
     (folder / "cut.jsonl.gz").write_bytes((folder / "cuts.jsonl.gz").read_bytes()[:-20])
-    with pytest.raises(asr.config.UserError, match=r"cut\.jsonl\.gz is not readable: "):
+    with pytest.raises(asr.system.UserError, match=r"cut\.jsonl\.gz is not readable: "):
         listed(folder / "cut.jsonl.gz")
 
 
@@ -252,7 +254,7 @@ def test_kaldi(folder, tmp_path):
         },
     )
     assert not marker.exists()
-    assert [x.name for x in asr.recognise.listed([tmp_path / "segments"])] == [f"u{i}" for i in (1, 2, 3, 4, 5, 6)]
+    assert [x.name for x in recognise.listed([tmp_path / "segments"])] == [f"u{i}" for i in (1, 2, 3, 4, 5, 6)]
 
 
 def test_common_voice(folder, tmp_path):
@@ -291,7 +293,7 @@ def test_tables(folder, suffix, delimiter):
         ({"audio_column": "clip", "text_column": "words"}, r"must have the column words in its first line \(--text"),
         (run | {"speaker_column": "voice"}, r"must have the column voice in its first line \(--speaker-column"),
     ):
-        with pytest.raises(asr.config.UserError, match=message):
+        with pytest.raises(asr.system.UserError, match=message):
             listed(path, **columns)
 
 
@@ -308,7 +310,7 @@ def test_tables_of_other_tools(folder):
     with gzip.open(folder / "LINES.JSONL.GZ", "wt") as file:
         file.write((folder / "lines.ndjson").read_text())
     for name in ("TABLE.Tsv", "lines.ndjson", "LINES.JSONL.GZ"):
-        assert asr.manifests.is_list(folder / name)
+        assert manifests.is_list(folder / name)
         assert listed(folder / name) == ([("a.wav", "x,y", 0.0, None, None)], {})
 
 
@@ -341,15 +343,15 @@ def test_folders(folder, tmp_path):
     entries, faults = listed(tmp_path / "linked")  # a link to the same folder, and one back
     assert [x[0] for x in entries] == [f"one/1-2-{i}.{x}" for i, x in enumerate(("wav", "flac", "opus"))]
     assert faults["a second audio file for the same text"] == ["one/1-2-2.wav"]
-    assert len(asr.augmentation.noises_of(tmp_path / "linked")) == 4
+    assert len(augmentation.noises_of(tmp_path / "linked")) == 4
     (tmp_path / "empty").mkdir()
-    with pytest.raises(asr.config.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
+    with pytest.raises(asr.system.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
     (tmp_path / "empty/part").mkdir()
     (tmp_path / "empty/part/train.tsv").write_text("clip\na.wav\n")
     (tmp_path / "empty/part/durations.tsv").touch()
     for texts in (True, False):
-        with pytest.raises(asr.config.UserError, match=r"to read a manifest, name it \(such as .*part/train\.tsv\)"):
+        with pytest.raises(asr.system.UserError, match=r"to read a manifest, name it \(such as .*part/train\.tsv\)"):
             listed(tmp_path / "empty", texts=texts)
 
 
@@ -396,32 +398,32 @@ def test_bytes_that_are_no_utf8(tmp_path):
         (tmp_path / "m.tsv").write_bytes(data.encode(kind))
         assert listed(tmp_path / "m.tsv") == ([("a.wav", "é", 0.0, None, None)], {})
     (tmp_path / "m.tsv").write_bytes(data.encode(kind)[:-1])
-    with pytest.raises(asr.config.UserError, match=r"m\.tsv is UTF-16 with damaged characters"):
+    with pytest.raises(asr.system.UserError, match=r"m\.tsv is UTF-16 with damaged characters"):
         listed(tmp_path / "m.tsv")
 
 
 def test_segments_and_channels(folder):
     """Decoded time and the channel decide, in compressed files as well."""
-    whole = asr.audio.read(folder / "b.flac", RATE, channel=1)
+    whole = audio.read(folder / "b.flac", RATE, channel=1)
     np.testing.assert_allclose(whole, -0.5 * SWEEP, atol=2e-5)
-    np.testing.assert_allclose(asr.audio.read(folder / "b.flac", RATE), 0.25 * SWEEP, atol=2e-5)
+    np.testing.assert_allclose(audio.read(folder / "b.flac", RATE), 0.25 * SWEEP, atol=2e-5)
     for path in ("b.flac", "c.opus"):
-        file = asr.audio.stretches(folder / path)
+        file = audio.stretches(folder / path)
         rate, channel = file[0].rate, 1 if path == "b.flac" else 0
-        whole = asr.audio.read(folder / path, rate, channel=channel)
+        whole = audio.read(folder / path, rate, channel=channel)
         for start, end in ((0.0, 0.5), (0.123, 2.5), (2.9, None), (1.5, 3.05)):
-            part = asr.audio.read(folder / path, rate, start, end, channel)
+            part = audio.read(folder / path, rate, start, end, channel)
             last = None if end is None else round(end * rate)
             np.testing.assert_array_equal(part, whole[round(start * rate) : last])
-            assert asr.audio.size(file, rate, start, end) == len(part)
+            assert audio.size(file, rate, start, end) == len(part)
     for options, reason in (
         ({"start": 3.0}, "a segment beyond the end of its file"),
         ({"start": 2.0, "end": 3.2}, "a segment beyond the end of its file"),
         ({"channel": 2}, "no channel 2: the first is 0, and the file has 2"),
         ({"channel": (0, 5)}, "no channel 5: the first is 0, and the file has 2"),
     ):
-        with pytest.raises(asr.audio.AudioError) as caught:
-            asr.audio.read(folder / "b.flac", RATE, **options)
+        with pytest.raises(audio.AudioError) as caught:
+            audio.read(folder / "b.flac", RATE, **options)
         assert caught.value.reason == reason
 
 
@@ -456,8 +458,8 @@ def test_reasons(tmp_path):
         # A damaged AAC whose frames get 18 channels, of which PyAV would read memory that is not theirs.
         pathlib.Path(__file__).with_name("broken") / "channels.aac": "audio of more than 8 channels",
     }.items():
-        with pytest.raises(asr.audio.AudioError) as caught:
-            asr.audio.read(tmp_path / name, RATE)
+        with pytest.raises(audio.AudioError) as caught:
+            audio.read(tmp_path / name, RATE)
         assert caught.value.reason == reason, name
 
 
@@ -466,7 +468,7 @@ def test_corpus_of_segments(folder):
     rows = [{"offset": 0.5, "duration": 1, "channel": 1}, {"text": "B"}, {"offset": 2.5, "duration": 1}]
     rows = [{"audio": "b.flac", "text": "A"} | x for x in rows] + [{"audio": "a.wav", "text": "C", "channel": 1}]
     (folder / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    corpus = asr.corpora.Recordings(folder / "parts.jsonl", configuration(rate=RATE))
+    corpus = corpora.Recordings(folder / "parts.jsonl", configuration(rate=RATE))
     assert [x.text for x in corpus.utterances] == ["A", "B"]
     np.testing.assert_allclose(corpus.samples(0, None), -0.5 * SWEEP[RATE // 2 : 3 * RATE // 2], atol=2e-5)
     assert corpus.utterances[0].frames == 1 + (16000 - 400) // 160

@@ -17,6 +17,10 @@ import jax
 import numpy as np
 import pytest
 
+from jax_rnnt_speech.cli import synthesis
+from jax_rnnt_speech.data import audio, utterances
+from jax_rnnt_speech.recognition import ngrams, recognise, results, streams, transcripts, windows
+from jax_rnnt_speech.system import hosts
 from support import asr, random_recogniser, run, subwords
 
 
@@ -49,7 +53,7 @@ def test_stream_is_transcribe(corpus, trained, capsys, refused):
 def test_start_from_a_run(corpus, trained):
     """A run's encoder is a start, with its head or a new one for other labels; it decides what it hears."""
     options = {"train": str(corpus), "valid": str(corpus), "init": str(trained[0])}
-    data = types.SimpleNamespace(features=6, utterances=[asr.utterances.Utterance("a", 9, "X Y")])
+    data = types.SimpleNamespace(features=6, utterances=[utterances.Utterance("a", 9, "X Y")])
     start = asr.pretrained.read(trained[0])
     for more, pieces, same in (({}, start.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
         config = asr.config.Config(**asr.pretrained.completed(options | more)).checked()
@@ -60,7 +64,7 @@ def test_start_from_a_run(corpus, trained):
             pairs = zip(*(jax.tree.leaves(x.params[name]) for x in (recogniser, start)))
             assert all((a.shape == b.shape) and (a == b).all() for a, b in pairs) == (same or name == "encoder")
     data.features = 7
-    with pytest.raises(asr.config.UserError, match=r"hears 6 features a frame, .* has 7"):
+    with pytest.raises(asr.system.UserError, match=r"hears 6 features a frame, .* has 7"):
         asr.pretrained.fresh(config, data)
 
 
@@ -76,12 +80,12 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
 
     A long recording is transcribed by the same steps.
     """
-    recogniser, how = random_recogniser(**options), asr.recogniser.Search(beam=beam)
+    recogniser, how = random_recogniser(**options), asr.recognition.recogniser.Search(beam=beam)
     samples = random_sound(24000)
-    (whole,) = asr.recognise.transcribe(recogniser, [("a", samples)], how)
+    (whole,) = recognise.transcribe(recogniser, [("a", samples)], how)
     found, cuts = [], ([100, 101, 2000, 5999], [], range(700, 24000, 700))
     for some in cuts:
-        stream, seen = asr.streams.Stream(recogniser, how), []
+        stream, seen = streams.Stream(recogniser, how), []
         take = stream.slots.run
         stream.slots.run = lambda steps, take=take, seen=seen: seen.extend(x.x[: x.count] for x in steps) or take(steps)
         words = [x for piece in np.split(samples, some) for x in stream.feed(piece)] + stream.finish()
@@ -93,33 +97,33 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, found[0][1], other[1])
     words = found[0][0]
     assert [x.text for x in words] == whole.text.split() and len(words) > 3
-    expected = asr.transcripts.words(recogniser, whole.labels, whole.frames, whole.confidences, whole.durations)
+    expected = transcripts.words(recogniser, whole.labels, whole.frames, whole.confidences, whole.durations)
     if not beam:
         np.testing.assert_allclose([x[:2] for x in words], [x[:2] for x in expected], atol=1e-9)
-    monkeypatch.setattr(asr.windows, "WINDOW", 0.5)
+    monkeypatch.setattr(windows, "WINDOW", 0.5)
     pieces, seen = iter(np.split(samples, [5000, 6000])), []
-    (long,) = asr.recognise.transcribe(recogniser, [("a", pieces)], how, lambda _, x: seen.append([*x.labels]) or True)
+    (long,) = recognise.transcribe(recogniser, [("a", pieces)], how, lambda _, x: seen.append([*x.labels]) or True)
     assert long.text == whole.text and long.duration == whole.duration
     assert len(seen) == 4 and all(x == whole.labels[: len(x)] for x in seen) and seen[-1] == whole.labels
     pieces = iter(np.split(samples, [5000, 6000]))
-    (long,) = asr.recognise.transcribe(recogniser, [("a", pieces)], how, lambda *_: False)
+    (long,) = recognise.transcribe(recogniser, [("a", pieces)], how, lambda *_: False)
     assert "nobody waits" in long.error and len([*pieces]) == 2
 
 
 def test_words_of_streams():
     """A word is given once the next one begins, and they share no frame; ends come after silence, or at a label."""
-    labels = lambda text, frames: asr.results.Labels(
+    labels = lambda text, frames: results.Labels(
         *([tokens.pieces.index(x) for x in text], frames, [0.0] * len(text), [1.0] * len(text), [1] * len(text))
     )
 
     def said(*parts, silence=1.0):
-        words, found = asr.streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1), silence), []
+        words, found = streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1), silence), []
         for text, frames, more in parts:
             some, ended = words.add(labels(text, frames), 8, more)
             found.append(([x.text for x in some], ended))
         return found
 
-    tokens = asr.tokens.Characters("AB, ")
+    tokens = asr.data.tokens.Characters("AB, ")
     assert said(("AB A", [0, 1, 3, 4], False), ("B, B", [8, 8, 9, 10], True)) == [(["AB"], False), (["AB,"], False)]
     assert said(("A B", [3, 3, 3], False), (" A", [9, 9], False)) == [([], False), (["A", "B"], False)]
     assert said(("A", [1], False), ("", [], True), ("", [], False)) == [([], False), ([], False), (["A"], True)]
@@ -135,11 +139,11 @@ def test_words_of_streams():
     assert said(*halves, silence=0) == [(["AB"], False), ([], False), (["ñ"], False)]  # no half of a character
     text = "今日は AB 良い"
     parts = [tokens.pieces[i] for i in tokens.encode(text)]
-    words = asr.streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1))
+    words = streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1))
     found = [x.text for i, x in enumerate(parts) for x in words.add(labels([x], [i]), 1)[0]]
     found += [x.text for x in words.take(9)]
     assert "".join(found) == text.replace(" ", "") and words.said == text and "AB" in found and len(found) > 3
-    tokens = asr.tokens.Characters("AB")
+    tokens = asr.data.tokens.Characters("AB")
     assert said(("ABA", [0, 1, 2], False)) == [(["A", "B"], False)]
 
 
@@ -155,21 +159,21 @@ def test_long_recordings(whole, options, monkeypatch):
 
     What looks for pauses is the same head: without a state to go on from, that of CTC finds its labels in their frames.
     """
-    cut, looked = asr.windows.Recording.cut, []
+    cut, looked = windows.Recording.cut, []
     spy = lambda x, rows, frames, *more: looked.append((x, x.row, rows, frames)) or cut(x, rows, frames, *more)
-    monkeypatch.setattr(asr.windows.Recording, "cut", spy)
-    monkeypatch.setattr(asr.windows, "MARGIN", 0.4)
-    monkeypatch.setattr(asr.recogniser, "OPEN", 1000)  # random weights leave more open than speech does
-    how, sound = asr.recogniser.Search(**options), random_sound(120_000)
+    monkeypatch.setattr(windows.Recording, "cut", spy)
+    monkeypatch.setattr(windows, "MARGIN", 0.4)
+    monkeypatch.setattr(asr.recognition.recogniser, "OPEN", 1000)  # random weights leave more open than speech does
+    how, sound = asr.recognition.recogniser.Search(**options), random_sound(120_000)
     sound[40_000:48_000] = 0
-    many = [sound[:30_000], sound, asr.config.UserError("bad"), sound[:3000], sound[:0], sound[20_000:90_000]]
+    many = [sound[:30_000], sound, asr.system.UserError("bad"), sound[:3000], sound[:0], sound[20_000:90_000]]
     many += [sound[5_000:60_000], sound[3_000:]]
     found = []
     for seconds in (1000, 2.5):
-        monkeypatch.setattr(asr.windows, "WINDOW", seconds)
-        monkeypatch.setattr(asr.windows, "MOST", 2)
+        monkeypatch.setattr(windows, "WINDOW", seconds)
+        monkeypatch.setattr(windows, "MOST", 2)
         some = [x if isinstance(x, Exception) or len(x) < 9 else (y for y in np.array_split(x, 7)) for x in many]
-        found.append(list(asr.recognise.transcribe(whole, enumerate(some), how)))
+        found.append(list(recognise.transcribe(whole, enumerate(some), how)))
     for a, b, x in zip(*found, many, strict=True):
         assert (a.name, a.text, a.labels, a.frames, a.error) == (b.name, b.text, b.labels, b.frames, b.error)
         assert [text for text, _ in a.nbest] == [text for text, _ in b.nbest] and len(a.nbest) in (0, how.beam)
@@ -187,7 +191,7 @@ def test_long_recordings(whole, options, monkeypatch):
         return i or len(seen[0]) < 3
 
     pieces = (read.append(len(y)) or y for y in np.array_split(sound, 20))
-    gone, kept = asr.recognise.transcribe(whole, [("gone", pieces), ("kept", sound[20_000:90_000])], how, watch)
+    gone, kept = recognise.transcribe(whole, [("gone", pieces), ("kept", sound[20_000:90_000])], how, watch)
     assert "nobody waits" in gone.error and len(read) < 16 and kept.labels == found[1][5].labels == seen[1][-1]
     for labels, x in zip(seen, (found[1][1], kept)):
         assert all(y == x.labels[: len(y)] for y in labels) and len(labels) > 2
@@ -201,10 +205,10 @@ def test_cuts(whole):
     shapes = jax.ShapeDtypeStruct((1, 30, whole.width), np.float32), jax.ShapeDtypeStruct((1,), np.int32)
     found, *_ = jax.eval_shape(whole.taken, whole.params, *shapes)
     assert found.labels.shape[1] >= 30 * whole.config.max_symbols
-    x = asr.windows.Recording("a", np.zeros(8000 * 31), whole)
+    x = windows.Recording("a", np.zeros(8000 * 31), whole)
     assert x.long and x.size == 30 * 8000
     assert x.margin * whole.seconds == pytest.approx(2.0)
-    rows, pause = 700, round(asr.windows.PAUSE / whole.seconds)
+    rows, pause = 700, round(windows.PAUSE / whole.seconds)
     high = rows - x.margin
     for frames, durations, expected in (
         ([], [], high),
@@ -224,31 +228,31 @@ def test_few_programs(whole, monkeypatch):
 
     def hear(recogniser, rows, frames, *_):
         shapes.add((len(rows), frames))
-        assert all(x is None or x.frames <= frames for x in rows) and len(rows) * frames <= asr.windows.BATCH
+        assert all(x is None or x.frames <= frames for x in rows) and len(rows) * frames <= windows.BATCH
         for x in filter(None, rows):
             heard.append(x.name)
             x.done = True
 
-    monkeypatch.setattr(asr.windows, "hear_windows", hear)
+    monkeypatch.setattr(windows, "hear_windows", hear)
     for count in [*range(1, 40), *[8] * 40, 200]:
         heard, lengths = [], rng.uniform(0.1, rng.uniform(0.2, 30), count)
-        some = [asr.windows.Recording(i, np.zeros(int(8000 * x), np.float32), whole) for i, x in enumerate(lengths)]
-        asr.windows.hear(whole, some, None)
+        some = [windows.Recording(i, np.zeros(int(8000 * x), np.float32), whole) for i, x in enumerate(lengths)]
+        windows.hear(whole, some, None)
         assert sorted(heard) == [*range(count)]
     assert len(shapes) <= 20, shapes
 
 
 def test_memory(whole, monkeypatch):
     """It depends neither on the length of a recording nor on the number of recordings."""
-    monkeypatch.setattr(asr.windows, "WINDOW", 2.5)
-    monkeypatch.setattr(asr.recognise, "HELD", 400)
+    monkeypatch.setattr(windows, "WINDOW", 2.5)
+    monkeypatch.setattr(recognise, "HELD", 400)
     streamed, sound = random_recogniser(loss="rnnt", encoder="convolutional"), random_sound(8000)
 
     def peak(recogniser, count, many, trace=True):
         pieces = [enumerate(sound.copy() for _ in range(count)), [("a", (sound.copy() for _ in range(count)))]]
         if trace:
             tracemalloc.start()
-        for x in asr.recognise.transcribe(recogniser, pieces[not many]):
+        for x in recognise.transcribe(recogniser, pieces[not many]):
             assert x.duration == (1 if many else count)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -268,22 +272,22 @@ def test_what_a_machine_lacks(monkeypatch):
 
     for sounddevice in (types.SimpleNamespace(InputStream=missing, PortAudioError=OSError), None):
         monkeypatch.setitem(sys.modules, "sounddevice", sounddevice)
-        with pytest.raises(asr.config.UserError, match=r"--microphone: (No input device|.* sounddevice)"):
-            next(asr.streams.blocks_of_microphone(8000))
+        with pytest.raises(asr.system.UserError, match=r"--microphone: (No input device|.* sounddevice)"):
+            next(streams.blocks_of_microphone(8000))
     failed = lambda: (_ for _ in ()).throw(RuntimeError("Unable to initialize backend 'cuda': no GPU\nmore"))
     monkeypatch.setattr(jax, "devices", failed)
-    with pytest.raises(asr.config.UserError, match=r"^no device of .*: Unable to initialize backend 'cuda': no GPU$"):
-        asr.hosts.devices(None, 1)
+    with pytest.raises(asr.system.UserError, match=r"^no device of .*: Unable to initialize backend 'cuda': no GPU$"):
+        hosts.devices(None, 1)
 
 
 def test_sentences(tmp_path, monkeypatch, refused):
     text = 'It was a dark\nand stormy night. "Who\'s there?" Nobody saw 3 men.\n%\nQ: Is this a joke?\nShort one.\n'
-    assert asr.synthesis.sentences(text) == ["it was a dark and stormy night", "is this a joke"]
+    assert synthesis.sentences(text) == ["it was a dark and stormy night", "is this a joke"]
     (tmp_path / "a.txt").write_text("IT IS HOT\nThe BBC said so.\n")
-    assert asr.synthesis.read_texts([tmp_path / "a.txt"]) == ["it is hot", "The BBC said so."]
-    texts, shares = [f"sentence {i}" for i in range(3000)], asr.synthesis.shares("espeak=1,slt=3")
+    assert synthesis.read_texts([tmp_path / "a.txt"]) == ["it is hot", "The BBC said so."]
+    texts, shares = [f"sentence {i}" for i in range(3000)], synthesis.shares("espeak=1,slt=3")
     args = types.SimpleNamespace(voices=shares, noise=10, clean=0.25, softer=6)
-    lines = asr.synthesis.plan(texts, np.random.default_rng(0), args)
+    lines = synthesis.plan(texts, np.random.default_rng(0), args)
     assert sorted(x.text for part in lines.values() for x in part) == sorted(texts)
     for one in lines:
         for other in set(lines) - {one}:
@@ -292,8 +296,8 @@ def test_sentences(tmp_path, monkeypatch, refused):
     assert abs(np.mean(slt) - 0.75) < 0.03 and abs(np.mean(clean) - 0.25) < 0.03
     command = ["corpus", tmp_path / "speech", "--voices"]
     refused([*command, "espeak=1,joe=2"], "--voices: expected shares of espeak, hibari")
-    monkeypatch.setattr(asr.synthesis.shutil, "which", lambda name: name != "flite")
-    monkeypatch.setattr(asr.synthesis.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(synthesis.shutil, "which", lambda name: name != "flite")
+    monkeypatch.setattr(synthesis.importlib.util, "find_spec", lambda name: None)
     refused([*command, "slt=1"], "flite is missing: apt-get install flite")
     refused([*command, "hibari=1"], "hibari is missing: pip install hibari-tts")
 
@@ -346,7 +350,7 @@ def test_word_ngrams(tmp_path, capsys, order):
 def test_word_bonus(pieces):
     """After any labels, as many words were paid for as their text has; other labels and blanks are no words."""
     vocabulary = types.SimpleNamespace(pieces=pieces, separator=pieces[0], labels=lambda: list(pieces))
-    bonus = asr.ngrams.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
+    bonus = ngrams.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
     rows = np.array([*itertools.product(range(len(pieces)), repeat=5)])
     labels = np.concatenate([np.full((len(rows), 1), 4), rows], 1)  # the start label is the blank
     paid = jax.lax.scan(lambda state, x: bonus.step(state, x)[::-1], bonus.initial(len(rows)), labels.T)[1]
@@ -402,19 +406,19 @@ def test_corpora_of_stubs(tmp_path, capsys, monkeypatch, refused):
 
     def spoken(line, rng):
         if line.voice == "hibari":
-            asr.synthesis.hibari()
+            synthesis.hibari()
         return tone * (line.text not in silent)
 
-    monkeypatch.setattr(asr.synthesis, "check", lambda voices: None)
-    monkeypatch.setattr(asr.synthesis, "spoken", spoken)
-    monkeypatch.setattr(asr.synthesis.importlib, "import_module", lambda name: types.SimpleNamespace(Hibari=slow))
-    asr.synthesis.hibari.cache_clear()
+    monkeypatch.setattr(synthesis, "check", lambda voices: None)
+    monkeypatch.setattr(synthesis, "spoken", spoken)
+    monkeypatch.setattr(synthesis.importlib, "import_module", lambda name: types.SimpleNamespace(Hibari=slow))
+    synthesis.hibari.cache_clear()
     (tmp_path / "a.txt").write_text("".join(f"number {'x' * i}\n" for i in range(1, 200)))
 
     def made(name, *more):
         run(["corpus", tmp_path / name, "--hours", "0.0005", "--text", tmp_path / "a.txt", *more])
         files = sorted((tmp_path / name).rglob("*.flac"))
-        return {x.relative_to(tmp_path / name): asr.audio.read(x, 16000) for x in files}, capsys.readouterr().out
+        return {x.relative_to(tmp_path / name): audio.read(x, 16000) for x in files}, capsys.readouterr().out
 
     silent = ()
     first, out = made("one", "--voices", "hibari=1")
@@ -443,7 +447,7 @@ def test_made_up_speech(tmp_path, capsys, refused):
     """Three folders of recordings with their texts, which are complete."""
     speech = make_speech(tmp_path, 0.005)
     assert "train: " in capsys.readouterr().out
-    (stretch,) = asr.audio.stretches(next((speech / "train").rglob("*.flac")))
+    (stretch,) = audio.stretches(next((speech / "train").rglob("*.flac")))
     assert (stretch.rate, stretch.channels) == (16000, 1)
     run(["check", *(speech / name for name in ("train", "valid", "test"))])
     assert "left out" not in capsys.readouterr().out

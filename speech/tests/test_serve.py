@@ -15,6 +15,8 @@ import zlib
 import numpy as np
 import pytest
 
+from jax_rnnt_speech.data import features, manifests
+from jax_rnnt_speech.training import runs
 from support import CONVOLUTIONAL, asr, random_recogniser, run
 
 pytest.importorskip("aiohttp")
@@ -23,7 +25,9 @@ from aiohttp import FormData, WSServerHandshakeError, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from jax_rnnt import timing
-from jax_rnnt_speech import audio, recognise, server, transcripts
+from jax_rnnt_speech.data import audio
+from jax_rnnt_speech.recognition import recognise, transcripts
+from jax_rnnt_speech.serving import server
 
 ROUTE = "/v1/audio/transcriptions"
 # Required fields of openai-python 3.57: types.audio.TranscriptionVerbose, TranscriptionSegment, TranscriptionWord, the
@@ -45,7 +49,7 @@ SCHEMA = {
 def folder(tmp_path_factory):
     """Of a model with random weights that writes many words."""
     recogniser, path = random_recogniser(**CONVOLUTIONAL), tmp_path_factory.mktemp("run")
-    of = asr.runs.Run(path)
+    of = runs.Run(path)
     of.open()
     of.save(1, recogniser.setup(), params=recogniser.params)
     of.close()
@@ -106,7 +110,7 @@ def heard(served, samples):
 
 def expected(served, samples):
     """The Transcript that `transcribe` writes."""
-    return transcripts.transcript(served.recogniser, asr.manifests.Entry("a", "a", ""), heard(served, samples))
+    return transcripts.transcript(served.recogniser, manifests.Entry("a", "a", ""), heard(served, samples))
 
 
 def same(words, truth):
@@ -169,7 +173,7 @@ def test_streams_that_come_and_go(served):
 
     They are beams, which hold labels back until no hypothesis differs.
     """
-    served = server.Server(served.recogniser, asr.recogniser.Search(beam=2), served.options)
+    served = server.Server(served.recogniser, asr.recognition.recogniser.Search(beam=2), served.options)
     rng = np.random.default_rng(0)
     recordings = [rng.normal(0, 0.3, size).clip(-1, 1) for size in (4000, 9000, 2500, 6000, 30, 5000, 3000)]
     pcm = [np.int16(x * 32767) if i % 2 else np.float32(x) for i, x in enumerate(recordings)]
@@ -314,10 +318,10 @@ def test_events(served, corpus, monkeypatch):
     def slow(jobs):  # in the place of a recording of several windows
         (file,) = jobs
         for text in "A", "A", "A B":
-            found = asr.results.Labels(labels(text), [], [-0.5, -0.25, -1.0][: len(text)], [], [])
+            found = asr.recognition.results.Labels(labels(text), [], [-0.5, -0.25, -1.0][: len(text)], [], [])
             assert file.watch(found)
         assert go_on.wait(20)
-        file.watch(asr.results.Labels(labels("A BC"), [], [-0.5, -0.25, -1.0, 0.0], [], []))
+        file.watch(asr.recognition.results.Labels(labels("A BC"), [], [-0.5, -0.25, -1.0, 0.0], [], []))
         return [
             server.Problem(400, "cut off") if b"bad" in file.getvalue() else transcripts.Transcript("A BC", 1.0, [])
         ]
@@ -450,7 +454,7 @@ def test_clients_that_go(served, monkeypatch):
             x.cancel()
         await asyncio.wait(waiting)
         await until(0)
-        assert [x.watch(asr.results.no_labels()) for x in ran] == [False]
+        assert [x.watch(asr.recognition.results.no_labels()) for x in ran] == [False]
         _, writer = await asyncio.open_connection(client.host, client.port)  # gone within its upload
         writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n" % ROUTE.encode())
         writer.write(b"Content-Type: multipart/form-data; boundary=x\r\n\r\n" + head)
@@ -521,10 +525,10 @@ def test_export(served, folder, tmp_path):
     run(["export", tmp_path / "x.zip", "--model", folder, "--seconds", 0.001], 2)
 
 
-@pytest.mark.parametrize("preset", asr.features.PRESETS)
+@pytest.mark.parametrize("preset", features.PRESETS)
 def test_features_of_padded_recordings(preset):
     """Whatever is behind a recording, its frames are those of it alone."""
-    extractor = asr.features.made(preset, 16000, 16, 25, 10, False)
+    extractor = features.made(preset, 16000, 16, 25, 10, False)
     samples = np.random.default_rng(0).normal(0, 0.3, (3, 9000)).astype(np.float32)
     lengths = np.array([9000, 4321, 800])
     counts = extractor.counts(lengths, np)

@@ -9,6 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from jax_rnnt_speech.model import transducer
+from jax_rnnt_speech.system import hosts
+from jax_rnnt_speech.training import checkpoints, runs, steps, train
 from support import CONVOLUTIONAL, arguments, asr, configuration, prepared, run, steps_of, weights, write_audio
 
 
@@ -18,7 +21,7 @@ def test_padding_and_the_future(chunk):
     one give them, also where an utterance ends within a chunk. Else they depend on what comes later.
     """
     config = configuration(chunk=chunk, past=6, blocks=2, kernel=5)
-    model = asr.model.Transducer(config, 6, 3, 4, rngs=asr.model.nnx.Rngs(0, dropout=0))
+    model = transducer.Transducer(config, 6, 3, 4, rngs=transducer.nnx.Rngs(0, dropout=0))
     model.eval()
     x, lengths = np.random.default_rng(0).normal(size=(2, 64, 6)).astype(np.float32), np.array([64, 37])
     encode = jax.jit(lambda *x: model.encode(*x))
@@ -62,7 +65,7 @@ def test_dropout_follows_the_step(corpus):
 
 
 def losses(workdir):
-    return [(x["step"], x["loss"], x["norm"]) for x in asr.runs.metrics_of(workdir) if "loss" in x]
+    return [(x["step"], x["loss"], x["norm"]) for x in runs.metrics_of(workdir) if "loss" in x]
 
 
 def test_a_run(trained):
@@ -164,12 +167,12 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints/4")
     shutil.rmtree(part / "cache")  # what is made anew has the same bits
-    monkeypatch.delattr(asr.recogniser.Recogniser, "params")  # that draws them
+    monkeypatch.delattr(asr.recognition.recogniser.Recogniser, "params")  # that draws them
     run([*arguments(corpus, part, **more), "--resume"])
     assert losses(part) == losses(whole) and len(losses(part)) == 4
 
     def arrays(workdir, name):
-        store = asr.checkpoints.ocp.StandardCheckpointer()
+        store = checkpoints.ocp.StandardCheckpointer()
         return jax.tree.leaves(store.restore((workdir / "checkpoints/4" / name).resolve()))
 
     for name in ("params", "training"):
@@ -184,8 +187,8 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     """
     shutil.copytree(trained[0], tmp_path / "run")
     started, seen, changed = [], [], [*arguments(corpus, tmp_path / "run"), "--resume", "--steps", 7, "--change"]
-    monkeypatch.setattr(asr.hosts, "agree", lambda name, x: seen.append(x))
-    monkeypatch.setattr(asr.train.Training, "main", lambda x: started.append(x) or asr.train.Rates(0, 0, 0))
+    monkeypatch.setattr(hosts, "agree", lambda name, x: seen.append(x))
+    monkeypatch.setattr(train.Training, "main", lambda x: started.append(x) or train.Rates(0, 0, 0))
     monkeypatch.chdir(corpus)
     run(["train", "--resume", "--workdir", tmp_path / "run", "--train", "all.jsonl"])
     assert started[0].progress.rates and started[0].progress.step
@@ -201,7 +204,7 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
             (corpus / name).write_text(rows)
     run(changed)
     before, with_others, others, again = (x.progress for x in started)
-    assert before == with_others == again and others == asr.train.Progress()
+    assert before == with_others == again and others == train.Progress()
     assert seen[3] not in seen[1:3]
 
 
@@ -288,7 +291,7 @@ def test_every_loss(corpus, name):
     recogniser, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
     first = float(jax.jit(lambda params: recogniser.mean_loss(params, batch, 0))(recogniser.params))
     recogniser.config = dataclasses.replace(recogniser.config, joint="tiles")
-    optimizer = asr.steps.optax.apply_if_finite(asr.steps.optax.adam(1e-2), 3)
+    optimizer = steps.optax.apply_if_finite(steps.optax.adam(1e-2), 3)
     (_, state, frozen, step), results = steps_of(recogniser, optimizer), []
     for i in range(30):
         state, numbers = step(state, batch, frozen, i)

@@ -18,6 +18,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jax_rnnt
+from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
+from jax_rnnt_speech.model import ctc, encoders, losses, transducer
+from jax_rnnt_speech.system import hosts, programs
+from jax_rnnt_speech.training import epochs, runs, train
 from support import (
     CONVOLUTIONAL,
     arguments,
@@ -36,10 +40,13 @@ from support import (
 SLOW = "aiohttp", "av", "grain", "matplotlib", "orbax", "scipy", "sklearn", "sounddevice", "tensorboardX", "tokenizers"
 
 
-@pytest.mark.parametrize(("modules", "loaded"), [("commands", ["av"]), ("pretrained, steps", [])])
+@pytest.mark.parametrize(
+    ("modules", "loaded"),
+    [("jax_rnnt_speech.cli", ["av"]), ("jax_rnnt_speech.pretrained, jax_rnnt_speech.training.steps", [])],
+)
 def test_imports(modules, loaded):
     """The command line starts without what one command needs; a step on a model of a file needs none of it."""
-    code = f"import sys; from jax_rnnt_speech import {modules}; print(*sorted(sys.modules.keys() & {SLOW}))"
+    code = f"import sys, {modules}; print(*sorted(sys.modules.keys() & {SLOW}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == loaded
 
@@ -60,7 +67,7 @@ def enumerated(logits, labels, blank):
 def test_programs_are_kept_in_new_folders(tmp_path, monkeypatch):
     """Of a run, whose folder is not there yet; else the user's. What JAX has already stays."""
     mine = tmp_path / "home/.cache/jax_rnnt_speech/programs"
-    monkeypatch.setattr(asr.programs.Path, "home", lambda: tmp_path / "home")
+    monkeypatch.setattr(programs.Path, "home", lambda: tmp_path / "home")
     before = jax.config.jax_compilation_cache_dir
     try:
         for folder, expected in (
@@ -69,11 +76,11 @@ def test_programs_are_kept_in_new_folders(tmp_path, monkeypatch):
             (None, mine),
         ):
             jax.config.update("jax_compilation_cache_dir", None)
-            monkeypatch.setattr(asr.programs.os, "access", lambda path, mode: path.exists() and path.name != "full")
+            monkeypatch.setattr(programs.os, "access", lambda path, mode: path.exists() and path.name != "full")
             (tmp_path / "full").mkdir(exist_ok=True)
-            asr.programs.keep(folder)
+            programs.keep(folder)
             assert jax.config.jax_compilation_cache_dir == str(expected or folder)
-        asr.programs.keep(tmp_path / "runs/other/programs")
+        programs.keep(tmp_path / "runs/other/programs")
         assert jax.config.jax_compilation_cache_dir == str(mine)
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -83,14 +90,14 @@ def test_a_barrier_before_each_block():
     """Of every encoder; without them, XLA computes gradients of later blocks again in each block on CPUs."""
     own = configuration(blocks=3)
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "subsampling_conv_channels": 2}
-    fast = asr.encoders.EncoderConfig(num_hidden_layers=3, num_mel_bins=6, **small)
-    heard = asr.encoders.WhisperConfig(8, 3, 2, 8, num_mel_bins=6)
+    fast = encoders.EncoderConfig(num_hidden_layers=3, num_mel_bins=6, **small)
+    heard = encoders.WhisperConfig(8, 3, 2, 8, num_mel_bins=6)
     for kind, *sizes in (
-        (asr.encoders.Conformer, own, 6),
-        (asr.encoders.Convolutional, own, 6),
-        (asr.encoders.FastConformer, fast),
-        (asr.encoders.Whisper, heard),
-        (asr.model.Head, dataclasses.replace(own, stack=1), 6),
+        (encoders.Conformer, own, 6),
+        (encoders.Convolutional, own, 6),
+        (encoders.FastConformer, fast),
+        (encoders.Whisper, heard),
+        (transducer.Head, dataclasses.replace(own, stack=1), 6),
     ):
         make = lambda kind=kind, sizes=sizes: kind(*sizes, dtype=np.float32, rngs=nnx.Rngs(0))
         graphdef, state = nnx.split(nnx.eval_shape(make))
@@ -108,7 +115,7 @@ def test_ctc_is_that_of_all_paths():
         row[: len(labels)] = labels
     counts = np.array([len(labels) for labels, _ in cases])
     rows[np.arange(5) >= lengths[:, None]] = np.nan  # nobody reads them
-    total = lambda rows: (jnp.sum(x := asr.ctc.loss(rows, targets, lengths, counts)), x)
+    total = lambda rows: (jnp.sum(x := ctc.loss(rows, targets, lengths, counts)), x)
     gradient, values = jax.jit(jax.grad(total, has_aux=True))(rows)
     for b, (labels, n) in enumerate(cases):
         value, exact = enumerated(rows[b, :n], labels, blank)
@@ -125,7 +132,7 @@ def test_options_of_losses():
         ("hat", jax_rnnt.HATLoss(), (5, 6)),
         ("ctc", None, (5, 6)),
     ):
-        found = asr.losses.variant_of(configuration(loss=name, sigma=0.2, durations=(0, 1, 3)))
+        found = losses.variant_of(configuration(loss=name, sigma=0.2, durations=(0, 1, 3)))
         assert (found.loss, found.outputs(5)) == (loss, outputs)
 
 
@@ -134,7 +141,7 @@ def test_loss_of_texts(corpus, tmp_path, capsys):
     recogniser, _ = prepared(corpus, **CONVOLUTIONAL)
     (tmp_path / "x.txt").write_text("AB\nnone\nCAB A\n")
     config = dataclasses.replace(recogniser.config, text=str(tmp_path / "x.txt"))
-    labels, lengths = asr.batches.sentences(config, recogniser.tokens)
+    labels, lengths = batches.sentences(config, recogniser.tokens)
     assert "text: left out, characters outside the vocabulary: 1 (none)" in capsys.readouterr().out
     assert lengths.tolist() == [2, 5] and labels[0, :3].tolist() == [0, 1, 0]
     model = recogniser.model(recogniser.params)
@@ -146,7 +153,7 @@ def test_loss_of_texts(corpus, tmp_path, capsys):
         for u in range(length):
             x = logits[i, u, : len(recogniser.tokens.pieces)]
             total -= x[labels[i, u]] - math.log(np.exp(x).sum())
-    value = asr.losses.of_texts(model, labels, lengths, len(recogniser.tokens.pieces))
+    value = losses.of_texts(model, labels, lengths, len(recogniser.tokens.pieces))
     assert float(value) == pytest.approx(total / 2, rel=1e-5)
 
 
@@ -178,8 +185,8 @@ def test_frozen_parts_rates_and_average(corpus):
         decay = min(0.9, (1 + i) / (10 + i))
         average = decay * average + (1 - decay) * x
     np.testing.assert_allclose(states[-1]["average"][name], average, atol=1e-6)
-    with pytest.raises(asr.config.UserError, match="no parameter is called decoder; they begin with ctc, encoder"):
-        asr.parts.Parts(dataclasses.replace(recogniser.config, freeze="decoder"), recogniser.params)
+    with pytest.raises(asr.system.UserError, match="no parameter is called decoder; they begin with ctc, encoder"):
+        asr.model.parts.Parts(dataclasses.replace(recogniser.config, freeze="decoder"), recogniser.params)
 
 
 def test_sharded(corpus):
@@ -203,8 +210,8 @@ def test_computed_again(corpus):
     again = {"scan": True, "remat": True, "rates": rates}
     for way in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", **again}, {}, {"remat": True}, again):
         config = dataclasses.replace(recogniser.config, **way)
-        other = asr.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
-        parts = asr.parts.Parts(config, recogniser.params)
+        other = asr.recognition.recogniser.Recogniser(config, recogniser.tokens, recogniser.mean, recogniser.deviation)
+        parts = asr.model.parts.Parts(config, recogniser.params)
         free, frozen = parts.free(recogniser.params), parts.frozen(recogniser.params)
         loss = lambda free, other=other, parts=parts: other.mean_loss(parts.whole(free, frozen), batch, 1)
         if "dtype" in way:
@@ -230,7 +237,7 @@ def test_versions_of_recordings(tmp_path):
         write_audio(tmp_path / f"noise/{i}.wav", 0.3, rate, seed=i)
     tone = np.sin(2 * np.pi * 500 * np.arange(int(rate * seconds)) / rate).astype(np.float32)
     more = {"speeds": (0.8, 1.25), "noise": str(tmp_path / "noise"), "snr": (10.0, 10.0)}
-    versions = asr.augmentation.Versions(configuration(**more))
+    versions = augmentation.Versions(configuration(**more))
     assert versions.count == 6
     for version, speed in enumerate((1, 0.8, 1.25)):
         x = versions.of(tone, version, 0)
@@ -242,21 +249,24 @@ def test_versions_of_recordings(tmp_path):
     ratio = np.square(tone).mean() / np.square(noisy[0] - tone).mean()
     assert 10 * np.log10(ratio) == pytest.approx(10, abs=0.01)
     changes = {}, {"seed": 1}, {"snr": (0.0, 10.0)}, {"gain": 1.0}, {"speeds": (0.8,)}
-    others = [asr.augmentation.Versions(configuration(**(more | x))) for x in changes]
+    others = [augmentation.Versions(configuration(**(more | x))) for x in changes]
     assert len({json.dumps(x.key()) for x in others}) == len(changes)  # of the cache
     assert (others[1].of(tone, 3, 0) != noisy[0]).any()
     for i in range(2):  # every file of noise is used, from any place on
         (tmp_path / "ramps").mkdir(exist_ok=True)
-        asr.audio.write(tmp_path / f"ramps/{i}.wav", (1 - 2 * i) * np.linspace(0.1, 0.2, 90 * rate), rate)
-    ramps = asr.augmentation.Versions(configuration(noise=str(tmp_path / "ramps")))
+        audio.write(tmp_path / f"ramps/{i}.wav", (1 - 2 * i) * np.linspace(0.1, 0.2, 90 * rate), rate)
+    ramps = augmentation.Versions(configuration(noise=str(tmp_path / "ramps")))
     heard = [ramps.noise(np.random.default_rng(i), tone)[0] for i in range(20)]
     assert len({float(x) for x in heard}) == 20 and {x > 0 for x in heard} == {True, False}
-    assert len(asr.augmentation.heard(ramps.noises[0], rate)) == 60 * rate
-    asr.audio.write(tmp_path / "ramps/0.wav", np.zeros(99), rate)
-    asr.augmentation.heard.cache_clear()
-    with pytest.raises(asr.config.UserError, match=r"ramps/0\.wav is silent"):
-        asr.augmentation.heard(ramps.noises[0], rate)
-    gain, quiet = asr.augmentation.Versions(configuration(gain=6.0)), asr.augmentation.Versions(configuration())
+    assert len(augmentation.heard(ramps.noises[0], rate)) == 60 * rate
+    audio.write(tmp_path / "ramps/0.wav", np.zeros(99), rate)
+    augmentation.heard.cache_clear()
+    with pytest.raises(asr.system.UserError, match=r"ramps/0\.wav is silent"):
+        augmentation.heard(ramps.noises[0], rate)
+    gain, quiet = (
+        augmentation.Versions(configuration(gain=6.0)),
+        augmentation.Versions(configuration()),
+    )
     louder = np.array([gain.of(np.ones(9, np.float32), 1, i) for i in range(50)])
     assert (louder == louder[:, :1]).all() and 5 < np.abs(20 * np.log10(louder)).max() <= 6 and quiet.count == 1
 
@@ -264,10 +274,10 @@ def test_versions_of_recordings(tmp_path):
 def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     """Features are those of the recordings up to float16, and a second start decodes nothing."""
     config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25), synthetic=str(corpus / "held-out.jsonl"))
-    plain = asr.corpora.open_corpus(config.train, config, "train")
-    first = asr.corpora.open_corpus(config.train, config, "train", tmp_path)
-    monkeypatch.setattr(asr.audio, "blocks", None)  # nothing can be decoded
-    second = asr.corpora.open_corpus(config.train, config, "train", tmp_path)
+    plain = corpora.open_corpus(config.train, config, "train")
+    first = corpora.open_corpus(config.train, config, "train", tmp_path)
+    monkeypatch.setattr(audio, "blocks", None)  # nothing can be decoded
+    second = corpora.open_corpus(config.train, config, "train", tmp_path)
     assert len(second.utterances) == 24 and second.further == {10, 11, 22, 23}
     assert [x.frames for x in second.utterances] == [x.frames for x in plain.utterances]
     assert not any(x.frames for x in second.utterances[22:])  # synthetic speech at another speed
@@ -278,52 +288,52 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     for i in (0, 11, 21):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
     both = dataclasses.replace(config, train=[config.train, config.synthetic], synthetic="")
-    both = asr.corpora.open_corpus(both.train, both, "train", tmp_path)
+    both = corpora.open_corpus(both.train, both, "train", tmp_path)
     assert len(both.load(23, None)) == both.utterances[23].frames  # not from the folder that lacks it
-    known, free = asr.corpora.Recordings(corpus, config), asr.cache.shutil.disk_usage("/")
+    known, free = corpora.Recordings(corpus, config), cache.shutil.disk_usage("/")
     large = [(0, np.full((3, 6), 1e6))]
-    with pytest.raises(asr.config.UserError, match="numbers too large for float16: --cache none"):
-        asr.cache.Stored(known, tmp_path / "full", "key", 6, large)
-    monkeypatch.setattr(asr.cache.shutil, "disk_usage", lambda _: free._replace(free=10))
-    with pytest.raises(asr.config.UserError, match=r"--cache needs .* GB in .*/full, which has 0\.0"):
-        asr.cache.Stored(known, tmp_path / "full", "key", 6, large)
+    with pytest.raises(asr.system.UserError, match="numbers too large for float16: --cache none"):
+        cache.Stored(known, tmp_path / "full", "key", 6, large)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: free._replace(free=10))
+    with pytest.raises(asr.system.UserError, match=r"--cache needs .* GB in .*/full, which has 0\.0"):
+        cache.Stored(known, tmp_path / "full", "key", 6, large)
     monkeypatch.undo()
     assert not list((tmp_path / "full").iterdir())
     known.report.add("a reason", "a name")
-    asr.cache.Stored(known, tmp_path / "full", "key", 6, [(0, np.ones((3, 6)))])
+    cache.Stored(known, tmp_path / "full", "key", 6, [(0, np.ones((3, 6)))])
 
     def meanwhile():
-        asr.cache.Stored(known, tmp_path / "full", "two", 6, [(0, np.ones((3, 6)))])  # by another run
+        cache.Stored(known, tmp_path / "full", "two", 6, [(0, np.ones((3, 6)))])  # by another run
         yield 0, np.ones((3, 6))
 
     with monkeypatch.context() as patch:
-        patch.setattr(asr.cache.os, "getpid", iter([1, 2]).__next__)
-        asr.cache.Stored(known, tmp_path / "full", "two", 6, meanwhile())
+        patch.setattr(cache.os, "getpid", iter([1, 2]).__next__)
+        cache.Stored(known, tmp_path / "full", "two", 6, meanwhile())
     assert len([*(tmp_path / "full").iterdir()]) == 2
-    again = asr.corpora.Recordings(corpus, config)
-    asr.cache.Stored(again, tmp_path / "full", "key", 6, None)
+    again = corpora.Recordings(corpus, config)
+    cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
     zeros = lambda path: path.write_bytes(bytes(path.stat().st_size))
     damages = lambda path: path.write_bytes(path.read_bytes()[:10]), lambda path: path.unlink(), zeros
     for damage, name in itertools.product(damages, ("arrays", "left-out.json", "index.npy")):  # as a crash cuts off
         for path in (tmp_path / "full").glob(f"*/{name}"):
             damage(path)
-        asr.cache.Stored(again, tmp_path / "full", "key", 6, [(0, np.full((3, 6), 2))])  # of the one that is read
-        assert (asr.cache.Stored(again, tmp_path / "full", "key", 6, None).load(0, None) == 2).all()
+        cache.Stored(again, tmp_path / "full", "key", 6, [(0, np.full((3, 6), 2))])  # of the one that is read
+        assert (cache.Stored(again, tmp_path / "full", "key", 6, None).load(0, None) == 2).all()
         assert "is damaged, and made anew: " in capsys.readouterr().err
     write_audio(tmp_path / "a.wav", 0.1)
     for seconds in (0.1, 0.2):  # another file of the same name is read again
         write_audio(tmp_path / "a.wav", seconds)
-        lengths = asr.cache.Lengths(tmp_path)
+        lengths = cache.Lengths(tmp_path)
         assert lengths.of(tmp_path / "a.wav")[0].samples == 8000 * seconds
         lengths.write()
-    stamp = asr.cache.stamp(tmp_path / "a.wav")
+    stamp = cache.stamp(tmp_path / "a.wav")
     write_audio(tmp_path / "a.wav", 0.2, seed=1)
-    assert asr.cache.stamp(tmp_path / "a.wav") != stamp and asr.cache.Lengths(tmp_path).known
-    monkeypatch.setattr(asr.cache, "FORM", 0)
-    assert not asr.cache.Lengths(tmp_path).known
-    data = asr.batches.labelled(second, asr.tokens.Characters("ABC "), 4)
-    share = [i in second.further for i in map(int, asr.epochs.mixed(list(range(24)), second, config)[:36])]
+    assert cache.stamp(tmp_path / "a.wav") != stamp and cache.Lengths(tmp_path).known
+    monkeypatch.setattr(cache, "FORM", 0)
+    assert not cache.Lengths(tmp_path).known
+    data = batches.labelled(second, asr.data.tokens.Characters("ABC "), 4)
+    share = [i in second.further for i in map(int, epochs.mixed(list(range(24)), second, config)[:36])]
     assert sum(share) == 18 and len(data.labels) == 22
 
 
@@ -333,23 +343,23 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     options = {"train": str(corpus / "all.jsonl"), "freeze": "encoder:1", "dropout": 0.5, "time_masks": 0}
     options |= {"mel_masks": 0}
     config = configuration(**options, blocks=2, buckets=1, **CONVOLUTIONAL)
-    tokens, zeros = asr.tokens.Characters("ABC "), np.zeros(6)
-    data = asr.batches.labelled(asr.corpora.open_corpus(config.train, config, "train", tmp_path), tokens, 4)
-    recogniser = asr.recogniser.Recogniser(config, tokens, zeros, zeros + 1)
-    parts, buckets = asr.parts.Parts(config, recogniser.params), asr.batches.make_buckets(data, config, 1)
+    tokens, zeros = asr.data.tokens.Characters("ABC "), np.zeros(6)
+    data = batches.labelled(corpora.open_corpus(config.train, config, "train", tmp_path), tokens, 4)
+    recogniser = asr.recognition.recogniser.Recogniser(config, tokens, zeros, zeros + 1)
+    parts, buckets = asr.model.parts.Parts(config, recogniser.params), batches.make_buckets(data, config, 1)
     values, whole = [], (data, buckets, tmp_path)
     for layers in (None, 1):
         if layers:
-            data, buckets = asr.cache.rows(recogniser, parts, data, buckets, tmp_path)
-        batch = asr.epochs.training(data, config, buckets, (0, 1))[0]
+            data, buckets = cache.rows(recogniser, parts, data, buckets, tmp_path)
+        batch = epochs.training(data, config, buckets, (0, 1))[0]
         assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
         batch.pop("index")
         values.append(float(recogniser.mean_loss(recogniser.params, batch, 1, layers)))
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
     found = []
     for change in ({"seed": 1}, {"bfloat16_rows": True}):
-        other = asr.recogniser.Recogniser(dataclasses.replace(config, **change), tokens, zeros, zeros + 1)
-        found.append(asr.cache.rows(other, parts, *whole)[0].corpus)
+        other = asr.recognition.recogniser.Recogniser(dataclasses.replace(config, **change), tokens, zeros, zeros + 1)
+        found.append(cache.rows(other, parts, *whole)[0].corpus)
     assert len({data.corpus.folder, *(x.folder for x in found)}) == 3
     near, exact = (np.concatenate([x.load(i, None) for i in data.labels]) for x in (found[1], data.corpus))
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 2e-2
@@ -373,9 +383,9 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
     shutil.copytree(trained[0] / "checkpoints", workdir / "checkpoints")
     shutil.copytree(trained[0] / "best", workdir / "best")
     (workdir / "checkpoints/9.orbax-checkpoint-tmp").mkdir()  # of a save that was killed
-    run_of, chosen = asr.runs.open_run(workdir), {}
+    run_of, chosen = runs.open_run(workdir), {}
     six, three = (workdir / "checkpoints" / x for x in "63")
-    trees = {"params": asr.recogniser.Recogniser.from_setup(run_of.setup()).shapes}
+    trees = {"params": asr.recognition.recogniser.Recogniser.from_setup(run_of.setup()).shapes}
     new, old = (jax.tree.leaves(run_of.restore(folder, **trees)) for folder in (six, three))
     assert any((x != y).any() for x, y in zip(new, old))
     for path in [x for x in six.rglob("*") if x.is_file() and x.stat().st_size]:
@@ -427,9 +437,9 @@ def test_disks_without_room(tmp_path, capsys):
     recogniser, folder = random_recogniser(**CONVOLUTIONAL), tmp_path / "run"
     first, more = [np.asarray(x) for x in jax.tree.leaves(recogniser.params)], {"training": {"x": np.zeros(2)}}
     for step, size in ((1, None), (4, 60)):
-        run_of = asr.runs.Run(folder, resume=True)
+        run_of = runs.Run(folder, resume=True)
         run_of.open()
-        metrics = asr.runs.Metrics(folder, 1)
+        metrics = runs.Metrics(folder, 1)
         metrics.write(step, loss=step)
         params = jax.tree.map(lambda x, step=step: x + (step - 1), recogniser.params)
         if not size:
@@ -441,21 +451,21 @@ def test_disks_without_room(tmp_path, capsys):
             metrics.write(5, loss=5)
             metrics.write(6, loss=6)
             found = r"checkpoints/4 cannot be written: File too large; --resume goes on from step 1$"
-            with pytest.raises(asr.config.UserError, match=found), contextlib.closing(run_of):
+            with pytest.raises(asr.system.UserError, match=found), contextlib.closing(run_of):
                 run_of.save(step, recogniser.setup(), params=params, **more)
     metrics.write(7, loss=7)
     metrics.close()
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "metrics.jsonl" in x]
     assert line == f"step 5: {folder}/metrics.jsonl cannot be written, and lacks numbers: File too large"
-    assert [x["step"] for x in asr.runs.metrics_of(folder)] == [1, 4, 7]
-    assert asr.runs.open_run(folder).whole(["params", "training"]).name == "1"
+    assert [x["step"] for x in runs.metrics_of(folder)] == [1, 4, 7]
+    assert runs.open_run(folder).whole(["params", "training"]).name == "1"
     for x, y in zip(weights(folder), first, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_lines_of_several_processes():
     stream = io.StringIO()
-    numbered = asr.hosts.Numbered(stream, "process 1: ")
+    numbered = hosts.Numbered(stream, "process 1: ")
     for text in ("a\nb", "c\n", "", "\n", "d"):
         print(text, end="", file=numbered, flush=True)
     assert stream.getvalue() == "process 1: a\nprocess 1: bc\nprocess 1: \nprocess 1: d" and not numbered.isatty()
@@ -474,7 +484,7 @@ def test_one_training_at_a_time(corpus, trained, tmp_path, refused):
         other.communicate(b"\n")
     before = {x.relative_to(workdir): x.read_bytes() for x in workdir.glob("checkpoints/**/*") if x.is_file()}
     for _ in range(2):  # the first one ends before it has a checkpoint
-        run_of = asr.runs.Run(workdir, overwrite=True)
+        run_of = runs.Run(workdir, overwrite=True)
         run_of.open()
         kept = {x.relative_to(workdir / "earlier"): x.read_bytes() for x in workdir.glob("earlier/**/*") if x.is_file()}
         assert kept == before
@@ -492,9 +502,9 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
 
     def measured(self, params, step, metrics=None):
         steps.append(step)
-        return asr.train.Rates(1.0, 1.0, next(rates))
+        return train.Rates(1.0, 1.0, next(rates))
 
-    monkeypatch.setattr(asr.train.Training, "measure", measured)
+    monkeypatch.setattr(train.Training, "measure", measured)
     (tmp_path / "hook.py").write_text("def hear(step, numbers):\n    print('heard', step)\n")
     workdir = tmp_path / "run"
     command = arguments(corpus, workdir, patience=2, save_every=1, steps=6)
@@ -503,14 +513,14 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert "best test: step 2" in out and "WER 40.0%" in out
     assert [x.name for x in (workdir / "best").iterdir()] == ["2"]
     assert [x for x in out.splitlines() if x.startswith("heard")] == [f"heard {i}" for i in (1, 2, 3, 4)]
-    setup = asr.runs.open_run(workdir).setup()
+    setup = runs.open_run(workdir).setup()
     assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
     run([*command, "--resume"])  # has ended already: its best weights are evaluated
     assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out and steps == [1, 2, 3, 4, 2]
     run([*command, "--resume", "--change", "--steps", 4, "--valid", corpus / "all.jsonl"])  # of other utterances
     assert "held-out CER 1.0%, WER 0.0%" in capsys.readouterr().out and steps[5:] == [2]
     for step in (5, 3):  # an interrupted run was at step 5 already
-        other = asr.runs.Run(tmp_path / "other")
+        other = runs.Run(tmp_path / "other")
         other.open()
         other.save(step, {}, best=True, params={"x": np.zeros(2)})
         other.close()

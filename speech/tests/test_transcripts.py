@@ -16,16 +16,18 @@ import sentencepiece
 from praatio import textgrid
 
 from jax_rnnt import decode, timing
-from jax_rnnt_speech import transcripts
+from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.recognition import ngrams, transcripts
+from jax_rnnt_speech.system import outputs
 from support import asr, run, subwords
 
 
 @pytest.mark.parametrize("text", ["A AB  BA", " A", "B ", "", " ", "BAB"])
 def test_words(text):
     """They are those of the text, of characters and of subwords; times and confidence by hand."""
-    characters = asr.tokens.Characters("AB ")
+    characters = asr.data.tokens.Characters("AB ")
     config = asr.config.Config(tokens="subwords", vocabulary=8)
-    subwords = asr.tokens.train(config, ["A AB BA", "BAB A", "ABBA AB"] * 9)
+    subwords = asr.data.tokens.train(config, ["A AB BA", "BAB A", "ABBA AB"] * 9)
     for tokens in (characters, subwords):
         labels = [int(x) for x in tokens.encode(text)]
         recogniser = types.SimpleNamespace(tokens=tokens, seconds=0.5)
@@ -72,10 +74,10 @@ def test_one_spelling(name):
             labels = [1, *tokens.tokenizer.encode(" ".join(rng.permutation([*LINES[0].split(), "señor", "今日は"]))), 2]
         text = decode(labels)
         assert tokens.decode(labels) == text
-        x = asr.results.Result(
+        x = asr.recognition.results.Result(
             "a", text, labels, [*range(len(labels))], [], [0.5] * len(labels), [1] * len(labels), 9.0
         )
-        x = transcripts.transcript(recogniser, asr.manifests.Entry("a", Path("a"), ""), x)
+        x = transcripts.transcript(recogniser, manifests.Entry("a", Path("a"), ""), x)
         if not any(y.isalnum() for y in text):
             continue
         assert rejoined(x.words) == "".join(text.split()) and all(y.text.split() == [y.text] for y in x.words)
@@ -113,7 +115,7 @@ def test_tokenizers_of_hugging_face():
         tokenizer, rng = tokenizers.Tokenizer(model), np.random.default_rng(0)
         tokenizer.pre_tokenizer, tokenizer.decoder = splits, decoder
         tokenizer.train_from_iterator(LINES * 20, trainer(vocab_size=330, show_progress=False, **options))
-        tokens = asr.tokens.Pretrained(tokenizer.to_str(), tokenizer.get_vocab_size())
+        tokens = asr.data.tokens.Pretrained(tokenizer.to_str(), tokenizer.get_vocab_size())
         assert tokens.separates
         for _ in range(20):
             labels = rng.integers(0, len(tokens.pieces), 30).tolist()
@@ -124,7 +126,7 @@ def test_tokenizers_of_hugging_face():
 
 def test_words_end_with_their_recording():
     """No word reaches beyond it, also where a frame begins at its end; words of one frame share what is left of it."""
-    recogniser = types.SimpleNamespace(tokens=asr.tokens.Characters("AB "), seconds=0.5)
+    recogniser = types.SimpleNamespace(tokens=asr.data.tokens.Characters("AB "), seconds=0.5)
     for labels, frames, durations, length, expected in (
         ([0], [3], [4], 3.1, [("A", 1.5, 3.1)]),
         ([0, 2, 1], [3, 3, 3], None, 1.7, [("A", 1.5, 1.6), ("B", 1.6, 1.7)]),
@@ -140,15 +142,15 @@ def test_words_end_with_their_recording():
 class Entries:
     """Of two files: a whole one, and one with three segments of which two overlap."""
 
-    whole = asr.manifests.Entry("t/my talk.wav", Path("t/my talk.wav"), "")
-    parts = tuple(asr.manifests.Entry(f"m/a.wav from {x:g} s", Path("m/a.wav"), "", x, y) for x, y in ((2, 4), (0, 2)))
-    over = asr.manifests.Entry("m/a.wav from 3 s", Path("m/a.wav"), "", 3.0, 5.0)
+    whole = manifests.Entry("t/my talk.wav", Path("t/my talk.wav"), "")
+    parts = tuple(manifests.Entry(f"m/a.wav from {x:g} s", Path("m/a.wav"), "", x, y) for x, y in ((2, 4), (0, 2)))
+    over = manifests.Entry("m/a.wav from 3 s", Path("m/a.wav"), "", 3.0, 5.0)
 
 
 def test_names():
     """Of the file, or of each segment where they overlap; equal ones are told apart."""
     names = lambda *x: list(transcripts.recordings(x, lambda name: name.replace(" ", "_")).values())
-    fault = asr.manifests.Fault("bad", "line 1")
+    fault = manifests.Fault("bad", "line 1")
     assert names(Entries.whole, fault, *Entries.parts) == ["my_talk", "a", "a"]
     assert names(*Entries.parts, Entries.over) == ["a_from_2_s", "a_from_0_s", "a_from_3_s"]
     assert names(Entries.whole, Entries.whole) == ["my_talk", "my_talk_2"]
@@ -182,13 +184,13 @@ def test_files(tmp_path):
     assert grid.maxTimestamp == 4 and [x.label for x in grid.getTier("words").entries] == ["so", "be", "late"]
     overlap = [*found, ([I(3.0, 3.5, "and")], 2)]
     assert "a_from_3_s 1 3.000000 0.500000 and\n" in write("ctm", "o.ctm", [*Entries.parts, Entries.over], overlap)
-    with pytest.raises(asr.config.UserError, match=r"o.srt is the file of one recording, got 3: name a folder"):
+    with pytest.raises(asr.system.UserError, match=r"o.srt is the file of one recording, got 3: name a folder"):
         write("srt", "o.srt", [*Entries.parts, Entries.over])
     one = [I(0.25, 0.5, "今日"), I(0.5, 1.0, "は"), I(1.0, 1.5, "A")]
     japanese = [(one, 1, "今日は A"), ([I(2.6, 2.7, "B")], 0, "B")]
     write("vtt", "o.vtt", found=japanese)
     assert (tmp_path / "o.vtt").read_text().split("\n")[3] == "今日は A"
-    with pytest.raises(asr.config.UserError, match=r"--format ctm: write_ctm: .*white space"):
+    with pytest.raises(asr.system.UserError, match=r"--format ctm: write_ctm: .*white space"):
         write("ctm", "o.ctm", found=[([I(0.0, 1.0, "a b")], 0)])
 
 
@@ -242,18 +244,18 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
         write(1, None)
         assert read["ctm"](args.output) == ["so be"]
     full = types.SimpleNamespace(format="jsonl", output=Path("/dev/full"))
-    no_room = pytest.raises(asr.config.UserError, match=r"^/dev/full cannot be written: .*No space left")
+    no_room = pytest.raises(asr.system.UserError, match=r"^/dev/full cannot be written: .*No space left")
     with no_room, transcripts.writer(full, entries) as write:
         write(0, done[0])
     full = types.SimpleNamespace(format="jsonl", output=None)
-    no_room = pytest.raises(asr.config.UserError, match=r"^the standard output cannot be written: No space left")
+    no_room = pytest.raises(asr.system.UserError, match=r"^the standard output cannot be written: No space left")
     with Path("/dev/full").open("w") as screen, contextlib.suppress(OSError):  # it cannot be closed either
         with contextlib.redirect_stdout(screen), no_room, transcripts.writer(full, entries) as write:
             write(0, done[0])
         screen.close()
-    with contextlib.redirect_stdout(None), pytest.raises(asr.config.UserError, match="output is closed: name --output"):
+    with contextlib.redirect_stdout(None), pytest.raises(asr.system.UserError, match="output is closed: name --output"):
         transcripts.check(full, [])
-    grown = asr.outputs.Growing(tmp_path / "grown")
+    grown = outputs.Growing(tmp_path / "grown")
     grown.write("whole\n")
     raw = grown.file
 
@@ -263,7 +265,7 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
         return raw.write(data[:3])
 
     grown.file = types.SimpleNamespace(write=write, truncate=raw.truncate, seek=raw.seek)
-    with pytest.raises(asr.config.UserError, match=r"grown cannot be written: .*No space"):
+    with pytest.raises(asr.system.UserError, match=r"grown cannot be written: .*No space"):
         grown.write("a second line\n")
     raw.close()
     assert (tmp_path / "grown").read_text() == "whole\n"
@@ -274,17 +276,17 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     file = tmp_path / "phrases.txt"
     file.write_text("AB  a\t2\nC\t1e3\n\nx Ω\nB\n")
     config = types.SimpleNamespace(normalize="none", lower=False, loss="rnnt")
-    model = types.SimpleNamespace(tokens=asr.tokens.Characters("ABC a"), config=config, blank=5)
+    model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC a"), config=config, blank=5)
     for beam, usual in ((0, 0.25), (4, 1.0)):
         args = types.SimpleNamespace(ngram=None, phrases=file, beam=beam, head=None)
-        found = asr.ngrams.search_of(args, model).fusion
+        found = ngrams.search_of(args, model).fusion
         assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
         expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(x, y)
     file.write_text("C\t1e39\n")
-    with pytest.raises(asr.config.UserError, match=r"--phrases .*weights must be known, and at most 1e\+30"):
-        asr.ngrams.search_of(args, model)
+    with pytest.raises(asr.system.UserError, match=r"--phrases .*weights must be known, and at most 1e\+30"):
+        ngrams.search_of(args, model)
     audio = next(corpus.rglob("*.flac"))
     file.write_text("C\t1e3\n")
     command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]
@@ -427,7 +429,7 @@ def test_align(corpus, trained, tmp_path, capsys, monkeypatch):
     texts = [json.loads(x)["text"] for x in capsys.readouterr().out.splitlines()]
     assert texts == ["AB A", "C", "BA A"]  # in their order
     with monkeypatch.context() as patch:
-        patch.setattr(asr.recogniser.Recogniser, "longest", 0.2)
+        patch.setattr(asr.recognition.recogniser.Recogniser, "longest", 0.2)
         run([*command, "--max-seconds", 9, "--output", tmp_path / "none.ctm"], 2)
         assert "left out, longer than 0.2 s: " in capsys.readouterr().err
     run([*command, "--format", "textgrid", "--output", tmp_path / "grids"], 1)

@@ -12,6 +12,9 @@ import scipy.special
 from safetensors.numpy import save_file
 from tones import recordings
 
+from jax_rnnt_speech.data import features
+from jax_rnnt_speech.model import encoders
+from jax_rnnt_speech.recognition import recognise
 from support import arrays, asr, configuration
 
 GOLDEN = arrays(pathlib.Path(__file__).parent / "golden/whisper.npz")
@@ -116,7 +119,7 @@ def test_whisper(tmp_path, refused):
     for i, count in enumerate(counts):
         np.testing.assert_allclose(rows[i, :count], forward(arrays, x[i, : lengths[i]]), atol=2e-5)
     refused(["transcribe", "--model", tmp_path / "a", "a.wav"], "has an encoder alone: rnnt-speech train --init")
-    (long,) = asr.recognise.transcribe(recogniser, [("x.wav", np.zeros(16000))])
+    (long,) = recognise.transcribe(recogniser, [("x.wav", np.zeros(16000))])
     assert (long.error, long.duration) == ("", 1.0)
     assert recogniser.longest == pytest.approx(2 * PLACES * 0.01 - 0.5)  # half a second is silence
     data = (tmp_path / "a/model.bin").read_bytes()
@@ -129,14 +132,14 @@ def test_whisper(tmp_path, refused):
         (data.replace(b"Whisper", b"Wav2Vec"), "must hold a Whisper"),
     ):
         (tmp_path / "a/model.bin").write_bytes(changed)
-        with pytest.raises(asr.config.UserError, match=message):
+        with pytest.raises(asr.system.UserError, match=message):
             asr.pretrained.config_of(tmp_path / "a")
 
 
 def test_whisper_features():
     """Those of faster-whisper."""
     config = asr.config.Config(features="whisper")
-    results = asr.features.extractor(config)(recordings()[2])
+    results = features.extractor(config)(recordings()[2])
     np.testing.assert_allclose(results[::7], GOLDEN["features"], atol=1e-5)
 
 
@@ -154,7 +157,7 @@ def test_length_of_utterances():
     """The positions of the weights say how long an utterance may be; other encoders hear any length."""
     config = configuration(encoder="whisper", features="whisper", init="x", rate=16000, max_seconds=20.0)
     for places, seconds in ((1500, 29.5), (500, 9.5)):
-        assert asr.encoders.longest(config, {"config.json": {"max_source_positions": places}}) == seconds
-    with pytest.raises(asr.config.UserError, match=r"--max-seconds 20: the encoder hears 9\.5 s at most"):
-        asr.encoders.checked(config, {"config.json": {"max_source_positions": 500}})
-    assert asr.encoders.longest(configuration(features="whisper"), None) == float("inf")
+        assert encoders.longest(config, {"config.json": {"max_source_positions": places}}) == seconds
+    with pytest.raises(asr.system.UserError, match=r"--max-seconds 20: the encoder hears 9\.5 s at most"):
+        encoders.checked(config, {"config.json": {"max_source_positions": 500}})
+    assert encoders.longest(configuration(features="whisper"), None) == float("inf")

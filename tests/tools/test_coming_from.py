@@ -34,8 +34,8 @@ def rows(page):
 def resolve(path):
     """The object of a dotted name: of the package, or of the folder speech."""
     if path.startswith("speech."):
-        _, module, *names = path.split(".")
-        source = ast.parse((project.ROOT / f"speech/jax_rnnt_speech/{module}.py").read_text())
+        _, room, module, *names = path.split(".")
+        source = ast.parse((project.ROOT / f"speech/jax_rnnt_speech/{room}/{module}.py").read_text())
         for name in names:
             (source,) = [x for x in source.body if getattr(x, "name", None) == name]
         return source

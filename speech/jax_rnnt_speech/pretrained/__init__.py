@@ -7,10 +7,13 @@ new training, whose --init may be any of these or Whisper.
 import os
 from pathlib import Path
 
-from jax_rnnt_speech import encoders, hosts, programs, runs, tokens
-from jax_rnnt_speech.config import PRETRAINED, Config, UserError, from_json
+from jax_rnnt_speech.config import PRETRAINED, Config, from_json
+from jax_rnnt_speech.data import tokens
+from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
-from jax_rnnt_speech.recogniser import Recogniser
+from jax_rnnt_speech.recognition.recogniser import Recogniser
+from jax_rnnt_speech.system import UserError, hosts, programs
+from jax_rnnt_speech.training import runs
 
 # Options that weights decide: of the features and the encoder; with the old head, all of these.
 HEARING = {"rate", "mels", "window", "hop", "features", "encoder", "chunk"}

@@ -20,10 +20,11 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
-from jax_rnnt_speech import outputs, tokens
-from jax_rnnt_speech.config import Config, UserError, durations
-from jax_rnnt_speech.encoders.fastconformer import EncoderConfig
-from jax_rnnt_speech.recogniser import Recogniser
+from jax_rnnt_speech.config import Config, durations
+from jax_rnnt_speech.data import tokens
+from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
+from jax_rnnt_speech.recognition.recogniser import Recogniser
+from jax_rnnt_speech.system import UserError, outputs
 
 # Of a model: its encoder, its loss, and what makes its features.
 WHOLE = "parakeet_encoder", "ParakeetFeatureExtractor"

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from jax_rnnt_speech import tokens
-from jax_rnnt_speech.config import UserError
+from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.pretrained import hugging_face
+from jax_rnnt_speech.system import UserError
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 LARGEST = 2**26  # bytes of a member that are read; a tar file of a few bytes may claim any number

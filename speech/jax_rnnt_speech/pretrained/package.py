@@ -7,9 +7,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt_speech.config import Config, UserError, from_json, names, sources
+from jax_rnnt_speech.config import Config, from_json, names, sources
 from jax_rnnt_speech.pretrained import hugging_face
-from jax_rnnt_speech.recogniser import Recogniser
+from jax_rnnt_speech.recognition.recogniser import Recogniser
+from jax_rnnt_speech.system import UserError
 
 SETUP, WEIGHTS, CARD = "recogniser.json", hugging_face.WEIGHTS, "card.md"
 FILES = "train", "valid", "synthetic", "text", "noise", "init"

@@ -16,11 +16,12 @@ import struct
 
 import numpy as np
 
-from jax_rnnt_speech import tokens
-from jax_rnnt_speech.config import Config, UserError
-from jax_rnnt_speech.encoders.whisper import WhisperConfig, positions
+from jax_rnnt_speech.config import Config
+from jax_rnnt_speech.data import tokens
+from jax_rnnt_speech.model.encoders.whisper import WhisperConfig, positions
 from jax_rnnt_speech.pretrained import hugging_face
-from jax_rnnt_speech.recogniser import Recogniser
+from jax_rnnt_speech.recognition.recogniser import Recogniser
+from jax_rnnt_speech.system import UserError
 
 TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 # Modules of ours, of CTranslate2 and of Hugging Face, where three matrices of an attention are one of the others.

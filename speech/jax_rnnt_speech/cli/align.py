@@ -1,0 +1,69 @@
+"""Forced alignment: when the words of known texts are spoken."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jax_rnnt_speech import config, pretrained
+from jax_rnnt_speech.data import batches, corpora
+from jax_rnnt_speech.recognition import ngrams, recognise, transcripts
+from jax_rnnt_speech.system import UserError, outputs, programs
+
+OPTIONS = {"lower", "normalize", "audio_column", "text_column", "max_seconds", "batch", "batch_seconds"}
+
+
+def align(args):
+    transcripts.check(args, args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
+    recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
+    if recogniser.loss is None:
+        raise UserError(f"{args.workdir} has a head for CTC alone: alignments need a transducer")
+    how = ngrams.Search(language=recogniser.language(args.prompt) if args.prompt else None)
+    settings = config.changed(recogniser.config, args, OPTIONS)
+    settings = dataclasses.replace(settings, max_seconds=min(vars(args).get("max_seconds", 1e9), recogniser.longest))
+    corpus = corpora.Recordings(args.data, settings, lenient=True)
+    data = batches.labelled(corpus, recogniser.tokens, recogniser.subsampling)
+
+    @programs.announced("alignments", place=1)
+    @jax.jit
+    def frames_of(params, batch):
+        """The frame of each label on the best path, [B, U]; -1 where there is no path."""
+        model = recogniser.model(params)
+        x = recogniser.encoded(model, recogniser.inputs(batch), batch, how=how)
+        return recogniser.loss.align(model.joint.logits(x.frames, x.states), *x[2:])[1]
+
+    bar = outputs.bar(total=len(data.labels), unit="utterances")
+    entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
+    with transcripts.writer(args, entries) as write, bar:
+        for batch in batches.testing(data, settings, batches.make_buckets(data, settings, 1), (0, 1)):
+            index = batch.pop("index")
+            for i, frames in zip(index, np.asarray(frames_of(recogniser.params, batch))):
+                if i < 0:  # its audio is not readable
+                    continue
+                entry, utterance, labels = corpus.entries[i], corpus.utterances[i], data.labels[i].tolist()
+                frames = frames[: len(labels)]
+                if (frames < 0).any():
+                    corpus.report.add("no path of the model", entry.name)
+                    write(i, None)
+                    continue
+                with transcripts.in_a_line(entry.name):
+                    timed = transcripts.words(recogniser, labels, frames, start=entry.start, duration=utterance.seconds)
+                space = transcripts.space_of(recogniser.tokens)
+                write(i, transcripts.Transcript(utterance.text, utterance.seconds, timed, space=space))
+            bar.update(int(batch["valid"].sum()))
+    for line in corpus.report.lines(named=sys.maxsize):
+        print(line, file=sys.stderr)
+    return 1 if corpus.report.names else 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("align", help="when the words of a corpus are spoken, as CTM or TextGrid")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
+    parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
+    pretrained.add_options(parser)
+    transcripts.add_options(parser, ("ctm", *(x for x in transcripts.FORMATS if x not in ("ctm", "text"))))
+    config.add_options(parser, {"max_seconds"}, "what the model hears")
+    config.add_options(parser, OPTIONS - {"max_seconds"}, "as trained")
+    parser.set_defaults(run=align)

@@ -1,0 +1,131 @@
+"""What corpora hold, before anyone trains on them."""
+
+import collections
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jax_rnnt_speech import config, pretrained
+from jax_rnnt_speech.config import Config
+from jax_rnnt_speech.data import batches, corpora, texts, tokens
+from jax_rnnt_speech.data.utterances import listed, shown
+from jax_rnnt_speech.model import encoders
+from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.training import runs
+
+# Options of train that decide what is read, or how it is padded.
+OPTIONS = {"rate", "window", "hop", "max_seconds", "alphabet", "lower", "normalize", "audio_column", "text_column"}
+OPTIONS |= {"speaker_column", "batch_seconds", "batch", "buckets"}
+SHOWN = 10  # texts, before and after --normalize
+RARE = 3  # characters of fewer texts are named, where there are ten times as many texts
+
+
+class Findings:
+    """What some corpora hold."""
+
+    def __init__(self, paths, settings, vocabulary, subsampling):
+        corpus = corpora.Recordings(paths, settings, lenient=True)
+        self.report, self.utterances, self.settings = corpus.report, corpus.utterances, settings
+        self.buckets, labels = [], {}
+        if self.utterances:
+            known = vocabulary or tokens.train(settings, (x.text for x in self.utterances))
+            with contextlib.suppress(batches.NothingLeft):  # the report says why
+                data = batches.labelled(corpus, known, subsampling)
+                labels, self.size = data.labels, len(known.pieces)
+                self.buckets = batches.make_buckets(data, settings, 1)
+                self.padding = batches.padding(data, self.buckets)
+        self.kept = [(corpus.entries[i], self.utterances[i].text) for i in labels]
+        self.seconds = np.array([entry.whole for entry, _ in self.kept])
+
+    def object(self):
+        """What --json prints."""
+        return {
+            "utterances": len(self.kept),
+            "hours": float(self.seconds.sum() / 3600),
+            "labels": self.size if self.kept else 0,
+            "characters": sum(len(text) for _, text in self.kept),
+            "words": sum(len(text.split()) for _, text in self.kept),
+            "left_out": dict(self.report.names),
+            "notes": dict(self.report.notes),
+            "not_read_aloud": self.not_read_aloud(),
+        }
+
+    def not_read_aloud(self):
+        """Names of utterances by what --normalize basic leaves as it is in them, the most frequent first."""
+        found = collections.defaultdict(list)
+        for entry, text in self.kept if self.settings.normalize.startswith("basic") else ():
+            for part in dict.fromkeys(texts.unread(text)):
+                found[part].append(shown(entry.name))
+        return dict(sorted(found.items(), key=lambda x: -len(x[1])))
+
+    def lines(self):
+        x, said = self.object(), [text for _, text in self.kept]
+        yield f"{x['utterances']} utterances, {x['hours']:.3g} hours, {x['labels']} labels"
+        shortest, half, most, longest = np.quantile(self.seconds, [0, 0.5, 0.95, 1])
+        yield f"lengths: {shortest:.2f} to {longest:.2f} s; half up to {half:.2f} s, 95% up to {most:.2f} s"
+        texts_with = collections.Counter(x for text in said for x in set(text))
+        yield f"characters: {x['characters']}, of {len(texts_with)} kinds: {''.join(sorted(texts_with))}"
+        yield f"words: {x['words']}, {len({word for text in said for word in text.split()})} different"
+        for rare in sorted(x for x, count in texts_with.items() if count < RARE and len(said) >= 10 * RARE):
+            names = ", ".join(entry.name for entry, text in self.kept if rare in text)
+            yield f"rare character {rare!r} (U+{ord(rare):04X}): {names}"
+        for bucket in self.buckets:
+            frames = sum(self.utterances[i].frames for i in bucket.members)
+            share = 1 - frames / (bucket.frames * len(bucket.members))
+            yield f"bucket: {len(bucket.members)} utterances in batches of {bucket.batch} x {bucket.frames} frames x " \
+                  f"{bucket.labels} labels, {share:.0%} padding"  # fmt: skip
+        yield "padding: {:.0%}, {:.0%} with one shape".format(*self.padding)
+        changed = [(entry.text.strip(), text) for entry, text in self.kept if entry.text.strip() != text]
+        yield f"texts that change as they are read (--normalize {self.settings.normalize}): {len(changed)}"
+        for before, after in list(dict.fromkeys(changed or [(x, x) for x in said]))[:SHOWN]:
+            yield f"  {before!r} -> {after!r}"
+        parts = x["not_read_aloud"]
+        if parts:
+            count = len({name for names in parts.values() for name in names})
+            yield f"not read aloud, and left as it is in {count} utterances: {len(parts)} different (--json: all)"
+            yield from (f"  {line}" for line in listed("not read aloud", dict([*parts.items()][:SHOWN])))
+
+
+def options_of(args):
+    """Configuration, vocabulary or None, and frames of an encoder frame or None, of a run or file and the options."""
+    known, setup, vocabulary = {}, {}, None
+    if args.workdir:
+        setup = runs.setup_of(args.workdir)
+        known, vocabulary = config.from_json(setup["config"], f"{args.workdir}"), tokens.from_json(setup["tokens"])
+    elif args.config:
+        known = pretrained.completed(config.read_file(args.config))
+    given = config.given(args, OPTIONS)
+    file = {name: x for name, x in known.items() if name not in given}
+    with config.origins(args.workdir or f"--config {args.config}", file):
+        settings = Config(**file | given).consistent()
+    subsampling = encoders.subsampling(settings, setup.get("source"))
+    return settings, vocabulary, subsampling if args.workdir or args.config else None
+
+
+def check(args):
+    settings, *model = options_of(args)
+    data = Findings(args.data, settings, *model)
+    if args.json:
+        print(json.dumps(data.object(), indent=1))
+    else:
+        for line in (*(data.lines() if data.kept else ()), *data.report.lines(named=sys.maxsize)):
+            print(line)
+    if not data.kept:
+        raise UserError(f"no usable utterance in {', '.join(args.data)}")
+    return 1 if data.report.names else 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("check", help="what corpora hold, and what of them is left out and why")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
+    parser.add_argument(
+        "--json", action="store_true", help="one object: utterances, hours, left_out, not_read_aloud, ..."
+    )
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--workdir", type=Path, help="folder of a training, whose vocabulary and options count")
+    model.add_argument("--config", metavar="FILE", help="options, as for train")
+    config.add_options(parser, OPTIONS)
+    parser.set_defaults(run=check)

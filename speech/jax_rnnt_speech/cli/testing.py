@@ -1,0 +1,145 @@
+"""Tests a model: error rates with their kinds and interval, by speaker, and what was recognised.
+
+Every utterance with a text and readable audio counts, also one that is too long for a training or has characters
+outside the vocabulary. References and hypotheses are normalised alike. Rates are in per cent.
+"""
+
+import csv
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jax_rnnt_speech import config, pretrained
+from jax_rnnt_speech.config import natural
+from jax_rnnt_speech.data import corpora, texts
+from jax_rnnt_speech.data.utterances import shown
+from jax_rnnt_speech.recognition import errors, ngrams, recognise
+from jax_rnnt_speech.system import UserError, outputs
+
+OPTIONS = {"lower", "normalize", "audio_column", "text_column", "speaker_column"}
+SPEAKERS = 20  # on the screen
+KINDS = "insertions", "deletions", "substitutions"
+
+
+class Test:
+    """The results of a model on some corpora."""
+
+    def __init__(self, recogniser, paths, settings, how):
+        self.corpus, self.results = corpora.tested(paths, settings), []
+        self.report, utterances = self.corpus.report, self.corpus.utterances
+        self.tested = []  # numbers of the results' utterances
+        normalize, started = texts.normalizer(settings.normalize, settings.lower), time.perf_counter()
+        found = recognise.transcribe(recogniser, self.recordings(), how)
+        for result in outputs.bar(found, "utterances", len(utterances)):
+            x = utterances[result.name]
+            if result.error:
+                self.report.add(result.error.partition(": ")[2], x.name)
+                continue
+            self.tested.append(result.name)
+            seconds = x.seconds or result.duration
+            self.results.append(errors.tested(shown(x.name), x.speaker, seconds, x.text, normalize(result.text)))
+        self.seconds = time.perf_counter() - started
+        self.words = errors.summed([x.words for x in self.results]) if self.results else errors.Counts(0, 0, 0, 0)
+        if not self.words.length:
+            raise UserError(f"no utterance with words in {', '.join(paths)}{self.report.summary()}")
+        self.characters = errors.summed([x.characters for x in self.results])
+        self.interval = errors.interval([x.words for x in self.results])
+
+    def recordings(self):
+        """(number, samples) of each utterance; those without samples are in the report."""
+        for i, x in enumerate(self.corpus.utterances):
+            try:
+                yield i, self.corpus.samples(i, np.random.default_rng(i))
+            except UserError as error:
+                self.report.add(getattr(error, "reason", str(error)), x.name)
+
+    def object(self):
+        """What --json prints."""
+        kinds = {name: getattr(self.words, name) for name in KINDS}
+        more = {"utterances": len(self.results), "left_out": dict(self.report.names)}
+        rates = {"wer": self.words.rate, "cer": self.characters.rate, "interval": self.interval}
+        seconds = {"seconds_of_audio": sum(x.seconds for x in self.results), "seconds": self.seconds}
+        return rates | kinds | {"words": self.words.length} | more | seconds
+
+    def lines(self, count):
+        x, heard = self.object(), sum(x.seconds for x in self.results)
+        between = "" if not self.interval else " (95% interval {:.1f} to {:.1f}%, {} resamples of utterances)".format(
+            *self.interval, errors.RESAMPLES)  # fmt: skip
+        yield f"WER {x['wer']:.1f}%{between}, CER {x['cer']:.1f}%"
+        yield f"{x['words']} words: " + ", ".join(f"{x[name]} {name}" for name in KINDS)
+        left = sum(map(len, self.report.names.values()))
+        yield f"{x['utterances']} utterances, {left} left out; {heard:.1f} s of audio in {self.seconds:.1f} s"
+        groups = errors.by_speaker(self.results)
+        for speaker, group in list(groups.items())[:SPEAKERS]:
+            words, characters = (errors.summed([getattr(y, name) for y in group]) for name in ("words", "characters"))
+            kinds = ", ".join(f"{getattr(words, name)} {name}" for name in KINDS)
+            yield f"speaker {shown(speaker) or 'unknown'}: WER {words.rate:.1f}%, CER {characters.rate:.1f}%, " \
+                  f"{words.length} words: {kinds}; {len(group)} utterances"  # fmt: skip
+        if len(groups) > SPEAKERS:
+            yield f"and {len(groups) - SPEAKERS} more speakers, all with a lower WER"
+        for (old, new), times in errors.confusions(self.results, count):
+            yield f"{times} times: {old or '(nothing)'} -> {new or '(nothing)'}"
+        for y in errors.worst(self.results, count):
+            yield f"{y.name}: {y.words.errors} errors in {y.words.length} words"
+            yield f"  {errors.difference(y.reference, y.hypothesis)}"
+
+    def rows(self):
+        """A dictionary of each utterance, for files."""
+        for x in self.results:
+            known = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3), "words": x.words.length}
+            known |= {name: getattr(x.words, name) for name in KINDS}
+            pair = {"reference": x.reference, "hypothesis": x.hypothesis}
+            yield known | pair | {"difference": errors.difference(*pair.values())}
+
+    def write(self, path):
+        rows = list(self.rows())
+        with outputs.whole(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+            if path.suffix == ".jsonl":
+                file.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in rows)
+            else:
+                table = csv.DictWriter(file, list(rows[0]), delimiter="\t", lineterminator="\n")
+                table.writeheader()
+                table.writerows(rows)
+
+
+def test(args):
+    ngrams.check(args)
+    if args.output and args.output.suffix not in (".tsv", ".jsonl"):
+        raise UserError(f"--output {args.output} must end in .tsv or .jsonl")
+    if args.output:
+        outputs.check(args.output, args.data)
+    if args.pictures:
+        outputs.check(args.pictures, args.data, True, "--pictures")
+    recogniser = pretrained.open_model(args.workdir, args.platform, args.checkpoint)
+    settings = config.changed(recogniser.config, args, OPTIONS)
+    result = Test(recogniser, args.data, settings, ngrams.search_of(args, recogniser))
+    if args.output:
+        result.write(args.output)
+    if args.pictures:
+        from jax_rnnt_speech.cli import pictures  # Matplotlib takes most of a second
+
+        pictures.draw(args.pictures, args.workdir, recogniser, result)
+    if args.json:
+        print(json.dumps(result.object()))
+    else:
+        print(*result.lines(args.worst), sep="\n")
+    for line in result.report.lines(named=sys.maxsize):
+        print(line, file=sys.stderr)
+    return 1 if result.report.names else 0
+
+
+def add_command(commands):
+    parser = commands.add_parser("test", help="error rates with an interval, by kind and speaker; what was recognised")
+    parser.add_argument("data", nargs="+", metavar="DATA", help="manifest or folder, as for train")
+    parser.add_argument("--workdir", type=Path, required=True, help="folder of a training, or of transformers")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="references and hypotheses: .tsv or .jsonl")
+    parser.add_argument("--json", action="store_true", help="one object: wer, cer, interval, insertions, ...")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="to write: a learning curve and a lattice")
+    parser.add_argument("--worst", type=natural, default=5, metavar="N", help="utterances to show (%(default)s)")
+    pretrained.add_options(parser)
+    ngrams.add_options(parser)
+    config.add_options(parser, OPTIONS, "as trained")
+    parser.set_defaults(run=test)

@@ -1,0 +1,72 @@
+"""Versions of recordings for training: at other speeds, in noise, at other levels.
+
+Version 0 is the recording itself. Each further speed is a version, and with noise or gain every speed is there again.
+What a version is depends on the seed, the utterance and its number alone, so it can be kept on disk.
+"""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+
+from jax_rnnt_speech.data import audio, cache, manifests
+from jax_rnnt_speech.system import UserError
+
+NOISE_SECONDS = 60  # of a file of noise that are used at most
+
+
+class Versions:
+    def __init__(self, config):
+        self.config, self.rate = config, config.rate
+        self.speeds = [1.0, *(x for x in config.speeds if x != 1)]
+        self.changed = bool(config.noise or config.gain)
+        self.count = len(self.speeds) * (1 + self.changed)
+        self.noises = noises_of(config.noise) if config.noise else []
+
+    def key(self):
+        """All that decides the versions, as JSON."""
+        config, noises = self.config, [cache.stamp(x) for x in self.noises]
+        return [self.speeds, self.count, *([config.seed, noises, config.snr, config.gain] if self.changed else [])]
+
+    def size(self, samples, version):
+        """Samples of a version of so many samples."""
+        speed = self.speeds[version % len(self.speeds)]
+        return samples if speed == 1 else audio.resampled_size(samples, round(self.rate * speed), self.rate)
+
+    def of(self, samples, version, utterance):
+        """The version of samples float32 [S], those of an utterance by its number."""
+        speed = self.speeds[version % len(self.speeds)]
+        if speed != 1:
+            samples = audio.resampled(samples, round(self.rate * speed), self.rate)
+        if version < len(self.speeds) or not len(samples):
+            return samples
+        rng = np.random.default_rng((self.config.seed, utterance, version))
+        if self.noises:
+            samples = samples + self.noise(rng, samples)
+        return samples * np.float32(10 ** (rng.uniform(-1, 1) * self.config.gain / 20))
+
+    def noise(self, rng, samples):
+        """Noise from a random place of a random file, at a random ratio to the samples."""
+        noise = heard(self.noises[rng.integers(len(self.noises))], self.rate)
+        start = rng.integers(len(noise))
+        noise = np.take(noise, np.arange(start, start + len(samples)), mode="wrap")
+        ratio = 10 ** (rng.uniform(*self.config.snr) / 10)
+        power, speech = (np.square(x, dtype=np.float64).mean() for x in (noise, samples))
+        return (noise * np.sqrt(speech / ratio / max(power, 1e-12))).astype(np.float32)
+
+
+def noises_of(folder):
+    if not Path(folder).is_dir():
+        raise UserError(f"--noise {folder} is no folder of audio files")
+    files = [x for x in manifests.below(folder) if x.suffix.lower() in manifests.SUFFIXES]
+    if not files:
+        raise UserError(f"--noise {folder} has no audio files")
+    return files
+
+
+@functools.lru_cache(256)
+def heard(path, rate):
+    samples = audio.read(path, rate, 0.0, None)[: NOISE_SECONDS * rate]
+    if not samples.any():
+        raise UserError(f"--noise: {path} is silent")
+    return samples

@@ -1,0 +1,160 @@
+"""Batches of similar length: a few static shapes, so XLA compiles few programs and computes little padding.
+
+Utterances are sorted into buckets. A bucket pads to its longest member, and its batches hold about as many frames as
+the others.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_rnnt_speech.data import texts
+from jax_rnnt_speech.data.utterances import Report
+from jax_rnnt_speech.recognition import ngrams
+from jax_rnnt_speech.system import UserError, hosts
+
+TEXT_LABELS = 48  # of a sentence, at most
+
+
+class Bucket(NamedTuple):
+    frames: int
+    labels: int
+    batch: int  # utterances
+    members: list  # utterances of the corpus
+
+
+class Labelled(NamedTuple):
+    """A corpus and the labels of its usable utterances."""
+
+    corpus: object
+    labels: dict  # by the number of the utterance
+    without: frozenset = frozenset()  # utterances that have no loss, but an error rate: they have no labels here
+
+
+class NothingLeft(UserError):
+    """A corpus of which nothing can be trained on."""
+
+
+def labelled(corpus, tokens, subsampling, held_out=False):
+    """Labels of what can be trained on; what cannot goes to the corpus's report.
+
+    `subsampling`: frames of an encoder frame; None: no model decides whether the labels fit. `held_out`: utterances
+    whose labels do not fit stay, `without` a loss.
+    """
+    labels, without, scope = {}, [], "from the loss alone, " * held_out
+    for i, x in enumerate(corpus.utterances):
+        if not x.frames:
+            continue
+        tokens_of_text = tokens.encode(x.text)
+        if tokens_of_text is None:
+            reason = "characters outside the vocabulary"
+        elif subsampling and len(tokens_of_text) > -(-x.frames // subsampling):
+            reason = "fewer frames than labels"
+        else:
+            labels[i] = np.array(tokens_of_text, np.int32)
+            continue
+        corpus.report.add(scope + reason, x.name, again=False)
+        without += [i] * held_out
+    if not labels.keys() - {*corpus.further}:
+        which = "held-out utterance" if held_out else "utterance of --train" if labels else "utterance"
+        raise NothingLeft(f"no usable {which} is left{corpus.report.summary()}")
+    return Labelled(corpus, labels | {i: np.zeros(0, np.int32) for i in without}, frozenset(without))
+
+
+def sentences(config, tokens):
+    """The first labels of each sentence of --text, [S, TEXT_LABELS], and their numbers [S]; without it None."""
+    if not config.text:
+        return None
+    normalize, report, spelled = texts.normalizer(config.normalize, config.lower), Report(), []
+    for words in ngrams.sentences_of(Path(config.text), normalize, report):
+        if labels := tokens.encode(" ".join(words)):
+            spelled.append(labels[:TEXT_LABELS])
+        else:
+            report.add("characters outside the vocabulary", " ".join(words))
+    for line in report.lines():
+        hosts.say(f"text: {line}")
+    if not spelled:
+        raise UserError(f"--text {config.text} has no sentence that the vocabulary can spell")
+    labels = np.zeros((len(spelled), TEXT_LABELS), np.int32)
+    for row, x in zip(labels, spelled):
+        row[: len(x)] = x
+    return labels, np.array([len(x) for x in spelled], np.int32)
+
+
+def make_buckets(data, config, devices):
+    """Buckets with about equally many frames each, from the shortest to the longest; fewer if that fills no batch."""
+    order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
+    frames = np.array([data.corpus.utterances[i].frames for i in order])
+    share = np.minimum(np.cumsum(frames) * config.buckets // (frames.sum() + 1), config.buckets - 1)
+    limits = sorted({int(frames[share == k].max()) for k in np.unique(share)})
+    found, waiting = [], []  # (frames, utterances)
+    for low, high in zip([-1, *limits], limits):
+        waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
+        if drawn(waiting, data.corpus, config) >= size_of(config, devices, high):
+            found.append((high, waiting))
+            waiting = []  # otherwise too few for a batch: they join the next bucket
+    if waiting:  # the longest ones are few: the bucket before takes them
+        found.append((limits[-1], (found.pop()[1] if found else []) + waiting))
+    buckets = []
+    for limit, group in found:
+        full = max(devices, drawn(group, data.corpus, config) // devices * devices)
+        labels = max(1, *(len(data.labels[i]) for i in group))
+        buckets.append(Bucket(limit, labels, min(size_of(config, devices, limit), full), group))
+    return buckets
+
+
+def size_of(config, devices, frames):
+    """Utterances of so many frames that a batch has: as many on each device."""
+    size = max(1, int(config.batch_seconds * 1000 / config.hop / frames)) if config.batch_seconds else config.batch
+    return max(devices, size // devices * devices)
+
+
+def collate(data, config, bucket, items, size):
+    """Arrays of a batch of `size` rows from (utterance, audio or None, spans); rows without audio are not `valid`."""
+    batch = {
+        "audio": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
+        "lengths": np.ones(size, np.int32),
+        "targets": np.zeros((size, bucket.labels), np.int32),
+        "target_lengths": np.zeros(size, np.int32),
+        "valid": np.zeros(size, bool),
+        "spans": np.zeros((size, config.time_masks + config.mel_masks, 2), np.int32),
+        "index": np.full(size, -1, np.int32),
+    }
+    for row, (i, x, spans) in enumerate(items):
+        if x is not None:
+            x = x[: bucket.frames]
+            batch["audio"][row, : len(x)], batch["lengths"][row] = x, len(x)
+            batch["targets"][row, : len(data.labels[i])] = data.labels[i]
+            batch["target_lengths"][row] = len(data.labels[i])
+            batch["valid"][row], batch["spans"][row], batch["index"][row] = True, spans, i
+    return batch
+
+
+def drawn(members, corpus, config):
+    """How many utterances an epoch draws from these: none where all are those of --synthetic."""
+    if not corpus.further:
+        return len(members)
+    if corpus.further.issuperset(members):
+        return 0
+    from jax_rnnt_speech.training import epochs  # with Grain, slow to import: for --synthetic alone
+
+    return len(epochs.mixed(members, corpus, config))
+
+
+def testing(data, config, buckets, part):
+    """Every utterance once, always drawn alike; the last batch of a bucket may have rows that are not valid."""
+    for bucket in buckets:
+        size = bucket.batch // part[1]
+        for start in range(0, len(bucket.members), bucket.batch):
+            chosen, spans = bucket.members[start : start + bucket.batch][part[0] * size :][:size], 0
+            items = [(i, data.corpus.load(i, np.random.default_rng(i)), spans) for i in chosen]
+            yield collate(data, config, bucket, items, size)
+
+
+def padding(data, buckets):
+    """Shares of padding: (frames of these buckets, frames if all batches had one shape)."""
+    frames = {b.frames: [data.corpus.utterances[i].frames for i in b.members] for b in buckets}
+    used = sum(map(sum, frames.values()))
+    utterances, longest = sum(map(len, frames.values())), max(frames)
+    return 1 - used / sum(size * len(x) for size, x in frames.items()), 1 - used / (utterances * longest)

@@ -1,0 +1,163 @@
+"""Corpora of recordings: what a manifest or a folder lists, and what of it can be used.
+
+A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, and `hop`, the seconds between frames.
+`digits` has others, made up at random.
+"""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jax_rnnt_speech.config import digits, names
+from jax_rnnt_speech.data import audio, augmentation, cache, features, manifests, texts
+from jax_rnnt_speech.data.audio import AudioError
+from jax_rnnt_speech.data.digits import Handwritten, Spoken
+from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.data.utterances import Report, Utterance
+from jax_rnnt_speech.system import UserError, outputs
+
+READERS = 16  # threads that decode
+
+
+def stretches_of(files, lengths):
+    """What each file holds, or an AudioError, by its path."""
+    with ThreadPoolExecutor(READERS) as pool:
+        found = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
+    lengths.write()
+    return found
+
+
+def usable(entries, report, lengths):
+    """(entry, stretches of its file) where there are its audio, segment and channel; the rest is in the report."""
+    listed = []
+    for x in entries:
+        report.add(*x) if isinstance(x, Fault) else listed.append(x)
+    files = stretches_of(list(dict.fromkeys(x.audio for x in listed)), lengths)
+    for entry in listed:
+        file = files[entry.audio]
+        try:
+            if isinstance(file, AudioError):
+                raise file
+            seconds = audio.seconds(file)
+            audio.checked(entry.audio, file, entry.start, entry.end, entry.channel)
+            if entry.whole is not None and abs(entry.whole - seconds) > 0.1 + 0.05 * seconds:
+                raise AudioError(entry.audio, "duration differs from the manifest's")
+        except AudioError as error:
+            report.add(error.reason, entry.name)
+        else:
+            for note in entry.notes:
+                report.note(note, entry.name)
+            if entry.channel is None and any(x.opposed for x in file):
+                report.note(audio.CANCELLED, entry.audio, again=False)
+            yield entry, file
+
+
+def samples_of(entry, rate):
+    return audio.read(entry.audio, rate, entry.start, entry.end, entry.channel)
+
+
+class Recordings:
+    """The usable utterances of manifests and folders; the rest is in `report`.
+
+    With `versions`, all utterances are there once for each version, one version after the other; frames are 0 in those
+    that are too long for a training, and in other speeds of synthetic speech. `synthetic`: further sources, whose
+    utterances are the numbers in `further`. `lenient`: of several sources, some may be no corpus.
+    `testing`: utterances of any length.
+    """
+
+    def __init__(self, paths, config, lengths=None, versions=None, synthetic=(), lenient=False, testing=False):
+        self.versions, sizes, self.testing = versions, [], testing
+        self.config, self.report, lengths = config, Report(), lengths or cache.Lengths()
+        self.features, self.hop = config.mels, config.hop / 1000
+        self.extractor = features.extractor(config)
+        self.entries, self.utterances = [], []
+        normalize = texts.normalizer(config.normalize, config.lower)
+        columns = config.audio_column, config.text_column, config.speaker_column
+        for sources in (names(paths), names(synthetic)):
+            if drawn := [x for x in map(str, sources) if digits(x)[0]]:
+                raise UserError(f"{drawn[0]}: digits go with no other corpus; train takes them, and test spoken ones")
+            first = len(self.entries)
+            entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
+            for entry, file in usable(entries, self.report, lengths):
+                samples = audio.size(file, config.rate, entry.start, entry.end)
+                text, frames, seconds = normalize(entry.text), self.extractor.count(samples), samples / config.rate
+                utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
+                if reason := self.unusable(entry, utterance, samples):
+                    self.report.add(reason, entry.name)
+                else:
+                    self.entries.append(entry._replace(whole=seconds))
+                    self.utterances.append(utterance)
+                    sizes.append(samples)
+        most = round(config.max_seconds * config.rate)
+        for version in range(1, versions.count if versions else 1):
+            for i, (x, samples) in enumerate(zip(self.utterances[: len(self.entries)], sizes)):
+                slower = versions.size(samples, version)
+                used = slower <= most and (i < first or version % len(versions.speeds) == 0)
+                self.utterances.append(x._replace(frames=self.extractor.count(slower) if used else 0))
+        count = len(self.entries)
+        self.further = {i for i in range(len(self.utterances)) if synthetic and i % count >= first}
+
+    def key(self):
+        """All that decides the features, and which there are, as JSON."""
+        chosen = [[*cache.stamp(x.audio), x.start, x.end, x.channel] for x in self.entries]
+        missing = [i for i, x in enumerate(self.utterances) if not x.frames]
+        decided = [chosen, dataclasses.asdict(self.extractor), self.versions and self.versions.key()]
+        return decided + [missing] * bool(missing)
+
+    def unusable(self, entry, utterance, samples):
+        """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""
+        if not (entry.text.split() if self.testing else utterance.text):
+            return "empty transcript"
+        if self.testing:
+            return None
+        if samples > round(self.config.max_seconds * self.config.rate):
+            return f"longer than {self.config.max_seconds:g} s"
+        return None if utterance.frames else "shorter than a frame"
+
+    def samples(self, i, rng):
+        """Samples [S] of an utterance."""
+        return samples_of(self.entries[i], self.config.rate)
+
+    def load(self, i, rng):
+        """Features [T, F] of an utterance; None: its audio is bad."""
+        (version, place), frames = divmod(i, len(self.entries)), self.utterances[i].frames
+        entry = self.entries[place]
+        try:
+            samples = samples_of(entry, self.config.rate)
+            samples = self.versions.of(samples, version, place) if version else samples
+            if self.extractor.count(len(samples)) != frames:
+                raise AudioError(entry.audio, "audio that has changed since it was listed")
+        except AudioError as error:
+            return self.report.add(error.reason, entry.name, again=False, passing=error.passing)
+        return self.extractor(samples)
+
+
+def absolute(name):
+    """The same corpora from any folder."""
+    if not isinstance(name, str):
+        return [absolute(x) for x in name]
+    kind, folder = digits(name)
+    if not folder or not Path(folder).exists():
+        return name
+    return f"{kind}:{Path(folder).resolve()}" if kind else str(Path(folder).resolve())
+
+
+def tested(paths, config):
+    """The corpus of a test: every utterance with a text; or held-out lines of spoken digits."""
+    if len(paths) == 1 and digits(paths[0])[0] == "spoken-digits":
+        return open_corpus(paths[0], config, "valid")
+    return Recordings(paths, config, lenient=True, testing=True)
+
+
+def open_corpus(name, config, split, folder=None):
+    """The corpus that --train or --valid names. Lengths of its files and features are kept in a folder."""
+    (kind, folder_of_digits), train = digits(name), split == "train"
+    if kind and train and config.synthetic:
+        raise UserError("--synthetic needs recordings in --train")
+    if kind:
+        return Spoken(folder_of_digits, config, split) if folder_of_digits else Handwritten(split)
+    more = {"versions": augmentation.Versions(config), "synthetic": config.synthetic} if train else {}
+    corpus = Recordings(name, config, cache.Lengths(folder), **more)
+    if not corpus.utterances:
+        raise UserError(f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
+    return cache.features(corpus, folder)

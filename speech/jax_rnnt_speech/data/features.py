@@ -1,0 +1,183 @@
+"""Log-mel spectra of samples, on the host with NumPy or on the device with JAX: the same function.
+
+--features chooses one of three: ours, that of NeMo's models, and Whisper's.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt_speech.system import UserError
+
+LOUDEST = 10  # of full scale 1: samples beyond it have another scale, or are no sound
+
+
+def scaled(samples):
+    """Samples float32 in [-1, 1] of integers of any width, or of floats that are so already."""
+    samples = np.asarray(samples)
+    kind = samples.dtype.kind
+    if kind in "iu":
+        half = 2.0 ** (8 * samples.dtype.itemsize - 1)
+        return ((samples - (half if kind == "u" else 0)) / half).astype(np.float32)
+    if kind != "f":
+        raise ValueError(f"samples must be integers or floats, got {samples.dtype}")
+    if samples.size and not np.isfinite(samples).all():
+        raise ValueError("samples that are NaN or infinite")
+    if samples.size and np.abs(samples).max() > LOUDEST:
+        raise ValueError(f"samples far beyond full scale: floats must be in [-1, 1], and {LOUDEST} is the limit")
+    return samples.astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extractor:
+    """From samples [..., S] to frames [..., T, mels]."""
+
+    rate: int = 16000  # samples a second
+    mels: int = 80
+    window: int = 400  # samples of a frame
+    hop: int = 160  # samples from frame to frame
+    size: int = 512  # of the Fourier transform
+    centred: str = ""  # how the samples go on before the first window and after the last: "constant", "reflect"
+    periodic: bool = False  # the window begins with its 0 and does not end with it
+    preemphasis: float = 0.0
+    slaney: bool = False  # mel scale of Slaney with filters of area 1, else of HTK with filters of height 1
+    floor: float = 1e-6  # added to a filter's power, that of noise 60 dB below full scale
+    normalize: str = "corpus"  # over the corpus, by a recogniser; or "recording", "whisper"
+    tail: int = 0  # samples of silence after the recording
+
+    @property
+    def margin(self):
+        """Samples before its place that a frame sees, and after it."""
+        return self.window // 2 if self.centred else 0
+
+    def count(self, samples):
+        """Frames of a number of samples."""
+        return max(self.frames(samples), 0) if samples else 0
+
+    def counts(self, lengths, xp):
+        """Frames of an array of numbers of samples."""
+        return xp.where(lengths > 0, xp.maximum(self.frames(lengths), 0), 0)
+
+    def frames(self, samples):
+        """Of one sample or more; 0 or less: none."""
+        samples = samples + self.tail
+        return samples // self.hop if self.centred else 1 + (samples - self.window) // self.hop
+
+    def __call__(self, samples, xp=np, lengths=None):
+        """Samples [..., S], floats or integers -> float32 [..., T, mels]; `xp` is numpy or jax.numpy.
+
+        With `lengths` [...] of JAX, so many samples of each recording count, and `self.counts` of its frames.
+        """
+        samples = scaled(samples) if xp is np else samples
+        frames, width = self.count(samples.shape[-1]), [(0, 0)] * (samples.ndim - 1)
+        if not frames:
+            return xp.zeros((*samples.shape[:-1], 0, self.mels), np.float32)
+        samples = self.emphasized(samples, xp)
+        if lengths is not None:
+            samples = xp.where(xp.arange(samples.shape[-1]) < lengths[..., None], samples, 0)
+        samples = xp.pad(samples, [*width, (0, self.tail)])
+        if self.centred:
+            mode = self.centred if samples.shape[-1] > self.margin else "constant"  # too short to be reflected
+            samples = xp.pad(samples, [*width, (self.margin, self.margin)], mode=mode)
+        here = True if lengths is None else (xp.arange(frames) < self.counts(lengths, xp)[..., None])[..., None]
+        return self.normalized(self.spectra(samples, frames, xp), xp, here)
+
+    def emphasized(self, samples, xp=np, before=0.0):
+        """High frequencies raised; `before` is the sample before the first one."""
+        if not self.preemphasis:
+            return samples
+        before = xp.concatenate([xp.full_like(samples[..., :1], before), samples[..., :-1]], -1)
+        return samples - np.float32(self.preemphasis) * before
+
+    def spectra(self, samples, frames, xp=np):
+        """Of the first windows."""
+        window = np.hanning(self.window + self.periodic)[: self.window].astype(np.float32)
+        parts = samples[..., self.hop * np.arange(frames)[:, None] + np.arange(self.window)] * window
+        rfft = xp.fft.rfft
+        if xp is np:
+            from scipy.fft import rfft  # six times as fast as NumPy's, and slow to import
+
+        spectrum = rfft(parts, self.size)
+        power = (xp.square(spectrum.real) + xp.square(spectrum.imag)) @ self.filters
+        if self.normalize == "whisper":
+            return xp.log10(xp.maximum(power, np.float32(self.floor)))
+        return xp.log(power + np.float32(self.floor))
+
+    def normalized(self, x, xp, here=True):
+        """`here`: which frames count."""
+        more = {"keepdims": True, "where": here}
+        if self.normalize == "whisper":
+            return (xp.maximum(x, x.max((-2, -1), initial=-np.inf, **more) - 8) + 4) / 4
+        if self.normalize == "recording":
+            deviation = xp.nan_to_num(x.std(-2, ddof=min(x.shape[-2] - 1, 1), **more))  # of one frame among more
+            return (x - x.mean(-2, **more)) / (deviation + np.float32(1e-5))
+        return x
+
+    @functools.cached_property
+    def filters(self):
+        """Triangles [size / 2 + 1, mels] between points that are evenly spaced on a mel scale.
+
+        Slaney's is linear up to 1 kHz, with 15 mel there, and logarithmic above, with 27 mel for a factor of 6.4.
+        """
+        top = self.rate / 2
+        if self.slaney:
+            highest = 15 + 27 * np.log(top / 1000) / np.log(6.4) if top > 1000 else 15 * top / 1000
+            mel = np.linspace(0, highest, self.mels + 2)
+            corners = np.where(mel < 15, mel * 1000 / 15, 1000 * 6.4 ** ((mel - 15) / 27))
+        else:
+            corners = 700 * (10 ** (np.linspace(0, 2595 * np.log10(1 + top / 700), self.mels + 2) / 2595) - 1)
+        low, middle, high = corners[:-2], corners[1:-1], corners[2:]
+        frequency = np.linspace(0, top, self.size // 2 + 1)[:, None]
+        triangles = np.minimum((frequency - low) / (middle - low), (high - frequency) / (high - middle))
+        triangles = np.maximum(triangles, 0) * (2 / (high - low) if self.slaney else 1)
+        if not triangles.any(0).all() and not self.slaney:
+            raise UserError(f"--mels {self.mels}: filters are narrower than a frequency: take fewer, or more --window")
+        return triangles.astype(np.float32)
+
+
+PRESETS = {
+    "log-mel": {},
+    "nemo": dict(centred="constant", preemphasis=0.97, slaney=True, floor=2.0**-24, normalize="recording"),
+    # Half a second of the silence that fills Whisper's 30 seconds: without it, rows differ by a seventh.
+    "whisper": dict(centred="reflect", periodic=True, slaney=True, floor=1e-10, normalize="whisper", tail=8000),
+}
+
+
+@functools.lru_cache
+def made(preset, rate, mels, window, hop, streams):
+    window, hop = round(rate * window / 1000), max(1, round(rate * hop / 1000))
+    fields = PRESETS[preset]
+    size = window if preset == "whisper" else 2 ** math.ceil(math.log2(window))
+    if preset == "nemo" and streams:
+        fields = fields | {"normalize": "corpus"}  # a stream is never whole; Nemotron's features are as they are
+    return Extractor(rate, mels, window, hop, size, **fields)
+
+
+def extractor(config):
+    """The Extractor of a configuration."""
+    return made(config.features, config.rate, config.mels, config.window, config.hop, bool(config.chunk))
+
+
+def draw_spans(config, rng, frames, features):
+    """SpecAugment (Park et al. 2019): starts and ends int32 [masks, 2] over time, then over features."""
+    longest = [(frames, int(config.time_mask * frames))] * config.time_masks
+    longest += [(features, min(config.mel_mask, features))] * config.mel_masks
+    spans = np.zeros((len(longest), 2), np.int32)
+    for span, (size, limit) in zip(spans, longest):
+        length = rng.integers(limit + 1)
+        span[:] = rng.integers(size - length + 1) + np.array([0, length])
+    return spans
+
+
+def hide(x, lengths, spans, time_masks):
+    """Features [B, T, F] of lengths [B] with the mean of what is kept of an utterance in its spans [B, masks, 2]."""
+    places = (np.arange(size) for size in x.shape[1:])
+    parts = spans[:, :time_masks], spans[:, time_masks:]
+    frames, mels = (((i >= y[..., :1]) & (i < y[..., 1:])).any(1) for i, y in zip(places, parts))
+    hidden = frames[:, :, None] | mels[:, None]
+    kept = ~hidden & (np.arange(x.shape[1]) < lengths[:, None])[..., None]
+    total, count = (jnp.where(kept, y, 0).sum((1, 2), keepdims=True) for y in (x, 1))
+    return jnp.where(hidden, total / jnp.maximum(count, 1), x)

@@ -1,0 +1,552 @@
+"""Lists of recordings with their texts, in the dialects of the field: what a manifest or folder says, nothing decoded.
+
+`read` yields an Entry for each utterance, or a Fault where a line is none. A key that says which part of a file a text
+belongs to is honoured, or the line is a Fault.
+"""
+
+import csv
+import gzip
+import json
+import math
+import os
+import re
+import unicodedata
+import urllib.request
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from jax_rnnt_speech.system import UserError, reason
+
+AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file", "audio_path", "audio_file", "wav",
+              "wav_filename")  # fmt: skip
+TEXT_KEYS = "text", "sentence", "transcript", "transcription"
+START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin"), ("end", "end_time", "stop")
+CHANNEL_KEYS = "channel", "channel_selector", "channels"  # a number under the last one counts them
+SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
+PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
+# Keys of other tools that choose a part of a file, in units that are not seconds.
+UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
+# What tables have for a number that is missing; as a text, it is a word.
+NOTHING = dict.fromkeys((*START_KEYS, *END_KEYS, "duration", *CHANNEL_KEYS, *UNREAD), ("nan", "none", "null", "<na>"))
+SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
+            ".amr", ".caf", ".au", ".wma", ".w64", ".wv", ".3gp"}  # fmt: skip
+LISTS = ".jsonl", ".ndjson", ".json", ".tsv", ".csv"
+MANIFESTS = ".jsonl, .ndjson, .json, .tsv or .csv, also with .gz"
+TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
+KALDI = "wav.scp", "segments", "text"
+
+
+class Entry(NamedTuple):
+    """An utterance: a text, and the seconds and channel of a file that it belongs to."""
+
+    name: str
+    audio: Path
+    text: str
+    start: float = 0.0
+    end: float | None = None  # None: that of the file
+    channel: int | tuple | None = None  # None: the mean of all
+    whole: float | None = None  # seconds that the file is said to last
+    speaker: str = ""  # "": unknown
+    notes: tuple = ()  # what of its line is not read, and does no harm
+
+
+class Fault(NamedTuple):
+    reason: str
+    name: str
+
+
+class LineError(ValueError):
+    """Why a line is left out."""
+
+
+class ListError(UserError):
+    """A manifest or folder that lists nothing. `reason` says why, behind its name."""
+
+    def __init__(self, path, reason):
+        super().__init__(f"{path} {reason}")
+        self.reason = reason
+
+
+def suffix_of(path):
+    """The suffix of a name in lower case, without .gz."""
+    return (Path(path.stem).suffix if path.suffix.lower() == ".gz" else path.suffix).lower()
+
+
+def is_list(path):
+    """Whether `read` takes it for a list of recordings, and not for one."""
+    return path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
+
+
+def read(path, audio_column="", text_column="", speaker_column="", texts=True):
+    """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
+
+    A column must be there; one of a list may be missing, and then the usual ones count.
+    """
+    path = Path(path)
+    columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
+    columns = *columns, (speaker_column, SPEAKER_KEYS)
+    keys = [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
+    try:
+        if not path.exists():
+            raise ListError(path, "does not exist")
+        of_kaldi = path.name in KALDI and not path.is_dir()
+        rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
+        yield next(rows, Fault("nothing is listed", path.name))
+        yield from rows
+    except (OSError, EOFError, zlib.error) as error:
+        raise ListError(path, f"is not readable: {reason(error)}") from None
+
+
+def read_all(paths, *columns, lenient=True, texts=True):
+    """Entries and Faults of several. `lenient`: one that cannot be read is a Fault."""
+    for path in paths:
+        try:
+            yield from read(path, *columns, texts=texts)
+        except ListError as error:
+            if not lenient:
+                raise
+            yield Fault(error.reason, str(path))
+
+
+def text_of(path):
+    """The text of a file, with a newline alone at the ends of lines. Bytes that are no UTF-8 are for `encodable`."""
+    data = path.read_bytes()
+    data = gzip.decompress(data) if path.suffix.lower() == ".gz" else data
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # as spreadsheets write "Unicode text"
+        try:
+            data = data.decode("utf-16").encode()
+        except UnicodeError:
+            raise ListError(path, "is UTF-16 with damaged characters") from None
+    return data.decode("utf-8-sig", "surrogateescape").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def lines_of(path):
+    """(number, line) of a text's lines that are not empty. Other characters that Unicode counts as ends are none."""
+    for i, line in enumerate(text_of(path).split("\n"), 1):
+        if line.strip():
+            yield i, line
+
+
+def sentences(path):
+    """An Entry without audio, or a Fault, for each line of a text."""
+    try:
+        for i, line in lines_of(path):
+            name = f"{path.name} line {i}"
+            try:
+                yield Entry(name, path, encodable(line, "the text"))
+            except LineError as error:
+                yield Fault(str(error), name)
+    except OSError as error:
+        raise ListError(path, f"is not readable: {reason(error)}") from None
+
+
+def manifest(path, keys):
+    suffix = suffix_of(path)
+    if suffix in LISTS:
+        rows = table(path, keys) if suffix in (".tsv", ".csv") else objects(path)
+    else:
+        raise ListError(path, f"is neither a folder nor a manifest ({MANIFESTS})")
+    for name, row in rows:
+        try:
+            if isinstance(row, LineError):
+                raise row
+            if not isinstance(row, dict):
+                raise LineError("not an object with keys")
+            yield from (cuts if is_cut(row) else utterances)(row, path, name, keys)
+        except LineError as error:
+            yield Fault(str(error), name)
+
+
+def objects(path):
+    """(name, object or LineError) of JSON lines, or of an array."""
+    text = text_of(path)
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        whole = None
+    if isinstance(whole, list):
+        yield from ((f"{path.name} item {i}", x) for i, x in enumerate(whole, 1))
+    elif isinstance(whole, dict):
+        yield f"{path.name} line 1", whole
+    else:
+        for i, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                try:
+                    yield f"{path.name} line {i}", json.loads(line)
+                except (ValueError, RecursionError):
+                    yield f"{path.name} line {i}", LineError("not JSON")
+
+
+def table(path, keys):
+    """(name, row as a dictionary or LineError) of a table whose first line names the columns."""
+    text = text_of(path)
+    first = text.split("\n", 1)[0]
+    tabs = suffix_of(path) == ".tsv" or first.count("\t") > max(first.count(x) for x in ",;")
+    delimiter = "\t" if tabs else max(",;", key=first.count)
+    rows = records(text.split("\n"), delimiter)
+    _, names = next(rows, (1, []))
+    for option, choices in zip(("--audio-column", "--text-column", "--speaker-column"), keys):
+        optional = option == "--speaker-column" and len(choices) > 1
+        if choices and not optional and not set(choices) & set(names):
+            known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
+            raise ListError(path, f"must have {known} in its first line ({option} names another), got {names}"[:1000])
+    used = [x for x in names if x]
+    if len(set(used)) < len(used):
+        raise ListError(path, f"must name each column once, got {names}"[:1000])
+    for i, row in rows:
+        other = LineError("another number of columns than in the first line")
+        fields = {key: x if x.lower() not in NOTHING.get(key, ()) else "" for key, x in zip(names, row)}
+        yield f"{path.name} line {i}", fields if len(row) == len(names) else other
+
+
+def records(lines, delimiter):
+    """(number of its line, fields) of each record that is not empty, with quotes as Python's csv reads them.
+
+    A quote that csv cannot pair, or that would join lines which are rows already, is a character.
+    """
+    place, width = 0, None
+    while place < len(lines):
+        used, row = 1, lines[place].split(delimiter)
+        try:
+            reader = csv.reader((lines[i] + "\n" for i in range(place, len(lines))), delimiter=delimiter, strict=True)
+            quoted = next(reader)
+            spanned = lines[place : place + reader.line_num]
+            rows = len(spanned) > 1 and all(len(x.split(delimiter)) == width for x in spanned)
+            if len(spanned) == 1 or (len(quoted) == width and not rows):
+                used, row = reader.line_num, quoted
+        except (csv.Error, StopIteration):
+            pass
+        if any(x.strip() for x in row):
+            width = width or len(row)
+            yield place + 1, row
+        place += used
+
+
+def later(a, b):
+    """Whether a time comes after another, and not just by a sum that was rounded."""
+    return a > b + TOUCH
+
+
+def missing(x):
+    """Whether it is what tools write where there is nothing. NaN is no number in JSON, but pandas writes it."""
+    return x is None or x == "" or (isinstance(x, float) and math.isnan(x))
+
+
+def first_of(row, keys):
+    return next((row[x] for x in keys if not missing(row.get(x))), None)
+
+
+def number(row, keys):
+    """The seconds under one of the keys, or None."""
+    values = {x: row[x] for x in keys if not missing(row.get(x))}
+    if not values:
+        return None
+    key = next(iter(values))
+    try:
+        numbers = [math.nan if isinstance(x, bool) else float(x) for x in values.values()]
+    except (ValueError, TypeError, OverflowError):
+        numbers = [math.nan]
+    if not 0 <= numbers[0] < math.inf:
+        raise LineError(f"{key} is no number of seconds")
+    if any(later(x, numbers[0]) or later(numbers[0], x) for x in numbers):
+        raise LineError(f"{' and '.join(values)} contradict each other")
+    return numbers[0]
+
+
+def span(row, notes):
+    """(start, end, whole): the seconds of a segment, and those of the file where the row has no segment."""
+    for key in UNREAD:
+        if not missing(row.get(key)):
+            raise LineError(f"the key {key}, which is not in seconds, is not read")
+    start, end = number(row, START_KEYS), number(row, END_KEYS)
+    if start is None and end is None:
+        return 0.0, None, length(row, notes)
+    start, duration = start or 0.0, number(row, ("duration",))
+    if duration == 0:
+        raise LineError("duration is no number of seconds above 0")
+    if end is not None and duration is not None and abs(start + duration - end) > 0.1:
+        raise LineError("end and duration contradict each other")
+    end = end if end is not None or duration is None else start + duration
+    if end is not None and not later(end, start):
+        raise LineError("the end is not after the start")
+    return start, end, None
+
+
+def length(row, notes):
+    """The seconds that a file is said to last, or None: nothing but a check needs them."""
+    try:
+        seconds = number(row, ("duration",))
+    except LineError as error:
+        notes.append(str(error))
+        return None
+    if seconds == 0:
+        notes.append("duration is no number of seconds above 0")
+    return seconds or None
+
+
+def channel(row, keys=CHANNEL_KEYS):
+    """None, the number of a channel from 0 on, or several."""
+    x = first_of({key: x for key, x in row.items() if key != "channels" or isinstance(x, list)}, keys)
+    if x in (None, "average"):
+        return None
+    some = [as_integer(y) for y in (x if isinstance(x, list) else [x])]
+    if not some or None in some:
+        raise LineError("channel is no number from 0 on")
+    return tuple(some) if isinstance(x, list) else some[0]
+
+
+def as_integer(x):
+    """1, 1.0, "1" or "1.0", as columns with gaps have them, as a number from 0 on; None: it is none."""
+    if isinstance(x, (int, float, str)) and not isinstance(x, bool):
+        found = re.fullmatch(r"(\d{1,9})(?:\.0+)?", str(x))
+        return int(found[1]) if found else None
+    return None
+
+
+def speaker(row, notes, keys=SPEAKER_KEYS):
+    """The name or number of the speaker, or "": nothing but statistics needs it."""
+    if len(keys) == 1 and keys[0] not in row:
+        notes.append(f"no {keys[0]}, which is to name the speaker")
+    x = first_of(row, keys)
+    try:
+        if isinstance(x, (int, float)) or (isinstance(x, str) and re.fullmatch(r"\d+\.0+", x)):
+            return str(x if as_integer(x) is None else as_integer(x))
+        return "" if x is None else encodable(x, "the speaker")
+    except LineError as error:
+        notes.append(str(error).replace("no string of characters", "no name"))
+        return ""
+
+
+def encodable(text, what):
+    """The text, unless it holds bytes that are no UTF-8, or half of a surrogate pair, or is none."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+            return text
+    except UnicodeEncodeError:
+        if re.search("[\udc80-\udcff]", text):
+            raise LineError(f"{what} is not UTF-8") from None
+    raise LineError(f"{what} is no string of characters")
+
+
+def located(name, manifest):
+    """The file of a name: beside the manifest, in `clips` there (Common Voice), or from the current folder.
+
+    A Mac may have written accents of the name by themselves, on its disk or in the list, and Windows backslashes.
+    """
+    name = encodable(name, "the name of the audio")
+    forms = dict.fromkeys((name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))))
+    places = manifest.parent, manifest.parent / "clips", Path()
+    found = next((file for x in places for form in forms if is_file(file := x / form)), None)
+    other = name.replace("\\", os.sep) if found or not re.match("~|[A-Za-z][A-Za-z0-9+.-]+:/", name) else local(name)
+    return found or next((file for x in places if is_file(file := x / other)), manifest.parent / other)
+
+
+def local(name):
+    """The path that a shell or a browser makes of ~/a.wav or file:///a%20b.wav."""
+    if name.startswith("~"):
+        return os.path.expanduser(name)
+    scheme, _, rest = name.partition(":")
+    host, slash, path = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest)
+    if scheme.lower() != "file":
+        raise LineError(f"an address of {scheme}: only files of this computer are read")
+    if host.lower() not in ("", "localhost"):
+        raise LineError("an address of a file on another computer")
+    return urllib.request.url2pathname(slash + path)
+
+
+def is_file(path):
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def entry(row, path, keys, name=""):
+    """The Entry of a row that says which part of a file has which text; by default, its audio gives the name."""
+    audio, notes = first_of(row, keys[0]), []
+    audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
+    if not audio:
+        raise LineError("no name of an audio file")
+    file, (start, end, whole), text = located(audio, path), span(row, notes), first_of(row, keys[1])
+    if keys[1] and not any(x in row for x in keys[1]):
+        raise LineError("no text")
+    text = "" if text is None else encodable(text, "the text")
+    if (start, end) != (0.0, None):
+        audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
+    spoken_by = speaker(row, notes, keys[2])
+    return Entry(name or audio, file, text, start, end, channel(row), whole, spoken_by, tuple(notes))
+
+
+def utterances(row, path, line, keys):
+    """Entries of one row: one, or one for each of its segments."""
+    parts = row.get("segments")
+    if missing(parts):
+        yield entry(row, path, keys)
+        return
+    if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
+        raise LineError("segments are no list of objects")
+    if first_of(row, START_KEYS + END_KEYS) is not None:
+        raise LineError("segments of a segment are not read")
+    common = {x: row[x] for x in (*keys[0], *CHANNEL_KEYS, *keys[2]) if x in row}
+    for i, part in enumerate(parts, 1):
+        try:
+            if span(part, [])[:2] == (0.0, None):
+                raise LineError("a segment without start and end")
+            found, notes = entry(common | part, path, keys), []
+            yield found._replace(whole=length(row, notes), notes=(*found.notes, *notes))
+        except LineError as error:
+            yield Fault(str(error), f"{line} segment {i}")
+
+
+def is_cut(row):
+    """Whether it is one of Lhotse's."""
+    return bool({"supervisions", "recording", "tracks"} & row.keys())
+
+
+def cuts(row, path, line, _):
+    """Entries of one of Lhotse's cuts: one for each of its supervisions."""
+    recording, supervisions = row.get("recording"), row.get("supervisions")
+    if "tracks" in row:
+        raise LineError("a mixed cut of Lhotse is not read")
+    if not isinstance(recording, dict) or not isinstance(recording.get("sources"), list):
+        raise LineError("a cut of Lhotse without a recording")
+    if not isinstance(supervisions, list) or not supervisions or not all(isinstance(x, dict) for x in supervisions):
+        raise LineError("a cut of Lhotse without supervisions")
+    if recording.get("transforms"):
+        raise LineError("a recording of Lhotse with transforms is not read")
+    first, duration = number(row, ("start",)) or 0.0, number(row, ("duration",))
+    for i, x in enumerate(supervisions, 1):
+        try:
+            named = first_of(x, ("id",)), first_of(row, ("id",)), f"{line} supervision {i}"
+            name = next(str(y) for y in named if isinstance(y, (int, str)))
+            yield supervision(x, encodable(name, "the id of a supervision"), row, recording, path, first, duration)
+        except LineError as error:
+            yield Fault(str(error), f"{line} ({row.get('id')})"[:200])
+
+
+def supervision(x, name, row, recording, path, first, whole):
+    """The Entry of a supervision, whose times count from the start of its cut."""
+    offset, duration = first_of(x, ("start",)) or 0.0, number(x, ("duration",))
+    if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not math.isfinite(offset):
+        raise LineError("start is no number of seconds")
+    if duration is None or not duration:
+        raise LineError("a supervision of Lhotse without duration")
+    if later(-0.1, offset) or (whole is not None and later(offset + duration, whole + 0.1)):
+        raise LineError("a supervision of Lhotse that goes beyond its cut")
+    start = max(0.0, first + offset)
+    chosen = channel(row if missing(x.get("channel")) else x, ("channel",))
+    sources = [y for y in recording["sources"] if isinstance(y, dict) and y.get("type") == "file"]
+    if len(sources) < len(recording["sources"]) or not sources:
+        raise LineError("a source of Lhotse that is no file is not read")
+    if chosen is None and len(sources) > 1:
+        raise LineError("a recording of Lhotse in several files, without a channel")
+    wanted = {chosen} if isinstance(chosen, int) else set(chosen or ())
+    for source in sources:
+        known = source.get("channels") or [0]
+        if isinstance(known, list) and wanted <= {y for y in known if type(y) is int}:
+            places = [known.index(y) for y in sorted(wanted)]
+            places = places[0] if len(places) == 1 else places or None
+            said = {key: x[key] for key in ("text", *SPEAKER_KEYS) if key in x}
+            where = {"audio": source.get("source"), "start": start, "end": first + offset + duration}
+            found, notes = entry({"text": "", "channel": places} | said | where, path, PLAIN, name), []
+            return found._replace(whole=length(recording, notes), notes=(*found.notes, *notes))
+    raise LineError("no source of Lhotse has the channel")
+
+
+def folder(path, keys):
+    """What the layout of a folder says: Kaldi, Hugging Face's table, LibriSpeech, or a text beside each file."""
+    if (path / "wav.scp").exists():
+        return kaldi(path, bool(keys[1]))
+    tables = [path / f"metadata.{x}" for x in ("jsonl", "csv") if (path / f"metadata.{x}").exists()]
+    return manifest(tables[0], keys) if tables else beside(path) if keys[1] else recordings(path)
+
+
+def no_corpus(path, what):
+    """The error of a folder; it names the largest manifest there or one level below, which a person may have meant."""
+    inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
+    found = [x for x in inside if suffix_of(x) in LISTS and x.is_file()]
+    such = f"such as {max(found, key=lambda x: x.stat().st_size)}" if found else MANIFESTS
+    return ListError(path, f"holds no {what}; to read a manifest, name it ({such})")
+
+
+def below(folder):
+    """Files below a folder, also behind links, sorted. Each folder is read once, however many links lead there."""
+
+    def fail(error):
+        raise error
+
+    seen, found = {os.path.realpath(folder)}, []
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        real = {x: os.path.realpath(os.path.join(place, x)) for x in folders}
+        folders[:] = [x for x in sorted(folders) if real[x] not in seen and not seen.add(real[x])]
+        found += [Path(place, x) for x in names]
+    return sorted(found)
+
+
+def recordings(path):
+    """All audio files below a folder."""
+    files = [x for x in below(path) if x.suffix.lower() in SUFFIXES]
+    if not files:
+        raise no_corpus(path, "audio files, and no wav.scp as Kaldi")
+    yield from (Entry(str(x.relative_to(path)), x, "") for x in files)
+
+
+def beside(path):
+    """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, beside the audio files NAME.*."""
+    files, found = {}, below(path)
+    for x in found:
+        if x.suffix.lower() in SUFFIXES and files.setdefault((x.parent, x.stem), x) != x:
+            yield Fault("a second audio file for the same text", str(x.relative_to(path)))
+    unused, lists = dict(files), [x for x in found if x.name.endswith(".trans.txt")]
+    texts = [x for x in found if x.suffix.lower() == ".txt" and ((x.parent, x.stem) in files or not lists)]
+    if not lists and not any((x.parent, x.stem) in files for x in texts):
+        raise no_corpus(path, "*.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files with a text "
+                        "of the same name")  # fmt: skip
+    said = [(f"{file.name} line {i}", file.parent, *[*line.split(None, 1), ""][:2])
+            for file in lists for i, line in lines_of(file)]  # fmt: skip
+    said += [(x.name, x.parent, x.stem, text_of(x)) for x in texts if x not in lists]
+    for line, parent, name, text in said:
+        file = files.get((parent, name))
+        unused.pop((parent, name), None)
+        try:
+            if file is None:
+                raise LineError("a text without its audio file")
+            names = Path(os.path.abspath(file)).parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
+            known = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
+            yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=known)
+        except LineError as error:
+            yield Fault(str(error), line)
+    yield from (Fault("an audio file without a text", str(x.relative_to(path))) for x in unused.values())
+
+
+def kaldi(path, texts=True):
+    """A folder of Kaldi: wav.scp, text, and perhaps segments and utt2spk."""
+
+    def fields(name):
+        return [line.split(None, 1) for _, line in lines_of(path / name)]
+
+    files = {x[0]: x[1].strip() if len(x) > 1 else "" for x in fields("wav.scp")}
+    segments = {x: (x, "0", "-1") for x in files}
+    if (path / "segments").exists():
+        segments = {x[0]: x[1].split() if len(x) > 1 else () for x in fields("segments")}
+    speakers = {x[0]: x[-1].strip() for x in fields("utt2spk")} if (path / "utt2spk").exists() else {}
+    for name, *text in fields("text") if texts else [[x] for x in segments]:
+        try:
+            where = segments.pop(name, None)
+            if where is None:
+                raise LineError("a text without its recording")
+            if len(where) not in (3, 4):
+                raise LineError("no segment: expected a recording, a start and an end")
+            file = files.get(where[0])
+            if not file:
+                raise LineError("a segment of a recording that wav.scp lacks")
+            if file.endswith("|") or file.startswith("|"):
+                raise LineError("a command in wav.scp is not run")
+            row = {"audio": file, "text": " ".join(text), "speaker": speakers.get(name), "channel": "".join(where[3:])}
+            row |= {"start": where[1], "end": None if where[2].startswith("-") else where[2]}
+            yield entry(row, path / "wav.scp", PLAIN, name)
+        except LineError as error:
+            yield Fault(str(error), name)
+    yield from (Fault("a recording without a text", x) for x in segments)

@@ -1,0 +1,57 @@
+"""Encoders, by the names of --encoder. `base.Encoder` says what all of them have."""
+
+import dataclasses
+import math
+
+from jax_rnnt_speech.data import features
+from jax_rnnt_speech.model.encoders.conformer import Conformer
+from jax_rnnt_speech.model.encoders.convolutional import Convolutional
+from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig, FastConformer
+from jax_rnnt_speech.model.encoders.whisper import Whisper, WhisperConfig
+from jax_rnnt_speech.system import UserError
+
+OWN = {"conformer": Conformer, "convolutional": Convolutional}
+PRETRAINED = {"fastconformer": (FastConformer, EncoderConfig), "whisper": (Whisper, WhisperConfig)}
+
+
+def fields_of(source):
+    """Those of an encoder, among the JSON files of a pretrained model."""
+    fields = (source or {}).get("config.json", {})
+    return fields.get("encoder_config", fields)
+
+
+def subsampling(config, source):
+    """Feature frames of a row that predictor and joint see."""
+    if config.encoder in OWN:
+        return math.prod(time for time, _ in config.strides)
+    factor = EncoderConfig.subsampling_factor if config.encoder == "fastconformer" else Whisper.subsampling
+    return fields_of(source).get("subsampling_factor", factor) * max(config.stack, 1)
+
+
+def longest(config, source):
+    """Seconds of a recording that the encoder hears at most."""
+    if config.encoder != "whisper":
+        return math.inf
+    extractor = features.extractor(config)
+    places = fields_of(source).get("max_source_positions", WhisperConfig.max_source_positions)
+    return max(0, Whisper.subsampling * places * extractor.hop - extractor.tail) / extractor.rate
+
+
+def checked(config, source):
+    """The configuration; raises where a training takes what the encoder does not hear."""
+    if config.max_seconds > (most := longest(config, source)):
+        raise UserError(f"--max-seconds {config.max_seconds:g}: the encoder hears {most:g} s at most")
+    return config
+
+
+def make(config, inputs, fields, *, dtype, rngs):
+    """The encoder of a configuration. `fields`: those of a pretrained one's config.json."""
+    if config.encoder in OWN:
+        encoder = OWN[config.encoder](config, inputs, dtype=dtype, rngs=rngs)
+    else:
+        kind, sizes = PRETRAINED[config.encoder]
+        known = {field.name for field in dataclasses.fields(sizes)}
+        encoder = kind(sizes(**{name: x for name, x in fields.items() if name in known}), dtype=dtype, rngs=rngs)
+    encoder.remat, encoder.scan = config.remat, config.scan
+    encoder.set_attributes(use_running_average=config.batch_norm == "frozen", raise_if_not_found=False)
+    return encoder

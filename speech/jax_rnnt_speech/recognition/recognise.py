@@ -1,0 +1,62 @@
+"""Texts of many recordings of any length, in batches."""
+
+import contextlib
+import functools
+from pathlib import Path
+
+from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.recognition import windows
+from jax_rnnt_speech.recognition.recogniser import GREEDY
+from jax_rnnt_speech.system import UserError
+
+HELD = 60_000  # frames of the recordings that are sorted by length at once: 10 minutes of usual features
+
+
+def listed(arguments, audio_column=""):
+    """Entries and Faults of audio files, manifests and folders, which need no texts."""
+    for path in map(Path, arguments):
+        if manifests.is_list(path):
+            yield from manifests.read_all([path], audio_column, lenient=len(arguments) > 1, texts=False)
+        else:
+            yield manifests.Entry(str(path), path, "")
+
+
+def recordings(arguments, audio_column=""):
+    """`listed`, or what is known of it before the model's options are."""
+    found = []
+    with contextlib.suppress(UserError):
+        found.extend(listed(arguments, audio_column))
+    return found
+
+
+def loaded(entries, rate):
+    """(name, pieces of its samples or the UserError that there are none) of each entry."""
+    for x in entries:
+        if isinstance(x, manifests.Fault):
+            yield x.name, UserError(f"{x.name}: {x.reason}")
+        else:
+            yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
+
+
+def transcribe(recogniser, recordings, how=GREEDY, watch=None):
+    """Yields the Result of each (name, recording), in their order.
+
+    A recording is samples [S], floats in [-1, 1] or integers, at `recogniser.extractor.rate`; or pieces of them, one
+    after the other; or a UserError. Some recordings at a time are sorted by length and go through the model in batches,
+    and of one that is longer than a window no more than that is held: memory depends neither on how many there are nor
+    on how long they are.
+
+    `watch` is called with a recording's place and its Labels so far, after each of its windows and before it waits for
+    one; a recording for which it returns false is heard no further, and its Result is an error.
+    """
+    waiting, held = [], 0
+    for i, (name, samples) in enumerate(recordings):
+        x = windows.Recording(name, samples, recogniser, watch and functools.partial(watch, i))
+        waiting.append(x)
+        held += x.frames
+        if held >= HELD:
+            windows.hear(recogniser, waiting, how)
+            yield from (x.result() for x in waiting)
+            waiting, held = [], 0
+    windows.hear(recogniser, waiting, how)
+    yield from (x.result() for x in waiting)

@@ -1,0 +1,264 @@
+"""Words of recordings that arrive in pieces: streams without end, in memory that does not grow.
+
+The encoder takes steps of its chunk, the search goes on from its state, and samples may come in pieces of any size:
+steps are the same, and so are all numbers. A beam lets go of labels that no hypothesis changes, and of the oldest ones
+where more than `recogniser.OPEN` are open. Several streams that come and go are one batch.
+"""
+
+import itertools
+import math
+import queue
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import decode, timing
+from jax_rnnt_speech.data import audio, features
+from jax_rnnt_speech.data.tokens import ENDS
+from jax_rnnt_speech.recognition import transcripts
+from jax_rnnt_speech.recognition.recogniser import GREEDY, NEVER
+from jax_rnnt_speech.recognition.results import Labels, no_labels
+from jax_rnnt_speech.system import UserError
+
+BLOCK = 0.1  # seconds of a stream that arrive at once
+LONGEST = 200  # labels of a word, at most
+CONTEXT = 8  # labels before others that may change what those write: a space, or none
+PART = "\ufffd"  # what a tokenizer writes for a part of a character
+
+
+class Step(NamedTuple):
+    """The next features [T, F] of the stream in a slot, of which `count` count; `fresh`: its first ones."""
+
+    slot: int
+    x: np.ndarray
+    count: int
+    deadline: int  # of `Recogniser.part`
+    fresh: bool
+
+
+class Slots:
+    """A batch of streams. Those without a next step, and slots without a stream, stay as they are.
+
+    One program takes all steps, or two where an encoder's first step and the state before it have other sizes.
+    """
+
+    def __init__(self, recogniser, count=1, how=GREEDY):
+        if not recogniser.chunk:
+            raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
+        self.recogniser, self.count, self.how, self.free = recogniser, count, how, list(range(count))
+        encoder = recogniser.model(recogniser.params).encoder
+        self.sizes = [encoder.frames_of_step(first) for first in (False, True)]
+        start = encoder.initial(1)
+        first = jnp.zeros((1, self.sizes[True], len(recogniser.mean))), jnp.zeros(1, jnp.int32), start
+        after = jax.eval_shape(lambda *x: recogniser.model(recogniser.params).encoder.step(*x)[2], *first)
+        self.apart = [x.shape for x in jax.tree.leaves(after)] != [x.shape for x in jax.tree.leaves(start)]
+        self.encoder = jax.tree.map(lambda new: jnp.zeros((count, *new.shape), new.dtype), after)
+        self.decoder = None
+        shapes = jax.eval_shape(lambda *x: recogniser.continued(*x, *self.rest(False)), *self.arguments(False, []))
+        self.decoder = decode.reset_streams(shapes[2][2], np.ones(count, bool))
+
+    def arguments(self, first, steps):
+        x = np.zeros((self.count, self.sizes[first], len(self.recogniser.mean)), np.float32)
+        (lengths, deadlines), fresh = np.zeros((2, self.count), np.int32), np.zeros(self.count, bool)
+        for slot, heard, *rest in steps:
+            x[slot], (lengths[slot], deadlines[slot], fresh[slot]) = heard, rest
+        return self.recogniser.params, x, lengths, deadlines, fresh
+
+    def rest(self, first):
+        return self.encoder, self.decoder, self.how, first if self.apart else None
+
+    def run(self, steps):
+        """(Labels that are final, others, rows) of some steps, at most one of each stream; of none: it compiles."""
+        results = {}
+        for first in (True, False) if self.apart else (False,):
+            chosen = [step for step in steps if not self.apart or step.fresh == first]
+            if not chosen and steps:
+                continue
+            found = self.recogniser.continued(*self.arguments(first, chosen), *self.rest(first))
+            self.encoder, rows, (found, final, self.decoder, _) = found
+            found, final, rows = jax.device_get((found, final, rows))
+            for slot, *_ in chosen:
+                labels = Labels.of(found, slot, found.counts[slot], self.how)
+                results[slot] = labels.part(final[slot]), labels.part(final[slot], None), int(rows[slot])
+        return [results[step.slot] for step in steps]
+
+
+class Words:
+    """Final labels of a recording, one part after the other, to words."""
+
+    def __init__(self, recogniser, silence=0.0):
+        self.recogniser, self.waiting, self.rows, self.end = recogniser, no_labels(), 0, 0
+        self.patience = round(silence / recogniser.seconds) or NEVER
+        self.last_labels = {i for i, x in enumerate(recogniser.tokens.pieces) if x in ENDS}
+        self.before, self.said = [], ""  # labels before those that wait, and the text of words that were taken
+
+    @property
+    def deadline(self):
+        """For the next part: -> `Recogniser.part`."""
+        return self.rows - self.patience
+
+    def begins(self):
+        """Where words begin that later labels leave as they are, and those before: no frame has labels of both."""
+        labels, frames, tokens, places, size = *self.waiting[:2], self.recogniser.tokens, [], 0
+        found = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
+        for before, word in itertools.pairwise(found):
+            size += len(before.text)
+            last, first = math.ceil(before.end), int(word.start)
+            if first < word.start or frames[first] == frames[last - 1]:
+                continue
+            if word.text[0] == PART and not tokens.decode(labels[: first + 1]).rstrip(PART)[-1:].isspace():
+                continue  # it may become a mark on the character before it
+            # Punctuation between them is of either one.
+            places += [i for i in range(last, first + 1) if len("".join(tokens.decode(labels[:i]).split())) == size][:1]
+        return places
+
+    def take(self, count, duration=float("inf")):
+        """Words of the first waiting labels."""
+        some, self.waiting = self.waiting.part(count), self.waiting.part(count, None)
+        if not some.labels:
+            return []
+        before, both = (self.recogniser.tokens.decode(x) for x in (self.before, self.before + some.labels))
+        self.said += both.removeprefix(before)
+        self.before = (self.before + some.labels)[-CONTEXT:]
+        return transcripts.words(
+            self.recogniser, some.labels, some.frames, some.confidences, some.durations, duration=duration
+        )
+
+    def add(self, part, rows, more=False):
+        """(words that are final, whether an utterance ends) after final labels, and so many encoder rows.
+
+        `more`: the rows have labels that are not final.
+        """
+        self.rows += rows
+        ended = any(i in self.last_labels for i in part.labels)
+        kept = [i for i, x in enumerate(part.labels) if x not in self.last_labels]
+        self.waiting.extend(Labels(*([x[i] for i in kept] for x in part)))
+        if self.waiting.labels:
+            self.end = self.waiting.frames[-1] + max(self.waiting.durations[-1], 1)
+        ended |= bool(self.end) and not more and self.rows - self.end >= self.patience
+        if ended:
+            self.end = 0
+            return self.take(len(self.waiting.labels)), True
+        places = self.begins()
+        if not places and len(self.waiting.labels) >= LONGEST:
+            places = [len(self.waiting.labels)]
+            while places[0] > 1 and self.recogniser.tokens.decode(self.waiting.labels[: places[0]]).endswith(PART):
+                places[0] -= 1
+        return self.take(places[-1] if places else 0), False
+
+
+class Stream:
+    """Words of one recording as it arrives. `how`: greedy or a beam; `silence`: seconds that end an utterance, or 0.
+
+    `feed` and, at the end, `finish` return the words that are final since the call before, as `timing.Interval` with
+    seconds from the start. `open` is the text behind them, which may change; `ends` has the seconds of the utterances'
+    ends in the last call.
+
+    A program with many streams gives them the same `slots`, and runs their `steps` together: `took` takes the results.
+    """
+
+    def __init__(self, recogniser, how=GREEDY, silence=0.0, slots=None):
+        self.slots = slots or Slots(recogniser, 1, how)
+        self.slot, self.recogniser, self.extractor = self.slots.free.pop(), recogniser, recogniser.extractor
+        # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
+        self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
+        self.words, self.ends, self.unsure, self.said = Words(recogniser, silence), [], no_labels(), ""
+        self.text = ""  # of the last event's words, with the white space before them
+
+    @property
+    def open(self):
+        return self.recogniser.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
+
+    @property
+    def size(self):
+        """Frames of the next step."""
+        return self.slots.sizes[not self.taken]
+
+    def cut(self, frames):
+        """The step of the next frames, padded; drops the samples that no later one has."""
+        x = self.recogniser.standardised(self.extractor.spectra(self.samples, frames))
+        padded = np.pad(x, ((0, self.size - frames), (0, 0))).astype(np.float32)
+        step = Step(self.slot, padded, frames, self.words.deadline, not self.taken)
+        self.samples = self.samples[frames * self.extractor.hop :]
+        self.taken += frames
+        return step
+
+    def steps(self, samples, end=False):
+        """Yields those of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
+        samples = features.scaled(samples)
+        if len(samples):
+            self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
+            self.total, self.last = self.total + len(samples), samples[-1]
+        while len(self.samples) >= self.extractor.window + (self.size - 1) * self.extractor.hop:
+            yield self.cut(self.size)
+        if end:
+            self.samples = np.pad(self.samples, (0, self.extractor.margin))
+            while remaining := self.extractor.count(self.total) - self.taken:
+                yield self.cut(min(remaining, self.size))
+
+    def took(self, part, unsure, rows):
+        """(words that are final, whether an utterance ends) after the step that found these."""
+        self.unsure = unsure
+        return self.words.add(part, rows, bool(unsure.labels))
+
+    def rest(self, seconds=None):
+        """The words that are left at the end of a recording of so many seconds."""
+        last, self.unsure = self.unsure, no_labels()
+        found, _ = self.words.add(last, 0)
+        return found + self.words.take(LONGEST, self.total / self.extractor.rate if seconds is None else seconds)
+
+    def heard(self, samples, end=False):
+        """Yields what `took` returns for each step of more samples [S]; `end`: they are the last ones."""
+        for step in self.steps(samples, end):
+            yield self.took(*self.slots.run([step])[0])
+        if end:
+            yield self.rest(), False
+
+    def feed(self, samples, end=False):
+        """`samples` [S]: floats in [-1, 1], or integers."""
+        found, self.ends = [], []
+        for some, ended in self.heard(samples, end):
+            found += some
+            self.ends += [self.words.rows * self.recogniser.seconds] * ended
+        return found
+
+    def finish(self):
+        return self.feed(np.zeros(0, np.float32), True)
+
+    def events(self, found, ended=False):
+        """Yields what has happened, for programs: final words, text that may change, the end of an utterance."""
+        time, open_ = {"time": round(self.words.rows * self.recogniser.seconds, 3)}, self.open.strip()
+        self.text, self.words.said = self.words.said, ""
+        if found:
+            yield {"type": "words", "text": self.text.strip(), "words": timing.to_json(found)} | time
+        if open_ not in ("", self.said):
+            yield {"type": "partial", "text": open_} | time
+        if ended:
+            yield {"type": "endpoint"} | time
+        self.said = open_
+
+
+def blocks_of_file(path, rate):
+    """Samples of a file as it is read, `BLOCK` seconds or fewer at once."""
+    size = int(BLOCK * rate)
+    for piece in audio.pieces(path, rate):
+        yield from (piece[start : start + size] for start in range(0, len(piece), size))
+
+
+def blocks_of_microphone(rate):
+    """Samples from the default microphone, without end."""
+    try:
+        import sounddevice
+    except (ImportError, OSError) as error:
+        raise UserError(f"--microphone: {error}") from None
+    blocks = queue.Queue()
+    try:
+        with sounddevice.InputStream(
+            rate, int(BLOCK * rate), channels=1, callback=lambda x, *_: blocks.put(x[:, 0].copy())
+        ):
+            while True:
+                yield blocks.get()
+    except (sounddevice.PortAudioError, ValueError) as error:
+        raise UserError(f"--microphone: {error}") from None

@@ -1,0 +1,354 @@
+"""Words with times and confidences, and the forms in which programs read them."""
+
+import collections
+import contextlib
+import io
+import itertools
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_rnnt import timing
+from jax_rnnt_speech.data.manifests import Entry, later
+from jax_rnnt_speech.data.utterances import shown
+from jax_rnnt_speech.system import UserError, outputs
+
+LINES = "text", "json", "jsonl"  # written as they come
+# What has a file for each recording.
+SUFFIXES = {"srt": ".srt", "vtt": ".vtt", "textgrid": ".TextGrid"}
+FORMATS = *LINES, "ctm", *SUFFIXES
+SHORTEST = 0.01  # seconds before the end of a recording in which a label can be spoken
+DIGITS = 6  # of a confidence
+SHARE = 10  # times as long as it takes to write a file of some segments, nothing is written again
+
+
+class Transcript(NamedTuple):
+    text: str
+    duration: float  # seconds of the recording, or of its segment
+    words: list  # of timing.Interval, in seconds from the start of the file
+    nbest: list | None = None  # of {"text", "score"}
+    space: str = " "  # between words
+
+    def object(self, entry):
+        x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
+        if (entry.start, entry.end) != (0.0, None):
+            x["start"] = entry.start  # of a segment, in seconds from the start of the file
+        x["words"] = timing.to_json(self.words)
+        return x if self.nbest is None else x | {"nbest": self.nbest}
+
+
+def mark_of(tokens):
+    """What separates words in `tokens.texts`, or None: the vocabulary writes no spaces, and every label is a word."""
+    return tokens.separator if tokens.separates else None
+
+
+def words_of(tokens, labels, frames, **options):
+    return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels(), mark=mark_of(tokens), **options)
+
+
+def words(recogniser, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
+    """The words of an utterance, from the encoder frames of its labels; it begins at `start` seconds of its file.
+
+    The last frame may reach beyond the recording, or begin at its end. No word does.
+    """
+    if not len(labels):
+        return []
+    if math.isfinite(duration):
+        frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / recogniser.seconds) - 1, 0))
+    integers = (None if x is None else np.array(x, np.int32) for x in (labels, frames, durations))
+    labels, frames, durations = integers
+    confidences = None if confidences is None else np.array(confidences, float)
+    clock = {"hop": recogniser.seconds, "offset": start}
+    found = words_of(recogniser.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
+    begin, end = start + float(frames[-1]) * recogniser.seconds, max((x.end for x in found), default=0.0)
+    share = min(1, (start + duration - begin) / (end - begin)) if end > begin else 1
+
+    def inside(x):
+        return x if x <= begin else begin + share * (x - begin)
+
+    def rounded(x):
+        return None if x is None else round(x, DIGITS)
+
+    return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in found]
+
+
+def space_of(tokens):
+    """What is written between words."""
+    return "" if mark_of(tokens) is None else " "
+
+
+def captions(words, end, space=" ", text=None, **lines):
+    """Captions of a recording that ends after so many seconds. They are shown no longer, but for slivers at the end.
+
+    `text`: what the words spell, with its white space. `lines`: other options of `timing.captions`.
+    """
+    found = timing.captions(words, space=space, text=text, **lines)
+    return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in found]
+
+
+def segments(x):
+    """The text of a Transcript in parts, with their times: captions of one line."""
+    return captions(x.words, x.duration, x.space, x.text, line_length=84, lines=1)
+
+
+def captioned(form, found):
+    """Captions as the text of a file."""
+    if form == "srt":  # it has no escapes
+        found = [x._replace(text=x.text.replace("-->", "→")) for x in found]
+    file = io.StringIO()
+    {"srt": timing.write_srt, "vtt": timing.write_vtt}[form](file, found)
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def in_a_line(name):
+    """What the library cannot write, or make words of, is an error of the user's."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def transcript(recogniser, entry, result, nbest=0):
+    """The Transcript of a Result of an Entry."""
+    heard = result.labels, result.frames, result.confidences, result.durations
+    best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
+    with in_a_line(shown(entry.name)):
+        timed = words(recogniser, *heard, entry.start, result.duration)
+    return Transcript(result.text, result.duration, timed, best, space_of(recogniser.tokens))
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def add_options(parser, formats=FORMATS):
+    parser.add_argument("--format", choices=formats, default=formats[0], help="(%(default)s)")
+    help = (
+        "file, which is overwritten; of --format srt, vtt and textgrid also a folder, with a file for each recording; "
+    )
+    help += "default: the screen, in these formats and ctm for one recording"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=help)
+
+
+def alone(args):
+    """Whether --output is the file of one recording."""
+    return args.output.suffix.lower() == SUFFIXES[args.format].lower()
+
+
+def check(args, sources, entries=()):
+    """Raises where options contradict each other, or the output has no place."""
+    if args.output:
+        outputs.check(args.output, sources, args.format in SUFFIXES and not alone(args))
+    elif sys.stdout is None:
+        raise UserError("the standard output is closed: name --output")
+    check_names(args, recordings(entries))
+    if getattr(args, "nbest", 0) and (not args.beam or args.format not in ("json", "jsonl")):
+        raise UserError("--nbest needs --beam, and --format json or jsonl")
+    if getattr(args, "nbest", 0) > getattr(args, "beam", 0):
+        raise UserError(f"--nbest {args.nbest}: --beam {args.beam} has fewer hypotheses")
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+def recordings(entries, clean=str):
+    """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
+
+    Where segments of a file overlap, each has its own name. `clean` makes a text one that can be written.
+    """
+    files = collections.defaultdict(list)
+    for i, x in enumerate(entries):
+        if isinstance(x, Entry):
+            files[str(x.audio)].append(i)
+    stems, names, used = collections.Counter(clean(Path(file).stem) for file in files), {}, set()
+
+    def unused(name):
+        name = clean(name.strip("/").replace("/", "_"))
+        chosen = next(x for x in itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2))) if x not in used)
+        used.add(chosen)
+        return chosen
+
+    for file, members in files.items():
+        stem = Path(file).stem
+        base = stem if stems[clean(stem)] == 1 else file
+        pairs = itertools.pairwise(sorted((entries[i] for i in members), key=lambda x: x.start))
+        overlap = any(later(math.inf if a.end is None else a.end, b.start) for a, b in pairs)
+        if overlap:
+            names |= {i: unused(entries[i].name.replace(file, base)) for i in members}
+        else:
+            names |= dict.fromkeys(members, unused(base))
+    return names
+
+
+def check_names(args, names):
+    """Raises where the output has no place for so many recordings."""
+    count = len(set(names.values()))
+    if count < 2 or args.format in LINES:
+        return
+    if not args.output:
+        kind = "a folder" if args.format in SUFFIXES else "a file"
+        raise UserError(f"--format {args.format} of {count} recordings needs --output, {kind}")
+    if args.format in SUFFIXES and alone(args):
+        raise UserError(f"--output {args.output} is the file of one recording, got {count}: name a folder")
+
+
+@contextlib.contextmanager
+def writer(args, entries):
+    """A function of (place in entries, Transcript) that writes what --format says; None: there is no transcript.
+
+    All is on the disk as it comes, in files that programs can read; JSON's list is closed at the end, whatever ends it.
+    Raises where no transcript came.
+    """
+    names = recordings(entries, (lambda x: "_".join(shown(x).split())) if args.format == "ctm" else shown)
+    check_names(args, names)
+    files = {"ctm": Rows}.get(args.format, Lines if args.format in LINES else Files)(args, entries, names)
+    count = 0
+
+    def write(i, x):
+        nonlocal count
+        count += x is not None
+        if i in names:
+            files.add(i, x)
+
+    try:
+        yield write
+        if not count:
+            raise UserError("no recording could be used")
+    except KeyboardInterrupt:
+        files.close()
+        where = args.output or "the screen"
+        raise KeyboardInterrupt(f"interrupted: {count} of {len(names)} recordings are written to {where}") from None
+    except BaseException:
+        with contextlib.suppress(UserError, OSError):
+            files.close()
+        raise
+    files.close()
+
+
+def in_order(words):
+    """The words of a recording, which end before the next one begins, where segments touch."""
+    words = sorted(words)
+    ends = [x.start for x in words[1:]] + [math.inf]
+    return [x if later(x.end, end) else x._replace(end=min(x.end, end)) for x, end in zip(words, ends)]
+
+
+class Lines:
+    """A line for each Transcript, in the order of their entries: each once it is known what those before it are."""
+
+    def __init__(self, args, entries, names):
+        self.args, self.entries, self.names, self.file, self.known = args, entries, names, None, {}
+        self.waiting = collections.defaultdict(list)  # places in entries that are to come, the first one last
+        for i in sorted(names, key=self.place, reverse=True):
+            self.waiting[self.group(i)].append(i)
+
+    def place(self, i):
+        return i
+
+    def group(self, i):
+        """Of entries whose order counts."""
+        return None
+
+    def add(self, i, x):
+        self.known[i], waiting = x, self.waiting[self.group(i)]
+        while waiting and waiting[-1] in self.known:
+            self.release(waiting.pop())
+
+    def release(self, i):
+        x = self.known.pop(i)
+        if x is None:
+            return
+        with in_a_line(shown(self.entries[i].name)):
+            text = self.text(i, x)
+        if self.file is None:  # an earlier file stays until there is something to write
+            self.file = outputs.Growing(self.args.output) if self.args.output else outputs.Screen()
+            text = text.removeprefix(",\n").join(["[", ""]) if self.args.format == "json" else text
+        self.file.write(text)
+
+    def text(self, i, x):
+        if self.args.format == "text":
+            return f"{shown(self.entries[i].name)}\t{x.text}\n"
+        line = json.dumps(x.object(self.entries[i]), ensure_ascii=False)
+        return f"{line}\n" if self.args.format == "jsonl" else f",\n{line}"
+
+    def close(self):
+        try:
+            for i in sorted(self.known, key=self.place):
+                self.release(i)
+            if self.file is not None and self.args.format == "json":
+                self.file.write("]\n")
+        finally:
+            if self.file is not None:
+                self.file.close()
+
+
+class Rows(Lines):
+    """CTM, whose order counts within a recording."""
+
+    def place(self, i):
+        return self.entries[i].start
+
+    def group(self, i):
+        return self.names[i]
+
+    def text(self, i, x):
+        rows = io.StringIO()
+        with in_a_line(f"--format {self.args.format}"):
+            timing.write_ctm(rows, {self.names[i]: x.words})
+        return rows.getvalue()
+
+
+class Files:
+    """A file for each recording. While segments of it come, it is written again from time to time."""
+
+    def __init__(self, args, entries, names):
+        self.args, self.entries, self.names = args, entries, names
+        self.missing = collections.Counter(names.values())  # segments of each recording
+        self.found = collections.defaultdict(list)  # (second in which it begins, Transcript) of each recording
+        self.next = {}  # when to write the file of a recording again
+
+    def add(self, i, x):
+        name = self.names[i]
+        if x is not None:
+            self.found[name].append((self.entries[i].start, x))
+        self.missing[name] -= 1
+        done, began = not self.missing[name], time.monotonic()
+        if name in self.found and (done or (self.args.output and x is not None and began >= self.next.get(name, 0))):
+            self.write(name)
+            self.next[name] = time.monotonic() + SHARE * (time.monotonic() - began)
+        if done:
+            self.found.pop(name, None)
+            self.next.pop(name, None)
+
+    def write(self, name):
+        with in_a_line(f"--format {self.args.format}"):
+            text = self.text(sorted(self.found[name], key=lambda x: x[0]))
+        if not self.args.output:
+            outputs.Screen().write(text)
+            return
+        single = alone(self.args)
+        path = self.args.output if single else self.args.output / f"{name}{SUFFIXES[self.args.format]}"
+        with outputs.writing(path):
+            path.parent.mkdir(exist_ok=True)
+        with outputs.whole(path) as part:
+            part.write_text(text, "utf-8")
+
+    def text(self, parts):
+        end = max(start + x.duration for start, x in parts)
+        spoken = in_order(word for _, x in parts for word in x.words)
+        if self.args.format == "textgrid":
+            file = io.StringIO()
+            timing.write_textgrid(file, {"words": spoken}, end)
+            return file.getvalue()
+        space = parts[0][1].space
+        texts = space.join(x.text for _, x in parts if x.words)
+        return captioned(self.args.format, captions(spoken, end, space, texts))
+
+    def close(self):
+        for name in [*self.found]:
+            self.write(name)
+            del self.found[name]

@@ -1,0 +1,199 @@
+"""Recordings of any length, by encoders of any kind, in memory that does not depend on it.
+
+An encoder that streams takes its steps (`streams`). Another one hears a window of at most `WINDOW` seconds, or of its
+limit: what is to be transcribed, and `MARGIN` seconds on both sides, of which the rows are dropped. A quick greedy
+search of the window finds where it pauses. The search proper ends in the last pause of the latter half, or as far from
+labels as it can, and the next window goes on there: one state goes from window to window, so texts are never merged,
+and frames count from the start of the recording. Windows of several recordings make a batch, of one of two sizes.
+Recordings that fit into a window are sorted by length, and their batches have few shapes: a program takes seconds to
+compile, and memory as long as the process lasts.
+"""
+
+import jax
+import numpy as np
+
+from jax_rnnt import decode
+from jax_rnnt_speech.data import features
+from jax_rnnt_speech.recognition.ngrams import Search
+from jax_rnnt_speech.recognition.results import Labels, Result, no_labels
+from jax_rnnt_speech.recognition.streams import Stream
+from jax_rnnt_speech.system import UserError
+
+WINDOW = 30.0  # seconds of a window, margins included
+MARGIN = 2.0  # seconds that the encoder hears before and after what is transcribed
+PAUSE = 0.8  # seconds without a label in which the last place serves as well as any
+MOST = 4  # windows of a batch
+BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
+
+
+class Recording:
+    """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
+
+    def __init__(self, name, samples, recogniser, watch=None):
+        self.name, self.recogniser, self.extractor, self.watch = name, recogniser, recogniser.extractor, watch
+        self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
+        self.done = False
+        self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
+        step, rate = self.extractor.hop * recogniser.subsampling, self.extractor.rate
+        most = min(WINDOW, recogniser.longest) * rate
+        self.size = max(1, round(most) // step) * step
+        self.margin = min(round(MARGIN * rate / step), self.size // step // 4)
+        if isinstance(samples, UserError):
+            self.fail(samples)
+        else:
+            self.pieces = iter([samples] if isinstance(samples, np.ndarray) else samples)
+            self.fill()
+        self.long = len(self.samples) > self.size
+
+    @property
+    def last(self):
+        """Whether the window ends with the recording."""
+        return len(self.samples) <= self.size
+
+    @property
+    def frames(self):
+        """Of the features of the samples."""
+        return self.extractor.count(len(self.samples))
+
+    def fail(self, error):
+        self.error = f"{error}" if isinstance(error, UserError) else f"{self.name}: {error}"
+        self.samples = self.samples[:0]
+
+    def wanted(self):
+        """Whether somebody waits for the rest; -> `recognise.transcribe`."""
+        if self.watch and not self.error and not self.watch(self.found):
+            self.fail("nobody waits for it")
+        return not self.error
+
+    def read(self):
+        """The next piece, of any length, or None."""
+        try:
+            piece = next(self.pieces, None)
+            piece = None if piece is None else features.scaled(piece)
+        except (UserError, ValueError) as error:
+            return self.fail(error)
+        self.total += 0 if piece is None else len(piece)
+        return piece
+
+    def fill(self):
+        """Reads until there is more than a window, or nothing more."""
+        held, size = [self.samples], len(self.samples)
+        while size <= self.size and (piece := self.read()) is not None:
+            held.append(piece)
+            size += len(piece)
+        if not self.error:
+            self.samples = np.concatenate(held)
+
+    def cut(self, rows, frames, durations):
+        """How many of the rows to transcribe, by the frames of labels that a search found in them."""
+        if self.last:
+            return rows
+        high = rows - self.margin
+        places = np.arange(high, high // 2, -1)
+        if not len(frames):
+            return high
+        begin, end = np.array(frames)[:, None], np.add(frames, np.maximum(durations, 1))[:, None]
+        apart = np.maximum(begin - places, places - end).min(0)
+        return int(places[np.argmax(np.minimum(apart, round(PAUSE / 2 / self.recogniser.seconds)))])
+
+    def go_on(self, rows):
+        """To the window behind so many rows."""
+        self.row += rows
+        begin = max(0, self.row - self.margin)
+        self.samples = self.samples[(begin - self.begin) * self.extractor.hop * self.recogniser.subsampling :]
+        self.begin = begin
+        self.fill()
+
+    def take(self, i, rows, found, final, others, how):
+        """What `Recogniser.part` found in so many rows, as row i of a batch."""
+        self.done, before = self.last, list(self.found.labels)
+        self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], how))
+        self.wanted()
+        if self.done and others is not None:
+            listed = zip(*(x[i].tolist() for x in others))
+            decode = self.recogniser.tokens.decode
+            self.nbest = [(decode(before + x[:n]), score) for x, n, score in listed if score > -np.inf]
+        if not self.done:
+            self.go_on(rows)
+            self.done = bool(self.error)
+
+    def stream(self, how):
+        """Finds the labels as a `Stream` does, in the same programs."""
+        live, unsure, piece = Stream(self.recogniser, how), no_labels(), self.samples
+        self.samples = self.samples[:0]
+        while True:
+            for step in live.steps(self.samples if piece is None else piece, piece is None):
+                ((part, unsure, _),) = live.slots.run([step])
+                self.found.extend(part)
+            if piece is None:
+                self.found.extend(unsure)
+            if not self.wanted() or piece is None:
+                return
+            piece = self.read()
+
+    def result(self):
+        if self.error:
+            return Result(self.name, error=self.error)
+        seconds = self.total / self.extractor.rate
+        return Result(self.name, self.recogniser.tokens.decode(self.found.labels), *self.found, seconds, self.nbest)
+
+
+def hear(recogniser, recordings, how):
+    """Finds the labels of Recordings."""
+    long = [x for x in recordings if x.long]
+    if recogniser.chunk:
+        for x in long:
+            x.stream(how)
+    else:
+        hear_long(recogniser, long, how)
+    waiting = sorted((x for x in recordings if x.frames and not x.long), key=lambda x: -len(x.samples))
+    while waiting := [x for x in waiting if x.wanted()]:
+        power = 1 << max(9, (waiting[0].frames - 1).bit_length())
+        frames = next(x for x in (power * 3 // 4, power) if waiting[0].frames <= x)
+        most = 1 << (max(1, BATCH // frames).bit_length() - 1)
+        size = next(x for x in (most, most // 8, 1) if 0 < x <= 2 * len(waiting))
+        rows, waiting = waiting[:size], waiting[size:]
+        rows += [None] * (size - len(rows))
+        hear_windows(recogniser, rows, frames, None, None, how)
+
+
+def hear_long(recogniser, recordings, how):
+    """Window by window; a row of the batch that has ended is the next recording's."""
+    size = 1 if len(recordings) == 1 else MOST
+    waiting, rows, state = recordings[::-1], [None] * size, None
+    while waiting or any(rows):
+        free = np.array([x is None for x in rows])
+        rows = [x or (waiting.pop() if waiting else None) for x in rows]
+        frames = recogniser.extractor.count(next(filter(None, rows)).size)
+        state = hear_windows(recogniser, rows, frames, state, free, how)
+        rows = [None if x is None or x.done else x for x in rows]
+
+
+def hear_windows(recogniser, rows, frames, state, free, how):
+    """Takes the next window of each Recording or None; the state of the search after it.
+
+    `free`: rows that begin; None: all do, and end.
+    """
+    batch = np.zeros((len(rows), frames, len(recogniser.mean)), np.float32)
+    lengths, first = np.zeros((2, len(rows)), np.int32)
+    for i, x in enumerate(rows):
+        if x is not None:
+            found, first[i] = recogniser.features(x.samples[: x.size]), x.row - x.begin
+            batch[i, : len(found)], lengths[i] = found, len(found)
+    encoded, cuts = recogniser.window(recogniser.params, batch, lengths, first)
+    cuts = np.array(cuts)
+    if not all(x is None or x.last for x in rows):
+        probing = Search(ctc=how.ctc, language=how.language)  # greedy, whatever comes after it
+        probe = jax.device_get(recogniser.taken(recogniser.params, encoded, cuts, None, probing)[0])
+        labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
+        cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
+    if free is not None:
+        if state is None:
+            state = jax.eval_shape(recogniser.taken, recogniser.params, encoded, cuts, None, how)[2]
+        state = decode.reset_streams(state, free)
+    *part, state, others = recogniser.taken(recogniser.params, encoded, cuts, state, how)
+    part = jax.device_get((*part, others))
+    for i, x in enumerate(rows):
+        if x is not None:
+            x.take(i, int(cuts[i]), *part, how)
+    return state

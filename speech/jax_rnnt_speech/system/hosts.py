@@ -1,0 +1,139 @@
+"""Devices, and several processes that train together, on one host or many, each with its own devices."""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from tqdm import tqdm
+
+from jax_rnnt_speech.config import natural, positive
+from jax_rnnt_speech.system import UserError
+
+
+def add_options(parser):
+    help = "where process 0 listens, as HOST:PORT; auto: Slurm, Open MPI or the TPU's runtime know all three"
+    parser.add_argument("--coordinator", metavar="ADDRESS", help=help)
+    parser.add_argument("--processes", type=positive, metavar="N", help="number of processes")
+    help = "seconds without a sign of life after which a process counts as dead (%(default)s)"
+    parser.add_argument("--heartbeat", type=positive, default=60, metavar="SECONDS", help=help)
+    parser.add_argument("--process", type=natural, metavar="I", help="which one this is, from 0 on")
+
+
+def join(args):
+    """Waits for the other processes. Errors and warnings of all but the first then begin with their number."""
+    numbers = args.processes, args.process
+    if args.coordinator in (None, "auto"):
+        if numbers != (None, None):
+            raise UserError("--processes and --process need --coordinator HOST:PORT")
+    elif None in numbers or args.process >= args.processes:
+        raise UserError(f"--coordinator {args.coordinator} needs --processes N and --process I, with I from 0 to N - 1")
+    if args.coordinator:
+        if args.process:
+            wait_for(args.coordinator, args.heartbeat)
+        known = {"coordinator_address": args.coordinator, "num_processes": args.processes, "process_id": args.process}
+        more = {"initialization_timeout": max(60, args.heartbeat), "heartbeat_timeout_seconds": args.heartbeat}
+        try:
+            jax.distributed.initialize(**(known if args.coordinator != "auto" else {}), **more)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"--coordinator {args.coordinator}: {str(error).splitlines()[0]}") from None
+    devices(args.platform, args.devices)
+    if jax.process_index():
+        sys.stderr = Numbered(sys.stderr, f"process {jax.process_index()}: ")
+
+
+class Numbered:
+    """A stream whose lines begin with these words."""
+
+    def __init__(self, stream, words):
+        self.stream, self.words, self.begins = stream, words, True
+
+    def write(self, text):
+        for line in text.splitlines(keepends=True):
+            self.stream.write(self.words * self.begins + line)
+            self.begins = line.endswith("\n")
+        return len(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def say(line):
+    """Prints what all processes know, in the first one alone; above a bar, if there is one."""
+    if not jax.process_index():
+        tqdm.write(line)
+
+
+def devices(platform, count):
+    """`count` devices of each process, or all. A CPU poses as `count` or 2 of them, unless XLA_FLAGS splits it."""
+    if platform:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX runs already
+            jax.config.update("jax_num_cpu_devices", count or 2)
+    try:
+        of = [[x for x in jax.devices() if x.process_index == i] for i in range(jax.process_count())]
+        found = [x for local in of for x in local[:count]]
+    except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform has no plugin
+        reason = str(error).splitlines()[0] if str(error) else "JAX has no such backend here"
+        raise UserError(f"no device of {jax.config.jax_platforms or 'any platform'}: {reason}") from None
+    if count and len(found) < count * jax.process_count():
+        raise UserError(f"--devices {count}: there are {len(jax.local_devices())}")
+    return found
+
+
+def wait_for(address, seconds):
+    """Returns when something listens there. JAX itself would abort the process where nothing does."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + max(60, seconds)
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), 1).close()
+        except (OSError, ValueError, OverflowError) as error:
+            if not isinstance(error, OSError) or time.monotonic() > deadline:
+                raise UserError(f"--coordinator {address}: expected HOST:PORT of process 0 ({error})") from None
+            time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def together():
+    """Ends this process with one line where another one has died. JAX itself would wait for it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(f"rnnt-speech: another process has ended or is out of reach; start all "
+              f"again with --resume ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)  # fmt: skip
+        os._exit(2)
+
+
+def part():
+    """(number of this process, number of all)."""
+    return jax.process_index(), jax.process_count()
+
+
+def agree(name, x):
+    """Raises unless all processes have the same JSON."""
+    if jax.process_count() > 1:
+        digest = np.frombuffer(hashlib.sha256(json.dumps(x).encode()).digest(), np.uint8)
+        if (multihost_utils.process_allgather(digest) != digest).any():
+            raise UserError(f"{name} differ between the processes")
+
+
+def gathered(tree):
+    """NumPy arrays of all processes, along their first axis."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def wait(name):
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

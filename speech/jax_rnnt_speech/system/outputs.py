@@ -1,0 +1,212 @@
+"""Where commands write: checked before they work, whole or not at all; and the bars that say how far they are."""
+
+import contextlib
+import ctypes
+import functools
+import glob
+import io
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jax_rnnt_speech.system import UserError, reason
+
+SUMS = "sums.json"  # of a sealed folder
+
+# On a terminal alone. No delay: what is written before a delayed bar is shown leaves a part of it.
+bar = functools.partial(tqdm, mininterval=1, leave=False, disable=None)
+
+
+def check(path, sources, folder=False, option="--output"):
+    """Raises where a file or folder cannot be written, or is one of the files that are read."""
+    name = f"{option} {path}".strip()
+    if not path.parent.is_dir():
+        raise UserError(f"{name}: {path.parent} is no folder")
+    if path.exists() and path.is_dir() != folder:
+        raise UserError(f"{name} must be {'a folder' if folder else 'a file'}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{name} cannot be written")
+    if path.exists() and path.resolve() in {Path(x).resolve() for x in sources}:
+        raise UserError(f"{name} is one of the files that are read")
+
+
+@contextlib.contextmanager
+def writing(path):
+    """An error of the disk becomes a line that names what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {reason(error)}") from None
+
+
+@contextlib.contextmanager
+def whole(path, keep=None):
+    """A name beside `path`, to write a file or folder to. It takes the place of `path` once it is on the disk.
+
+    Whatever happens before leaves `path` as it was. Of an earlier folder, entries stay for whose name `keep` is true.
+    """
+    path = Path(path)
+    if alone := path.exists() and not (path.is_file() or path.is_dir()):  # a device or a pipe
+        part = path
+    else:
+        path = path.resolve()  # a link stays one
+        empty = path.is_dir() and not any(path.iterdir())
+        alone = empty and (path.is_mount() or not os.access(path.parent, os.W_OK))  # nothing can be beside it
+        part = path if alone else path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+    try:
+        with writing(path):
+            for left in path.parent.glob(f".{glob.escape(path.name[:200])}.*.part"):
+                if not running(left.name.split(".")[-2]):  # the process was killed
+                    remove(left)
+            yield part
+            if alone:
+                return
+            for x in path.iterdir() if keep and path.is_dir() else ():
+                if keep(x.name) and not (part / x.name).exists():
+                    copy = functools.partial(shutil.copytree, symlinks=True, copy_function=link)
+                    (copy if x.is_dir() and not x.is_symlink() else link)(x, part / x.name)
+            if path.exists():
+                shutil.copymode(path, part)
+            sync(part)
+            exchange(part, path) if part.is_dir() and path.is_dir() else part.replace(path)
+            sync(path.parent, within=False)
+    finally:
+        if not alone:
+            remove(part)
+
+
+class Growing:
+    """A text file to which whole pieces are added: of one for which there is no room, nothing stays."""
+
+    def __init__(self, path):
+        self.path, self.size = path, 0
+        with writing(path):
+            self.file = path.open("wb", buffering=0)
+
+    def write(self, text):
+        data = text.encode()
+        try:
+            with writing(self.path):
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[self.file.write(rest) :]
+        except UserError:
+            with contextlib.suppress(OSError):
+                self.file.truncate(self.size)
+                self.file.seek(self.size)
+            raise
+        self.size += len(data)
+
+    def close(self):
+        self.file.close()
+
+
+class Screen:
+    """The standard output, as `Growing`."""
+
+    def write(self, text):
+        with writing("the standard output"):
+            print(text, end="", flush=True)
+
+    def close(self):
+        pass
+
+
+class Nowhere(io.TextIOBase):
+    """Takes what nobody reads."""
+
+    def write(self, text):
+        return len(text)
+
+
+def running(process):
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):
+        pass
+    return True
+
+
+def remove(path):
+    """Removes a file or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def link(old, new):
+    """A second name of a file, or a copy where the file system has no second names."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(old, new, follow_symlinks=False)
+
+
+def exchange(new, old):
+    """Exchanges the names of two folders: in one step on Linux, so that at no moment the name is missing."""
+    here, swapped, libc = -100, 2, ctypes.CDLL(None)  # AT_FDCWD, RENAME_EXCHANGE
+    if hasattr(libc, "renameat2") and not libc.renameat2(here, os.fsencode(new), here, os.fsencode(old), swapped):
+        return
+    aside = old.with_name(f"{old.name}.old")
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except OSError:
+        aside.rename(old)
+        raise
+    aside.rename(new)
+
+
+def sync(path, within=True):
+    """Waits until a file, or a folder and all that is in it, is on the disk: a rename may be there before its data."""
+    for x in (*(path.rglob("*") if within and path.is_dir() else ()), path):
+        if x.is_file() or x.is_dir():
+            file = os.open(x, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            except OSError:
+                if not x.is_dir():  # some file systems do not sync folders
+                    raise
+            finally:
+                os.close(file)
+
+
+def sum_of(path):
+    """[bytes, CRC-32] of a file."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            crc = zlib.crc32(block, crc)
+    return [path.stat().st_size, crc]
+
+
+def seal(folder):
+    """Puts the sums of all files of a folder beside them, and waits until all is on the disk."""
+    files = sorted(x for x in folder.rglob("*") if x.is_file() and x.name != SUMS)
+    (folder / SUMS).write_text(json.dumps({x.relative_to(folder).as_posix(): sum_of(x) for x in files}), "utf-8")
+    sync(folder)
+
+
+def damage(folder, parts=("",)):
+    """What is wrong with the parts of a sealed folder, whose names begin so; None if nothing is, or it has no seal."""
+    try:
+        sums = json.loads((folder / SUMS).read_text("utf-8")) if (folder / SUMS).exists() else None
+        for part in parts if sums is not None else ():
+            found = {name: x for name, x in sums.items() if name.startswith(part)}
+            if not found:
+                return f"{SUMS} names no {part}"
+            for name, (size, crc) in found.items():
+                now = sum_of(folder / name)
+                if now != [size, crc]:
+                    return f"{name} has {now[0]} bytes of {size}" if now[0] != size else f"{name} has changed"
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        name = getattr(error, "filename", None)
+        return f"{Path(name).relative_to(folder) if name else SUMS}: {reason(error)}"
+    return None

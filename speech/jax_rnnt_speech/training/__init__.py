@@ -1,0 +1,1 @@
+"""From a corpus to a model: steps, epochs, checkpoints, runs."""

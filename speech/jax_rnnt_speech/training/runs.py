@@ -1,0 +1,346 @@
+"""Folders of runs: checkpoints with the configuration inside, metrics as JSON lines and for TensorBoard."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jax_rnnt_speech.system import UserError, hosts, outputs, reason
+
+METRICS, TENSORBOARD, CHECKPOINTS, BEST = "metrics.jsonl", "tensorboard", "checkpoints", "best"
+BEST_FIRST = BEST, CHECKPOINTS
+LEFT_OUT = "left-out-{}.tsv"
+WRITTEN = METRICS, TENSORBOARD, LEFT_OUT.format("*"), BEST, CHECKPOINTS  # by a run
+EARLIER = "earlier"  # the run before --overwrite, until the new one has a checkpoint
+FLUSH = 10  # seconds between events for TensorBoard on the disk
+LOCKS = {}  # of folders that this process trains in
+
+
+def steps_of(folder):
+    """The steps of the checkpoints in a folder, the last one first."""
+    names = (x.name for x in folder.iterdir() if x.is_dir()) if folder.is_dir() else ()
+    return sorted((int(x) for x in names if x.isascii() and x.isdigit()), reverse=True)
+
+
+def read_setup(folder):
+    """What a checkpoint stores beside its arrays."""
+    setup = json.loads((folder / "setup/metadata").read_text("utf-8"))  # as Orbax writes JSON
+    if not isinstance(setup, dict) or "config" not in setup:
+        raise ValueError("it has no config")
+    return setup
+
+
+def damage(folder, parts):
+    """What is wrong with parts of a checkpoint, or None."""
+    if found := outputs.damage(folder, [f"{x}/" for x in parts]):
+        return found
+    try:
+        setup = read_setup(folder)
+    except (OSError, ValueError) as error:
+        return f"setup: {reason(error)}"
+    if setup.get("sealed") and not (folder / outputs.SUMS).exists():
+        return f"it has no {outputs.SUMS}"
+    return next((f"it has no {x}" for x in parts if not (folder / x).is_dir()), None)
+
+
+class Run:
+    """A folder of checkpoints. An earlier run in it is continued or replaced only if that is asked for."""
+
+    def __init__(self, workdir, *, resume=False, overwrite=False):
+        self.workdir, self.overwrite = workdir.resolve(), overwrite
+        self.last = None if overwrite else next(iter(steps_of(self.workdir / CHECKPOINTS)), None)
+        self.manager = self.best = None
+        self.saved = False
+        started = self.last is not None or (self.workdir / METRICS).is_file()
+        if started and not (resume or overwrite):
+            raise UserError(f"{workdir} holds an earlier run: continue it with --resume, or delete it with --overwrite")
+
+    def missing(self):
+        """The error that it has no checkpoint."""
+        earlier = self.workdir / EARLIER
+        more = f"; {earlier} holds the run before --overwrite" if has_model(earlier) else ""
+        return UserError(f"{self.workdir} has no checkpoint: train first, with all options{more}")
+
+    def open(self):
+        """Makes the folder ready for checkpoints. Only now an earlier run is set aside."""
+        with outputs.writing(self.workdir):
+            self.workdir.mkdir(parents=True, exist_ok=True)
+            if not jax.process_index():
+                lock(self.workdir)
+                if self.overwrite:
+                    self.set_aside()
+        hosts.wait("an earlier run is set aside")
+        from jax_rnnt_speech.training.checkpoints import (
+            Checkpoints,  # Orbax is slow to import, and a run alone needs it
+        )
+
+        self.manager, self.best = Checkpoints(self.workdir / CHECKPOINTS, 2), Checkpoints(self.workdir / BEST, 1)
+
+    def set_aside(self):
+        """A run with checkpoints is kept until the new one has one; of what is here of others, nothing is."""
+        earlier = self.workdir / EARLIER
+        kept = has_model(self.workdir)
+        if kept and has_model(earlier):
+            outputs.remove(earlier)
+        for path in (x for name in WRITTEN for x in self.workdir.glob(name)):
+            if kept:
+                earlier.mkdir(exist_ok=True)
+                path.rename(earlier / path.name)
+            else:
+                outputs.remove(path)
+
+    def whole(self, parts, names=(CHECKPOINTS,), quiet=False):
+        """The folder of the last checkpoint whose parts are whole, in folders of these names, one after the other."""
+        bad = []
+        for folder in (self.workdir / name / str(x) for name in names for x in steps_of(self.workdir / name)):
+            if not (found := damage(folder, ("setup", *parts))):
+                if bad and not quiet and not jax.process_index():
+                    used = f"{'; '.join(bad)}: {folder.parent.name}/{folder.name} is used"
+                    print(f"{self.workdir}: {used}", file=sys.stderr)
+                return folder
+            bad.append(f"{folder.parent.name}/{folder.name} is damaged ({found})")
+        raise UserError(f"{self.workdir} has no whole checkpoint: {'; '.join(bad)}")
+
+    def setup(self, *parts, quiet=False):
+        """What the last checkpoint whose parts are whole stores beside its arrays; from now on it is the last."""
+        folder = self.whole(parts, quiet=quiet)
+        self.last = int(folder.name)
+        return read_setup(folder)
+
+    def restore(self, folder=None, **trees):
+        """Arrays by name of a checkpoint, as these trees of shapes say; by default of the last one."""
+        from jax_rnnt_speech.training import checkpoints
+
+        folder = folder or self.workdir / CHECKPOINTS / str(self.last)
+        try:
+            return checkpoints.restore(folder, trees)
+        except Exception as error:  # of an earlier version, which has no sums; Orbax raises many kinds
+            found = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(f"{folder} lacks arrays of this model ({found})") from None
+
+    def save(self, step, setup, best=False, **trees):
+        """In the place of checkpoints of this step and later ones."""
+        try:
+            (self.best if best else self.manager).save(step, setup, trees)
+        except UserError as error:
+            raise self.unwritten(error) from None
+        if self.saved:  # the one before is whole now
+            self.forget()
+        self.saved |= not best
+
+    def check(self):
+        """Raises where a checkpoint could not be written."""
+        try:
+            for manager in (self.manager, self.best):
+                manager.check()
+        except UserError as error:
+            raise self.unwritten(error) from None
+
+    def unwritten(self, error):
+        """The error, with what there is to go on from."""
+        try:
+            step = self.whole(("params", "training"), quiet=True).name
+        except UserError:
+            return error
+        return UserError(f"{error}; --resume goes on from step {step}")
+
+    def forget(self):
+        """The run before --overwrite has a successor now."""
+        if not jax.process_index():
+            outputs.remove(self.workdir / EARLIER)
+
+    def close(self):
+        try:
+            with contextlib.ExitStack() as stack:
+                for manager in filter(None, (self.best, self.manager)):
+                    stack.callback(manager.close)
+            if self.saved:
+                self.forget()
+        except UserError as error:
+            raise self.unwritten(error) from None
+        finally:
+            self.manager = self.best = None
+            if self.workdir in LOCKS:
+                os.close(LOCKS.pop(self.workdir))
+
+
+def has_model(workdir):
+    return any(steps_of(workdir / name) for name in (CHECKPOINTS, BEST))
+
+
+def lock(workdir):
+    """Keeps other processes from training in a folder, for as long as this one does."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        return
+    if workdir in LOCKS:
+        return
+    file = os.open(workdir, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise UserError(f"another process trains in {workdir}: name another --workdir, or wait") from None
+    except OSError:  # a file system without locks
+        pass
+    LOCKS[workdir] = file
+
+
+def open_run(workdir):
+    """The run of a folder that must have a checkpoint, to read."""
+    run = Run(workdir, resume=True)
+    if not has_model(run.workdir):
+        raise run.missing()
+    return run
+
+
+def setup_of(workdir):
+    """What the last whole checkpoint of a folder stores beside its arrays; who reads these says which one it is."""
+    return read_setup(open_run(workdir).whole((), (CHECKPOINTS, BEST), quiet=True))
+
+
+def metrics_of(workdir):
+    """Objects of the lines of metrics.jsonl. What a resumed run wrote again counts; damaged lines are left out."""
+    file, kept, bad = workdir / METRICS, [], []
+    for i, line in enumerate(file.read_bytes().split(b"\n") if file.is_file() else (), 1):
+        try:
+            x = json.loads(line.strip(b"\0 \r\t")) if line else None
+            known = x is None or type(x["step"]) is int
+        except (ValueError, TypeError, KeyError, RecursionError):
+            known = False
+        if not known:
+            bad.append(i)
+        elif x:
+            while kept and (
+                kept[-1]["step"] > x["step"] or (kept[-1].keys() == x.keys() and kept[-1]["step"] == x["step"])
+            ):
+                kept.pop()
+            kept.append(x)
+    if bad:
+        print(f"{file}: damaged lines are left out: {', '.join(map(str, bad))}", file=sys.stderr)
+    return kept
+
+
+@contextlib.contextmanager
+def interruptions():
+    """A list that holds something after Ctrl-C or SIGTERM; the second one ends, and in several processes the first."""
+    heard, alone = [], jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+    before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)} if alone else {}
+
+    def restore():
+        for x, handler in before.items():
+            signal.signal(x, handler)
+
+    def hear(*_):
+        heard.append(True)
+        restore()
+        os.write(2, b"\ninterrupted: the run is saved after this step; Ctrl-C again ends it now\n")
+
+    for x in before:
+        signal.signal(x, hear)
+    try:
+        yield heard
+    finally:
+        restore()
+
+
+class Metrics:
+    """Numbers of steps, written by the first process alone. They are no part of the state: without them a run goes on.
+
+    What an interrupted run wrote after the step that is resumed is dropped.
+    """
+
+    def __init__(self, workdir, first, hook=None):
+        self.path, self.hook, self.failed, self.board = None, hook, set(), None
+        if jax.process_index():
+            return
+        self.path, self.before = workdir / METRICS, b"\n"  # until the file is known to end with a line
+        with self.trying(first, METRICS):
+            kept = [x for x in metrics_of(workdir) if x["step"] <= first]
+            with outputs.whole(self.path) as part:
+                part.write_text("".join(json.dumps(x) + "\n" for x in kept))
+            self.before = b""
+        with self.trying(first, TENSORBOARD):
+            self.open_board(first + 1)
+
+    @contextlib.contextmanager
+    def trying(self, step, name):
+        """Says that a file cannot be written, once until it can be again."""
+        try:
+            yield
+            self.failed.discard(name)
+        except (OSError, UserError) as error:
+            if name not in self.failed:
+                path = self.path.with_name(name)
+                tqdm.write(
+                    f"step {step}: {path} cannot be written, and lacks numbers: {reason(error)}", file=sys.stderr
+                )
+            self.failed.add(name)
+
+    def open_board(self, step):
+        """A file for TensorBoard, which is to forget what others have from this step on.
+
+        It is written without SummaryWriter, whose thread ends at an error, and whose queue then waits for ever.
+        """
+        from tensorboardX.proto.event_pb2 import SessionLog  # not at every start
+        from tensorboardX.record_writer import RecordWriter
+
+        folder = self.path.with_name(TENSORBOARD)
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{step}"
+        self.board, self.flushed = RecordWriter(str(folder / name)), -math.inf
+        self.add(file_version="brain.Event:2")
+        self.add(step=step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, **fields):
+        from tensorboardX.proto.event_pb2 import Event
+
+        self.board.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def write(self, step, **numbers):
+        if not self.path:
+            return
+        numbers = {name: float(x) for name, x in numbers.items()}
+        with self.trying(step, METRICS), self.path.open("ab", buffering=0) as file:
+            line = self.before + json.dumps({"step": step} | numbers).encode() + b"\n"
+            self.before = b"\n"  # of half a line
+            while line:  # where the disk has room for a part alone, the second time says why
+                line = line[file.write(line) :]
+            self.before = b""
+        if self.hook:
+            self.hook(step, numbers)
+        with self.trying(step, TENSORBOARD):
+            self.show(step, numbers)
+
+    def show(self, step, numbers):
+        """Writes numbers for TensorBoard; after an error into another file, as it reads none behind half a record."""
+        from tensorboardX.summary import scalar
+
+        if not self.board:
+            self.open_board(step)
+        try:
+            for name, x in numbers.items():
+                if np.isfinite(x):
+                    self.add(step=step, summary=scalar(name, x))
+            if time.monotonic() > self.flushed + FLUSH:
+                self.board.flush()
+                self.flushed = time.monotonic()
+        except OSError:
+            self.close()
+            raise
+
+    def close(self):
+        board, self.board = self.board, None
+        with contextlib.suppress(OSError):  # what is in memory has no room
+            if board:
+                board.close()

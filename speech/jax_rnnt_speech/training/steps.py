@@ -1,0 +1,91 @@
+"""What a step of training computes: the optimiser, the state, and the program that takes one to the next."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_rnnt_speech.model.parts import STATISTICS
+
+
+def make_optimizer(config, factors=None):
+    """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
+
+    `factors` of the learning rate, by the path of a parameter; None: weights are any tree, and learn alike.
+    """
+    updates = max(1, config.steps // config.accumulate)
+    warmup = 1 + int(config.warmup * updates)
+    schedule = optax.warmup_cosine_decay_schedule(0, config.learning_rate, warmup, max(updates, warmup) + 1)
+    optimizer = optax.adamw(schedule, b2=0.98, weight_decay=config.decay)
+    if config.clip:
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip), optimizer)
+    if factors:
+        scale = optax.stateless(lambda updates, _: {path: factors[path] * x for path, x in updates.items()})
+        optimizer = optax.chain(optimizer, scale)
+    if config.accumulate > 1:
+        optimizer = optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
+    return if_finite(optimizer)
+
+
+def if_finite(optimizer):
+    """optax.apply_if_finite without its conditional, for which XLA copies the state."""
+
+    def update(updates, state, params):
+        finite = jnp.isfinite(optax.tree_utils.tree_norm(updates))
+        updates, inner = optimizer.update(updates, state.inner_state, params)
+        updates, inner = (
+            jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+            for after, before in ((updates, jax.tree.map(jnp.zeros_like, updates)), (inner, state.inner_state))
+        )
+        row, total = (jnp.where(finite, n, m + 1) for n, m in
+                      ((0, state.notfinite_count), (state.total_notfinite, state.total_notfinite)))  # fmt: skip
+        return updates, optax.ApplyIfFiniteState(row, finite, total, inner)
+
+    return optax.GradientTransformation(optax.apply_if_finite(optimizer, 0).init, update)
+
+
+def first_state(config, optimizer, weights):
+    """The state of a training: weights by path, those of the optimiser, and their moving average."""
+    state = {"weights": weights, "optimizer": optimizer.init(weights)}
+    if config.average:
+        state |= {"average": jax.tree.map(jnp.copy, weights), "updates": jnp.zeros((), jnp.int32)}
+    return state
+
+
+def averaged(config, before, state):
+    """The moving average after a step. It follows fast while there were few updates."""
+    inner = (x["optimizer"].inner_state for x in (before, state))
+    old, new = (x.gradient_step if config.accumulate > 1 else 0 for x in inner)
+    updated = new != old if config.accumulate > 1 else state["optimizer"].last_finite
+    updates = before["updates"] + updated
+    decay = jnp.where(updated, jnp.minimum(config.average, (1 + updates) / (10 + updates)), 1)
+    average = jax.tree.map(lambda x, y: decay * x + (1 - decay) * y, before["average"], state["weights"])
+    return {"average": average, "updates": updates}
+
+
+def make_train_step(recogniser, parts, optimizer, layers=None, places=None):
+    """Returns a jitted (state, batch, frozen, step) -> (state, numbers). `layers`: batches hold rows after so many."""
+    config = recogniser.config
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
+    def train_step(state, batch, frozen, step):
+        def loss(weights):
+            return recogniser.mean_loss(parts.whole(weights, frozen), batch, step, layers)
+
+        value, gradient = jax.value_and_grad(loss)(state["weights"])
+        statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch
+        gradient |= jax.tree.map(jnp.zeros_like, statistics)
+        least = min(gradient, key=lambda name: gradient[name].size)  # one is enough: a step is skipped for its norm
+        gradient[least] = jnp.where(jnp.isfinite(value), gradient[least], jnp.nan)
+        norm = optax.tree_utils.tree_norm(gradient)  # as clipping has it: computed once
+        updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["weights"])
+        weights = optax.apply_updates(state["weights"], updates)
+        weights |= {name: jnp.where(jnp.isfinite(norm), x, weights[name]) for name, x in statistics.items()}
+        after = {"weights": weights, "optimizer": optimizer_state}
+        if config.average:
+            after |= averaged(config, state, after)
+        numbers = {"loss": value, "norm": norm, "skipped": optimizer_state.total_notfinite}
+        return after, numbers | {"row": optimizer_state.notfinite_count}
+
+    return train_step
