@@ -26,7 +26,7 @@ Labels = typing.Sequence[int]
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
 class Phrases(Automaton):
-    """Phrases that `greedy` and `beam` shall find more often: names, places, commands.
+    """Phrases that `greedy` and `beam` should find more often: names, places, commands.
 
     As a model of fusion it gives a sequence of labels two sums, in nats:
 
