@@ -1,6 +1,6 @@
 """Runs a function on each device's own part of the batch, from within a lowering.
 
-XLA does not partition a Mosaic kernel: `jax.shard_map` must say which device computes what. Shardings of automatic axes are
+XLA does not partition a Mosaic kernel: `jax.shard_map` must say who computes what. Shardings of automatic axes are
 known only after the partitioner has run, so the batch is split over all devices of the program. A batch that is sharded
 over all of them stays in place. Over a mesh axis that does not shard the batch, results are gathered: planes, V times
 smaller than the logits. On explicit axes the operands' types tell.
