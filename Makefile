@@ -6,7 +6,7 @@ LOCK ?= tests/requirements.txt
 # Whose tests: none is the library; speech, recipes or lab.
 HOUSE ?=
 KERNEL_SOURCES = pyproject.toml CMakeLists.txt $(shell find xla_kernels -name '*.[ch]*')
-CXX_SOURCES = $(shell find xla_kernels benchmarks lab -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES = $(shell find xla_kernels lab -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BIN = $(VENV)/bin
 TOOLS = $(VENV)/tools
 DEV = build/dev-$(notdir $(VENV))
