@@ -13,7 +13,7 @@ from jax_rnnt.sharding._frames import FrameExchange, own_frames
 from jax_rnnt.sharding._vocabulary import SplitVocabulary, VocabularyExchange
 
 
-def parts(loss) -> tuple[int, int]:
+def devices_of(loss) -> tuple[int, int]:
     """Devices over which frames and classes are split where this function runs; 1 where they are whole."""
     frames, vocabulary = (
         1 if axis is None else _axes.axis_size(axis) or 1 for axis in (loss.frame_axis, loss.vocab_axis)
@@ -26,7 +26,7 @@ def emission_of_device(
 ):
     """(emission, its logits) on one of the devices, from its checked arrays; `softmax` is that of the loss."""
     _check(function, loss, layout, (targets, logit_lengths, target_lengths, windows, loss))
-    frames, vocabulary = parts(loss)
+    frames, vocabulary = devices_of(loss)
     full = softmax.resolved(function, layout.classes * vocabulary)
     softmax, own_lengths, exchange = full, logit_lengths, Exchange()
     if loss.frame_axis is not None:
