@@ -8,7 +8,6 @@ behind a phrase that begins no other one, only its longest end that does can go 
 import dataclasses
 import itertools
 import math
-import typing
 from typing import Any
 
 import jax
@@ -19,8 +18,6 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode.lm._arpa import LARGEST
 from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, score_rows
-
-Labels = typing.Sequence[int]
 
 
 @_pytree.register
