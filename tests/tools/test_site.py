@@ -59,9 +59,10 @@ def test_links_lead_to_files_and_headings():
     assert re.findall(r"\]\(\w+:", readme) == []
 
 
-def test_readme_on_the_package_index():
+def test_readme_on_the_package_index(monkeypatch):
     """There, every link of it is an address: of the site, or of a file of this version."""
-    urls = tomllib.loads((project.ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    settings = tomllib.loads((project.ROOT / "pyproject.toml").read_text())
+    urls = settings["project"]["urls"]
     site, files = "https://jax-rnnt.github.io/jax_rnnt/dev/", "https://github.com/jax-rnnt/jax_rnnt/"
     for link, address in (
         ("docs/losses.md", f"{site}losses.html"),
@@ -72,8 +73,12 @@ def test_readme_on_the_package_index():
         ("https://example.org/a.md", "https://example.org/a.md"),
     ):
         assert package_page.absolute(f"![a]({link}), b", "1.2.3", urls) == f"![a]({address}), b"
-    text = package_page.absolute((project.ROOT / "README.md").read_text(), jax_rnnt.__version__, urls)
-    assert {link[:8] for link in re.findall(r"\]\((.+?)\)", text)} == {"https://"}
+    providers = [entry["provider"] for entry in settings["tool"]["dynamic-metadata"]]
+    assert {"path": "docs/_ext", "module": package_page.__name__} in providers
+    monkeypatch.chdir(project.ROOT)  # where a build runs
+    page = package_page.dynamic_metadata({}, {"version": jax_rnnt.__version__, "urls": urls})["readme"]
+    assert page["content-type"] == "text/markdown"
+    assert {link[:8] for link in re.findall(r"\]\((.+?)\)", page["text"])} == {"https://"}
 
 
 def test_commands_of_the_readme():
