@@ -90,7 +90,7 @@ $(TOOLS)/.installed: pyproject.toml
 # KERNELS=off: those that the checkout already has for this Python.
 $(BUILT): $(if $(KERNELS),,$(KERNEL_SOURCES) $(TOOLS)/.installed)
 ifneq ($(KERNELS),off)
-	@echo 'Building the CPU kernels: 1 to 2 minutes, less with ONLY.'
+	@echo 'Building the CPU kernels: 2 to 3 minutes, less with ONLY.'
 	PATH="$(abspath $(TOOLS)/bin):$$PATH" && cmake -S . -B $(DEV) -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
 	  -DPython_EXECUTABLE=$(abspath $(TOOLS)/bin/python) -Dpybind11_DIR="$$(python -m pybind11 --cmakedir)" \
 	  -DJAX_RNNT_ONLY=$(ONLY) && cmake --build $(DEV) -- --quiet && \
