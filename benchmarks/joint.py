@@ -145,7 +145,7 @@ def batch_contestants(batch, worker, limit):
 
 
 def librispeech(args, peers):
-    """As csukuangfj/transducer-loss-benchmarking does on a GPU; README.md has its published table."""
+    """As csukuangfj/transducer-loss-benchmarking does on a GPU."""
     deadline, gpu = time.monotonic() + args.limit, jax.default_backend() == "gpu"
     budget = args.budget if gpu else measure.settle(args)
     share = args.share or (1.0 if gpu else 0.1)

@@ -190,9 +190,9 @@ def commit():
     return os.environ.get("COMMIT") or output_of("git", "describe", "--always", "--dirty", "--abbrev=12")
 
 
-def versions(*names):
+def versions():
     packages = {"python": platform.python_version()}
-    for name in ("jax_rnnt", "jax", "jaxlib", "numpy", *names):
+    for name in ("jax_rnnt", "jax", "jaxlib", "numpy"):
         try:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,12 +1,15 @@
 """Explains why an extension module is missing, and names the command that brings it back."""
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
 import os
 import pathlib
+import platform
 import sys
+import sysconfig
 import types
 import warnings
 
@@ -15,7 +18,7 @@ import jax
 _PACKAGE = pathlib.Path(__file__).parent
 _CURES = {  # by words in the reason that the build's note gives
     "C++ compiler": "install one (Debian, Ubuntu: apt install g++) and run",
-    "wheel without kernels": "install a C++ compiler (Debian, Ubuntu: apt install g++) and run",
+    "wheel without kernels": "to build them, install a C++ compiler (Debian, Ubuntu: apt install g++) and run",
     "CUDA kernels": "put nvcc on the PATH and run",
 }
 
@@ -45,10 +48,16 @@ def explain(platform: str, module: str, error: ImportError) -> str:
         note = importlib.import_module(f"{__package__}._build")
     except ImportError:
         return f"the source folder {_PACKAGE.parent} was not built; run `pip install -e {_PACKAGE.parent}`"
-    if reason := note.MISSING[platform]:
+    if reason := note.MISSING[platform].replace("{interpreter}", _interpreter()):
         cure = next((cure for words, cure in _CURES.items() if words in reason), "run")
         return f"{reason}: {cure} `{reinstall(platform)}`"
     return f"the extension module {name} was built and is gone ({error}); run `{reinstall(platform)}`"
+
+
+def _interpreter() -> str:
+    """What a wheel depends on, such as "CPython 3.14t (linux-x86_64)"; the t says that there is no GIL."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return f"{platform.python_implementation()} {version} ({sysconfig.get_platform()})"
 
 
 def _distribution() -> importlib.metadata.Distribution | None:
@@ -59,12 +68,12 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _installed_file(module: str) -> pathlib.Path | None:
-    """The extension module of another copy of this package."""
-    distribution = _distribution()
+    """The extension module of another copy of this package, for this interpreter."""
+    distribution, names = _distribution(), [module + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     for file in (distribution and distribution.files) or ():
         path = pathlib.Path(str(file.locate()))
         here = path.parent.resolve() == _PACKAGE.resolve()
-        if file.parent.name == __package__ and file.name.split(".")[0] == module and path.is_file() and not here:
+        if file.parent.name == __package__ and file.name in names and path.is_file() and not here:
             return path
     return None
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax_rnnt import _checks
 from jax_rnnt._xla import loading
 from jax_rnnt.emissions import _softmax as softmax
+from jax_rnnt.emissions._emission import label_map
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.lattices._topology import MONOTONIC, STANDARD, multi_blank, products, slots
 
@@ -44,7 +45,7 @@ def _emissions(dtype):
         num_frames = jnp.minimum(jnp.array([9, 5, 7, 0], jnp.int32), frames)
         num_labels = jnp.minimum(jnp.array([5, 3, 0, 0], jnp.int32), columns - 1)
         targets = jnp.asarray(rng.integers(0, classes - 3, (4, columns - 1)), jnp.int32)  # below the durations
-        operands[kind] = logits, softmax.label_map(targets, num_labels), num_frames
+        operands[kind] = logits, label_map(targets, num_labels), num_frames
     return operands
 
 

@@ -8,12 +8,12 @@ from JAX: `tests/tools/test_public.py`.
 
 from jax_rnnt._xla.avals import batch_like as batch_like
 from jax_rnnt._xla.avals import is_split as is_split
-from jax_rnnt._xla.avals import parts as parts
 from jax_rnnt._xla.avals import reshard as reshard
 from jax_rnnt._xla.avals import result_aval as result_aval
 from jax_rnnt._xla.avals import rows_of_batch as rows_of_batch
 from jax_rnnt._xla.avals import rows_of_table as rows_of_table
 from jax_rnnt._xla.avals import shard_like as shard_like
+from jax_rnnt._xla.avals import shards as shards
 from jax_rnnt._xla.avals import spec_of as spec_of
 from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together

@@ -77,15 +77,15 @@ def rows_of_table(table: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def rows_of_batch(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], clipped, split over the same explicit mesh axes as x. `index` has a multiple of its `parts`."""
+    """x[index], clipped, split over the same explicit mesh axes as x. `index` has a multiple of its `shards`."""
     aval = jax.typeof(x)
     if not is_split(x):
         return x.at[index].get(mode="clip")
     return x.at[index].get(mode="clip", out_sharding=NamedSharding(aval.sharding.mesh, PartitionSpec(*spec_of(aval))))
 
 
-def parts(x: jax.Array) -> int:
-    """Into how many parts explicit mesh axes split the first dimension."""
+def shards(x: jax.Array) -> int:
+    """Into how many shards explicit mesh axes split the first dimension."""
     aval = jax.typeof(x)
     axes, *_ = spec_of(aval)
     names = axes if isinstance(axes, tuple) else (axes,) if axes else ()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
 
 from jax_rnnt._xla.avals import aval_like, spec_of, vary_together
 from jax_rnnt._xla.over_devices import lower_plain, unpartitioned
@@ -66,10 +65,7 @@ class Grouped:
 
     def __init__(self, name: str, function: Callable):
         self.name, self.function = name, function
-        self.primitive = new_primitive(name, self.abstract_eval)
-        mlir.register_lowering(self.primitive, self.lower)
-        batching.primitive_batchers[self.primitive] = self.batch
-        ad.primitive_jvps[self.primitive] = self.jvp
+        self.primitive = new_primitive(name, self.abstract_eval, self.lower, self.jvp, self.batch)
 
     def __call__(self, static, shared, batched, batched_results, shared_results=()):
         """(batched results, shared results).
@@ -149,7 +145,7 @@ class Grouped:
             outputs = _merge(_split(part, [0 if m else None for m in mapped], flat, groups))
         return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
 
-    def batch(self, operands, axes, *, mapped, depth, **params):
+    def batch(self, primitive, operands, axes, *, mapped, depth, **params):
         size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
         operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes)]
         inner = (x.shape[axis is not None :][:depth] for x, axis, m in zip(operands, axes, mapped) if m)
@@ -165,7 +161,7 @@ class Grouped:
 
         operands = map(widen, operands, axes, mapped)
         mapped = tuple(axis is not None or m for axis, m in zip(axes, mapped))
-        outputs = self.primitive.bind(*operands, mapped=mapped, depth=depth + 1, **params)
+        outputs = primitive.bind(*operands, mapped=mapped, depth=depth + 1, **params)
         return outputs, [0] * len(outputs)
 
     def jvp(self, primals, tangents, **_):

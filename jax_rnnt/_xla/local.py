@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from jax_rnnt._xla.avals import aval_like, spec_of, vary_together
 from jax_rnnt._xla.over_devices import is_local, lower_over_devices, lower_plain
-from jax_rnnt._xla.primitive import add_batch_dim, new_primitive
+from jax_rnnt._xla.primitive import new_primitive
 
 
 class Local:
@@ -37,10 +37,7 @@ class Local:
         self, name: str, function: Callable, results: Sequence, jvp: Callable, transpose: Callable | None = None
     ):
         self.function, self.results, self.jvp_rule = function, results, jvp
-        self.primitive = new_primitive(name, self.abstract_eval)
-        mlir.register_lowering(self.primitive, self.lower)
-        batching.primitive_batchers[self.primitive] = self.batch
-        ad.primitive_jvps[self.primitive] = self.jvp
+        self.primitive = new_primitive(name, self.abstract_eval, self.lower, self.jvp)
         if transpose is not None:
             ad.primitive_transposes[self.primitive] = functools.partial(self.transpose, transpose)
 
@@ -65,9 +62,6 @@ class Local:
         if local:
             return lower_over_devices(ctx, function, operands, num_batch_dims)
         return lower_plain(ctx, function, operands)
-
-    def batch(self, operands, axes, *, num_batch_dims):
-        return add_batch_dim(self.primitive, operands, axes, num_batch_dims=num_batch_dims)
 
     def jvp(self, primals, tangents, *, num_batch_dims):
         results = self(*primals, num_batch_dims=num_batch_dims)

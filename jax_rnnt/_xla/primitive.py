@@ -56,16 +56,22 @@ def beyond(limits: Mapping[str, int], *numbers: tuple[str, str, Any]) -> str | N
     return None
 
 
-def new_primitive(name: str, abstract_eval: Callable) -> Primitive:
-    """A primitive of several results that runs by its lowering."""
+def new_primitive(
+    name: str, abstract_eval: Callable, lower: Callable, jvp: Callable | None = None, batch: Callable | None = None
+) -> Primitive:
+    """A primitive of several results that runs by its lowering, with these rules; `batch` takes it first."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, lower)
+    batching.primitive_batchers[primitive] = functools.partial(batch or _add_batch_dim, primitive)
+    if jvp is not None:
+        ad.primitive_jvps[primitive] = jvp
     return primitive
 
 
-def add_batch_dim(primitive: Primitive, operands, axes, *, num_batch_dims: int, **params):
+def _add_batch_dim(primitive: Primitive, operands, axes, *, num_batch_dims: int, **params):
     """The batching rule of a primitive whose leading dimensions are all batch."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
     operands = [
@@ -162,17 +168,15 @@ class Kernel:
         self.target, self.reference, self.results = target, reference, results
         self.aliases, self.workspace, self.unsupported = aliases, workspace, unsupported
         self.tpu = tpu
-        self.primitive = new_primitive(target, self.abstract_eval)
+        self.primitive = new_primitive(
+            target, self.abstract_eval, self.lower_reference, self.jvp if differentiable else None
+        )
         # The bare in-place custom call, without a rule for the partitioner: used only where no partitioner runs.
-        self.in_place = new_primitive(f"{target}_in_place", self.abstract_eval)
-        mlir.register_lowering(self.primitive, self.lower_reference)
+        self.in_place = new_primitive(f"{target}_in_place", self.abstract_eval, self.lower_reference)
         for platform in loading.KERNELS:
             for primitive, rule in ((self.primitive, self.lower), (self.in_place, self.lower_in_place)):
                 mlir.register_lowering(primitive, functools.partial(rule, platform=platform), platform=platform)
         mlir.register_lowering(self.primitive, self.lower_tpu, platform="tpu")
-        batching.primitive_batchers[self.primitive] = self.batch
-        if differentiable:
-            ad.primitive_jvps[self.primitive] = self.jvp
 
     def __call__(self, *operands, num_batch_dims: int, strict: bool = False, alias: bool = False, **attributes):
         """Every operand has `num_batch_dims` leading batch dimensions.
@@ -269,9 +273,6 @@ class Kernel:
         rule = jax.ffi.ffi_lowering(self.target, **lowering)
         encoded = {k: np.array(v, np.int64) if isinstance(v, tuple) else np.int64(v) for k, v in attributes.items()}
         return rule(extended, *operands, **encoded)[: len(ctx.avals_out)]
-
-    def batch(self, operands, axes, **params):
-        return add_batch_dim(self.primitive, operands, axes, **params)
 
     def jvp(self, primals, tangents, *, num_batch_dims, strict, alias, **attributes):
         # Without the integers, whose tangents would be NumPy arrays: none has the size of a symbol (`jax.export`).

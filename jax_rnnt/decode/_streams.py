@@ -79,8 +79,8 @@ def select_streams(state: Any, rows: jax.Array) -> Any:
     known, index = _checks.known(rows), _checks.integers(function, "rows", rows, shape, "[R]")
     if known is not None and np.any((known < 0) | (known >= batch)):
         raise ValueError(f"{function}: rows must lie in [0, {batch}), got {known.tolist()}.")
-    if shape[0] % (parts := _xla.parts(state.fresh)):
-        expected = f"have a multiple of {parts} numbers, as explicit mesh axes split the state into so many parts"
+    if shape[0] % (shards := _xla.shards(state.fresh)):
+        expected = f"have a multiple of {shards} numbers, as explicit mesh axes split the state into so many parts"
         raise ValueError(f"{function}: rows must {expected}, got {shape[0]}.")
     index = _xla.shard_like(state.fresh, index)
     outside = (index < 0) | (index >= batch)

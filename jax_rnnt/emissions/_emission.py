@@ -58,6 +58,13 @@ def inside_targets(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
     return column < num_labels[..., None]
 
 
+def inside_rows(nodes: Nodes, frames: int) -> jax.Array:
+    """bool [..., T, U1]: rows inside the sequence, of T = `frames`."""
+    shape = (1,) * nodes.num_frames.ndim + (frames, 1)
+    frame = jax.lax.broadcasted_iota(jnp.int32, shape, nodes.num_frames.ndim)
+    return (frame < nodes.num_frames[..., None, None]) & (nodes.label != OUTSIDE)
+
+
 def out_of_range(targets, num_frames, num_labels, frames: int, tokens: int) -> jax.Array:
     """bool [...]: sequences with a length outside [0, frames] or [0, U], or a used label outside [0, tokens)."""
     bad = jnp.any(inside_targets(targets, num_labels) & ((targets < 0) | (targets >= tokens)), -1)

@@ -28,21 +28,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
-from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE, Rows, clip_and_scale
-from jax_rnnt.emissions._emission import label_map as label_map
+from jax_rnnt.emissions._emission import NO_LABEL, Nodes, Rows, clip_and_scale, inside_rows
 from jax_rnnt.emissions._norm import encoded_norm, row_sum, row_sum_at_once, row_sum_of, softmax_of_norm
 
 
 def accumulation_dtype(dtype) -> np.dtype:
     """float64 for float64, float32 for every narrower type."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def inside_rows(logits, label, num_frames):
-    """bool [..., T, U1]: rows inside the sequence."""
-    shape = (1,) * num_frames.ndim + (logits.shape[-3], 1)
-    frame = jax.lax.broadcasted_iota(jnp.int32, shape, num_frames.ndim)
-    return (frame < num_frames[..., None, None]) & (label != OUTSIDE)
 
 
 def one_hot(index, x):
@@ -75,7 +67,7 @@ def _heads(logits, label, num_frames, blanks, durations, bernoulli):
     Selected before any arithmetic: whatever stands outside reaches neither value nor gradient. The rows stay whole,
     with -inf where a logit is of another head: XLA for TPUs copies slices of the classes, and changes their layout.
     """
-    inside = inside_rows(logits, label, num_frames)
+    inside = inside_rows(Nodes(label, num_frames), logits.shape[-3])
     x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
     tokens = x.shape[-1] - durations
     of_durations = [_pick(tokens + i, x) for i in range(durations)]
@@ -156,7 +148,8 @@ def backward_reference(
     logits, label, num_frames, norm, scale, clamp, *cotangents, blanks, normalize, durations=0, bernoulli=False
 ):
     """Gradient of the logits, as in the head of this file; `clamp` clips it before `scale` multiplies it."""
-    ct_blanks, ct_label = cotangents[: len(blanks)], cotangents[len(blanks)]
+    arcs, total = len(blanks) + 1, cotangents[len(blanks) + 1 + durations :]
+    (*ct_blanks, ct_label), grad_durations = cotangents[:arcs], list(cotangents[arcs : arcs + durations])
     inside, x, of_durations, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     used = inside & functools.reduce(jnp.logical_or, (ct != 0 for ct in cotangents))
     # Picked as in the forward pass, so that XLA does it once: picking from used rows would read the logits once more.
@@ -172,15 +165,14 @@ def backward_reference(
         gradient = gradient + jnp.where(one_hot(blank, x), ct[..., None], 0)
     if normalize:
         softmax = softmax_of_norm(x, *(jnp.where(used, plane, 0) for plane in (anchor, norm)))
-        gradient = gradient - softmax * sum(ct_blanks, ct_label)[..., None]
+        gradient = gradient - softmax * (total[0] if total else sum(ct_blanks, ct_label))[..., None]
     if bernoulli:
         gradient = jnp.where(one_hot(blanks[0], x), grad_blank[..., None], gradient)
-    grad_durations = list(cotangents[len(blanks) + 1 :])
-    if durations and normalize:
+    if durations and normalize and not total:
         of_durations = jnp.where(used[None], jnp.stack(of_durations), 0)
-        row, total = row_sum(of_durations, 0), sum(grad_durations)
+        row, of_all = row_sum(of_durations, 0), sum(grad_durations)
         softmax = jnp.exp(of_durations - row.peak[None]) / jnp.where(row.dead, 1, row.total)[None]
-        grad_durations = [ct - probability * total for ct, probability in zip(grad_durations, softmax)]
+        grad_durations = [ct - probability * of_all for ct, probability in zip(grad_durations, softmax)]
     for i, grad_duration in enumerate(grad_durations):
         gradient = jnp.where(one_hot(x.shape[-1] - durations + i, x), grad_duration[..., None], gradient)
     gradient = clip_and_scale(gradient, scale, clamp)
@@ -243,9 +235,10 @@ def backward(
 ) -> jax.Array:
     """scale * clip(vjp of the emission at `cotangents`, clamp): reads the logits once and writes the gradient once.
 
-    `cotangents` are those of (*log_blank, log_label, *log_duration). `scale` and `clamp` are per sequence, [...]; clamp
-    <= 0 clips nothing. With `alias` the result takes the memory of the logits where XLA can prove that they are not
-    used again.
+    `cotangents` are those of (*log_blank, log_label, *log_duration). One more, not with `bernoulli`, is the total that
+    the softmax of the classes multiplies, in place of the sum of theirs; the durations have no softmax then. `scale`
+    and `clamp` are per sequence, [...]; clamp <= 0 clips nothing. With `alias` the result takes the memory of the
+    logits where XLA can prove that they are not used again.
     """
     params = dict(blanks=blanks, normalize=normalize, durations=durations, bernoulli=bernoulli)
     params |= dict(num_batch_dims=logits.ndim - 3, strict=strict, alias=alias)
@@ -371,6 +364,10 @@ class Softmax(Rows[jax.Array, jax.Array]):
     def _names(self):
         return (*self.slots, "label", *(f"duration+{i}" for i in range(self.num_durations)))
 
+    def _cotangents(self):
+        """The names of those that `backward` takes."""
+        return self._names()
+
     def reference(self, logits, nodes):
         *planes, _ = softmax_emission(logits, nodes.label, nodes.num_frames, **self._attributes())
         return dict(zip(self._names(), planes))
@@ -380,7 +377,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return dict(zip(self._names(), planes)), norm
 
     def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
-        cotangents = tuple(cotangents[name] for name in self._names())
+        cotangents = tuple(cotangents[name] for name in self._cotangents())
         params = dict(strict=strict, alias=alias, **self._attributes())
         num_frames = nodes.num_frames * (scale != 0).astype(nodes.num_frames.dtype)
         return backward(logits, nodes.label, num_frames, norm, cotangents, scale, clamp, **params)

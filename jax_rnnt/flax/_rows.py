@@ -24,7 +24,7 @@ _GATES = "gates of an LSTM"
 def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
     """Predictor and encoder rows [B, T, H] of a decoder, after the projections `encoder` and `predictor` of a joint.
 
-    A row of zeros shall mean no encoder. So the predictor's rows contain what `encoder` makes of zeros, its bias; a
+    A row of zeros should mean no encoder. So the predictor's rows contain what `encoder` makes of zeros, its bias; a
     masked row contains nothing else. The encoder's rows are what remains: the derivative where `encoder` is affine,
     which has no rounding error, else the difference.
     """

@@ -141,7 +141,7 @@ def _nodes(am, lm, peak, above_peak, x, y, *, branch):
     return [_over_classes(am, lm, jnp.any(doubt) if branch else jnp.asarray(True), add, sums)]
 
 
-def _rows(am, lm, peak, above_peak, weight, factor, branch, of_frames):
+def _rows(am, lm, peak, above_peak, weight, factor, *, of_frames, branch):
     """`frames`, or `columns`."""
     doubt, scale = _sure(peak, above_peak)
     near, other = (am, lm) if of_frames else (lm, am)
@@ -156,14 +156,6 @@ def _rows(am, lm, peak, above_peak, weight, factor, branch, of_frames):
         return jax.lax.dynamic_update_slice_in_dim(sums, chunk, start, -1)
 
     return [_over_classes(am, lm, jnp.any(doubt) if branch else jnp.asarray(True), add, sums)]
-
-
-def _frames(am, lm, peak, above_peak, weight, y, *, branch):
-    return _rows(am, lm, peak, above_peak, weight, y, branch, True)
-
-
-def _columns(am, lm, peak, above_peak, weight, x, *, branch):
-    return _rows(am, lm, peak, above_peak, weight, x, branch, False)
 
 
 def _jvp(which):
@@ -229,8 +221,8 @@ _nodes_primitive, _frames_primitive, _columns_primitive = (
     _xla.Local(f"jax_rnnt_additive_{which.__name__}", function, (result,), _jvp(which), _transpose(*transposes))
     for which, function, result, transposes in (
         (nodes, _nodes, _PLANE, ((frames, True), (columns, True))),
-        (frames, _frames, _OF_AM, ((nodes, True), (columns, False))),
-        (columns, _columns, _OF_LM, ((nodes, False), (frames, False))),
+        (frames, functools.partial(_rows, of_frames=True), _OF_AM, ((nodes, True), (columns, False))),
+        (columns, functools.partial(_rows, of_frames=False), _OF_LM, ((nodes, False), (frames, False))),
     )
 )
 

@@ -138,7 +138,7 @@ class Linear(TileJoint):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows(TileJoint):
+class RowFunction(TileJoint):
     """Any function of parameters and rows."""
 
     function: Any  # `Pure` or `Traced` of `_xla.retracing`
@@ -251,7 +251,7 @@ def split(function: str, logits, rows: int):
     else:
         traced, parameters, result = _xla.pure(f"{function}: joint", joint, parameters, *avals)
     check_rows(function, result, rows)
-    return Rows(traced), parameters
+    return RowFunction(traced), parameters
 
 
 def check_rows(function: str, logits, rows: int):

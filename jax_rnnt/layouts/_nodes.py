@@ -24,13 +24,13 @@ from jax.typing import ArrayLike
 from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions import _emission
-from jax_rnnt.emissions._emission import OUTSIDE, gradient, inside_targets, label_map, scale_cotangent
+from jax_rnnt.emissions._emission import gradient, inside_rows, inside_targets, label_map, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype
 from jax_rnnt.layouts import _layout
 from jax_rnnt.layouts._additive import AdditiveLogits
 from jax_rnnt.layouts._band import BandLogits, band, band_label_map
 from jax_rnnt.layouts._joint import JointLogits
-from jax_rnnt.layouts._joint_networks import LinearJoint, Rows, split
+from jax_rnnt.layouts._joint_networks import LinearJoint, RowFunction, split
 from jax_rnnt.layouts._packed import PackedLogits, labels_of_rows, nodes_of_rows, offsets
 from jax_rnnt.layouts._rowwise import Network, Rowwise, Values, common_dtype, side_by_side
 from jax_rnnt.layouts._tile_sizes import blocks_for
@@ -51,7 +51,7 @@ class Inputs(typing.NamedTuple):
     labels: list[jax.Array]  # none, or [..., T, U1, 1]
 
 
-class Nodes(typing.NamedTuple):
+class CountedNodes(typing.NamedTuple):
     """The nodes of a batch [...]."""
 
     counts: jax.Array  # bool [..., T, U1]: inside the lengths, with a weight
@@ -91,7 +91,7 @@ def _sums_fwd(emission, *primals):
     weights, inputs, nodes = jax.tree.map(lambda x: x.value, primals)
     networks = zip(perturbed.parameters, perturbed.encoders, perturbed.predictors)
     of_networks, of_arrays = (any(jax.tree.leaves(x)) for x in networks), iter(perturbed.arrays)
-    learned = tuple(next(of_arrays if part is None else of_networks) for part in emission.joint.parts)
+    learned = tuple(next(of_arrays if source is None else of_networks) for source in emission.joint.sources)
     emission = dataclasses.replace(emission, joint=dataclasses.replace(emission.joint, learned=learned))
     sums, values = _weighted(emission, weights, inputs, nodes)
     return sums, (emission, weights, inputs, nodes, checkpoint_name(values, "rnnt_residuals"))
@@ -142,16 +142,16 @@ class Sequences(typing.NamedTuple):
         return bad, *(jnp.where(bad, 0, n) for n in (self.num_frames, self.num_labels))
 
 
-class Planes(typing.NamedTuple):
-    """The nodes of a batch, in planes [..., T, U1] of its logits."""
+class Terms(typing.NamedTuple):
+    """What is summed over a batch: its nodes, in planes [..., T, U1] of its logits."""
 
-    nodes: Nodes
+    nodes: CountedNodes
     weights: jax.Array | None  # [..., T, U1]
     labels: jax.Array  # int32 [..., T, U1], or what can be broadcast
     bad: jax.Array  # bool: sequences that are NaN
 
 
-def _padded(layouts, x: Sequences) -> Planes:
+def _padded(layouts, x: Sequences) -> Terms:
     """Arrays and joint networks, or bands with the same first columns."""
     *batch, frames, width, _ = layouts[0].shape
     firsts = [layout.first for layout in layouts if isinstance(layout, BandLogits)]
@@ -163,12 +163,11 @@ def _padded(layouts, x: Sequences) -> Planes:
         labels = band_label_map(targets, num_labels, firsts[0], width)
         weights = None if weights is None else band(weights, firsts[0], width)
         last = jnp.full_like(num_labels, width - 1)
-    frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames, 1), num_frames.ndim)
-    inside = (frame < num_frames[..., None, None]) & (labels != OUTSIDE)
-    return Planes(Nodes(inside, num_frames, last), weights, labels, bad)
+    inside = inside_rows(_emission.Nodes(labels, num_frames), frames)
+    return Terms(CountedNodes(inside, num_frames, last), weights, labels, bad)
 
 
-def _packed(layouts, x: Sequences) -> Planes:
+def _packed(layouts, x: Sequences) -> Terms:
     """Every row is a sequence of one node."""
     rows, count = layouts[0].rows.shape[0], x.num_frames.shape[0]
     first, end = offsets(x.num_frames, x.num_labels, rows)
@@ -182,8 +181,8 @@ def _packed(layouts, x: Sequences) -> Planes:
         labels = labels_of_rows(x.targets, num_labels, b, u)
     members = (b[None] == jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0)) & used[None]
     frames = used.astype(jnp.int32)
-    nodes = Nodes(used[:, None, None], frames, jnp.zeros_like(frames), members)
-    return Planes(nodes, weights, labels[:, None, None], bad)
+    nodes = CountedNodes(used[:, None, None], frames, jnp.zeros_like(frames), members)
+    return Terms(nodes, weights, labels[:, None, None], bad)
 
 
 # ------------------------------------------------------------------------------------------------------- arguments
@@ -249,7 +248,7 @@ def _traced(function, rows, like, layouts, labels, dtype):
         return jnp.asarray(value).astype(dtype)
 
     traced, constants, _ = _xla.trace(values, *avals)
-    return Rows(traced), constants
+    return RowFunction(traced), constants
 
 
 def _in_tiles(function, layouts, shape, labels):
@@ -271,19 +270,19 @@ def _in_tiles(function, layouts, shape, labels):
     blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
     rows = math.prod(dataclasses.astuple(blocks))
 
-    parts: list[Network | None] = []
+    sources: list[Network | None] = []
     parameters = []
     for x in layouts:
         if isinstance(x, JointLogits):
             joint, leaves = split(NAME, x, rows)
             of_encoder, of_predictor = ((y.shape[-1], y.dtype) for y in (x.encoder_out, x.predictor_out))
-            parts.append(Network(joint, len(leaves), of_encoder, of_predictor))
+            sources.append(Network(joint, len(leaves), of_encoder, of_predictor))
             parameters.append(leaves)
         else:
-            parts.append(None)
+            sources.append(None)
     like, *_ = _xla.vary_together(*encoders, *predictors, *arrays)
     traced, constants = _traced(function, rows, like, layouts, labels, accumulation_dtype(dtype))
-    rowwise = Rowwise(tuple(parts), traced, (False,) * len(parts))
+    rowwise = Rowwise(tuple(sources), traced, (False,) * len(sources))
     inputs = Inputs(parameters, encoders, predictors, arrays, constants, labels)
     return dataclasses.replace(emission, joint=rowwise, blocks=blocks), inputs
 
@@ -366,16 +365,16 @@ def sum_over_nodes(
         raise TypeError(f"{NAME}: function must be callable, got {function!r}.")
     layouts = _checked_layouts(logits)
     dtype = accumulation_dtype(common_dtype(layouts))
-    planes_of = _packed if isinstance(layouts[0], PackedLogits) else _padded
-    planes = planes_of(layouts, _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype))
-    nodes, inside = planes.nodes, planes.nodes.counts
-    labels = [] if targets is None else [jnp.broadcast_to(planes.labels, inside.shape)[..., None]]
+    terms_of = _packed if isinstance(layouts[0], PackedLogits) else _padded
+    terms = terms_of(layouts, _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype))
+    nodes, inside = terms.nodes, terms.nodes.counts
+    labels = [] if targets is None else [jnp.broadcast_to(terms.labels, inside.shape)[..., None]]
     emission, inputs = _in_tiles(function, layouts, inside.shape, labels)
-    plane = jnp.ones(inside.shape, dtype) if planes.weights is None else planes.weights
+    plane = jnp.ones(inside.shape, dtype) if terms.weights is None else terms.weights
     nodes = nodes._replace(counts=inside & (plane != 0))
     leaves, structure = jax.tree.flatten((plane, inputs, nodes))
     plane, inputs, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))
     sums = _sums(emission, plane, inputs, nodes)
     if nodes.members is not None:  # no scatter: in a fixed order
         sums = jnp.sum(jnp.where(nodes.members, sums[None], 0), -1)
-    return jnp.where(planes.bad, jnp.nan, sums)
+    return jnp.where(terms.bad, jnp.nan, sums)

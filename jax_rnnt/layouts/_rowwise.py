@@ -11,15 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt.emissions._emission import Rows as EmissionRows
-from jax_rnnt.emissions._emission import scale_cotangent
+from jax_rnnt.emissions._emission import Rows, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype
-from jax_rnnt.layouts._joint_networks import Rows, instead
+from jax_rnnt.layouts._joint_networks import RowFunction, instead
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Values(EmissionRows[jax.Array, tuple[()]]):
+class Values(Rows[jax.Array, tuple[()]]):
     """Reads "logits" [N, 1, 1, 1] that are values already."""
 
     def forward(self, logits, nodes, *, strict=False):
@@ -65,25 +64,25 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Rowwise:
-    """``function(*rows, *labels) -> values [N]``; the rows come from a network or, where `parts` has None, an array.
+    """``function(*rows, *labels) -> values [N]``; the rows come from a network or, where `sources` has None, an array.
 
     Encoder rows of all networks come side by side, and predictor rows too. After them come the nodes that count and the
     rows of arrays, [S, frames, columns, V]; labels are an array more. Parameters are those of the networks in order,
     then the constants of the function.
     """
 
-    parts: tuple[Network | None, ...]
-    function: Rows
+    sources: tuple[Network | None, ...]
+    function: RowFunction
     learned: tuple[bool, ...]  # which of the logits have a gradient; the others are not differentiated
 
     @property
     def networks(self) -> list[Network]:
-        return [part for part in self.parts if part is not None]
+        return [source for source in self.sources if source is not None]
 
     @property
     def arrays(self) -> list[int]:
         """Those with a gradient."""
-        learned = [x for x, part in zip(self.learned, self.parts) if part is None]
+        learned = [x for x, source in zip(self.learned, self.sources) if source is None]
         return [i for i, x in enumerate(learned) if x]
 
     @property
@@ -92,8 +91,8 @@ class Rowwise:
 
     def _each(self, change):
         """The same with every joint and the function changed."""
-        parts = (part and dataclasses.replace(part, joint=change(part.joint)) for part in self.parts)
-        return dataclasses.replace(self, parts=tuple(parts), function=change(self.function))
+        sources = (source and dataclasses.replace(source, joint=change(source.joint)) for source in self.sources)
+        return dataclasses.replace(self, sources=tuple(sources), function=change(self.function))
 
     def differentiable(self):
         return self._each(lambda x: x.differentiable())
@@ -119,7 +118,7 @@ class Rowwise:
         """Rows of the logits in order, then labels."""
         arrays = [instead(x, counts).reshape(-1, x.shape[-1]) for x in arrays]
         of_arrays = iter(arrays)
-        rows = [next(of_arrays) if part is None else of_networks.pop(0) for part in self.parts]
+        rows = [next(of_arrays) if source is None else of_networks.pop(0) for source in self.sources]
         return *rows, *(labels[:, 0] for labels in of_arrays)
 
     def logits(self, parameters, encoder, predictor, counts, *arrays):
@@ -130,7 +129,7 @@ class Rowwise:
 
     def pullback(self, parameters, encoder, predictor, counts, *arrays):
         *by_network, constants = self._by_network(parameters)
-        learned = [x for x, part in zip(self.learned, self.parts) if part is not None]
+        learned = [x for x, source in zip(self.learned, self.sources) if source is not None]
         rows_of_networks, pulls = [], []
         for x, p, rows, is_learned in zip(self.networks, by_network, self._states(encoder, predictor), learned):
             pullback = x.joint.pullback if is_learned else functools.partial(_fixed, x.joint)
@@ -141,11 +140,11 @@ class Rowwise:
 
         def gradients(x, totals, encoder, predictor):
             of_all = of_values(x[:, 0])
-            of_constants, of_rows = _cut(list(of_all), [len(of_all) - len(self.parts)])
+            of_constants, of_rows = _cut(list(of_all), [len(of_all) - len(self.sources)])
             *totals, total = totals
             total = [a + b.astype(a.dtype) for a, b in zip(total, of_constants, strict=True)]
-            of_logits = [g for g, part in zip(of_rows, self.parts) if part is not None]
-            of_arrays = [g for g, part, has in zip(of_rows, self.parts, self.learned) if part is None and has]
+            of_logits = [g for g, source in zip(of_rows, self.sources) if source is not None]
+            of_arrays = [g for g, source, has in zip(of_rows, self.sources, self.learned) if source is None and has]
             states = self._states(encoder, predictor)
             gradients = [pull(g, t, *rows) for pull, g, t, rows in zip(pulls, of_logits, totals, states)]
             totals = [*(t for t, *_ in gradients), total]

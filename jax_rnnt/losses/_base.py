@@ -17,7 +17,7 @@ from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import _call, _methods, _validation
 from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
-from jax_rnnt.sharding._device import parts
+from jax_rnnt.sharding._device import devices_of
 
 Logits: typing.TypeAlias = "ArrayLike | _layout.Layout"
 
@@ -534,7 +534,7 @@ class TransducerLoss(metaclass=_Once):
         name = f"{type(self).__name__}.validate"
         layout = _layout.of(name, logits)
         loss = _pytree.replace(self._without_options(), clamp=_call.switched_off(self).clamp, implementation=None)
-        softmax = _call.resolved_emission(name, loss, layout.classes * parts(loss)[1])
+        softmax = _call.softmax_of(name, loss).resolved(name, layout.classes * devices_of(loss)[1])
         _validation.validate(name, loss, layout, softmax, targets, logit_lengths, target_lengths)
 
 

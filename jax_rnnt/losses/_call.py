@@ -15,6 +15,7 @@ from jax_rnnt.losses._composition import Composition
 from jax_rnnt.losses._methods import Method
 from jax_rnnt.losses._reductions import reduce
 from jax_rnnt.sharding import _over_mesh
+from jax_rnnt.sharding._device import emission_of_device
 
 
 @_pytree.register
@@ -44,17 +45,6 @@ class Call:
             shape = (*targets.shape, 2)
             windows = _checks.integers(self.function, "label_windows", windows, shape, "[..., U, 2]")
         return Call(self.loss, layout, targets, logit_lengths, target_lengths, windows, self.method, self.function)
-
-    def softmax(self, classes: int) -> Softmax:
-        """The emission of the loss, for rows of `classes` logits."""
-        return resolved_emission(self.function, self.loss, classes)
-
-    def result(self, emission, logits):
-        return self.method.compute(self.loss, emission, logits, *self.sequences, self.label_windows)
-
-    def reduced(self, losses):
-        """The result, from that of the same call with reduction "none"."""
-        return reduce(losses, jnp.asarray(self.target_lengths), self.loss.reduction) if self.method.reduces else losses
 
 
 def of(
@@ -89,19 +79,28 @@ def run(call: Call) -> Any:
 
 
 def _run(call: Call) -> Any:
-    if call.loss.vocab_axis is not None or call.loss.frame_axis is not None:
-        return _over_mesh.run(call)
+    axes = _over_mesh.axes_to_enter(call.loss)
+    if not axes:
+        return _of_device(call)
+    unreduced = _pytree.replace(call, loss=_pytree.replace(call.loss, reduction="none"))
+    result = _over_mesh.run(_of_device, unreduced, axes, call.method.per_node)
+    return reduce(result, jnp.asarray(call.target_lengths), call.loss.reduction) if call.method.reduces else result
+
+
+def _of_device(call: Call) -> Any:
+    """The result, from the arrays of one of the devices over which the loss is split; without a split, from all."""
     call = call.checked()
-    softmax = call.softmax(call.layout.classes)
-    return call.result(*call.layout.emission(call.function, call.loss, softmax, *call.sequences))
+    softmax, given = softmax_of(call.function, call.loss), (*call.sequences, call.label_windows)
+    emission, logits = emission_of_device(call.function, call.loss, call.layout, softmax, *given)
+    return call.method.compute(call.loss, emission, logits, *given)
 
 
-def resolved_emission(function: str, loss, classes: int) -> Softmax:
-    """The emission of a loss, for rows of `classes` logits."""
+def softmax_of(function: str, loss) -> Softmax:
+    """The emission of a loss, for rows of any number of logits."""
     composition = loss.compose()
     if not isinstance(composition, Composition):
         raise TypeError(f"{function}: {type(loss).__name__}.compose() must return a Composition, got {composition!r}.")
-    return composition.emission.resolved(function, classes)
+    return composition.emission
 
 
 def switched_off(loss):

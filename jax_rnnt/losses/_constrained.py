@@ -41,7 +41,7 @@ class ConstrainedRNNTLoss(TransducerLoss):
     """
 
     def compose(self) -> Composition:
-        """Softmax, labels that read a frame and pay its blank."""
+        """The softmax, with labels that read a frame and pay its blank."""
         emission = Softmax((self.blank,), self.fused_log_softmax)
         return Composition(emission, MONOTONIC, bounded=True, closing=(pay_next_blank,))
 

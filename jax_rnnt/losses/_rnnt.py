@@ -32,7 +32,7 @@ class RNNTLoss(TransducerLoss):
     """
 
     def compose(self) -> Composition:
-        """Softmax, standard lattice."""
+        """The softmax, on the standard lattice."""
         return Composition(Softmax((self.blank,), self.fused_log_softmax), bounded=True)
 
 

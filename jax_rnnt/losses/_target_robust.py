@@ -123,12 +123,12 @@ class TargetRobustRNNTLoss(TransducerLoss):
             raise ValueError(f"{function}: skip_label must be 0 or less, got {self.skip_label!r}.")
 
     def compose(self) -> Composition:
-        """Softmax; blanks and labels with the weights of their skips."""
+        """The softmax, with the weights of skips added to blanks and labels."""
         steps = (
             () if self.skip_frame is None and self.skip_label is None else (_Skips(self.skip_frame, self.skip_label),)
         )
         return Composition(Softmax((self.blank,), self.fused_log_softmax), steps=steps, bounded=self.skip_frame is None)
 
     def decoding(self) -> DecodingRules:
-        """As `RNNTLoss`: skips act on known targets."""
+        """The rules of `RNNTLoss`, as skips act on known targets alone."""
         return DecodingRules(Softmax((self.blank,), self.fused_log_softmax))

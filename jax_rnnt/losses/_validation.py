@@ -16,7 +16,7 @@ from jax_rnnt.emissions._emission import inside_targets
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.lattices import _order as order
 from jax_rnnt.losses._adjustments import adjust
-from jax_rnnt.sharding._device import parts
+from jax_rnnt.sharding._device import devices_of
 
 
 def validate(function: str, loss, layout, softmax, targets, logit_lengths, target_lengths) -> None:
@@ -42,7 +42,7 @@ def validate(function: str, loss, layout, softmax, targets, logit_lengths, targe
         targets, num_frames, num_labels = layout.sequences(function, *sequences)
     layout.emission(function, loss, softmax, targets, num_frames, num_labels)  # raises where the two do not fit
     check = functools.partial(_check, function)
-    in_frames, in_classes = parts(loss)
+    in_frames, in_classes = devices_of(loss)
     frames, labels = layout.frames * in_frames, targets.shape[-1]
     classes = softmax.tokens(layout.classes * in_classes)
     with now():

@@ -127,11 +127,11 @@ class WildcardRNNTLoss(TransducerLoss):
                 self._set(name, _checks.number(function, name, value))
 
     def compose(self) -> Composition:
-        """Softmax; blanks of the first and last column with the weights of the skips."""
+        """The softmax, with the weights of skips added to the blanks of the first and last column."""
         no_skips = self.skip_start is None and self.skip_end is None
         steps = () if no_skips else (_Wildcards(self.skip_start, self.skip_end),)
         return Composition(Softmax((self.blank,), self.fused_log_softmax), steps=steps, bounded=no_skips)
 
     def decoding(self) -> DecodingRules:
-        """As `RNNTLoss`: skips act on known targets."""
+        """The rules of `RNNTLoss`, as skips act on known targets alone."""
         return DecodingRules(Softmax((self.blank,), self.fused_log_softmax))

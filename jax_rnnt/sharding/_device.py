@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt.emissions._emission import Exchange
+from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.layouts._layout import Layout
 from jax_rnnt.sharding import _axes
 from jax_rnnt.sharding._frames import FrameExchange, own_frames
 from jax_rnnt.sharding._vocabulary import SplitVocabulary, VocabularyExchange
 
 
-def parts(loss) -> tuple[int, int]:
+def devices_of(loss) -> tuple[int, int]:
     """Devices over which frames and classes are split where this function runs; 1 where they are whole."""
     frames, vocabulary = (
         1 if axis is None else _axes.axis_size(axis) or 1 for axis in (loss.frame_axis, loss.vocab_axis)
@@ -19,13 +21,13 @@ def parts(loss) -> tuple[int, int]:
     return frames, vocabulary
 
 
-def emission_of_device(call):
-    """(emission, its logits) of a `losses._call.Call` on one of the devices."""
-    function, loss, layout = call.function, call.loss, call.layout
-    targets, logit_lengths, target_lengths = call.sequences
-    _check(call)
-    frames, vocabulary = parts(loss)
-    full = call.softmax(layout.classes * vocabulary)
+def emission_of_device(
+    function: str, loss, layout: Layout, softmax: Softmax, targets, logit_lengths, target_lengths, windows
+):
+    """(emission, its logits) on one of the devices, from its checked arrays; `softmax` is that of the loss."""
+    _check(function, loss, layout, (targets, logit_lengths, target_lengths, windows, loss))
+    frames, vocabulary = devices_of(loss)
+    full = softmax.resolved(function, layout.classes * vocabulary)
     softmax, own_lengths, exchange = full, logit_lengths, Exchange()
     if loss.frame_axis is not None:
         own_lengths = own_frames(logit_lengths, layout.frames, loss.frame_axis)
@@ -41,9 +43,8 @@ def emission_of_device(call):
     return dataclasses.replace(emission, rows=rows, frames=emission.frames * frames, exchange=exchange), logits
 
 
-def _check(call):
-    """Raises where types say that the arrays are not split as the loss says."""
-    function, loss, layout = call.function, call.loss, call.layout
+def _check(function, loss, layout, others):
+    """Raises where types say that the arrays are not split as the loss says, or others are."""
     for name, axis, letter in (("vocab_axis", loss.vocab_axis, "V"), ("frame_axis", loss.frame_axis, "T")):
         if axis is None:
             continue
@@ -54,6 +55,6 @@ def _check(call):
             if not _axes.varies(x, axis):
                 expected = f"{array} must be split over {letter} inside of shard_map over {name}={axis!r}"
                 raise ValueError(f"{function}: {expected}, got the same {array} on all its devices.")
-        if any(_axes.varies(x, axis) for x in jax.tree.leaves((*call.sequences, call.label_windows, loss))):
+        if any(_axes.varies(x, axis) for x in jax.tree.leaves(others)):
             expected = f"targets, lengths, windows and options must be alike on all devices of {name}={axis!r}"
             raise ValueError(f"{function}: {expected}, got one that varies over them.")

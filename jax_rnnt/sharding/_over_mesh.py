@@ -1,32 +1,37 @@
 """The way of a call into `jax.shard_map`, over the mesh axes of its loss."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _pytree, _xla
+from jax_rnnt.layouts._layout import Layout
 from jax_rnnt.sharding import _axes
-from jax_rnnt.sharding._device import emission_of_device
 
 
-def run(call):
-    """The result of a `losses._call.Call`, by the devices over which its loss is split together.
+class Call(Protocol):
+    """What is known here of a call of a loss: a pytree, whose other arrays are of each sequence of the batch."""
 
-    The program may already be one for each of them, or may have to enter `jax.shard_map`.
+    function: str
+    loss: Any
+    layout: Layout
+
+
+def axes_to_enter(loss) -> dict[str, str]:
+    """The mesh axes over which the loss is split, and the program not yet: by the names of the loss's fields."""
+    axes = {"frame_axis": loss.frame_axis, "vocab_axis": loss.vocab_axis}
+    return {name: axis for name, axis in axes.items() if axis is not None and _axes.axis_size(axis) is None}
+
+
+def run(of_device: Callable[[Any], Any], call: Call, axes: dict[str, str], per_node: bool):
+    """``of_device(call)`` by the devices of these axes together, each with its part of the arrays.
+
+    `per_node`: the result has a number for each node, and else for each sequence.
     """
-    axes = {"frame_axis": call.loss.frame_axis, "vocab_axis": call.loss.vocab_axis}
-    axes = {name: axis for name, axis in axes.items() if axis is not None and _axes.axis_size(axis) is None}
-    return _run_over_mesh(call, axes) if axes else _run_on_device(call)
-
-
-def _run_on_device(call):
-    call = call.checked()
-    return call.result(*emission_of_device(call))
-
-
-def _run_over_mesh(call, axes: dict[str, str]):
     function, layout = call.function, call.layout
     mesh = _axes.mesh_with(axes.values(), jax.tree.leaves(call))
     if mesh is None:
@@ -45,9 +50,8 @@ def _run_over_mesh(call, axes: dict[str, str]):
         loss=jax.tree.map(lambda _: P(), call.loss),
         layout=layout.specs(function, batch, frame_axis, axes.get("vocab_axis")),
     )
-    out_specs = P(*batch, frame_axis) if call.method.per_node else P(*batch)
-    unreduced = _pytree.replace(call, loss=_pytree.replace(call.loss, reduction="none"))
-    return call.reduced(_on_mesh(mesh, tuple(axes.values()), tuple(jax.tree.leaves(specs)), out_specs, unreduced))
+    out_specs = P(*batch, frame_axis) if per_node else P(*batch)
+    return _on_mesh(of_device, mesh, tuple(axes.values()), tuple(jax.tree.leaves(specs)), out_specs, call)
 
 
 def _batch(layout):
@@ -57,7 +61,7 @@ def _batch(layout):
     return [next((axes for axes in each if axes is not None), None) for each in zip(*specs)]
 
 
-@functools.partial(jax.jit, static_argnums=range(4))
-def _on_mesh(mesh, axes, specs, out_specs, call):
+@functools.partial(jax.jit, static_argnums=range(5))
+def _on_mesh(of_device, mesh, axes, specs, out_specs, call):
     specs = (jax.tree.unflatten(jax.tree.structure(call), specs),)
-    return _axes.over_mesh(_run_on_device, mesh, axes, specs, out_specs)(call)
+    return _axes.over_mesh(of_device, mesh, axes, specs, out_specs)(call)

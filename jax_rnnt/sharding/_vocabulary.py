@@ -12,13 +12,12 @@ exp R)), the softmax over all classes is w_d times that of the own ones:
 
     dx[v] = sum of c over arcs of class v - C exp(x[v]) / S = ... - (w_d C) exp(x[v]) / S_d
 
-The kernel knows S_d, and takes the sum of the cotangents that it gets for the factor of the second term. Those of own
-arcs do not add up to w_d C. So one of them, that of the first own column f, is replaced by w_d C - (sum of the others):
-all classes but f are right, and dx[f] = c_f - w_d C exp(x[f]) / S_d is written anew.
+So the kernel gets w_d C as the total that its softmax multiplies.
 
 The last D logits of a row may be another head: the durations of TDT, the blank of HAT. They are on the last device, and
 every device runs the same kernel. So the kernel leaves the last D columns out on all of them. These columns are planes
-here: classes that join the sums on all devices but the last, the other head there. Their gradient is written anew too.
+here: classes that join the sums on all devices but the last, the other head there. The kernel gets their gradients as
+the cotangents of its durations, which have no softmax where there is a total.
 """
 
 import dataclasses
@@ -29,12 +28,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _xla
-from jax_rnnt.emissions._emission import NO_LABEL, Exchange, Rows, clip_and_scale
+from jax_rnnt.emissions._emission import NO_LABEL, Exchange, Rows, inside_rows
 from jax_rnnt.emissions._norm import is_anchored, row_sum
-from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, backward, inside_rows, one_hot
+from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, one_hot
 from jax_rnnt.sharding import _axes
 
-_TOTAL = "total"  # of the cotangents of all arcs of a node, times w_d
+TOTAL = "total"  # the plane of w_d C
 
 
 @jax.tree_util.register_static
@@ -54,35 +53,11 @@ class OwnClasses(Softmax):
         """(planes, (norm, logits of the first column and of the last ones))"""
         planes, norm = super().forward(logits, nodes, strict=strict)
         columns = self.blanks[0], *range(logits.shape[-1] - self.num_durations, logits.shape[-1])
-        inside = inside_rows(logits, nodes.label, nodes.num_frames)
+        inside = inside_rows(nodes, logits.shape[-3])
         return planes, (norm, *(jnp.where(inside, logits[..., i].astype(norm.dtype), 0) for i in columns))
 
-    def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        """As of a `Softmax` whose cotangents have the total `cotangents[_TOTAL]`; residuals: (norm, first plane).
-
-        The cotangents "beside+i" are the gradients of the last columns.
-        """
-        norm, log_first = residuals
-        label, num_frames = nodes.label, jnp.where(scale == 0, 0, nodes.num_frames)
-        first, *others = (cotangents[name] for name in (*self.slots, "label"))
-        in_kernel = first
-        if self.normalize:
-            total = cotangents[_TOTAL]
-            in_kernel = total - sum(others)
-        params = dict(strict=strict, alias=alias, **self._attributes())
-        operands = norm, (in_kernel, *others, *[jnp.zeros_like(first)] * self.num_durations), scale, clamp
-        gradient = backward(logits, label, num_frames, *operands, **params)
-        anew = {logits.shape[-1] - self.num_durations + i: cotangents[f"beside+{i}"] for i in range(self.num_durations)}
-        if self.normalize:
-            used = functools.reduce(jnp.logical_or, (ct != 0 for ct in (first, in_kernel, *others)))
-            exact = first + jnp.where(label == self.blanks[0], others[-1], 0) - jnp.exp(log_first) * total
-            anew[self.blanks[0]] = jnp.where(used, exact, 0)
-        # Cotangents may be NaN outside too: those of a sequence that a learned option isolates.
-        inside = inside_rows(logits, label, num_frames)
-        for column, exact in anew.items():
-            exact = jnp.where(inside, clip_and_scale(exact, scale, clamp), 0)
-            gradient = gradient.at[..., column].set(exact.astype(gradient.dtype))
-        return gradient
+    def _cotangents(self):
+        return *super()._cotangents(), *[TOTAL] * self.normalize
 
 
 @jax.tree_util.register_static
@@ -132,13 +107,9 @@ class SplitVocabulary(Rows[Any, Any]):
     def _is_last(self):
         return jax.lax.axis_index(self.axis) == self.size - 1
 
-    def _place(self, index):
-        """The column of a class on this device, outside of [0, columns) if another one has it."""
-        return index - (jax.lax.axis_index(self.axis) * self.columns).astype(jnp.int32)
-
     def _column(self, label):
-        """The column of each label in its softmax, -1 where this device has none."""
-        column = self._place(label)
+        """The column of each label, or of a blank, in its softmax; -1 where this device has none."""
+        column = label - (jax.lax.axis_index(self.axis) * self.columns).astype(jnp.int32)
         mine = (label >= 0) & (column >= 0) & (column < self.columns)
         if self.full.bernoulli:  # the blank is no class
             mine &= label != self.full.blanks[0]
@@ -150,26 +121,17 @@ class SplitVocabulary(Rows[Any, Any]):
         in_kernel = (column >= 0) & (column < self._beside.start)
         return nodes._replace(label=jnp.where(in_kernel, column, jnp.minimum(nodes.label, NO_LABEL)))
 
-    def _inside(self, nodes, frames):
-        num_frames = nodes.num_frames
-        frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + (frames, 1), num_frames.ndim)
-        return (frame < num_frames[..., None, None]) & (nodes.label >= NO_LABEL)
-
     @property
     def _blanks(self):
         """{slot: class} of the blanks in the softmax."""
         return {} if self.full.bernoulli else dict(zip(self.full.slots, self.full.blanks))
-
-    def _mine(self, blank):
-        """Whether a blank is a class of this device."""
-        return (self._place(blank) >= 0) & (self._place(blank) < self.columns)
 
     def _own_picks(self, inside, all_labels, blanks, label, beside):
         """Planes to sum over devices: blanks, label, other head; -inf where there is no arc, 0 where another has it.
 
         After HAT's blank comes which labels are the blank: types say that labels vary over devices, as logits do.
         """
-        picks = [jnp.where(self._mine(blank), x, 0) for blank, x in zip(self._blanks.values(), blanks)]
+        picks = [jnp.where(self._column(blank) >= 0, x, 0) for blank, x in zip(self._blanks.values(), blanks)]
         picks.append(jnp.where(self._column(all_labels) >= 0, label, jnp.where(all_labels >= 0, 0, -jnp.inf)))
         if self.full.bernoulli:
             beside = *beside, jnp.where(all_labels == self.full.blanks[0], 1, jnp.zeros_like(label))
@@ -199,7 +161,7 @@ class SplitVocabulary(Rows[Any, Any]):
     def _forward(self, logits, nodes, strict):
         planes, (norm, anchor, *beside) = self.inner.forward(logits, self._own(nodes), strict=strict)
         all_labels = nodes.label
-        inside, column = self._inside(nodes, norm.shape[-2]), self._column(all_labels)
+        inside, column = inside_rows(nodes, norm.shape[-2]), self._column(all_labels)
         beside = {i: jnp.where(inside, x, -jnp.inf) for i, x in zip(self._beside, beside)}
         beside = {i: jnp.where(jnp.isposinf(x), jnp.nan, x) for i, x in beside.items()}
         first = planes[self.softmax.slots[0]]
@@ -226,7 +188,7 @@ class SplitVocabulary(Rows[Any, Any]):
         count = len(blanks) + 1
         if not self.full.normalize:
             picks = [*_axes.sum_over(self.axis, jnp.stack(picks))]
-            return self._planes(picks[:count], picks[count:], 0), (norm, first, jnp.ones_like(norm))
+            return self._planes(picks[:count], picks[count:], 0), (norm,)
         own_total = sum((jnp.exp(x - shared) for x in classes.values()), jnp.exp(mass))
         total, *picks = _axes.sum_over(self.axis, jnp.stack([own_total, *picks]))
         tokens, others = picks[:count], picks[count:]
@@ -241,52 +203,48 @@ class SplitVocabulary(Rows[Any, Any]):
         shares = [jnp.where(dead, 0, jnp.exp(mass - log_total))]
         for x, y in zip(classes.values(), of_head):
             shares.append(jnp.where(self._is_last(), y, jnp.where(none, 0, jnp.exp(x - shared - log_total))))
-        return results, (norm, first, *shares)
+        return results, (norm, *shares)
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        local_nodes, all_labels = self._own(nodes), nodes.label
-        norm, first, share, *beside = residuals
-        label = cotangents["label"]
+        own_nodes, column = self._own(nodes), self._column(nodes.label)
+        norm, *shares = residuals
+        label, blanks = cotangents["label"], {blank: cotangents[slot] for slot, blank in self._blanks.items()}
+        of_head = [cotangents[f"duration+{i}"] for i in range(self.full.num_durations)]
         if self.full.bernoulli:  # a label that is the blank counts as one
-            (slot,), same = self.full.slots, all_labels == self.full.blanks[0]
+            (slot,), same, z = self.full.slots, nodes.label == self.full.blanks[0], shares[1]
             blank, label = cotangents[slot] + jnp.where(same, label, 0), jnp.where(same, label - label, label)
-        blanks = {blank: cotangents[slot] for slot, blank in self._blanks.items()}
-        total, column = sum(blanks.values(), label), self._column(all_labels)
-        durations = [cotangents[f"duration+{i}"] for i in range(self.full.num_durations)]
-        local: dict[str, Any] = dict.fromkeys(self.softmax.slots, 0)
+            of_head = [blank * jax.nn.sigmoid(-z) - label * jax.nn.sigmoid(z)]
+        elif self.full.normalize:
+            of_head = [x - share * sum(of_head) for x, share in zip(of_head, shares[1:])]
+        total = sum(blanks.values(), label)
+
+        def of_blanks(place):
+            """The cotangents of the blanks in this column."""
+            here = ((blank, ct) for blank, ct in blanks.items() if blank % self.columns == place)
+            return sum((jnp.where(self._column(blank) >= 0, ct, 0) for blank, ct in here), jnp.zeros_like(total))
+
+        local = {slot: of_blanks(place) for slot, place in zip(self.softmax.slots, self.softmax.blanks)}
+        local["label"] = jnp.where(own_nodes.label >= 0, label, 0)
         for i, place in enumerate(self._beside):
-            gradient = jnp.where(column == place, label, 0)
-            for blank_class, ct in blanks.items():
-                if blank_class % self.columns == place:
-                    gradient = gradient + jnp.where(self._mine(blank_class), ct, 0)
-            if self.full.bernoulli:
-                of_head = blank * jax.nn.sigmoid(-beside[i]) - label * jax.nn.sigmoid(beside[i])
-            else:
-                of_head = durations[i]
+            of_class = of_blanks(place) + jnp.where(column == place, label, 0)
             if self.full.normalize:
-                gradient = gradient - beside[i] * total
-                of_head = of_head if self.full.bernoulli else of_head - beside[i] * sum(durations)
-            local[f"beside+{i}"] = jnp.where(self._is_last(), of_head, gradient)
-        for blank_class, ct in blanks.items():
-            if blank_class % self.columns not in self._beside:
-                local[f"column+{blank_class % self.columns}"] += jnp.where(self._mine(blank_class), ct, 0)
-        local["label"] = jnp.where(local_nodes.label >= 0, label, 0)
-        local[_TOTAL] = total * share
-        planes = (jnp.broadcast_to(jnp.asarray(x, total.dtype), total.shape) for x in local.values())
-        local = dict(zip(local, _xla.vary_together(*planes)))
-        operands = logits, local_nodes, (norm, first), local, scale, clamp
-        return self.inner.backward(*operands, strict=strict, alias=alias)
+                of_class = of_class - shares[1 + i] * total
+            local[f"duration+{i}"] = jnp.where(self._is_last(), of_head[i], of_class)
+        if self.full.normalize:
+            local[TOTAL] = total * shares[0]
+        local = dict(zip(local, _xla.vary_together(*local.values())))
+        return self.inner.backward(logits, own_nodes, norm, local, scale, clamp, strict=strict, alias=alias)
 
     def reference(self, logits, nodes):
         if not isinstance(self.inner, OwnClasses):
             return self.inner.reference(logits, nodes)  # an error: tiles have none
-        all_labels, inside = nodes.label, self._inside(nodes, logits.shape[-3])
+        all_labels, inside = nodes.label, inside_rows(nodes, logits.shape[-3])
         x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
 
         def pick(column):
             return jnp.sum(jnp.where(one_hot(column, x), x, 0), -1)
 
-        blanks = [pick(jnp.reshape(self._place(blank), (1,) * (x.ndim - 1))) for blank in self._blanks.values()]
+        blanks = [pick(jnp.reshape(self._column(blank), (1,) * (x.ndim - 1))) for blank in self._blanks.values()]
         beside = list(map(pick, self._beside))
         picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels)), beside)
         count = len(blanks) + 1

@@ -12,13 +12,13 @@ import argparse
 import asyncio
 import itertools
 import json
-import pathlib
 import sys
 import time
 
 import aiohttp
 import av
 import numpy as np
+from soak import resident
 
 BLOCK = 0.1  # seconds of a message
 
@@ -29,12 +29,6 @@ def samples_of(path, rate):
         resampler = av.AudioResampler("s16", "mono", rate)
         frames = [x for frame in [*file.decode(audio=0), None] for x in resampler.resample(frame)]
     return np.concatenate([x.to_ndarray()[0] for x in frames])
-
-
-def resident(pid):
-    """MB of a process that are in memory."""
-    lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
 async def stream(session, options, samples, delay):

@@ -86,9 +86,9 @@ KINDS = {
 STREAMS = "stream", "beam"
 
 
-def resident():
-    """MB of this process that are in memory."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+def resident(pid="self"):
+    """MB of a process that are in memory."""
+    lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 

@@ -75,6 +75,11 @@ void CheckEmissions() {
   Check<Half>("durations, log-probabilities", [](O o) { o.durations = 3; o.normalize = false; o.num_blanks = 2; });
   Check<float>("durations, NaN", [](O o) { o.durations = 3; o.fault = Fault::kNaN; });
   Check<float>("durations, -inf", [](O o) { o.durations = 3; o.fault = Fault::kMinusInfinity; o.frames = 9; });
+  Check<float>("total", [](O o) { o.total = true; });
+  Check<double>("total, float64, rows of -inf, misaligned", [](O o) { o.total = true; o.fault = Fault::kDeadRow; o.frames = 9; o.offset = 1; });
+  Check<BFloat16>("total, durations, a warp per row", [](O o) { o.total = true; o.durations = 3; o.num_blanks = 2; o.classes = 400; o.frames = 3; o.clamp = 0.02; });
+  Check<Half>("total, durations, log-probabilities", [](O o) { o.total = true; o.durations = 3; o.normalize = false; });
+  Check<float>("total, improbable anchors", [](O o) { o.total = true; o.fault = Fault::kFarAnchor; o.frames = 12; o.durations = 2; });
   Check<float>("infinite scale", [](O o) { o.scale = kInfinity; o.fault = Fault::kMinusInfinity; o.durations = 3; });
   Check<BFloat16>("NaN scale", [](O o) { o.scale = kNaN; o.fault = Fault::kMinusInfinity; o.clamp = 0.1; });
   Check<Half>("infinite scale, Bernoulli blank", [](O o) { o.scale = -kInfinity; o.fault = Fault::kMinusInfinity; o.bernoulli = true; o.classes = 300; });

@@ -19,6 +19,7 @@ struct Options {
   int gradient_offset = 0;                  // more than that of the logits
   double clamp = 0, spread = 4, shift = 0;  // logits: shift + [-spread, spread], a Bernoulli blank without shift
   double scale = 0;                         // scale of the first sequence, if not 0
+  bool total = false;                       // cotangents have a total of their own
   Fault fault = Fault::kNone;
 };
 
@@ -61,7 +62,7 @@ class EmissionProblem {
         clamp_(B),
         arcs_(options.num_blanks + 1, Buffer<A>(nodes_)),
         durations_(options.durations, Buffer<A>(nodes_)),
-        cotangents_(options.num_blanks + 1 + options.durations, Buffer<A>(nodes_)) {
+        cotangents_(options.num_blanks + 1 + options.durations + options.total, Buffer<A>(nodes_)) {
     Random random(seed);
     for (int i = 0; i < options.num_blanks; ++i) blanks_.push_back((i * 3 + random.Below(V)) % V);
     for (int b = 0; b < B; ++b) {
@@ -156,7 +157,8 @@ class EmissionProblem {
       const bool none = label == kOutside || random.Uniform(0, 1) < 0.1;
       for (size_t k = 0; k < cotangents_.size(); ++k) {
         const double x = -random.Uniform(k == 0 || k == blanks_.size() ? 0 : -1, 1);
-        const Buffer<A>& value = k < arcs_.size() ? arcs_[k] : durations_[k - arcs_.size()];
+        const bool is_total = k >= arcs_.size() + durations_.size();
+        const Buffer<A>& value = is_total ? norm_ : k < arcs_.size() ? arcs_[k] : durations_[k - arcs_.size()];
         const bool zero = none || value[i] == A(-kInfinity);
         cotangents_[k][i] = A(label != kOutside && bad[size_t(i / (frames_ * columns_))] ? kNaN : zero ? 0 : x);
       }
@@ -299,9 +301,10 @@ class EmissionProblem {
     Buffer<T> x = logits_, apart(nodes_ * R, options_.offset + options_.gradient_offset);
     Buffer<T>& dx = options_.in_place ? x : apart;
     const size_t K = blanks_.size();
-    const EmissionBackwardArgs args = {Shape(),       x.data(),      label_.data(), num_frames_.data(),
-                                       norm_.data(),  ct.data(),     ct.at(K),      ct.data() + K + 1,
-                                       scale_.data(), clamp_.data(), dx.data()};
+    const EmissionBackwardArgs args = {
+        Shape(),       x.data(),      label_.data(), num_frames_.data(),
+        norm_.data(),  ct.data(),     ct.at(K),      ct.data() + K + 1,
+        scale_.data(), clamp_.data(), dx.data(),     options_.total ? ct.back() : nullptr};
     problem_.Succeeded(OnDevice([&] { return EmissionBackward(Traits<T>::kDType, args, nullptr); }));
     if (!options_.in_place && !x.SameBits(logits_)) problem_.Say("EmissionBackward has written to the logits");
     for (int64_t i = 0; i < nodes_ && problem_.Empty(); ++i) CheckBackwardRow(i, dx);
@@ -319,6 +322,7 @@ class EmissionProblem {
       (k <= K ? sum : duration_sum) += ct(k);
       size += std::fabs(ct(k));
     }
+    if (options_.total) sum = ct(int64_t(cotangents_.size()) - 1), duration_sum = 0;
     const bool used = label != kOutside && size != 0;
     const Softmax softmax = SoftmaxOf(i, 0, V), of_durations = SoftmaxOf(i, V, R);
     // A tiny cotangent may become subnormal when it is divided by an anchored norm.

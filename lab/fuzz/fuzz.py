@@ -102,7 +102,8 @@ def emission(draw, kernel, large):
     operands = [[(*nodes, classes + durations), dtype], [(*batch, draw.choice([1, frames]), columns), "int32"]]
     operands += [[batch, "int32"]]
     if kernel is _softmax._backward_kernel:
-        operands += [[nodes, plane], [batch, plane], [batch, plane]] + [[nodes, plane]] * (blanks + durations + 1)
+        planes = blanks + durations + 1 + (0 if bernoulli else draw.randrange(2))  # one more: the total
+        operands += [[nodes, plane], [batch, plane], [batch, plane]] + [[nodes, plane]] * planes
     attributes = {"blanks": tuple(draw.randrange(classes) for _ in range(blanks)), "durations": durations}
     attributes |= {"bernoulli": int(bernoulli), "normalize": int(bernoulli or draw.randrange(4) != 0)}
     return operands, attributes

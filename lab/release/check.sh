@@ -11,4 +11,4 @@ build/check/bin/pip install --quiet --no-deps --no-compile --require-hashes -r l
 rm -rf dist
 lab/release/wheels.sh
 CUDACXX=${NVCC:-$("$PYTHON" lab/release/cuda12.py build/cuda12)} build/check/bin/python lab/release/verify.py
-"$PYTHON" lab/release/matrix.py --only oldest newest free-threaded plain pure
+"$PYTHON" lab/release/matrix.py --only oldest newest free-threaded pure

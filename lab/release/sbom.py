@@ -8,21 +8,18 @@ import re
 import subprocess
 
 
-def write(path, root, cxx, nvcc, *, pybind11):
-    """The list of a wheel compiled by `cxx` and `nvcc` (None: without CUDA), its bindings by pybind11 or in plain C.
-
-    Without `cxx` the C++ library is the system's.
-    """
+def write(path, root, cxx, nvcc):
+    """The list of a wheel compiled by `cxx` and `nvcc` (None: without CUDA); without `cxx` the C++ library is the
+    system's."""
     lock = (root / "lab/release/wheels.txt").read_text()
     components = [locked(lock, "jaxlib", "Apache-2.0", "XLA's FFI headers")]
-    if pybind11:
-        components.append(locked(lock, "pybind11", "BSD-3-Clause", "headers"))
+    components.append(locked(lock, "pybind11", "BSD-3-Clause", "headers"))
     for library in ("libstdc++", "libgcc") if cxx else ():
-        license, gcc = "GPL-3.0-or-later WITH GCC-exception-3.1", said(cxx, "-dumpfullversion", "-dumpversion")
+        license, gcc = "GPL-3.0-or-later WITH GCC-exception-3.1", output(cxx, "-dumpfullversion", "-dumpversion")
         components.append(component(library, gcc, license, "linked statically"))
     if nvcc:
         # That of the runtime: nvcc may be newer than what it links.
-        cuda = re.search(r"release (\d[\d.]*)", said(nvcc.with_name("ptxas"), "--version"))[1]
+        cuda = re.search(r"release (\d[\d.]*)", output(nvcc.with_name("ptxas"), "--version"))[1]
         components.append(component("cudart_static", cuda, "LicenseRef-NVIDIA-CUDA-EULA", "linked statically"))
     own = component("jax_rnnt", version(root), "Apache-2.0", purl=f"pkg:pypi/jax-rnnt@{version(root)}")
     inside = [c["bom-ref"] for c in components]
@@ -56,5 +53,7 @@ def locked(lock, name, license, description):
     return component(name, version, license, description, purl=f"pkg:pypi/{name}@{version}", hashes=found)
 
 
-def said(*command):
-    return subprocess.run([str(c) for c in command], check=True, capture_output=True, text=True).stdout.strip()
+def output(*command, **keywords):
+    return subprocess.run(
+        [str(c) for c in command], check=True, capture_output=True, text=True, **keywords
+    ).stdout.strip()

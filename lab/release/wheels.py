@@ -2,9 +2,9 @@
 
     python lab/release/wheels.py [--out dist] [--pythons PYTHON ...] [--machine x86_64] [--nvcc NVCC]
 
-A wheel with kernels for each interpreter, free-threaded ones too; one with kernels for every other CPython; and one of
-pure Python for every other place. Each is checked: symbol versions, size, hardening, SBOM. The kernels are compiled
-once, since their objects do not depend on the interpreter. Two builds of one commit give the same bytes: verify.py.
+A wheel with kernels for each interpreter, free-threaded ones too, and one of pure Python for every other place. Each
+is checked: symbol versions, size, hardening, SBOM. The kernels are compiled once, since their objects do not depend on
+the interpreter. Two builds of one commit give the same bytes: verify.py.
 
 The wheels run where jaxlib runs, which is glibc 2.27 or later, whatever this machine has. The machine's own compiler
 compiles, so that wheels hold the code of an install from source. But zig links: its stubs of glibc end at the version
@@ -24,6 +24,7 @@ import sys
 import zipfile
 
 import sbom
+from sbom import output
 
 ROOT = pathlib.Path(__file__).parents[2]
 GLIBC = (2, 27)
@@ -49,17 +50,12 @@ esac
 
 
 def run(*command, **keywords):
-    """Says what it runs; shows the output of what fails."""
+    """Says what it runs and returns its output; ends the program with the output of what fails."""
     print("+", *command, file=sys.stderr, flush=True)
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, **keywords)
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nfailed: {' '.join(map(str, command))}")
-
-
-def output(*command, **keywords):
-    return subprocess.run(
-        [str(c) for c in command], check=True, capture_output=True, text=True, **keywords
-    ).stdout.strip()
+    return done.stdout
 
 
 def interpreters():
@@ -114,7 +110,7 @@ def compiler(site, machine, cxx, folder):
     # libstdc++ asks it whether atomics may be skipped; glibc before 2.32 has no such variable. Never is right.
     (folder / "single_threaded.c").write_text("char __libc_single_threaded = 0;\n")
     run(cxx, "-x", "c", "-fPIC", "-c", folder / "single_threaded.c", "-o", folder / "single_threaded.o")
-    (folder / "exports").write_text("{ global: PyInit_*; jax_rnnt_table*; local: *; };\n")
+    (folder / "exports").write_text("{ global: PyInit_*; local: *; };\n")
     libraries = {
         name: output(cxx, f"-print-file-name={file}")
         for name, file in (("libstdcxx", "libstdc++.a"), ("libgcc", "libgcc.a"), ("libgcc_s", "libgcc_s.so.1"))
@@ -144,9 +140,9 @@ def cuda_compiler(nvcc):
     return path
 
 
-def with_kernels(python, site, machine, driver, nvcc, folder, *, plain=False):
-    """The wheel of one interpreter, or of every interpreter (`plain`), tagged for the system that built it."""
-    components = sbom.write(folder / f"{machine}.cdx.json", ROOT, driver, nvcc, pybind11=not plain)
+def with_kernels(python, site, machine, driver, nvcc, folder):
+    """The wheel of one interpreter, tagged for the system that built it."""
+    components = sbom.write(folder / f"{machine}.cdx.json", ROOT, driver, nvcc)
     settings = {
         "build-dir": folder / machine,
         "install.strip": "false",  # the linker does
@@ -154,8 +150,6 @@ def with_kernels(python, site, machine, driver, nvcc, folder, *, plain=False):
         "cmake.define.JAX_RNNT_SBOM": components,
     }
     variables = {"CXX": str(driver)}
-    if plain:
-        variables["JAX_RNNT_WHEEL"] = "plain"
     if nvcc:
         settings["cmake.define.CMAKE_CUDA_ARCHITECTURES"] = ARCHITECTURES
         flags = f"{NVCC_FLAGS} --target-directory={NVCC_HOSTS[machine]}"
@@ -164,11 +158,20 @@ def with_kernels(python, site, machine, driver, nvcc, folder, *, plain=False):
         suffix = f".cpython-{version(python).replace('.', '')}-{machine}-linux-gnu.so"
         variables |= {"_PYTHON_HOST_PLATFORM": f"linux-{machine}", "SETUPTOOLS_EXT_SUFFIX": suffix}
     (folder / machine / "CMakeCache.txt").unlink(missing_ok=True)  # it names the last interpreter; the objects stay
-    raw = folder / f"raw-{machine}-{'plain' if plain else version(python)}"
+    raw = folder / f"raw-{machine}-{version(python)}"
     shutil.rmtree(raw, ignore_errors=True)
     build(python, site, raw, settings, **variables)
     (wheel,) = raw.glob("*.whl")
     return wheel
+
+
+def for_macos(pythons, site, folder, out):
+    """Apple's compiler makes these, and needs no help to link against an old system."""
+    components = sbom.write(folder / "macos.cdx.json", ROOT, None, None)
+    settings = {"build-dir": folder / "macos", "cmake.define.JAX_RNNT_SBOM": components}
+    for python in pythons:
+        (folder / "macos/CMakeCache.txt").unlink(missing_ok=True)
+        build(python, site, out, settings, MACOSX_DEPLOYMENT_TARGET="11.0")
 
 
 def repair(python, site, wheel, machine, out):
@@ -190,7 +193,7 @@ def faults(elf):
         yield "has an executable stack"
     if "PT_GNU_RELRO" not in segments or not flags.get("DT_FLAGS_1", 0) & 1:
         yield "binds no symbols before it runs"
-    if len(exported) != 1 or not re.match("PyInit_|jax_rnnt_table$", exported[0]):
+    if len(exported) != 1 or not exported[0].startswith("PyInit_"):
         yield f"exports {exported[:3]}, expected its entry alone"
 
 
@@ -199,12 +202,12 @@ def check(wheel, machine, cuda):
     from elftools.elf.elffile import ELFFile  # of the lock file
 
     modules, pure = set(), wheel.name.endswith("any.whl")
-    library = rf"jax_rnnt/(?:(_cpu|_cuda)\.cpython-\d+t?-{machine}-linux-gnu|lib(_cpu|_cuda))\.so"
+    module = rf"jax_rnnt/(_cpu|_cuda)\.cpython-\d+t?-{machine}-linux-gnu\.so"
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         for name in names:
-            if match := re.fullmatch(library, name):
-                modules.add(match[1] or match[2])
+            if match := re.fullmatch(module, name):
+                modules.add(match[1])
                 if found := list(faults(ELFFile(io.BytesIO(archive.read(name))))):
                     sys.exit(f"{wheel.name}: {name} {', '.join(found)}")
             elif name.endswith(".so") or ".libs/" in name:
@@ -230,16 +233,18 @@ def main():
     options = parser.parse_args()
     folder, out = ROOT / "build/wheels", options.out.resolve()
     pythons = options.pythons or list(interpreters().values())
+    site = packages(pythons[0], folder / "packages")
+    if sys.platform == "darwin":
+        for_macos(pythons, site, folder, out)
+        return
+    sys.path.append(str(site))
     nvcc = None if options.nvcc == "off" else cuda_compiler(options.nvcc)
     cxx = options.cxx or ("g++" if options.machine == os.uname().machine else f"{options.machine}-linux-gnu-g++")
-
-    site = packages(pythons[0], folder / "packages")
-    sys.path.append(str(site))
     driver = compiler(site, options.machine, cxx, folder / f"compiler-{options.machine}")
     build(pythons[0], site, out, {}, kind="sdist")
     build(pythons[0], site, out, {"build-dir": folder / "pure"}, JAX_RNNT_WHEEL="pure")
-    for python, plain in [*((python, False) for python in pythons), (pythons[0], True)]:
-        wheel = with_kernels(python, site, options.machine, driver, nvcc, folder, plain=plain)
+    for python in pythons:
+        wheel = with_kernels(python, site, options.machine, driver, nvcc, folder)
         repair(pythons[0], site, wheel, options.machine, out)
     for wheel in sorted(out.glob("*.whl")):
         if wheel.name.endswith((f"{options.machine}.whl", "any.whl")):

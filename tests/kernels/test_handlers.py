@@ -33,6 +33,9 @@ def emission_bwd(operands=(LOGITS, LABEL, LENGTHS, PLANE, SCALE, SCALE, PLANE, P
     return call("softmax_emission_bwd", operands, results, **EMISSION | options)
 
 
+WITH_TOTAL = (*emission_bwd.__defaults__[0], PLANE)
+
+
 def lattice_loss(operands=(PLANE, LENGTHS, LENGTHS, PLANE), results=(LOSS,), **options):
     return call("lattice_loss", operands, results, **{k: np.array(v, S64) for k, v in (ARCS | options).items()})
 
@@ -45,6 +48,7 @@ def handlers(kernel):
 
 def test_handlers_take_what_fits(handlers):
     assert len(emission_fwd()) == 3 and len(emission_bwd()) == 1 and len(lattice_loss()) == 1
+    assert len(emission_bwd(WITH_TOTAL)) == 1
 
 
 def replaced(function, index, operand):
@@ -65,6 +69,8 @@ def replaced(function, index, operand):
         (emission_bwd, {"operands": replaced(emission_bwd, 5, ((B,), np.float16))}, r"scale and clamp \[...\]"),
         (emission_bwd, {"operands": replaced(emission_bwd, 7, SMALL)}, r"planes must be \[..., T, U1\]"),
         (emission_bwd, {"results": (((*NODES, V - 1), F32),)}, "dlogits like logits"),
+        (emission_bwd, {"operands": (*WITH_TOTAL, PLANE)}, "one plane more or none: the total"),
+        (emission_bwd, {"operands": WITH_TOTAL, "bernoulli": S64(1)}, "without a Bernoulli blank, one plane more"),
         (lattice_loss, {"operands": replaced(lattice_loss, 2, ((1,), S32))}, "must have the same batch dimensions"),
         (lattice_loss, {"results": (((1,), F32),)}, r"loss must be \[...\]"),
         (lattice_loss, {"operands": (((B, T, 0), F32), LENGTHS, LENGTHS, ((B, T, 0), F32))}, "U1 >= 1"),

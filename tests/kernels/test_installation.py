@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import platform
 import re
 import runpy
 import shutil
@@ -207,7 +208,7 @@ def test_other_reasons(monkeypatch, tmp_path):
         ("jax_rnnt was built without CUDA kernels, which", "put nvcc on the PATH and run `pip install"),
         ("jax_rnnt was built without CUDA kernels, which", "-Ccmake.define.JAX_RNNT_CUDA=on"),
         ("no working C++ compiler was found when jax_rnnt was built", "apt install g++"),
-        ("this is the wheel without kernels, and none fits", "install a C++ compiler"),
+        ("this is the wheel without kernels, and none with kernels fits", "install a C++ compiler"),
     ):
         note = types.SimpleNamespace(MISSING={"cuda": reason})
         monkeypatch.setitem(sys.modules, "jax_rnnt._build", note)
@@ -215,22 +216,30 @@ def test_other_reasons(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
-def test_note_of_the_build(tmp_path):
-    """CMake installs a note if there is no compiler, and looks again in the same build folder."""
+def test_note_of_the_build(tmp_path, monkeypatch):
+    """CMake installs a note if there is no compiler, and looks again in the same build folder. Of the wheel without
+    kernels, the note names the interpreter."""
     source = project.ROOT
     if not (source / "CMakeLists.txt").exists():
         pytest.skip("no sources beside the tests")
     run = lambda *command, **variables: subprocess.run(
         ["cmake", *command], cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
+
+    def note_of(build):
+        assert run("--install", build, "--prefix", "installed").returncode == 0
+        return types.SimpleNamespace(**runpy.run_path(str(tmp_path / "installed/jax_rnnt/_build.py")))
+
     done = run("-S", str(source), "-B", "build", CXX="/nonexistent")
     assert done.returncode == 0 and "without kernels" in done.stderr, done.stderr
-    assert run("--install", "build", "--prefix", "installed").returncode == 0
-    spec = importlib.util.spec_from_file_location("_build", tmp_path / "installed/jax_rnnt/_build.py")
-    note = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(note)
-    assert all("no working C++ compiler" in reason for reason in note.MISSING.values())
+    assert all("no working C++ compiler" in reason for reason in note_of("build").MISSING.values())
     assert "Looking for a CXX compiler\n" in run("-S", str(source), "-B", "build").stdout
+    assert run("-S", str(source), "-B", "pure", "-DJAX_RNNT_KERNELS=off").returncode == 0
+    monkeypatch.setitem(sys.modules, "jax_rnnt._build", note_of("pure"))
+    text = _installation.explain("cpu", "_cpu", ModuleNotFoundError("no module", name="jax_rnnt._cpu"))
+    python = r"CPython {}\.{}t? \([\w.-]+\)".format(*platform.python_version_tuple())
+    assert re.match(f"this is the wheel without kernels, and none with kernels fits {python}: to build them", text)
+    assert "apt install g++" in text and "--no-binary jax_rnnt jax_rnnt`" in text
 
 
 # ---------------------------------------------------------------------------------------------------------- selftest
@@ -349,22 +358,27 @@ def test_status_of_the_selftest(capsys, monkeypatch, arguments):
 def test_bench(capsys, monkeypatch, loss, dtype, classes):
     """A row for each implementation, with figures that fit the shape."""
 
-    def half_a_second(function, *arguments):
-        jax.block_until_ready(function(*arguments))
-        return 0.5
+    copies = iter(([1.0, 0.5], [0.75, 0.25, 0.5], [0.75]))  # of three sizes; the second has the fastest turn
 
-    monkeypatch.setattr(_bench, "_seconds", half_a_second)
+    sizes = []
+
+    def turns(function, *arguments, budget):
+        sizes.append(sum(x.nbytes for x in jax.tree.leaves(function(*arguments))))
+        return next(copies, [0.75, 0.5, 0.25])
+
+    monkeypatch.setattr(_bench, "_turns", turns)
     assert __main__.main(["bench", "2", "6", "3", "9", "--loss", loss, "--dtype", dtype, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     size = 2 * 6 * 4 * classes * (2 if dtype == "bfloat16" else 4)
     assert found["logits_bytes"] == size
-    copies = 2**28 // size  # of one program
-    assert found["copy_bytes_per_second"] == pytest.approx(2 * size * copies / 0.5)
+    assert sizes[:3] == [size, size * 3 // 2, size * 2]
+    copied = sizes[1] * (2**28 // sizes[1])  # in one turn
+    assert found["copy_bytes_per_second"] == 2 * copied / 0.25
     rows = found["rows"]
     assert set(rows) == {"jax_rnnt", "its reference"} | ({"plain JAX"} if loss == "rnnt" else set())
     for row in rows.values():
         assert row["milliseconds"] == 500
-        assert row["share_of_copy_bandwidth"] == pytest.approx(1.5 / copies)
+        assert row["share_of_copy_bandwidth"] == pytest.approx(3 * size / 0.5 / (2 * copied / 0.25))
         assert row["memory_bytes"] >= size  # the gradient
     assert [line.split()[0] for line in _bench.text(found)[4:]] == [name.split()[0] for name in rows]
 

@@ -28,7 +28,8 @@ import jax_rnnt._xla
 import platforms
 from jax_rnnt._xla import loading
 from jax_rnnt.emissions import _emission
-from jax_rnnt.emissions._softmax import NO_LABEL, OUTSIDE, accumulation_dtype
+from jax_rnnt.emissions._emission import NO_LABEL, OUTSIDE
+from jax_rnnt.emissions._softmax import accumulation_dtype
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.losses import _call
 

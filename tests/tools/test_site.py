@@ -2,11 +2,16 @@
 
 import ast
 import re
+import sys
+import tomllib
 
 import jax_rnnt
 import project
 
 DOCS = project.ROOT / "docs"
+sys.path.append(str(DOCS / "_ext"))
+import package_page  # noqa: E402
+
 PAGES = {
     path.relative_to(DOCS).as_posix().removesuffix(".md")
     for path in DOCS.rglob("*.md")
@@ -25,21 +30,65 @@ def test_llms_txt_names_every_page():
         assert head is None or title == head[1], page
 
 
-def test_readme_links_lead_to_pages():
-    """The README is read where relative links lead nowhere: all are addresses, of the site or the repository."""
-    text = (project.ROOT / "README.md").read_text()
-    assert {link[:8] for link in re.findall(r"\]\((.+?)\)", text)} == {"https://"}
-    files = re.findall(r"jax-rnnt/jax_rnnt/(?:(?:blob|tree)/)?main/([\w./]+)", text)
-    assert len(files) > 3 and [file for file in files if not (project.ROOT / file).exists()] == []
-    pages = re.findall(r"\(https://jax-rnnt\.github\.io/jax_rnnt/dev/([\w/]*?)(?:\.html)?(?:#[\w-]+)?\)", text)
-    assert len(pages) > 10 and {page or "index" for page in pages} <= PAGES
+def anchors(path):
+    """The headings of a page as GitHub and MyST name them in links, and its own targets."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    names = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r"^\((.+)\)=$", text, re.M))
 
 
-def test_links_into_the_repository_lead_to_files():
-    """The build makes addresses of them, and does not look."""
-    for page in PAGES:
-        for link in re.findall(r"\]\((\.\./[^)#]*)", (DOCS / f"{page}.md").read_text()):
-            assert (DOCS / f"{page}.md").parent.joinpath(link).exists(), (page, link)
+OTHERS = "*.md", "*/README.md", "*/DECISIONS.md", "jax_rnnt/*/*.md", "lab/**/*.md"
+
+
+def test_links_lead_to_files_and_headings():
+    """Of every page: they are relative, so they work in a clone and on the host of the repository."""
+    count = 0
+    others = {path for pattern in OTHERS for path in project.ROOT.glob(pattern)}
+    for page in others | {DOCS / f"{page}.md" for page in PAGES}:
+        for link, anchor in re.findall(r"\]\(([\w/.-]*)(?:#([\w-]+))?\)", page.read_text()):
+            count += 1
+            path = page.parent.joinpath(link).resolve() if link else page
+            folder = path.relative_to(project.ROOT).parts[0]
+            if folder in ("lab", "recipes", "speech") and not (project.ROOT / folder).exists():
+                continue  # a source distribution
+            assert path.exists(), (page, link)
+            assert not anchor or anchor in anchors(path), (page, link, anchor)
+    assert count > 150
+    readme = (project.ROOT / "README.md").read_text()
+    assert re.findall(r"\]\(\w+:", readme) == []
+
+
+def test_readme_on_the_package_index(monkeypatch):
+    """There, every link of it is an address: of the site, or of a file of this version."""
+    settings = tomllib.loads((project.ROOT / "pyproject.toml").read_text())
+    urls = settings["project"]["urls"]
+    site, files = "https://jax-rnnt.github.io/jax_rnnt/dev/", "https://github.com/jax-rnnt/jax_rnnt/"
+    for link, address in (
+        ("docs/losses.md", f"{site}losses.html"),
+        ("docs/coming_from/index.md", f"{site}coming_from/index.html"),
+        ("docs/transcribing.md#live-audio", f"{site}transcribing.html#live-audio"),
+        ("SECURITY.md", f"{files}blob/v1.2.3/SECURITY.md"),
+        ("docs/lattice.png", f"{files}raw/v1.2.3/docs/lattice.png"),
+        ("https://example.org/a.md", "https://example.org/a.md"),
+    ):
+        assert package_page.absolute(f"![a]({link}), b", "1.2.3", urls) == f"![a]({address}), b"
+    providers = [entry["provider"] for entry in settings["tool"]["dynamic-metadata"]]
+    assert {"path": "docs/_ext", "module": package_page.__name__} in providers
+    monkeypatch.chdir(project.ROOT)  # where a build runs
+    page = package_page.dynamic_metadata({}, {"version": jax_rnnt.__version__, "urls": urls})["readme"]
+    assert page["content-type"] == "text/markdown"
+    assert {link[:8] for link in re.findall(r"\]\((.+?)\)", page["text"])} == {"https://"}
+
+
+def test_commands_of_the_readme():
+    """It has the command that trains and the one that tests, and CI runs the latter as it is written there."""
+    readme = (project.ROOT / "README.md").read_text()
+    block = re.search(r"^```\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)[1]
+    commands = [line.split("#")[0].strip() for line in block.splitlines()]
+    assert commands == ["pip install .", "make demo", "make test-all"]
+    if (project.ROOT / ".ci").exists():  # a source distribution has none
+        assert f"\nstep {commands[-1]}\n" in (project.ROOT / ".ci/run").read_text()
 
 
 def test_every_promise_has_tests():

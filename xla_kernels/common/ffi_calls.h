@@ -152,9 +152,12 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
                        const EmissionKind& kind, EmissionBackwardCall* call) {
   EmissionBackwardArgs& args = call->args;
   if (auto error = ReadShape(logits, label, num_frames, kind, &call->dtype, &args.shape); error.failure()) return error;
-  const size_t blanks = kind.blanks.size();
-  if (cotangents.size() != blanks + kind.durations + 1)
-    return Invalid("emission backward takes a plane per blank, one of labels, and a plane per duration");
+  const size_t blanks = kind.blanks.size(), arcs = blanks + kind.durations + 1;
+  const bool has_total = cotangents.size() == arcs + 1 && kind.bernoulli == 0;
+  if (cotangents.size() != arcs && !has_total)
+    return Invalid(
+        "emission backward takes a plane per blank, one of labels, a plane per duration, and, without a Bernoulli "
+        "blank, one plane more or none: the total");
   const ffi::DataType type = Accumulation(call->dtype == DType::kF64);
   const int64_t nodes = Product({args.shape.batch, args.shape.frames, args.shape.columns});
   bool fit = Holds(norm, type, nodes) && Holds(scale, type, args.shape.batch) && Holds(clamp, type, args.shape.batch) &&
@@ -174,6 +177,7 @@ inline ffi::Error Read(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& label
   args.ct_blank = call->planes.data();
   args.ct_label = call->planes[blanks];
   args.ct_duration = call->planes.data() + blanks + 1;
+  if (has_total) args.total = call->planes.back();
   args.scale = scale.untyped_data();
   args.clamp = clamp.untyped_data();
   args.dlogits = dlogits->untyped_data();
@@ -291,7 +295,7 @@ auto BindEmissionBackward() {
       .template Arg<ffi::AnyBuffer>()  // norm        [..., T, U1]
       .template Arg<ffi::AnyBuffer>()  // scale       [...]
       .template Arg<ffi::AnyBuffer>()  // clamp       [...]
-      .RemainingArgs()                 // cotangents of log_blank x K, log_label, log_duration x D  [..., T, U1]
+      .RemainingArgs()  // cotangents of log_blank x K, log_label, log_duration x D; the total, or none  [..., T, U1]
       .template Ret<ffi::AnyBuffer>()  // dlogits     [..., T, U1, V + D]
       .template Attr<ffi::Span<const int64_t>>("blanks")
       .template Attr<int64_t>("normalize")

@@ -93,6 +93,10 @@ struct EmissionForwardArgs {
 // If normalize is false, the softmax terms are missing. With a Bernoulli blank, softmax_k multiplies c_label alone (0
 // if label == blank), and
 //   unit_blank   = c_blank sigmoid(-z) - c_label sigmoid(z), or (c_blank + c_label) sigmoid(-z) if label == blank
+//
+// Where a row is split over devices, its softmax is a share of all classes' softmax. Then `total` is that share times
+// the sum of all cotangents of the node: softmax_k multiplies it in place of the sum of these c's, and the softmax of
+// the durations is missing. Not with a Bernoulli blank.
 struct EmissionBackwardArgs {
   EmissionShape shape;
   const void* logits;              // [B, T, U1, V + D]; may be the same memory as dlogits
@@ -105,6 +109,7 @@ struct EmissionBackwardArgs {
   const void* scale;               // [B] of A
   const void* clamp;               // [B] of A
   void* dlogits;                   // [B, T, U1, V + D]
+  const void* total = nullptr;     // plane of A, or none
 };
 
 // The arcs that leave a node (t, u): arc k leads to (t + dt[k], u + du[k]). Every arc moves; du is 0 or 1. Its

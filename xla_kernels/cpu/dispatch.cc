@@ -82,23 +82,18 @@ std::atomic<const Target*>& Current() {
 
 }  // namespace
 
-const char* const* Targets() {
-  static const char* names[sizeof(kTargets) / sizeof(kTargets[0]) + 1] = {};
-  static const bool filled = [] {
-    const char** name = names;
-    for (const Target& target : kTargets) {
-      if (target.supported()) *name++ = target.name;
-    }
-    return true;
-  }();
-  (void)filled;
+std::vector<std::string> Targets() {
+  std::vector<std::string> names;
+  for (const Target& target : kTargets) {
+    if (target.supported()) names.emplace_back(target.name);
+  }
   return names;
 }
 
-const char* CurrentTarget() { return Current().load()->name; }
+std::string CurrentTarget() { return Current().load()->name; }
 
-bool UseTarget(const char* name) {
-  const Target* target = Find(name);
+bool UseTarget(const std::string& name) {
+  const Target* target = Find(name.c_str());
   if (target != nullptr) Current().store(target);
   return target != nullptr;
 }

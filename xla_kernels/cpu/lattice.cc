@@ -82,11 +82,7 @@ class UnitLatticeOfSequence : SequencePlanes<A> {
   }
 
   void NormalizeRow(const Row& row) {
-    for (int64_t u = 0; u <= labels_; u += kWidth) {
-      const Value v = Normalize(row.Get(u));
-      Store(v.m, row.m + u);
-      Store(v.e, row.e + u);
-    }
+    for (int64_t u = 0; u <= labels_; u += kWidth) row.Set(u, Normalize(row.Get(u)));
   }
 
   // Keeps the row of alphas in the workspace, or reads it back.

@@ -2,7 +2,6 @@
 #include "xla_kernels/common/module.h"
 
 #include <string>
-#include <vector>
 
 #include "xla_kernels/cpu/dispatch.h"
 
@@ -10,16 +9,9 @@ PYBIND11_MODULE(_cpu, m, pybind11::mod_gil_not_used()) {
   namespace cpu = jax_rnnt::cpu;
   namespace py = pybind11;
   jax_rnnt::Export(m, "cpu");
-  m.def(
-      "targets",
-      [] {
-        std::vector<std::string> names;
-        for (const char* const* name = cpu::Targets(); *name != nullptr; ++name) names.emplace_back(*name);
-        return names;
-      },
-      "Instruction sets that this processor runs, best first.");
-  m.def("target", [] { return std::string(cpu::CurrentTarget()); });
+  m.def("targets", &cpu::Targets, "Instruction sets that this processor runs, best first.");
+  m.def("target", &cpu::CurrentTarget);
   m.def("use_target", [](const std::string& name) {
-    if (!cpu::UseTarget(name.c_str())) throw py::value_error("jax_rnnt._cpu.use_target: no target " + name);
+    if (!cpu::UseTarget(name)) throw py::value_error("jax_rnnt._cpu.use_target: no target " + name);
   });
 }

@@ -106,7 +106,7 @@ template <class T, class F = typename DurationHead<T>::F>
   const DurationHead<T> head(static_cast<const T*>(args.logits) + r * row_size, row_size, labels, ends, n,
                              shape.normalize);
   F total = {}, gradients[kMaxDurations];
-  for (int i = 0; i < n; ++i) total += ct(i);
+  for (int i = 0; i < n && args.total == nullptr; ++i) total += ct(i);
   total = head.sum() == A(0) ? F{} : total / head.sum();
   for (int i = 0; i < n; ++i) {
     const F gradient = Scaled(ct(i) - head.exp(i) * total, limit, scale);
@@ -146,9 +146,9 @@ struct BackwardBuffers : RowBuffers<T> {
 // A backward pass over rows of a call. Run takes one group after the other through the steps, which are inlined: what
 // one of them leaves to the next stays in registers.
 //
-// common/shape.h derives the gradient. Here C is the sum of a row's cotangents, and softmax_k = exp(z_k - base) / total
-// with any base: a row is exp(z_k - base) * minus_sum, minus_sum = -C / total, and then its few classes with arcs are
-// corrected by their cotangents. Without a limit, minus_sum and `scale` are one factor.
+// common/shape.h derives the gradient. Here C is the sum of a row's cotangents, or their total, and softmax_k = exp(z_k
+// - base) / total with any base: a row is exp(z_k - base) * minus_sum, minus_sum = -C / total, and then its few classes
+// with arcs are corrected by their cotangents. Without a limit, minus_sum and `scale` are one factor.
 template <class T, bool kBernoulli>
 class BackwardPass {
   using A = Accumulator<T>;
@@ -226,6 +226,10 @@ class BackwardPass {
       is_zero &= (I)(Cotangent(arc) == A(0));
     }
     for (int i = 0; i < shape_.durations; ++i) is_zero &= (I)(LoadPlane(args_.ct_duration[i]) == A(0));
+    if (args_.total != nullptr) {
+      sum_ = LoadPlane(args_.total);
+      is_zero &= (I)(sum_ == A(0));
+    }
     const I label = is_zero ? I{} + kOutside : label_;
     outside_ = (I)(label == kOutside);
     Store(label, buffers_.labels);

@@ -14,6 +14,7 @@ struct BackwardPointers {
   const A* ct_arc[kMaxBlanks + 1];  // K blanks, then the label
   const A* ct_duration[kMaxDurations];
   const A *norm, *scale, *clamp;
+  const A* total;  // or null
 };
 
 template <class A>
@@ -77,6 +78,10 @@ __device__ __forceinline__ BackwardRow<A> ReadRow(const Shape& shape, const Back
     state.used |= last != 0;
   }
   for (int i = 0; i < shape.durations; ++i) state.used |= args.ct_duration[i][row.index] != 0;
+  if (args.total != nullptr) {
+    sum = args.total[row.index];
+    state.used |= sum != 0;
+  }
   if (!state.used) return state;
   if (shape.bernoulli) sum = row.label == shape.blanks[0] ? last - last : last;  // 0, but NaN stays
   if (shape.normalize || sum != sum) state.softmax.factor = A(0) - sum;          // no -0
@@ -96,7 +101,7 @@ __device__ __forceinline__ void WriteDurations(const Shape& shape, const Backwar
   dx += shape.classes;
   LogSumExp<A> total;
   A factor = 0;
-  if (used && shape.normalize) {
+  if (used && shape.normalize && args.total == nullptr) {
     total = SumDurations(x, shape.durations);
     for (int i = 0; i < shape.durations; ++i) factor -= args.ct_duration[i][index];
     factor = total.sum == 0 ? A(0) : factor / total.sum;
@@ -264,7 +269,7 @@ __global__ void __launch_bounds__(kBlock<kLanes>, kBlocks<T, kLanes>)
   }
 }
 
-// The same for tiny rows, one to a lane. Logits and gradient lie alike with respect to 16 bytes.
+// The same for tiny rows without a total, one to a lane. Logits and gradient lie alike with respect to 16 bytes.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kBlock<1>, kBlocks<T, 1>)
     TinyBackwardKernel(const __grid_constant__ TinyShape shape,

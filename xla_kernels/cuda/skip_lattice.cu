@@ -4,11 +4,11 @@
 // Nodes are taken by diagonals n = t + u: every arc leads to a later one. There are four launches. As in lattice.cu, no
 // block waits for another and nothing is atomic:
 //
-//   Skew   all of the GPU: each arc's log-probabilities into diagonal order, node (t, u) to row n mod T of a plane
-//   Sweep  two blocks per sequence, one for beta and one for alpha (which the loss alone does not need), with one
-//          barrier per diagonal
-//   Loss   a block per sequence: the loss from beta, or wide mode (lattice_values.cuh) if the sequence needs it
-//   Skew   all of the GPU: posteriors from alpha, the arc and beta, and back into frame order
+//   SkewIn    all of the GPU: each arc's log-probabilities into diagonal order, node (t, u) to row n mod T of a plane
+//   Sweep     two blocks per sequence, one for beta and one for alpha (which the loss alone does not need), with one
+//             barrier per diagonal
+//   Loss      a block per sequence: the loss from beta, or wide mode (lattice_values.cuh) if the sequence needs it
+//   SkewBack  all of the GPU: posteriors from alpha, the arc and beta, and back into frame order
 //
 // The longest arc may span many diagonals, so their values lie in shared memory and not in registers. Of the arcs of a
 // node, at most two lead to the next diagonal, for all topologies of the library. The sum over the others is known a
@@ -19,7 +19,7 @@
 // lab/notes/lattice.md has the attempts that led here, with their cycles.
 //
 // With K arcs, P planes and E pairs of an arc and one of its planes (K, or 2 K if every arc is a sum of two), a node
-// moves 4 E + 4 K bytes in the first Skew, 8 K + 16 in the sweeps and 12 E + 12 P in the last Skew, in float32; beyond
+// moves 4 E + 4 K bytes in SkewIn, 8 K + 16 in the sweeps and 12 E + 12 P in SkewBack, in float32; beyond
 // the limits above 24 K + 16 in the sweeps, often from a cache. The logits move 3 V * 4.
 #include "xla_kernels/cuda/skip_shared.cuh"
 #include "xla_kernels/cuda/skip_wide.cuh"
@@ -32,85 +32,116 @@ namespace {
 #endif
 constexpr int kMaxThreads = JAX_RNNT_SKIP_THREADS;
 
-// Grid: (tiles of 32 frames x 32 columns, sequences, arcs or, back, planes); block (32, 8). Forth: arcs that do not
-// exist become -inf, and a flag gets the bits of the tile's arcs. Back: minus the sum of the posteriors of a plane's
-// arcs, with zeros outside the lengths and if there is no path, NaN if the loss is NaN.
-template <class A, bool kBack>
-__global__ void __launch_bounds__(kTile* kSkewRows, 4) SkipSkew(const __grid_constant__ Arguments<A> args) {
+// A tile of 32 frames x 32 columns, which a block of (32, 8) threads brings into another order through shared memory.
+template <class A>
+struct SkipTile {
+  static constexpr int kPitch = kTile + 1;
+
+  __device__ __forceinline__ SkipTile(const Arguments<A>& args, A* nodes)
+      : nodes(nodes),
+        first_t(int(blockIdx.x) / int(Tiles(args.columns)) * kTile),
+        first_u(int(blockIdx.x) % int(Tiles(args.columns)) * kTile),
+        u(first_u + int(threadIdx.x)) {}
+
+  __device__ __forceinline__ A& Node(int t) const { return nodes[(t - first_t) * kPitch + int(threadIdx.x)]; }
+  // Whether no node of the sequence lies in the tile.
+  __device__ __forceinline__ bool Outside(const Sequence<A>& sequence) const {
+    return first_t >= sequence.frames || first_u > sequence.labels;
+  }
+  // visit(t, place in a plane [B, T, U1]) for each node of the arrays.
+  template <class Visit>
+  __device__ __forceinline__ void ByFrames(const Arguments<A>& args, int b, Visit visit) const {
+    if (u >= args.columns) return;
+    for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
+      visit(t, (int64_t(b) * args.frames + t) * args.columns + u);
+    }
+  }
+  // visit(t, place in diagonal order) for each node of the sequence.
+  template <class Visit>
+  __device__ __forceinline__ void ByDiagonals(const Arguments<A>& args, const Sequence<A>& sequence,
+                                              Visit visit) const {
+    for (int d = int(threadIdx.y); d < 2 * kTile - 1; d += kSkewRows) {
+      const int t = first_t + d - int(threadIdx.x);
+      if (t < first_t || t >= first_t + kTile || !sequence.Inside(t, u)) continue;
+      visit(t, Sequence<A>::Position(args, t + u, u));
+    }
+  }
+
+  A* nodes;
+  int first_t, first_u, u;
+};
+
+// Grid: (tiles, sequences, arcs). Arcs that do not exist become -inf, and a flag gets the bits of the tile's arcs.
+template <class A>
+__global__ void __launch_bounds__(kTile* kSkewRows, 4) SkewIn(const __grid_constant__ Arguments<A> args) {
   JAX_RNNT_AT_MOST(kTile * kSkewRows);
-  using S = Scalar<A>;
-  JAX_RNNT_SHARED_ARRAY(A, tile, kTile * (kTile + 1));
-  const int tiles_of_columns = int(Tiles(args.columns)), k = int(blockIdx.z), lane = int(threadIdx.x);
-  const int first_t = int(blockIdx.x) / tiles_of_columns * kTile, first_u = int(blockIdx.x) % tiles_of_columns * kTile;
-  const int u = first_u + lane;
+  JAX_RNNT_SHARED_ARRAY(A, nodes, kTile * SkipTile<A>::kPitch);
+  const SkipTile<A> tile(args, nodes);
+  const int k = int(blockIdx.z);
   for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
     const Sequence<A> sequence(args, b);
-    const bool empty = first_t >= sequence.frames || first_u > sequence.labels;
-    if (!kBack && empty) continue;
-    const auto arc = [&](int k) { return sequence.arcs + k * sequence.plane; };
-    const A loss = kBack ? args.loss[b] : A(0);
+    if (tile.Outside(sequence)) continue;
+    const Limits<A> limits(sequence.frames, sequence.labels);
+    int bits = 0;
+    tile.ByFrames(args, b, [&](int t, int64_t i) {
+      if (!sequence.Inside(t, tile.u)) return;
+      A x = -kInfinity<A>;
+      const bool ends = t + args.dt[k] == sequence.frames && tile.u + args.du[k] == sequence.labels;
+      if (tile.u + args.du[k] <= sequence.labels && (!ends || args.may_end[k])) {
+        x = args.log_plane[args.plane[k]][i];
+        if (args.other[k] >= 0) x += args.log_plane[args.other[k]][i];
+      }
+      bits |= limits.Bits(x);
+      tile.Node(t) = x;
+    });
+    bits = OrBits(bits);
+    A* const arc = sequence.Arc(k);
+    tile.ByDiagonals(args, sequence, [&](int t, int i) { arc[i] = tile.Node(t); });
+    if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[k * gridDim.x + blockIdx.x] = A(bits);
+    __syncthreads();
+  }
+}
+
+// Grid: (tiles, sequences, planes). Minus the sum of the posteriors of a plane's arcs, with zeros outside the lengths
+// and if there is no path, NaN if the loss is NaN.
+template <class A>
+__global__ void __launch_bounds__(kTile* kSkewRows, 4) SkewBack(const __grid_constant__ Arguments<A> args) {
+  JAX_RNNT_AT_MOST(kTile * kSkewRows);
+  using S = Scalar<A>;
+  JAX_RNNT_SHARED_ARRAY(A, nodes, kTile * SkipTile<A>::kPitch);
+  const SkipTile<A> tile(args, nodes);
+  const int first_arc = args.first_arc[blockIdx.z], end = args.first_arc[blockIdx.z + 1];
+  for (int b = int(blockIdx.y); b < args.batch; b += int(gridDim.y)) {
+    const Sequence<A> sequence(args, b);
+    const A loss = args.loss[b];
     const bool finite = loss < kInfinity<A>;
-    const auto slot = [&](int t) { return (t - first_t) * (kTile + 1) + lane; };
-
-    const auto by_frames = [&](auto visit) {
-      for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
-        if (u < args.columns) visit(t, int64_t(b) * sequence.plane + int64_t(t) * args.columns + u);
-      }
-    };
-    const auto by_diagonals = [&](auto visit) {
-      for (int d = int(threadIdx.y); d < 2 * kTile - 1; d += kSkewRows) {
-        const int t = first_t + d - lane;
-        if (t < first_t || t >= first_t + kTile || !sequence.Inside(t, u)) continue;
-        visit(t, Sequence<A>::Position(args, t + u, u));
-      }
-    };
-
-    if (kBack) {
-      if (!empty && finite) {
-        const bool wide = sequence.flags[0] != 0;
-        Value<A> minus_inverse = sequence.beta[0];
-        minus_inverse = {A(-1) / minus_inverse.m, -minus_inverse.e};
-        by_diagonals([&](int t, int i) {
-          const Value<A> alpha = wide ? Zero<S>() : sequence.alpha[i];
-          A sum = 0;
-          for (int j = 0; j < args.num_arcs; ++j) {
-            if (args.plane[j] != k && args.other[j] != k) continue;
-            if (wide) {
-              sum += arc(j)[i];
-              continue;
-            }
-            const Value<A> through = Probability(arc(j)[i]) * sequence.Beyond(args, j, t, u);
-            const auto exponent = S::Max(through.e, S::kZero) + (alpha.e + minus_inverse.e);
-            sum += through.m * (alpha.m * minus_inverse.m) * PowerOfTwo<S>(exponent);
+    if (finite && !tile.Outside(sequence)) {
+      const bool wide = sequence.flags[0] != 0;
+      Value<A> minus_inverse = sequence.beta[0];
+      minus_inverse = {A(-1) / minus_inverse.m, -minus_inverse.e};
+      tile.ByDiagonals(args, sequence, [&](int t, int i) {
+        const Value<A> alpha = wide ? Zero<S>() : sequence.alpha[i];
+        A sum = 0;
+        for (int j = first_arc; j < end; ++j) {
+          const int k = args.arc_of_plane[j];
+          const A arc = sequence.Arc(k)[i];
+          if (wide) {
+            sum += arc;
+            continue;
           }
-          tile[slot(t)] = sum;
-        });
-      }
-      __syncthreads();
-      by_frames([&](int t, int64_t i) {
-        const bool used = sequence.Inside(t, u);
-        args.grad_plane[k][i] = used && finite ? tile[slot(t)] : used && loss != loss ? loss : A(0);
-      });
-      __syncthreads();
-    } else {
-      const Limits<A> limits(sequence.frames, sequence.labels);
-      int bits = 0;
-      by_frames([&](int t, int64_t i) {
-        if (!sequence.Inside(t, u)) return;
-        A x = -kInfinity<A>;
-        const bool ends = t + args.dt[k] == sequence.frames && u + args.du[k] == sequence.labels;
-        if (u + args.du[k] <= sequence.labels && (!ends || args.may_end[k])) {
-          x = args.log_plane[args.plane[k]][i];
-          if (args.other[k] >= 0) x += args.log_plane[args.other[k]][i];
+          const Value<A> through = Probability(arc) * sequence.Beyond(args, k, t, tile.u);
+          const auto exponent = S::Max(through.e, S::kZero) + (alpha.e + minus_inverse.e);
+          sum += through.m * (alpha.m * minus_inverse.m) * PowerOfTwo<S>(exponent);
         }
-        bits |= limits.Bits(x);
-        tile[slot(t)] = x;
+        tile.Node(t) = sum;
       });
-      bits = OrBits(bits);
-      by_diagonals([&](int t, int i) { arc(k)[i] = tile[slot(t)]; });
-      if (threadIdx.x == 0 && threadIdx.y == 0) sequence.flags[k * gridDim.x + blockIdx.x] = A(bits);
-      __syncthreads();
     }
+    __syncthreads();
+    tile.ByFrames(args, b, [&](int t, int64_t i) {
+      const bool used = sequence.Inside(t, tile.u);
+      args.grad_plane[blockIdx.z][i] = used && finite ? tile.Node(t) : used && loss != loss ? loss : A(0);
+    });
+    __syncthreads();
   }
 }
 
@@ -211,7 +242,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
   const auto then = [&](auto kernel, dim3 grid, dim3 block, size_t bytes = 0) {
     if (error == cudaSuccess) error = Launch(kernel, grid, block, bytes, stream, arguments);
   };
-  if (args.frames > 0) then(&SkipSkew<A, false>, forth, skew_block);
+  if (args.frames > 0) then(&SkewIn<A>, forth, skew_block);
   if (args.frames > 0) {
     const dim3 grid(gradient ? 2 : 1, sequences);
     bool done = false;
@@ -236,7 +267,7 @@ cudaError_t Run(const LatticeArgs& args, cudaStream_t stream) {
     if (Loading::active || !done) then(&SkipSweep<A>, grid, dim3(threads));
   }
   then(&SkipLoss<A>, dim3(sequences), dim3(threads));
-  if (gradient && args.frames > 0) then(&SkipSkew<A, true>, back, skew_block);
+  if (gradient && args.frames > 0) then(&SkewBack<A>, back, skew_block);
   return error;
 }
 

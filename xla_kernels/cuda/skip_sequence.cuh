@@ -42,7 +42,11 @@ struct Arguments {
       span = std::max(span, span_of(i));
       near += span_of(i) == 1;
     }
-    for (int p = 0; p < num_planes; ++p) {
+    for (int p = 0, n = 0; p < num_planes; ++p) {
+      for (int k = 0; k < num_arcs; ++k) {
+        if (plane[k] == p || other[k] == p) arc_of_plane[n++] = k;
+      }
+      first_arc[p + 1] = n;
       log_plane[p] = static_cast<const A*>(args.log_plane[p]);
       grad_plane[p] = args.grad_plane != nullptr ? static_cast<A*>(args.grad_plane[p]) : nullptr;
     }
@@ -58,6 +62,8 @@ struct Arguments {
   A* grad_plane[kMaxArcs];
   int dt[kMaxArcs], du[kMaxArcs] = {};  // arcs, those first that span few diagonals
   int plane[kMaxArcs], other[kMaxArcs];
+  int arc_of_plane[2 * kMaxArcs];  // those of plane p: from first_arc[p] to first_arc[p + 1]
+  int first_arc[kMaxArcs + 1] = {};
   unsigned back[kMaxArcs] = {};  // from the end of an arc to its beginning, in a plane
   bool may_end[kMaxArcs];
   int span = 1;  // diagonals that the longest arc spans
@@ -82,6 +88,7 @@ struct Sequence {
   __device__ __forceinline__ static int Position(const Arguments<A>& args, int n, int u) {
     return (n - int(args.by_frames(uint32_t(n))) * args.frames) * args.columns + u;
   }
+  __device__ __forceinline__ A* Arc(int k) const { return arcs + k * plane; }
   // Beta of the node to which arc k of node (t, u) leads, zero if there is none.
   __device__ __forceinline__ Value<A> Beyond(const Arguments<A>& args, int k, int t, int u) const {
     const int to_t = t + args.dt[k], to_u = u + args.du[k];

@@ -35,7 +35,7 @@ struct ColumnArc {
     back = Settled(up ? args.back[i] : 0u);
     // Of no arc, dt is 2: away from the diagonal that others write.
     reach = Settled((up ? -du : du) - (dt + du) * pitch);
-    log = Settled(sequence.arcs + i * sequence.plane);
+    log = Settled(sequence.Arc(i));
   }
 
   unsigned exists, back;

@@ -13,7 +13,6 @@ template <class A>
 __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& sequence) {
   const int diagonals = sequence.frames + sequence.labels;
   LogWeight* const weights = reinterpret_cast<LogWeight*>(sequence.alpha);
-  const auto arc = [&](int k) { return sequence.arcs + k * sequence.plane; };
   const auto exists = [&](int k, int to_t, int to_u) {
     const bool end = to_t == sequence.frames && to_u == sequence.labels && args.may_end[k];
     return sequence.Inside(to_t, to_u) || end;
@@ -30,7 +29,7 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
       const int from_t = t - args.dt[k], from_u = u - args.du[k];
       if (!sequence.Inside(from_t, from_u) || !exists(k, t, u)) continue;
       const int from = Sequence<A>::Position(args, from_t + from_u, from_u);
-      visit(arc(k)[from], weights[from] * double(arc(k)[from]));
+      visit(sequence.Arc(k)[from], weights[from] * double(sequence.Arc(k)[from]));
     }
   };
   const auto sum = [&](int t, int u) {
@@ -60,8 +59,8 @@ __device__ __forceinline__ A Wide(const Arguments<A>& args, const Sequence<A>& s
     on_diagonal(n, [&](int t, int u, int at) {
       double occupancy = 0;
       for (int k = 0; k < args.num_arcs; ++k) {
-        if (!exists(k, t + args.dt[k], u + args.du[k])) arc(k)[at] = 0;
-        occupancy -= double(arc(k)[at]);
+        if (!exists(k, t + args.dt[k], u + args.du[k])) sequence.Arc(k)[at] = 0;
+        occupancy -= double(sequence.Arc(k)[at]);
       }
       share_out(t, u, weights[at], occupancy);
     });

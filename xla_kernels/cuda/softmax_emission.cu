@@ -105,13 +105,14 @@ cudaError_t Backward(const EmissionBackwardArgs& args, cudaStream_t stream) {
                                {},
                                static_cast<const A*>(args.norm),
                                static_cast<const A*>(args.scale),
-                               static_cast<const A*>(args.clamp)};
+                               static_cast<const A*>(args.clamp),
+                               static_cast<const A*>(args.total)};
   for (int i = 0; i < args.shape.num_blanks; ++i) pointers.ct_arc[i] = static_cast<const A*>(args.ct_blank[i]);
   pointers.ct_arc[args.shape.num_blanks] = static_cast<const A*>(args.ct_label);
   for (int i = 0; i < args.shape.durations; ++i) pointers.ct_duration[i] = static_cast<const A*>(args.ct_duration[i]);
   const auto misaligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16; };
-  const bool alike = misaligned(args.logits) == misaligned(args.dlogits);
-  return LaunchRows<T, BackwardFunction, TinyBackwardFunction>(args.shape, pointers, alike ? kTinyBackward : 0, stream);
+  const bool tiny = misaligned(args.logits) == misaligned(args.dlogits) && args.total == nullptr;
+  return LaunchRows<T, BackwardFunction, TinyBackwardFunction>(args.shape, pointers, tiny ? kTinyBackward : 0, stream);
 }
 
 }  // namespace

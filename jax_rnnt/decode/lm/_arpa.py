@@ -64,7 +64,7 @@ class Grams(typing.NamedTuple):
 
 
 class Arpa:
-    """A file that is read once. `function` is who reads it, in errors."""
+    """A file that is read once. `function` is the name with which its errors begin."""
 
     vocabulary: int  # words
     spelled: int  # of these, words that have a number

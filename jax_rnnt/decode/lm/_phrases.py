@@ -8,7 +8,6 @@ behind a phrase that begins no other one, only its longest end that does can go 
 import dataclasses
 import itertools
 import math
-import typing
 from typing import Any
 
 import jax
@@ -20,13 +19,11 @@ from jax_rnnt._keywords import keywords
 from jax_rnnt.decode.lm._arpa import LARGEST
 from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, score_rows
 
-Labels = typing.Sequence[int]
-
 
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
 class Phrases(Automaton):
-    """Phrases that `greedy` and `beam` shall find more often: names, places, commands.
+    """Phrases that `greedy` and `beam` should find more often: names, places, commands.
 
     As a model of fusion it gives a sequence of labels two sums, in nats:
 

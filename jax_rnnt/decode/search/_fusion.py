@@ -47,12 +47,12 @@ class Fusion(typing.NamedTuple):
     @property
     def ends(self) -> bool:
         """Whether a model scores the end of an utterance."""
-        return any(part.function("final") for part in self.models)
+        return any(fused.function("final") for fused in self.models)
 
     @property
     def numbers(self) -> dict[str, Any]:
         """The weights, as for `out_of_range`."""
-        return {"ilm_weight": self.internal_weight} | {f"{part.name} weight": part.weight for part in self.models}
+        return {"ilm_weight": self.internal_weight} | {f"{fused.name} weight": fused.weight for fused in self.models}
 
 
 NO_FUSION = Fusion((), 0.0)
@@ -102,14 +102,14 @@ def check_utterances(function, fusion: Fusion, encoder_out):
 
 def begin(fusion: Fusion, problem: Problem, start: int, rows, state) -> Networks:
     """The networks after their start labels; `rows` [N, P] and `state` are those of the predictor."""
-    begun = [begin_model(part, problem, rows.shape[0], start) for part in fusion.models]
+    begun = [begin_model(fused, problem, rows.shape[0], start) for fused in fusion.models]
     scores, states = [scores for scores, _ in begun], tuple(after for _, after in begun)
     return Networks(rows, state, states, bonus(fusion, problem, scores, rows))
 
 
-def begin_model(part: Weighted, problem: Problem, rows: int, start: int):
+def begin_model(fused: Weighted, problem: Problem, rows: int, start: int):
     """(scores [rows, V], state) of a model after its start label, by default that of the predictor."""
-    function, (name, model, _) = problem.function, part
+    function, (name, model, _) = problem.function, fused
     first_label = _predictor.declared_start(function, name, model)
     if first_label is None:
         default = f"start, by default that of the predictor, of {name}"
@@ -121,9 +121,9 @@ def begin_model(part: Weighted, problem: Problem, rows: int, start: int):
         expected = f"V = {labels} (labels), {tokens} (with blanks) or {classes} (all classes of the joint network)"
         raise ValueError(f"{function}: {name}.step must make scores [N, V] with {expected}, got {scores.shape}.")
     for option in "final", "place":
-        if (method := part.function(option)) is not None and not callable(method):
+        if (method := fused.function(option)) is not None and not callable(method):
             raise TypeError(f"{function}: {name}.{option} must be a function or None, got {method!r}.")
-    if final := part.function("final"):
+    if final := fused.function("final"):
         ends, _ = _xla.shape_of(f"{function}: {name}.final", final, state)
         if getattr(ends, "shape", None) != (rows,):
             raise ValueError(f"{function}: {name}.final must make scores [N] with N = {rows}, got {ends!r}.")
@@ -134,11 +134,11 @@ def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
     """Networks of a stream, in rows [B, ...] or slots [B, K, ...], whose models know the utterances of this batch."""
     models, batch = [], networks.rows.shape[:-1]
     rows = math.prod(batch)
-    for part, state in zip(fusion.models, networks.models):
-        if place := part.function("place"):
+    for fused, state in zip(fusion.models, networks.models):
+        if place := fused.function("place"):
             before = jax.tree.map(lambda x: x.reshape(rows, *x.shape[len(batch) :]), state)
             after = place(before)
-            _predictor.same_state(function, f"{part.name}.place", before, after)
+            _predictor.same_state(function, f"{fused.name}.place", before, after)
             state = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), after)
         models.append(state)
     return networks._replace(models=tuple(models))
@@ -147,7 +147,7 @@ def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
 def read(fusion: Fusion, problem: Problem, networks: Networks, labels) -> Networks:
     """The networks after one more label [N], without a key."""
     rows, state = problem.predictor.step(networks.predictor, labels)
-    steps = [part.model.step(state, labels) for part, state in zip(fusion.models, networks.models)]
+    steps = [fused.model.step(state, labels) for fused, state in zip(fusion.models, networks.models)]
     scores, states = [scores for scores, _ in steps], tuple(after for _, after in steps)
     return Networks(rows, state, states, bonus(fusion, problem, scores, rows))
 
@@ -160,9 +160,9 @@ def bonus(fusion: Fusion, problem: Problem, scores, rows):
     if not fusion.adds:
         return None
     total = jnp.zeros((rows.shape[0], problem.tokens), problem.dtype)
-    for x, part in zip(scores, fusion.models):
+    for x, fused in zip(scores, fusion.models):
         x = jnp.pad(x[:, : problem.tokens], [(0, 0), (0, max(problem.tokens - x.shape[1], 0))])
-        total = added(total, part.weight, x)
+        total = added(total, fused.weight, x)
     if fusion.internal:
         internal, weight = internal_scores(problem, rows), jnp.asarray(fusion.internal_weight, problem.dtype)
         total = total - weighted(weight, jnp.where(jnp.isneginf(internal), 0, internal))
@@ -186,12 +186,12 @@ def at_the_end(fusion: Fusion, states: tuple, unread, scores):
     if not fusion.ends:
         return scores
     total = scores
-    for part, state in zip(fusion.models, states):
-        if final := part.function("final"):
+    for fused, state in zip(fusion.models, states):
+        if final := fused.function("final"):
             if unread is not None:
-                _, after = part.model.step(state, jnp.maximum(unread, 0))
+                _, after = fused.model.step(state, jnp.maximum(unread, 0))
                 state = replace_rows(unread >= 0, after, state)
-            total = added(total, part.weight, final(state))
+            total = added(total, fused.weight, final(state))
     return jnp.where(scores > -jnp.inf, jnp.where(total < jnp.inf, total, jnp.nan), scores)
 
 

@@ -448,7 +448,7 @@ Function = typing.TypeVar("Function", bound=Callable[..., Hypotheses])
 
 
 def _with_options(function: Function) -> Function:
-    """The function, which takes the options of `Search`, also for who reads its signature."""
+    """The function, which takes the options of `Search` and shows them in its signature."""
     options = [x for x in inspect.signature(Search).parameters.values() if x.kind is x.KEYWORD_ONLY]
     known = [x for x in inspect.signature(function).parameters.values() if x.kind is not x.VAR_KEYWORD]
     wrapper = _keywords.keywords(function, [x.name for x in options])
