@@ -53,7 +53,7 @@ def test_bad_data_is_left_out_by_name(tmp_path):
         lines.append(json.dumps({"audio": name, "text": text, "duration": duration}))
     (tmp_path / "m.jsonl").write_text("\n".join([*lines, "not JSON"]))
     corpus = corpora.Recordings(tmp_path / "m.jsonl", config)
-    data = batches.labelled(corpus, asr.data.tokens.train(config, []), 4)
+    data = batches.labelled(corpus, asr.data.tokens.train(config.head, []), 4)
     assert [corpus.utterances[i].text for i in data.labels] == ["A B"]
     assert dict(corpus.report.names) == {
         "not JSON": ["m.jsonl line 14"],
@@ -85,7 +85,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     shutil.copytree(corpus, tmp_path / "c")
     config = configuration(buckets=1, **CONVOLUTIONAL)
     recordings = corpora.Recordings(tmp_path / "c", config)
-    data = batches.labelled(recordings, asr.data.tokens.train(config, ["ABC "]), 4)
+    data = batches.labelled(recordings, asr.data.tokens.train(config.head, ["ABC "]), 4)
     (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
     buckets = batches.make_buckets(data, config, 1)
     tested = batches.testing(data, config, buckets, (0, 1))
@@ -278,7 +278,7 @@ def test_numbers_of_all_languages():
 def test_tokens(kind):
     texts = ["THE CAT SAT ON THE MAT", "A MAT AND A CAT", "THE RAT SAT ON A CAT"] * 5
     config = configuration(tokens=kind, vocabulary=16)
-    tokens = asr.data.tokens.train(config, texts)
+    tokens = asr.data.tokens.train(config.head, texts)
     stored = asr.data.tokens.from_json(json.loads(json.dumps(tokens.to_json())))
     for text in texts:
         assert stored.decode(stored.encode(text)) == text and max(stored.encode(text)) < len(stored.pieces)

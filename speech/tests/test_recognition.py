@@ -1,6 +1,7 @@
 """Texts of files and streams, n-grams, made-up speech with a small real run, and the tutorial."""
 
 import contextlib
+import functools
 import itertools
 import json
 import pathlib
@@ -55,7 +56,7 @@ def test_start_from_a_run(corpus, trained):
     options = {"train": str(corpus), "valid": str(corpus), "init": str(trained[0])}
     data = types.SimpleNamespace(features=6, utterances=[utterances.Utterance("a", 9, "X Y")])
     start = asr.models.read(trained[0])
-    for more, pieces, same in (({}, start.head.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
+    for more, pieces, same in (({}, start.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
         config = asr.config.Config.of(**asr.models.completed(options | more)).checked()
         model = asr.models.fresh(config, data)
         assert (config.features.mels, config.encoder.kind, model.tokens.pieces) == (6, "convolutional", pieces)
@@ -203,7 +204,7 @@ def test_cuts(whole):
     No label is cut off: there is room for all that rows may have.
     """
     shapes = jax.ShapeDtypeStruct((1, 30, whole.width), np.float32), jax.ShapeDtypeStruct((1,), np.int32)
-    found, *_ = jax.eval_shape(whole.taken, whole.params, *shapes)
+    found, *_ = jax.eval_shape(functools.partial(windows.taken, whole), whole.params, *shapes)
     assert found.labels.shape[1] >= 30 * whole.config.search.max_symbols
     x = windows.Recording("a", np.zeros(8000 * 31), whole)
     assert x.long and x.size == 30 * 8000

@@ -237,7 +237,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--loss", "nothing"], "--loss: invalid choice: 'nothing'"),
         (["--resume", "--overwrite"], "not allowed with argument --resume"),
         (["--change"], "--change needs --resume"),
-        (["--encoder", "conformer", "--width", 9], "--width 9 must be a multiple of 2 x --heads 2"),
+        (["--encoder", "conformer", "--width", 9], "--width 9 must be a multiple of 2 x --heads 4"),
         (["--devices", 99], "--devices 99: there are"),
         (["--ngram", "words.arpa"], "--ngram needs --beam"),
         (["--ngram", "words.arpa", "--beam", 2], "--ngram words.arpa is no file"),
@@ -250,7 +250,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--config", "base", "--tokens", "characters"], "(--config base has vocabulary 512, by default 256)"),
         (
             ["--config", "nothing"],
-            "--config nothing is neither a file nor one of base, handwritten-digits, ",
+            "--config nothing is neither a file nor one of base, read-speech, small",
         ),
         (["--train", "nowhere"], "nowhere does not exist"),
         (["--train", "digits/m.jsonl", "--valid", ""], "--valid is missing: held-out utterances"),

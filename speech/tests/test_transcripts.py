@@ -27,7 +27,7 @@ def test_words(text):
     """They are those of the text, of characters and of subwords; times and confidence by hand."""
     characters = asr.data.tokens.Characters("AB ")
     config = asr.config.Config.of(tokens="subwords", vocabulary=8)
-    subwords = asr.data.tokens.train(config, ["A AB BA", "BAB A", "ABBA AB"] * 9)
+    subwords = asr.data.tokens.train(config.head, ["A AB BA", "BAB A", "ABBA AB"] * 9)
     for tokens in (characters, subwords):
         labels = [int(x) for x in tokens.encode(text)]
         model = types.SimpleNamespace(tokens=tokens, seconds=0.5)
@@ -275,7 +275,7 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     """A file's texts are spelled as the model spells them, with their weights; a large one decides what is heard."""
     file = tmp_path / "phrases.txt"
     file.write_text("AB  a\t2\nC\t1e3\n\nx Ω\nB\n")
-    config = types.SimpleNamespace(normalize="none", lower=False, loss="rnnt")
+    config = asr.config.Config()
     model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC a"), config=config, blank=5)
     for beam, usual in ((0, 0.25), (4, 1.0)):
         args = types.SimpleNamespace(ngram=None, phrases=file, beam=beam, head=None)
@@ -374,7 +374,7 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     assert files[0].stat().st_size
     model = asr.models.open_model(trained[0])  # the column of its run counts where a table has it
     model.config = model.config.having(audio_column="clip")
-    monkeypatch.setattr(asr.pretrained, "open_model", lambda *_: model)
+    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
     (tmp_path / "m.tsv").write_text(f"path\tclip\nmissing\t{files[0]}\n")
     for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):
         run([*command, table])

@@ -60,7 +60,7 @@ def train(args):
         Path(args.config or names(options.get("train", [""]))[0]).stem, options.get("loss", Config().head.loss)
     )
     with files.origins(f"--config {args.config}", file):
-        chosen = None if args.resume else Config.of(**models.completed(options)).checked()
+        chosen = None if args.resume else Config.of(**models.completed(options)).without_others(given).checked()
     from jax_rnnt_speech.training.train import (
         Training,  # with Grain and Orbax, slow to import: no other command needs them
     )

@@ -41,7 +41,6 @@ def attends(config):
     return config.encoder.kind == "conformer" or bool(config.head.stack)
 
 
-CONFORMER = lambda config: config.encoder.kind == "conformer", "--encoder conformer"
 BLOCKS = attends, "--encoder conformer, or --stack, whose blocks have attention"
 OWN = own, "an encoder of ours, conformer or convolutional"
 STREAMS = lambda config: config.encoder.chunk, "--chunk"
@@ -292,6 +291,12 @@ class Config:
             option = "--new-head" if self.optimiser.new_head else f"--encoder {self.encoder.kind}"
             raise UserError(f"{option} needs --init, a folder with weights of an encoder")
         return self.consistent()
+
+    def without_others(self, given):
+        """The same configuration without options of other encoders, as a file may have; those `given` stay."""
+        lacks = [name for name, (_, field) in OPTIONS.items() if field.metadata.get("needs") in (BLOCKS, OWN)]
+        usual = {name: OPTIONS[name][1].default for name in lacks if name not in given}
+        return self.having(**{name: x for name, x in usual.items() if not OPTIONS[name][1].metadata["needs"][0](self)})
 
     def consistent(self):
         """Itself; raises where options contradict each other."""

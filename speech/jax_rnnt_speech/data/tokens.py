@@ -194,11 +194,11 @@ def train(options, texts):
     if options.tokens == "characters":
         return Characters(sorted(set(options.alphabet) or set().union(*texts)))
     model = io.BytesIO()
-    options = dict(model_type="unigram", character_coverage=1.0, bos_id=-1, eos_id=-1, minloglevel=2)
-    options |= dict(normalization_rule_name="identity", num_threads=1)
+    usual = dict(model_type="unigram", character_coverage=1.0, bos_id=-1, eos_id=-1, minloglevel=2)
+    usual |= dict(normalization_rule_name="identity", num_threads=1)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, vocab_size=options.vocabulary, **options
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=options.vocabulary, **usual
         )
     except RuntimeError as error:
         limit = re.search(r"set it to a value <= (\d+)", str(error))

@@ -42,7 +42,7 @@ FILES += "tokenizer_config.json", "special_tokens_map.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 # Names that decide what a folder's model is, in any form.
-MODEL = re.compile(rf".*\.safetensors(\.index.*\.json)?|model\.bin|tokenizer\.json|model\.json|card\.md|"
+MODEL = re.compile(rf".*\.safetensors(\.index.*\.json)?|model\.bin|tokenizer\.json|recogniser\.json|card\.md|"
                    rf"{'|'.join(map(re.escape, FILES))}")  # fmt: skip
 CHECKED = "encoder_config", "durations", "vocab_size"  # one by one
 ACTIVATIONS = "relu", "silu", "gelu"

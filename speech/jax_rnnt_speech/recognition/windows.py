@@ -208,7 +208,7 @@ def hear_windows(model, rows, frames, state, free, how):
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
     if free is not None:
         if state is None:
-            state = jax.eval_shape(model.taken, model.params, encoded, cuts, None, how)[2]
+            state = jax.eval_shape(functools.partial(taken, model), model.params, encoded, cuts, None, how)[2]
         state = decode.reset_streams(state, free)
     *part, state, others = taken(model, model.params, encoded, cuts, state, how)
     part = jax.device_get((*part, others))
