@@ -8,7 +8,7 @@ blank, label that leaves the node, and rest. `sum_over_nodes` adds it up in tile
 
 import jax
 import jax.numpy as jnp
-from _shared import Digits, check, error_rate, fit, greedy, parse
+from _shared import Digits, check, error_rate, fit, greedy, mean_loss, parse
 
 from jax_rnnt import sum_over_nodes
 
@@ -33,7 +33,7 @@ def main():
     args = parse(__doc__, steps=700, student_steps=1000, width=24, weight=0.1)
     digits = Digits(steps=args.steps, seed=args.seed)
     teacher = digits.model()
-    taught = fit(teacher.params, teacher.mean_loss, digits)
+    taught = fit(teacher.params, mean_loss(teacher), digits)
     few = Digits(steps=args.student_steps, seed=args.seed)
 
     def train(weight):

@@ -13,7 +13,7 @@ import pytest
 import scipy.io.wavfile
 import unicode_rbnf
 
-from jax_rnnt_speech.config import files
+from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
 from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.recognition.search import Method
@@ -29,8 +29,15 @@ def test_several_sources(corpus, tmp_path):
     assert len(corpora.open_corpus(paths[::2], configuration(), "train").utterances) == 12
     with pytest.raises(asr.system.UserError, match="none does not exist"):
         corpora.open_corpus(paths, configuration(), "train")
-    earlier = {"copies": 1, "mel_on": "host"}  # of runs that had these options
-    assert files.from_json({"train": paths, "valid": ["a"]} | earlier, "") == {"train": paths, "valid": "a"}
+    earlier = {"copies": 1, "mel_on": "host", "kernel": 3, "encoder": "whisper"}  # of runs before there were sections
+    found = {"train": paths, "valid": "a", "convolution": 3, "encoder": "whisper"}
+    assert files.from_json({"train": paths, "valid": ["a"]} | earlier, "") == found
+    sections = {"data": {"train": paths, "valid": "a"}, "blocks": {"convolution": 3}, "encoder": {"kind": "whisper"}}
+    assert files.from_json(sections, "") == found and files.from_json(files.to_json(Config.of(**found)), "") == (
+        Config.of(**found).options()
+        | {"train": paths, "strides": [[2, 2], [2, 2]], "durations": [0, 1, 2, 3, 4]}
+        | {"speeds": [1.0], "snr": [5.0, 20.0], "rates": []}
+    )
 
 
 def test_bad_data_is_left_out_by_name(tmp_path):

@@ -385,7 +385,7 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypa
     """`convert` writes float16 with a card; `transcribe` finds it without --model, and says where it would look."""
     card, folder, (audio, *_) = tmp_path / "data.md", tmp_path / "model", sorted(corpus.rglob("*.flac"))
     card.write_text("Licence: none.")
-    run(["convert", trained[0], folder, "--dtype", "float16", "--card", card])
+    run(["convert", folder, "--model", trained[0], "--dtype", "float16", "--card", card])
     facts = (folder / "card.md").read_text().splitlines()
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert facts[0] == "Licence: none." and digest in facts[2]

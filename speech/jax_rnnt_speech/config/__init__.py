@@ -102,7 +102,7 @@ class Features:
 
     rate: int = option(16000, positive, "samples a second; other files are resampled", fixed=True)
     mels: int = option(80, positive, "features of a frame", fixed=True)
-    window: float = option(25.0, amount, "length of a frame, in milliseconds", fixed=True)
+    window: float = option(25.0, amount, "length of a frame, in milliseconds", hidden=True, fixed=True)
     hop: float = option(10.0, amount, "milliseconds from one frame to the next", fixed=True)
     kind: str = option(
         "log-mel", str, "our spectra, NeMo's or Whisper's", flag="features", choices=("log-mel", "nemo", "whisper"),
@@ -195,12 +195,15 @@ class Optimiser:
 
     init: str = option("", str, "start from a run, Parakeet, Nemotron or Whisper", metavar="FOLDER", fixed=True)
     new_head: bool = option(False, bool, "with --init: take its encoder alone, with labels of --tokens", fixed=True)
-    steps: int = option(10000, natural, "batches to train on")
+    steps: int = option(
+        10000, natural, "batches to train on",
+        needs=(lambda config: not config.optimiser.epochs, "--epochs 0, as epochs count batches"),
+    )  # fmt: skip
     epochs: int = option(0, natural, "train on all data so many times; 0: --steps counts")
     accumulate: int = option(1, positive, "batches for each update", off=1)
     learning_rate: float = option(1e-3, amount, "highest learning rate, which then falls as a cosine")
     warmup: float = option(0.1, share, "share of the updates until the highest learning rate")
-    clip: float = option(1.0, amount, "largest norm of the gradient; 0: any", off=0.0)
+    clip: float = option(1.0, amount, "largest norm of the gradient; 0: any", hidden=True, off=0.0)
     decay: float = option(0.01, amount, "weight decay of AdamW")
     average: float = option(
         0.0, share, "decay of the weights' moving average, which is then tested and used; 0: none", off=0.0
@@ -312,9 +315,9 @@ class Config:
         if attends(self) and width % (2 * self.blocks.heads):
             raise UserError(f"--width {width} must be a multiple of 2 x --heads {self.blocks.heads}")
         if not 0 < features.hop <= features.window:
-            raise UserError(f"--hop {features.hop:g} must be above 0, and at most --window {features.window:g}")
+            raise UserError(f"--hop {features.hop:g} must be above 0, and at most the window of {features.window:g} ms")
         if round(features.rate * features.window / 1000) < 2:
-            raise UserError(f"--window {features.window:g} has fewer than two samples at --rate {features.rate}")
+            raise UserError(f"a window of {features.window:g} ms has fewer than two samples at --rate {features.rate}")
         steps, accumulate = self.optimiser.steps, self.optimiser.accumulate
         if not self.optimiser.epochs and steps < accumulate:
             raise UserError(f"--accumulate {accumulate} must be at most --steps {steps}")
