@@ -1,6 +1,7 @@
 """The emission of a loss on one of the devices over which it is split."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,16 @@ def emission_of_device(
     _check(function, loss, layout, (targets, logit_lengths, target_lengths, windows, loss))
     frames, vocabulary = devices_of(loss)
     full = softmax.resolved(function, layout.classes * vocabulary)
-    softmax, own_lengths, exchange = full, logit_lengths, Exchange()
+    own: Any = full
+    own_lengths, exchange = logit_lengths, Exchange()
     if loss.frame_axis is not None:
         own_lengths = own_frames(logit_lengths, layout.frames, loss.frame_axis)
     if loss.vocab_axis is not None:
-        softmax = SplitVocabulary.own_softmax(function, full, vocabulary, layout.classes * vocabulary)
-    emission, logits = layout.emission(function, loss, softmax, targets, own_lengths, target_lengths)
+        own = SplitVocabulary.own_softmax(function, full, vocabulary, layout.classes * vocabulary)
+    emission, logits = layout.emission(function, loss, own, targets, own_lengths, target_lengths)
     rows = emission.rows
     if loss.vocab_axis is not None:
-        rows = SplitVocabulary(rows, softmax, full, loss.vocab_axis, vocabulary, layout.classes)
+        rows = SplitVocabulary(rows, own, full, loss.vocab_axis, vocabulary, layout.classes)
         exchange = VocabularyExchange(loss.vocab_axis)
     if loss.frame_axis is not None:
         exchange = FrameExchange(loss.frame_axis, jnp.shape(logit_lengths), emission.frames, exchange)
