@@ -147,9 +147,9 @@ def test_total(kernel):
 
     Beside a total, the cotangents of durations are their gradients.
     """
-    for i, classes in enumerate(SIZES):
-        dtype, durations = DTYPES[i % 4], i % 3
-        dtype = batches.Problem(np.zeros(1), 0, 0, 0).astype(dtype).logits.dtype
+    for i, classes in enumerate(SIZES[::2]):
+        dtype = batches.Problem(np.zeros(1), 0, 0, 0).astype(DTYPES[i % 4]).logits.dtype
+        durations = i % 3
         case = Case(i % 2 == 1, dtype, 2 * classes, (0,), True)
         x = np.where(case.inside[..., None], case.x, 0).astype(np.float64)
         of_blank, of_label = case.cotangents
