@@ -182,7 +182,7 @@ struct SkewTile : Tile {
       bits |= limits.Bits(x);
       return x;
     };
-    ByFrames(args, b, [&](int t, int64_t i) {
+    ByFrames(args, sequence, b, [&](int t, int64_t i) {
       if (!Used(t)) return;
       const A blank = check(args.log_blank[i]);
       const A label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
@@ -220,7 +220,7 @@ struct SkewTile : Tile {
       });
     }
     __syncthreads();
-    ByFrames(args, b, [&](int t, int64_t i) {
+    ByFrames(args, sequence, b, [&](int t, int64_t i) {
       const bool zero = !Used(t) || dead;
       args.grad_blank[i] = zero ? A(0) : loss != loss ? loss : Node(t).blank;
       args.grad_label[i] = zero ? A(0) : loss != loss ? loss : u == sequence.labels ? A(0) : Node(t).label;

@@ -33,11 +33,12 @@ struct Tile {
   __device__ __forceinline__ bool Outside(const Sequence& sequence) const {
     return first_t >= sequence.frames || first_u > sequence.labels;
   }
-  // Calls visit(t, place in a plane) for the nodes of column u.
-  template <class Arguments, class Visit>
-  __device__ __forceinline__ void ByFrames(const Arguments& args, int b, const Visit& visit) const {
+  // Calls visit(t, place in a plane) for the nodes of column u of sequence b.
+  template <class Arguments, class Sequence, class Visit>
+  __device__ __forceinline__ void ByFrames(const Arguments& args, const Sequence& sequence, int b,
+                                           const Visit& visit) const {
     for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
-      if (u < args.columns) visit(t, int64_t(b) * (args.frames * args.columns) + t * args.columns + u);
+      if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
     }
   }
 

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkewIn(const __grid_const
     if (tile.Outside(sequence)) continue;
     const Limits<A> limits(sequence.frames, sequence.labels);
     int bits = 0;
-    tile.ByFrames(args, b, [&](int t, int64_t i) {
+    tile.ByFrames(args, sequence, b, [&](int t, int64_t i) {
       if (!sequence.Inside(t, tile.u)) return;
       A x = -kInfinity<A>;
       const bool ends = t + args.dt[k] == sequence.frames && tile.u + args.du[k] == sequence.labels;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkewBack(const __grid_con
       });
     }
     __syncthreads();
-    tile.ByFrames(args, b, [&](int t, int64_t i) {
+    tile.ByFrames(args, sequence, b, [&](int t, int64_t i) {
       const bool used = sequence.Inside(t, tile.u);
       args.grad_plane[blockIdx.z][i] = used && finite ? tile.Node(t) : used && loss != loss ? loss : A(0);
     });
