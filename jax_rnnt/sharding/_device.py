@@ -22,11 +22,13 @@ def devices_of(loss) -> tuple[int, int]:
     return frames, vocabulary
 
 
-def emission_of_device(
-    function: str, loss, layout: Layout, softmax: Softmax, targets, logit_lengths, target_lengths, windows
-):
-    """(emission, its logits) on one of the devices, from its checked arrays; `softmax` is that of the loss."""
-    _check(function, loss, layout, (targets, logit_lengths, target_lengths, windows, loss))
+def emission_of_device(function: str, loss, layout: Layout, softmax: Softmax, batch, windows):
+    """(emission, its logits) on one of the devices, from its checked arrays; `softmax` is that of the loss.
+
+    `batch`: targets and both lengths.
+    """
+    _check(function, loss, layout, (batch, windows, loss))
+    targets, logit_lengths, target_lengths = batch
     frames, vocabulary = devices_of(loss)
     full = softmax.resolved(function, layout.classes * vocabulary)
     own: Any = full
