@@ -7,6 +7,7 @@ from JAX: `tests/tools/test_public.py`.
 """
 
 from jax_rnnt._xla.avals import batch_like as batch_like
+from jax_rnnt._xla.avals import explicit_axes as explicit_axes
 from jax_rnnt._xla.avals import is_split as is_split
 from jax_rnnt._xla.avals import reshard as reshard
 from jax_rnnt._xla.avals import result_aval as result_aval

@@ -40,6 +40,11 @@ def vary_together(*arrays: jax.Array, like=(), without=()) -> tuple[jax.Array, .
     return tuple(vary(x, tuple(sorted(union - varying_axes(a)))) for x, a in zip(arrays, avals))
 
 
+def explicit_axes(mesh) -> set[str]:
+    """The names of its axes of type Explicit."""
+    return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Explicit}
+
+
 def spec_of(aval) -> list:
     """Over which explicit mesh axes each dimension is sharded."""
     sharding = getattr(aval, "sharding", None)

@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_rnnt._xla.avals import plain_aval, reshard, spec_of
+from jax_rnnt._xla.avals import explicit_axes, plain_aval, reshard, spec_of
 from jax_rnnt._xla.retracing import evaluate
 
 
@@ -47,9 +47,9 @@ def by_shards(function, *trees):
     def run(constants, *arrays):
         return evaluate(closed.jaxpr, *constants, *arrays)
 
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Explicit}
     specs = (P(), *[P(axes)] * len(arrays))
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(axes), axis_names=explicit, check_vma=False)
+    names = explicit_axes(mesh)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(axes), axis_names=names, check_vma=False)
     return jax.tree.unflatten(structure_of_results, jax.jit(mapped)(whole, *arrays))
 
 

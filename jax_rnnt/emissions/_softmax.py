@@ -56,7 +56,7 @@ def _of_row(row, x):
     return jnp.where(bad, jnp.nan, row.log_probability(x))
 
 
-def _pick(index, x):
+def pick(index, x):
     """[..., T, U1]: the logit of a class."""
     return jnp.sum(jnp.where(one_hot(index, x), x, 0), -1)
 
@@ -70,13 +70,13 @@ def _heads(logits, label, num_frames, blanks, durations, bernoulli):
     inside = inside_rows(Nodes(label, num_frames), logits.shape[-3])
     x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
     tokens = x.shape[-1] - durations
-    of_durations = [_pick(tokens + i, x) for i in range(durations)]
+    of_durations = [pick(tokens + i, x) for i in range(durations)]
     if durations:
         classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
         x = jnp.where(classes < tokens, x, -jnp.inf)
     if not bernoulli:
         return inside, x, of_durations, None
-    return inside, jnp.where(one_hot(blanks[0], x), -jnp.inf, x), of_durations, _pick(blanks[0], x)
+    return inside, jnp.where(one_hot(blanks[0], x), -jnp.inf, x), of_durations, pick(blanks[0], x)
 
 
 def softmax_emission(
@@ -125,7 +125,7 @@ def softmax_emission(
         return jnp.where(inside, jnp.where(bad_row | jnp.isposinf(value), jnp.nan, value), -jnp.inf)
 
     def log_probability(index):
-        return _pick(index, x) if row is None else row.log_probability(_pick(index, x))
+        return pick(index, x) if row is None else row.log_probability(pick(index, x))
 
     log_label = log_probability(label)
     if bernoulli:
@@ -139,7 +139,7 @@ def softmax_emission(
     log_label = jnp.where(label == NO_LABEL, -jnp.inf, plane(log_label))
     if duration_row is not None:
         of_durations = map(duration_row.log_probability, of_durations)
-    norm = jnp.zeros_like(log_label) if row is None else encoded_norm(row, _pick(_anchor(blanks, bernoulli), x))
+    norm = jnp.zeros_like(log_label) if row is None else encoded_norm(row, pick(_anchor(blanks, bernoulli), x))
     norm = jax.lax.stop_gradient(jnp.where(inside, norm, 0))
     return (*map(plane, log_blanks), log_label, *map(plane, of_durations), norm)
 
@@ -153,13 +153,13 @@ def backward_reference(
     inside, x, of_durations, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     used = inside & functools.reduce(jnp.logical_or, (ct != 0 for ct in cotangents))
     # Picked as in the forward pass, so that XLA does it once: picking from used rows would read the logits once more.
-    anchor = _pick(_anchor(blanks, bernoulli), x) if normalize else norm
+    anchor = pick(_anchor(blanks, bernoulli), x) if normalize else norm
     x = jnp.where(used[..., None], x, 0)  # exp of the others may be infinite
     if bernoulli:  # a label that is the blank counts as one
         same = label == blanks[0]
         ct_blank, ct_label = ct_blanks[0] + jnp.where(same, ct_label, 0), jnp.where(same, ct_label - ct_label, ct_label)
         grad_blank = ct_blank * jax.nn.sigmoid(-z) - ct_label * jax.nn.sigmoid(z)
-        ct_blanks = ()
+        ct_blanks = []
     gradient = jnp.where(one_hot(label, x), ct_label[..., None], 0)
     for blank, ct in zip(blanks, ct_blanks):
         gradient = gradient + jnp.where(one_hot(blank, x), ct[..., None], 0)

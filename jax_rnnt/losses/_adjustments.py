@@ -146,7 +146,7 @@ def _checked(planes, shape, topology_slots, loss):
             )
 
 
-def adjust(planes, num_frames, num_labels, loss, windows, closed=True):
+def adjust(loss, planes, num_frames, num_labels, windows, closed=True):
     """The arcs of the loss's topology, by slot: applies the steps of the loss, then its options.
 
     `closed`: with what labels pay for the rest of their frame (`Composition.closing`).

@@ -32,20 +32,6 @@ class Call:
     method: Method = dataclasses.field(metadata={"static": True})
     function: str = dataclasses.field(metadata={"static": True})  # as errors name it
 
-    @property
-    def sequences(self):
-        return self.targets, self.logit_lengths, self.target_lengths
-
-    def checked(self) -> Call:
-        """The same with checked arrays: those of one device, where the loss is split over several."""
-        layout = self.layout.checked(self.function)
-        targets, logit_lengths, target_lengths = layout.sequences(self.function, *self.sequences)
-        windows = self.label_windows
-        if windows is not None:
-            shape = (*targets.shape, 2)
-            windows = _checks.integers(self.function, "label_windows", windows, shape, "[..., U, 2]")
-        return Call(self.loss, layout, targets, logit_lengths, target_lengths, windows, self.method, self.function)
-
 
 def of(
     method: Method, function: str, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None
@@ -89,10 +75,14 @@ def _run(call: Call) -> Any:
 
 def _of_device(call: Call) -> Any:
     """The result, from the arrays of one of the devices over which the loss is split; without a split, from all."""
-    call = call.checked()
-    softmax, given = softmax_of(call.function, call.loss), (*call.sequences, call.label_windows)
-    emission, logits = emission_of_device(call.function, call.loss, call.layout, softmax, *given)
-    return call.method.compute(call.loss, emission, logits, *given)
+    function, loss, windows = call.function, call.loss, call.label_windows
+    layout = call.layout.checked(function)
+    batch = layout.sequences(function, call.targets, call.logit_lengths, call.target_lengths)
+    if windows is not None:
+        windows = _checks.integers(function, "label_windows", windows, (*batch[0].shape, 2), "[..., U, 2]")
+    softmax = softmax_of(function, loss)
+    emission, logits = emission_of_device(function, loss, layout, softmax, batch, windows)
+    return call.method.compute(loss, emission, logits, *batch, windows)
 
 
 def softmax_of(function: str, loss) -> Softmax:

@@ -44,16 +44,11 @@ def _strict(loss) -> bool:
     return loss.implementation == "kernel"
 
 
-def _adjust(loss, planes, num_frames, num_labels, windows, closed=True):
-    """The arcs of the topology, from the planes of the emission."""
-    return adjust(planes, num_frames, num_labels, loss, windows, closed)
-
-
 def _adjust_isolated(loss, planes, num_frames, num_labels, windows, closed=True):
     """(arcs, sequences with a NaN in a plane). Such sequences add nothing to the gradient of the loss's leaves."""
     bad = has_nan(planes)
     isolated = {slot: isolate(x, bad) for slot, x in planes.items()}
-    return _adjust(loss, isolated, num_frames, num_labels, windows, closed), bad
+    return adjust(loss, isolated, num_frames, num_labels, windows, closed), bad
 
 
 def _reference(emission, loss, logits, placed, num_frames, num_labels, windows):
@@ -95,7 +90,7 @@ _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
 def _fused(emission, loss, logits, placed, num_frames, num_labels, windows):
     """Losses [...] by kernel: reads the logits once."""
     planes, _ = emission.forward(logits, placed, strict=_strict(loss))
-    arcs = _adjust(loss, planes, num_frames, num_labels, windows)
+    arcs = adjust(loss, planes, num_frames, num_labels, windows)
     return lattice.value(loss.compose().topology, arcs, num_frames, num_labels, strict=_strict(loss))
 
 
@@ -108,7 +103,7 @@ def _fused_fwd(emission, *primals):
     def adjusted(planes, loss):
         if learned:
             return _adjust_isolated(loss, planes, num_frames, num_labels, windows)
-        return _adjust(loss, planes, num_frames, num_labels, windows), None
+        return adjust(loss, planes, num_frames, num_labels, windows), None
 
     arcs, pullback, bad = jax.vjp(adjusted, planes, loss, has_aux=True)
     topology = loss.compose().topology
@@ -302,7 +297,7 @@ def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengt
 def arc_log_probs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
     (loss, logits, placed, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
-    planes = _adjust(loss, _plain_planes(loss, emission, logits, placed), num_frames, num_labels, windows)
+    planes = adjust(loss, _plain_planes(loss, emission, logits, placed), num_frames, num_labels, windows)
 
     def masked(arc):
         x = arc.of(planes)

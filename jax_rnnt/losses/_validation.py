@@ -75,7 +75,7 @@ def _has_path(loss, kept, num_frames, num_labels, frames, labels):
     plane = plane if kept is None else jnp.where(kept, plane, -jnp.inf)
     token = order.in_blocks.set(False)  # only what is finite counts
     try:
-        arcs = adjust(dict.fromkeys(composition.emission._names(), plane), num_frames, num_labels, loss, None)
+        arcs = adjust(loss, dict.fromkeys(composition.emission._names(), plane), num_frames, num_labels, None)
     finally:
         order.in_blocks.reset(token)
     return ~jnp.isneginf(lattice.log_likelihood(composition.topology, arcs, num_frames, num_labels))

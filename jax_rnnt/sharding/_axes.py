@@ -1,4 +1,4 @@
-"""Named mesh axes over which one loss is split: collectives, and the way into `jax.shard_map`.
+"""Named mesh axes over which one loss is split, and collectives over them.
 
 Inside `jax.shard_map(..., check_vma=True)` types tell which arrays vary over an axis, and JAX transposes a sum over
 devices of varying arrays into no collective. Without these types (`check_vma=False`, `pmap`) it transposes the sum into
@@ -9,9 +9,8 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
-from jax_rnnt._xla import reshard, varying_axes
+from jax_rnnt._xla import varying_axes
 
 
 def axis_size(axis: str) -> int | None:
@@ -66,19 +65,3 @@ def mesh_with(axes, arrays):
             meshes.append(getattr(x.sharding, "mesh", None))
         meshes.append(getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None))
     return next((mesh for mesh in meshes if mesh is not None and set(axes) <= set(mesh.axis_names)), None)
-
-
-def over_mesh(function, mesh, axes, specs, out_specs):
-    """``function(*arguments)``, pytrees, once a device of these mesh axes and of all explicit ones.
-
-    `specs` tells how each leaf is split, a pytree for each argument.
-    """
-    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Explicit}
-    names = {*axes, *explicit}
-
-    def run(*arguments):
-        if explicit:
-            arguments = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(mesh, spec)), arguments, specs)
-        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=names)(*arguments)
-
-    return run

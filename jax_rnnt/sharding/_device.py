@@ -1,6 +1,7 @@
 """The emission of a loss on one of the devices over which it is split."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +22,25 @@ def devices_of(loss) -> tuple[int, int]:
     return frames, vocabulary
 
 
-def emission_of_device(
-    function: str, loss, layout: Layout, softmax: Softmax, targets, logit_lengths, target_lengths, windows
-):
-    """(emission, its logits) on one of the devices, from its checked arrays; `softmax` is that of the loss."""
-    _check(function, loss, layout, (targets, logit_lengths, target_lengths, windows, loss))
+def emission_of_device(function: str, loss, layout: Layout, softmax: Softmax, batch, windows):
+    """(emission, its logits) on one of the devices, from its checked arrays; `softmax` is that of the loss.
+
+    `batch`: targets and both lengths.
+    """
+    _check(function, loss, layout, (batch, windows, loss))
+    targets, logit_lengths, target_lengths = batch
     frames, vocabulary = devices_of(loss)
     full = softmax.resolved(function, layout.classes * vocabulary)
-    softmax, own_lengths, exchange = full, logit_lengths, Exchange()
+    own: Any = full
+    own_lengths, exchange = logit_lengths, Exchange()
     if loss.frame_axis is not None:
         own_lengths = own_frames(logit_lengths, layout.frames, loss.frame_axis)
     if loss.vocab_axis is not None:
-        softmax = SplitVocabulary.own_softmax(function, full, vocabulary, layout.classes * vocabulary)
-    emission, logits = layout.emission(function, loss, softmax, targets, own_lengths, target_lengths)
+        own = SplitVocabulary.own_softmax(function, full, vocabulary, layout.classes * vocabulary)
+    emission, logits = layout.emission(function, loss, own, targets, own_lengths, target_lengths)
     rows = emission.rows
     if loss.vocab_axis is not None:
-        rows = SplitVocabulary(rows, softmax, full, loss.vocab_axis, vocabulary, layout.classes)
+        rows = SplitVocabulary(rows, own, full, loss.vocab_axis, vocabulary, layout.classes)
         exchange = VocabularyExchange(loss.vocab_axis)
     if loss.frame_axis is not None:
         exchange = FrameExchange(loss.frame_axis, jnp.shape(logit_lengths), emission.frames, exchange)

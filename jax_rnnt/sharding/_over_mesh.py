@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _pytree, _xla
@@ -63,5 +64,9 @@ def _batch(layout):
 
 @functools.partial(jax.jit, static_argnums=range(5))
 def _on_mesh(of_device, mesh, axes, specs, out_specs, call):
-    specs = (jax.tree.unflatten(jax.tree.structure(call), specs),)
-    return _axes.over_mesh(of_device, mesh, axes, specs, out_specs)(call)
+    """``of_device(call)``, once a device of these mesh axes and of all explicit ones; `specs` of each leaf of it."""
+    specs, explicit = jax.tree.unflatten(jax.tree.structure(call), specs), _xla.explicit_axes(mesh)
+    if explicit:
+        call = jax.tree.map(lambda x, spec: _xla.reshard(x, NamedSharding(mesh, spec)), call, specs)
+    names = {*axes, *explicit}
+    return jax.shard_map(of_device, mesh=mesh, in_specs=(specs,), out_specs=out_specs, axis_names=names)(call)

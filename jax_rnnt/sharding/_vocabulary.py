@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax_rnnt import _xla
 from jax_rnnt.emissions._emission import NO_LABEL, Exchange, Rows, inside_rows
 from jax_rnnt.emissions._norm import is_anchored, row_sum
-from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, one_hot
+from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, pick
 from jax_rnnt.sharding import _axes
 
 TOTAL = "total"  # the plane of w_d C
@@ -240,13 +240,9 @@ class SplitVocabulary(Rows[Any, Any]):
             return self.inner.reference(logits, nodes)  # an error: tiles have none
         all_labels, inside = nodes.label, inside_rows(nodes, logits.shape[-3])
         x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
-
-        def pick(column):
-            return jnp.sum(jnp.where(one_hot(column, x), x, 0), -1)
-
-        blanks = [pick(jnp.reshape(self._column(blank), (1,) * (x.ndim - 1))) for blank in self._blanks.values()]
-        beside = list(map(pick, self._beside))
-        picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels)), beside)
+        blanks = [pick(jnp.reshape(self._column(blank), (1,) * (x.ndim - 1)), x) for blank in self._blanks.values()]
+        beside = [pick(i, x) for i in self._beside]
+        picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels), x), beside)
         count = len(blanks) + 1
         if not self.full.normalize:
             picks = _axes.sum_over(self.axis, jnp.stack(picks))

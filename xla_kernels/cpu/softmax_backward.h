@@ -146,7 +146,7 @@ struct BackwardBuffers : RowBuffers<T> {
 // A backward pass over rows of a call. Run takes one group after the other through the steps, which are inlined: what
 // one of them leaves to the next stays in registers.
 //
-// common/shape.h derives the gradient. Here C is the sum of a row's cotangents, or their total, and softmax_k = exp(z_k
+// common/shape.h derives the gradient. Here C is the sum of a row's cotangents, or args.total, and softmax_k = exp(z_k
 // - base) / total with any base: a row is exp(z_k - base) * minus_sum, minus_sum = -C / total, and then its few classes
 // with arcs are corrected by their cotangents. Without a limit, minus_sum and `scale` are one factor.
 template <class T, bool kBernoulli>

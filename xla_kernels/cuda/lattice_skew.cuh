@@ -130,35 +130,24 @@ struct Sequence {
   A* flags;
 };
 
-// A tile of 32 frames x 32 columns of a sequence, and its nodes in either order. Blocks have (32, 8) threads.
+// A tile of a sequence, and its nodes in either order.
 template <class A>
-struct SkewTile {
+struct SkewTile : Tile {
   static constexpr int C = kChunk<A>, V = kVector<A>;
   static constexpr int kPitch = kTile + (sizeof(A) == 4 ? 5 : 3);  // without bank conflicts in either order
 
   __device__ __forceinline__ SkewTile(const Arguments<A>& args, const Sequence<A>& sequence, int b, Arcs<A>* nodes)
-      : args(args),
+      : Tile(args.columns),
+        args(args),
         sequence(sequence),
         b(b),
-        first_t(int(blockIdx.x) / int(Tiles(args.columns)) * kTile),
-        first_u(int(blockIdx.x) % int(Tiles(args.columns)) * kTile),
-        lane(int(threadIdx.x)),
-        u(first_u + lane),
         nodes(nodes),
         blanks(&sequence.arcs->of[0]),
         labels(blanks + 2 * V * args.columns) {}
 
-  __device__ __forceinline__ bool Empty() const { return first_t >= sequence.frames || first_u > sequence.labels; }
   __device__ __forceinline__ bool Used(int t) const { return t < sequence.frames && u <= sequence.labels; }
   __device__ __forceinline__ Arcs<A>& Node(int t) const { return nodes[(t - first_t) * kPitch + lane]; }
 
-  // Calls visit(t, place in a plane) for the nodes of column u.
-  template <class Visit>
-  __device__ __forceinline__ void ByFrames(const Visit& visit) const {
-    for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
-      if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
-    }
-  }
   // Calls visit(t, column, node, place in blanks and labels). A warp takes one vector of 32 / V columns in every chunk,
   // or in every second one. An H100 is bound by instructions here, so what all rounds share comes first.
   template <class Visit>
@@ -193,7 +182,7 @@ struct SkewTile {
       bits |= limits.Bits(x);
       return x;
     };
-    ByFrames([&](int t, int64_t i) {
+    ByFrames(args, sequence, b, [&](int t, int64_t i) {
       if (!Used(t)) return;
       const A blank = check(args.log_blank[i]);
       const A label = u < sequence.labels ? check(args.log_label[i]) : -kInfinity<A>;
@@ -224,14 +213,14 @@ struct SkewTile {
   __device__ __forceinline__ void Back() const {
     const A loss = args.loss[b];
     const bool dead = loss == kInfinity<A>;
-    if (!Empty() && !dead) {
+    if (!Outside(sequence) && !dead) {
       ByDiagonals([&](int t, int, int node, unsigned i) {
         if (t < first_t || t >= min(first_t + kTile, sequence.frames)) return;
         nodes[node] = {blanks[i], labels[i]};
       });
     }
     __syncthreads();
-    ByFrames([&](int t, int64_t i) {
+    ByFrames(args, sequence, b, [&](int t, int64_t i) {
       const bool zero = !Used(t) || dead;
       args.grad_blank[i] = zero ? A(0) : loss != loss ? loss : Node(t).blank;
       args.grad_label[i] = zero ? A(0) : loss != loss ? loss : u == sequence.labels ? A(0) : Node(t).label;
@@ -241,7 +230,7 @@ struct SkewTile {
 
   const Arguments<A>& args;
   const Sequence<A>& sequence;
-  const int b, first_t, first_u, lane, u;
+  const int b;
   Arcs<A>* const nodes;            // in shared memory
   A *const blanks, *const labels;  // in the workspace
 };
@@ -256,7 +245,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) Skew(const __grid_constan
     const SkewTile<A> tile(args, sequence, b, nodes);
     if (kBack) {
       tile.Back();
-    } else if (!tile.Empty()) {
+    } else if (!tile.Outside(sequence)) {
       tile.Forth();
     } else if (threadIdx.x == 0 && threadIdx.y == 0) {
       sequence.flags[blockIdx.x] = 0;  // all flags of a row are read

@@ -16,9 +16,34 @@ namespace jax_rnnt::cuda {
 #endif
 constexpr unsigned kMaxGridY = JAX_RNNT_GRID_Y;
 
-// Blocks of (32, 8) threads reorder planes, a tile at a time.
+// Blocks of (32, 8) threads reorder planes, a tile of 32 frames x 32 columns at a time.
 constexpr int kTile = 32, kSkewRows = 8;
 constexpr int64_t Tiles(int64_t n) { return (n + kTile - 1) / kTile; }
+
+// The tile of a block, and the column of a thread in it.
+struct Tile {
+  __device__ __forceinline__ explicit Tile(int columns)
+      : first_t(int(blockIdx.x) / int(Tiles(columns)) * kTile),
+        first_u(int(blockIdx.x) % int(Tiles(columns)) * kTile),
+        lane(int(threadIdx.x)),
+        u(first_u + lane) {}
+
+  // Whether no node of the sequence lies in it.
+  template <class Sequence>
+  __device__ __forceinline__ bool Outside(const Sequence& sequence) const {
+    return first_t >= sequence.frames || first_u > sequence.labels;
+  }
+  // Calls visit(t, place in a plane) for the nodes of column u of sequence b.
+  template <class Arguments, class Sequence, class Visit>
+  __device__ __forceinline__ void ByFrames(const Arguments& args, const Sequence& sequence, int b,
+                                           const Visit& visit) const {
+    for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
+      if (u < args.columns) visit(t, int64_t(b) * sequence.plane + t * args.columns + u);
+    }
+  }
+
+  int first_t, first_u, lane, u;
+};
 
 template <class A>
 using Value = Extended<Scalar<A>>;

@@ -32,43 +32,26 @@ namespace {
 #endif
 constexpr int kMaxThreads = JAX_RNNT_SKIP_THREADS;
 
-// A tile of 32 frames x 32 columns, which a block of (32, 8) threads brings into another order through shared memory.
+// A tile, and its nodes in shared memory.
 template <class A>
-struct SkipTile {
+struct SkipTile : Tile {
   static constexpr int kPitch = kTile + 1;
 
-  __device__ __forceinline__ SkipTile(const Arguments<A>& args, A* nodes)
-      : nodes(nodes),
-        first_t(int(blockIdx.x) / int(Tiles(args.columns)) * kTile),
-        first_u(int(blockIdx.x) % int(Tiles(args.columns)) * kTile),
-        u(first_u + int(threadIdx.x)) {}
+  __device__ __forceinline__ SkipTile(const Arguments<A>& args, A* nodes) : Tile(args.columns), nodes(nodes) {}
 
-  __device__ __forceinline__ A& Node(int t) const { return nodes[(t - first_t) * kPitch + int(threadIdx.x)]; }
-  // Whether no node of the sequence lies in the tile.
-  __device__ __forceinline__ bool Outside(const Sequence<A>& sequence) const {
-    return first_t >= sequence.frames || first_u > sequence.labels;
-  }
-  // visit(t, place in a plane [B, T, U1]) for each node of the arrays.
-  template <class Visit>
-  __device__ __forceinline__ void ByFrames(const Arguments<A>& args, int b, Visit visit) const {
-    if (u >= args.columns) return;
-    for (int t = first_t + int(threadIdx.y); t < min(first_t + kTile, args.frames); t += kSkewRows) {
-      visit(t, (int64_t(b) * args.frames + t) * args.columns + u);
-    }
-  }
-  // visit(t, place in diagonal order) for each node of the sequence.
+  __device__ __forceinline__ A& Node(int t) const { return nodes[(t - first_t) * kPitch + lane]; }
+  // Calls visit(t, place in diagonal order) for the nodes of the sequence.
   template <class Visit>
   __device__ __forceinline__ void ByDiagonals(const Arguments<A>& args, const Sequence<A>& sequence,
                                               Visit visit) const {
     for (int d = int(threadIdx.y); d < 2 * kTile - 1; d += kSkewRows) {
-      const int t = first_t + d - int(threadIdx.x);
+      const int t = first_t + d - lane;
       if (t < first_t || t >= first_t + kTile || !sequence.Inside(t, u)) continue;
       visit(t, Sequence<A>::Position(args, t + u, u));
     }
   }
 
   A* nodes;
-  int first_t, first_u, u;
 };
 
 // Grid: (tiles, sequences, arcs). Arcs that do not exist become -inf, and a flag gets the bits of the tile's arcs.
@@ -83,7 +66,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkewIn(const __grid_const
     if (tile.Outside(sequence)) continue;
     const Limits<A> limits(sequence.frames, sequence.labels);
     int bits = 0;
-    tile.ByFrames(args, b, [&](int t, int64_t i) {
+    tile.ByFrames(args, sequence, b, [&](int t, int64_t i) {
       if (!sequence.Inside(t, tile.u)) return;
       A x = -kInfinity<A>;
       const bool ends = t + args.dt[k] == sequence.frames && tile.u + args.du[k] == sequence.labels;
@@ -137,7 +120,7 @@ __global__ void __launch_bounds__(kTile* kSkewRows, 4) SkewBack(const __grid_con
       });
     }
     __syncthreads();
-    tile.ByFrames(args, b, [&](int t, int64_t i) {
+    tile.ByFrames(args, sequence, b, [&](int t, int64_t i) {
       const bool used = sequence.Inside(t, tile.u);
       args.grad_plane[blockIdx.z][i] = used && finite ? tile.Node(t) : used && loss != loss ? loss : A(0);
     });

@@ -62,7 +62,7 @@ def any_or_always(wanted):
     return jax.lax.platform_dependent(jnp.any(wanted), cpu=lambda some: some, default=jnp.ones_like)
 
 
-def pack_size(rows: int, usual: int) -> int:
+def pack_size(usual: int) -> int:
     """Rows that a network takes at once, where about `usual` of them are wanted.
 
     Packs that are seldom full take the time of full ones.
@@ -113,7 +113,7 @@ def compute_rows(wanted, source, usual, function, results):
     count = wanted.shape[0]
 
     def in_packs(wanted, source, results):
-        packed = packing(wanted, source, pack_size(count, usual))
+        packed = packing(wanted, source, pack_size(usual))
 
         def put(results, place, rows):
             put_at = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=place, axis=0)
@@ -163,7 +163,7 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
         return jax.tree.map(lambda x, y: put_hypothesis_rows(x, target, y, rows), tree, after)
 
     def in_packs(tree, lag, may_wait):
-        size = pack_size(batch * width, batch * width // 4)
+        size = pack_size(batch * width // 4)
         packed = packing(flat(wanted), flat(source), size, jnp.repeat(lag, width))
         full = packed.computed // packed.size * packed.size
         count = jnp.where(may_wait | (full > 0), full, packed.computed)
