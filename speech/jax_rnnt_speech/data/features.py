@@ -134,9 +134,7 @@ class Extractor:
         triangles = np.minimum((frequency - low) / (middle - low), (high - frequency) / (high - middle))
         triangles = np.maximum(triangles, 0) * (2 / (high - low) if self.slaney else 1)
         if not triangles.any(0).all() and not self.slaney:
-            raise UserError(
-                f"--mels {self.mels}: filters are narrower than a frequency: take fewer"
-            )
+            raise UserError(f"--mels {self.mels}: filters are narrower than a frequency: take fewer")
         return triangles.astype(np.float32)
 
 
