@@ -36,7 +36,7 @@ def kind_of(folder):
         return "nemo"
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder")
-    known = f"neither checkpoints/ of a run, nor {package.SETUP}, nor config.json, nor model.bin"
+    known = f"neither checkpoints/ of a run, nor {package.SETUP}, nor config.json, nor model.bin, nor a .nemo file"
     raise UserError(f"{folder} has no checkpoint: {known}")
 
 

@@ -515,7 +515,7 @@ def test_check(folder, capsys, tmp_path, refused):
     assert "in batches of 2 x" in capsys.readouterr().out
     for more, message in (
         ([folder / "none.jsonl", "--normalize", "basic:xx"], "--normalize basic:xx has no numbers in words"),
-        (["--window", 0.01, "--hop", 0.01], "--window 0.01 has fewer than two samples at --rate 16000"),
+        (["--hop", 30], "--hop 30 must be above 0, and at most the window of 25 ms"),
     ):
         refused(["check", folder / "check.jsonl", *more], message)
     (tmp_path / "nothing.jsonl").write_text("\n")

@@ -11,7 +11,7 @@ import pytest
 
 from jax_rnnt_speech.model import transducer
 from jax_rnnt_speech.model.model import Model
-from jax_rnnt_speech.system import hosts
+from jax_rnnt_speech.system import hosts, outputs
 from jax_rnnt_speech.training import checkpoints, objective, runs, steps, train
 from support import CONVOLUTIONAL, arguments, configuration, prepared, run, steps_of, weights, write_audio
 
@@ -111,10 +111,13 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
     run([*command, "--resume"])  # has ended: it is tested, and nothing is written
     assert losses(workdir) == losses(trained[0]) and before == {x: x.read_bytes() for x in workdir.glob("*.*")}
     alone = shutil.copytree(workdir, tmp_path / "alone")
+    relu = tmp_path / "relu.json"
+    relu.write_text('{"head": {"activation": "relu"}}')
     shutil.rmtree(alone / "checkpoints")  # as of a run that ended before its first checkpoint
     for changed, expected in (
         ([*command, "--resume", "--change", "--accumulate", 2], "with --accumulate 1, which 2 does not fit"),
         ([*command, "--resume", "--change", "--batch-norm", "batch"], "with --batch-norm frozen, which batch does not"),
+        ([*command, "--resume", "--config", relu], "run holds a model with head.activation tanh, got relu"),
         ([*command, "--resume", "--steps", 0], "--steps 0 trains nothing: `rnnt-speech test` evaluates a run"),
         ([*command, "--workdir", alone], "alone holds an earlier run"),
         (["train", "--workdir", tmp_path / "typo", "--resume"], "typo has no checkpoint: train first"),
@@ -184,14 +187,24 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     """A run whose corpora have changed goes on only if that is asked for. Names of corpora hold in any folder.
 
     The best error rate of other held-out utterances is none. Processes with others of either kind do not agree.
+    The checkpoints are as version 0.3 wrote them, with options of another encoder.
     """
     shutil.copytree(trained[0], tmp_path / "run")
+    for file in (tmp_path / "run").glob("checkpoints/*/setup/metadata"):
+        setup = json.loads(file.read_text())
+        sections, setup["config"] = setup["config"], {"heads": 2, "kernel": 3, "mel_on": "host"}
+        for name in ("data", "texts", "objective", "compute"):
+            setup["config"] |= sections[name]
+        setup["config"] |= {"rate": 8000, "mels": 6, "encoder": "convolutional", "channels": 2, "chunk": 4, "past": 4}
+        setup["config"] |= {"width": 8, "blocks": 1, "steps": 6, "learning_rate": 0.01}
+        file.write_text(json.dumps(setup))
+        outputs.seal(file.parents[1])
     started, seen, changed = [], [], [*arguments(corpus, tmp_path / "run"), "--resume", "--steps", 7, "--change"]
     monkeypatch.setattr(hosts, "agree", lambda name, x: seen.append(x))
     monkeypatch.setattr(train.Training, "main", lambda x: started.append(x) or train.Rates(0, 0, 0))
     monkeypatch.chdir(corpus)
     run(["train", "--resume", "--workdir", tmp_path / "run", "--train", "all.jsonl"])
-    assert started[0].progress.rates and started[0].progress.step
+    assert started[0].progress.rates and started[0].progress.step and started[0].config.blocks.convolution == 3
     for name, kind in (("all.jsonl", "training"), ("held-out.jsonl", "held-out")):
         rows = (corpus / name).read_text()
         try:
@@ -233,6 +246,10 @@ def test_epochs(corpus, tmp_path, capsys):
         ({"lower": 1}, "lower: expected true or false, got 1"),
         ({"speed": 1}, "there is no option speed"),
         ({"features": {"rat": 1}}, "the section features has no field rat"),
+        ({"compute": 3}, "compute: expected an object of fields, got 3"),
+        ({"width": 8, "blocks": {"width": 16}}, "blocks.width says again what the option width is"),
+        ({"convolution": 5, "kernel": 3}, "kernel says again what the option convolution is"),
+        ('{"width": 8, "width": 16}', "c.json is not readable as JSON: width is there twice"),
         (
             {"data": {"train": "x", "valid": "x"}, "features": {"window": 0.01, "hop": 0.01}},
             "a window of 0.01 ms has fewer than two samples at --rate 16000",
@@ -240,7 +257,7 @@ def test_epochs(corpus, tmp_path, capsys):
     ],
 )
 def test_configurations_are_checked(tmp_path, refused, options, message):
-    (tmp_path / "c.json").write_text(json.dumps(options))
+    (tmp_path / "c.json").write_text(options if isinstance(options, str) else json.dumps(options))
     refused(["train", "--config", tmp_path / "c.json"], message)
 
 

@@ -68,7 +68,7 @@ def train(args):
     hosts.join(args)
     started = time.perf_counter()
     with hosts.together():
-        chosen = chosen or resumed(options, args).checked()
+        chosen = chosen or resumed(options, args).without_others(given).checked()
         rates = Training(chosen, args, models.fresh).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if args.expect_cer is not None and not rates.cer <= args.expect_cer:

@@ -330,8 +330,9 @@ def tuples(x):
 
 
 def flag(name):
-    """An option as the command line has it."""
-    return f"--{name.replace('_', '-')}"
+    """An option as the command line has it, or else as JSON does."""
+    section, field = OPTIONS[name]
+    return f"{section}.{field.name}" if field.metadata.get("hidden") else f"--{name.replace('_', '-')}"
 
 
 def _options():

@@ -40,7 +40,7 @@ def given(args, names=tuple(OPTIONS)):
     found = {name: x for name, x in vars(args).items() if name in names}
     for name, other in (("batch", "batch_seconds"), ("steps", "epochs")):
         if name in found:
-            found.setdefault(other, OPTIONS[other][1].default)
+            found = {other: OPTIONS[other][1].default} | found  # the first one that differs from a run's is named
         elif other in found:
             found[name] = OPTIONS[name][1].default
     return found

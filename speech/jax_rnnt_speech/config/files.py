@@ -22,10 +22,20 @@ def read_file(name):
         known = ", ".join(sorted(x.stem for x in PRESETS.glob("*.json")))
         raise UserError(f"--config {name} is neither a file nor one of {known}")
     try:
-        options = json.loads(path.read_text("utf-8"))
+        options = json.loads(path.read_text("utf-8"), object_pairs_hook=once)
     except (OSError, ValueError) as error:
         raise UserError(f"--config {name} is not readable as JSON: {error}") from None
     return from_json(options, f"--config {name}")
+
+
+def once(pairs):
+    """An object of JSON, which has no key twice."""
+    found = {}
+    for key, x in pairs:
+        if key in found:
+            raise ValueError(f"{key} is there twice")
+        found[key] = x
+    return found
 
 
 @contextlib.contextmanager
@@ -50,16 +60,24 @@ def from_json(tree, name):
         raise UserError(f"{name}: expected an object of options, got {type(tree).__name__}")
     fields = {(section, field.name): option for option, (section, field) in OPTIONS.items()}
     sections, checked = {section for section, _ in fields}, {}
+
+    def take(option, x, place):
+        if option in checked:
+            raise UserError(f"{name}: {place} says again what the option {option} is")
+        checked[option] = value(option, x, f"{name}: {place}")
+
     for key, x in tree.items():
         if key in sections and isinstance(x, dict):
             for inner, y in x.items():
                 if (key, inner) not in fields:
                     raise UserError(f"{name}: the section {key} has no field {inner}")
-                checked[fields[key, inner]] = value(fields[key, inner], y, f"{name}: {key}.{inner}")
+                take(fields[key, inner], y, f"{key}.{inner}")
         elif key in RETIRED and x == RETIRED[key]:
             continue
-        elif (key := RENAMED.get(key, key)) in OPTIONS:
-            checked[key] = value(key, x, f"{name}: {key}")
+        elif (option := RENAMED.get(key, key)) in OPTIONS:
+            take(option, x, key)
+        elif key in sections:
+            raise UserError(f"{name}: {key}: expected an object of fields, got {x}")
         else:
             raise UserError(f"{name}: there is no option {key}")
     return checked

@@ -90,7 +90,7 @@ class Recordings:
         for sources in (names(paths), names(synthetic)):
             if made := [x for x in map(str, sources) if by_function(x)]:
                 raise UserError(
-                    f"{made[0]}: a corpus that a function makes goes with no other, and has its own --valid"
+                    f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test"
                 )
             first = len(self.entries)
             entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
