@@ -345,6 +345,10 @@ def test_folders(folder, tmp_path):
     assert faults["a second audio file for the same text"] == ["one/1-2-2.wav"]
     assert len(augmentation.noises_of(tmp_path / "linked")) == 4
     (tmp_path / "empty").mkdir()
+    (tmp_path / "kaldi").mkdir()
+    (tmp_path / "kaldi/wav.scp").write_text("a a.wav\n")
+    with pytest.raises(asr.system.UserError, match=r"/kaldi is not readable: text: No such file"):
+        list(manifests.read(tmp_path / "kaldi"))
     with pytest.raises(asr.system.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
     (tmp_path / "empty/part").mkdir()

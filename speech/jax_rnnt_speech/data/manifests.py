@@ -95,7 +95,9 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
         yield next(rows, Fault("nothing is listed", path.name))
         yield from rows
     except (OSError, EOFError, zlib.error) as error:
-        raise ListError(path, f"is not readable: {reason(error)}") from None
+        inside = getattr(error, "filename", None)
+        place = f"{Path(inside).name}: " if inside and Path(inside) != path else ""
+        raise ListError(path, f"is not readable: {place}{reason(error)}") from None
 
 
 def read_all(paths, *columns, lenient=True, texts=True):
