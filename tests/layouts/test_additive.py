@@ -82,7 +82,7 @@ def test_scores_of_any_size(way, loss, dtype):
         length = 22 if loss is family.CONSTRAINED else 11
         limit = max(compare.tolerance(dtype, length), length * scale * compare.eps(dtype))
         np.testing.assert_allclose(got[0], wanted[0], rtol=16 * compare.eps(dtype), err_msg=f"{scale}")
-        compare.assert_close(got[1:], wanted[1:], atol=limit, err_msg=f"{scale}")
+        compare.assert_close(got[1:], wanted[1:], atol=limit, message=f"{scale}")
     for scale in (1e7, 1e9, 1e20, 1e30) if dtype == np.float32 else ():  # where rounding hides all differences
         am, lm, p = scores(scale, dtype)
         got, wanted = compiled(way, loss)(am, lm, *p[1:]), of_sum(am, lm, p, loss)
