@@ -163,10 +163,10 @@ def test_searches():
     idle = decode.reset_streams(shapes, np.ones(2, bool))  # so that all parts run in one program
     whole = part(model.encoder, model.lengths, idle, lists(0, 1))
     first = part(padded(slice(1)), np.array([1, 1], np.int32), idle, lists(0, 1))
-    turned = jax.tree.map(lambda x: x[::-1], first.state)
+    turned = jax.tree.map(lambda x: np.asarray(x)[::-1], first.state)
     last = part(padded(slice(1, 3))[::-1], model.lengths[::-1] - 1, turned, lists(1, 0))
-    last = jax.tree.map(lambda x: x[::-1], last._replace(state=None))
     whole, last = (jax.tree.map(np.asarray, x._replace(state=None)) for x in (whole, last))
+    last = jax.tree.map(lambda x: x[::-1], last)
     for b, phrases in enumerate(LISTS):
         value = lambda labels, finished, phrases=phrases: 0.5 * worth(labels, *phrases, finished)
         rules = dict(

@@ -94,10 +94,9 @@ def answers_of_array(kind, name, questions):
     return (by_array, penalty), found
 
 
-# Every layout; a second head, a blank of its own, several blanks, and a step that reads the next column.
+# Every layout; a second head, and a step that reads the next column.
 PAIRS = [("RNNTLoss", name) for name in layout_table.NAMES[1:]]
 PAIRS += [("TDTLoss", "JointLogits"), ("ConstrainedRNNTLoss", "BandLogits")]
-PAIRS += [family.slow("HATLoss", "PackedLogits"), family.slow("MultiblankRNNTLoss", "AdditiveLogits")]
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)

@@ -12,9 +12,9 @@ import compare
 from jax_rnnt import RNNTLoss, decode
 from jax_rnnt.flax import linen as flax_linen
 from jax_rnnt.flax import nnx as flax_nnx
-from meshes import at, mesh_of
+from meshes import SET_MESH, at, mesh_of
 
-pytestmark = pytest.mark.no_kernel
+pytestmark = [pytest.mark.no_kernel, SET_MESH]
 B, T, V, E = 8, 6, 5, 8
 ROWS = np.random.default_rng(0).normal(size=(B, T, E)).astype(np.float32)
 FRAMES = np.int32([6, 5, 6, 4, 1, 3, 6, 6])
