@@ -135,7 +135,7 @@ every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
 every_kernel = _parametrized(LOSSES)
 
 # For methods, which see arcs alone: what differs behind the emission are products, a step, skips, and ends.
-every_kind = _parametrized((RNNT, TDT, CONSTRAINED, *SKIPPING))
+every_kind = _parametrized((TDT, CONSTRAINED, *SKIPPING))
 
 # With a reference of one loss and of one with two heads. test_emissions and test_lattices have those of the others.
 every_implementation = _parametrized(
