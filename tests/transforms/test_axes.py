@@ -46,7 +46,7 @@ def search(function, predictor, rows, frames, state=None):
 def test_streams(devices):
     """A stream in two parts, with its rows changed between them in every way."""
 
-    beam = functools.partial(search, functools.partial(decode.beam, width=3), flax_nnx.LSTMPredictor)
+    beam = functools.partial(search, functools.partial(decode.beam, width=3), flax_nnx.StatelessPredictor)
 
     @jax.jit
     def run(first, second, lengths, more, order):
@@ -62,7 +62,7 @@ def test_streams(devices):
         compare.assert_close(jax.device_get(run(*at(mesh, (*parts, order), "data"))), alone, 1e-5)
     wide, of = functools.partial(decode.beam, width=17), jax.sharding.PartitionSpec("data")  # rows are packed
     manual = dict(mesh=jax.sharding.Mesh(np.array(devices[:4]), "data"), in_specs=of, out_specs=of)
-    part = jax.shard_map(lambda *x: search(wide, flax_nnx.LSTMPredictor, *x).scores, **manual)
+    part = jax.shard_map(lambda *x: search(wide, flax_nnx.StatelessPredictor, *x).scores, **manual)
     assert jax.eval_shape(part, ROWS, FRAMES).shape == (B, 17)
 
 
