@@ -161,7 +161,9 @@ def table(loss):
     return rows
 
 
-@pytest.mark.parametrize("name", ["constrained", "tdt", "split", family.slow("hat"), family.slow("monotonic_final_blank")])
+@pytest.mark.parametrize(
+    "name", ["constrained", "tdt", "split", family.slow("hat"), family.slow("monotonic_final_blank")]
+)
 def test_one_alignment(name):
     """Both are the probability of the label at its node, also at a temperature."""
     loss, temperature = NAMED[name], 1.7

@@ -88,7 +88,7 @@ def test_the_gradient_is_a_loss():
     assert repr(jax_rnnt.RNNTLoss(clamp=-1)) == "RNNTLoss()"
 
 
-def test_operands_of_a_step(implementation):
+def test_operands_of_a_step(kernel):
     """The gradient of the docs' risk is the posterior of the label, zero outside the lengths, also under vmap."""
     names, _ = code("docs/own_loss.md", "class BypassLoss")
     risk_loss = code("docs/own_loss.md", "class RiskLoss", **names)[0]["RiskLoss"]
@@ -105,7 +105,7 @@ def test_operands_of_a_step(implementation):
         return out
 
     wanted = np.stack([posterior(x) for x in risk]) * WEIGHTS[:, None, None]
-    call = lambda x: risk_loss(risk=x, reduction="none", implementation=implementation)(*p)
+    call = lambda x: risk_loss(risk=x, reduction="none", implementation=kernel)(*p)
     total = lambda x: jnp.sum(call(x) * WEIGHTS)
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total)))(risk), wanted, atol=1e-12)
 

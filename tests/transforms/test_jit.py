@@ -13,7 +13,7 @@ import jax_rnnt
 VALUES = {"fastemit_lambda": (0.25, 0.5), "clamp": (0.125, 0.0625), "delay_penalty": (0.25, -0.5)}
 
 
-def test_changing_lengths_and_labels_compiles_nothing(implementation):
+def test_changing_lengths_and_labels_compiles_nothing(kernel):
     """Nor does another value of an option. Many training scripts schedule options as Python floats."""
 
     class Traced(jax_rnnt.RNNTLoss):
@@ -22,7 +22,7 @@ def test_changing_lengths_and_labels_compiles_nothing(implementation):
     p = batches.Problem(*map(jnp.asarray, batches.problem(3, 7, 2, 11)))
     other = p._replace(targets=p.targets + 1, logit_lengths=p.logit_lengths - 1)
     for options, arrays in zip(zip(*VALUES.values()), (p, other)):
-        loss = Traced(implementation=implementation, **dict(zip(VALUES, options)))
+        loss = Traced(implementation=kernel, **dict(zip(VALUES, options)))
         jax.value_and_grad(loss)(*arrays)
     with pytest.raises(AssertionError, match="traced > 5 times"):
         jax.value_and_grad(loss)(*p.take(slice(1, None)))
