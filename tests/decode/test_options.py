@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from decoding import EXACT, MOST, Model, assert_same
 from jax_rnnt import DecodingRules, HATLoss, MonotonicRNNTLoss, RNNTLoss, TDTLoss, TransducerLoss, decode, lattices
 from jax_rnnt.decode.search import _options
 
-SMALLEST, LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
+SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max  # floats, as the other values: one program takes all
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 
