@@ -216,9 +216,7 @@ def test_additive():
         return jax_rnnt.RNNTLoss(fused_log_softmax=False, reduction="none", implementation="reference")(planes, *p[1:])
 
     got = lambda *operands: jax_rnnt.RNNTLoss(reduction="none")(AdditiveLogits(*operands), *p[1:])
-    product = assert_products(
-        got, expected, operands, forward_alone=True
-    )  # the rest is `test_sums` of test_additive.py
+    product = assert_products(got, expected, operands, forward_alone=True)  # more: `test_sums`
     spoilt = [operands[0].copy(), *operands[1:]]
     spoilt[0][1, 0, 0] = np.nan
     masked, alone = product(spoilt, WEIGHTS[:2]), product(operands, WEIGHTS[:2] * [1, 0])
