@@ -138,7 +138,7 @@ def test_sums(case):
     first = change * cotangent[..., None]
     second = -p * (along - (p * along).sum(-1, keepdims=True)) * cotangent[..., None]
     expected = first.sum(2), first.sum(1), (change * along).sum(-1), second.sum(2), second.sum(1), second.sum(1)
-    compare.assert_close(got, expected, atol=1e-5)
+    compare.assert_close(tuple(got), expected, atol=1e-5)
 
 
 def mixed():
