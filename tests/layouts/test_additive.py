@@ -166,7 +166,8 @@ def test_sharded_over_the_batch(devices):
     with mesh_of(devices, "auto", (4, 2), ("data", "model")) as mesh:
         got, text = hlo.compiled(compiled(None), *at(mesh, arrays, "data", "model"))
         assert not hlo.collectives(text)
-        compare.assert_close([x.reshape(y.shape) for x, y in zip(got, expected)], expected, rtol=1e-6, atol=1e-5)
+        got = jax.tree.map(lambda x, y: x.reshape(y.shape), got, expected)
+        compare.assert_close(got, expected, rtol=1e-6, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- smoothing
