@@ -1,0 +1,624 @@
+"""A linear joint network and its emission for TPUs, in Pallas: no hidden unit, logit or gradient of a logit is kept.
+
+A block has `FRAMES` x `COLUMNS` nodes, its rows. Columns lie in sublanes, so rows [FRAMES, COLUMNS, H] are [N, H] as
+they lie, sums over frames are additions of registers, and the mask of a label serves all frames. The grid takes the
+blocks of a list, `Cut.listed`; the weight lies in VMEM all the while.
+
+Classes have an order of their own (`Classes`): those of other heads than the softmax in 128 lanes, then its blanks,
+then its other classes. So all that a loss treats in a way of its own lies in the first chunk, in known lanes. The
+kernels know no loss: the forward kernel makes numbers of rows, of which `_softmax.planes_of` makes planes; the backward
+kernel takes such numbers.
+
+B encoders with N sequences each, T frames, U1 columns, H units, V classes.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_rnnt._xla import struct_like
+from jax_rnnt.emissions import _norm
+from jax_rnnt.emissions._emission import scale_cotangent
+from jax_rnnt.emissions._softmax import Heads, Softmax, inside_rows, planes_of
+from jax_rnnt.layouts._tile_blocks import Blocks
+
+LANES, SUBLANES = 128, 8
+FRAMES, COLUMNS = 32, SUBLANES
+ROWS = FRAMES * COLUMNS
+CHUNKS = 512, 640, 384, 768, 256, 128  # classes of a chunk, from the best
+BLOCKS = Blocks(FRAMES, COLUMNS, 1)
+
+
+def rounded(n, to):
+    return -(-n // to) * to
+
+
+@dataclasses.dataclass(frozen=True)
+class Classes:
+    """The order of the classes of a row: other heads in lanes of their own, blanks of the softmax, all others."""
+
+    count: int  # V, with durations
+    blanks: tuple[int, ...]  # of the softmax
+    others: tuple[int, ...]  # of other heads
+
+    @property
+    def start(self) -> int:
+        """The lane of the first class of the softmax."""
+        return LANES if self.others else 0
+
+    @property
+    def kept(self) -> int:
+        """Classes of the softmax, from the first, whose logits the loss needs: blanks, or what anchors `norm`."""
+        return max(len(self.blanks), 1)
+
+    @functools.cached_property
+    def chunk(self) -> int:
+        """Classes that a kernel takes at once."""
+        lanes = rounded(self.start + self.count - len(self.others), LANES)
+        return min(CHUNKS, key=lambda size: (-lanes % size, CHUNKS.index(size)))
+
+    @property
+    def lanes(self) -> int:
+        return rounded(self.start + self.count - len(self.others), self.chunk)
+
+    def arrange(self, x, fill):
+        """[..., V] -> [..., lanes]."""
+
+        def parts(classes):
+            return [lax.slice_in_dim(x, k, k + 1, axis=x.ndim - 1) for k in classes]
+
+        def padding(n):
+            return [jnp.full((*x.shape[:-1], n), fill, x.dtype)] if n else []
+
+        moved = sorted((*self.blanks, *self.others))
+        edges = [-1, *moved, self.count]
+        runs = [lax.slice_in_dim(x, a + 1, b, axis=x.ndim - 1) for a, b in zip(edges, edges[1:]) if b > a + 1]
+        first = [*parts(self.others), *padding(self.start - len(self.others)), *parts(self.blanks)]
+        every = [*first, *runs]
+        every += padding(self.lanes - sum(y.shape[-1] for y in every))
+        return every[0] if len(every) == 1 else jnp.concatenate(every, -1)
+
+    def restore(self, x):
+        """The inverse of `arrange`."""
+        axis = x.ndim - 1
+        place = dict(zip(self.others, range(len(self.others))))
+        place |= dict(zip(self.blanks, range(self.start, self.start + len(self.blanks))))
+        parts, at, last = [], self.start + len(self.blanks), -1
+        for k in (*sorted(place), self.count):
+            if (run := k - last - 1) > 0:
+                parts.append(lax.slice_in_dim(x, at, at + run, axis=axis))
+                at += run
+            if k in place:
+                parts.append(lax.slice_in_dim(x, place[k], place[k] + 1, axis=axis))
+            last = k
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+
+    def lane(self, label):
+        """The lane of each label; -1: none, or of another head."""
+        moved = sum((label > k).astype(jnp.int32) for k in (*self.blanks, *self.others))
+        lane = self.start + len(self.blanks) + label - moved
+        for i, k in enumerate(self.blanks):
+            lane = jnp.where(label == k, self.start + i, lane)
+        for k in self.others:
+            lane = jnp.where(label == k, -1, lane)
+        return jnp.where(label < 0, -1, lane)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The list of blocks: an integer of each, of bits for encoder, block of frames, sequence, block of columns."""
+
+    encoders: int
+    copies: int  # N
+    shape: tuple[int, int]  # blocks of frames and of columns
+
+    @property
+    def bits(self) -> list[int]:
+        """Of frames, sequence and columns."""
+        return [max(n - 1, 0).bit_length() for n in (self.shape[0], self.copies, self.shape[1])]
+
+    def encode(self, encoder, frame, copy, column):
+        of_frame, of_copy, of_column = self.bits
+        return (((encoder << of_frame | frame) << of_copy) | copy) << of_column | column
+
+    def decode(self, code):
+        """(encoder, block of frames, sequence of the encoder, block of columns)"""
+        of_frame, of_copy, of_column = self.bits
+        column, code = code & ((1 << of_column) - 1), code >> of_column
+        copy, code = code & ((1 << of_copy) - 1), code >> of_copy
+        return code >> of_frame, code & ((1 << of_frame) - 1), copy, column
+
+    def listed(self, flags):
+        """(codes of the blocks with a flag, then -1 [n + 1], how many), of flags [B N, frames, columns]."""
+        frames, columns = self.shape
+        flags = flags.reshape(self.encoders, self.copies, frames, columns).swapaxes(1, 2)
+        axes = (lax.broadcasted_iota(jnp.int32, flags.shape, axis) for axis in range(4))
+        codes, flags = self.encode(*axes).reshape(-1), flags.reshape(-1)
+        place = jnp.cumsum(flags, dtype=jnp.int32)
+        out = jnp.full(flags.size + 1, -1, jnp.int32)
+        index = jnp.where(flags, place - 1, flags.size + 1 + jnp.arange(flags.size, dtype=jnp.int32))
+        return out.at[index].set(codes, mode="drop", unique_indices=True), place[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is static of a call of the kernels."""
+
+    classes: Classes
+    cut: Cut
+    softmax: Softmax
+    activation: Any
+    units: int  # H, padded
+    exact: bool  # products of float32
+
+    @property
+    def factor(self):
+        """The dtype of factors of products."""
+        return jnp.float32 if self.exact else jnp.bfloat16
+
+    def product(self, x, y, axes=((1,), (0,))):
+        precision = lax.Precision.HIGHEST if self.exact else None
+        return lax.dot_general(x, y, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+    @property
+    def chunks(self) -> int:
+        return self.classes.lanes // self.classes.chunk
+
+    def chunk(self, c):
+        """The lanes of chunk c."""
+        from jax.experimental import pallas as pl
+
+        size = self.classes.chunk
+        return pl.ds(c * size if isinstance(c, int) else pl.multiple_of(c * size, size), size)
+
+    def first_lane(self, c):
+        return c * self.classes.chunk
+
+    def each_other_chunk(self, step):
+        """``step(c)`` of all chunks but the first."""
+        if self.chunks == 2:
+            step(1)
+        elif self.chunks > 2:
+            lax.fori_loop(1, self.chunks, lambda c, _: (step(c), _)[1], np.int32(0))
+
+
+def _lane(shape):
+    return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+
+
+def _by_columns(x):
+    """[N, lanes] -> [FRAMES, COLUMNS, lanes]."""
+    return x.reshape(FRAMES, COLUMNS, x.shape[-1])
+
+
+def _inputs(problem, code, frames_ref, labels_ref, encoder_ref, predictor_ref):
+    """encoder + predictor [FRAMES, COLUMNS, H], 0 for rows outside the lengths."""
+    encoder, frame, copy, column = problem.cut.decode(code)
+    sequence = encoder * problem.cut.copies + copy
+    width = problem.units
+    row = frame * FRAMES + lax.broadcasted_iota(jnp.int32, (FRAMES, width), 0)
+    of_encoder = jnp.where(row < frames_ref[sequence], encoder_ref[0].astype(jnp.float32), 0)
+    row = column * COLUMNS + lax.broadcasted_iota(jnp.int32, (COLUMNS, width), 0)
+    of_predictor = jnp.where(row <= labels_ref[sequence], predictor_ref[0], 0)
+    return of_encoder[:, None] + of_predictor[None]
+
+
+def _group(x, i):
+    """Lanes i * 128 ... of [N, lanes]."""
+    return x[:, i * LANES : (i + 1) * LANES]
+
+
+def _forward_kernel(
+    list_ref, frames_ref, labels_ref, encoder_ref, predictor_ref, label_ref, weight_ref, bias_ref, out_ref,
+    hidden_ref, peak_ref, total_ref, picked_ref, *, problem,
+):  # fmt: skip
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    classes = problem.classes
+    code = list_ref[pl.program_id(0)]
+    x = _inputs(problem, code, frames_ref, labels_ref, encoder_ref, predictor_ref)
+    hidden_ref[...] = problem.activation(x).reshape(ROWS, problem.units).astype(problem.factor)
+    label = jnp.broadcast_to(label_ref[0], (COLUMNS, LANES))
+
+    def logits(c):
+        return problem.product(hidden_ref[...], weight_ref[:, problem.chunk(c)]) + bias_ref[:, problem.chunk(c)]
+
+    def picked(groups, c, first):
+        """[N, 128]: the logit of the label, in its lane of those modulo 128."""
+        total = jnp.zeros((FRAMES, COLUMNS, LANES), jnp.float32)
+        for i, z in enumerate(groups):
+            lane = problem.first_lane(c) + (first + i) * LANES + _lane((COLUMNS, LANES))
+            total = jnp.where((lane == label)[None], _by_columns(z), total)
+        return total.reshape(ROWS, LANES)
+
+    def peak_of(groups, peak):
+        return functools.reduce(jnp.maximum, groups, peak)
+
+    def finite(peak):
+        return jnp.where(peak == -jnp.inf, 0, peak)
+
+    skip = classes.start // LANES
+    z = logits(0)
+    first = z[:, : (skip + 1) * LANES]
+    groups = [_group(z, i) for i in range(skip, classes.chunk // LANES)]
+    if groups:
+        peak = functools.reduce(jnp.maximum, groups)
+        base = finite(peak)
+        peak_ref[...] = peak
+        total_ref[...] = sum(jnp.exp(z - base) for z in groups)
+        picked_ref[...] = picked(groups, 0, skip)
+
+    def step(c):
+        z = logits(c)
+        groups = [_group(z, i) for i in range(classes.chunk // LANES)]
+        old = peak_ref[...]
+        peak = peak_of(groups, old)
+        base = finite(peak)
+        peak_ref[...] = peak
+        total_ref[...] = total_ref[...] * jnp.exp(old - base) + sum(jnp.exp(z - base) for z in groups)
+        picked_ref[...] = picked_ref[...] + picked(groups, c, 0)
+
+    problem.each_other_chunk(step)
+
+    peak = jnp.max(peak_ref[...], 1, keepdims=True)
+    base = finite(peak)
+    total = jnp.sum(total_ref[...] * jnp.exp(finite(peak_ref[...]) - base), 1, keepdims=True)
+    of_label = jnp.sum(picked_ref[...], 1, keepdims=True)
+    # In lanes: other heads, what is kept, then these three.
+    others, kept = len(classes.others), classes.kept
+    lane = _lane((ROWS, LANES))
+    out = pltpu.roll(_group(first, skip), others, 1) if others else first
+    if others:
+        out = jnp.where(lane < others, _group(first, 0), out)
+    for i, value in enumerate((peak, total, of_label)):
+        out = jnp.where(lane == others + kept + i, value, out)
+    out_ref[0] = out.T[: out_ref.shape[1]]
+
+
+class Arrays(typing.NamedTuple):
+    """Operands of both kernels."""
+
+    encoder: jax.Array  # [B, T', H']
+    predictor: jax.Array  # float32 [B N, U', H']
+    label: jax.Array  # int32 [B N, U', 1]
+    weight: jax.Array  # [H', lanes]
+    bias: jax.Array  # float32 [1, lanes]
+
+
+def _padded(x, *sizes):
+    """Zeros behind the last dimensions, up to these sizes."""
+    edges = [(0, 0)] * (x.ndim - len(sizes)) + [(0, size - n) for n, size in zip(x.shape[x.ndim - len(sizes) :], sizes)]
+    return jnp.pad(x, edges) if any(after for _, after in edges) else x
+
+
+def problem_of(tiled, parameters, inputs) -> Problem:
+    softmax = tiled.inner
+    tokens = tiled.classes - softmax.num_durations
+    others = softmax.blanks if softmax.bernoulli else tuple(range(tokens, tiled.classes))
+    blanks = () if softmax.bernoulli else softmax.blanks
+    cut = Cut(inputs.encoder.shape[0], inputs.copies, BLOCKS.grid(inputs.shape))
+    classes = Classes(tiled.classes, blanks, others)
+    units = rounded(parameters[0].shape[0], LANES)
+    return Problem(classes, cut, softmax, tiled.joint.activation, units, tiled.exact)
+
+
+def _arrays(problem, parameters, inputs) -> Arrays:
+    weight, *bias = parameters
+    classes, units = problem.classes, problem.units
+    frames, columns = (n * size for n, size in zip(problem.cut.shape, (FRAMES, COLUMNS)))
+    encoder = inputs.encoder if inputs.encoder.dtype == jnp.bfloat16 else inputs.encoder.astype(jnp.float32)
+    added = bias[0].astype(jnp.float32) if bias else jnp.zeros(classes.count, jnp.float32)
+    return Arrays(
+        _padded(encoder, frames, units),
+        _padded(inputs.predictor.astype(jnp.float32), columns, units),
+        _padded(classes.lane(inputs.label[:, 0]), columns)[..., None],
+        _padded(classes.arrange(weight.astype(problem.factor), 0), units, classes.lanes),
+        classes.arrange(added, -jnp.inf)[None],
+    )
+
+
+def _specs(problem):
+    """Of the operands in `Arrays`, and of one row a block."""
+    from jax.experimental import pallas as pl
+
+    cut, units, lanes = problem.cut, problem.units, problem.classes.lanes
+
+    def of_encoder(i, codes, *_):
+        encoder, frame, _, _ = cut.decode(codes[i])
+        return encoder, frame, 0
+
+    def of_columns(i, codes, *_):
+        encoder, _, copy, column = cut.decode(codes[i])
+        return encoder * cut.copies + copy, column, 0
+
+    def of_block(i, codes, *_):
+        encoder, frame, copy, column = cut.decode(codes[i])
+        return ((encoder * cut.copies + copy) * cut.shape[0] + frame) * cut.shape[1] + column, 0, 0
+
+    def whole(i, *_):
+        return 0, 0
+
+    once = pl.Buffered(1)
+    operands = [
+        pl.BlockSpec((1, FRAMES, units), of_encoder),
+        pl.BlockSpec((1, COLUMNS, units), of_columns),
+        pl.BlockSpec((1, COLUMNS, 1), of_columns),
+        pl.BlockSpec((units, lanes), whole, pipeline_mode=once),
+        pl.BlockSpec((1, lanes), whole, pipeline_mode=once),
+    ]
+    return operands, of_block, of_encoder
+
+
+def _count(planes):
+    return rounded(planes, SUBLANES)
+
+
+def _call(kernel, problem, name, count, scalars, operands, in_specs, out_specs, out_shapes, scratch, products, interpret):
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    rows = problem.cut.encoders * problem.cut.copies * math.prod(problem.cut.shape) * ROWS
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(scalars), grid=(count,), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+    )
+    return pl.pallas_call(
+        functools.partial(kernel, problem=problem),
+        grid_spec=grid,
+        out_shape=out_shapes,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=100 << 20),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * rows * problem.units * problem.classes.lanes,
+            transcendentals=rows * problem.classes.lanes,
+            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *out_shapes)),
+        ),
+        interpret=interpret,
+        name=f"jax_rnnt_joint_{name}",
+    )(*scalars, *operands)
+
+
+def forward(tiled, parameters, inputs, interpret=False):
+    """Planes and residual of `Tiled` [B N, T, U1], in the order of its structure."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    problem = problem_of(tiled, parameters, inputs)
+    arrays, classes = _arrays(problem, parameters, inputs), problem.classes
+    codes, count = problem.cut.listed(BLOCKS.within(inputs.shape, inputs.num_frames, inputs.num_labels))
+    used = len(classes.others) + classes.kept + 3
+    specs, of_block, _ = _specs(problem)
+    result = struct_like(arrays.encoder, (codes.size - 1, rounded(used, SUBLANES), ROWS), jnp.float32)
+    by_lane = pltpu.VMEM((ROWS, LANES), jnp.float32)
+    (out,) = _call(
+        _forward_kernel, problem, "forward", count, (codes, inputs.num_frames, inputs.num_labels), arrays, specs,
+        [pl.BlockSpec((1, *result.shape[1:]), of_block)], [result],
+        [pltpu.VMEM((ROWS, problem.units), problem.factor), by_lane, by_lane, by_lane], 1, interpret,
+    )  # fmt: skip
+    rows = [BLOCKS.join(out[:, i], inputs.shape) for i in range(used)]
+    inside = _inside(inputs)
+    rows = [jnp.where(inside, x, 0) for x in rows]  # other memory was not written
+    others = len(classes.others)
+    of_others, kept, (peak, total, of_label) = rows[:others], rows[others:-3], rows[-3:]
+    softmax = problem.softmax
+    row = _norm.row_sum_of_total(peak, total) if softmax.normalize else None
+    blank, durations = (of_others[0], []) if softmax.bernoulli else (None, of_others)
+    heads = Heads(inside, row, of_label, kept[: len(classes.blanks)], durations, blank, kept[0])
+    return planes_of(heads, inputs.label, softmax.blanks)
+
+
+def _inside(inputs):
+    return inside_rows(jax.ShapeDtypeStruct((*inputs.shape, 1), jnp.float32), inputs.label, inputs.num_frames)
+
+
+# -------------------------------------------------------------------------------------------------------- backward
+
+
+def _backward_kernel(
+    list_ref, frames_ref, labels_ref, bound_ref, encoder_ref, predictor_ref, label_ref, weight_ref, bias_ref,
+    planes_ref, of_encoder_ref, of_predictor_ref, of_weight_ref, of_bias_ref,
+    hidden_ref, transposed_ref, of_hidden_ref, base_ref, factor_ref, added_ref, frames_sum_ref, weight_sum_ref,
+    *, problem,
+):  # fmt: skip
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    classes, softmax, cut = problem.classes, problem.softmax, problem.cut
+    i = pl.program_id(0)
+    code, before, after = list_ref[i], list_ref[jnp.maximum(i - 1, 0)], list_ref[i + 1]
+    encoder, frame, copy, column = cut.decode(code)
+    bound = bound_ref[encoder * cut.copies + copy]
+
+    @pl.when(i == 0)
+    def _():
+        weight_sum_ref[...] = jnp.zeros_like(weight_sum_ref)
+        of_bias_ref[...] = jnp.zeros_like(of_bias_ref)
+
+    x = _inputs(problem, code, frames_ref, labels_ref, encoder_ref, predictor_ref)
+    hidden = problem.activation(x).reshape(ROWS, problem.units)
+    hidden_ref[...] = hidden.astype(problem.factor)
+    transposed_ref[...] = hidden.T.astype(problem.factor)
+    planes = planes_ref[0].T
+    others, blanks, skip = len(classes.others), len(classes.blanks), classes.start // LANES
+
+    def plane(k):
+        return jnp.broadcast_to(planes[:, k : k + 1], (ROWS, LANES))
+
+    added_ref[...] = plane(others + blanks)
+    factor_ref[...] = plane(others + blanks + 1)
+    label = jnp.broadcast_to(label_ref[0], (COLUMNS, LANES))
+
+    def of_softmax(z, first_lane):
+        """Of 128 lanes."""
+        lane = first_lane + _lane((COLUMNS, LANES))
+        less = _by_columns(jnp.exp(z - base_ref[...]) * factor_ref[...])
+        return jnp.where((lane == label)[None], less + _by_columns(added_ref[...]), less).reshape(ROWS, LANES)
+
+    def of_other_heads(z):
+        lane = _lane((ROWS, LANES))
+        if softmax.bernoulli:
+            g = plane(0) * jax.nn.sigmoid(-z) - added_ref[...] * jax.nn.sigmoid(z)
+        else:
+            g = planes if planes.shape[1] == LANES else jnp.pad(planes, ((0, 0), (0, LANES - planes.shape[1])))
+            g = jnp.where(lane < others, g, 0)
+            if softmax.normalize:
+                z = jnp.where(lane < others, z, -jnp.inf)
+                peak = jnp.max(z, 1, keepdims=True)
+                weights = jnp.exp(z - jnp.where(peak == -jnp.inf, 0, peak))
+                total = jnp.sum(weights, 1, keepdims=True)
+                g = g - weights / jnp.where(total == 0, 1, total) * jnp.sum(g, 1, keepdims=True)
+        return jnp.where(lane < others, g, 0)
+
+    def add(c, groups, first):
+        g = [jnp.clip(x, -bound, bound) for x in groups]
+        g = g[0] if len(g) == 1 else jnp.concatenate(g, 1)
+        chunk = problem.chunk(c)
+        of_bias_ref[:, chunk] += jnp.sum(_by_columns(g), 0)
+        g = g.astype(problem.factor)
+        of_hidden = problem.product(g, weight_ref[:, chunk], ((1,), (1,)))
+        of_hidden_ref[...] = of_hidden if first else of_hidden_ref[...] + of_hidden
+        weight_sum_ref[:, chunk] += problem.product(transposed_ref[...], g)
+
+    def logits(c):
+        return problem.product(hidden_ref[...], weight_ref[:, problem.chunk(c)]) + bias_ref[:, problem.chunk(c)]
+
+    z = logits(0)
+    base = plane(others + blanks + 2)
+    if classes.chunk > classes.start:
+        anchor = _group(z, skip)[:, :1]
+        base = jnp.where(base == -jnp.inf, anchor, base)
+    base_ref[...] = base
+    groups = [of_other_heads(_group(z, 0))] if others else []
+    for k in range(skip, classes.chunk // LANES):
+        groups.append(of_softmax(_group(z, k), k * LANES))
+    if blanks:
+        for k in range(blanks):
+            groups[skip] = jnp.where(_lane((ROWS, LANES)) == k, groups[skip] + plane(others + k), groups[skip])
+    add(0, groups, True)
+
+    def step(c):
+        z, first = logits(c), problem.first_lane(c)
+        add(c, [of_softmax(_group(z, k), first + k * LANES) for k in range(classes.chunk // LANES)], False)
+
+    problem.each_other_chunk(step)
+
+    x = _inputs(problem, code, frames_ref, labels_ref, encoder_ref, predictor_ref)
+    (g,) = jax.vjp(problem.activation, x)[1](of_hidden_ref[...].reshape(x.shape))
+    of_copy, of_column = cut.bits[1:]
+    bits = of_copy + of_column
+    new_frames = (i == 0) | (before >> bits != code >> bits)
+    new_encoder = (i == 0) | (before >> (bits + cut.bits[0]) != encoder)
+
+    @pl.when(new_frames)
+    def _():
+        frames_sum_ref[...] = g
+
+    @pl.when(~new_frames)
+    def _():
+        frames_sum_ref[...] += g
+
+    @pl.when(after >> bits != code >> bits)
+    def _():
+        of_encoder_ref[0] = jnp.sum(frames_sum_ref[...], 1)
+
+    @pl.when(new_encoder)
+    def _():
+        of_predictor_ref[...] = jnp.zeros_like(of_predictor_ref)
+
+    rows = pl.ds(pl.multiple_of(column * COLUMNS, COLUMNS), COLUMNS)
+    of_predictor_ref[copy, rows] += jnp.sum(g, 0)
+
+    @pl.when(i == pl.num_programs(0) - 1)
+    def _():
+        pltpu.sync_copy(weight_sum_ref, of_weight_ref)
+
+
+def backward(tiled, parameters, inputs, cotangents, norm, scale, clamp, flags, interpret=False):
+    """(gradient of the encoder [B, T, H], of the predictor [B N, U1, H], those of the parameters), in float32.
+
+    `flags`: bool [B N, blocks of frames, blocks of columns], the blocks that count, of `BLOCKS`.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    problem = problem_of(tiled, parameters, inputs)
+    arrays, classes, cut = _arrays(problem, parameters, inputs), problem.classes, problem.cut
+    codes, count = cut.listed(flags)
+    planes = _cotangents(problem, inputs, cotangents, norm, scale)
+    planes = [BLOCKS.cut(x) for x in planes]
+    planes += [jnp.zeros_like(planes[0])] * (rounded(len(planes), SUBLANES) - len(planes))
+    planes = jnp.stack(planes, 1)
+    bound = jnp.where(clamp > 0, clamp * jnp.abs(scale), jnp.inf).astype(jnp.float32)
+    specs, of_block, of_encoder = _specs(problem)
+    width = arrays.predictor.shape[1]
+
+    def of_sequences(i, codes, *_):
+        return cut.decode(codes[i])[0], 0, 0
+
+    results = [
+        struct_like(arrays.encoder, shape, jnp.float32)
+        for shape in (
+            arrays.encoder.shape, arrays.predictor.shape, arrays.weight.shape, (SUBLANES, classes.lanes)
+        )
+    ]  # fmt: skip
+    out_specs = [
+        pl.BlockSpec((1, FRAMES, problem.units), of_encoder),
+        pl.BlockSpec((cut.copies, width, problem.units), of_sequences),
+        pl.BlockSpec(memory_space=pl.ANY),
+        pl.BlockSpec((SUBLANES, classes.lanes), lambda i, *_: (0, 0)),
+    ]
+    by_lane = pltpu.VMEM((ROWS, LANES), jnp.float32)
+    scratch = [
+        pltpu.VMEM((ROWS, problem.units), problem.factor),
+        pltpu.VMEM((problem.units, ROWS), problem.factor),
+        pltpu.VMEM((ROWS, problem.units), jnp.float32),
+        by_lane,
+        by_lane,
+        by_lane,
+        pltpu.VMEM((FRAMES, COLUMNS, problem.units), jnp.float32),
+        pltpu.VMEM((problem.units, classes.lanes), jnp.float32),
+    ]
+    of_encoder_rows, of_predictor, of_weight, of_bias = _call(
+        _backward_kernel, problem, "backward", count, (codes, inputs.num_frames, inputs.num_labels, bound),
+        (*arrays, planes), [*specs, pl.BlockSpec((1, *planes.shape[1:]), of_block)], out_specs, results, scratch, 3,
+        interpret,
+    )  # fmt: skip
+    some = flags.reshape(cut.encoders, cut.copies, *cut.shape)
+    of_frames = jnp.repeat(jnp.any(some, (1, 3)), FRAMES, 1)
+    (frames, columns), units = inputs.shape, parameters[0].shape[0]
+    of_encoder_rows = jnp.where(of_frames[..., None], of_encoder_rows, 0)[:, :frames, :units]
+    of_sequence = jnp.repeat(jnp.any(some, (1, 2, 3)), cut.copies)
+    of_predictor = jnp.where(of_sequence[:, None, None], of_predictor, 0)[:, :columns, :units]
+    of_weight = classes.restore(jnp.where(count > 0, of_weight, 0)[:units])
+    of_bias = classes.restore(jnp.sum(jnp.where(count > 0, of_bias, 0), 0))
+    return of_encoder_rows, of_predictor, [of_weight, of_bias][: len(parameters)]
+
+
+def _cotangents(problem, inputs, cotangents, norm, scale):
+    """Numbers of rows [B N, T, U1] for the backward kernel.
+
+    What other heads get; what is added at each blank, and at the label; the factor of exp(logit - base), and base: -inf
+    for the logit of the anchor, +inf where the softmax adds nothing.
+    """
+    softmax, classes = problem.softmax, problem.classes
+    cotangents = [cotangents[name] for name in softmax._names()]
+    used = _inside(inputs) & functools.reduce(jnp.logical_or, (x != 0 for x in cotangents))
+    cotangents = [jnp.where(used, scale_cotangent(x, scale), 0) for x in cotangents]
+    count = len(softmax.blanks)
+    of_blanks, of_label, of_others = cotangents[:count], cotangents[count], cotangents[count + 1 :]
+    if softmax.bernoulli:  # a label that is the blank counts as one
+        same = inputs.label == softmax.blanks[0]
+        of_others, of_blanks = [of_blanks[0] + jnp.where(same, of_label, 0)], []
+        of_label = jnp.where(same, 0, of_label)
+    factor, base = jnp.zeros_like(of_label), jnp.full_like(of_label, jnp.inf)
+    if softmax.normalize:
+        anchored, total = _norm.denominator(norm)
+        factor = -sum(of_blanks, of_label) / jnp.where(used, total, 1)
+        base = jnp.where(used, jnp.where(anchored, -jnp.inf, norm), base)
+    return [*of_others, *of_blanks, of_label, factor, base]
