@@ -14,6 +14,7 @@ B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 
 import dataclasses
 import functools
+import itertools
 import math
 import typing
 from typing import Any
@@ -32,7 +33,7 @@ from jax_rnnt.layouts._tile_blocks import Blocks
 LANES, SUBLANES = 128, 8
 FRAMES, COLUMNS = 32, SUBLANES
 ROWS = FRAMES * COLUMNS
-CHUNKS = 512, 640, 384, 768, 256, 128  # classes of a chunk, from the best
+CHUNKS, CHUNK_COST = (512, 640, 384, 768, 256, 128), 32  # classes of a chunk; what one costs, in classes
 BLOCKS = Blocks(FRAMES, COLUMNS, 1)
 
 
@@ -42,15 +43,20 @@ def rounded(n, to):
 
 @dataclasses.dataclass(frozen=True)
 class Classes:
-    """The order of the classes of a row: other heads in lanes of their own, blanks of the softmax, all others."""
+    """The order of the classes of a row: other heads in lanes of their own, blanks of the softmax, all others.
+
+    Groups of classes have equally many lanes; the grid takes all blocks for each of them. A group has as many lanes for
+    other heads as the first, and nothing in them.
+    """
 
     count: int  # V, with durations
     blanks: tuple[int, ...]  # of the softmax
     others: tuple[int, ...]  # of other heads
+    groups: int
 
     @property
     def start(self) -> int:
-        """The lane of the first class of the softmax."""
+        """The lane of a group's first class of the softmax."""
         return LANES if self.others else 0
 
     @property
@@ -58,54 +64,74 @@ class Classes:
         """Classes of the softmax, from the first, whose logits the loss needs: blanks, or what anchors `norm`."""
         return max(len(self.blanks), 1)
 
+    @property
+    def _least(self) -> int:
+        """Lanes that a group needs."""
+        return rounded(self.start + -(-(self.count - len(self.others)) // self.groups), LANES)
+
     @functools.cached_property
     def chunk(self) -> int:
-        """Classes that a kernel takes at once."""
-        lanes = rounded(self.start + self.count - len(self.others), LANES)
-        return min(CHUNKS, key=lambda size: (-lanes % size, CHUNKS.index(size)))
+        """Classes that a kernel takes at once: few chunks, and little padding."""
+        sizes = [size for size in CHUNKS if size > self.start]
+        return min(sizes, key=lambda size: rounded(self._least, size) + self._least // size * CHUNK_COST)
 
     @property
     def lanes(self) -> int:
-        return rounded(self.start + self.count - len(self.others), self.chunk)
+        """Of a group."""
+        return rounded(self._least, self.chunk)
+
+    @property
+    def chunks(self) -> int:
+        return self.lanes // self.chunk
+
+    def _runs(self):
+        """[(first class, end)] of the classes that are neither blanks nor of other heads."""
+        edges = [-1, *sorted((*self.blanks, *self.others)), self.count]
+        return [(a + 1, b) for a, b in itertools.pairwise(edges) if b > a + 1]
 
     def arrange(self, x, fill):
-        """[..., V] -> [..., lanes]."""
+        """[..., V] -> [..., groups * lanes]."""
 
-        def parts(classes):
-            return [lax.slice_in_dim(x, k, k + 1, axis=x.ndim - 1) for k in classes]
+        def padded(parts, size):
+            parts = list(parts)
+            missing = size - sum(y.shape[-1] for y in parts)
+            if missing:
+                parts.append(jnp.full((*x.shape[:-1], missing), fill, x.dtype))
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
 
-        def padding(n):
-            return [jnp.full((*x.shape[:-1], n), fill, x.dtype)] if n else []
-
-        moved = sorted((*self.blanks, *self.others))
-        edges = [-1, *moved, self.count]
-        runs = [lax.slice_in_dim(x, a + 1, b, axis=x.ndim - 1) for a, b in zip(edges, edges[1:]) if b > a + 1]
-        first = [*parts(self.others), *padding(self.start - len(self.others)), *parts(self.blanks)]
-        every = [*first, *runs]
-        every += padding(self.lanes - sum(y.shape[-1] for y in every))
-        return every[0] if len(every) == 1 else jnp.concatenate(every, -1)
+        size = self.lanes - self.start
+        tokens = [*(x[..., k : k + 1] for k in self.blanks), *(x[..., a:b] for a, b in self._runs())]
+        tokens = padded(tokens, self.groups * size)
+        if not self.others:
+            return tokens
+        heads = [padded((x[..., k : k + 1] for k in self.others), self.start)]
+        heads += [jnp.full_like(heads[0], fill)] * (self.groups - 1)
+        parts = (tokens[..., i * size : (i + 1) * size] for i in range(self.groups))
+        return jnp.concatenate([y for pair in zip(heads, parts) for y in pair], -1)
 
     def restore(self, x):
         """The inverse of `arrange`."""
-        axis = x.ndim - 1
-        place = dict(zip(self.others, range(len(self.others))))
-        place |= dict(zip(self.blanks, range(self.start, self.start + len(self.blanks))))
-        parts, at, last = [], self.start + len(self.blanks), -1
-        for k in (*sorted(place), self.count):
-            if (run := k - last - 1) > 0:
-                parts.append(lax.slice_in_dim(x, at, at + run, axis=axis))
-                at += run
-            if k in place:
-                parts.append(lax.slice_in_dim(x, place[k], place[k] + 1, axis=axis))
-            last = k
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+        others, tokens = x[..., : self.start], x
+        if self.others:
+            parts = x.reshape(*x.shape[:-1], self.groups, self.lanes)[..., self.start :]
+            tokens = parts.reshape(*x.shape[:-1], self.groups * (self.lanes - self.start))
+        parts = {k: others[..., i : i + 1] for i, k in enumerate(self.others)}
+        parts |= {k: tokens[..., i : i + 1] for i, k in enumerate(self.blanks)}
+        at = len(self.blanks)
+        for a, b in self._runs():
+            parts[a] = tokens[..., at : at + b - a]
+            at += b - a
+        ordered = [parts[k] for k in sorted(parts)]
+        return ordered[0] if len(ordered) == 1 else jnp.concatenate(ordered, -1)
 
     def lane(self, label):
         """The lane of each label; -1: none, or of another head."""
         moved = sum((label > k).astype(jnp.int32) for k in (*self.blanks, *self.others))
-        lane = self.start + len(self.blanks) + label - moved
+        place = len(self.blanks) + label - moved
         for i, k in enumerate(self.blanks):
-            lane = jnp.where(label == k, self.start + i, lane)
+            place = jnp.where(label == k, i, place)
+        size = self.lanes - self.start
+        lane = place + (place // size + 1) * self.start
         for k in self.others:
             lane = jnp.where(label == k, -1, lane)
         return jnp.where(label < 0, -1, lane)
@@ -157,6 +183,7 @@ class Problem:
     activation: Any
     units: int  # H, padded
     exact: bool  # products of float32
+    vmem: int = 100 << 20  # bytes
 
     @property
     def factor(self):
@@ -167,26 +194,19 @@ class Problem:
         precision = lax.Precision.HIGHEST if self.exact else None
         return lax.dot_general(x, y, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
-    @property
-    def chunks(self) -> int:
-        return self.classes.lanes // self.classes.chunk
-
     def chunk(self, c):
-        """The lanes of chunk c."""
+        """The lanes of chunk c of a group."""
         from jax.experimental import pallas as pl
 
         size = self.classes.chunk
         return pl.ds(c * size if isinstance(c, int) else pl.multiple_of(c * size, size), size)
 
-    def first_lane(self, c):
-        return c * self.classes.chunk
-
     def each_other_chunk(self, step):
-        """``step(c)`` of all chunks but the first."""
-        if self.chunks == 2:
+        """``step(c)`` of all chunks of a group but the first."""
+        if self.classes.chunks == 2:
             step(1)
-        elif self.chunks > 2:
-            lax.fori_loop(1, self.chunks, lambda c, _: (step(c), _)[1], np.int32(0))
+        elif self.classes.chunks > 2:
+            lax.fori_loop(1, self.classes.chunks, lambda c, _: (step(c), _)[1], np.int32(0))
 
 
 def _lane(shape):
@@ -223,7 +243,7 @@ def _forward_kernel(
     from jax.experimental.pallas import tpu as pltpu
 
     classes = problem.classes
-    code = list_ref[pl.program_id(0)]
+    code, offset = list_ref[pl.program_id(1)], pl.program_id(0) * classes.lanes
     x = _inputs(problem, code, frames_ref, labels_ref, encoder_ref, predictor_ref)
     hidden_ref[...] = problem.activation(x).reshape(ROWS, problem.units).astype(problem.factor)
     label = jnp.broadcast_to(label_ref[0], (COLUMNS, LANES))
@@ -235,7 +255,7 @@ def _forward_kernel(
         """[N, 128]: the logit of the label, in its lane of those modulo 128."""
         total = jnp.zeros((FRAMES, COLUMNS, LANES), jnp.float32)
         for i, z in enumerate(groups):
-            lane = problem.first_lane(c) + (first + i) * LANES + _lane((COLUMNS, LANES))
+            lane = offset + c * classes.chunk + (first + i) * LANES + _lane((COLUMNS, LANES))
             total = jnp.where((lane == label)[None], _by_columns(z), total)
         return total.reshape(ROWS, LANES)
 
@@ -280,7 +300,7 @@ def _forward_kernel(
         out = jnp.where(lane < others, _group(first, 0), out)
     for i, value in enumerate((peak, total, of_label)):
         out = jnp.where(lane == others + kept + i, value, out)
-    out_ref[0] = out.T[: out_ref.shape[1]]
+    out_ref[0, 0] = out.T[: out_ref.shape[2]]
 
 
 class Arrays(typing.NamedTuple):
@@ -289,8 +309,8 @@ class Arrays(typing.NamedTuple):
     encoder: jax.Array  # [B, T', H']
     predictor: jax.Array  # float32 [B N, U', H']
     label: jax.Array  # int32 [B N, U', 1]
-    weight: jax.Array  # [H', lanes]
-    bias: jax.Array  # float32 [1, lanes]
+    weight: jax.Array  # [H', groups * lanes]
+    bias: jax.Array  # float32 [1, groups * lanes]
 
 
 def _padded(x, *sizes):
@@ -299,13 +319,13 @@ def _padded(x, *sizes):
     return jnp.pad(x, edges) if any(after for _, after in edges) else x
 
 
-def problem_of(tiled, parameters, inputs) -> Problem:
+def problem_of(tiled, parameters, inputs, groups=1) -> Problem:
     softmax = tiled.inner
     tokens = tiled.classes - softmax.num_durations
     others = softmax.blanks if softmax.bernoulli else tuple(range(tokens, tiled.classes))
     blanks = () if softmax.bernoulli else softmax.blanks
     cut = Cut(inputs.encoder.shape[0], inputs.copies, BLOCKS.grid(inputs.shape))
-    classes = Classes(tiled.classes, blanks, others)
+    classes = Classes(tiled.classes, blanks, others, groups)
     units = rounded(parameters[0].shape[0], LANES)
     return Problem(classes, cut, softmax, tiled.joint.activation, units, tiled.exact)
 
@@ -320,7 +340,7 @@ def _arrays(problem, parameters, inputs) -> Arrays:
         _padded(encoder, frames, units),
         _padded(inputs.predictor.astype(jnp.float32), columns, units),
         _padded(classes.lane(inputs.label[:, 0]), columns)[..., None],
-        _padded(classes.arrange(weight.astype(problem.factor), 0), units, classes.lanes),
+        _padded(classes.arrange(weight.astype(problem.factor), 0), units, classes.groups * classes.lanes),
         classes.arrange(added, -jnp.inf)[None],
     )
 
@@ -331,34 +351,30 @@ def _specs(problem):
 
     cut, units, lanes = problem.cut, problem.units, problem.classes.lanes
 
-    def of_encoder(i, codes, *_):
+    def of_encoder(g, i, codes, *_):
         encoder, frame, _, _ = cut.decode(codes[i])
         return encoder, frame, 0
 
-    def of_columns(i, codes, *_):
+    def of_columns(g, i, codes, *_):
         encoder, _, copy, column = cut.decode(codes[i])
         return encoder * cut.copies + copy, column, 0
 
-    def of_block(i, codes, *_):
+    def of_block(g, i, codes, *_):
         encoder, frame, copy, column = cut.decode(codes[i])
         return ((encoder * cut.copies + copy) * cut.shape[0] + frame) * cut.shape[1] + column, 0, 0
 
-    def whole(i, *_):
-        return 0, 0
+    def of_group(g, i, *_):
+        return 0, g
 
     once = pl.Buffered(1)
     operands = [
         pl.BlockSpec((1, FRAMES, units), of_encoder),
         pl.BlockSpec((1, COLUMNS, units), of_columns),
         pl.BlockSpec((1, COLUMNS, 1), of_columns),
-        pl.BlockSpec((units, lanes), whole, pipeline_mode=once),
-        pl.BlockSpec((1, lanes), whole, pipeline_mode=once),
+        pl.BlockSpec((units, lanes), of_group, pipeline_mode=once),
+        pl.BlockSpec((1, lanes), of_group, pipeline_mode=once),
     ]
     return operands, of_block, of_encoder
-
-
-def _count(planes):
-    return rounded(planes, SUBLANES)
 
 
 def _call(kernel, problem, name, count, scalars, operands, in_specs, out_specs, out_shapes, scratch, products, interpret):
@@ -366,17 +382,18 @@ def _call(kernel, problem, name, count, scalars, operands, in_specs, out_specs, 
     from jax.experimental.pallas import tpu as pltpu
 
     rows = problem.cut.encoders * problem.cut.copies * math.prod(problem.cut.shape) * ROWS
+    lanes = problem.classes.groups * problem.classes.lanes
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(scalars), grid=(count,), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+        num_scalar_prefetch=len(scalars), grid=(problem.classes.groups, count), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
     )
     return pl.pallas_call(
         functools.partial(kernel, problem=problem),
         grid_spec=grid,
         out_shape=out_shapes,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=100 << 20),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=problem.vmem),
         cost_estimate=pl.CostEstimate(
-            flops=2 * products * rows * problem.units * problem.classes.lanes,
-            transcendentals=rows * problem.classes.lanes,
+            flops=2 * products * rows * problem.units * lanes,
+            transcendentals=rows * lanes,
             bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *out_shapes)),
         ),
         interpret=interpret,
@@ -384,25 +401,26 @@ def _call(kernel, problem, name, count, scalars, operands, in_specs, out_specs, 
     )(*scalars, *operands)
 
 
-def forward(tiled, parameters, inputs, interpret=False):
+def forward(tiled, parameters, inputs, groups=1, interpret=False):
     """Planes and residual of `Tiled` [B N, T, U1], in the order of its structure."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    problem = problem_of(tiled, parameters, inputs)
+    problem = problem_of(tiled, parameters, inputs, groups)
     arrays, classes = _arrays(problem, parameters, inputs), problem.classes
     codes, count = problem.cut.listed(BLOCKS.within(inputs.shape, inputs.num_frames, inputs.num_labels))
     used = len(classes.others) + classes.kept + 3
     specs, of_block, _ = _specs(problem)
-    result = struct_like(arrays.encoder, (codes.size - 1, rounded(used, SUBLANES), ROWS), jnp.float32)
+    shape = classes.groups, codes.size - 1, rounded(used, SUBLANES), ROWS
+    result = struct_like(arrays.encoder, shape, jnp.float32)
     by_lane = pltpu.VMEM((ROWS, LANES), jnp.float32)
     (out,) = _call(
         _forward_kernel, problem, "forward", count, (codes, inputs.num_frames, inputs.num_labels), arrays, specs,
-        [pl.BlockSpec((1, *result.shape[1:]), of_block)], [result],
+        [pl.BlockSpec((1, 1, *shape[2:]), lambda g, *rest: (g, *of_block(g, *rest)))], [result],
         [pltpu.VMEM((ROWS, problem.units), problem.factor), by_lane, by_lane, by_lane], 1, interpret,
     )  # fmt: skip
-    rows = [BLOCKS.join(out[:, i], inputs.shape) for i in range(used)]
     inside = _inside(inputs)
+    rows = [BLOCKS.join(x, inputs.shape) for x in _joined(out, used)]
     rows = [jnp.where(inside, x, 0) for x in rows]  # other memory was not written
     others = len(classes.others)
     of_others, kept, (peak, total, of_label) = rows[:others], rows[others:-3], rows[-3:]
@@ -411,6 +429,18 @@ def forward(tiled, parameters, inputs, interpret=False):
     blank, durations = (of_others[0], []) if softmax.bernoulli else (None, of_others)
     heads = Heads(inside, row, of_label, kept[: len(classes.blanks)], durations, blank, kept[0])
     return planes_of(heads, inputs.label, softmax.blanks)
+
+
+def _joined(out, used):
+    """Numbers of rows from those of the groups [groups, blocks, planes, rows]."""
+    parts = [[x[:, i] for i in range(used)] for x in out]
+    *others, peak, total, of_label = parts[0]
+    for *_, next_peak, next_total, next_label in parts[1:]:
+        either = jnp.maximum(peak, next_peak)
+        base = jnp.where(jnp.isneginf(either), 0, either)
+        total = total * jnp.exp(peak - base) + next_total * jnp.exp(next_peak - base)
+        peak, of_label = either, of_label + next_label
+    return [*others, peak, total, of_label]
 
 
 def _inside(inputs):
@@ -422,22 +452,27 @@ def _inside(inputs):
 
 def _backward_kernel(
     list_ref, frames_ref, labels_ref, bound_ref, encoder_ref, predictor_ref, label_ref, weight_ref, bias_ref,
-    planes_ref, of_encoder_ref, of_predictor_ref, of_weight_ref, of_bias_ref,
+    planes_ref, anchor_ref, anchor_bias_ref, of_encoder_ref, of_predictor_ref, of_weight_ref, of_bias_ref,
     hidden_ref, transposed_ref, of_hidden_ref, base_ref, factor_ref, added_ref, frames_sum_ref, weight_sum_ref,
-    *, problem,
+    semaphore, *, problem,
 ):  # fmt: skip
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     classes, softmax, cut = problem.classes, problem.softmax, problem.cut
-    i = pl.program_id(0)
+    i, group = pl.program_id(1), pl.program_id(0)
+    offset = group * problem.classes.lanes
     code, before, after = list_ref[i], list_ref[jnp.maximum(i - 1, 0)], list_ref[i + 1]
     encoder, frame, copy, column = cut.decode(code)
     bound = bound_ref[encoder * cut.copies + copy]
 
     @pl.when(i == 0)
     def _():
-        weight_sum_ref[...] = jnp.zeros_like(weight_sum_ref)
+        def clear(k, carry):
+            weight_sum_ref[pl.ds(pl.multiple_of(k * SUBLANES, SUBLANES), SUBLANES)] = jnp.zeros_like(of_bias_ref)
+            return carry
+
+        lax.fori_loop(0, problem.units // SUBLANES, clear, np.int32(0))
         of_bias_ref[...] = jnp.zeros_like(of_bias_ref)
 
     x = _inputs(problem, code, frames_ref, labels_ref, encoder_ref, predictor_ref)
@@ -489,21 +524,24 @@ def _backward_kernel(
         return problem.product(hidden_ref[...], weight_ref[:, problem.chunk(c)]) + bias_ref[:, problem.chunk(c)]
 
     z = logits(0)
+    if classes.groups > 1:  # the anchor is a class of the first
+        anchor = problem.product(hidden_ref[...], anchor_ref[...]) + anchor_bias_ref[...]
+    else:
+        anchor = _group(z, skip)
     base = plane(others + blanks + 2)
-    if classes.chunk > classes.start:
-        anchor = _group(z, skip)[:, :1]
-        base = jnp.where(base == -jnp.inf, anchor, base)
-    base_ref[...] = base
-    groups = [of_other_heads(_group(z, 0))] if others else []
+    base_ref[...] = jnp.where(base == -jnp.inf, anchor[:, :1], base)
+    in_first = group == 0
+    groups = [jnp.where(in_first, of_other_heads(_group(z, 0)), 0)] if others else []
     for k in range(skip, classes.chunk // LANES):
-        groups.append(of_softmax(_group(z, k), k * LANES))
+        groups.append(of_softmax(_group(z, k), offset + k * LANES))
     if blanks:
         for k in range(blanks):
-            groups[skip] = jnp.where(_lane((ROWS, LANES)) == k, groups[skip] + plane(others + k), groups[skip])
+            here = (_lane((ROWS, LANES)) == k) & in_first
+            groups[skip] = jnp.where(here, groups[skip] + plane(others + k), groups[skip])
     add(0, groups, True)
 
     def step(c):
-        z, first = logits(c), problem.first_lane(c)
+        z, first = logits(c), offset + c * classes.chunk
         add(c, [of_softmax(_group(z, k), first + k * LANES) for k in range(classes.chunk // LANES)], False)
 
     problem.each_other_chunk(step)
@@ -525,21 +563,24 @@ def _backward_kernel(
 
     @pl.when(after >> bits != code >> bits)
     def _():
-        of_encoder_ref[0] = jnp.sum(frames_sum_ref[...], 1)
+        of_encoder_ref[0, 0] = jnp.sum(frames_sum_ref[...], 1)
 
     @pl.when(new_encoder)
     def _():
         of_predictor_ref[...] = jnp.zeros_like(of_predictor_ref)
 
     rows = pl.ds(pl.multiple_of(column * COLUMNS, COLUMNS), COLUMNS)
-    of_predictor_ref[copy, rows] += jnp.sum(g, 0)
+    of_predictor_ref[0, copy, rows] += jnp.sum(g, 0)
 
-    @pl.when(i == pl.num_programs(0) - 1)
+    @pl.when(i == pl.num_programs(1) - 1)
     def _():
-        pltpu.sync_copy(weight_sum_ref, of_weight_ref)
+        lanes = pl.ds(pl.multiple_of(group * classes.lanes, classes.lanes), classes.lanes)
+        copy_out = pltpu.make_async_copy(weight_sum_ref, of_weight_ref.at[:, lanes], semaphore)
+        copy_out.start()
+        copy_out.wait()
 
 
-def backward(tiled, parameters, inputs, cotangents, norm, scale, clamp, flags, interpret=False):
+def backward(tiled, parameters, inputs, cotangents, norm, scale, clamp, flags, groups=1, interpret=False):
     """(gradient of the encoder [B, T, H], of the predictor [B N, U1, H], those of the parameters), in float32.
 
     `flags`: bool [B N, blocks of frames, blocks of columns], the blocks that count, of `BLOCKS`.
@@ -547,7 +588,7 @@ def backward(tiled, parameters, inputs, cotangents, norm, scale, clamp, flags, i
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    problem = problem_of(tiled, parameters, inputs)
+    problem = problem_of(tiled, parameters, inputs, groups)
     arrays, classes, cut = _arrays(problem, parameters, inputs), problem.classes, problem.cut
     codes, count = cut.listed(flags)
     planes = _cotangents(problem, inputs, cotangents, norm, scale)
@@ -558,20 +599,25 @@ def backward(tiled, parameters, inputs, cotangents, norm, scale, clamp, flags, i
     specs, of_block, of_encoder = _specs(problem)
     width = arrays.predictor.shape[1]
 
-    def of_sequences(i, codes, *_):
-        return cut.decode(codes[i])[0], 0, 0
+    def of_sequences(g, i, codes, *_):
+        return g, cut.decode(codes[i])[0], 0, 0
+
+    anchor = slice(classes.start, classes.start + LANES)
+    anchors = arrays.weight[:, anchor], arrays.bias[:, anchor]
 
     results = [
         struct_like(arrays.encoder, shape, jnp.float32)
         for shape in (
-            arrays.encoder.shape, arrays.predictor.shape, arrays.weight.shape, (SUBLANES, classes.lanes)
+            (classes.groups, *arrays.encoder.shape), (classes.groups, *arrays.predictor.shape), arrays.weight.shape,
+            (SUBLANES, arrays.bias.shape[1]),
         )
     ]  # fmt: skip
+    of_anchors = [pl.BlockSpec(x.shape, lambda *_: (0, 0), pipeline_mode=pl.Buffered(1)) for x in anchors]
     out_specs = [
-        pl.BlockSpec((1, FRAMES, problem.units), of_encoder),
-        pl.BlockSpec((cut.copies, width, problem.units), of_sequences),
+        pl.BlockSpec((1, 1, FRAMES, problem.units), lambda g, *rest: (g, *of_encoder(g, *rest))),
+        pl.BlockSpec((1, cut.copies, width, problem.units), of_sequences),
         pl.BlockSpec(memory_space=pl.ANY),
-        pl.BlockSpec((SUBLANES, classes.lanes), lambda i, *_: (0, 0)),
+        pl.BlockSpec((SUBLANES, classes.lanes), lambda g, i, *_: (0, g)),
     ]
     by_lane = pltpu.VMEM((ROWS, LANES), jnp.float32)
     scratch = [
@@ -583,18 +629,19 @@ def backward(tiled, parameters, inputs, cotangents, norm, scale, clamp, flags, i
         by_lane,
         pltpu.VMEM((FRAMES, COLUMNS, problem.units), jnp.float32),
         pltpu.VMEM((problem.units, classes.lanes), jnp.float32),
+        pltpu.SemaphoreType.DMA,
     ]
     of_encoder_rows, of_predictor, of_weight, of_bias = _call(
         _backward_kernel, problem, "backward", count, (codes, inputs.num_frames, inputs.num_labels, bound),
-        (*arrays, planes), [*specs, pl.BlockSpec((1, *planes.shape[1:]), of_block)], out_specs, results, scratch, 3,
-        interpret,
+        (*arrays, planes, *anchors), [*specs, pl.BlockSpec((1, *planes.shape[1:]), of_block), *of_anchors], out_specs,
+        results, scratch, 3, interpret,
     )  # fmt: skip
     some = flags.reshape(cut.encoders, cut.copies, *cut.shape)
     of_frames = jnp.repeat(jnp.any(some, (1, 3)), FRAMES, 1)
     (frames, columns), units = inputs.shape, parameters[0].shape[0]
-    of_encoder_rows = jnp.where(of_frames[..., None], of_encoder_rows, 0)[:, :frames, :units]
+    of_encoder_rows = jnp.where(of_frames[..., None], jnp.sum(of_encoder_rows, 0), 0)[:, :frames, :units]
     of_sequence = jnp.repeat(jnp.any(some, (1, 2, 3)), cut.copies)
-    of_predictor = jnp.where(of_sequence[:, None, None], of_predictor, 0)[:, :columns, :units]
+    of_predictor = jnp.where(of_sequence[:, None, None], jnp.sum(of_predictor, 0), 0)[:, :columns, :units]
     of_weight = classes.restore(jnp.where(count > 0, of_weight, 0)[:units])
     of_bias = classes.restore(jnp.sum(jnp.where(count > 0, of_bias, 0), 0))
     return of_encoder_rows, of_predictor, [of_weight, of_bias][: len(parameters)]
