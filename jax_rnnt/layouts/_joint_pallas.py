@@ -28,6 +28,7 @@ from jax_rnnt._xla import struct_like
 from jax_rnnt.emissions import _norm
 from jax_rnnt.emissions._emission import scale_cotangent
 from jax_rnnt.emissions._softmax import Heads, Softmax, inside_rows, planes_of
+from jax_rnnt.layouts._joint_networks import Tanh
 from jax_rnnt.layouts._tile_blocks import Blocks
 
 LANES, SUBLANES = 128, 8
@@ -183,12 +184,22 @@ class Problem:
     activation: Any
     units: int  # H, padded
     exact: bool  # products of float32
-    vmem: int = 100 << 20  # bytes
+    vmem: int  # bytes
 
     @property
     def factor(self):
         """The dtype of factors of products."""
-        return jnp.float32 if self.exact else jnp.bfloat16
+        return np.dtype(jnp.float32 if self.exact else jnp.bfloat16)
+
+    @property
+    def bytes(self) -> int:
+        """Of VMEM for the backward kernel, which takes more than the other."""
+        width, units, lanes = self.factor.itemsize, self.units, self.classes.lanes
+        weights = units * lanes * (width + 4) + 6 * SUBLANES * lanes * 4
+        hidden = ROWS * units * (2 * width + 4 * 4) + 4 * FRAMES * units * 4
+        chunk = ROWS * (4 * self.classes.chunk + 6 * LANES) * 4
+        of_predictor = 2 * self.cut.copies * self.cut.shape[1] * COLUMNS * units * 4
+        return weights + hidden + chunk + of_predictor
 
     def product(self, x, y, axes=((1,), (0,))):
         precision = lax.Precision.HIGHEST if self.exact else None
@@ -319,15 +330,72 @@ def _padded(x, *sizes):
     return jnp.pad(x, edges) if any(after for _, after in edges) else x
 
 
-def problem_of(tiled, parameters, inputs, groups=1) -> Problem:
-    softmax = tiled.inner
+# -------------------------------------------------------------------------------------------------- what it takes
+
+# Bytes of VMEM of a core by the kind of a device, and where nothing tells the kind.
+VMEM = {
+    "TPU v4": 16, "TPU v5 lite": 128, "TPU v5e": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128, "TPU v6e": 128,
+    "TPU7x": 64,
+}  # fmt: skip
+LEAST_VMEM = 16
+MOST_BLOCKS = 1 << 17  # of a list: half of the scalar memory
+
+
+def _gelu(x):
+    """`jax.nn.gelu` with approximate=False; there is no erfc in Mosaic."""
+    return x * (0.5 + 0.5 * lax.erf(x * np.float32(math.sqrt(0.5))))
+
+
+def _activation(function):
+    """The function in a kernel, of those that a `LinearJoint` may have; None: it is not among them."""
+    approximate = True
+    if isinstance(function, functools.partial) and function.func is jax.nn.gelu and not function.args:
+        if set(function.keywords) - {"approximate"}:
+            return None
+        function, approximate = jax.nn.gelu, bool(function.keywords.get("approximate", True))
+    if isinstance(function, Tanh) or function is lax.tanh:
+        return jnp.tanh
+    if function is jax.nn.gelu:
+        return function if approximate else _gelu
+    return next((f for f in (jnp.tanh, jax.nn.relu, jax.nn.silu) if f is function), None)
+
+
+def plan(tiled, parameters, inputs, device) -> Problem | str:
+    """The problem for avals of the operands of a device of this (kind, cores), or why there is no kernel for it."""
+    softmax, weight = tiled.inner, parameters[0]
+    if type(softmax) is not Softmax:
+        return "its classes are split over devices"
+    arrays = weight, inputs.encoder, inputs.predictor
+    if any(x.dtype == jnp.float64 for x in arrays):
+        return "it takes no float64"
+    activation = _activation(tiled.joint.activation)
+    if activation is None:
+        names = "jnp.tanh, jax.nn.relu, jax.nn.silu and jax.nn.gelu"
+        return f"it has the activations {names}, got {tiled.joint.activation!r}"
+    if len(set(softmax.blanks)) < len(softmax.blanks):
+        return f"its blanks must differ, got {softmax.blanks}"
     tokens = tiled.classes - softmax.num_durations
     others = softmax.blanks if softmax.bernoulli else tuple(range(tokens, tiled.classes))
     blanks = () if softmax.bernoulli else softmax.blanks
+    if len(others) + len(blanks) + 4 > LANES:
+        return f"it takes at most {LANES - 4} blanks and durations, got {len(others) + len(blanks)}"
     cut = Cut(inputs.encoder.shape[0], inputs.copies, BLOCKS.grid(inputs.shape))
-    classes = Classes(tiled.classes, blanks, others, groups)
-    units = rounded(parameters[0].shape[0], LANES)
-    return Problem(classes, cut, softmax, tiled.joint.activation, units, tiled.exact)
+    blocks = cut.encoders * cut.copies * math.prod(cut.shape)
+    if blocks > MOST_BLOCKS:
+        return f"it takes at most {MOST_BLOCKS} blocks of {FRAMES} frames and {COLUMNS} columns, got {blocks}"
+    exact = tiled.precision not in _FAST and weight.dtype != jnp.bfloat16
+    kind, cores = device
+    vmem = VMEM.get(kind, LEAST_VMEM) << 20
+    for doublings in range(8):
+        classes = Classes(tiled.classes, blanks, others, cores << doublings)
+        problem = Problem(classes, cut, softmax, activation, rounded(weight.shape[0], LANES), exact, int(0.95 * vmem))
+        if problem.bytes <= 0.9 * vmem:
+            return problem
+    return f"it needs {problem.bytes >> 20} of {vmem >> 20} MB of VMEM"
+
+
+# `jax.default_matmul_precision` of products of bfloat16 factors.
+_FAST = None, "default", "fastest", "bfloat16", "BF16_BF16_F32"
 
 
 def _arrays(problem, parameters, inputs) -> Arrays:
@@ -401,12 +469,11 @@ def _call(kernel, problem, name, count, scalars, operands, in_specs, out_specs, 
     )(*scalars, *operands)
 
 
-def forward(tiled, parameters, inputs, groups=1, interpret=False):
-    """Planes and residual of `Tiled` [B N, T, U1], in the order of its structure."""
+def forward(problem, parameters, inputs, interpret=False):
+    """(planes by slot, norm) [B N, T, U1]"""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    problem = problem_of(tiled, parameters, inputs, groups)
     arrays, classes = _arrays(problem, parameters, inputs), problem.classes
     codes, count = problem.cut.listed(BLOCKS.within(inputs.shape, inputs.num_frames, inputs.num_labels))
     used = len(classes.others) + classes.kept + 3
@@ -428,7 +495,8 @@ def forward(tiled, parameters, inputs, groups=1, interpret=False):
     row = _norm.row_sum_of_total(peak, total) if softmax.normalize else None
     blank, durations = (of_others[0], []) if softmax.bernoulli else (None, of_others)
     heads = Heads(inside, row, of_label, kept[: len(classes.blanks)], durations, blank, kept[0])
-    return planes_of(heads, inputs.label, softmax.blanks)
+    *planes, norm = planes_of(heads, inputs.label, softmax.blanks)
+    return dict(zip(softmax._names(), planes)), norm
 
 
 def _joined(out, used):
@@ -580,7 +648,7 @@ def _backward_kernel(
         copy_out.wait()
 
 
-def backward(tiled, parameters, inputs, cotangents, norm, scale, clamp, flags, groups=1, interpret=False):
+def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags, interpret=False):
     """(gradient of the encoder [B, T, H], of the predictor [B N, U1, H], those of the parameters), in float32.
 
     `flags`: bool [B N, blocks of frames, blocks of columns], the blocks that count, of `BLOCKS`.
@@ -588,7 +656,6 @@ def backward(tiled, parameters, inputs, cotangents, norm, scale, clamp, flags, g
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    problem = problem_of(tiled, parameters, inputs, groups)
     arrays, classes, cut = _arrays(problem, parameters, inputs), problem.classes, problem.cut
     codes, count = cut.listed(flags)
     planes = _cotangents(problem, inputs, cotangents, norm, scale)
