@@ -174,6 +174,10 @@ class Cut:
         return out.at[index].set(codes, mode="drop", unique_indices=True), place[-1]
 
 
+def cut_of(inputs) -> Cut:
+    return Cut(inputs.encoder.shape[0], inputs.copies, BLOCKS.grid(inputs.shape))
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What is static of a call of the kernels."""
@@ -185,6 +189,10 @@ class Problem:
     units: int  # H, padded
     exact: bool  # products of float32
     vmem: int  # bytes
+
+    def of(self, inputs) -> "Problem":
+        """The same for the inputs of one device: of a part of the batch."""
+        return dataclasses.replace(self, cut=cut_of(inputs))
 
     @property
     def factor(self):
@@ -379,7 +387,7 @@ def plan(tiled, parameters, inputs, device) -> Problem | str:
     blanks = () if softmax.bernoulli else softmax.blanks
     if len(others) + len(blanks) + 4 > LANES:
         return f"it takes at most {LANES - 4} blanks and durations, got {len(others) + len(blanks)}"
-    cut = Cut(inputs.encoder.shape[0], inputs.copies, BLOCKS.grid(inputs.shape))
+    cut = cut_of(inputs)
     blocks = cut.encoders * cut.copies * math.prod(cut.shape)
     if blocks > MOST_BLOCKS:
         return f"it takes at most {MOST_BLOCKS} blocks of {FRAMES} frames and {COLUMNS} columns, got {blocks}"
@@ -474,6 +482,7 @@ def forward(problem, parameters, inputs, interpret=False):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
+    problem = problem.of(inputs)
     arrays, classes = _arrays(problem, parameters, inputs), problem.classes
     codes, count = problem.cut.listed(BLOCKS.within(inputs.shape, inputs.num_frames, inputs.num_labels))
     used = len(classes.others) + classes.kept + 3
@@ -656,6 +665,7 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
+    problem = problem.of(inputs)
     arrays, classes, cut = _arrays(problem, parameters, inputs), problem.classes, problem.cut
     codes, count = cut.listed(flags)
     planes = _cotangents(problem, inputs, cotangents, norm, scale)
