@@ -185,7 +185,8 @@ class Grouped:
             return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
 
         def narrow(*operands):
-            with contextlib.nullcontext() if kernel.keywords["interpret"] else jax.enable_x64(False):
+            mesh = contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh)
+            with mesh, contextlib.nullcontext() if kernel.keywords["interpret"] else jax.enable_x64(False):
                 return run(*operands)
 
         plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
