@@ -158,7 +158,7 @@ def test_default_precision(dtype, interpreted):
     """Factors of products are rounded to bfloat16, sums are not: the rest of the error is a tenth of theirs."""
     case = Case(family.RNNT, 9, seed=2)
     case.arrays = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in case.arrays]
-    (losses, gradients), limit = case.run(dtype, None), np.finfo(np.float32).eps if dtype == np.float32 else 2**-9
+    (losses, gradients), limit = case.run(dtype, None), np.finfo(np.float32).eps if dtype == np.float32 else 2**-8
     (exact, true), (rounded, near) = case.expected(), case.expected(rounded=bfloat16)
     np.testing.assert_allclose(losses, rounded, rtol=1e-5)
     assert np.abs(losses - exact).max() > 1e-4
@@ -168,6 +168,7 @@ def test_default_precision(dtype, interpreted):
         assert error <= 0.2 * np.abs(a - b).max() + limit * np.abs(a).max()
 
 
+@pytest.mark.slow
 def test_memory_of_a_tpu():
     """The interpreter of memory spaces and copies, with NaN in what was not written."""
     B, T, U, V = 2, 33, 8, 5
