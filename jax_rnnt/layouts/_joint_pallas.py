@@ -171,7 +171,8 @@ class Cut:
         place = jnp.cumsum(flags, dtype=jnp.int32)
         out = jnp.full(flags.size + 1, -1, jnp.int32)
         index = jnp.where(flags, place - 1, flags.size + 1 + jnp.arange(flags.size, dtype=jnp.int32))
-        return out.at[index].set(codes, mode="drop", unique_indices=True), place[-1]
+        out = out.at[index].set(codes, mode="drop", unique_indices=True)
+        return out.at[0].max(0), place[-1]  # the grid takes one block at least
 
 
 def cut_of(inputs) -> Cut:
@@ -349,9 +350,21 @@ LEAST_VMEM = 16
 MOST_BLOCKS = 1 << 17  # of a list: half of the scalar memory
 
 
+@jax.custom_jvp
 def _gelu(x):
-    """`jax.nn.gelu` with approximate=False; there is no erfc in Mosaic."""
-    return x * (0.5 + 0.5 * lax.erf(x * np.float32(math.sqrt(0.5))))
+    """`jax.nn.gelu` with approximate=False: Mosaic has neither erfc nor JAX's derivative of erf."""
+    return x * _normal(x)
+
+
+def _normal(x):
+    return 0.5 + 0.5 * lax.erf(x * np.float32(math.sqrt(0.5)))
+
+
+@_gelu.defjvp
+def _(primals, tangents):
+    (x,) = primals
+    density = jnp.exp(-0.5 * x * x) * np.float32(1 / math.sqrt(2 * math.pi))
+    return _gelu(x), tangents[0] * (_normal(x) + x * density)
 
 
 def _activation(function):
@@ -460,7 +473,7 @@ def _call(kernel, problem, name, count, scalars, operands, in_specs, out_specs, 
     rows = problem.cut.encoders * problem.cut.copies * math.prod(problem.cut.shape) * ROWS
     lanes = problem.classes.groups * problem.classes.lanes
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(scalars), grid=(problem.classes.groups, count), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+        num_scalar_prefetch=len(scalars), grid=(problem.classes.groups, jnp.maximum(count, 1)), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
     )
     return pl.pallas_call(
         functools.partial(kernel, problem=problem),

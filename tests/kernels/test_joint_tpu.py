@@ -42,11 +42,7 @@ H = 12
 @pytest.fixture
 def interpreted(monkeypatch):
     """Programs for the CPU take the kernels, whose memory is NaN until it is written (`interpret=True`)."""
-    monkeypatch.setitem(loading.INTERPRETED, "cpu", True)
-    jax.clear_caches()
-    yield
-    monkeypatch.undo()
-    jax.clear_caches()
+    monkeypatch.setitem(loading.INTERPRETED, "cpu", True)  # no other test has these programs
 
 
 class Case:
@@ -75,7 +71,7 @@ class Case:
         of_weight = np.einsum("btuh,btuv->hv", rounded(h), rounded(g))
         return losses, [of_encoder, dx.sum(1), of_weight, g.sum((0, 1, 2))]
 
-    def run(self, dtype=np.float32, precision="highest", fill=None, activation=None, **options):
+    def run(self, dtype=np.float32, precision="highest", fill=None, activation=None, weights=WEIGHTS, **options):
         """(losses, gradients); `fill` replaces rows outside the lengths."""
         program = _program(self.loss, precision, activation or jax_rnnt.LinearJoint.activation, tuple(options.items()))
         arrays = [np.array(x, np.float32) for x in self.arrays]
@@ -86,19 +82,19 @@ class Case:
                 for row, n in zip(x, lengths):
                     row[n:] = fill
         arrays = [jnp.asarray(x, dtype) for x in arrays]
-        return jax.tree.map(np.asarray, program(arrays, self.problem.targets, *self.lengths))
+        return jax.tree.map(np.asarray, program(arrays, np.array(weights, np.float32), self.problem.targets, *self.lengths))
 
 
 @functools.cache
 def _program(loss, precision, activation, options):
-    def total(arrays, targets, *lengths):
+    def total(arrays, weights, targets, *lengths):
         encoder, predictor, weight, bias = arrays
         if len(encoder) < len(predictor):
             fold = lambda x: x.reshape(len(encoder), -1, *x.shape[1:])
             encoder, predictor, targets, *lengths = encoder[:, None], *map(fold, (predictor, targets, *lengths))
         logits = JointLogits(LinearJoint(weight, bias, activation), encoder, predictor)
         losses = loss.value(reduction="none", **dict(options))(logits, targets, *lengths).reshape(-1)
-        return jnp.sum(jnp.where(WEIGHTS == 0, 0, losses * WEIGHTS)), losses
+        return jnp.sum(jnp.where(weights == 0, 0, losses * weights)), losses
 
     def run(*arguments):
         with jax.default_matmul_precision(precision):
@@ -137,6 +133,15 @@ def test_lengths(interpreted):
     losses, (encoder, predictor, weight, bias) = case.run()
     assert np.isnan(losses[1]) and losses[0] == losses[2] == 0
     assert not encoder[[0, 2, 3]].any() and not predictor[[0, 2, 3]].any() and not weight.any() and not bias.any()
+
+
+def test_overflow_stays_in_its_sequence(interpreted):
+    case = Case(family.RNNT, 9)
+    (_, spoilt), (_, expected) = (case.run(weights=[1, w, 1, 1]) for w in (3e38, 0.0))
+    for x, true in zip(spoilt[:2], expected):
+        assert np.isnan(x[1]).any()
+        same(x[[0, 2, 3]], true[[0, 2, 3]])
+    same(spoilt[2:], expected[2:])
 
 
 @pytest.mark.parametrize(("loss", "copies"), [(family.TDT, 2), slow(family.HAT, None), slow(family.MULTIBLANK, None)])
