@@ -122,10 +122,11 @@ def softmax_emission(
         and 0 for norm. NaN where the row holds a NaN or +inf. norm has no derivative: it is a cache of the logits.
     """
     inside, x, of_durations, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
-    of_blanks = [] if bernoulli else [_pick(blank, x) for blank in blanks]
     row = row_sum(x) if normalize else None
+    of_label = _pick(label, x)
+    of_blanks = [] if bernoulli else [_pick(blank, x) for blank in blanks]
     anchor = _pick(_anchor(blanks, bernoulli), x)
-    return planes_of(Heads(inside, row, _pick(label, x), of_blanks, of_durations, z, anchor), label, blanks)
+    return planes_of(Heads(inside, row, of_label, of_blanks, of_durations, z, anchor), label, blanks)
 
 
 class Heads(typing.NamedTuple):
