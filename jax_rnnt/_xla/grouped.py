@@ -171,17 +171,15 @@ class Grouped:
             if not depth:
                 return of_parts(*operands)
             extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
-            operands = [x.reshape(-1, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
-            first = next(i for i, m in enumerate(mapped) if m)
-            axes = None
+            flat = [x.reshape(-1, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
+            axes, others = None, []
             if devices is not None:
-                axes, *others = devices.spec(ctx.avals_in[first], 0, depth)
-                axes = None if any(others) else axes
-            if axes:
+                axes, *others = devices.spec(ctx.avals_in[mapped.index(True)], 0, depth)
+            if devices is not None and axes and not any(others):
                 specs = tuple(P(axes) if m else P() for m in mapped)
-                outputs = devices.map(lambda *parts: each(one, parts), specs, P(axes))(*operands)
+                outputs = devices.map(lambda *parts: each(one, parts), specs, P(axes))(*flat)
             else:
-                outputs = each(of_parts, operands)
+                outputs = each(of_parts, flat)
             return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
 
         def narrow(*operands):

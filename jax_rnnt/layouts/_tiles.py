@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
 from jax_rnnt.emissions._emission import Rows, has_nan
-from jax_rnnt.layouts import _joint_pallas
+from jax_rnnt.layouts import _joint_pallas, _joint_plan
 from jax_rnnt.layouts._joint_networks import Linear, LinearJoint, split, sum_dtype
 from jax_rnnt.layouts._tile_blocks import Blocks, TileInputs, Work, add_blocks, row_index
 from jax_rnnt.layouts._tile_sizes import blocks_for, tile_types
@@ -387,15 +387,15 @@ def _forward_kernel(plan, static, parameters, batched, interpret):
 
 def _backward_kernel(plan, static, parameters, batched, interpret):
     """As `_backward_tiles`, by the kernel."""
-    inputs, *others = _without_copies(batched, static[2])
-    cotangents, _, scale, clamp = others
+    inputs, cotangents, norm, scale, clamp = _without_copies(batched, static[2])
     # Gradients of a scale near the end of float32 would be infinite in sums that sequences share.
     most = jnp.abs(scale) * functools.reduce(jnp.maximum, map(_largest, cotangents.values()))
     off = has_nan(cotangents) | (scale == 0) | ~(most < 2.0**106)
-    blocks = _joint_pallas.BLOCKS
+    blocks = _joint_plan.BLOCKS
     flags, _ = _flags(blocks, inputs)
     flags &= not_skipped(blocks, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
-    of_encoder, of_predictor, totals = _joint_pallas.backward(plan, parameters, inputs, *others, flags, interpret)
+    operands = parameters, inputs, cotangents, norm, scale, clamp, flags
+    of_encoder, of_predictor, totals = _joint_pallas.backward(plan, *operands, interpret)
     gradients = _of_states(inputs, of_encoder, of_predictor, off & (scale != 0))
     return [gradients[0], gradients[1].reshape(-1, inputs.copies, *inputs.predictor.shape[1:])], totals
 
@@ -410,7 +410,7 @@ def _kernel(function, inputs_of):
         encoder, *others = batched
         flat = [jax.core.ShapedArray((math.prod(x.shape[:2]), *x.shape[2:]), x.dtype) for x in others]
         inputs = inputs_of(jax.tree.unflatten(structure, [encoder, *flat]))
-        plan = reason or _joint_pallas.plan(tiled, parameters, inputs, device)
+        plan = reason or _joint_plan.plan(tiled, parameters, inputs, device)
         if isinstance(plan, str):
             _xla.warn_once(f"jax_rnnt computes a LinearJoint in tiles, not by its kernel for TPUs: {plan}.")
             return None

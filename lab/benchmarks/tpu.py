@@ -43,7 +43,7 @@ from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss
 from jax_rnnt.emissions import Softmax
 from jax_rnnt.lattices import _pallas as pallas
 from jax_rnnt.lattices import _topology as topology
-from jax_rnnt.layouts import _joint_pallas as kernels
+from jax_rnnt.layouts import _joint_plan as plans
 from jax_rnnt.layouts._joint_networks import Linear
 from jax_rnnt.layouts._tile_blocks import TileInputs
 from jax_rnnt.layouts._tiles import Tiled
@@ -195,7 +195,7 @@ def joint_schedule(generation, classes):
     step, shapes, _ = of_joint(1, jnp.dtype(jnp.float32), classes)
     lowered(generation, step, shapes).compile()
     plan = joint_plan(classes, device)
-    block = math.prod((kernels.ROWS, H, plan.classes.lanes)) / MACS[generation]
+    block = math.prod((plans.ROWS, H, plan.classes.lanes)) / MACS[generation]
     found = {"groups": plan.classes.groups, "cores": device.num_cores or 1}
     for name, products in (("forward", 1), ("backward", 3)):
         inner, outer = {}, 0
@@ -215,7 +215,7 @@ def joint_plan(classes, device):
         *(like((B,), jnp.int32),) * 2, None, (),
     )  # fmt: skip
     tiled = Tiled(Softmax((classes - 1,)), Linear(jnp.tanh), classes, jnp.dtype(jnp.float32), None, True)
-    return kernels.plan(tiled, [like((H, classes), jnp.float32)], inputs, (device.device_kind, device.num_cores or 1))
+    return plans.plan(tiled, [like((H, classes), jnp.float32)], inputs, (device.device_kind, device.num_cores or 1))
 
 
 @functools.cache
@@ -264,7 +264,7 @@ def row(generation, name, dtype, faults):
 
 def joint_row(generation, classes, faults):
     found = dumped(generation, classes)
-    blocks = B * -(-T // kernels.FRAMES) * -(-(U + 1) // kernels.COLUMNS)
+    blocks = B * -(-T // plans.FRAMES) * -(-(U + 1) // plans.COLUMNS)
     cycles = blocks * (found["forward"] + found["backward"]) * found["groups"] / found["cores"]
     products = 4 * B * T * (U + 1) * H * classes / MACS[generation] / found["cores"]
     if generation == "v5e" and cycles > MOST_OF_PRODUCTS * products:

@@ -25,6 +25,7 @@ from jax_rnnt._xla import grouped, loading, primitive
 from jax_rnnt.emissions._emission import label_map
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _joint_pallas as kernels
+from jax_rnnt.layouts import _joint_plan as plans
 from jax_rnnt.layouts._joint_networks import Linear
 from jax_rnnt.layouts._tile_blocks import TileInputs
 from jax_rnnt.layouts._tiles import Tiled
@@ -82,7 +83,8 @@ class Case:
                 for row, n in zip(x, lengths):
                     row[n:] = fill
         arrays = [jnp.asarray(x, dtype) for x in arrays]
-        return jax.tree.map(np.asarray, program(arrays, np.array(weights, np.float32), self.problem.targets, *self.lengths))
+        batch = np.array(weights, np.float32), self.problem.targets, *self.lengths
+        return jax.tree.map(np.asarray, program(arrays, *batch))
 
 
 @functools.cache
@@ -148,7 +150,7 @@ def test_overflow_stays_in_its_sequence(interpreted):
 def test_chunks_and_groups(loss, copies, interpreted, monkeypatch):
     """Two groups of classes with two chunks each, hypotheses that share the rows of their encoder, and options."""
     monkeypatch.setattr(grouped, "device_of", lambda ctx: (None, 2))
-    monkeypatch.setattr(kernels, "CHUNKS", (256,))
+    monkeypatch.setattr(plans, "CHUNKS", (256,))
     options = {"clamp": 0.05, "fastemit_lambda": 0.3}
     case = Case(loss, 700, copies=copies, scale=0.5)
     check(case.run(fill=np.nan, **options), case.expected(**options), 5e-5)
@@ -185,11 +187,11 @@ def test_memory_of_a_tpu():
     label = label_map(jnp.ones((B, U), jnp.int32), num_labels)
     inputs = TileInputs(normal(B, T, H), normal(B, U + 1, H), label, num_frames, num_labels, None, ())
     parameters, cotangents = [normal(H, V), normal(V)], {slot: normal(B, T, U + 1) for slot in ("blank", "label")}
-    flags = kernels.BLOCKS.within(inputs.shape, num_frames, num_labels).at[1].set(False)
+    flags = plans.BLOCKS.within(inputs.shape, num_frames, num_labels).at[1].set(False)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(interpret, parameters, inputs, *rest):
-        problem = kernels.plan(tiled, parameters, inputs, (None, 1))
+        problem = plans.plan(tiled, parameters, inputs, (None, 1))
         planes, norm = kernels.forward(problem, parameters, inputs, interpret)
         return planes, kernels.backward(problem, parameters, inputs, cotangents, norm, *rest, interpret)
 
@@ -210,12 +212,12 @@ def test_activations():
     """Known by identity; value and derivative are those of the function, that of relu at 0 is 0."""
     x = jnp.linspace(-6, 6, 121, dtype=np.float32)
     for function in ACTIVATIONS.values():
-        of_kernel = kernels._activation(function)
-        for y, true in zip(*(jax.vjp(f, x)[1](jnp.ones_like(x)) + (f(x),) for f in (of_kernel, function))):
-            np.testing.assert_allclose(y, true, atol=2e-6)
-    assert jax.grad(kernels._activation(jax.nn.relu))(np.float32(0)) == 0
+        of_kernel = plans.activation_of(function)
+        for each in (lambda f: f(x), lambda f: jax.vjp(f, x)[1](jnp.ones_like(x))[0]):
+            np.testing.assert_allclose(each(of_kernel), each(function), atol=2e-6)
+    assert jax.grad(plans.activation_of(jax.nn.relu))(np.float32(0)) == 0
     for function in (jnp.sin, lambda x: jnp.tanh(x), functools.partial(jax.nn.gelu, True)):
-        assert kernels._activation(function) is None
+        assert plans.activation_of(function) is None
 
 
 def test_order_of_classes():
@@ -225,7 +227,7 @@ def test_order_of_classes():
         for others in (tuple(range(count, count + durations)), *([of_blanks] if len(of_blanks) == 1 else [])):
             own = () if others == of_blanks else of_blanks
             total = count + len(others) * (others != of_blanks)
-            classes = kernels.Classes(total, own, others, groups)
+            classes = plans.Classes(total, own, others, groups)
             x = jnp.arange(2 * total, dtype=jnp.float32).reshape(2, total)
             arranged = np.asarray(classes.arrange(x, -1))
             assert arranged.shape == (2, groups * classes.lanes) and classes.lanes % classes.chunk == 0
