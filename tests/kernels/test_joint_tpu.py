@@ -288,6 +288,20 @@ def test_on_a_mesh(kind, devices, interpreted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
 
 
+@pytest.mark.slow
+def test_vmap(interpreted):
+    """Over weights and encoder rows, with one batch of everything else."""
+    case = Case(family.RNNT, 9, lengths=[x[:2] for x in LENGTHS])
+    encoder, predictor, weight, _ = (jnp.asarray(x, jnp.float32) for x in case.arrays)
+    rest = predictor, case.problem.targets, *case.lengths
+    stacked = jnp.stack([weight, 2 * weight, -weight]), jnp.stack([encoder, encoder - 1, 3 * encoder])
+    with jax.default_matmul_precision("highest"):
+        mapped = jax.jit(jax.vmap(step, (0, 0, *[None] * 4)))(*stacked, *rest)
+        for i, arguments in enumerate(zip(*stacked)):
+            expected = jax.jit(step)(*arguments, *rest)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b, atol=1e-5), mapped, expected)
+
+
 REFUSED = {
     "float64": (dict(dtype=np.float64), {}, "no float64"),
     "activation": ({}, dict(activation=jnp.sin), "activations jnp.tanh"),
