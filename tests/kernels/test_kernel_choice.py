@@ -77,7 +77,7 @@ def test_platform_of_the_lowering_decides(kernel):
 
 def test_lowering_warns_in_the_callers_line(monkeypatch):
     monkeypatch.setattr(loading, "MISSING", {})
-    primitive._warn_reference.cache_clear()
+    primitive._warn.cache_clear()
     loss = jax_rnnt.RNNTLoss()
     with pytest.warns(RuntimeWarning, match="platform rocm") as seen:
         jax.jit(lambda *p: loss(*p)).trace(*shapes(batches.problem())).lower(lowering_platforms=("rocm",))
@@ -123,7 +123,7 @@ def test_problems_beyond_the_kernels(case, kernel, monkeypatch):
     monkeypatch.setattr(devices, "limits", lambda module: {})  # not those of the device here
     if device:
         monkeypatch.setitem(loading.LIMITS, platforms.platform(), CUDA | loading.LIMITS[platforms.platform()])
-    primitive._warn_reference.cache_clear()
+    primitive._warn.cache_clear()
     with pytest.raises(NotImplementedError, match=reason):
         gradient_of(kernel, loss).lower(*p)
     many_arcs = loss in (DURATIONS, BIG_BLANKS)  # the reference of their gradient takes long to trace
@@ -203,7 +203,7 @@ def test_limits_are_of_the_smallest_device():
 @pytest.fixture
 def fake(monkeypatch, kernel):
     """Puts another answer of the module in place of that of this platform's kernels."""
-    primitive._warn_reference.cache_clear()
+    primitive._warn.cache_clear()
     return lambda answer: monkeypatch.setattr(loading, "module", lambda platform: answer)
 
 
