@@ -361,20 +361,20 @@ def test_folders(folder, tmp_path):
 
 def test_recordings_without_texts(tmp_path):
     """What is to be transcribed needs no texts: files of a folder, rows, recordings of Kaldi."""
-    for name in ("a.mp3", "b/c.wav", "b/c.txt", "b/notes.txt"):
+    for name in ("a.sph", "b/c.wav", "b/c.txt", "b/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    expected = [("a.mp3", "", 0.0, None, None), ("b/c.wav", "", 0.0, None, None)]
+    expected = [("a.sph", "", 0.0, None, None), ("b/c.wav", "", 0.0, None, None)]
     assert listed(tmp_path, texts=False) == (expected, {})
-    (tmp_path / "list.tsv").write_text("clip\na.mp3\nb/c.wav\n")
+    (tmp_path / "list.tsv").write_text("clip\na.sph\nb/c.wav\n")
     assert listed(tmp_path / "list.tsv", audio_column="clip", texts=False) == (expected, {})
-    (tmp_path / "list.jsonl").write_text('{"audio": "a.mp3"}\n{"audio": "b/c.wav", "text": 5}\n')
+    (tmp_path / "list.jsonl").write_text('{"audio": "a.sph"}\n{"audio": "b/c.wav", "text": 5}\n')
     assert listed(tmp_path / "list.jsonl", texts=False) == (expected, {})
     assert listed(tmp_path / "list.jsonl")[1] == {
         "no text": ["list.jsonl line 1"],
         "the text is no string of characters": ["list.jsonl line 2"],
     }
-    (tmp_path / "wav.scp").write_text("one a.mp3\ntwo b/c.wav\n")
+    (tmp_path / "wav.scp").write_text("one a.sph\ntwo b/c.wav\n")
     assert [x[0] for x in listed(tmp_path, texts=False)[0]] == ["one", "two"]
 
 
@@ -519,7 +519,7 @@ def test_check(folder, capsys, tmp_path, refused):
     assert "in batches of 2 x" in capsys.readouterr().out
     for more, message in (
         ([folder / "none.jsonl", "--normalize", "basic:xx"], "--normalize basic:xx has no numbers in words"),
-        (["--window", 0.01, "--hop", 0.01], "--window 0.01 has fewer than two samples at --rate 16000"),
+        (["--rate", 30], "a window of 25 ms has fewer than two samples at --rate 30"),
     ):
         refused(["check", folder / "check.jsonl", *more], message)
     (tmp_path / "nothing.jsonl").write_text("\n")

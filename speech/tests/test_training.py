@@ -232,6 +232,10 @@ def test_epochs(corpus, tmp_path, capsys):
         ({"train": None}, "train: expected a name or a list of names, got None"),
         ({"lower": 1}, "lower: expected true or false, got 1"),
         ({"speed": 1}, "there is no option speed"),
+        (
+            {"data": {"train": "x", "valid": "x"}, "compute": {"bfloat16_rows": True}},
+            "c.json has bfloat16_rows True, by default off)",
+        ),
         ({"features": {"rat": 1}}, "the section features has no field rat"),
         (
             {"data": {"train": "x", "valid": "x"}, "features": {"window": 0.01, "hop": 0.01}},

@@ -86,6 +86,11 @@ def test_other_options_change_the_program(verb, name):
     assert program(verb, search(**{name: OTHERS[name]})) != usual(verb)
 
 
+def test_every_option_is_tried():
+    """`OTHERS` has all of them, so that a new one is an error where a verb does not use it."""
+    assert [*OTHERS] == [field.name for field in dataclasses.fields(decode.Search) if field.kw_only]
+
+
 def test_leaves():
     """Arrays, and numbers that are on; everything else is structure, and equal where it is the same."""
     phrases, objects = decode.Phrases([[1]], [2.0], classes=MODEL.tokens), {"a": []}

@@ -18,7 +18,6 @@ from jax_rnnt_speech.system import UserError
 # Options of train that decide what is read, or how it is padded.
 OPTIONS = of_sections("texts") | {
     "rate",
-    "window",
     "hop",
     "alphabet",
     "max_seconds",
