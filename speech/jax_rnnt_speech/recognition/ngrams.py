@@ -1,11 +1,4 @@
-"""Word n-grams of the texts of corpora; searches with them, and with lists of phrases.
-
-    rnnt-speech ngram words.arpa FOLDER/train --lower
-
-Witten and Bell's estimate (1991): an n-gram's context h gives the share types(h) / (count(h) + types(h)) to the shorter
-context, where types(h) counts the words that follow it. Behind the empty context all words are equally probable, and
-<unk> is one of them: a model that gives it more prefers any spelling to words that it knows.
-"""
+"""The options of a search, and what they ask for: a beam, word n-grams, lists of phrases."""
 
 import dataclasses
 import math
@@ -40,8 +33,6 @@ class WordBonus:
         return (self.spells & (self.separates | ~inside[:, None])).astype(jnp.float32), inside
 
 
-OPTIONS = "lower", "normalize", "audio_column", "text_column"
-MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"
 PROBABILITY = "probability"
 WEIGHTS = {
     "ngram_weight": (0.3, "weight of the n-gram"),

@@ -124,7 +124,7 @@ class Recording:
         self.fill()
 
     def take(self, i, rows, found, final, others, how):
-        """What `Model.part` found in so many rows, as row i of a batch."""
+        """What `search.part` found in so many rows, as row i of a batch."""
         self.done, before = self.last, list(self.found.labels)
         self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], how))
         self.wanted()

@@ -78,7 +78,7 @@ def digest(corpus):
 
 
 class Training:
-    """All that a training needs, opened and checked; `run` does it."""
+    """All that a training needs, opened and checked; `main` does it."""
 
     def __init__(self, config, options, fresh):
         self.config, self.options = config, options
