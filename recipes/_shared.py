@@ -24,7 +24,7 @@ from jax_rnnt_speech import models
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.config.options import amount, positive, seed
 from jax_rnnt_speech.data import batches
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.training import epochs, objective
 from jax_rnnt_speech.training.steps import make_optimizer

@@ -115,8 +115,7 @@ def ours(folder, kind, what, repeats):
     import optax
 
     from jax_rnnt_speech import models
-    from jax_rnnt_speech.model import parts
-    from jax_rnnt_speech.training import steps
+    from jax_rnnt_speech.training import parts, steps
 
     model = models.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())

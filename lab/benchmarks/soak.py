@@ -58,7 +58,7 @@ def stream(beam=0):
     """A minute of noise after the other, in pieces of many sizes; the model is drawn, and writes words."""
     from jax_rnnt_speech import config
     from jax_rnnt_speech.data import tokens
-    from jax_rnnt_speech.model.model import Model
+    from jax_rnnt_speech.model import Model
     from jax_rnnt_speech.recognition import streams
     from jax_rnnt_speech.recognition.search import Method
 

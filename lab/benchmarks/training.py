@@ -33,9 +33,8 @@ sys.path.insert(0, str(searches.FOLDER / "speech"))
 
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import tokens
-from jax_rnnt_speech.model import parts
-from jax_rnnt_speech.model.model import Model
-from jax_rnnt_speech.training import steps
+from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.training import parts, steps
 
 DEVICES = {"h100": ("cuda", 1), "v5e": ("tpu", 8)}
 AIMS = {"h100": {"GB": 14, "launches": 3000}, "v5e": {"GB": 4}}

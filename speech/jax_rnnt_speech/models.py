@@ -10,8 +10,7 @@ from pathlib import Path
 from jax_rnnt_speech.config import Config, flag, of_sections, own, tuples
 from jax_rnnt_speech.config.files import from_json
 from jax_rnnt_speech.data import tokens
-from jax_rnnt_speech.model import encoders
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model, encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
 from jax_rnnt_speech.system import UserError, hosts, programs
 from jax_rnnt_speech.training import runs

@@ -15,7 +15,7 @@ import unicode_rbnf
 
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import Method
 from jax_rnnt_speech.training import epochs, train
 from support import CONVOLUTIONAL, asr, configuration, write_audio

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
 from jax_rnnt_speech.data import audio, corpora, features, utterances
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders import base, fastconformer
-from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.recognition import streams, windows
 from jax_rnnt_speech.training import objective, runs
 from support import arrays, asr, run, small_disk
@@ -141,7 +141,7 @@ def test_gradients(streaming):
     for way in ({}, {"scan": True, "remat": True}):
         config = streaming.config.having(**way)
         one = Model(config, streaming.tokens, streaming.mean, streaming.deviation, streaming.source)
-        parts = asr.model.parts.Parts(config, streaming.params)
+        parts = asr.training.parts.Parts(config, streaming.params)
         loss_of = lambda free, one=one, parts=parts: objective.mean_loss(one, parts.whole(free), batch, 1)
         loss, gradient = jax.jit(jax.value_and_grad(loss_of))(parts.free(streaming.params))
         np.testing.assert_allclose(loss, golden["train_loss"], rtol=1e-5)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech.data import utterances
-from jax_rnnt_speech.recognition import ngrams, recognise, results, streams, transcripts, windows
+from jax_rnnt_speech.recognition import recognise, results, search_options, streams, transcripts, windows
 from jax_rnnt_speech.recognition.search import Method
 from jax_rnnt_speech.system import hosts
 from support import asr, random_model, run, subwords
@@ -329,7 +329,7 @@ def test_word_ngrams(tmp_path, capsys, order):
 def test_word_bonus(pieces):
     """After any labels, as many words were paid for as their text has; other labels and blanks are no words."""
     vocabulary = types.SimpleNamespace(pieces=pieces, separator=pieces[0], labels=lambda: list(pieces))
-    bonus = ngrams.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
+    bonus = search_options.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
     rows = np.array([*itertools.product(range(len(pieces)), repeat=5)])
     labels = np.concatenate([np.full((len(rows), 1), 4), rows], 1)  # the start label is the blank
     paid = jax.lax.scan(lambda state, x: bonus.step(state, x)[::-1], bonus.initial(len(rows)), labels.T)[1]

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_rnnt_speech.model import transducer
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model, transducer
 from jax_rnnt_speech.system import hosts
 from jax_rnnt_speech.training import checkpoints, objective, runs, steps, train
 from support import CONVOLUTIONAL, arguments, configuration, prepared, run, steps_of, weights, write_audio

@@ -18,8 +18,7 @@ from jax.sharding import Mesh
 
 import jax_rnnt
 from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
-from jax_rnnt_speech.model import ctc, encoders, losses, transducer
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model, ctc, encoders, losses, transducer
 from jax_rnnt_speech.system import hosts, programs
 from jax_rnnt_speech.training import epochs, frozen_rows, objective, runs, train
 from support import (
@@ -186,7 +185,7 @@ def test_frozen_parts_rates_and_average(corpus):
         average = decay * average + (1 - decay) * x
     np.testing.assert_allclose(states[-1]["average"][name], average, atol=1e-6)
     with pytest.raises(asr.system.UserError, match="no parameter is called decoder; they begin with ctc, encoder"):
-        asr.model.parts.Parts(model.config.having(freeze="decoder"), model.params)
+        asr.training.parts.Parts(model.config.having(freeze="decoder"), model.params)
 
 
 def test_sharded(corpus):
@@ -211,7 +210,7 @@ def test_computed_again(corpus):
     for way in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", **again}, {}, {"remat": True}, again):
         config = model.config.having(**way)
         other = Model(config, model.tokens, model.mean, model.deviation)
-        parts = asr.model.parts.Parts(config, model.params)
+        parts = asr.training.parts.Parts(config, model.params)
         free, frozen = parts.free(model.params), parts.frozen(model.params)
         loss = lambda free, other=other, parts=parts: objective.mean_loss(other, parts.whole(free, frozen), batch, 1)
         if "dtype" in way:
@@ -346,7 +345,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     tokens, zeros = asr.data.tokens.Characters("ABC "), np.zeros(6)
     data = batches.labelled(corpora.open_corpus(config.data.train, config, "train", tmp_path), tokens, 4)
     model = Model(config, tokens, zeros, zeros + 1)
-    parts, buckets = asr.model.parts.Parts(config, model.params), batches.make_buckets(data, config, 1)
+    parts, buckets = asr.training.parts.Parts(config, model.params), batches.make_buckets(data, config, 1)
     values, whole = [], (data, buckets, tmp_path)
     for layers in (None, 1):
         if layers:

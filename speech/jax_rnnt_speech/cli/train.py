@@ -9,7 +9,7 @@ from jax_rnnt_speech.config import OPTIONS, Config, command_line, files, flag
 from jax_rnnt_speech.config.options import amount, names, natural, positive, sources
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.model import encoders
-from jax_rnnt_speech.recognition import ngrams
+from jax_rnnt_speech.recognition import search_options
 from jax_rnnt_speech.system import UserError, hosts
 from jax_rnnt_speech.training import runs
 
@@ -49,7 +49,7 @@ def train(args):
         options.setdefault("valid", options["train"])
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
-    ngrams.check(args)
+    search_options.check(args)
     if args.hook:
         args.hook = texts.loaded(args.hook, "--hook", "")
     if options.get("steps") == 0 and not options.get("epochs"):
@@ -126,7 +126,7 @@ def add_command(commands):
     help = "call this function with (step, {name: number}) at each log and each test"
     parser.add_argument("--hook", metavar="FILE:FUNCTION", help=help)
     add_processes(parser.add_argument_group("several processes"))
-    ngrams.add_options(parser.add_argument_group("search of tests"))
+    search_options.add_options(parser.add_argument_group("search of tests"))
     parser.add_argument(
         "--expect-cer",
         type=amount,

@@ -10,7 +10,7 @@ import numpy as np
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.files import from_json, to_json
 from jax_rnnt_speech.data import corpora
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.system import UserError
 

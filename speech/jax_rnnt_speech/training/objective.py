@@ -8,9 +8,9 @@ import numpy as np
 
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.model import losses
-from jax_rnnt_speech.model.parts import lower_layers
 from jax_rnnt_speech.recognition.search import search
 from jax_rnnt_speech.system import UserError, programs
+from jax_rnnt_speech.training.parts import lower_layers
 
 SAMPLE = 200  # utterances of which statistics are taken
 

@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import batches, cache, corpora
-from jax_rnnt_speech.model.model import Model
-from jax_rnnt_speech.model.parts import Parts, placed, shapes_in_place
-from jax_rnnt_speech.recognition import errors, ngrams
+from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.recognition import errors, search_options
 from jax_rnnt_speech.system import UserError, hosts, outputs, programs
 from jax_rnnt_speech.training import epochs, frozen_rows, objective, runs, steps
+from jax_rnnt_speech.training.parts import Parts, placed, shapes_in_place
 
 HOPELESS = 100  # steps in a row that are not finite end the run
 
@@ -136,7 +136,7 @@ class Training:
             self.run.open()
         if folder is None and not jax.process_index():
             cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
-        self.search = self.shared(ngrams.search_of(options, self.model))
+        self.search = self.shared(search_options.search_of(options, self.model))
 
     def split(self, batch):
         """Arrays over all devices, of the rows that this process has."""
