@@ -46,7 +46,7 @@ class Digits:
 
     def model(self, **options):
         """A new model; options differ from those of `config`."""
-        return Model(self.config.having(**options), self.tokens, self.mean, self.deviation)
+        return Model(self.config.replace(**options), self.tokens, self.mean, self.deviation)
 
     def batches(self):
         """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""

@@ -122,7 +122,7 @@ def ours(folder, kind, what, repeats):
     arrays = {"audio": features, "lengths": lengths, "targets": targets, "target_lengths": target_lengths}
     if what != "loss":
         joint = "tiles" if what == "tiles" else "logits"
-        model.config = model.config.having(joint=joint, time_masks=0, mel_masks=0)
+        model.config = model.config.replace(joint=joint, time_masks=0, mel_masks=0)
         arrays |= {"valid": np.ones(UTTERANCES, bool), "spans": np.zeros((UTTERANCES, 0, 2), np.int32)}
         chosen = parts.Parts(model.config, model.params)
         optimizer = steps.if_finite(optax.adamw(1e-5, weight_decay=0.01))

@@ -16,7 +16,7 @@ import unicode_rbnf
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
 from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.recognition.search import Method
+from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.training import epochs, train
 from support import CONVOLUTIONAL, asr, configuration, write_audio
 
@@ -106,7 +106,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
         data,
         batches.make_buckets(data, config, 1),
         lambda x: x,
-        Method(),
+        Decoding(),
     )[0]
     readable = data._replace(labels={i: x for i, x in data.labels.items() if i != 3})
     assert rates(data).loss == pytest.approx(rates(readable).loss, rel=1e-5)

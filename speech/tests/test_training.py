@@ -307,7 +307,7 @@ def test_every_loss(corpus, name):
     """Steps lower the loss of a batch, in tiles; logits of all nodes at once give the same first loss."""
     model, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
     first = float(jax.jit(lambda params: objective.mean_loss(model, params, batch, 0))(model.params))
-    model.config = model.config.having(joint="tiles")
+    model.config = model.config.replace(joint="tiles")
     optimizer = steps.optax.apply_if_finite(steps.optax.adam(1e-2), 3)
     (_, state, frozen, step), results = steps_of(model, optimizer), []
     for i in range(30):

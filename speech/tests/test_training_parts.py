@@ -96,7 +96,7 @@ def test_a_barrier_before_each_block():
         (encoders.Convolutional, own, 6),
         (encoders.FastConformer, fast),
         (encoders.Whisper, heard),
-        (transducer.Head, own.having(stack=1), 6),
+        (transducer.Head, own.replace(stack=1), 6),
     ):
         make = lambda kind=kind, sizes=sizes: kind(*sizes, dtype=np.float32, rngs=nnx.Rngs(0))
         graphdef, state = nnx.split(nnx.eval_shape(make))
@@ -139,7 +139,7 @@ def test_loss_of_texts(corpus, tmp_path, capsys):
     """By hand: of labels alone, without a row of the encoder, and not of what follows a sentence."""
     model, _ = prepared(corpus, **CONVOLUTIONAL)
     (tmp_path / "x.txt").write_text("AB\nnone\nCAB A\n")
-    config = model.config.having(text=str(tmp_path / "x.txt"))
+    config = model.config.replace(text=str(tmp_path / "x.txt"))
     labels, lengths = batches.sentences(config, model.tokens)
     assert "text: left out, characters outside the vocabulary: 1 (none)" in capsys.readouterr().out
     assert lengths.tolist() == [2, 5] and labels[0, :3].tolist() == [0, 1, 0]
@@ -185,7 +185,7 @@ def test_frozen_parts_rates_and_average(corpus):
         average = decay * average + (1 - decay) * x
     np.testing.assert_allclose(states[-1]["average"][name], average, atol=1e-6)
     with pytest.raises(asr.system.UserError, match="no parameter is called decoder; they begin with ctc, encoder"):
-        asr.training.parts.Parts(model.config.having(freeze="decoder"), model.params)
+        asr.training.parts.Parts(model.config.replace(freeze="decoder"), model.params)
 
 
 def test_sharded(corpus):
@@ -208,7 +208,7 @@ def test_computed_again(corpus):
     rates, results = [["encoder/blocks", 0.5], ["encoder/blocks/layers/2", 2.0]], []
     again = {"scan": True, "remat": True, "rates": rates}
     for way in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", **again}, {}, {"remat": True}, again):
-        config = model.config.having(**way)
+        config = model.config.replace(**way)
         other = Model(config, model.tokens, model.mean, model.deviation)
         parts = asr.training.parts.Parts(config, model.params)
         free, frozen = parts.free(model.params), parts.frozen(model.params)
@@ -286,7 +286,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     for i in (0, 11, 21):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
-    both = config.having(train=[config.data.train, config.data.synthetic], synthetic="")
+    both = config.replace(train=[config.data.train, config.data.synthetic], synthetic="")
     both = corpora.open_corpus(both.data.train, both, "train", tmp_path)
     assert len(both.load(23, None)) == both.utterances[23].frames  # not from the folder that lacks it
     known, free = corpora.Recordings(corpus, config), cache.shutil.disk_usage("/")
@@ -357,7 +357,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
     found = []
     for change in ({"seed": 1}, {"bfloat16_rows": True}):
-        other = Model(config.having(**change), tokens, zeros, zeros + 1)
+        other = Model(config.replace(**change), tokens, zeros, zeros + 1)
         found.append(frozen_rows.cached(other, parts, *whole)[0].corpus)
     assert len({data.corpus.folder, *(x.folder for x in found)}) == 3
     near, exact = (np.concatenate([x.load(i, None) for i in data.labels]) for x in (found[1], data.corpus))

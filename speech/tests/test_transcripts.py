@@ -279,14 +279,14 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC a"), config=config, blank=5)
     for beam, usual in ((0, 0.25), (4, 1.0)):
         args = types.SimpleNamespace(ngram=None, phrases=file, beam=beam, head=None)
-        found = search_options.search_of(args, model).fusion
+        found = search_options.decoding_of(args, model).fusion
         assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
         expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(x, y)
     file.write_text("C\t1e39\n")
     with pytest.raises(asr.system.UserError, match=r"--phrases .*weights must be known, and at most 1e\+30"):
-        search_options.search_of(args, model)
+        search_options.decoding_of(args, model)
     audio = next(corpus.rglob("*.flac"))
     file.write_text("C\t1e3\n")
     command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]
@@ -373,7 +373,7 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
         refused(["transcribe", files[0], *more, *["--model", trained[0]] * ("--model" not in more)], message)
     assert files[0].stat().st_size
     model = asr.models.open_model(trained[0])  # the column of its run counts where a table has it
-    model.config = model.config.having(audio_column="clip")
+    model.config = model.config.replace(audio_column="clip")
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
     (tmp_path / "m.tsv").write_text(f"path\tclip\nmissing\t{files[0]}\n")
     for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):

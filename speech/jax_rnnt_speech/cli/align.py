@@ -21,7 +21,7 @@ def align(args):
         raise UserError(f"{args.model} has a head for CTC alone: alignments need a transducer")
     language = model.language(args.prompt) if args.prompt else None
     settings = command_line.changed(model.config, args, OPTIONS)
-    settings = settings.having(max_seconds=min(vars(args).get("max_seconds", 1e9), model.longest))
+    settings = settings.replace(max_seconds=min(vars(args).get("max_seconds", 1e9), model.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
     data = batches.labelled(corpus, model.tokens, model.subsampling)
 

@@ -107,7 +107,7 @@ def options_of(args):
     given = command_line.given(args, OPTIONS)
     file = {name: x for name, x in known.items() if name not in given}
     with files.origins(args.model or f"--config {args.config}", file):
-        settings = Config.of(**file | given).without_others(given).consistent()
+        settings = Config.of(**file | given).for_its_encoder(given).consistent()
     return settings, vocabulary, encoders.subsampling(settings, source) if known else None
 
 

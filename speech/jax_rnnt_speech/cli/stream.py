@@ -17,9 +17,9 @@ from jax_rnnt_speech.system import UserError
 def stream(args):
     search_options.check(args)
     model = models.open_model(args.model, args.platform, args.checkpoint)
-    how, bad = search_options.search_of(args, model), 0
+    decoding, bad = search_options.decoding_of(args, model), 0
     for file in args.files or [None]:
-        live = streams.Stream(model, how, args.endpoint)
+        live = streams.Stream(model, decoding, args.endpoint)
         try:
             show = show_events if args.json else show_words
             show(live, events_of(live, file), file if len(args.files) > 1 else None)

@@ -28,12 +28,12 @@ KINDS = "insertions", "deletions", "substitutions"
 class Test:
     """The results of a model on some corpora."""
 
-    def __init__(self, model, paths, settings, how):
+    def __init__(self, model, paths, settings, decoding):
         self.corpus, self.results = corpora.tested(paths, settings), []
         self.report, utterances = self.corpus.report, self.corpus.utterances
         self.tested = []  # numbers of the results' utterances
         normalize, started = texts.normalizer(settings.texts.normalize, settings.texts.lower), time.perf_counter()
-        found = recognise.transcribe(model, self.recordings(), how)
+        found = recognise.transcribe(model, self.recordings(), decoding)
         for result in outputs.bar(found, "utterances", len(utterances)):
             x = utterances[result.name]
             if result.error:
@@ -116,7 +116,7 @@ def test(args):
         outputs.check(args.pictures, args.data, True, "--pictures")
     model = models.open_model(args.model, args.platform, args.checkpoint)
     settings = command_line.changed(model.config, args, OPTIONS)
-    result = Test(model, args.data, settings, search_options.search_of(args, model))
+    result = Test(model, args.data, settings, search_options.decoding_of(args, model))
     if args.output:
         result.write(args.output)
     if args.pictures:

@@ -24,7 +24,7 @@ def resumed(options, args):
     setup = run.setup("params", "training", quiet=True)
     # A checkpoint of before an option has its default.
     earlier = Config.of(**files.from_json(setup["config"], f"{args.workdir}"))
-    now = encoders.checked(earlier.having(**options), setup.get("source"))
+    now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
         option, before, metadata = flag(name), earlier.get(name), OPTIONS[name][1].metadata
         if now.get(name) == before:
@@ -60,7 +60,7 @@ def train(args):
         Path(args.config or names(options.get("train", [""]))[0]).stem, options.get("loss", Config().head.loss)
     )
     with files.origins(f"--config {args.config}", file):
-        chosen = None if args.resume else Config.of(**models.completed(options)).without_others(given).checked()
+        chosen = None if args.resume else Config.of(**models.completed(options)).for_its_encoder(given).checked()
     from jax_rnnt_speech.training.train import (
         Training,  # with Grain and Orbax, slow to import: no other command needs them
     )

@@ -22,7 +22,7 @@ def transcribe(args):
     bad = 0
     with transcripts.writer(args, entries) as write:
         recordings = recognise.loaded(entries, model.config.features.rate)
-        results = recognise.transcribe(model, recordings, search_options.search_of(args, model))
+        results = recognise.transcribe(model, recordings, search_options.decoding_of(args, model))
         for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)

@@ -31,7 +31,7 @@ def write(model, folder, dtype, card=""):
 
     hugging_face.mapped(model.params, taken)
     config = model.config  # folders of this machine say nothing
-    config = config.having(**{name: corpora.last_parts(config.get(name)) for name in FILES})
+    config = config.replace(**{name: corpora.last_parts(config.get(name)) for name in FILES})
     setup = model.setup() | {"config": to_json(config)}
     with hugging_face.replaced(folder) as new:
         (new / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")

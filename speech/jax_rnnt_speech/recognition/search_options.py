@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_rnnt import decode
 from jax_rnnt_speech.config.options import amount, natural
 from jax_rnnt_speech.data import manifests, texts
-from jax_rnnt_speech.recognition.search import Method
+from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import UserError
 
 
@@ -128,8 +128,8 @@ def phrases(path, model, usual):
         raise UserError(f"--phrases {path}: {error}") from None
 
 
-def search_of(args, model):
-    """The Method that the options ask for."""
+def decoding_of(args, model):
+    """The Decoding that the options ask for."""
     kind, fusion, ilm = getattr(args, "confidence", PROBABILITY), (), 0.0
     if args.ngram:
         chosen = {name: getattr(args, name) for name in WEIGHTS}
@@ -145,4 +145,4 @@ def search_of(args, model):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     if getattr(args, "prompt", ""):
         language = model.language(args.prompt)
-    return Method(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)
+    return Decoding(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)

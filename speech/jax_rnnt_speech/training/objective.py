@@ -41,12 +41,12 @@ def mean_loss(model, params, batch, step, layers=None):
 
 @programs.announced("a test")
 @functools.partial(jax.jit, static_argnums=0)
-def evaluated(model, params, batch, how):
+def evaluated(model, params, batch, decoding):
     """Sum of losses, and labels [B, L] with their numbers [B]."""
     network = model.network(params)
-    x = model.encoded(network, model.inputs(batch), batch, language=how.language)
+    x = model.encoded(network, model.inputs(batch), batch, language=decoding.language)
     values = model.variant.compute(model.loss, network, x, model.config.objective.joint == "tiles")
-    hypotheses = search(model, network, x.frames, x.frame_lengths, how)
+    hypotheses = search(model, network, x.frames, x.frame_lengths, decoding)
     return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
 
 

@@ -128,7 +128,7 @@ class Training:
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
         if count := config.optimiser.epochs:
-            self.config = config = config.having(steps=count * len(self.epoch), epochs=0).consistent()
+            self.config = config = config.replace(steps=count * len(self.epoch), epochs=0).consistent()
             hosts.say(f"{count} epochs of {len(self.epoch)} batches")
         seen = [self.run.last, sorted(self.train.labels), sorted(self.valid.labels), self.model.setup()]
         hosts.agree("options, corpora or checkpoints", seen)
@@ -136,7 +136,7 @@ class Training:
             self.run.open()
         if folder is None and not jax.process_index():
             cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
-        self.search = self.shared(search_options.search_of(options, self.model))
+        self.search = self.shared(search_options.decoding_of(options, self.model))
 
     def split(self, batch):
         """Arrays over all devices, of the rows that this process has."""
