@@ -174,7 +174,8 @@ class Words:
 
 
 class Stream:
-    """Words of one recording as it arrives. `decoding`: greedy or a beam; `silence`: seconds that end an utterance, or 0.
+    """Words of one recording as it arrives. `decoding`: greedy or a beam; `silence`: seconds that end an
+    utterance, or 0.
 
     `feed` and, at the end, `finish` return the words that are final since the call before, as `timing.Interval` with
     seconds from the start. `open` is the text behind them, which may change; `ends` has the seconds of the utterances'
