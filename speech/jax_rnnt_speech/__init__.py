@@ -7,8 +7,10 @@ The rooms, from the ground floor up; a module imports those of its own room and 
 `data`: where utterances come from, from audio to batches.
 `model`: encoders, predictor and joint, and its losses.
 `recognition`: from audio to text: searches, streams, windows of long recordings, transcripts, error rates.
-`training`: from a corpus to a model: which parameters learn, steps, epochs, checkpoints, runs.
+`runs`: folders of trainings: checkpoints, metrics.
 `pretrained`: what a training may start from, and what transcribes without one.
+`models`: a model of any folder, of a run or pretrained; and the model of a new training.
+`training`: from a corpus to a model: what is made small, which parameters learn, steps, epochs.
 `serving`: a model for others, over HTTP or as one file.
 `cli`: the commands.
 """

@@ -7,13 +7,13 @@ model of a new training, whose --init may be any of these or Whisper.
 import os
 from pathlib import Path
 
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import Config, flag, of_sections, own, tuples
 from jax_rnnt_speech.config.files import from_json
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model, encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
 from jax_rnnt_speech.system import UserError, hosts, programs
-from jax_rnnt_speech.training import runs
 
 KINDS = {"package": package, "hugging_face": hugging_face, "whisper": whisper, "nemo": nemo}
 VARIABLE = "RNNT_SPEECH_MODEL"

@@ -20,7 +20,8 @@ from jax_rnnt_speech.model import (
     Model,
     transducer,  # noqa: F401
 )
-from jax_rnnt_speech.training import checkpoints, epochs, steps, train  # noqa: F401
+from jax_rnnt_speech.runs import checkpoints  # noqa: F401
+from jax_rnnt_speech.training import epochs, steps, train  # noqa: F401
 
 TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "convolution": 3, "channels": 2,

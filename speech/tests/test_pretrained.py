@@ -17,11 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import audio, corpora, features, utterances
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders import base, fastconformer
 from jax_rnnt_speech.recognition import streams, windows
-from jax_rnnt_speech.training import objective, runs
+from jax_rnnt_speech.training import objective
 from support import arrays, asr, run, small_disk
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

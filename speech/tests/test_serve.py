@@ -15,9 +15,9 @@ import zlib
 import numpy as np
 import pytest
 
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import features, manifests
 from jax_rnnt_speech.recognition.search import Decoding
-from jax_rnnt_speech.training import runs
 from support import CONVOLUTIONAL, asr, random_model, run
 
 pytest.importorskip("aiohttp")

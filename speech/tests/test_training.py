@@ -9,9 +9,11 @@ import jax
 import numpy as np
 import pytest
 
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.model import Model, transducer
+from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts
-from jax_rnnt_speech.training import checkpoints, objective, runs, steps, train
+from jax_rnnt_speech.training import objective, steps, train
 from support import CONVOLUTIONAL, arguments, configuration, prepared, run, steps_of, weights, write_audio
 
 

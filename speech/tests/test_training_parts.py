@@ -17,10 +17,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jax_rnnt
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
 from jax_rnnt_speech.model import Model, ctc, encoders, losses, transducer
 from jax_rnnt_speech.system import hosts, programs
-from jax_rnnt_speech.training import epochs, frozen_rows, objective, runs, train
+from jax_rnnt_speech.training import epochs, frozen_rows, objective, train
 from support import (
     CONVOLUTIONAL,
     arguments,

@@ -4,14 +4,13 @@ import sys
 import time
 from pathlib import Path
 
-from jax_rnnt_speech import models
+from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config import OPTIONS, Config, command_line, files, flag
 from jax_rnnt_speech.config.options import amount, names, natural, positive, sources
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.recognition import search_options
 from jax_rnnt_speech.system import UserError, hosts
-from jax_rnnt_speech.training import runs
 
 
 def resumed(options, args):
@@ -69,7 +68,7 @@ def train(args):
     started = time.perf_counter()
     with hosts.together():
         chosen = chosen or resumed(options, args).checked()
-        rates = Training(chosen, args, models.fresh).main()
+        rates = Training(chosen, args).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if args.expect_cer is not None and not rates.cer <= args.expect_cer:
         print(f"expected a CER of at most {args.expect_cer}%", file=sys.stderr)

@@ -15,12 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import batches, cache, corpora
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition import errors, search_options
 from jax_rnnt_speech.system import UserError, hosts, outputs, programs
-from jax_rnnt_speech.training import epochs, frozen_rows, objective, runs, steps
+from jax_rnnt_speech.training import epochs, frozen_rows, objective, steps
 from jax_rnnt_speech.training.parts import Parts, placed, shapes_in_place
 
 HOPELESS = 100  # steps in a row that are not finite end the run
@@ -80,7 +81,7 @@ def digest(corpus):
 class Training:
     """All that a training needs, opened and checked; `main` does it."""
 
-    def __init__(self, config, options, fresh):
+    def __init__(self, config, options):
         self.config, self.options = config, options
         self.run = runs.Run(options.workdir, resume=options.resume, overwrite=options.overwrite)
         self.mesh = Mesh(np.array(hosts.devices(options.platform, options.devices)), ("data",))
@@ -92,7 +93,7 @@ class Training:
         more = {"implementation": options.implementation}
         self.stored, self.progress = {"utterances": digest(train), "held_out": digest(valid)}, Progress()
         if self.run.last is None:
-            self.model = fresh(config, train, **more)
+            self.model = models.fresh(config, train, **more)
         else:
             self.run.open()
             setup = self.run.setup("params", "training")
