@@ -95,7 +95,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     data = batches.labelled(recordings, asr.data.tokens.train(config.head, ["ABC "]), 4)
     (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
     buckets = batches.make_buckets(data, config, 1)
-    tested = batches.testing(data, config, buckets, (0, 1))
+    tested = batches.testing(data, config.data, buckets, (0, 1))
     valid = {int(i): v for b in tested for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]

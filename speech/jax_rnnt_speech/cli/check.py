@@ -100,7 +100,7 @@ def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a model or file and the options."""
     known, vocabulary, source = {}, None, None
     if args.model:
-        settings, vocabulary, source = models.described(args.model)
+        settings, source, vocabulary = models.described(args.model)
         known = settings.options()
     elif args.config:
         known = models.completed(files.read_file(args.config))

@@ -7,8 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt_speech.config import Config
-from jax_rnnt_speech.config.files import from_json, to_json
+from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import corpora
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.pretrained import hugging_face
@@ -48,12 +47,6 @@ def setup_of(folder):
     if not isinstance(setup, dict) or not {"config", "tokens", "mean", "deviation"} <= {*setup}:
         raise UserError(f"{file} must have config, tokens, mean and deviation")
     return setup
-
-
-def config_of(folder):
-    """(Config, JSON files of its source) of a folder."""
-    setup = setup_of(folder)
-    return Config.of(**from_json(setup["config"], f"{folder}")), setup.get("source")
 
 
 def read(folder):

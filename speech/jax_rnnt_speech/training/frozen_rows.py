@@ -26,7 +26,7 @@ def cached(model, parts, data, buckets, folder):
     key += [[x.frames, x.members] for x in buckets]
 
     def made():
-        for batch in batches.testing(data, config, buckets, (0, 1)):
+        for batch in batches.testing(data, config.data, buckets, (0, 1)):
             found = lower.lower(model.params, batch, layers)
             for i, x, count in zip(batch["index"], *jax.device_get(found)):
                 if i >= 0:

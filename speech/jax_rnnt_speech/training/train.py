@@ -36,7 +36,7 @@ class Rates(NamedTuple):
 def held_out(model, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
     loss, scored, characters, words, shown = 0.0, 0, [], [], []
-    for batch in batches.testing(data, model.config, buckets, hosts.part()):
+    for batch in batches.testing(data, model.config.data, buckets, hosts.part()):
         batch["valid"] &= ~np.isin(batch["index"], [*data.without])
         results = objective.evaluated(model, params, split(batch), search)
         value, labels, counts, index = hosts.gathered((*results, batch["index"]))
