@@ -41,7 +41,7 @@ class Digits:
         start = models.fresh(self.config, train)
         self.tokens, self.blank, self.subsampling = start.tokens, start.blank, start.subsampling
         self.train, self.test = (batches.labelled(x, self.tokens, self.subsampling) for x in (train, test))
-        objective.measure(start, self.train)
+        objective.standardise(start, self.train)
         self.mean, self.deviation = start.mean, start.deviation
 
     def model(self, **options):

@@ -50,7 +50,7 @@ def evaluated(model, params, batch, decoding):
     return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
 
 
-def measure(model, data):
+def standardise(model, data):
     """Gives a model mean and deviation of each feature in some training utterances."""
     if model.extractor.normalize != "corpus":
         return

@@ -109,7 +109,7 @@ class Training:
         self.parts = Parts(config, self.model.shapes)
         self.train = batches.labelled(train, self.model.tokens, self.model.subsampling)
         if self.run.last is None and not config.optimiser.init:
-            objective.measure(self.model, self.train)
+            objective.standardise(self.model, self.train)
         self.valid = batches.labelled(valid, self.model.tokens, self.model.subsampling, held_out=True)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
