@@ -352,7 +352,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
         if layers:
             data, buckets = frozen_rows.cached(model, parts, data, buckets, tmp_path)
         batch = epochs.training(data, config, buckets, (0, 1))[0]
-        assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
+        assert batch["features"].shape[1:] == ((19, 8) if layers else (73, 6))
         batch.pop("index")
         values.append(float(objective.mean_loss(model, model.params, batch, 1, layers)))
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]

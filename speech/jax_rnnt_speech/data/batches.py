@@ -112,12 +112,12 @@ def size_of(config, devices, frames):
 
 
 def collate(data, options, bucket, items, size):
-    """Arrays of a batch of `size` rows from (utterance, audio or None, spans); rows without audio are not `valid`.
+    """Arrays of a batch of `size` rows from (utterance, features or None, spans); rows without are not `valid`.
 
     `options`: a `config.Data`, as for `testing`.
     """
     batch = {
-        "audio": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
+        "features": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
         "lengths": np.ones(size, np.int32),
         "targets": np.zeros((size, bucket.labels), np.int32),
         "target_lengths": np.zeros(size, np.int32),
@@ -128,7 +128,7 @@ def collate(data, options, bucket, items, size):
     for row, (i, x, spans) in enumerate(items):
         if x is not None:
             x = x[: bucket.frames]
-            batch["audio"][row, : len(x)], batch["lengths"][row] = x, len(x)
+            batch["features"][row, : len(x)], batch["lengths"][row] = x, len(x)
             batch["targets"][row, : len(data.labels[i])] = data.labels[i]
             batch["target_lengths"][row] = len(data.labels[i])
             batch["valid"][row], batch["spans"][row], batch["index"][row] = True, spans, i

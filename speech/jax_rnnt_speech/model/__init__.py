@@ -92,7 +92,7 @@ class Model:
 
     def inputs(self, batch):
         """Features [B, T, F] of a batch, with mean 0 and deviation 1."""
-        return self.standardised(batch["audio"])
+        return self.standardised(batch["features"])
 
     def standardised(self, x):
         return (x - self.mean) / self.deviation

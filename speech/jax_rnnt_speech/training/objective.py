@@ -18,7 +18,7 @@ SAMPLE = 200  # utterances of which statistics are taken
 def mean_loss(model, params, batch, step, layers=None):
     """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
     config = model.config
-    x = model.inputs(batch) if layers is None else batch["audio"]
+    x = model.inputs(batch) if layers is None else batch["features"]
     x = features.hide(x, batch["lengths"], batch["spans"], config.data.time_masks)
     batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # of no other row are frames
     frozen = lower_layers(config.optimiser.freeze) if layers is None else None
