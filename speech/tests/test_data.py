@@ -323,7 +323,7 @@ def test_buckets(corpus):
     epoch = epochs.training(data, config, buckets, (0, 1))
     twice = [epoch.repeat(2)[i] for i in range(2 * len(epoch))]
     shapes = {(b.batch, b.frames, 6) for b in buckets}
-    assert {batch["audio"].shape for batch in twice} == shapes
+    assert {batch["features"].shape for batch in twice} == shapes
     for batch in twice:
         for i, length, labels, count in zip(*(batch[x] for x in ("index", "lengths", "targets", "target_lengths"))):
             assert length == data.corpus.utterances[i].frames

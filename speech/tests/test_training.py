@@ -49,7 +49,7 @@ def test_steps_that_are_not_finite(corpus):
     """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
     model, batch = prepared(corpus, accumulate=2, warmup=0.0, **CONVOLUTIONAL)
     _, state, frozen, step = steps_of(model)
-    bad = batch | {"audio": np.where(np.arange(batch["features"].shape[1])[:, None] == 3, np.nan, batch["features"])}
+    bad = batch | {"features": np.where(np.arange(batch["features"].shape[1])[:, None] == 3, np.nan, batch["features"])}
     results, weights = [], []
     for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
         state, numbers = step(state, one, frozen, 1)
