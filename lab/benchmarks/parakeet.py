@@ -119,7 +119,7 @@ def ours(folder, kind, what, repeats):
 
     model = models.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())
-    arrays = {"audio": features, "lengths": lengths, "targets": targets, "target_lengths": target_lengths}
+    arrays = {"features": features, "lengths": lengths, "targets": targets, "target_lengths": target_lengths}
     if what != "loss":
         joint = "tiles" if what == "tiles" else "logits"
         model.config = model.config.replace(joint=joint, time_masks=0, mel_masks=0)
