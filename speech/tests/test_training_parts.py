@@ -333,7 +333,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cache, "FORM", 0)
     assert not cache.Lengths(tmp_path).known
     data = batches.labelled(second, asr.data.tokens.Characters("ABC "), 4)
-    share = [i in second.further for i in map(int, epochs.mixed(list(range(24)), second, config)[:36])]
+    share = [i in second.further for i in map(int, batches.mixed(list(range(24)), second, config)[:36])]
     assert sum(share) == 18 and len(data.labels) == 22
 
 
