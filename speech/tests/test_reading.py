@@ -102,12 +102,12 @@ def test_sums_of_times(folder):
     (folder / "sums.jsonl").write_text("\n".join(json.dumps({"audio": "a.wav", "text": "x"} | x) for x in rows))
     *entries, fault = manifests.read(folder / "sums.jsonl")
     assert fault == ("the end is not after the start", "sums.jsonl line 5") and 0.2 + 0.4 > 0.6
-    names = transcripts.recordings(entries)
+    names = transcripts.names_of(entries)
     assert {*names.values()} == {"a"}
     words = [transcripts.timing.Interval(a, b, "x") for a, b in ((0.6, 0.8), (0.2, 0.2 + 0.4))]
     assert [(x.start, x.end) for x in transcripts.in_order(words)] == [(0.2, 0.6), (0.6, 0.8)]
     overlap = [x._replace(end=x.end + 0.01) for x in entries]
-    assert len({*transcripts.recordings(overlap).values()}) == len(entries)
+    assert len({*transcripts.names_of(overlap).values()}) == len(entries)
 
 
 def test_places(folder, tmp_path, monkeypatch):
