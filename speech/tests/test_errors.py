@@ -117,7 +117,7 @@ def test_what_cannot_be_tested(corpus, trained, tmp_path, refused, capsys):
     ):
         refused([*command, *more], message)
     run(["train", "--help"])
-    assert "norm of the gradient; 0: any (1.0)\n" in capsys.readouterr().out  # a default of 1 is said
+    assert "batches for each update (1)\n" in capsys.readouterr().out  # a default of 1 is said
 
 
 def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
