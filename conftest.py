@@ -20,14 +20,16 @@ import pathlib
 import sys
 
 # JAX reads them when it is imported, and stops at one that XLA does not know.
-FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
+FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
+import chex
 import jax
 import pytest
 
+chex.set_n_cpu_devices(8)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -74,6 +76,12 @@ def require_kernel():
     if reason is None:
         return
     (pytest.fail if os.environ.get("JAX_RNNT_REQUIRE") else pytest.skip)(reason)
+
+
+@pytest.fixture(autouse=True)
+def traces():
+    """`chex.assert_max_traces` counts those of one test: it knows a function by its place and text."""
+    chex.clear_trace_counter()
 
 
 @pytest.fixture(params=["kernel", "reference"])

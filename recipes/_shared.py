@@ -24,7 +24,7 @@ from jax_rnnt_speech import models
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.config.options import amount, positive, seed
 from jax_rnnt_speech.data import batches
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.training import epochs, objective
 from jax_rnnt_speech.training.steps import make_optimizer
@@ -41,12 +41,12 @@ class Digits:
         start = models.fresh(self.config, train)
         self.tokens, self.blank, self.subsampling = start.tokens, start.blank, start.subsampling
         self.train, self.test = (batches.labelled(x, self.tokens, self.subsampling) for x in (train, test))
-        objective.measure(start, self.train)
+        objective.standardise(start, self.train)
         self.mean, self.deviation = start.mean, start.deviation
 
     def model(self, **options):
         """A new model; options differ from those of `config`."""
-        return Model(self.config.having(**options), self.tokens, self.mean, self.deviation)
+        return Model(self.config.replace(**options), self.tokens, self.mean, self.deviation)
 
     def batches(self):
         """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""
@@ -63,7 +63,7 @@ class Digits:
 
     def tests(self):
         """500 held-out lines."""
-        return batches.testing(self.test, self.config, batches.make_buckets(self.test, self.config, 1), (0, 1))
+        return batches.testing(self.test, self.config.data, batches.make_buckets(self.test, self.config, 1), (0, 1))
 
 
 def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):

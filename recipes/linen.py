@@ -58,7 +58,7 @@ def main():
     model = Transducer(digits.blank)
 
     def inputs(batch):
-        return (batch["audio"] - jnp.asarray(digits.mean)) / jnp.asarray(digits.deviation)
+        return (batch["features"] - jnp.asarray(digits.mean)) / jnp.asarray(digits.deviation)
 
     batch = next(digits.batches())
     batch.pop("index")

@@ -26,6 +26,7 @@ from jax_rnnt._xla.local import Local as Local
 from jax_rnnt._xla.over_devices import by_shards as by_shards
 from jax_rnnt._xla.primitive import Kernel as Kernel
 from jax_rnnt._xla.primitive import beyond as beyond
+from jax_rnnt._xla.primitive import warn_once as warn_once
 from jax_rnnt._xla.retracing import is_trained as is_trained
 from jax_rnnt._xla.retracing import pure as pure
 from jax_rnnt._xla.retracing import shape_of as shape_of

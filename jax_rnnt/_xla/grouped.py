@@ -5,16 +5,20 @@ groups. Each group works on its own part, so data sharded over the batch stays i
 are summed over them once. On one device, or where the mesh axes are manual, there is one group.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
 
-from jax_rnnt._xla.avals import aval_like, spec_of, vary_together
-from jax_rnnt._xla.over_devices import lower_plain, unpartitioned
-from jax_rnnt._xla.primitive import new_primitive
+from jax_rnnt._xla import loading
+from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, vary_together
+from jax_rnnt._xla.over_devices import Devices, device_of, lower_plain, unpartitioned
+from jax_rnnt._xla.primitive import new_primitive, no_pallas
 
 
 def _groups(count, devices: int) -> int:
@@ -61,10 +65,14 @@ class Grouped:
         ``function(static, shared, batched, grouped, platforms) -> (batched results, shared results)``, two lists each,
         in plain JAX, for one group. Shared results are sums over the batch. `grouped`: for `most_over_groups`.
         `platforms`: the program is lowered for these.
+    kernel : callable, optional
+        ``kernel(static, shared, batched, device, reason) -> function`` of a kernel in Pallas, where `function` runs as
+        one: ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none. It
+        gets avals, the `device_of` the program, and why Pallas cannot run here at all, or None.
     """
 
-    def __init__(self, name: str, function: Callable):
-        self.name, self.function = name, function
+    def __init__(self, name: str, function: Callable, kernel: Callable = lambda *_: None):
+        self.name, self.function, self.kernel = name, function, kernel
         self.primitive = new_primitive(name, self.abstract_eval, self.lower, self.jvp, self.batch)
 
     def __call__(self, static, shared, batched, batched_results, shared_results=()):
@@ -100,7 +108,10 @@ class Grouped:
     def lower(self, ctx, *operands, mapped, depth, static, num_shared, batched_results, shared_results):
         axes = ctx.module_context.axis_context
         alone = unpartitioned(ctx)
-        function = functools.partial(self.function, platforms=tuple(ctx.module_context.platforms))
+        platforms = tuple(ctx.module_context.platforms)
+        if kernel := self._kernel(ctx, platforms, static, num_shared, mapped, depth):
+            return self._lower_kernel(ctx, kernel, operands, mapped, depth, num_shared)
+        function = functools.partial(self.function, platforms=platforms)
         devices = 1 if alone else getattr(axes, "num_devices", None) or axes.mesh.size
 
         def run(*operands):
@@ -110,6 +121,71 @@ class Grouped:
             return [*outputs, *sums]
 
         return lower_plain(ctx, run, operands, in_mesh=alone)
+
+    def _kernel(self, ctx, platforms, static, num_shared, mapped, depth):
+        if not any(name == "tpu" or name in loading.INTERPRETED for name in platforms):
+            return None
+        avals = [
+            jax.core.ShapedArray(x.shape[depth if m else 0 :], x.dtype) for x, m in zip(ctx.avals_in, mapped)
+        ]  # fmt: skip
+        several = f"the program is for {' and '.join(platforms)}" if len(platforms) > 1 else None
+        reason = several or no_pallas(ctx)
+        kernel = self.kernel(static, avals[:num_shared], avals[num_shared:], device_of(ctx), reason)
+        return kernel and functools.partial(kernel, interpret=loading.INTERPRETED.get(platforms[0], False))
+
+    def _lower_kernel(self, ctx, kernel, operands, mapped, depth, num_shared):
+        """XLA does not partition it: each device runs it on its own part, of the batch or of the mapped elements."""
+        devices = None if unpartitioned(ctx) else Devices(ctx)
+
+        def one(*operands):
+            outputs, sums = kernel(operands[:num_shared], operands[num_shared:])
+            return [*outputs, *sums]
+
+        def of_parts(*operands):
+            """Of one element, each device a part of its batch."""
+            if devices is None:
+                return one(*operands)
+            (axes,) = devices.spec(ctx.avals_in[num_shared], depth * mapped[num_shared], depth * mapped[num_shared] + 1)
+
+            def part(*operands):
+                outputs, sums = kernel(operands[:num_shared], operands[num_shared:])
+                return [*outputs], [x[None] for x in sums]
+
+            specs = (*[P()] * num_shared, *[P(axes)] * (len(operands) - num_shared))
+            outputs, sums = devices.map(part, specs, P(axes))(*operands)
+            return [*outputs, *(jnp.sum(x, 0) if axes else x[0] for x in sums)]
+
+        def each(function, operands):
+            """Of all mapped elements [count, ...], one after the other."""
+
+            def element(elements):
+                elements = iter(elements)
+                return function(*(next(elements) if m else x for x, m in zip(operands, mapped)))
+
+            return jax.lax.map(element, [x for x, m in zip(operands, mapped) if m])
+
+        def run(*operands):
+            if not depth:
+                return of_parts(*operands)
+            extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
+            flat = [x.reshape(-1, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
+            axes, others = None, []
+            if devices is not None:
+                axes, *others = devices.spec(ctx.avals_in[mapped.index(True)], 0, depth)
+            if devices is not None and axes and not any(others):
+                specs = tuple(P(axes) if m else P() for m in mapped)
+                outputs = devices.map(lambda *parts: each(one, parts), specs, P(axes))(*flat)
+            else:
+                outputs = each(of_parts, flat)
+            return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
+
+        def narrow(*operands):
+            mesh = contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh)
+            with mesh, contextlib.nullcontext() if kernel.keywords["interpret"] else jax.enable_x64(False):
+                return run(*operands)
+
+        plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
+        return mlir.lower_fun(narrow, multiple_results=True)(plain, *operands)
 
     def _over_batch(self, function, operands, devices, grouped, static, num_shared):
         groups = _groups(operands[num_shared].shape[0], devices)

@@ -4,6 +4,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.extend
@@ -37,6 +38,8 @@ LIMITS: dict[str, dict[str, int]] = {
         "columns_by_diagonals": 1 << 14,
     },
 }
+# Platforms where kernels in Pallas are interpreted: tests fill it, in Pallas's ways of doing so.
+INTERPRETED: dict[str, Any] = {}
 # ``(unit_steps, num_arcs, gradient) -> [(elements, frames, columns), ...]``: `xla_kernels/common/workspace.h`.
 WORKSPACES: dict[str, Callable[[bool, int, bool], list[tuple[int, int, int]]]] = {}
 

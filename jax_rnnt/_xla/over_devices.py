@@ -125,24 +125,53 @@ def is_local(ctx, num_batch_dims) -> bool:
     return len(sizes) == len(batch) == 1 and isinstance(batch[0], int) and batch[0] % max(sizes.values()) == 0
 
 
+class Devices:
+    """The devices of a program that the partitioner will split, as a lowering sees them."""
+
+    def __init__(self, ctx):
+        self.program, self._manual, self._known = _mesh(ctx)
+        kinds = jax.sharding.AxisType
+        types = tuple(kinds.Manual if name in self._manual else kinds.Auto for name in self.program.axis_names)
+        self.mesh = AbstractMesh(self.program.axis_sizes, self.program.axis_names, axis_types=types)
+
+    def spec(self, aval, first, last):
+        """Over which axes to split the dimensions of an operand from `first` to `last`, all of them batch."""
+        if self._known:
+            return spec_of(aval)[first:last]
+        return _batch_spec(aval.shape[first:last], self.program, self._manual)
+
+    def map(self, function, in_specs, out_specs):
+        """The function of each device's own part."""
+
+        def split(*operands):
+            names = set(self.mesh.axis_names) - self._manual
+            with jax.sharding.use_abstract_mesh(self.mesh):
+                mapped = jax.shard_map(
+                    function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+                )
+                return mapped(*operands)
+
+        return split
+
+
 def lower_over_devices(ctx, function, operands, num_batch_dims):
     """Lowers ``function(*operands) -> results``, all with `num_batch_dims` leading batch dimensions."""
     plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
-    if unpartitioned(ctx):
-        return mlir.lower_fun(function, multiple_results=True)(plain, *operands)
-    mesh, manual, known = _mesh(ctx)
-    first = ctx.avals_in[0]
-    spec = spec_of(first)[:num_batch_dims] if known else _batch_spec(first.shape[:num_batch_dims], mesh, manual)
-    kinds = jax.sharding.AxisType
-    types = tuple(kinds.Manual if name in manual else kinds.Auto for name in mesh.axis_names)
-    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    if not unpartitioned(ctx):
+        devices = Devices(ctx)
+        spec = P(*devices.spec(ctx.avals_in[0], 0, num_batch_dims))
+        function = devices.map(function, spec, spec)
+    return mlir.lower_fun(function, multiple_results=True)(plain, *operands)
 
-    def split(*operands):
-        names = set(mesh.axis_names) - manual
-        with jax.sharding.use_abstract_mesh(mesh):
-            mapped = jax.shard_map(
-                function, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=names, check_vma=False
-            )
-            return mapped(*operands)
 
-    return mlir.lower_fun(split, multiple_results=True)(plain, *operands)
+def device_of(ctx) -> tuple[str | None, int]:
+    """(kind of the TPUs that a program is lowered for, or None where nothing tells; cores of a device)"""
+    axes = ctx.module_context.axis_context
+    for mesh in (getattr(axes, "mesh", None), getattr(axes, "abstract_mesh", None), jax.sharding.get_abstract_mesh()):
+        device = getattr(getattr(mesh, "abstract_mesh", mesh), "abstract_device", None)
+        if device is not None:
+            return device.device_kind, device.num_cores or 1
+    if jax.default_backend() == "tpu":
+        first = jax.devices()[0]
+        return first.device_kind, getattr(first, "num_cores", None) or 1
+    return None, 1

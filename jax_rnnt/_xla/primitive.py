@@ -35,14 +35,19 @@ _warning = threading.RLock()  # a cache lets two threads compute one entry
 
 
 @functools.cache
-def _warn_reference(reason: str) -> None:
-    _installation.warn(f"jax_rnnt runs on its pure-JAX reference: {reason}.")
+def _warn(message: str) -> None:
+    _installation.warn(message)
+
+
+def warn_once(message: str) -> None:
+    """`_installation.warn`, once for each message."""
+    with _warning:
+        _warn(message)
 
 
 def warn_reference(reason: str) -> None:
     """Once for each reason."""
-    with _warning:
-        _warn_reference(reason)
+    warn_once(f"jax_rnnt runs on its pure-JAX reference: {reason}.")
 
 
 def beyond(limits: Mapping[str, int], *numbers: tuple[str, str, Any]) -> str | None:
@@ -106,7 +111,7 @@ def _sharding_rule(num_batch_dims: int, operands, results) -> str:
     return f"#sdy.op_sharding_rule<({left})->({right}) {{{factors}}}{need}, custom>"
 
 
-def _no_pallas(ctx) -> str | None:
+def no_pallas(ctx) -> str | None:
     """Why Pallas cannot run here at all."""
     if jax.__version_info__ < PALLAS:
         return f"the TPU kernels need jax {'.'.join(map(str, PALLAS))}, got {jax.__version__}"
@@ -228,7 +233,7 @@ class Kernel:
         if kernel is None:
             function = functools.partial(self.reference, **attributes)
             return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
-        reason = _no_pallas(ctx) or self.unsupported(loading.LIMITS["tpu"], *ctx.avals_in, **attributes)
+        reason = no_pallas(ctx) or self.unsupported(loading.LIMITS["tpu"], *ctx.avals_in, **attributes)
         if reason:
             params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
             return self.lower_reference(ctx, *operands, reason=reason, **params)

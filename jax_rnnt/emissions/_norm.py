@@ -40,6 +40,11 @@ def row_sum(x, axis=-1) -> RowSum:
     return _row_sum(peak, jnp.sum(jnp.exp(x - jnp.expand_dims(peak, axis)), axis))
 
 
+def row_sum_of_total(peak, total) -> RowSum:
+    """From the largest logit and the sum over v of exp(x[v] - peak)."""
+    return _row_sum(jnp.where(jnp.isneginf(peak), 0, peak), total)
+
+
 def _row_sum(peak, total) -> RowSum:
     dead = total == 0
     bad = jnp.isnan(total) | jnp.isposinf(peak)
@@ -96,9 +101,13 @@ def is_anchored(norm):
     return (norm > 0) & (norm < _scale(norm.dtype)[1])
 
 
+def denominator(norm):
+    """(whether a code is a scaled sum, what exp(x - base) is divided by: base is the anchor, or the code itself)"""
+    anchored = is_anchored(norm)
+    return anchored, jnp.where(anchored, norm / _scale(norm.dtype)[0], 1)
+
+
 def softmax_of_norm(x, anchor, norm):
     """exp(x - lse) from the code. It has no useful derivative: the code has none."""
-    scale, _ = _scale(x.dtype)
-    anchored = is_anchored(norm)
-    base = jnp.where(anchored, anchor, norm)
-    return jnp.exp(x - base[..., None]) / jnp.where(anchored, norm / scale, 1)[..., None]
+    anchored, total = denominator(norm)
+    return jnp.exp(x - jnp.where(anchored, anchor, norm)[..., None]) / total[..., None]

@@ -21,6 +21,7 @@ With `durations` the last D of V + D logits are a second softmax, all of whose l
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Sequence
 
 import jax
@@ -29,7 +30,7 @@ import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt.emissions._emission import NO_LABEL, Nodes, Rows, clip_and_scale, inside_rows
-from jax_rnnt.emissions._norm import encoded_norm, row_sum, row_sum_at_once, row_sum_of, softmax_of_norm
+from jax_rnnt.emissions._norm import RowSum, encoded_norm, row_sum, row_sum_at_once, row_sum_of, softmax_of_norm
 
 
 def accumulation_dtype(dtype) -> np.dtype:
@@ -114,34 +115,56 @@ def softmax_emission(
     """
     inside, x, of_durations, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     row = row_sum(x) if normalize else None
-    duration_row = row_sum(jnp.stack(of_durations), 0) if normalize and durations else None
+    of_label = pick(label, x)
+    of_blanks = [] if bernoulli else [pick(blank, x) for blank in blanks]
+    anchor = pick(_anchor(blanks, bernoulli), x)
+    return planes_of(Heads(inside, row, of_label, of_blanks, of_durations, z, anchor), label, blanks)
+
+
+class Heads(typing.NamedTuple):
+    """Numbers of rows [..., T, U1] that planes are made of: logits, but for the first two."""
+
+    inside: jax.Array  # bool: rows inside the sequence
+    row: RowSum | None  # of the softmax; None: the logits already are log-probabilities
+    label: jax.Array
+    blanks: list[jax.Array]  # of the softmax
+    durations: list[jax.Array]
+    bernoulli: jax.Array | None  # a blank that is no part of the softmax
+    anchor: jax.Array  # of `norm`
+
+
+def planes_of(heads: Heads, label, blanks):
+    """What `softmax_emission` returns."""
+    inside, row, z = heads.inside, heads.row, heads.bernoulli
+    duration_row = row_sum(jnp.stack(heads.durations), 0) if row is not None and heads.durations else None
     bad_row = functools.reduce(
         jnp.logical_or, (r.bad for r in (row, duration_row) if r is not None), jnp.asarray(False)
     )
-    if bernoulli:
+    if z is not None:
         bad_row |= jnp.isnan(z) | jnp.isposinf(z)
 
     def plane(value):
         return jnp.where(inside, jnp.where(bad_row | jnp.isposinf(value), jnp.nan, value), -jnp.inf)
 
-    def log_probability(index):
-        return pick(index, x) if row is None else row.log_probability(pick(index, x))
+    def log_probability(logit):
+        return logit if row is None else row.log_probability(logit)
 
-    log_label = log_probability(label)
-    if bernoulli:
+    log_label = log_probability(heads.label)
+    if z is not None:
         impossible = jnp.isneginf(z)  # -inf must not meet the derivative of log_sigmoid
         z = jnp.where(impossible, 0, z)
         log_blanks = [jnp.where(impossible, -jnp.inf, jax.nn.log_sigmoid(z))]
         log_label = log_label + jnp.where(impossible, 0, jax.nn.log_sigmoid(-z))
         log_label = jnp.where(label == blanks[0], log_blanks[0], log_label)
     else:
-        log_blanks = [log_probability(blank) for blank in blanks]
+        log_blanks = [log_probability(x) for x in heads.blanks]
     log_label = jnp.where(label == NO_LABEL, -jnp.inf, plane(log_label))
+    durations = heads.durations
     if duration_row is not None:
-        of_durations = map(duration_row.log_probability, of_durations)
-    norm = jnp.zeros_like(log_label) if row is None else encoded_norm(row, pick(_anchor(blanks, bernoulli), x))
+        durations = [duration_row.log_probability(x) for x in durations]
+    norm = jnp.zeros_like(log_label) if row is None else encoded_norm(row, heads.anchor)
     norm = jax.lax.stop_gradient(jnp.where(inside, norm, 0))
-    return (*map(plane, log_blanks), log_label, *map(plane, of_durations), norm)
+    return (*map(plane, log_blanks), log_label, *map(plane, durations), norm)
 
 
 def backward_reference(

@@ -46,7 +46,7 @@ class JointLogits(Layout):
         each of B utterances.
     chunk : int, optional
         Approximate number of rows in a tile; the default depends on the shapes and the device. More rows take more
-        memory, fewer rows more time. The result is the same up to rounding.
+        memory, fewer rows more time. The result is the same up to rounding. Kernels have no tiles, and ignore it.
     parameters : pytree of Array, optional
         The first argument of `joint`. Gradients reach them, and `joint` closes over no other array. It should be the
         same function in every call: then it compiles once, outside of `jax.jit` too.
@@ -62,6 +62,9 @@ class JointLogits(Layout):
     planes [..., T, U + 1]. The backward pass skips blocks of nodes whose posteriors together stay below the rounding
     error of the gradient. Time grows with the lengths, not the padding. Projections of encoder or predictor alone
     belong outside of `joint`, where they run once a frame or column and not once a node.
+
+    On a TPU a `LinearJoint` runs in two kernels instead, which keep hidden units and logits on the chip. They honour
+    `jax.default_matmul_precision`: factors of products are rounded to bfloat16 unless it asks for more.
 
     Sharding over the batch exchanges the gradient of the parameters alone. With an output layer that jit splits over V
     the result is right, but devices gather every tile of logits. Inside `shard_map` the loss takes a part of V for all

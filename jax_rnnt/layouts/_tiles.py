@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
 from jax_rnnt.emissions._emission import Rows, has_nan
-from jax_rnnt.layouts._joint_networks import LinearJoint, split, sum_dtype
+from jax_rnnt.layouts import _joint_pallas, _joint_plan
+from jax_rnnt.layouts._joint_networks import Linear, LinearJoint, split, sum_dtype
 from jax_rnnt.layouts._tile_blocks import Blocks, TileInputs, Work, add_blocks, row_index
 from jax_rnnt.layouts._tile_sizes import blocks_for, tile_types
 
@@ -37,7 +38,9 @@ def tiled(function: str, logits, inner: Rows):
         blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
         emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
     static, parameters = split(function, logits, rows)
-    return dataclasses.replace(emission, joint=static), (parameters, encoder, predictor)
+    # Read where the primitive is bound: the lowering may run elsewhere.
+    precision = jax.config.jax_default_matmul_precision
+    return dataclasses.replace(emission, joint=static, precision=precision), (parameters, encoder, predictor)
 
 
 @jax.tree_util.register_static
@@ -60,6 +63,7 @@ class Tiled(Rows[Any, Any]):
     chunk: int | None
     linear: bool
     blocks: Blocks | None = None  # of a closure from the start: it is traced for its rows
+    precision: str | None = None  # of the products of a kernel (`_joint_pallas.py`); tiles ask JAX
 
     def lowered_for(self, platforms, encoder, predictor):
         """The same with the tiles of these platforms, for these rows of one device."""
@@ -312,12 +316,9 @@ class Backward(typing.NamedTuple):
 
     def finish(self, sums: Sums, bad):
         """(gradients of encoder, predictor and arrays, of the parameters); NaN in what bad sequences [B N] read."""
-        inputs, (frames, columns) = self.inputs, self.inputs.shape
+        inputs = self.inputs
         bad = bad.at[self.work.sequence].max(sums.infinite & self.work.live)
-        read_frames = row_index(frames) < inputs.num_frames[:, None]
-        read_columns = (row_index(columns) <= inputs.num_labels[:, None]) & (inputs.num_frames > 0)[:, None]
-        of_encoder = _spread_nan(sums.encoder, inputs.encoder, bad[:, None] & read_frames)
-        gradients = [_spread_nan(sums.predictor, inputs.predictor, bad[:, None] & read_columns)]
+        of_encoder, *gradients = _of_states(inputs, sums.encoder, sums.predictor, bad)
         for x in sums.arrays:
             spoils = (bad[:, None, None] & inputs.counts).reshape(-1, 1)
             gradients.append(jnp.where(spoils, jnp.nan, x).reshape(*inputs.counts.shape, x.shape[1]))
@@ -325,6 +326,18 @@ class Backward(typing.NamedTuple):
         trained = (x for x in self.parameters if is_trained(x))
         totals = self.tiled.joint.totals(sums.parameters)
         return gradients, [total.astype(sum_dtype(x)) for total, x in zip(totals, trained, strict=True)]
+
+
+def _of_states(inputs, of_encoder, of_predictor, bad):
+    """Gradients of encoder [B, T, E] and predictor [B N, U1, P] from their sums; NaN in what bad sequences read."""
+    frames, columns = inputs.shape
+    read_frames = row_index(frames) < inputs.num_frames[:, None]
+    read_columns = (row_index(columns) <= inputs.num_labels[:, None]) & (inputs.num_frames > 0)[:, None]
+    bad = bad[:, None]
+    return (
+        _spread_nan(of_encoder, inputs.encoder, bad & read_frames),
+        _spread_nan(of_predictor, inputs.predictor, bad & read_columns),
+    )
 
 
 def _spread_nan(sums, like, spoils):
@@ -365,5 +378,46 @@ def not_skipped(blocks, cotangents, scale, clamp):
     return jnp.any(kept, -1).reshape(-1, *blocks.grid(cotangents[0].shape[1:]))
 
 
-_forward = _xla.Grouped("jax_rnnt_tiles_fwd", _forward_tiles)
-_backward = _xla.Grouped("jax_rnnt_tiles_bwd", _backward_tiles)
+def _forward_kernel(plan, static, parameters, batched, interpret):
+    """As `_forward_tiles`, by the kernel."""
+    inputs = _without_copies(batched, static[2])
+    planes = _joint_pallas.forward(plan, parameters, inputs, interpret)
+    return [x.reshape(-1, inputs.copies, *inputs.shape) for x in jax.tree.leaves(planes)], []
+
+
+def _backward_kernel(plan, static, parameters, batched, interpret):
+    """As `_backward_tiles`, by the kernel."""
+    inputs, cotangents, norm, scale, clamp = _without_copies(batched, static[2])
+    # Gradients of a scale near the end of float32 would be infinite in sums that sequences share.
+    most = jnp.abs(scale) * functools.reduce(jnp.maximum, map(_largest, cotangents.values()))
+    off = has_nan(cotangents) | (scale == 0) | ~(most < 2.0**106)
+    blocks = _joint_plan.BLOCKS
+    flags, _ = _flags(blocks, inputs)
+    flags &= not_skipped(blocks, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
+    operands = parameters, inputs, cotangents, norm, scale, clamp, flags
+    of_encoder, of_predictor, totals = _joint_pallas.backward(plan, *operands, interpret)
+    gradients = _of_states(inputs, of_encoder, of_predictor, off & (scale != 0))
+    return [gradients[0], gradients[1].reshape(-1, inputs.copies, *inputs.predictor.shape[1:])], totals
+
+
+def _kernel(function, inputs_of):
+    """What `_xla.Grouped` asks: the kernel where it takes the problem."""
+
+    def choose(static, parameters, batched, device, reason):
+        tiled, _, structure = static
+        if not isinstance(tiled.joint, Linear):
+            return None
+        encoder, *others = batched
+        flat = [jax.core.ShapedArray((math.prod(x.shape[:2]), *x.shape[2:]), x.dtype) for x in others]
+        inputs = inputs_of(jax.tree.unflatten(structure, [encoder, *flat]))
+        plan = reason or _joint_plan.plan(tiled, parameters, inputs, device)
+        if isinstance(plan, str):
+            _xla.warn_once(f"jax_rnnt computes a LinearJoint in tiles, not by its kernel for TPUs: {plan}.")
+            return None
+        return lambda shared, batched, interpret: function(plan, static, shared, batched, interpret)
+
+    return choose
+
+
+_forward = _xla.Grouped("jax_rnnt_tiles_fwd", _forward_tiles, _kernel(_forward_kernel, lambda x: x))
+_backward = _xla.Grouped("jax_rnnt_tiles_bwd", _backward_tiles, _kernel(_backward_kernel, lambda x: x.inputs))

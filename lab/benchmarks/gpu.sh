@@ -5,7 +5,7 @@
 #   lab/benchmarks/gpu.sh build benchmark    some of them
 #   lab/benchmarks/gpu.sh --dry-run          the same without a GPU: emulated kernels, tiny sizes, nothing kept
 #
-# Needs Python with jax for CUDA, pytest, pytest-xdist, flatbuffers, pybind11 and scikit-build-core, the packages of
+# Needs Python with jax for CUDA, pytest, pytest-xdist, chex, flatbuffers, pybind11 and scikit-build-core, the packages of
 # speech/, cmake, ninja, nvcc; torch and torchaudio for the comparison, compute-sanitizer for memcheck and
 # racecheck, ncu for counters.
 # Environment, with defaults: PYTHON (python3); OUT, the folder of results (lab/benchmarks/results); COMMIT, the commit, if

@@ -19,7 +19,7 @@ from rapidfuzz.distance import Levenshtein
 from jax_rnnt_speech import models
 from jax_rnnt_speech.data import corpora
 from jax_rnnt_speech.recognition import recognise, transcripts, windows
-from jax_rnnt_speech.recognition.search import Method
+from jax_rnnt_speech.recognition.search import Decoding
 
 
 def peak(reset=False):
@@ -30,10 +30,10 @@ def peak(reset=False):
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def heard(model, pieces, how, begins=None):
+def heard(model, pieces, decoding, begins=None):
     """[(word, second)] of pieces of samples: in windows of all of them; or of each alone, which begins there."""
     found, recordings = [], [("", iter(pieces))] if begins is None else enumerate(pieces)
-    for x, begin in zip(recognise.transcribe(model, recordings, how), begins or [0]):
+    for x, begin in zip(recognise.transcribe(model, recordings, decoding), begins or [0]):
         words = transcripts.words(model, x.labels, x.frames, x.confidences, x.durations, float(begin))
         found += [(word.text, word.start) for word in words]
     return found
@@ -65,7 +65,7 @@ def interval(differences, lengths):
 
 
 def compared(args):
-    model, how = models.open_model(args.model, "cpu"), Method(beam=args.beam)
+    model, decoding = models.open_model(args.model, "cpu"), Decoding(beam=args.beam)
     made = corpora.by_function(args.data)
     corpus = corpora.open_corpus(args.data, model.config, "valid") if made else \
         corpora.Recordings(args.data, model.config, testing=True)  # fmt: skip
@@ -99,7 +99,7 @@ def compared(args):
         windows.WINDOW = 1e9 if name == "one window" else windows.WINDOW
         peak(reset=True)
         started = time.process_time()
-        found = heard(model, some(), how, begins)
+        found = heard(model, some(), decoding, begins)
         seconds, first = time.process_time() - started, first or found
         pair = [[x for x, _ in y] for y in (first, found)]
         matches = difflib.SequenceMatcher(None, *pair, False).get_matching_blocks()

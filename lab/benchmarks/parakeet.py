@@ -115,15 +115,14 @@ def ours(folder, kind, what, repeats):
     import optax
 
     from jax_rnnt_speech import models
-    from jax_rnnt_speech.model import parts
-    from jax_rnnt_speech.training import steps
+    from jax_rnnt_speech.training import parts, steps
 
     model = models.open_model(folder / kind)
     features, lengths, targets, target_lengths = map(jax.numpy.asarray, batch())
-    arrays = {"audio": features, "lengths": lengths, "targets": targets, "target_lengths": target_lengths}
+    arrays = {"features": features, "lengths": lengths, "targets": targets, "target_lengths": target_lengths}
     if what != "loss":
         joint = "tiles" if what == "tiles" else "logits"
-        model.config = model.config.having(joint=joint, time_masks=0, mel_masks=0)
+        model.config = model.config.replace(joint=joint, time_masks=0, mel_masks=0)
         arrays |= {"valid": np.ones(UTTERANCES, bool), "spans": np.zeros((UTTERANCES, 0, 2), np.int32)}
         chosen = parts.Parts(model.config, model.params)
         optimizer = steps.if_finite(optax.adamw(1e-5, weight_decay=0.01))

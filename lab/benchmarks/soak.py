@@ -58,15 +58,15 @@ def stream(beam=0):
     """A minute of noise after the other, in pieces of many sizes; the model is drawn, and writes words."""
     from jax_rnnt_speech import config
     from jax_rnnt_speech.data import tokens
-    from jax_rnnt_speech.model.model import Model
+    from jax_rnnt_speech.model import Model
     from jax_rnnt_speech.recognition import streams
-    from jax_rnnt_speech.recognition.search import Method
+    from jax_rnnt_speech.recognition.search import Decoding
 
     sizes = dict(rate=8000, mels=8, width=16, blocks=1, convolution=3, channels=2, chunk=8, seed=6)
     settings = config.Config.of(train="t", valid="v", encoder="convolutional", **sizes)
     model = Model(settings, tokens.Characters("ABC "), [0.0] * 8, [10.0] * 8)
     model.params["joint"] = jax.tree.map(lambda x: 8 * x, model.params["joint"])
-    rng, live = np.random.default_rng(0), streams.Stream(model, Method(beam=beam), 0.8)
+    rng, live = np.random.default_rng(0), streams.Stream(model, Decoding(beam=beam), 0.8)
     while True:
         loud = np.repeat(rng.uniform(0, 1, 30) > 0.3, 2 * settings.features.rate).astype(np.float32)
         pieces = np.array_split(loud * rng.normal(size=len(loud)).astype(np.float32), rng.integers(20, 200))

@@ -33,9 +33,8 @@ sys.path.insert(0, str(searches.FOLDER / "speech"))
 
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import tokens
-from jax_rnnt_speech.model import parts
-from jax_rnnt_speech.model.model import Model
-from jax_rnnt_speech.training import steps
+from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.training import parts, steps
 
 DEVICES = {"h100": ("cuda", 1), "v5e": ("tpu", 8)}
 AIMS = {"h100": {"GB": 14, "launches": 3000}, "v5e": {"GB": 4}}
@@ -71,12 +70,12 @@ def lowered(device, layers):
     state = parts.shapes_in_place(mesh, state, shard)
     frozen = parts.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, model.shapes), shard)
     places = jax.tree.map(lambda x: x.sharding, state)
-    shapes = {"audio": (FRAMES, model.config.features.mels), "targets": (TARGETS,), "spans": (4, 2)}
-    kinds = {"audio": np.float32, "valid": bool}
+    shapes = {"features": (FRAMES, model.config.features.mels), "targets": (TARGETS,), "spans": (4, 2)}
+    kinds = {"features": np.float32, "valid": bool}
     split = NamedSharding(mesh, P("data"))
     batch = {
         name: jax.ShapeDtypeStruct((UTTERANCES, *shapes.get(name, ())), kinds.get(name, np.int32), sharding=split)
-        for name in ("audio", "lengths", "targets", "target_lengths", "valid", "spans")
+        for name in ("features", "lengths", "targets", "target_lengths", "valid", "spans")
     }
     step = steps.make_train_step(model, chosen, optimizer, places=places)
     one = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))

@@ -7,14 +7,13 @@ model of a new training, whose --init may be any of these or Whisper.
 import os
 from pathlib import Path
 
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import Config, flag, of_sections, own, tuples
 from jax_rnnt_speech.config.files import from_json
 from jax_rnnt_speech.data import tokens
-from jax_rnnt_speech.model import encoders
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model, encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
 from jax_rnnt_speech.system import UserError, hosts, programs
-from jax_rnnt_speech.training import runs
 
 KINDS = {"package": package, "hugging_face": hugging_face, "whisper": whisper, "nemo": nemo}
 VARIABLE = "RNNT_SPEECH_MODEL"
@@ -95,24 +94,25 @@ def open_model(folder=None, platform=None, checkpoint=None):
     return model
 
 
+def setup_of(folder):
+    """The JSON of a run or of our own package; None of other models."""
+    read = {"run": runs.setup_of, "package": package.setup_of}.get(kind_of(folder))
+    return read and read(Path(folder))
+
+
 def described(folder):
-    """(Config, vocabulary, the JSON files of its source) of a folder."""
-    kind = kind_of(folder)
-    if kind not in ("run", "package"):
-        found = KINDS[kind].read(Path(folder))
-        return found.config, found.tokens, found.source
-    setup = runs.setup_of(Path(folder)) if kind == "run" else package.setup_of(folder)
-    config = Config.of(**from_json(setup["config"], f"{folder}"))
-    return config, tokens.from_json(setup["tokens"]), setup.get("source")
+    """(Config, the JSON files of its source, vocabulary) of a folder."""
+    if setup := setup_of(folder):
+        return *config_of(folder), tokens.from_json(setup["tokens"])
+    found = KINDS[kind_of(folder)].read(Path(folder))
+    return found.config, found.source, found.tokens
 
 
 def config_of(folder):
     """(Config of a folder, the JSON files of its source)."""
-    kind = kind_of(folder)
-    if kind != "run":
-        return KINDS[kind].config_of(Path(folder))
-    setup = runs.setup_of(Path(folder))
-    return Config.of(**from_json(setup["config"], f"{folder}")), setup.get("source")
+    if setup := setup_of(folder):
+        return Config.of(**from_json(setup["config"], f"{folder}")), setup.get("source")
+    return KINDS[kind_of(folder)].config_of(Path(folder))
 
 
 def completed(options):

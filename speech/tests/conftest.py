@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 
-FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_cpu_parallel_codegen_split_count=1"]
+FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # compiles in half of the time
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
@@ -13,11 +13,13 @@ import gc
 import io
 import json
 
+import chex
 import jax
 import pytest
 
 from support import arguments, run, write_audio
 
+chex.set_n_cpu_devices(8)
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads them
 gc.freeze()  # tracing makes millions of objects and few cycles

@@ -15,8 +15,8 @@ import unicode_rbnf
 
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
-from jax_rnnt_speech.model.model import Model
-from jax_rnnt_speech.recognition.search import Method
+from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.training import epochs, train
 from support import CONVOLUTIONAL, asr, configuration, write_audio
 
@@ -95,7 +95,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     data = batches.labelled(recordings, asr.data.tokens.train(config.head, ["ABC "]), 4)
     (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
     buckets = batches.make_buckets(data, config, 1)
-    tested = batches.testing(data, config, buckets, (0, 1))
+    tested = batches.testing(data, config.data, buckets, (0, 1))
     valid = {int(i): v for b in tested for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
@@ -106,7 +106,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
         data,
         batches.make_buckets(data, config, 1),
         lambda x: x,
-        Method(),
+        Decoding(),
     )[0]
     readable = data._replace(labels={i: x for i, x in data.labels.items() if i != 3})
     assert rates(data).loss == pytest.approx(rates(readable).loss, rel=1e-5)
@@ -323,7 +323,7 @@ def test_buckets(corpus):
     epoch = epochs.training(data, config, buckets, (0, 1))
     twice = [epoch.repeat(2)[i] for i in range(2 * len(epoch))]
     shapes = {(b.batch, b.frames, 6) for b in buckets}
-    assert {batch["audio"].shape for batch in twice} == shapes
+    assert {batch["features"].shape for batch in twice} == shapes
     for batch in twice:
         for i, length, labels, count in zip(*(batch[x] for x in ("index", "lengths", "targets", "target_lengths"))):
             assert length == data.corpus.utterances[i].frames

@@ -117,7 +117,7 @@ def test_what_cannot_be_tested(corpus, trained, tmp_path, refused, capsys):
     ):
         refused([*command, *more], message)
     run(["train", "--help"])
-    assert "norm of the gradient; 0: any (1.0)\n" in capsys.readouterr().out  # a default of 1 is said
+    assert "batches for each update (1)\n" in capsys.readouterr().out  # a default of 1 is said
 
 
 def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
@@ -131,7 +131,7 @@ def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
         (corpus / "some.jsonl").write_text("\n".join(json.dumps(rows[i]) for i in numbers))
         found = corpora.open_corpus(str(corpus / "some.jsonl"), model.config, "valid")
         data = batches.labelled(found, model.tokens, model.subsampling, held_out=True)
-        config = model.config.having(buckets=1)
+        config = model.config.replace(buckets=1)
         buckets = [x._replace(frames=60, labels=4) for x in batches.make_buckets(data, config, 1)]
         result, _ = train.held_out(model, model.params, data, buckets, lambda x: x, GREEDY)
         return result, data.corpus.report.names

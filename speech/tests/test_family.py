@@ -19,7 +19,7 @@ from jax_rnnt import decode
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.recognition import recognise, streams, windows
-from jax_rnnt_speech.recognition.search import Method
+from jax_rnnt_speech.recognition.search import Decoding
 from support import arrays, asr, run
 from test_pretrained import GOLDEN, padded
 
@@ -105,7 +105,7 @@ def test_parakeet_ctc(ctc, tmp_path, refused):
 def test_beams_of_tdt_lose_no_words():
     """Long blanks have few factors; still the best hypothesis beats greedy's, and none is silent but by the loss."""
     model = asr.models.open_model(GOLDEN / "tdt")
-    model.config = model.config.having(duration_choice="pair")
+    model.config = model.config.replace(duration_choice="pair")
     x, lengths = padded(model)
     heard = windows.window(model, model.params, x, lengths, np.zeros(3, np.int32))
     greedy, *_ = windows.taken(model, model.params, *heard)
@@ -113,7 +113,7 @@ def test_beams_of_tdt_lose_no_words():
     network = model.network(model.params)
     silent = -model.variant.compute(model.loss, network, model.encoded(network, x, silence), False)
     for width in (2, 8):
-        best, *_ = windows.taken(model, model.params, *heard, None, Method(beam=width))
+        best, *_ = windows.taken(model, model.params, *heard, None, Decoding(beam=width))
         assert (best.scores >= greedy.scores - 1e-4).all() and ((best.counts > 0) | (best.scores <= silent)).all()
 
 
@@ -215,5 +215,5 @@ def test_prompts(tmp_path):
     with pytest.raises(asr.system.UserError, match="--prompt xx: expected one of de-DE, auto, or a number below 3"):
         model.language("xx")
     for language in (0, 1):
-        (x,) = recognise.transcribe(model, [("", recordings()[0])], Method(language=language))
+        (x,) = recognise.transcribe(model, [("", recordings()[0])], Decoding(language=language))
         assert not x.error and x.duration > 1

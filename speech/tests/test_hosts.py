@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from jax_rnnt_speech.training import runs
+from jax_rnnt_speech import runs
 from support import arguments, run, start, weights
 
 pytestmark = pytest.mark.slow

@@ -17,11 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import audio, corpora, features, utterances
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders import base, fastconformer
-from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.recognition import streams, windows
-from jax_rnnt_speech.training import objective, runs
+from jax_rnnt_speech.training import objective
 from support import arrays, asr, run, small_disk
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -118,7 +119,7 @@ def test_transcripts(case):
 def test_rule_of_durations():
     """The golden labels tell the rule of `transformers` from that of most probable pairs."""
     model = asr.models.open_model(GOLDEN / "tdt")
-    model.config = model.config.having(duration_choice="pair")
+    model.config = model.config.replace(duration_choice="pair")
     results = [x.labels for x in recognise.transcribe(model, enumerate(recordings()))]
     assert results != [x[x >= 0].tolist() for x in arrays(GOLDEN / "tdt/golden.npz")["labels"]]
 
@@ -139,9 +140,9 @@ def test_gradients(streaming):
     batch = LABELS | dict(zip(("audio", "lengths"), padded(streaming)))
     batch |= {"valid": np.ones(3, bool), "spans": np.zeros((3, 4, 2), np.int32)}
     for way in ({}, {"scan": True, "remat": True}):
-        config = streaming.config.having(**way)
+        config = streaming.config.replace(**way)
         one = Model(config, streaming.tokens, streaming.mean, streaming.deviation, streaming.source)
-        parts = asr.model.parts.Parts(config, streaming.params)
+        parts = asr.training.parts.Parts(config, streaming.params)
         loss_of = lambda free, one=one, parts=parts: objective.mean_loss(one, parts.whole(free), batch, 1)
         loss, gradient = jax.jit(jax.value_and_grad(loss_of))(parts.free(streaming.params))
         np.testing.assert_allclose(loss, golden["train_loss"], rtol=1e-5)
@@ -269,7 +270,7 @@ def test_what_is_written_is_read(kind, tmp_path, capsys):
     again = asr.models.read(tmp_path / "whole")
     for a, b in zip(leaves(again), leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert again.config == model.config.having(init=str(tmp_path / "whole"))
+    assert again.config == model.config.replace(init=str(tmp_path / "whole"))
     run(["convert", tmp_path / "half", "--model", tmp_path / "whole", "--dtype", "bfloat16"])
     assert capsys.readouterr().out == "weights are rounded to bfloat16\n"
     for name, dtype in (("whole", "float32"), ("half", "bfloat16")):

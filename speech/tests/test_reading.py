@@ -102,12 +102,12 @@ def test_sums_of_times(folder):
     (folder / "sums.jsonl").write_text("\n".join(json.dumps({"audio": "a.wav", "text": "x"} | x) for x in rows))
     *entries, fault = manifests.read(folder / "sums.jsonl")
     assert fault == ("the end is not after the start", "sums.jsonl line 5") and 0.2 + 0.4 > 0.6
-    names = transcripts.recordings(entries)
+    names = transcripts.names_of(entries)
     assert {*names.values()} == {"a"}
     words = [transcripts.timing.Interval(a, b, "x") for a, b in ((0.6, 0.8), (0.2, 0.2 + 0.4))]
     assert [(x.start, x.end) for x in transcripts.in_order(words)] == [(0.2, 0.6), (0.6, 0.8)]
     overlap = [x._replace(end=x.end + 0.01) for x in entries]
-    assert len({*transcripts.recordings(overlap).values()}) == len(entries)
+    assert len({*transcripts.names_of(overlap).values()}) == len(entries)
 
 
 def test_places(folder, tmp_path, monkeypatch):
@@ -345,6 +345,10 @@ def test_folders(folder, tmp_path):
     assert faults["a second audio file for the same text"] == ["one/1-2-2.wav"]
     assert len(augmentation.noises_of(tmp_path / "linked")) == 4
     (tmp_path / "empty").mkdir()
+    (tmp_path / "kaldi").mkdir()
+    (tmp_path / "kaldi/wav.scp").write_text("a a.wav\n")
+    with pytest.raises(asr.system.UserError, match=r"/kaldi is not readable: text: No such file"):
+        list(manifests.read(tmp_path / "kaldi"))
     with pytest.raises(asr.system.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
     (tmp_path / "empty/part").mkdir()
@@ -357,20 +361,20 @@ def test_folders(folder, tmp_path):
 
 def test_recordings_without_texts(tmp_path):
     """What is to be transcribed needs no texts: files of a folder, rows, recordings of Kaldi."""
-    for name in ("a.mp3", "b/c.wav", "b/c.txt", "b/notes.txt"):
+    for name in ("a.sph", "b/c.wav", "b/c.txt", "b/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    expected = [("a.mp3", "", 0.0, None, None), ("b/c.wav", "", 0.0, None, None)]
+    expected = [("a.sph", "", 0.0, None, None), ("b/c.wav", "", 0.0, None, None)]
     assert listed(tmp_path, texts=False) == (expected, {})
-    (tmp_path / "list.tsv").write_text("clip\na.mp3\nb/c.wav\n")
+    (tmp_path / "list.tsv").write_text("clip\na.sph\nb/c.wav\n")
     assert listed(tmp_path / "list.tsv", audio_column="clip", texts=False) == (expected, {})
-    (tmp_path / "list.jsonl").write_text('{"audio": "a.mp3"}\n{"audio": "b/c.wav", "text": 5}\n')
+    (tmp_path / "list.jsonl").write_text('{"audio": "a.sph"}\n{"audio": "b/c.wav", "text": 5}\n')
     assert listed(tmp_path / "list.jsonl", texts=False) == (expected, {})
     assert listed(tmp_path / "list.jsonl")[1] == {
         "no text": ["list.jsonl line 1"],
         "the text is no string of characters": ["list.jsonl line 2"],
     }
-    (tmp_path / "wav.scp").write_text("one a.mp3\ntwo b/c.wav\n")
+    (tmp_path / "wav.scp").write_text("one a.sph\ntwo b/c.wav\n")
     assert [x[0] for x in listed(tmp_path, texts=False)[0]] == ["one", "two"]
 
 
@@ -515,7 +519,7 @@ def test_check(folder, capsys, tmp_path, refused):
     assert "in batches of 2 x" in capsys.readouterr().out
     for more, message in (
         ([folder / "none.jsonl", "--normalize", "basic:xx"], "--normalize basic:xx has no numbers in words"),
-        (["--hop", 30], "--hop 30 must be above 0, and at most the window of 25 ms"),
+        (["--rate", 30], "a window of 25 ms has fewer than two samples at --rate 30"),
     ):
         refused(["check", folder / "check.jsonl", *more], message)
     (tmp_path / "nothing.jsonl").write_text("\n")

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech.data import utterances
-from jax_rnnt_speech.recognition import ngrams, recognise, results, streams, transcripts, windows
-from jax_rnnt_speech.recognition.search import Method
+from jax_rnnt_speech.recognition import recognise, results, search_options, streams, transcripts, windows
+from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import hosts
 from support import asr, random_model, run, subwords
 
@@ -81,12 +81,12 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
 
     A long recording is transcribed by the same steps.
     """
-    model, how = random_model(**options), Method(beam=beam)
+    model, decoding = random_model(**options), Decoding(beam=beam)
     samples = random_sound(24000)
-    (whole,) = recognise.transcribe(model, [("a", samples)], how)
+    (whole,) = recognise.transcribe(model, [("a", samples)], decoding)
     found, cuts = [], ([100, 101, 2000, 5999], [], range(700, 24000, 700))
     for some in cuts:
-        stream, seen = streams.Stream(model, how), []
+        stream, seen = streams.Stream(model, decoding), []
         take = stream.slots.run
         stream.slots.run = lambda steps, take=take, seen=seen: seen.extend(x.x[: x.count] for x in steps) or take(steps)
         words = [x for piece in np.split(samples, some) for x in stream.feed(piece)] + stream.finish()
@@ -103,11 +103,11 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
         np.testing.assert_allclose([x[:2] for x in words], [x[:2] for x in expected], atol=1e-9)
     monkeypatch.setattr(windows, "WINDOW", 0.5)
     pieces, seen = iter(np.split(samples, [5000, 6000])), []
-    (long,) = recognise.transcribe(model, [("a", pieces)], how, lambda _, x: seen.append([*x.labels]) or True)
+    (long,) = recognise.transcribe(model, [("a", pieces)], decoding, lambda _, x: seen.append([*x.labels]) or True)
     assert long.text == whole.text and long.duration == whole.duration
     assert len(seen) == 4 and all(x == whole.labels[: len(x)] for x in seen) and seen[-1] == whole.labels
     pieces = iter(np.split(samples, [5000, 6000]))
-    (long,) = recognise.transcribe(model, [("a", pieces)], how, lambda *_: False)
+    (long,) = recognise.transcribe(model, [("a", pieces)], decoding, lambda *_: False)
     assert "nobody waits" in long.error and len([*pieces]) == 2
 
 
@@ -165,7 +165,7 @@ def test_long_recordings(whole, options, monkeypatch):
     monkeypatch.setattr(windows.Recording, "cut", spy)
     monkeypatch.setattr(windows, "MARGIN", 0.4)
     monkeypatch.setattr(asr.recognition.search, "OPEN", 1000)  # random weights leave more open than speech does
-    how, sound = Method(**options), random_sound(120_000)
+    decoding, sound = Decoding(**options), random_sound(120_000)
     sound[40_000:48_000] = 0
     many = [sound[:30_000], sound, asr.system.UserError("bad"), sound[:3000], sound[:0], sound[20_000:90_000]]
     many += [sound[5_000:60_000], sound[3_000:]]
@@ -174,14 +174,14 @@ def test_long_recordings(whole, options, monkeypatch):
         monkeypatch.setattr(windows, "WINDOW", seconds)
         monkeypatch.setattr(windows, "MOST", 2)
         some = [x if isinstance(x, Exception) or len(x) < 9 else (y for y in np.array_split(x, 7)) for x in many]
-        found.append(list(recognise.transcribe(whole, enumerate(some), how)))
+        found.append(list(recognise.transcribe(whole, enumerate(some), decoding)))
     for a, b, x in zip(*found, many, strict=True):
         assert (a.name, a.text, a.labels, a.frames, a.error) == (b.name, b.text, b.labels, b.frames, b.error)
-        assert [text for text, _ in a.nbest] == [text for text, _ in b.nbest] and len(a.nbest) in (0, how.beam)
+        assert [text for text, _ in a.nbest] == [text for text, _ in b.nbest] and len(a.nbest) in (0, decoding.beam)
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-3)
         assert a.error or a.duration == b.duration == len(x) / 8000
-    assert len(found[0][1].labels) > (50 if how.ctc else 200)
-    for x, row, rows, frames in looked if how.ctc else ():
+    assert len(found[0][1].labels) > (50 if decoding.ctc else 200)
+    for x, row, rows, frames in looked if decoding.ctc else ():
         inside = lambda frames, n=rows - x.margin: [i for i in frames if 0 < i < n]
         assert inside(frames) == inside(np.array(x.found.frames) - row)
     assert len(looked) > 20
@@ -192,7 +192,7 @@ def test_long_recordings(whole, options, monkeypatch):
         return i or len(seen[0]) < 3
 
     pieces = (read.append(len(y)) or y for y in np.array_split(sound, 20))
-    gone, kept = recognise.transcribe(whole, [("gone", pieces), ("kept", sound[20_000:90_000])], how, watch)
+    gone, kept = recognise.transcribe(whole, [("gone", pieces), ("kept", sound[20_000:90_000])], decoding, watch)
     assert "nobody waits" in gone.error and len(read) < 16 and kept.labels == found[1][5].labels == seen[1][-1]
     for labels, x in zip(seen, (found[1][1], kept)):
         assert all(y == x.labels[: len(y)] for y in labels) and len(labels) > 2
@@ -329,7 +329,7 @@ def test_word_ngrams(tmp_path, capsys, order):
 def test_word_bonus(pieces):
     """After any labels, as many words were paid for as their text has; other labels and blanks are no words."""
     vocabulary = types.SimpleNamespace(pieces=pieces, separator=pieces[0], labels=lambda: list(pieces))
-    bonus = ngrams.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
+    bonus = search_options.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
     rows = np.array([*itertools.product(range(len(pieces)), repeat=5)])
     labels = np.concatenate([np.full((len(rows), 1), 4), rows], 1)  # the start label is the blank
     paid = jax.lax.scan(lambda state, x: bonus.step(state, x)[::-1], bonus.initial(len(rows)), labels.T)[1]
@@ -414,7 +414,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"
 def test_the_tutorial(tmp_path, capsys, monkeypatch):
     """Its commands as they are, on two devices, recognise words, and so does a beam."""
     monkeypatch.chdir(tmp_path)
-    text, printed = PAGE.read_text(), []
+    text, printed = PAGE.read_text().replace(" recipes/", f" {PAGE.parents[1]}/recipes/"), []
     runpy.run_path(str(PAGE.with_name("toy_recordings.py")))
     commands = re.findall(r"^    rnnt-speech (.*)", text, re.MULTILINE)
     assert [x.split()[0] for x in commands] == ["check", "train", "test", "transcribe", "transcribe"]

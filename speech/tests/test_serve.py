@@ -15,9 +15,9 @@ import zlib
 import numpy as np
 import pytest
 
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import features, manifests
-from jax_rnnt_speech.recognition.search import Method
-from jax_rnnt_speech.training import runs
+from jax_rnnt_speech.recognition.search import Decoding
 from support import CONVOLUTIONAL, asr, random_model, run
 
 pytest.importorskip("aiohttp")
@@ -105,7 +105,7 @@ def fits(x, kind):
 
 def heard(served, samples):
     """The Result that `transcribe` has."""
-    (result,) = recognise.transcribe(served.model, [("a", samples)], served.how)
+    (result,) = recognise.transcribe(served.model, [("a", samples)], served.decoding)
     return result
 
 
@@ -174,7 +174,7 @@ def test_streams_that_come_and_go(served):
 
     They are beams, which hold labels back until no hypothesis differs.
     """
-    served = server.Server(served.model, Method(beam=2), served.options)
+    served = server.Server(served.model, Decoding(beam=2), served.options)
     rng = np.random.default_rng(0)
     recordings = [rng.normal(0, 0.3, size).clip(-1, 1) for size in (4000, 9000, 2500, 6000, 30, 5000, 3000)]
     pcm = [np.int16(x * 32767) if i % 2 else np.float32(x) for i, x in enumerate(recordings)]

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jax_rnnt_speech.model import transducer
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech import runs
+from jax_rnnt_speech.model import Model, transducer
+from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts, outputs
-from jax_rnnt_speech.training import checkpoints, objective, runs, steps, train
+from jax_rnnt_speech.training import objective, steps, train
 from support import CONVOLUTIONAL, arguments, configuration, prepared, run, steps_of, weights, write_audio
 
 
@@ -48,7 +49,7 @@ def test_steps_that_are_not_finite(corpus):
     """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
     model, batch = prepared(corpus, accumulate=2, warmup=0.0, **CONVOLUTIONAL)
     _, state, frozen, step = steps_of(model)
-    bad = batch | {"audio": np.where(np.arange(batch["audio"].shape[1])[:, None] == 3, np.nan, batch["audio"])}
+    bad = batch | {"features": np.where(np.arange(batch["features"].shape[1])[:, None] == 3, np.nan, batch["features"])}
     results, weights = [], []
     for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
         state, numbers = step(state, one, frozen, 1)
@@ -245,6 +246,10 @@ def test_epochs(corpus, tmp_path, capsys):
         ({"train": None}, "train: expected a name or a list of names, got None"),
         ({"lower": 1}, "lower: expected true or false, got 1"),
         ({"speed": 1}, "there is no option speed"),
+        (
+            {"data": {"train": "x", "valid": "x"}, "compute": {"bfloat16_rows": True}},
+            "c.json has bfloat16_rows True, by default off)",
+        ),
         ({"features": {"rat": 1}}, "the section features has no field rat"),
         ({"compute": 3}, "compute: expected an object of fields, got 3"),
         ({"width": 8, "blocks": {"width": 16}}, "blocks.width says again what the option width is"),
@@ -325,7 +330,7 @@ def test_every_loss(corpus, name):
     """Steps lower the loss of a batch, in tiles; logits of all nodes at once give the same first loss."""
     model, batch = prepared(corpus, loss=name, joint="logits", **PLAIN, **CONVOLUTIONAL)
     first = float(jax.jit(lambda params: objective.mean_loss(model, params, batch, 0))(model.params))
-    model.config = model.config.having(joint="tiles")
+    model.config = model.config.replace(joint="tiles")
     optimizer = steps.optax.apply_if_finite(steps.optax.adam(1e-2), 3)
     (_, state, frozen, step), results = steps_of(model, optimizer), []
     for i in range(30):

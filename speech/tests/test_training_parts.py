@@ -17,11 +17,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jax_rnnt
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
-from jax_rnnt_speech.model import ctc, encoders, losses, transducer
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model, ctc, encoders, losses, transducer
 from jax_rnnt_speech.system import hosts, programs
-from jax_rnnt_speech.training import epochs, frozen_rows, objective, runs, train
+from jax_rnnt_speech.training import epochs, frozen_rows, objective, train
 from support import (
     CONVOLUTIONAL,
     arguments,
@@ -97,7 +97,7 @@ def test_a_barrier_before_each_block():
         (encoders.Convolutional, own, 6),
         (encoders.FastConformer, fast),
         (encoders.Whisper, heard),
-        (transducer.Head, own.having(stack=1), 6),
+        (transducer.Head, own.replace(stack=1), 6),
     ):
         make = lambda kind=kind, sizes=sizes: kind(*sizes, dtype=np.float32, rngs=nnx.Rngs(0))
         graphdef, state = nnx.split(nnx.eval_shape(make))
@@ -140,7 +140,7 @@ def test_loss_of_texts(corpus, tmp_path, capsys):
     """By hand: of labels alone, without a row of the encoder, and not of what follows a sentence."""
     model, _ = prepared(corpus, **CONVOLUTIONAL)
     (tmp_path / "x.txt").write_text("AB\nnone\nCAB A\n")
-    config = model.config.having(text=str(tmp_path / "x.txt"))
+    config = model.config.replace(text=str(tmp_path / "x.txt"))
     labels, lengths = batches.sentences(config, model.tokens)
     assert "text: left out, characters outside the vocabulary: 1 (none)" in capsys.readouterr().out
     assert lengths.tolist() == [2, 5] and labels[0, :3].tolist() == [0, 1, 0]
@@ -186,7 +186,7 @@ def test_frozen_parts_rates_and_average(corpus):
         average = decay * average + (1 - decay) * x
     np.testing.assert_allclose(states[-1]["average"][name], average, atol=1e-6)
     with pytest.raises(asr.system.UserError, match="no parameter is called decoder; they begin with ctc, encoder"):
-        asr.model.parts.Parts(model.config.having(freeze="decoder"), model.params)
+        asr.training.parts.Parts(model.config.replace(freeze="decoder"), model.params)
 
 
 def test_sharded(corpus):
@@ -209,9 +209,9 @@ def test_computed_again(corpus):
     rates, results = [["encoder/blocks", 0.5], ["encoder/blocks/layers/2", 2.0]], []
     again = {"scan": True, "remat": True, "rates": rates}
     for way in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", **again}, {}, {"remat": True}, again):
-        config = model.config.having(**way)
+        config = model.config.replace(**way)
         other = Model(config, model.tokens, model.mean, model.deviation)
-        parts = asr.model.parts.Parts(config, model.params)
+        parts = asr.training.parts.Parts(config, model.params)
         free, frozen = parts.free(model.params), parts.frozen(model.params)
         loss = lambda free, other=other, parts=parts: objective.mean_loss(other, parts.whole(free, frozen), batch, 1)
         if "dtype" in way:
@@ -287,7 +287,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     for i in (0, 11, 21):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
-    both = config.having(train=[config.data.train, config.data.synthetic], synthetic="")
+    both = config.replace(train=[config.data.train, config.data.synthetic], synthetic="")
     both = corpora.open_corpus(both.data.train, both, "train", tmp_path)
     assert len(both.load(23, None)) == both.utterances[23].frames  # not from the folder that lacks it
     known, free = corpora.Recordings(corpus, config), cache.shutil.disk_usage("/")
@@ -333,7 +333,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cache, "FORM", 0)
     assert not cache.Lengths(tmp_path).known
     data = batches.labelled(second, asr.data.tokens.Characters("ABC "), 4)
-    share = [i in second.further for i in map(int, epochs.mixed(list(range(24)), second, config)[:36])]
+    share = [i in second.further for i in map(int, batches.mixed(list(range(24)), second, config)[:36])]
     assert sum(share) == 18 and len(data.labels) == 22
 
 
@@ -346,19 +346,19 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     tokens, zeros = asr.data.tokens.Characters("ABC "), np.zeros(6)
     data = batches.labelled(corpora.open_corpus(config.data.train, config, "train", tmp_path), tokens, 4)
     model = Model(config, tokens, zeros, zeros + 1)
-    parts, buckets = asr.model.parts.Parts(config, model.params), batches.make_buckets(data, config, 1)
+    parts, buckets = asr.training.parts.Parts(config, model.params), batches.make_buckets(data, config, 1)
     values, whole = [], (data, buckets, tmp_path)
     for layers in (None, 1):
         if layers:
             data, buckets = frozen_rows.cached(model, parts, data, buckets, tmp_path)
         batch = epochs.training(data, config, buckets, (0, 1))[0]
-        assert batch["audio"].shape[1:] == ((19, 8) if layers else (73, 6))
+        assert batch["features"].shape[1:] == ((19, 8) if layers else (73, 6))
         batch.pop("index")
         values.append(float(objective.mean_loss(model, model.params, batch, 1, layers)))
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
     found = []
     for change in ({"seed": 1}, {"bfloat16_rows": True}):
-        other = Model(config.having(**change), tokens, zeros, zeros + 1)
+        other = Model(config.replace(**change), tokens, zeros, zeros + 1)
         found.append(frozen_rows.cached(other, parts, *whole)[0].corpus)
     assert len({data.corpus.folder, *(x.folder for x in found)}) == 3
     near, exact = (np.concatenate([x.load(i, None) for i in data.labels]) for x in (found[1], data.corpus))

@@ -16,8 +16,8 @@ from praatio import textgrid
 
 from jax_rnnt import decode, timing
 from jax_rnnt_speech.data import manifests
-from jax_rnnt_speech.model.model import Model
-from jax_rnnt_speech.recognition import ngrams, transcripts
+from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.recognition import search_options, transcripts
 from jax_rnnt_speech.system import outputs
 from support import asr, run, subwords
 
@@ -149,7 +149,7 @@ class Entries:
 
 def test_names():
     """Of the file, or of each segment where they overlap; equal ones are told apart."""
-    names = lambda *x: list(transcripts.recordings(x, lambda name: name.replace(" ", "_")).values())
+    names = lambda *x: list(transcripts.names_of(x, lambda name: name.replace(" ", "_")).values())
     fault = manifests.Fault("bad", "line 1")
     assert names(Entries.whole, fault, *Entries.parts) == ["my_talk", "a", "a"]
     assert names(*Entries.parts, Entries.over) == ["a_from_2_s", "a_from_0_s", "a_from_3_s"]
@@ -279,14 +279,14 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC a"), config=config, blank=5)
     for beam, usual in ((0, 0.25), (4, 1.0)):
         args = types.SimpleNamespace(ngram=None, phrases=file, beam=beam, head=None)
-        found = ngrams.search_of(args, model).fusion
+        found = search_options.decoding_of(args, model).fusion
         assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
         expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(x, y)
     file.write_text("C\t1e39\n")
     with pytest.raises(asr.system.UserError, match=r"--phrases .*weights must be known, and at most 1e\+30"):
-        ngrams.search_of(args, model)
+        search_options.decoding_of(args, model)
     audio = next(corpus.rglob("*.flac"))
     file.write_text("C\t1e3\n")
     command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]
@@ -373,7 +373,7 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
         refused(["transcribe", files[0], *more, *["--model", trained[0]] * ("--model" not in more)], message)
     assert files[0].stat().st_size
     model = asr.models.open_model(trained[0])  # the column of its run counts where a table has it
-    model.config = model.config.having(audio_column="clip")
+    model.config = model.config.replace(audio_column="clip")
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
     (tmp_path / "m.tsv").write_text(f"path\tclip\nmissing\t{files[0]}\n")
     for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):

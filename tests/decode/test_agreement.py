@@ -229,6 +229,7 @@ def test_training_mode():
 # ------------------------------------------------------------------------------------------------------------ meshes
 
 
+@meshes.SET_MESH
 def test_modules_on_meshes(devices):
     """Predictors, with gradients, joints in all logits and in tiles, and both searches, as on one device."""
     tokens, lengths = 5, np.array([4, 3, 0, 4, 2, 4, 1, 3], np.int32)

@@ -172,7 +172,8 @@ def test_utterances_in_one_program(monkeypatch):
         return decode.beam(model.loss.value(), model.parameters.joint, predictor, encoder, lengths, **options)[:-1]
 
     assert _packing.packs(8 * 6) and not _packing.packs(6)
-    found, alone = jax.jit(search)(model.encoder, model.lengths), jax.jit(search)
+    alone = jax.jit(search)
+    found = jax.tree.map(np.asarray, jax.jit(search)(model.encoder, model.lengths))
     for b in range(8):
         one = alone(model.encoder[b : b + 1], model.lengths[b : b + 1])
         compare.assert_close(jax.tree.map(lambda x: x[b : b + 1], found), one, rtol=EXACT)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import batches
+import compare
 import family
 import jax_rnnt
 from jax_rnnt import decode
@@ -142,9 +143,8 @@ def test_training():
     assert jax.tree.map(jnp.shape, parameters) == jax.tree.map(jnp.shape, jax.eval_shape(lambda: init(False)))
     run = jax.jit(jax.value_and_grad(lambda x, tiles: model.apply(x, *batch, tiles=tiles)), static_argnums=1)
     of_tiles, of_all = run(parameters, True), run(parameters, False)
-    for x, y in zip(jax.tree.leaves(of_tiles), jax.tree.leaves(of_all), strict=True):
-        assert np.any(x)
-        np.testing.assert_allclose(x, y, atol=EXACT)
+    compare.assert_close(of_tiles, of_all, atol=EXACT)
+    assert all(np.any(x) for x in jax.tree.leaves(of_tiles))
 
 
 @FLAVOURS
@@ -244,8 +244,7 @@ def check_decoder_inputs(joint, predictor, rows, *, every=False):
     found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0][:, :2])
     plain = jax.jit(lambda x: search(joint, predictor, x))(rows[0][:, :2])
     assert found[0][3].max() > 0
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-9)
+    compare.assert_close(found, plain, rtol=1e-9)
 
 
 def test_decoder_inputs():

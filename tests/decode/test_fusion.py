@@ -210,6 +210,7 @@ def test_utterances_with_models_of_their_own():
     assert not np.allclose(others.scores[0], first.scores[0])
 
 
+@meshes.SET_MESH
 def test_split_batches(devices):
     """Models for all utterances are run by each device, with traced weights; those of single ones are refused."""
     model = Model(family.RNNT, batch=8)

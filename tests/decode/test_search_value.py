@@ -56,7 +56,7 @@ def primitives(function, *arguments):
     return collections.Counter(re.findall(r"= (\w+)[\[ ]", str(jax.make_jaxpr(function)(*arguments))))
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["greedy", "beam"])
 def test_an_argument_has_the_program_of_a_closure(verb):
     """Numbers that are off are no leaves: neither those of the loss, nor those of the search."""
     value = search()
@@ -67,18 +67,28 @@ def test_an_argument_has_the_program_of_a_closure(verb):
         assert_same_bits(jax.jit(VERBS[verb])(value, *ARRAYS)[:7], VERBS[verb](value, *ARRAYS)[:7])
 
 
-@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb in VERBS for name in OTHERS])
+@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb in VERBS for name in UNUSED[verb]])
 def test_no_option_is_ignored(verb, name):
-    """One that a verb does not use is an error that names it, static or traced; the others change the program."""
-    value = search(**{name: OTHERS[name]})
-    if name in UNUSED[verb]:
-        with pytest.raises(ValueError, match=f"^{verb}: {name} must be left out, as it changes nothing here, got "):
-            VERBS[verb](value, *ARRAYS)
-        if isinstance(OTHERS[name], float):
-            with pytest.raises(ValueError, match=f"^{verb}: {name} must be left out"):
-                jax.eval_shape(VERBS[verb], search(**{name: jnp.float32(0)}), *ARRAYS)
-    else:
-        assert program(verb, value) != usual(verb)
+    """One that a verb does not use is an error that names it, static or traced."""
+    with pytest.raises(ValueError, match=f"^{verb}: {name} must be left out, as it changes nothing here, got "):
+        VERBS[verb](search(**{name: OTHERS[name]}), *ARRAYS)
+    if isinstance(OTHERS[name], float):
+        with pytest.raises(ValueError, match=f"^{verb}: {name} must be left out"):
+            jax.eval_shape(VERBS[verb], search(**{name: jnp.float32(0)}), *ARRAYS)
+
+
+# Of other options of greedy and beam search, their tests know what they change.
+TAKEN = [(verb, name) for verb in ("sample", "parallel") for name in OTHERS if name not in UNUSED[verb]]
+
+
+@pytest.mark.parametrize(("verb", "name"), [("greedy", "window"), *TAKEN])
+def test_other_options_change_the_program(verb, name):
+    assert program(verb, search(**{name: OTHERS[name]})) != usual(verb)
+
+
+def test_every_option_is_tried():
+    """`OTHERS` has all of them, so that a new one is an error where a verb does not use it."""
+    assert [*OTHERS] == [field.name for field in dataclasses.fields(decode.Search) if field.kw_only]
 
 
 def test_leaves():

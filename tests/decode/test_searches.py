@@ -225,7 +225,8 @@ KEYS = jax.random.split(jax.random.key(5), 4)
 
 
 def few(model, encoder, lengths, key=KEYS, **options):
-    return five(model.loss, tuple(options.items()))(model.parameters, encoder, lengths, key)
+    found = five(model.loss, tuple(options.items()))(model.parameters, encoder, lengths, key)
+    return jax.tree.map(np.asarray, found)
 
 
 @functools.cache
@@ -256,6 +257,7 @@ def test_samples_are_functions_of_their_keys():
     np.testing.assert_array_equal(_sample.seeds_of("sample", jax.random.key_data(KEYS), 4), seeds[0])
 
 
+@meshes.SET_MESH
 def test_samples_on_meshes(devices):
     """A batch that is split has the draws of the whole."""
     model = Model(NAMED["rnnt"], batch=4, frames=5)

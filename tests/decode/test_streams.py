@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ class Server:
     def __init__(self, model, function, **options):
         networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
         self.model = model
-        self.program = jax.jit(lambda x, n, state: function(*networks, x, n, MOST, state=state, **options))
+        run = lambda x, n, state: function(*networks, x, n, MOST, state=state, **options)
+        self.program = jax.jit(chex.assert_max_traces(run, n=2))  # without a state, for its shapes; and for all parts
         width = model.encoder.shape[2]
         self.shape = (ROWS, PART, width)
         shapes = jax.ShapeDtypeStruct(self.shape, np.float64), jax.ShapeDtypeStruct((ROWS,), np.int32)
@@ -95,7 +97,6 @@ def test_a_server(name, search):
                 assert all(later[: part.stable] == live[0][: part.stable] for more in labels[i:] for later in more)
         else:
             assert all(part.stable == part.counts for part in parts)
-    assert server.program._cache_size() == 1
     assert search == "greedy" or max(part.stable for parts in found.values() for part in parts) > 1
 
 

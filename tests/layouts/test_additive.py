@@ -82,7 +82,7 @@ def test_scores_of_any_size(way, loss, dtype):
         length = 22 if loss is family.CONSTRAINED else 11
         limit = max(compare.tolerance(dtype, length), length * scale * compare.eps(dtype))
         np.testing.assert_allclose(got[0], wanted[0], rtol=16 * compare.eps(dtype), err_msg=f"{scale}")
-        compare.assert_close(got[1:], wanted[1:], atol=limit, err_msg=f"{scale}")
+        compare.assert_close(got[1:], wanted[1:], atol=limit, message=f"{scale}")
     for scale in (1e7, 1e9, 1e20, 1e30) if dtype == np.float32 else ():  # where rounding hides all differences
         am, lm, p = scores(scale, dtype)
         got, wanted = compiled(way, loss)(am, lm, *p[1:]), of_sum(am, lm, p, loss)
@@ -138,7 +138,7 @@ def test_sums(case):
     first = change * cotangent[..., None]
     second = -p * (along - (p * along).sum(-1, keepdims=True)) * cotangent[..., None]
     expected = first.sum(2), first.sum(1), (change * along).sum(-1), second.sum(2), second.sum(1), second.sum(1)
-    compare.assert_close(got, expected, atol=1e-5)
+    compare.assert_close(tuple(got), expected, atol=1e-5)
 
 
 def mixed():
@@ -166,7 +166,8 @@ def test_sharded_over_the_batch(devices):
     with mesh_of(devices, "auto", (4, 2), ("data", "model")) as mesh:
         got, text = hlo.compiled(compiled(None), *at(mesh, arrays, "data", "model"))
         assert not hlo.collectives(text)
-        compare.assert_close([x.reshape(y.shape) for x, y in zip(got, expected)], expected, rtol=1e-6, atol=1e-5)
+        got = jax.tree.map(lambda x, y: x.reshape(y.shape), got, expected)
+        compare.assert_close(got, expected, rtol=1e-6, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- smoothing

@@ -219,7 +219,7 @@ def test_joint_network_without_weight():
 def test_nan_stays_in_its_sequence():
     """NaN in a node, and lengths or labels out of range."""
     p, name = batches.problem(B=6, scale=1.0), "JointLogits"
-    arrays = [x.copy() for x in layout_table.arrays(p, name)]
+    arrays = tuple(x.copy() for x in layout_table.arrays(p, name))
     arrays[0][1, 1] = np.nan
     of_bad = p.targets.copy(), p.target_lengths.copy()
     of_bad[0][3, 0], of_bad[1][5] = 9, p.targets.shape[1] + 1

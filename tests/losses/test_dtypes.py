@@ -20,7 +20,7 @@ WINDOWS = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4)
 
 @pytest.mark.parametrize(
     ("dtype", "implementation"),
-    [*((x, "kernel") for x in DTYPES), ("float16", "reference"), ("float64", "reference")],
+    [*((x, "kernel") for x in DTYPES), ("float16", "reference")],
     indirect=["implementation"],
 )
 def test_result_dtypes(implementation, dtype):
@@ -94,7 +94,7 @@ for implementation in ("kernel", "reference"):
     if implementation == "kernel" and platforms.missing_kernel():
         continue
     for dtype in (jnp.bfloat16, jnp.float32) if implementation == "kernel" else (jnp.float32,):
-        for loss in (family.RNNT, family.TDT, family.WILDCARD) if dtype == jnp.bfloat16 else (family.RNNT,):
+        for loss in (family.RNNT, family.WILDCARD) if dtype == jnp.bfloat16 else (family.RNNT,):
             p = batches.problem(loss=loss, dtype=dtype)
             windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
             options = dict(fastemit_lambda=0.5, clamp=0.25, delay_penalty=0.125, label_windows=windows)

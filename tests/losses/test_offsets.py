@@ -77,7 +77,7 @@ def test_common_offsets_by_kernel(loss, classes):
 
 
 # Losses that differ in what is between logits and lattice: their references, and the kernels of those with steps.
-IN_JAX = [(family.RNNT, "reference"), *(family.slow(x, "reference") for x in (family.TDT, family.HAT))]
+IN_JAX = [(family.RNNT, "reference"), family.slow(family.HAT, "reference")]
 IN_JAX += [family.slow(x, "kernel") for x in family.SKIPPING]
 
 
@@ -118,11 +118,14 @@ def scaled(loss, fused):
     return rows
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["logits", "log_probs"])
 @family.every_kernel
-def test_magnitudes(loss, implementation, fused):
-    """The loss is right to 1e-5, or +inf beyond float32. Gradients count if rounding cannot change the best paths."""
-    rows = scaled(loss, fused)
-    for values, gradient in door.answers(loss, problem_of(rows), implementation, fused_log_softmax=fused):
-        none_of(value_failures(rows, values, "float32", 1e-5))
-        none_of(gradient_failures(loss, rows, gradient, "float32", False))
+def test_magnitudes(loss, implementation):
+    """The loss is right to 1e-5, or +inf beyond float32. Gradients count if rounding cannot change the best paths.
+
+    Of log-probabilities too, but for steps between emission and lattice, which are the same.
+    """
+    for fused in (True,) if loss in family.SKIPPING else (True, False):
+        rows = scaled(loss, fused)
+        for values, gradient in door.answers(loss, problem_of(rows), implementation, fused_log_softmax=fused):
+            none_of(value_failures(rows, values, "float32", 1e-5))
+            none_of(gradient_failures(loss, rows, gradient, "float32", False))

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,12 +65,10 @@ def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
     np.testing.assert_allclose(gradient, expected[1], rtol=relative, atol=scale * limit + smallest)
 
 
-def assert_close(got, expected, limit=None, **limits):
-    """Of trees of arrays, within `limit` or the limits of `np.testing.assert_allclose`."""
-    limits = limits or {"rtol": limit, "atol": limit}
-    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        a = np.asarray(a, np.float64) if a.dtype.itemsize == 2 else a
-        np.testing.assert_allclose(a, b, **limits)
+def assert_close(got, expected, limit=None, *, message=None, **limits):
+    """Of equal trees of arrays of equal shapes, within `limit` or the limits of `np.testing.assert_allclose`."""
+    limits = {"rtol": 1e-7} | limits if limits else {"rtol": limit, "atol": limit}
+    chex.assert_trees_all_close(got, expected, **limits, custom_message=message)
 
 
 def assert_same_bits(got, expected):

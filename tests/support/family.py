@@ -135,12 +135,10 @@ every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
 every_kernel = _parametrized(LOSSES)
 
 # For methods, which see arcs alone: what differs behind the emission are products, a step, skips, and ends.
-every_kind = _parametrized((RNNT, TDT, CONSTRAINED, *SKIPPING))
+every_kind = _parametrized((TDT, CONSTRAINED, *SKIPPING))
 
-# With a reference of every loss, but for those of one topology more (test_lattices), and of skips (tests of their own).
-every_implementation = _parametrized(
-    (*LOSSES, TILES, BAND), reference=pytest.param, others=[x for x in LOSSES[3:] if x not in SKIPPING]
-)
+# With a reference of one loss and of one with two heads. test_emissions and test_lattices have those of the others.
+every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=[TDT])
 
 
 def _few(*rows):

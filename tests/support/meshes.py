@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 KINDS = pytest.mark.parametrize("kind", ["auto", "explicit"])
+SET_MESH = pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="needs jax.set_mesh")
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def bypass_emission(logits, labels, *, blank, fused=True):
     return {**arcs, "bypass": np.full_like(arcs["blank"], -PRICE)}, pull
 
 
-def test_a_loss_with_one_more_arc(implementation):
+def test_a_loss_with_one_more_arc(kernel):
     """With every option and rule, from fewer than 30 lines with public names."""
     names, block = code("docs/own_loss.md", "class BypassLoss")
     assert len(block.splitlines()) < 30 and "._" not in block and "import _" not in block
@@ -37,12 +37,12 @@ def test_a_loss_with_one_more_arc(implementation):
     p = batches.poisoned(batches.problem(loss=loss))
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
     for options in ({}, {"fastemit_lambda": 0.5, "delay_penalty": 0.125, "blank": 0, "label_windows": windows}):
-        got = compare.evaluate(loss, p, implementation, **options)
+        got = compare.evaluate(loss, p, kernel, **options)
         np.testing.assert_allclose(got[0], loss.expected(p, **options)[0], rtol=EXACT)
         np.testing.assert_allclose(got[1], loss.expected(p, **options)[1], atol=EXACT)
 
     def value(price):
-        return names["BypassLoss"](price=price, reduction="sum", implementation=implementation)(*p)
+        return names["BypassLoss"](price=price, reduction="sum", implementation=kernel)(*p)
 
     np.testing.assert_allclose(jax.grad(value)(PRICE), (value(PRICE + 1e-5) - value(PRICE - 1e-5)) / 2e-5, rtol=1e-7)
 

@@ -12,9 +12,9 @@ import compare
 from jax_rnnt import RNNTLoss, decode
 from jax_rnnt.flax import linen as flax_linen
 from jax_rnnt.flax import nnx as flax_nnx
-from meshes import at, mesh_of
+from meshes import SET_MESH, at, mesh_of
 
-pytestmark = pytest.mark.no_kernel
+pytestmark = [pytest.mark.no_kernel, SET_MESH]
 B, T, V, E = 8, 6, 5, 8
 ROWS = np.random.default_rng(0).normal(size=(B, T, E)).astype(np.float32)
 FRAMES = np.int32([6, 5, 6, 4, 1, 3, 6, 6])
@@ -46,7 +46,7 @@ def search(function, predictor, rows, frames, state=None):
 def test_streams(devices):
     """A stream in two parts, with its rows changed between them in every way."""
 
-    beam = functools.partial(search, functools.partial(decode.beam, width=3), flax_nnx.LSTMPredictor)
+    beam = functools.partial(search, functools.partial(decode.beam, width=3), flax_nnx.StatelessPredictor)
 
     @jax.jit
     def run(first, second, lengths, more, order):
@@ -62,7 +62,7 @@ def test_streams(devices):
         compare.assert_close(jax.device_get(run(*at(mesh, (*parts, order), "data"))), alone, 1e-5)
     wide, of = functools.partial(decode.beam, width=17), jax.sharding.PartitionSpec("data")  # rows are packed
     manual = dict(mesh=jax.sharding.Mesh(np.array(devices[:4]), "data"), in_specs=of, out_specs=of)
-    part = jax.shard_map(lambda *x: search(wide, flax_nnx.LSTMPredictor, *x).scores, **manual)
+    part = jax.shard_map(lambda *x: search(wide, flax_nnx.StatelessPredictor, *x).scores, **manual)
     assert jax.eval_shape(part, ROWS, FRAMES).shape == (B, 17)
 
 

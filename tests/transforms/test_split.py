@@ -16,7 +16,7 @@ import family
 import hlo
 import jax_rnnt
 from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss
-from meshes import mesh_of, place
+from meshes import SET_MESH, mesh_of, place
 
 pytestmark = pytest.mark.no_kernel
 VOCAB, FRAMES = {"vocab_axis": "model"}, {"frame_axis": "seq"}
@@ -154,7 +154,7 @@ def test_joint(loss, axes, hypotheses, kind, implementation, devices):
 
     Durations, or the blank of HAT, lie on the last device.
     """
-    arguments, want = network(hypotheses=hypotheses), of_whole_joint(loss, hypotheses)
+    arguments, whole = network(hypotheses=hypotheses), loss
     loss = dataclasses.replace(loss, implementation=implementation, **axes)
     model, seq = axes.get("vocab_axis"), axes.get("frame_axis")
     rows = ("data",) if hypotheses is None else ("data", None)
@@ -166,7 +166,7 @@ def test_joint(loss, axes, hypotheses, kind, implementation, devices):
             f = jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=kind == "shard_map")
         step = jax.value_and_grad(f, (0, 1, 2, 3))
         got, text = hlo.compiled(step, *place(arguments, mesh, *specs))
-    compare.assert_close(got, want, 1e-12)
+    compare.assert_close(got, of_whole_joint(whole, hypotheses), 1e-12)
     sizes = [n for each in ("all-gather", "all-to-all") for n in map(np.prod, hlo.exchanged(text, each))]
     assert max(sizes, default=0) <= 2 * 3 * 8 * 5
 
@@ -234,6 +234,7 @@ def test_accuracy(dtype, native_kernel, devices):
         np.testing.assert_allclose(np.asarray(got[1], np.float64), gradient, rtol=relative, atol=1e-6 + smallest)
 
 
+@SET_MESH
 def test_vmap_remat_and_second_derivatives(devices):
     p = problem()
     stacked = jax.tree.map(lambda x: np.stack([x, x[::-1]]), p)
@@ -250,6 +251,7 @@ def test_vmap_remat_and_second_derivatives(devices):
         compare.assert_close(curve(RNNTLoss(**BOTH)), want, 1e-12)
 
 
+@SET_MESH
 def test_any_batch(devices):
     """No batch dimension, fewer sequences than devices, two batch dimensions."""
     step = jax.jit(jax.value_and_grad(lambda loss, *p: loss(*p).sum(), 1))

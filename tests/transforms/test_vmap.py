@@ -59,7 +59,7 @@ def test_one_argument_mapped(kernel):
         check(got, whole, family.RNNT)
 
 
-def test_options_mapped(implementation):
+def test_options_mapped(kernel):
     """One lambda, clamp and penalty for each sequence; windows that are mapped or shared."""
     p, loss = batches.problem(), family.RNNT
     windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
@@ -68,7 +68,7 @@ def test_options_mapped(implementation):
         "clamp": np.array([-1.0, 0.125, 0.25, 0.0625]),
         "delay_penalty": np.array([0.0, 0.5, -0.25, 0.125]),
     }
-    call = lambda p, w, o: value_and_gradient(loss, implementation, label_windows=w, **o)(*p)
+    call = lambda p, w, o: value_and_gradient(loss, kernel, label_windows=w, **o)(*p)
     own = lambda b: {"label_windows": windows[:1]} | {k: v[b] for k, v in options.items()}
     expected = [np.concatenate(x) for x in zip(*(loss.expected(p.take([b]), **own(b)) for b in range(4)))]
     for axes, given in (((0, 0, 0), windows), ((0, None, 0), windows[0])):

@@ -202,8 +202,8 @@ def few_steps(rules: Rules, state: State) -> State:
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], beam.counts.shape)
     origin = jnp.stack([itself, beam.counts, *(beam.written.shape[2] - 2) * [itself]], 2)
     recent = Recent(jnp.zeros_like(itself), jnp.repeat(origin[..., None], room + 1, 3))
-    score = functools.partial(score_rows, problem)
-    results = empty_results(rules.rows, score, problem.encoder_out, state.networks.rows)
+    scored = functools.partial(score_rows, problem)
+    results = empty_results(rules.rows, scored, problem.encoder_out, state.networks.rows)
     state = state._replace(recent=problem.vary(recent), results=problem.vary(results))
 
     def more(state):

@@ -43,6 +43,9 @@ RANGES = {
     "arc_weights": NOT_INFINITE,  # of `DecodingRules`
 }
 
+# Numbers of a `Search`, and where they change nothing. `_symbols.Scoring` has those that change what moves score.
+OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0}
+
 LIMITS = (
     "max_symbols",
     "window",

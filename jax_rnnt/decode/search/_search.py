@@ -29,7 +29,6 @@ from jax_rnnt.losses import TransducerLoss
 
 Joint: typing.TypeAlias = Callable[[jax.Array, jax.Array], jax.Array] | LinearJoint
 NETWORKS = "loss", "joint", "predictor", "fusion"  # may hold arrays
-OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0}  # numbers, and where they change nothing
 
 
 @_keywords.keywords
@@ -144,13 +143,13 @@ class Search:
         self._scoring(function)
         self._models(function)
         values = {name: in_evaluation(getattr(self, name)) for name in ("joint", "predictor")}
-        values |= {name: _weight(getattr(self, name)) for name in OFF}
+        values |= {name: _weight(getattr(self, name)) for name in _options.OFF}
         values["fusion"] = tuple((in_evaluation(model), _weight(weight)) for model, weight in self.fusion)
         for name, x in values.items():
             object.__setattr__(self, name, x)
 
     def _scoring(self, function: str, **others) -> Scoring:
-        names = "max_symbols", "blank_penalty", "temperature", "duration_choice", "confidence"
+        names = "max_symbols", "duration_choice", "confidence", *(x for x in _options.OFF if x in Scoring._fields)
         return checked_scoring(function, **{name: getattr(self, name) for name in names} | others)
 
     def _models(self, function: str) -> Fusion:
@@ -416,7 +415,7 @@ def _flatten(search: Search):
         fields["loss"] = switched_off(fields["loss"])
     if isinstance(fields["fusion"], Sequence):
         fields["fusion"] = tuple(tuple(pair) for pair in fields["fusion"] if not _is_off(pair[1], 0.0))
-    names = [*NETWORKS, *(name for name, value in OFF.items() if not _is_off(fields[name], value))]
+    names = [*NETWORKS, *(name for name, value in _options.OFF.items() if not _is_off(fields[name], value))]
     found, tree = jax.tree.flatten({name: fields.pop(name) for name in names})
     leaves = [x for x in found if _is_leaf(x)]
     return leaves, _Structure(tree, tuple(map(_kept, found)), tuple(sorted(fields.items())))

@@ -44,7 +44,7 @@ class Scoring(typing.NamedTuple):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        return {"blank_penalty": self.blank_penalty, "temperature": self.temperature}
+        return {name: x for name, x in self._asdict().items() if name in _options.OFF}
 
     def tempered(self, logits, apart=None):
         """Logits [..., V] of one softmax over the temperature, up to a number of each row, in the dtype of scores.
@@ -69,15 +69,12 @@ class Scoring(typing.NamedTuple):
         return numpy.maximum(inverse, np.finfo(dtype).tiny)  # 0 would make NaN of -inf
 
 
-def checked_scoring(
-    function, max_symbols, blank_penalty=0.0, temperature=1.0, duration_choice="pair", confidence=None
-) -> Scoring:
+def checked_scoring(function, max_symbols, duration_choice="pair", confidence=None, **numbers) -> Scoring:
     max_symbols = _options.size(function, "max_symbols", max_symbols)
-    blank_penalty = _checks.scalar(function, "blank_penalty", blank_penalty)
-    temperature = _checks.scalar(function, "temperature", temperature)
+    numbers = {name: _checks.scalar(function, name, x) for name, x in numbers.items()}
     choice = _checks.choice(function, "duration_choice", duration_choice, ("pair", "token_first"))
     entropy = checked_confidence(function, confidence)
-    return Scoring(max_symbols, blank_penalty, temperature, choice == "token_first", entropy)
+    return Scoring(max_symbols, token_first=choice == "token_first", entropy=entropy, **numbers)
 
 
 class Move(typing.NamedTuple):

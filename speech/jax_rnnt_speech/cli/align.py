@@ -21,7 +21,7 @@ def align(args):
         raise UserError(f"{args.model} has a head for CTC alone: alignments need a transducer")
     language = model.language(args.prompt) if args.prompt else None
     settings = command_line.changed(model.config, args, OPTIONS)
-    settings = settings.having(max_seconds=min(vars(args).get("max_seconds", 1e9), model.longest))
+    settings = settings.replace(max_seconds=min(vars(args).get("max_seconds", 1e9), model.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
     data = batches.labelled(corpus, model.tokens, model.subsampling)
 
@@ -36,7 +36,7 @@ def align(args):
     bar = outputs.bar(total=len(data.labels), unit="utterances")
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
     with transcripts.writer(args, entries) as write, bar:
-        for batch in batches.testing(data, settings, batches.make_buckets(data, settings, 1), (0, 1)):
+        for batch in batches.testing(data, settings.data, batches.make_buckets(data, settings, 1), (0, 1)):
             index = batch.pop("index")
             for i, frames in zip(index, np.asarray(frames_of(model.params, batch))):
                 if i < 0:  # its audio is not readable

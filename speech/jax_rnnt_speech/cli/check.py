@@ -18,7 +18,6 @@ from jax_rnnt_speech.system import UserError
 # Options of train that decide what is read, or how it is padded.
 OPTIONS = of_sections("texts") | {
     "rate",
-    "window",
     "hop",
     "alphabet",
     "max_seconds",
@@ -100,14 +99,14 @@ def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a model or file and the options."""
     known, vocabulary, source = {}, None, None
     if args.model:
-        settings, vocabulary, source = models.described(args.model)
+        settings, source, vocabulary = models.described(args.model)
         known = settings.options()
     elif args.config:
         known = models.completed(files.read_file(args.config))
     given = command_line.given(args, OPTIONS)
     file = {name: x for name, x in known.items() if name not in given}
     with files.origins(args.model or f"--config {args.config}", file):
-        settings = Config.of(**file | given).without_others(given).consistent()
+        settings = Config.of(**file | given).for_its_encoder(given).consistent()
     return settings, vocabulary, encoders.subsampling(settings, source) if known else None
 
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from jax_rnnt_speech import models
+from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.pretrained import hugging_face, package
 from jax_rnnt_speech.system import UserError, reason
-from jax_rnnt_speech.training import runs
 
 
 def convert(args):

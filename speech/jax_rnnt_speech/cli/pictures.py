@@ -5,8 +5,8 @@ import numpy as np
 from matplotlib import pyplot as plt
 
 from jax_rnnt import plot
+from jax_rnnt_speech import runs
 from jax_rnnt_speech.system import outputs
-from jax_rnnt_speech.training import runs
 
 WIDTH = 3.9  # inches, as a narrow screen has: letters of 9 points can be read there
 DARK = 20, 24, 30  # the background of a dark page

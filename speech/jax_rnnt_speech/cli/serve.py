@@ -5,7 +5,7 @@ import re
 
 from jax_rnnt_speech import models
 from jax_rnnt_speech.config.options import amount, number, positive
-from jax_rnnt_speech.recognition import ngrams
+from jax_rnnt_speech.recognition import search_options
 from jax_rnnt_speech.system import UserError
 
 
@@ -16,9 +16,9 @@ def serve(args):
         if error.name != "aiohttp":
             raise
         raise UserError("serve needs aiohttp: pip install 'jax_rnnt_speech[serve]'") from None
-    ngrams.check(args)
+    search_options.check(args)
     model = models.open_model(args.model, args.platform, args.checkpoint)
-    server.run(server.Server(model, ngrams.search_of(args, model), args), args)
+    server.run(server.Server(model, search_options.decoding_of(args, model), args), args)
     return 0
 
 
@@ -54,5 +54,5 @@ def add_command(commands):
     help = "seconds of silence that end an utterance of a stream; with 0, none does (%(default)s)"
     parser.add_argument("--endpoint", type=amount, default=1.0, metavar="SECONDS", help=help)
     models.add_options(parser)
-    ngrams.add_options(parser.add_argument_group("search"))
+    search_options.add_options(parser.add_argument_group("search"))
     parser.set_defaults(run=serve)

@@ -10,16 +10,16 @@ import numpy as np
 from jax_rnnt_speech import models
 from jax_rnnt_speech.config.options import amount
 from jax_rnnt_speech.data.audio import AudioError
-from jax_rnnt_speech.recognition import ngrams, streams
+from jax_rnnt_speech.recognition import search_options, streams
 from jax_rnnt_speech.system import UserError
 
 
 def stream(args):
-    ngrams.check(args)
+    search_options.check(args)
     model = models.open_model(args.model, args.platform, args.checkpoint)
-    how, bad = ngrams.search_of(args, model), 0
+    decoding, bad = search_options.decoding_of(args, model), 0
     for file in args.files or [None]:
-        live = streams.Stream(model, how, args.endpoint)
+        live = streams.Stream(model, decoding, args.endpoint)
         try:
             show = show_events if args.json else show_words
             show(live, events_of(live, file), file if len(args.files) > 1 else None)
@@ -73,6 +73,6 @@ def add_command(commands):
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object on each line: words, text that may change, endpoints"
     )
-    ngrams.add_options(parser)
+    search_options.add_options(parser)
     parser.set_defaults(run=stream)
     models.add_options(parser)

@@ -17,7 +17,7 @@ from jax_rnnt_speech.config import command_line, of_sections
 from jax_rnnt_speech.config.options import natural
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import errors, ngrams, recognise
+from jax_rnnt_speech.recognition import errors, recognise, search_options
 from jax_rnnt_speech.system import UserError, outputs
 
 OPTIONS = of_sections("texts")
@@ -28,12 +28,12 @@ KINDS = "insertions", "deletions", "substitutions"
 class Test:
     """The results of a model on some corpora."""
 
-    def __init__(self, model, paths, settings, how):
+    def __init__(self, model, paths, settings, decoding):
         self.corpus, self.results = corpora.tested(paths, settings), []
         self.report, utterances = self.corpus.report, self.corpus.utterances
         self.tested = []  # numbers of the results' utterances
         normalize, started = texts.normalizer(settings.texts.normalize, settings.texts.lower), time.perf_counter()
-        found = recognise.transcribe(model, self.recordings(), how)
+        found = recognise.transcribe(model, self.recordings(), decoding)
         for result in outputs.bar(found, "utterances", len(utterances)):
             x = utterances[result.name]
             if result.error:
@@ -107,7 +107,7 @@ class Test:
 
 
 def test(args):
-    ngrams.check(args)
+    search_options.check(args)
     if args.output and args.output.suffix not in (".tsv", ".jsonl"):
         raise UserError(f"--output {args.output} must end in .tsv or .jsonl")
     if args.output:
@@ -116,7 +116,7 @@ def test(args):
         outputs.check(args.pictures, args.data, True, "--pictures")
     model = models.open_model(args.model, args.platform, args.checkpoint)
     settings = command_line.changed(model.config, args, OPTIONS)
-    result = Test(model, args.data, settings, ngrams.search_of(args, model))
+    result = Test(model, args.data, settings, search_options.decoding_of(args, model))
     if args.output:
         result.write(args.output)
     if args.pictures:
@@ -160,6 +160,6 @@ def add_command(commands):
         help="show so many utterances with the most errors (%(default)s)",
     )
     models.add_options(parser)
-    ngrams.add_options(parser)
+    search_options.add_options(parser)
     command_line.add_options(parser, OPTIONS, "as trained")
     parser.set_defaults(run=test)

@@ -4,14 +4,13 @@ import sys
 import time
 from pathlib import Path
 
-from jax_rnnt_speech import models
+from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config import OPTIONS, Config, command_line, files, flag
 from jax_rnnt_speech.config.options import amount, names, natural, positive, sources
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.model import encoders
-from jax_rnnt_speech.recognition import ngrams
+from jax_rnnt_speech.recognition import search_options
 from jax_rnnt_speech.system import UserError, hosts
-from jax_rnnt_speech.training import runs
 
 
 def resumed(options, args):
@@ -24,7 +23,7 @@ def resumed(options, args):
     setup = run.setup("params", "training", quiet=True)
     # A checkpoint of before an option has its default.
     earlier = Config.of(**files.from_json(setup["config"], f"{args.workdir}"))
-    now = encoders.checked(earlier.having(**options), setup.get("source"))
+    now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
         option, before, metadata = flag(name), earlier.get(name), OPTIONS[name][1].metadata
         if now.get(name) == before:
@@ -49,7 +48,7 @@ def train(args):
         options.setdefault("valid", options["train"])
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
-    ngrams.check(args)
+    search_options.check(args)
     if args.hook:
         args.hook = texts.loaded(args.hook, "--hook", "")
     if options.get("steps") == 0 and not options.get("epochs"):
@@ -60,7 +59,7 @@ def train(args):
         Path(args.config or names(options.get("train", [""]))[0]).stem, options.get("loss", Config().head.loss)
     )
     with files.origins(f"--config {args.config}", file):
-        chosen = None if args.resume else Config.of(**models.completed(options)).without_others(given).checked()
+        chosen = None if args.resume else Config.of(**models.completed(options)).for_its_encoder(given).checked()
     from jax_rnnt_speech.training.train import (
         Training,  # with Grain and Orbax, slow to import: no other command needs them
     )
@@ -68,8 +67,8 @@ def train(args):
     hosts.join(args)
     started = time.perf_counter()
     with hosts.together():
-        chosen = chosen or resumed(options, args).without_others(given).checked()
-        rates = Training(chosen, args, models.fresh).main()
+        chosen = chosen or resumed(options, args).for_its_encoder(given).checked()
+        rates = Training(chosen, args).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if args.expect_cer is not None and not rates.cer <= args.expect_cer:
         print(f"expected a CER of at most {args.expect_cer}%", file=sys.stderr)
@@ -126,7 +125,7 @@ def add_command(commands):
     help = "call this function with (step, {name: number}) at each log and each test"
     parser.add_argument("--hook", metavar="FILE:FUNCTION", help=help)
     add_processes(parser.add_argument_group("several processes"))
-    ngrams.add_options(parser.add_argument_group("search of tests"))
+    search_options.add_options(parser.add_argument_group("search of tests"))
     parser.add_argument(
         "--expect-cer",
         type=amount,

@@ -8,21 +8,21 @@ from tqdm import tqdm
 from jax_rnnt_speech import models
 from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import natural
-from jax_rnnt_speech.recognition import ngrams, recognise, transcripts
+from jax_rnnt_speech.recognition import recognise, search_options, transcripts
 from jax_rnnt_speech.system import outputs
 
 
 def transcribe(args):
-    ngrams.check(args)
+    search_options.check(args)
     transcripts.check(args, args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
     model = models.open_model(args.model, args.platform, args.checkpoint)
-    columns = command_line.changed(model.config, args, {"audio_column"})
-    entries = list(recognise.listed(args.files, columns.texts.audio_column))
+    settings = command_line.changed(model.config, args, {"audio_column"})
+    entries = list(recognise.listed(args.files, settings.texts.audio_column))
     quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
     with transcripts.writer(args, entries) as write:
         recordings = recognise.loaded(entries, model.config.features.rate)
-        results = recognise.transcribe(model, recordings, ngrams.search_of(args, model))
+        results = recognise.transcribe(model, recordings, search_options.decoding_of(args, model))
         for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
@@ -40,13 +40,13 @@ def add_command(commands):
     parser.add_argument(
         "--nbest", type=natural, default=0, metavar="N", help="list so many hypotheses of --beam in --format json"
     )
-    kinds = ngrams.PROBABILITY, "tsallis", "renyi", "gibbs"
+    kinds = search_options.PROBABILITY, "tsallis", "renyi", "gibbs"
     help = (
         "how confidence in words is measured: by the least probability of their labels (the default), or by "
         "an entropy over all labels, of this kind"
     )
-    parser.add_argument("--confidence", choices=kinds, default=ngrams.PROBABILITY, help=help)
-    ngrams.add_options(parser)
+    parser.add_argument("--confidence", choices=kinds, default=search_options.PROBABILITY, help=help)
+    search_options.add_options(parser)
     command_line.add_options(parser, {"audio_column"}, "as trained, or the usual ones")
     parser.set_defaults(run=transcribe)
     models.add_options(parser)

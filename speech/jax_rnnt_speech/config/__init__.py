@@ -263,9 +263,9 @@ class Config:
     @classmethod
     def of(cls, **options):
         """The configuration of options by their names."""
-        return cls().having(**options)
+        return cls().replace(**options)
 
-    def having(self, **options):
+    def replace(self, **options):
         """The same configuration but for some options."""
         sections = {}
         for name, x in options.items():
@@ -295,11 +295,11 @@ class Config:
             raise UserError(f"{option} needs --init, a folder with weights of an encoder")
         return self.consistent()
 
-    def without_others(self, given):
+    def for_its_encoder(self, given):
         """The same configuration without options of other encoders, as a file may have; those `given` stay."""
         lacks = [name for name, (_, field) in OPTIONS.items() if field.metadata.get("needs") in (BLOCKS, OWN)]
         usual = {name: OPTIONS[name][1].default for name in lacks if name not in given}
-        return self.having(**{name: x for name, x in usual.items() if not OPTIONS[name][1].metadata["needs"][0](self)})
+        return self.replace(**{name: x for name, x in usual.items() if not OPTIONS[name][1].metadata["needs"][0](self)})
 
     def consistent(self):
         """Itself; raises where options contradict each other."""

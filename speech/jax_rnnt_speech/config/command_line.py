@@ -49,4 +49,4 @@ def given(args, names=tuple(OPTIONS)):
 def changed(known, args, names):
     """A run's configuration with options of a command. A column that only the run names may be missing."""
     columns = {name: [x] for name in ("audio_column", "text_column", "speaker_column") if (x := known.get(name))}
-    return known.having(**columns | given(args, names))
+    return known.replace(**columns | given(args, names))

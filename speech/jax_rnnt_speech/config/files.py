@@ -44,7 +44,7 @@ def origins(file, options):
     try:
         yield
     except UserError as error:
-        named = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", str(error))}
+        named = {name.replace("-", "_") for name in re.findall(r"--([a-z0-9-]+)", str(error))}
         usual = {x: OPTIONS[x][1].default for x in options if x in named}
         found = [f"{x} {options[x]}, by default {y or 'off'}" for x, y in usual.items() if options[x] != y]
         raise UserError(f"{error} ({file} has {'; '.join(found)})" if found else f"{error}") from None

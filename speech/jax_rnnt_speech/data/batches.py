@@ -111,21 +111,24 @@ def size_of(config, devices, frames):
     return max(devices, size // devices * devices)
 
 
-def collate(data, config, bucket, items, size):
-    """Arrays of a batch of `size` rows from (utterance, audio or None, spans); rows without audio are not `valid`."""
+def collate(data, options, bucket, items, size):
+    """Arrays of a batch of `size` rows from (utterance, features or None, spans); rows without are not `valid`.
+
+    `options`: a `config.Data`, as for `testing`.
+    """
     batch = {
-        "audio": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
+        "features": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
         "lengths": np.ones(size, np.int32),
         "targets": np.zeros((size, bucket.labels), np.int32),
         "target_lengths": np.zeros(size, np.int32),
         "valid": np.zeros(size, bool),
-        "spans": np.zeros((size, config.data.time_masks + config.data.mel_masks, 2), np.int32),
+        "spans": np.zeros((size, options.time_masks + options.mel_masks, 2), np.int32),
         "index": np.full(size, -1, np.int32),
     }
     for row, (i, x, spans) in enumerate(items):
         if x is not None:
             x = x[: bucket.frames]
-            batch["audio"][row, : len(x)], batch["lengths"][row] = x, len(x)
+            batch["features"][row, : len(x)], batch["lengths"][row] = x, len(x)
             batch["targets"][row, : len(data.labels[i])] = data.labels[i]
             batch["target_lengths"][row] = len(data.labels[i])
             batch["valid"][row], batch["spans"][row], batch["index"][row] = True, spans, i
@@ -153,14 +156,14 @@ def drawn(members, corpus, config):
     return len(mixed(members, corpus, config))
 
 
-def testing(data, config, buckets, part):
+def testing(data, options, buckets, part):
     """Every utterance once, always drawn alike; the last batch of a bucket may have rows that are not valid."""
     for bucket in buckets:
         size = bucket.batch // part[1]
         for start in range(0, len(bucket.members), bucket.batch):
             chosen, spans = bucket.members[start : start + bucket.batch][part[0] * size :][:size], 0
             items = [(i, data.corpus.load(i, np.random.default_rng(i)), spans) for i in chosen]
-            yield collate(data, config, bucket, items, size)
+            yield collate(data, options, bucket, items, size)
 
 
 def padding(data, buckets):

@@ -30,9 +30,7 @@ UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample
 # What tables have for a number that is missing; as a text, it is a word.
 NOTHING = dict.fromkeys((*START_KEYS, *END_KEYS, "duration", *CHANNEL_KEYS, *UNREAD), ("nan", "none", "null", "<na>"))
 SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
-            ".amr", ".caf", ".au", ".wma", ".w64", ".wv", ".3gp"}  # fmt: skip
-LISTS = ".jsonl", ".ndjson", ".json", ".tsv", ".csv"
-MANIFESTS = ".jsonl, .ndjson, .json, .tsv or .csv, also with .gz"
+            ".amr", ".caf", ".au", ".sph", ".wma", ".w64", ".wv", ".3gp"}  # fmt: skip
 TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
 KALDI = "wav.scp", "segments", "text"
 
@@ -95,7 +93,9 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
         yield next(rows, Fault("nothing is listed", path.name))
         yield from rows
     except (OSError, EOFError, zlib.error) as error:
-        raise ListError(path, f"is not readable: {reason(error)}") from None
+        inside = getattr(error, "filename", None)
+        place = f"{Path(inside).name}: " if inside and Path(inside) != path else ""
+        raise ListError(path, f"is not readable: {place}{reason(error)}") from None
 
 
 def read_all(paths, *columns, lenient=True, texts=True):
@@ -142,12 +142,10 @@ def sentences(path):
 
 
 def manifest(path, keys):
-    suffix = suffix_of(path)
-    if suffix in LISTS:
-        rows = table(path, keys) if suffix in (".tsv", ".csv") else objects(path)
-    else:
+    rows = LISTS.get(suffix_of(path))
+    if rows is None:
         raise ListError(path, f"is neither a folder nor a manifest ({MANIFESTS})")
-    for name, row in rows:
+    for name, row in rows(path, keys):
         try:
             if isinstance(row, LineError):
                 raise row
@@ -158,7 +156,7 @@ def manifest(path, keys):
             yield Fault(str(error), name)
 
 
-def objects(path):
+def objects(path, keys):
     """(name, object or LineError) of JSON lines, or of an array."""
     text = text_of(path)
     try:
@@ -221,6 +219,12 @@ def records(lines, delimiter):
             width = width or len(row)
             yield place + 1, row
         place += used
+
+
+# Who makes rows of a file: (name, a dictionary or LineError) of each. Rows that another dialect becomes have keys of
+# `PLAIN`, START_KEYS, END_KEYS and CHANNEL_KEYS.
+LISTS = {".jsonl": objects, ".ndjson": objects, ".json": objects, ".tsv": table, ".csv": table}
+MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
 
 
 def later(a, b):

@@ -16,7 +16,7 @@ class Head(nnx.Module):
     """Conformer blocks on rows [B, N, E] of an encoder, `stack` of them joined: -> [B, N / stack, width]."""
 
     def __init__(self, config, width, *, dtype, rngs):
-        config = config.having(chunk=0)  # they see whole utterances
+        config = config.replace(chunk=0)  # they see whole utterances
         self.stack, more = config.head.stack, {"dtype": dtype, "rngs": rngs}
         self.dropout = nnx.Dropout(config.objective.row_dropout, rngs=rngs)
         self.project = nnx.Linear(config.head.stack * width, config.blocks.width, **more)

@@ -23,8 +23,8 @@ from safetensors.flax import load_file, save_file
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.options import durations
 from jax_rnnt_speech.data import tokens
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
-from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.system import UserError, outputs
 
 # Of a model: its encoder, its loss, and what makes its features.

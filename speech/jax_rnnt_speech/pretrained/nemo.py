@@ -275,7 +275,7 @@ def labels_of(file, members, whole):
 
 def config_of(path):
     file, source, more, _ = described(path)
-    return hugging_face.described(file, source).having(**more), source
+    return hugging_face.described(file, source).replace(**more), source
 
 
 def renamed(name, causal):
@@ -296,5 +296,5 @@ def read(path):
     arrays = {renamed(name, causal): x for name, x in weights_of(file).items()}
     if "prompt_projector.linear_1.bias" in arrays:
         fields["prompt_intermediate_size"] = len(arrays["prompt_projector.linear_1.bias"])
-    config = hugging_face.described(file, source).having(**more)
+    config = hugging_face.described(file, source).replace(**more)
     return hugging_face.filled(file, config, source, vocabulary, arrays)

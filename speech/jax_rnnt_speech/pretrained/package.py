@@ -7,10 +7,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt_speech.config import Config
-from jax_rnnt_speech.config.files import from_json, to_json
+from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import corpora
-from jax_rnnt_speech.model.model import Model
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.system import UserError
 
@@ -31,7 +30,7 @@ def write(model, folder, dtype, card=""):
 
     hugging_face.mapped(model.params, taken)
     config = model.config  # folders of this machine say nothing
-    config = config.having(**{name: corpora.last_parts(config.get(name)) for name in FILES})
+    config = config.replace(**{name: corpora.last_parts(config.get(name)) for name in FILES})
     setup = model.setup() | {"config": to_json(config)}
     with hugging_face.replaced(folder) as new:
         (new / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")
@@ -48,12 +47,6 @@ def setup_of(folder):
     if not isinstance(setup, dict) or not {"config", "tokens", "mean", "deviation"} <= {*setup}:
         raise UserError(f"{file} must have config, tokens, mean and deviation")
     return setup
-
-
-def config_of(folder):
-    """(Config, JSON files of its source) of a folder."""
-    setup = setup_of(folder)
-    return Config.of(**from_json(setup["config"], f"{folder}")), setup.get("source")
 
 
 def read(folder):

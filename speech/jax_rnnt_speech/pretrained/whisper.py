@@ -18,8 +18,8 @@ import numpy as np
 
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import tokens
+from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.whisper import WhisperConfig, positions
-from jax_rnnt_speech.model.model import Model
 from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.system import UserError
 

@@ -38,7 +38,7 @@ def loaded(entries, rate):
             yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
 
 
-def transcribe(model, recordings, how=GREEDY, watch=None):
+def transcribe(model, recordings, decoding=GREEDY, watch=None):
     """Yields the Result of each (name, recording), in their order.
 
     A recording is samples [S], floats in [-1, 1] or integers, at `model.extractor.rate`; or pieces of them, one
@@ -55,8 +55,8 @@ def transcribe(model, recordings, how=GREEDY, watch=None):
         waiting.append(x)
         held += x.frames
         if held >= HELD:
-            windows.hear(model, waiting, how)
+            windows.hear(model, waiting, decoding)
             yield from (x.result() for x in waiting)
             waiting, held = [], 0
-    windows.hear(model, waiting, how)
+    windows.hear(model, waiting, decoding)
     yield from (x.result() for x in waiting)

@@ -15,9 +15,9 @@ class Labels(NamedTuple):
     durations: list  # frames that each label read
 
     @classmethod
-    def of(cls, found, row, count, how):
+    def of(cls, found, row, count, decoding):
         """The first ones of a row of Hypotheses [B]."""
-        sure = np.exp(found.label_log_probs) if how.confidence is None else found.label_confidences
+        sure = np.exp(found.label_log_probs) if decoding.confidence is None else found.label_confidences
         fields = found.labels, found.frames, found.label_log_probs, sure, found.durations
         return cls(*(np.asarray(x)[row, :count].tolist() for x in fields))
 

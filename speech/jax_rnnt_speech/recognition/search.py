@@ -18,7 +18,7 @@ NEVER = 2**30  # rows before which no deadline is
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Method:
+class Decoding:
     """How labels are searched for.
 
     An argument of jitted functions: the n-gram is arrays, the rest decides the program.
@@ -32,7 +32,7 @@ class Method:
     language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
 
 
-GREEDY = Method()
+GREEDY = Decoding()
 
 
 def best(hypotheses):
@@ -41,38 +41,50 @@ def best(hypotheses):
     return hypotheses._replace(**{name: x[:, 0] for name, x in found.items() if x is not None})
 
 
-def search(model, network, rows, lengths, how=GREEDY, state=None, every=False, more=0):
+def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=False, more=0):
     """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`.
 
     `more`: room for so many labels of rows before these.
     """
     options = model.config.search
     room = rows.shape[1] * options.max_symbols + more
-    if how.ctc or model.loss is None:
+    if decoding.ctc or model.loss is None:
         return ctc.search(network.ctc(rows), lengths, room, state)
     joint, predictor, rows = network.joint.decoder_inputs(network.predictor, rows)
     # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
     limit = room if options.duration_choice == "token_first" else options.max_symbols
-    chosen = {"max_symbols": limit, "fusion": how.fusion, "ilm_weight": how.ilm_weight, "confidence": how.confidence}
-    if not how.beam:
+    chosen = {
+        "max_symbols": limit,
+        "fusion": decoding.fusion,
+        "ilm_weight": decoding.ilm_weight,
+        "confidence": decoding.confidence,
+    }
+    if not decoding.beam:
         chosen["duration_choice"] = options.duration_choice
     searched = decode.Search(model.variant.loss, joint, predictor, room, **chosen)
-    if not how.beam:
+    if not decoding.beam:
         return searched.greedy(rows, lengths, state=state)
-    hypotheses = searched.beam(rows, lengths, how.beam, state=state)
+    hypotheses = searched.beam(rows, lengths, decoding.beam, state=state)
     return hypotheses if every else best(hypotheses)
 
 
-def part(model, network, rows, lengths, state, deadline, how):
+def next_part(model, network, rows, lengths, state, deadline, decoding):
     """(hypotheses [B], how many of their labels [B] are final, state, other hypotheses) of the next rows.
 
     Labels that were not final come again with the next part. All are where the last one ends `deadline` [B] rows,
     counted from the start of the recording, before the end of these, or earlier.
     """
     found = search(
-        model, network, model.prompted(network, rows, how.language), lengths, how, state, every=True, more=OPEN
+        model,
+        network,
+        model.prompted(network, rows, decoding.language),
+        lengths,
+        decoding,
+        state,
+        every=True,
+        more=OPEN,
     )
-    if not how.beam:
+    if not decoding.beam:
         return found._replace(state=None), found.counts, found.state, None
     first, others = best(found), (found.labels, found.counts, found.scores)
     last = jnp.maximum(first.counts - 1, 0)[:, None]

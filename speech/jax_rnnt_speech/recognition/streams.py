@@ -20,7 +20,7 @@ from jax_rnnt_speech.data import audio, features
 from jax_rnnt_speech.data.tokens import ENDS
 from jax_rnnt_speech.recognition import transcripts
 from jax_rnnt_speech.recognition.results import Labels, no_labels
-from jax_rnnt_speech.recognition.search import GREEDY, NEVER, part
+from jax_rnnt_speech.recognition.search import GREEDY, NEVER, next_part
 from jax_rnnt_speech.system import UserError, programs
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
@@ -35,14 +35,14 @@ class Step(NamedTuple):
     slot: int
     x: np.ndarray
     count: int
-    deadline: int  # of `search.part`
+    deadline: int  # of `search.next_part`
     fresh: bool
 
 
 @programs.announced("a step of streams")
 @functools.partial(jax.jit, static_argnums=(0, 9))
-def continued(model, params, x, lengths, deadlines, fresh, encoder, decoder, how, first=None):
-    """(state of the encoder, rows [B], `part`) after the next features [B, T, F] of streams.
+def continued(model, params, x, lengths, deadlines, fresh, encoder, decoder, decoding, first=None):
+    """(state of the encoder, rows [B], `next_part`) after the next features [B, T, F] of streams.
 
     `fresh` [B]: those that begin. `first`: all or none do, where states before and after a first step differ.
     """
@@ -59,7 +59,7 @@ def continued(model, params, x, lengths, deadlines, fresh, encoder, decoder, how
 
     rows, counts, encoder = jax.vmap(advanced)(x, lengths, fresh, encoder)  # each stream has its own clock
     decoder = None if decoder is None else decode.reset_streams(decoder, fresh)
-    return encoder, counts, part(model, network, rows, counts, decoder, deadlines, how)
+    return encoder, counts, next_part(model, network, rows, counts, decoder, deadlines, decoding)
 
 
 class Slots:
@@ -68,10 +68,10 @@ class Slots:
     One program takes all steps, or two where an encoder's first step and the state before it have other sizes.
     """
 
-    def __init__(self, model, count=1, how=GREEDY):
+    def __init__(self, model, count=1, decoding=GREEDY):
         if not model.chunk:
             raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
-        self.model, self.count, self.how, self.free = model, count, how, list(range(count))
+        self.model, self.count, self.decoding, self.free = model, count, decoding, list(range(count))
         encoder = model.network(model.params).encoder
         self.sizes = [encoder.frames_of_step(first) for first in (False, True)]
         start = encoder.initial(1)
@@ -91,7 +91,7 @@ class Slots:
         return self.model.params, x, lengths, deadlines, fresh
 
     def rest(self, first):
-        return self.encoder, self.decoder, self.how, first if self.apart else None
+        return self.encoder, self.decoder, self.decoding, first if self.apart else None
 
     def run(self, steps):
         """(Labels that are final, others, rows) of some steps, at most one of each stream; of none: it compiles."""
@@ -104,7 +104,7 @@ class Slots:
             self.encoder, rows, (found, final, self.decoder, _) = found
             found, final, rows = jax.device_get((found, final, rows))
             for slot, *_ in chosen:
-                labels = Labels.of(found, slot, found.counts[slot], self.how)
+                labels = Labels.of(found, slot, found.counts[slot], self.decoding)
                 results[slot] = labels.part(final[slot]), labels.part(final[slot], None), int(rows[slot])
         return [results[step.slot] for step in steps]
 
@@ -120,7 +120,7 @@ class Words:
 
     @property
     def deadline(self):
-        """For the next part: -> `search.part`."""
+        """For the next part: -> `search.next_part`."""
         return self.rows - self.patience
 
     def begins(self):
@@ -174,7 +174,8 @@ class Words:
 
 
 class Stream:
-    """Words of one recording as it arrives. `how`: greedy or a beam; `silence`: seconds that end an utterance, or 0.
+    """Words of one recording as it arrives. `decoding`: greedy or a beam; `silence`: seconds that end an
+    utterance, or 0.
 
     `feed` and, at the end, `finish` return the words that are final since the call before, as `timing.Interval` with
     seconds from the start. `open` is the text behind them, which may change; `ends` has the seconds of the utterances'
@@ -183,8 +184,8 @@ class Stream:
     A program with many streams gives them the same `slots`, and runs their `steps` together: `took` takes the results.
     """
 
-    def __init__(self, model, how=GREEDY, silence=0.0, slots=None):
-        self.slots = slots or Slots(model, 1, how)
+    def __init__(self, model, decoding=GREEDY, silence=0.0, slots=None):
+        self.slots = slots or Slots(model, 1, decoding)
         self.slot, self.model, self.extractor = self.slots.free.pop(), model, model.extractor
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0

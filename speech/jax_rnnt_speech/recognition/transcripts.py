@@ -146,7 +146,7 @@ def check(args, sources, entries=()):
         outputs.check(args.output, sources, args.format in SUFFIXES and not alone(args))
     elif sys.stdout is None:
         raise UserError("the standard output is closed: name --output")
-    check_names(args, recordings(entries))
+    check_names(args, names_of(entries))
     if getattr(args, "nbest", 0) and (not args.beam or args.format not in ("json", "jsonl")):
         raise UserError("--nbest needs --beam, and --format json or jsonl")
     if getattr(args, "nbest", 0) > getattr(args, "beam", 0):
@@ -156,7 +156,7 @@ def check(args, sources, entries=()):
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def recordings(entries, clean=str):
+def names_of(entries, clean=str):
     """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
 
     Where segments of a file overlap, each has its own name. `clean` makes a text one that can be written.
@@ -204,7 +204,7 @@ def writer(args, entries):
     All is on the disk as it comes, in files that programs can read; JSON's list is closed at the end, whatever ends it.
     Raises where no transcript came.
     """
-    names = recordings(entries, (lambda x: "_".join(shown(x).split())) if args.format == "ctm" else shown)
+    names = names_of(entries, (lambda x: "_".join(shown(x).split())) if args.format == "ctm" else shown)
     check_names(args, names)
     files = {"ctm": Rows}.get(args.format, Lines if args.format in LINES else Files)(args, entries, names)
     count = 0

@@ -18,7 +18,7 @@ import numpy as np
 from jax_rnnt import decode
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels, Result, no_labels
-from jax_rnnt_speech.recognition.search import GREEDY, NEVER, Method, part
+from jax_rnnt_speech.recognition.search import GREEDY, NEVER, Decoding, next_part
 from jax_rnnt_speech.recognition.streams import Stream
 from jax_rnnt_speech.system import UserError, programs
 
@@ -40,9 +40,9 @@ def window(model, params, x, lengths, first):
 
 @programs.announced("a search")
 @functools.partial(jax.jit, static_argnums=0)
-def taken(model, params, rows, lengths, decoder=None, how=GREEDY):
-    """`part` of rows of windows."""
-    return part(model, model.network(params), rows, lengths, decoder, -NEVER, how)
+def taken(model, params, rows, lengths, decoder=None, decoding=GREEDY):
+    """`next_part` of rows of windows."""
+    return next_part(model, model.network(params), rows, lengths, decoder, -NEVER, decoding)
 
 
 class Recording:
@@ -123,10 +123,10 @@ class Recording:
         self.begin = begin
         self.fill()
 
-    def take(self, i, rows, found, final, others, how):
-        """What `Model.part` found in so many rows, as row i of a batch."""
+    def take(self, i, rows, found, final, others, decoding):
+        """What `search.next_part` found in so many rows, as row i of a batch."""
         self.done, before = self.last, list(self.found.labels)
-        self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], how))
+        self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], decoding))
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
@@ -136,9 +136,9 @@ class Recording:
             self.go_on(rows)
             self.done = bool(self.error)
 
-    def stream(self, how):
+    def stream(self, decoding):
         """Finds the labels as a `Stream` does, in the same programs."""
-        live, unsure, piece = Stream(self.model, how), no_labels(), self.samples
+        live, unsure, piece = Stream(self.model, decoding), no_labels(), self.samples
         self.samples = self.samples[:0]
         while True:
             for step in live.steps(self.samples if piece is None else piece, piece is None):
@@ -157,14 +157,14 @@ class Recording:
         return Result(self.name, self.model.tokens.decode(self.found.labels), *self.found, seconds, self.nbest)
 
 
-def hear(model, recordings, how):
+def hear(model, recordings, decoding):
     """Finds the labels of Recordings."""
     long = [x for x in recordings if x.long]
     if model.chunk:
         for x in long:
-            x.stream(how)
+            x.stream(decoding)
     else:
-        hear_long(model, long, how)
+        hear_long(model, long, decoding)
     waiting = sorted((x for x in recordings if x.frames and not x.long), key=lambda x: -len(x.samples))
     while waiting := [x for x in waiting if x.wanted()]:
         power = 1 << max(9, (waiting[0].frames - 1).bit_length())
@@ -173,10 +173,10 @@ def hear(model, recordings, how):
         size = next(x for x in (most, most // 8, 1) if 0 < x <= 2 * len(waiting))
         rows, waiting = waiting[:size], waiting[size:]
         rows += [None] * (size - len(rows))
-        hear_windows(model, rows, frames, None, None, how)
+        hear_windows(model, rows, frames, None, None, decoding)
 
 
-def hear_long(model, recordings, how):
+def hear_long(model, recordings, decoding):
     """Window by window; a row of the batch that has ended is the next recording's."""
     size = 1 if len(recordings) == 1 else MOST
     waiting, rows, state = recordings[::-1], [None] * size, None
@@ -184,11 +184,11 @@ def hear_long(model, recordings, how):
         free = np.array([x is None for x in rows])
         rows = [x or (waiting.pop() if waiting else None) for x in rows]
         frames = model.extractor.count(next(filter(None, rows)).size)
-        state = hear_windows(model, rows, frames, state, free, how)
+        state = hear_windows(model, rows, frames, state, free, decoding)
         rows = [None if x is None or x.done else x for x in rows]
 
 
-def hear_windows(model, rows, frames, state, free, how):
+def hear_windows(model, rows, frames, state, free, decoding):
     """Takes the next window of each Recording or None; the state of the search after it.
 
     `free`: rows that begin; None: all do, and end.
@@ -202,17 +202,17 @@ def hear_windows(model, rows, frames, state, free, how):
     encoded, cuts = window(model, model.params, batch, lengths, first)
     cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
-        probing = Method(ctc=how.ctc, language=how.language)  # greedy, whatever comes after it
+        probing = Decoding(ctc=decoding.ctc, language=decoding.language)  # greedy, whatever comes after it
         probe = jax.device_get(taken(model, model.params, encoded, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
     if free is not None:
         if state is None:
-            state = jax.eval_shape(functools.partial(taken, model), model.params, encoded, cuts, None, how)[2]
+            state = jax.eval_shape(functools.partial(taken, model), model.params, encoded, cuts, None, decoding)[2]
         state = decode.reset_streams(state, free)
-    *part, state, others = taken(model, model.params, encoded, cuts, state, how)
+    *part, state, others = taken(model, model.params, encoded, cuts, state, decoding)
     part = jax.device_get((*part, others))
     for i, x in enumerate(rows):
         if x is not None:
-            x.take(i, int(cuts[i]), *part, how)
+            x.take(i, int(cuts[i]), *part, decoding)
     return state

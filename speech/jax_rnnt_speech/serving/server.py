@@ -116,12 +116,12 @@ class Asked(NamedTuple):
 class Server:
     """`options`: those of the command."""
 
-    def __init__(self, model, how, options):
-        self.model, self.how, self.options = model, how, options
+    def __init__(self, model, decoding, options):
+        self.model, self.decoding, self.options = model, decoding, options
         self.name, self.origins = options.name or Path(options.model).resolve().name, getattr(options, "cors", [])
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
-        self.slots = streams.Slots(model, options.connections, how) if model.chunk else None
+        self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
         if self.slots:
             self.steps = Together(self.slots.run, options.connections)
             self.slots.run([])
@@ -334,7 +334,7 @@ class Server:
     def transcribed(self, files):
         """A Transcript, or the Problem, of each File. Runs in a thread."""
         results = recognise.transcribe(
-            self.model, map(self.samples, files), self.how, lambda i, labels: files[i].watch(labels)
+            self.model, map(self.samples, files), self.decoding, lambda i, labels: files[i].watch(labels)
         )
         return [self.transcript(file, result) for file, result in zip(files, results)]
 

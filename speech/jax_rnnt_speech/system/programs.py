@@ -38,7 +38,7 @@ def announced(name, place=2):
             if quiet:
                 return function(*arguments)
             batch, started = arguments[place], time.perf_counter()
-            rows, frames = np.shape(batch["audio"] if isinstance(batch, dict) else batch)[:2]
+            rows, frames = np.shape(batch["features"] if isinstance(batch, dict) else batch)[:2]
             labels = f" x {batch['targets'].shape[1]} labels" if isinstance(batch, dict) else ""
             of = f"{name}, {rows} x {frames} frames{labels}"
             tqdm.write(f"compiling: {of}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""From a corpus to a model: steps, epochs, checkpoints, runs."""
+"""From a corpus to a model: what is made small, which parameters learn, steps, epochs."""

@@ -30,7 +30,7 @@ def training(data, config, buckets, part, texts=None):
             return i, x, features.draw_spans(config.data, rng, frames, data.corpus.features)
 
         def batch(items, bucket=bucket):
-            return batches.collate(data, config, bucket, items, bucket.batch // step)
+            return batches.collate(data, config.data, bucket, items, bucket.batch // step)
 
         whole = batches.mixed(bucket.members, data.corpus, config).random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]

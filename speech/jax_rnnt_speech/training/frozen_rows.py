@@ -20,13 +20,13 @@ def cached(model, parts, data, buckets, folder):
     standard = model.mean.tolist(), model.deviation.tolist()
     config, lower = model.config, model
     if config.compute.bfloat16_rows:
-        config = config.having(dtype="bfloat16")
+        config = config.replace(dtype="bfloat16")
         lower = type(model)(config, model.tokens, *standard, model.source)
     key = [corpus.key, weights.hexdigest(), layers, config.compute.dtype, extractor, standard]
     key += [[x.frames, x.members] for x in buckets]
 
     def made():
-        for batch in batches.testing(data, config, buckets, (0, 1)):
+        for batch in batches.testing(data, config.data, buckets, (0, 1)):
             found = lower.lower(model.params, batch, layers)
             for i, x, count in zip(batch["index"], *jax.device_get(found)):
                 if i >= 0:

@@ -8,9 +8,9 @@ import numpy as np
 
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.model import losses
-from jax_rnnt_speech.model.parts import lower_layers
 from jax_rnnt_speech.recognition.search import search
 from jax_rnnt_speech.system import UserError, programs
+from jax_rnnt_speech.training.parts import lower_layers
 
 SAMPLE = 200  # utterances of which statistics are taken
 
@@ -18,7 +18,7 @@ SAMPLE = 200  # utterances of which statistics are taken
 def mean_loss(model, params, batch, step, layers=None):
     """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
     config = model.config
-    x = model.inputs(batch) if layers is None else batch["audio"]
+    x = model.inputs(batch) if layers is None else batch["features"]
     x = features.hide(x, batch["lengths"], batch["spans"], config.data.time_masks)
     batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # of no other row are frames
     frozen = lower_layers(config.optimiser.freeze) if layers is None else None
@@ -41,16 +41,16 @@ def mean_loss(model, params, batch, step, layers=None):
 
 @programs.announced("a test")
 @functools.partial(jax.jit, static_argnums=0)
-def evaluated(model, params, batch, how):
+def evaluated(model, params, batch, decoding):
     """Sum of losses, and labels [B, L] with their numbers [B]."""
     network = model.network(params)
-    x = model.encoded(network, model.inputs(batch), batch, language=how.language)
+    x = model.encoded(network, model.inputs(batch), batch, language=decoding.language)
     values = model.variant.compute(model.loss, network, x, model.config.objective.joint == "tiles")
-    hypotheses = search(model, network, x.frames, x.frame_lengths, how)
+    hypotheses = search(model, network, x.frames, x.frame_lengths, decoding)
     return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
 
 
-def measure(model, data):
+def standardise(model, data):
     """Gives a model mean and deviation of each feature in some training utterances."""
     if model.extractor.normalize != "corpus":
         return

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_rnnt_speech.model.parts import STATISTICS
 from jax_rnnt_speech.training import objective
+from jax_rnnt_speech.training.parts import STATISTICS
 
 
 def make_optimizer(options, factors=None):

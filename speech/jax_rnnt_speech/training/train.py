@@ -15,13 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import batches, cache, corpora
-from jax_rnnt_speech.model.model import Model
-from jax_rnnt_speech.model.parts import Parts, placed, shapes_in_place
-from jax_rnnt_speech.recognition import errors, ngrams
+from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.recognition import errors, search_options
 from jax_rnnt_speech.system import UserError, hosts, outputs, programs
-from jax_rnnt_speech.training import epochs, frozen_rows, objective, runs, steps
+from jax_rnnt_speech.training import epochs, frozen_rows, objective, steps
+from jax_rnnt_speech.training.parts import Parts, placed, shapes_in_place
 
 HOPELESS = 100  # steps in a row that are not finite end the run
 
@@ -35,7 +36,7 @@ class Rates(NamedTuple):
 def held_out(model, params, data, buckets, split, search, examples=0):
     """Rates of all utterances, and (reference, hypothesis) of the first ones."""
     loss, scored, characters, words, shown = 0.0, 0, [], [], []
-    for batch in batches.testing(data, model.config, buckets, hosts.part()):
+    for batch in batches.testing(data, model.config.data, buckets, hosts.part()):
         batch["valid"] &= ~np.isin(batch["index"], [*data.without])
         results = objective.evaluated(model, params, split(batch), search)
         value, labels, counts, index = hosts.gathered((*results, batch["index"]))
@@ -78,9 +79,9 @@ def digest(corpus):
 
 
 class Training:
-    """All that a training needs, opened and checked; `run` does it."""
+    """All that a training needs, opened and checked; `main` does it."""
 
-    def __init__(self, config, options, fresh):
+    def __init__(self, config, options):
         self.config, self.options = config, options
         self.run = runs.Run(options.workdir, resume=options.resume, overwrite=options.overwrite)
         self.mesh = Mesh(np.array(hosts.devices(options.platform, options.devices)), ("data",))
@@ -92,7 +93,7 @@ class Training:
         more = {"implementation": options.implementation}
         self.stored, self.progress = {"utterances": digest(train), "held_out": digest(valid)}, Progress()
         if self.run.last is None:
-            self.model = fresh(config, train, **more)
+            self.model = models.fresh(config, train, **more)
         else:
             self.run.open()
             setup = self.run.setup("params", "training")
@@ -108,7 +109,7 @@ class Training:
         self.parts = Parts(config, self.model.shapes)
         self.train = batches.labelled(train, self.model.tokens, self.model.subsampling)
         if self.run.last is None and not config.optimiser.init:
-            objective.measure(self.model, self.train)
+            objective.standardise(self.model, self.train)
         self.valid = batches.labelled(valid, self.model.tokens, self.model.subsampling, held_out=True)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
         self.test_buckets = batches.make_buckets(self.valid, config, self.mesh.size)
@@ -128,7 +129,7 @@ class Training:
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
         if count := config.optimiser.epochs:
-            self.config = config = config.having(steps=count * len(self.epoch), epochs=0).consistent()
+            self.config = config = config.replace(steps=count * len(self.epoch), epochs=0).consistent()
             hosts.say(f"{count} epochs of {len(self.epoch)} batches")
         seen = [self.run.last, sorted(self.train.labels), sorted(self.valid.labels), self.model.setup()]
         hosts.agree("options, corpora or checkpoints", seen)
@@ -136,7 +137,7 @@ class Training:
             self.run.open()
         if folder is None and not jax.process_index():
             cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
-        self.search = self.shared(ngrams.search_of(options, self.model))
+        self.search = self.shared(search_options.decoding_of(options, self.model))
 
     def split(self, batch):
         """Arrays over all devices, of the rows that this process has."""

@@ -126,7 +126,6 @@ class Encoder(nnx.Module):
     """
 
     chunk = 0  # encoder frames of a step of a stream; 0: the encoder sees whole utterances alone
-    limit = 0  # feature frames of an utterance, at most; 0: any number
     remat = False  # whether blocks are computed again in the backward pass
     scan = False  # whether one program is run for each block, in the place of one program of all blocks
 

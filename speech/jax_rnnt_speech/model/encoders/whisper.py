@@ -64,7 +64,7 @@ class Whisper(Encoder):
 
     def __init__(self, config: WhisperConfig, *, dtype, rngs):
         more = {"dtype": dtype, "rngs": rngs}
-        self.width, self.limit = config.d_model, 2 * config.max_source_positions
+        self.width = config.d_model
         self.subsample = Subsampling(config.num_mel_bins, config.d_model, **more)
         self.blocks = nnx.Sequential(*(Block(config, **more) for _ in range(config.encoder_layers)))
         self.norm = layer_norm(config.d_model, **more)

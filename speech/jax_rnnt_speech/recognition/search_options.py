@@ -1,11 +1,4 @@
-"""Word n-grams of the texts of corpora; searches with them, and with lists of phrases.
-
-    rnnt-speech ngram words.arpa FOLDER/train --lower
-
-Witten and Bell's estimate (1991): an n-gram's context h gives the share types(h) / (count(h) + types(h)) to the shorter
-context, where types(h) counts the words that follow it. Behind the empty context all words are equally probable, and
-<unk> is one of them: a model that gives it more prefers any spelling to words that it knows.
-"""
+"""The options of a search, and what they ask for: a beam, word n-grams, lists of phrases."""
 
 import dataclasses
 import math
@@ -18,7 +11,7 @@ import jax.numpy as jnp
 from jax_rnnt import decode
 from jax_rnnt_speech.config.options import amount, natural
 from jax_rnnt_speech.data import manifests, texts
-from jax_rnnt_speech.recognition.search import Method
+from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import UserError
 
 
@@ -40,8 +33,6 @@ class WordBonus:
         return (self.spells & (self.separates | ~inside[:, None])).astype(jnp.float32), inside
 
 
-OPTIONS = "lower", "normalize", "audio_column", "text_column"
-MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"
 PROBABILITY = "probability"
 WEIGHTS = {
     "ngram_weight": (0.3, "weight of the n-gram"),
@@ -137,8 +128,8 @@ def phrases(path, model, usual):
         raise UserError(f"--phrases {path}: {error}") from None
 
 
-def search_of(args, model):
-    """The Method that the options ask for."""
+def decoding_of(args, model):
+    """The Decoding that the options ask for."""
     kind, fusion, ilm = getattr(args, "confidence", PROBABILITY), (), 0.0
     if args.ngram:
         chosen = {name: getattr(args, name) for name in WEIGHTS}
@@ -154,4 +145,4 @@ def search_of(args, model):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     if getattr(args, "prompt", ""):
         language = model.language(args.prompt)
-    return Method(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)
+    return Decoding(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)

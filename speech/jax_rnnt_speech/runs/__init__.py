@@ -79,7 +79,7 @@ class Run:
                 if self.overwrite:
                     self.set_aside()
         hosts.wait("an earlier run is set aside")
-        from jax_rnnt_speech.training.checkpoints import (
+        from jax_rnnt_speech.runs.checkpoints import (
             Checkpoints,  # Orbax is slow to import, and a run alone needs it
         )
 
@@ -118,7 +118,7 @@ class Run:
 
     def restore(self, folder=None, **trees):
         """Arrays by name of a checkpoint, as these trees of shapes say; by default of the last one."""
-        from jax_rnnt_speech.training import checkpoints
+        from jax_rnnt_speech.runs import checkpoints
 
         folder = folder or self.workdir / CHECKPOINTS / str(self.last)
         try:
