@@ -1,8 +1,8 @@
 """A linear joint network and its emission for TPUs, in Pallas: no hidden unit, logit or gradient of a logit is kept.
 
-A block has `FRAMES` x `COLUMNS` nodes, its rows. Columns lie in sublanes, so rows [FRAMES, COLUMNS, H] are [N, H] as
-they lie, sums over frames are additions of registers, and the mask of a label serves all frames. The grid takes the
-blocks of a list, `Cut.listed`; the weight lies in VMEM all the while.
+A block has `FRAMES` x `COLUMNS` nodes, its rows. Columns lie in sublanes, so rows [FRAMES, COLUMNS, H] are [N, H]
+in the same memory, sums over frames are additions of registers, and the mask of a label serves all frames. The grid
+takes the blocks of a list, `Cut.listed`; the weight lies in VMEM all the while.
 
 Classes have an order of their own (`Classes`): those of other heads than the softmax in 128 lanes, then its blanks,
 then its other classes. So all that a loss treats in a way of its own lies in the first chunk, in known lanes. The
