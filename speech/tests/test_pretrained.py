@@ -137,7 +137,7 @@ GRADIENTS |= {f"encoder.blocks.{KEYS}.kernel": f"encoder.{KEYS}.weight"}
 def test_gradients(streaming):
     """Loss and gradients of a training step, without dropout, of single blocks and of scanned ones."""
     golden = arrays(GOLDEN / "streaming/golden.npz")
-    batch = LABELS | dict(zip(("audio", "lengths"), padded(streaming)))
+    batch = LABELS | dict(zip(("features", "lengths"), padded(streaming)))
     batch |= {"valid": np.ones(3, bool), "spans": np.zeros((3, 4, 2), np.int32)}
     for way in ({}, {"scan": True, "remat": True}):
         config = streaming.config.replace(**way)
