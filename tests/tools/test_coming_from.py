@@ -34,8 +34,10 @@ def rows(page):
 def resolve(path):
     """The object of a dotted name: of the package, or of the folder speech."""
     if path.startswith("speech."):
-        _, room, module, *names = path.split(".")
-        source = ast.parse((project.ROOT / f"speech/jax_rnnt_speech/{room}/{module}.py").read_text())
+        _, room, *names = path.split(".")
+        file = project.ROOT / "speech/jax_rnnt_speech" / room / f"{names[0]}.py"
+        file, names = (file, names[1:]) if file.exists() else (file.with_name("__init__.py"), names)
+        source = ast.parse(file.read_text())
         for name in names:
             (source,) = [x for x in source.body if getattr(x, "name", None) == name]
         return source
