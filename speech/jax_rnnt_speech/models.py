@@ -79,6 +79,12 @@ def default():
     return folder
 
 
+def opened(args, platform=None):
+    """The model that the options of a command name; from now on `args.model` is its folder, also by default."""
+    args.model = args.model or default()
+    return open_model(args.model, getattr(args, "platform", platform), args.checkpoint)
+
+
 def open_model(folder=None, platform=None, checkpoint=None):
     """The Model of a folder, with its parameters in `params`, to transcribe with. `checkpoint`: best or last."""
     folder = folder or default()

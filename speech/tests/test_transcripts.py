@@ -401,6 +401,8 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypa
         run(["transcribe", audio, *more])
         results.append(capsys.readouterr().out)
     assert results[0] == results[1]
+    args = types.SimpleNamespace(model=None, checkpoint=None)  # of a command that says later what it opened
+    assert asr.models.opened(args).config == again.config and args.model == folder
     monkeypatch.setenv("RNNT_SPEECH_MODEL", str(tmp_path / "n"))
     refused(["transcribe", audio], f"--model is missing, and there is no {tmp_path / 'n'}")
 

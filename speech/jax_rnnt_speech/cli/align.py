@@ -16,7 +16,7 @@ OPTIONS = of_sections("texts") - {"speaker_column"} | {"max_seconds", "batch", "
 
 def align(args):
     transcripts.check(args, args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
-    model = models.open_model(args.model, args.platform, args.checkpoint)
+    model = models.opened(args)
     if model.loss is None:
         raise UserError(f"{args.model} has a head for CTC alone: alignments need a transducer")
     language = model.language(args.prompt) if args.prompt else None

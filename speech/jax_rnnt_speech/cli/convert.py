@@ -14,7 +14,7 @@ def convert(args):
         raise UserError(f"{args.folder} holds a training: name another folder")
     if args.folder.resolve() == (args.model or models.default()).resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
-    model = models.open_model(args.model, checkpoint=args.checkpoint)
+    model = models.opened(args)
     if args.dtype != "float32":
         print(f"weights are rounded to {args.dtype}")
     if args.card is None and hugging_face.fits(model):

@@ -13,7 +13,7 @@ def export(args):
     outputs.check(args.file, [], option="FILE")
     if not importlib.util.find_spec("flatbuffers"):  # of jax.export
         raise UserError("export needs flatbuffers: pip install 'jax_rnnt_speech[export]'")
-    write(models.open_model(args.model, "cpu", args.checkpoint), args.file, args.seconds, args.platforms)
+    write(models.opened(args, "cpu"), args.file, args.seconds, args.platforms)
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -17,7 +17,7 @@ def serve(args):
             raise
         raise UserError("serve needs aiohttp: pip install 'jax_rnnt_speech[serve]'") from None
     search_options.check(args)
-    model = models.open_model(args.model, args.platform, args.checkpoint)
+    model = models.opened(args)
     server.run(server.Server(model, search_options.decoding_of(args, model), args), args)
     return 0
 

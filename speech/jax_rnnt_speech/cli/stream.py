@@ -16,7 +16,7 @@ from jax_rnnt_speech.system import UserError
 
 def stream(args):
     search_options.check(args)
-    model = models.open_model(args.model, args.platform, args.checkpoint)
+    model = models.opened(args)
     decoding, bad = search_options.decoding_of(args, model), 0
     for file in args.files or [None]:
         live = streams.Stream(model, decoding, args.endpoint)

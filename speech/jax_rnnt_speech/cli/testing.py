@@ -114,7 +114,7 @@ def test(args):
         outputs.check(args.output, args.data)
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
-    model = models.open_model(args.model, args.platform, args.checkpoint)
+    model = models.opened(args)
     settings = command_line.changed(model.config, args, OPTIONS)
     result = Test(model, args.data, settings, search_options.decoding_of(args, model))
     if args.output:

@@ -15,7 +15,7 @@ from jax_rnnt_speech.system import outputs
 def transcribe(args):
     search_options.check(args)
     transcripts.check(args, args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
-    model = models.open_model(args.model, args.platform, args.checkpoint)
+    model = models.opened(args)
     settings = command_line.changed(model.config, args, {"audio_column"})
     entries = list(recognise.listed(args.files, settings.texts.audio_column))
     quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts

@@ -53,19 +53,15 @@ def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=Fal
     joint, predictor, rows = network.joint.decoder_inputs(network.predictor, rows)
     # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
     limit = room if options.duration_choice == "token_first" else options.max_symbols
-    chosen = {
-        "max_symbols": limit,
-        "fusion": decoding.fusion,
-        "ilm_weight": decoding.ilm_weight,
-        "confidence": decoding.confidence,
-    }
-    if not decoding.beam:
-        chosen["duration_choice"] = options.duration_choice
-    searched = decode.Search(model.variant.loss, joint, predictor, room, **chosen)
-    if not decoding.beam:
-        return searched.greedy(rows, lengths, state=state)
-    hypotheses = searched.beam(rows, lengths, decoding.beam, state=state)
-    return hypotheses if every else best(hypotheses)
+    chosen = {"max_symbols": limit, "fusion": decoding.fusion}
+    chosen |= {"ilm_weight": decoding.ilm_weight, "confidence": decoding.confidence}
+    networks = model.variant.loss, joint, predictor, room
+    if decoding.beam:
+        hypotheses = decode.Search(*networks, **chosen).beam(rows, lengths, decoding.beam, state=state)
+        return hypotheses if every else best(hypotheses)
+    return decode.Search(*networks, duration_choice=options.duration_choice, **chosen).greedy(
+        rows, lengths, state=state
+    )
 
 
 def next_part(model, network, rows, lengths, state, deadline, decoding):

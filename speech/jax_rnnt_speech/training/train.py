@@ -203,18 +203,17 @@ class Training:
             name: x for name, x in state.items() if name != ("average" if self.config.optimiser.average else "weights")
         }
 
-    def test(self, state, step, metrics):
+    def test(self, params, step, metrics):
         """Tests the weights, and saves them if they are the best so far."""
-        params = self.used(state)
         if self.progress.better(step, self.measure(params, step, metrics)):
             self.run.save(step, self.setup(), best=True, params=params)
 
     def setup(self):
         return self.model.setup() | self.stored | {"progress": dataclasses.asdict(self.progress)}
 
-    def save(self, state, step):
+    def save(self, state, step, params):
         """Saves all that the steps after this one need."""
-        self.run.save(step, self.setup(), params=self.used(state), training=self.training_only(state))
+        self.run.save(step, self.setup(), params=params, training=self.training_only(state))
 
     def impatient(self):
         """Whether the run ends because no test of late was better."""
@@ -279,10 +278,13 @@ class Training:
                     if row >= HOPELESS:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
                 tested = step % (options.valid_every or options.save_every) == 0 or last
+                saved = step % options.save_every == 0 or last or stopped
+                params = self.used(state) if tested or saved else None
                 if tested:
-                    self.test(state, step, metrics)
-                if step % options.save_every == 0 or last or stopped or (tested and self.impatient()):
-                    self.save(state, step)
+                    self.test(params, step, metrics)
+                if saved or (tested and self.impatient()):
+                    self.save(state, step, params)
+                del params  # of no use to the next step, which takes the memory of the state
                 if tested:
                     started = time.perf_counter()
                     if self.impatient():
