@@ -122,19 +122,6 @@ def test_reductions(kernel):
             np.testing.assert_allclose(gradient, weights[:, None, None, None] * per_logit, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("loss", "implementation"),
-    [(family.TILES, "kernel"), (family.RNNT, "reference")],
-    indirect=["implementation"],
-    ids=str,
-)
-def test_empty_dimensions(loss, implementation):
-    """No frames, and no labels, in the arrays themselves. Kernels: test_targets.py."""
-    for B, T, U, V in ((2, 0, 2, 5), (2, 4, 0, 5)):
-        p = batches.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)], [U, 0]))
-        compare.assert_matches(compare.evaluate(loss, p, implementation), loss.expected(p), np.float64, 6)
-
-
 def test_no_sequences(implementation):
     """Every reduction is defined."""
     p = batches.problem(0, 4, 2, 5, lengths=([], []))
