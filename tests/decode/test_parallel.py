@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import compare
 import family
 from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, assert_same, check_greedy, ends, label_log_prob, trimmed
 from jax_rnnt import decode
@@ -60,17 +59,6 @@ def test_is_the_plain_loop(name):
         found = model.find(room, exact_end=exact, temperature=1.7, blank_penalty=0.4)
         assert found.counts.max() > 2 and (room > 3 or found.full.any())
         check_greedy(model, found, exact_end=exact, max_symbols=1, room=room)
-
-
-def test_token_first():
-    """As greedy search of a predictor that makes this row alone."""
-    model = Masked(family.tdt((2, 0, 1)))
-    constant = lambda state, labels: (jnp.broadcast_to(jnp.asarray(ROW), (len(labels), H)), state)
-    options, same = dict(duration_choice="token_first"), decode.Predictor(lambda batch: (), constant)
-    found = model.find(**options)
-    expected = model.find(function=decode.greedy, predictor=same, max_symbols=1, **options)
-    assert (found.durations == 0).any() and (found.labels != model.find().labels).any()
-    compare.assert_close(found[:-1], expected[:-1], rtol=EXACT)
 
 
 def chosen_again(model, b, labels, frames):

@@ -142,37 +142,6 @@ def test_kernels(kernel, kind, normalize, shift):
             compare.assert_same_bits(got, backward(*arguments, target=target, alias=False))
 
 
-def test_total(kernel):
-    """Both halves of a row, each with its share of all cotangents as the total, have the gradient of the whole row.
-
-    Beside a total, the cotangents of durations are their gradients.
-    """
-    for i, classes in enumerate(SIZES[::2]):
-        dtype = batches.Problem(np.zeros(1), 0, 0, 0).astype(DTYPES[i % 4]).logits.dtype
-        durations = i % 3
-        case = Case(i % 2 == 1, dtype, 2 * classes, (0,), True)
-        x = np.where(case.inside[..., None], case.x, 0).astype(np.float64)
-        of_blank, of_label = case.cotangents
-        for half in range(2):
-            own, share = slice(half * classes, (half + 1) * classes), np.exp(x[..., half * classes :][..., :classes])
-            share = (share.sum(-1) / np.maximum(np.exp(x).sum(-1), 1e-300)).astype(of_blank.dtype)
-            column = np.where((case.label >= own.start) & (case.label < own.stop), case.label - own.start, NO_LABEL)
-            label = np.where(case.label == OUTSIDE, OUTSIDE, column).astype(np.int32)
-            rows = np.concatenate([case.x[..., own], case.x[..., :durations]], -1)
-            unit = np.random.default_rng(3).normal(size=(durations, *of_blank.shape)).astype(of_blank.dtype)
-            unit *= (of_blank != 0) | (of_label != 0)
-            bound, scale = (x[:, None, None] for x in (np.where(case.clamp > 0, case.clamp, np.inf), case.scale))
-            clipped = scale * np.clip(unit, -bound, bound)
-            cotangents = of_blank * (half == 0), of_label * (label >= 0), *unit, share * (of_blank + of_label)
-            forward, backward = stages(kernel, (0,), True, durations=durations)
-            for target in door.TARGETS:
-                norm = forward(rows, label, FRAMES, target=target)[-1]
-                got = backward(rows, label, FRAMES, norm, case.scale, case.clamp, *cotangents, target=target)
-                case.check_backward(got[..., :classes], own)
-                of_durations = np.moveaxis(got[..., classes:], -1, 0).astype(unit.dtype)
-                np.testing.assert_allclose(of_durations, clipped, case.rounding, case.smallest)
-
-
 def test_heads(monkeypatch):
     """What searches read, on a GPU as elsewhere: rows of one class and of some, each with a row of -inf."""
     rows = [np.random.default_rng(0).normal(0, 3, (3, classes)).astype(np.float32) for classes in (1, 2, 5)]

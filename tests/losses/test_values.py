@@ -58,17 +58,6 @@ def test_every_loss(loss, implementation):
 WAYS = pytest.mark.parametrize("loss", [family.RNNT, family.TDT, family.TILES], ids=str)
 
 
-@WAYS
-def test_other_calls(loss, kernel):
-    """Without a gradient another kernel runs; by default, one of the implementations; and no option is an operand."""
-    p = batches.problem(loss=loss, dtype=np.float32)
-    expected = loss.expected(p)
-    default = jax.jit(jax.value_and_grad(lambda x: loss(x, *p[1:], reduction="sum")))(p.logits)
-    compare.assert_matches(default, (expected[0].sum(), expected[1]), np.float32, 11)
-    value = loss(*p, reduction="none", implementation=kernel)
-    np.testing.assert_allclose(value, expected[0], rtol=compare.tolerance(np.float32, 11))
-
-
 def test_torchaudio_s_call(kernel):
     """`rnnt_loss` is RNNTLoss with torchaudio's positional arguments; the others need names."""
     p = batches.problem()
