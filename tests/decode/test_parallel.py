@@ -1,6 +1,5 @@
 """Does the search without a predictor find what plain loops find, and a round what each label says by itself?"""
 
-import functools
 import re
 
 import jax.numpy as jnp
@@ -28,25 +27,20 @@ class Masked(Model):
     def predictor(self):
         return self.parameters.predictor._replace(masked_row=jnp.asarray(ROW))
 
-    def find(self, room=ROOM, function=decode.parallel, predictor=None, **options):
+    def find(self, room=ROOM, predictor=None, **options):
         """As `search`, with this predictor in place of its own."""
-        search = masked(function) if predictor is None else through(function, predictor)
+        search = masked if predictor is None else through(predictor)
         return self.search(search, room, **options)._replace(state=None)
 
 
-def through(function, predictor):
+def through(predictor):
     """The search with another predictor than the given one."""
-    return lambda loss, joint, _, *batch, **options: function(loss, joint, predictor, *batch, **options)
+    return lambda loss, joint, _, *batch, **options: decode.parallel(loss, joint, predictor, *batch, **options)
 
 
-@functools.cache
-def masked(function):
+def masked(loss, joint, predictor, *batch, **options):
     """The search with `ROW` for the given predictor."""
-
-    def search(loss, joint, predictor, *batch, **options):
-        return function(loss, joint, predictor._replace(masked_row=jnp.asarray(ROW)), *batch, **options)
-
-    return search
+    return decode.parallel(loss, joint, predictor._replace(masked_row=jnp.asarray(ROW)), *batch, **options)
 
 
 @pytest.mark.parametrize("name", ["rnnt", "tdt", family.slow("split"), family.slow("constrained")])
