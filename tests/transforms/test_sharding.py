@@ -113,8 +113,8 @@ def test_uneven_batch(kernel, devices):
 
 
 # --------------------------------------------------------------------------------------------------------- shard_map
-IN_SHARD_MAP = [(*x, y, z) for x in LOSSES[:1] for y in (True, False) for z in ("sharded", "replicated", "vmap")]
-IN_SHARD_MAP += [(*x, True, "sharded") for x in LOSSES[1:]] + [(*LOSSES[2], False, "vmap")]
+IN_SHARD_MAP = [(*LOSSES[0], y, z) for y, z in ((False, "sharded"), (True, "replicated"), (True, "vmap"))]
+IN_SHARD_MAP += [(*x, True, "sharded") for x in LOSSES] + [(*LOSSES[2], False, "vmap")]
 
 
 @pytest.mark.parametrize(
