@@ -142,6 +142,26 @@ def test_kernels(kernel, kind, normalize, shift):
             compare.assert_same_bits(got, backward(*arguments, target=target, alias=False))
 
 
+OF_REFERENCE = ((5,), True, {"durations": 4}), ((5,), False, {}), ((5,), True, {"bernoulli": True})
+OF_REFERENCE += (tuple(range(8, -1, -1)), True, {}), ((2, 2), False, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("blanks", "normalize", "head"), OF_REFERENCE, ids=str)
+def test_reference(blanks, normalize, head):
+    """Labels of all frames alike, and labels by frame."""
+    case = Case(not normalize, "float64" if normalize else "float32", 9, blanks, normalize, **head)
+    forward, backward = stages("reference", blanks, normalize, **head)
+
+    def both(x, label, frames, scale, clamp, *cotangents):
+        planes = forward(x, label, frames)
+        return planes, backward(x, label, frames, planes[-1], scale, clamp, *cotangents)
+
+    planes, got = jax.jit(both)(case.x, case.label, FRAMES, case.scale, case.clamp, *case.cotangents)
+    case.check_forward(planes)
+    case.check_backward(got)
+
+
 def test_heads(monkeypatch):
     """What searches read, on a GPU as elsewhere: rows of one class and of some, each with a row of -inf."""
     rows = [np.random.default_rng(0).normal(0, 3, (3, classes)).astype(np.float32) for classes in (1, 2, 5)]

@@ -9,6 +9,7 @@ import pytest
 
 import compare
 import door
+import family
 import platforms
 import reference_numpy as truth
 import topologies
@@ -205,6 +206,21 @@ def test_errors():
     for name, value in (("blanks", (1.5,)), ("normalize", 1), ("bernoulli", None), ("num_durations", 1.0)):
         with pytest.raises(TypeError, match=f"Softmax: {name} must be .*got"):
             emissions.Softmax(**{"blanks": (0,)} | {name: value})
+
+
+@family.reference_slow
+@pytest.mark.parametrize(
+    "table", [lattices.STANDARD, lattices.token_and_duration((0, 1, 2))], ids=["standard", "durations"]
+)
+def test_bad_arcs(table, implementation):
+    """NaN or +inf of one arc is NaN, beside arcs of any size; other sequences stay."""
+    arcs = {arc.slot: np.full((5, 4, 3), -1.0, np.float32) for arc in table}
+    bad = arcs[table[0].slot]
+    bad[:4, 1, 1], bad[2:4, 0, 0] = [np.inf, np.nan, np.inf, np.nan], -1e6
+    for answer in answers(table, implementation):
+        _, values, posteriors = answer(arcs, np.full(5, 4, np.int32), np.full(5, 2, np.int32))
+        assert np.isnan(values).tolist() == [True] * 4 + [False]
+        assert np.isfinite(np.stack([x[4] for x in posteriors.values()])).all()
 
 
 def test_expanded_topologies():
