@@ -65,7 +65,7 @@ def lowered(device, layers):
     mesh, model = mesh_of(device), model_of(layers)
     shard = mesh.size > 1
     chosen = parts.Parts(model.config, model.shapes)
-    optimizer = steps.make_optimizer(model.config.optimiser, chosen.factors)
+    optimizer = steps.make_optimizer(model.config.optimiser, model.config.run.steps, chosen.factors)
     state = jax.eval_shape(lambda x: steps.first_state(model.config.optimiser, optimizer, chosen.free(x)), model.shapes)
     state = parts.shapes_in_place(mesh, state, shard)
     frozen = parts.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, model.shapes), shard)

@@ -71,7 +71,7 @@ def prepared(corpus, **options):
 def steps_of(model, optimizer=None, mesh=None):
     """(parts, the first state, frozen weights, the jitted step) of a training."""
     parts = asr.training.parts.Parts(model.config, model.params)
-    optimizer = optimizer or steps.make_optimizer(model.config.optimiser, parts.factors)
+    optimizer = optimizer or steps.make_optimizer(model.config.optimiser, model.config.run.steps, parts.factors)
     copy = lambda x: jax.tree.map(jax.numpy.array, x)  # a step takes its state's memory
     state = steps.first_state(model.config.optimiser, optimizer, copy(parts.free(model.params)))
     frozen, places = copy(parts.frozen(model.params)), None

@@ -64,7 +64,7 @@ class Parts:
         if not any(self.trained):
             raise UserError(f"--freeze {config.optimiser.freeze} leaves nothing to train")
         free = (path for path, trained in zip(self.paths, self.trained) if trained)
-        if config.objective.batch_norm == "batch" and not any(path.endswith(STATISTICS) for path in free):
+        if config.network.batch_norm == "batch" and not any(path.endswith(STATISTICS) for path in free):
             raise UserError(f"--batch-norm batch: --freeze {config.optimiser.freeze} leaves no batch norm to train")
         matching = {p: [(len(x), factor) for x, factor in rates if within(p, x)] for p in self.paths}
         factors = [max(matching[path])[1] if matching[path] else 1.0 for path in self.paths]
@@ -82,7 +82,7 @@ class Parts:
     def statistics(self, config, frozen):
         """Paths of batch norms' statistics that --batch-norm freezes, beside the prefixes that --freeze names."""
         found = [path for path in self.paths if path.endswith(STATISTICS)]
-        if config.objective.batch_norm == "frozen":
+        if config.network.batch_norm == "frozen":
             return found
         if not found:
             raise UserError("--batch-norm batch: the encoder has no batch norm")

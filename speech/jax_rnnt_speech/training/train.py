@@ -81,7 +81,7 @@ def digest(corpus):
 class Training:
     """All that a training needs, opened and checked; `main` does it."""
 
-    def __init__(self, config, options):
+    def __init__(self, config, options, searching):
         self.config, self.options = config, options
         self.run = runs.Run(options.workdir, resume=options.resume, overwrite=options.overwrite)
         self.mesh = Mesh(np.array(hosts.devices(options.platform, options.devices)), ("data",))
@@ -108,7 +108,7 @@ class Training:
                 self.progress = Progress.of(setup["progress"])
         self.parts = Parts(config, self.model.shapes)
         self.train = batches.labelled(train, self.model.tokens, self.model.subsampling)
-        if self.run.last is None and not config.optimiser.init:
+        if self.run.last is None and not config.run.init:
             objective.standardise(self.model, self.train)
         self.valid = batches.labelled(valid, self.model.tokens, self.model.subsampling, held_out=True)
         self.buckets = batches.make_buckets(self.train, config, self.mesh.size)
@@ -128,7 +128,7 @@ class Training:
         if not len(self.epoch):
             need = self.buckets[0].batch
             raise UserError(f"{len(self.train.labels)} training utterances: a batch over all devices needs {need}")
-        if count := config.optimiser.epochs:
+        if count := config.run.epochs:
             self.config = config = config.replace(steps=count * len(self.epoch), epochs=0).consistent()
             hosts.say(f"{count} epochs of {len(self.epoch)} batches")
         seen = [self.run.last, sorted(self.train.labels), sorted(self.valid.labels), self.model.setup()]
@@ -137,7 +137,7 @@ class Training:
             self.run.open()
         if folder is None and not jax.process_index():
             cache.tidy(self.folder, (self.train.corpus, self.valid.corpus))
-        self.search = self.shared(search_options.decoding_of(options, self.model))
+        self.search = self.shared(search_options.decoding_of(searching, self.model))
 
     def split(self, batch):
         """Arrays over all devices, of the rows that this process has."""
@@ -185,7 +185,7 @@ class Training:
         params = self.shared(self.model.params, config.compute.shard)
         del self.model.params  # from now on they are in the state
         weights, self.frozen = self.parts.free(params), self.parts.frozen(params)
-        optimizer = steps.make_optimizer(config.optimiser, self.parts.factors)
+        optimizer = steps.make_optimizer(config.optimiser, config.run.steps, self.parts.factors)
         make = functools.partial(steps.first_state, config.optimiser, optimizer)
         state = shapes_in_place(self.mesh, jax.eval_shape(make, weights), config.compute.shard)
         places = jax.tree.map(lambda x: x.sharding, state)
@@ -217,13 +217,13 @@ class Training:
 
     def impatient(self):
         """Whether the run ends because no test of late was better."""
-        return self.config.optimiser.patience and self.progress.since >= self.config.optimiser.patience
+        return self.config.run.patience and self.progress.since >= self.config.run.patience
 
     def main(self):
         """Trains; returns the best rates. A run that has ended is tested, and nothing is written."""
         config, first = self.config, self.run.last or 0
         with contextlib.closing(self.run):
-            if config.optimiser.steps <= first or self.impatient():
+            if config.run.steps <= first or self.impatient():
                 shapes = shapes_in_place(self.mesh, self.model.shapes)
                 folder = self.run.whole(["params"], runs.BEST_FIRST)
                 (params,) = self.run.restore(folder, params=shapes)
@@ -257,16 +257,16 @@ class Training:
         wait = self.mesh.devices.flat[0].platform == "cpu"
         started, quick = time.perf_counter(), 0.2 if sys.stderr.isatty() else 20
         alone = {"disable": bool(jax.process_index())}
-        with tqdm(total=config.optimiser.steps, initial=first, unit="step", mininterval=quick, **alone) as bar:
-            for step, batch in enumerate(epochs.read(self.epoch, first, config.optimiser.steps), first + 1):
+        with tqdm(total=config.run.steps, initial=first, unit="step", mininterval=quick, **alone) as bar:
+            for step, batch in enumerate(epochs.read(self.epoch, first, config.run.steps), first + 1):
                 batch.pop("index")
                 state, numbers = step_of(state, self.split(batch), self.frozen, step)
                 losses.append(numbers["loss"])
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
                 bar.update()
-                last, stopped = step == config.optimiser.steps, bool(interrupted)
-                if step % options.log_every == 0 or last or stopped:
+                last, stopped = step == config.run.steps, bool(interrupted)
+                if step % config.run.log_every == 0 or last or stopped:
                     numbers = jax.device_get(numbers)
                     mean = float(np.mean(jax.device_get(losses)))
                     skipped, row = (int(numbers[name]) for name in ("skipped", "row"))
@@ -277,8 +277,8 @@ class Training:
                     self.run.check()
                     if row >= HOPELESS:
                         raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
-                tested = step % (options.valid_every or options.save_every) == 0 or last
-                saved = step % options.save_every == 0 or last or stopped
+                tested = step % (config.run.valid_every or config.run.save_every) == 0 or last
+                saved = step % config.run.save_every == 0 or last or stopped
                 params = self.used(state) if tested or saved else None
                 if tested:
                     self.test(params, step, metrics)
@@ -288,9 +288,7 @@ class Training:
                 if tested:
                     started = time.perf_counter()
                     if self.impatient():
-                        hosts.say(
-                            f"step {step}: the last {config.optimiser.patience} tests were not better: the run ends"
-                        )
+                        hosts.say(f"step {step}: the last {config.run.patience} tests were not better: the run ends")
                         return
                 if stopped and not last:
                     command = f"rnnt-speech train --workdir {shlex.quote(str(options.workdir))} --resume"
