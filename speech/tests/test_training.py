@@ -13,7 +13,7 @@ from jax_rnnt_speech import runs
 from jax_rnnt_speech.model import Model, transducer
 from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts, outputs
-from jax_rnnt_speech.training import objective, steps, train
+from jax_rnnt_speech.training import evaluation, objective, record, steps, train
 from support import CONVOLUTIONAL, arguments, configuration, prepared, run, steps_of, weights, write_audio
 
 
@@ -202,10 +202,14 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
         outputs.seal(file.parents[1])
     started, seen, changed = [], [], [*arguments(corpus, tmp_path / "run"), "--resume", "--steps", 7, "--change"]
     monkeypatch.setattr(hosts, "agree", lambda name, x: seen.append(x))
-    monkeypatch.setattr(train.Training, "main", lambda x: started.append(x) or train.Rates(0, 0, 0))
+    monkeypatch.setattr(train.Training, "main", lambda x: started.append(x) or evaluation.Rates(0, 0, 0))
     monkeypatch.chdir(corpus)
     run(["train", "--resume", "--workdir", tmp_path / "run", "--train", "all.jsonl"])
-    assert started[0].progress.rates and started[0].progress.step and started[0].config.blocks.convolution == 3
+    assert (
+        started[0].record.progress.rates
+        and started[0].record.progress.step
+        and started[0].config.blocks.convolution == 3
+    )
     for name, kind in (("all.jsonl", "training"), ("held-out.jsonl", "held-out")):
         rows = (corpus / name).read_text()
         try:
@@ -217,8 +221,8 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
         finally:
             (corpus / name).write_text(rows)
     run(changed)
-    before, with_others, others, again = (x.progress for x in started)
-    assert before == with_others == again and others == train.Progress()
+    before, with_others, others, again = (x.record.progress for x in started)
+    assert before == with_others == again and others == record.Progress()
     assert seen[3] not in seen[1:3]
 
 

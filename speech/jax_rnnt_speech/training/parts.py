@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_rnnt_speech.system import UserError
 
@@ -110,22 +109,3 @@ class Parts:
         for name, group in self.groups.items():
             leaves |= zip(group, unstacked(known[name]) if len(group) > 1 else [known[name]])
         return jax.tree_util.tree_unflatten(self.tree, [leaves[i] for i in range(len(self.paths))])
-
-
-def placed(mesh, tree, shard):
-    """Where each array lies: on all devices, or with `shard` in parts, along its largest dimension that allows it."""
-
-    def place(x):
-        axes = [i for i, size in enumerate(np.shape(x)) if size and size % mesh.size == 0]
-        if not shard or not axes:
-            return NamedSharding(mesh, PartitionSpec())
-        axis = max(axes, key=lambda i: np.shape(x)[i])
-        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
-
-    return jax.tree.map(place, tree)
-
-
-def shapes_in_place(mesh, tree, shard=False):
-    """Shapes of these arrays, which may be shapes themselves, where `placed` has them."""
-    places = placed(mesh, tree, shard)
-    return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), tree, places)

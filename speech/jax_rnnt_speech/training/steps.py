@@ -55,6 +55,11 @@ def first_state(options, optimizer, weights):
     return state
 
 
+def used(options):
+    """The name in a state of the weights that are tested and used."""
+    return "average" if options.average else "weights"
+
+
 def averaged(options, before, state):
     """The moving average after a step. It follows fast while there were few updates."""
     inner = (x["optimizer"].inner_state for x in (before, state))
