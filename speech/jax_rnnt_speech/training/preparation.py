@@ -45,7 +45,7 @@ def report(model, parts, train, valid):
     hosts.say(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
 
-def opened(config, start, searching):
+def prepared(config, start, searching):
     """A Training by its configuration, a `Start` and a `Searching`."""
     run = runs.Run(start.workdir, resume=start.resume, overwrite=start.overwrite)
     devices = Devices(Mesh(np.array(hosts.devices(start.platform, start.devices)), ("data",)))
