@@ -368,7 +368,7 @@ def test_folders(folder, tmp_path):
             listed(tmp_path / "empty", texts=texts)
 
 
-def test_recordings_without_texts(tmp_path, refused):
+def test_recordings_without_texts(tmp_path):
     """What is to be transcribed needs no texts: files of a folder, rows, recordings of Kaldi.
 
     In a folder, files have the names that FFmpeg knows of the forms that are read, but those of pictures and subtitles.
@@ -376,7 +376,8 @@ def test_recordings_without_texts(tmp_path, refused):
     names = {x for form in audio.FORMATS.split(",") for x in av.format.ContainerFormat(form, "r").extensions}
     others = {"avif", "heic", "heif", "mj2", "mks", "apl", "mac"}
     assert len(names) > 30 and names - others <= {x[1:] for x in manifests.SUFFIXES}
-    refused(["transcribe", tmp_path / "a.sph", "--audio-column", "clip"], "--audio-column clip names a column, and no")
+    with pytest.raises(asr.system.UserError, match="--audio-column clip names a column, and no FILE is a manifest"):
+        list(recognise.listed([tmp_path / "a.sph"], "clip"))
     for name in ("a.sph", "b/c.wav", "b/c.txt", "b/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")
