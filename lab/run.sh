@@ -12,6 +12,7 @@
 #   lab/run.sh gpu-compile    training steps compiled for eight GPUs, without one
 #   lab/run.sh searches       what a step of the searches launches on an H100 and a B200; cycles of a TPU v5e
 #   lab/run.sh training       memory and launches of a training step of a Parakeet, on one H100 and on eight TPUs v5e
+#   lab/run.sh parakeet       a training step of transformers beside ours, in time and memory; alone on the machine
 #   lab/run.sh tpu            the losses compiled for five generations of TPUs
 #
 # Further arguments are those of pytest, or of the program. ONLY=avx2: the CPU kernels for that instruction set alone.
@@ -113,6 +114,10 @@ case $mode in
   training)
     emulated . ./speech 'jax[cuda13-local]' 'jax[tpu]'
     build/training/bin/python lab/benchmarks/training.py "$@"
+    ;;
+  parakeet)
+    environment "$PYTHON" . ./speech torch torchaudio transformers
+    build/parakeet/bin/python lab/benchmarks/parakeet.py "$@"
     ;;
   tpu)
     environment "$PYTHON" . 'jax[tpu]'
