@@ -117,13 +117,6 @@ def test_topologies_of_hat(alone):
         np.testing.assert_allclose(plain(log_probs, *p[1:]), expected, rtol=EXACT)
 
 
-def test_label_equal_to_a_big_blank_counts_twice(kernel):
-    """One certain class is both a label and a big blank: two paths sum to 2."""
-    certain = np.tile(np.array([0.0, -np.inf]), (4, 2, 1))
-    loss = jax_rnnt.MultiblankRNNTLoss([2], implementation=kernel)
-    np.testing.assert_allclose(loss(certain, np.array([0]), np.int32(4), np.int32(1)), -np.log(2), rtol=EXACT)
-
-
 @BOTH
 def test_durations_are_checked(table):
     loss = table((1, 2))

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import compare
 import door
 import family
-import platforms
 import reference_numpy as truth
 import topologies
 from jax_rnnt import emissions, lattices
@@ -57,13 +55,6 @@ def forbid(arcs, share, seed=0):
     return {slot: np.where(rng.random(x.shape) < share, -np.inf, x).astype(x.dtype) for slot, x in arcs.items()}
 
 
-@ALL
-def test_arcs_are_the_same(topology):
-    """A topology is data: the same arcs, in any order."""
-    library, expected = ({(a.slot, a.dt, a.du, a.may_end) for a in arcs} for arcs in topology)
-    assert library == expected
-
-
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [*((x, "kernel") for x in TOPOLOGIES), ("standard", "reference"), ("durations_unordered_without_1", "reference")],
@@ -88,20 +79,6 @@ def test_sizes(topology, kernel):
         arcs = forbid(arcs_of(topology[1], (2, frames, labels + 1), dtype=np.float32, seed=frames), 0.25)
         lengths = [frames, max(frames - frames % 4, 0)], [labels, labels // 2]
         check(topology, arcs, *lengths, kernel, {np.float32: 1e-5, np.float64: 1e-12})
-
-
-@ALL
-def test_threads(topology, kernel):
-    """Nodes enough for several threads, whose number changes no bit; one long sequence among short ones."""
-    if platforms.cuda_kernels():
-        pytest.skip("threads are a matter of the CPU kernels")
-    lengths = np.array([90, 3, 0, 88, 17, 90], np.int32), np.array([69, 2, 1, 60, 0, 40], np.int32)
-    arcs = arcs_of(topology[1], (6, 90, 70), dtype=np.float32)
-    assert 6 * 90 * 70 > 1 << 15
-    alone = by_kernel(topology[0], arcs, *lengths)
-    for threads in (2, 3, 8):
-        compare.assert_same_bits(by_kernel(topology[0], arcs, *lengths, threads=threads), alone)
-    check(topology, arcs, *lengths, kernel, {np.float32: 1e-5})
 
 
 def test_derivatives_of_both_orders():
