@@ -1,0 +1,151 @@
+// Rows of encoder and predictor, and activations of their sums.
+#pragma once
+
+#include "xla_kernels/cuda/elements.cuh"
+#include "xla_kernels/cuda/joint.h"
+
+namespace jax_rnnt::cuda {
+
+struct Two {
+  float x, y;
+};
+
+// 1 / (1 + e^-x).
+__device__ __forceinline__ float Sigmoid(float x) { return 1 / (1 + Exp2(-1.44269504f * x)); }
+
+// tanh(x), with the relative precision of float32 where that matters: near 0.
+__device__ __forceinline__ float Tanh(float x) {
+  const float y = x * x;
+  const float near = x * Fma(y, Fma(y, Fma(y, -0.0539682540f, 0.1333333333f), -0.3333333333f), 1.f);
+  const float size = 1 - 2 / (1 + Exp2(2.88539008f * Abs(x)));
+  return Abs(x) < 0.25f ? near : x < 0 ? -size : size;
+}
+
+// Value and derivative of each.
+template <Activation kind>
+struct Activated {
+  static __device__ __forceinline__ float Value(float x) {
+    if constexpr (kind == Activation::kTanh) return Tanh(x);
+    if constexpr (kind == Activation::kRelu) return x > 0 || x != x ? x : 0;
+    if constexpr (kind == Activation::kSilu) return x * Sigmoid(x);
+    if constexpr (kind == Activation::kGelu) return 0.5f * x * (1 + Tanh(Inner(x)));
+    if constexpr (kind == Activation::kExactGelu) return x * Normal(x);
+  }
+  static __device__ __forceinline__ float Derivative(float x) {
+    if constexpr (kind == Activation::kTanh) {
+      const float y = Tanh(x);
+      return 1 - y * y;
+    }
+    if constexpr (kind == Activation::kRelu) return x > 0 ? 1 : 0;
+    if constexpr (kind == Activation::kSilu) {
+      const float y = Sigmoid(x);
+      return y * (1 + x * (1 - y));
+    }
+    if constexpr (kind == Activation::kGelu) {
+      const float y = Tanh(Inner(x));
+      return 0.5f * (1 + y) + 0.5f * x * (1 - y * y) * (0.7978845608f * (1 + 0.134145f * x * x));
+    }
+    if constexpr (kind == Activation::kExactGelu) return Normal(x) + x * 0.3989422804f * Exp2(-0.7213475204f * x * x);
+  }
+
+ private:
+  static __device__ __forceinline__ float Inner(float x) { return 0.7978845608f * (x + 0.044715f * x * x * x); }
+  static __device__ __forceinline__ float Normal(float x) { return 0.5f * erfcf(-0.7071067812f * x); }
+};
+
+// f(activation) of the kind.
+template <class F>
+__device__ __forceinline__ void ForActivation(Activation kind, const F& f) {
+  switch (kind) {
+    case Activation::kTanh:
+      return f(Activated<Activation::kTanh>());
+    case Activation::kRelu:
+      return f(Activated<Activation::kRelu>());
+    case Activation::kSilu:
+      return f(Activated<Activation::kSilu>());
+    case Activation::kGelu:
+      return f(Activated<Activation::kGelu>());
+    default:
+      return f(Activated<Activation::kExactGelu>());
+  }
+}
+
+// What kernels read of `JointShape` and `JointInputs`.
+struct JointTable {
+  JointTable(const JointShape& shape, const JointInputs& inputs)
+      : inputs(inputs),
+        copies(int(shape.copies)),
+        frames(int(shape.frames)),
+        columns(int(shape.columns)),
+        units(int(shape.units)),
+        frames_of_block(int(shape.rows / kJointColumns)),
+        frame_bits(int(shape.frame_bits)),
+        copy_bits(int(shape.copy_bits)),
+        column_bits(int(shape.column_bits)),
+        activation(shape.activation),
+        nodes(shape.encoders * shape.copies * shape.frames * shape.columns) {}
+
+  JointInputs inputs;
+  int copies, frames, columns, units, frames_of_block, frame_bits, copy_bits, column_bits;
+  Activation activation;
+  int64_t nodes;
+};
+
+// A block of the list, and its rows inside the lengths.
+struct JointBlock {
+  __device__ __forceinline__ JointBlock(const JointTable& table, uint32_t code) {
+    const int column_block = int(code & ((1u << table.column_bits) - 1));
+    code >>= table.column_bits;
+    const int copy = int(code & ((1u << table.copy_bits) - 1));
+    code >>= table.copy_bits;
+    frame = int(code & ((1u << table.frame_bits) - 1)) * table.frames_of_block;
+    encoder = int(code >> table.frame_bits);
+    sequence = encoder * table.copies + copy;
+    column = column_block * kJointColumns;
+    frames = min(table.inputs.num_frames[sequence], table.frames);
+    columns = min(table.inputs.num_labels[sequence] + 1, table.columns);
+  }
+  __device__ __forceinline__ bool Inside(int t, int u) const { return t < frames && u < columns; }
+  // Of a node in a plane.
+  __device__ __forceinline__ int64_t Node(const JointTable& table, int t, int u) const {
+    return (int64_t(sequence) * table.frames + t) * table.columns + u;
+  }
+
+  int encoder, sequence;
+  int frame, column;    // the first of the block
+  int frames, columns;  // of the sequence
+};
+
+// Rows of encoder and predictor as T has them: two units of a row, 0 outside the lengths and beyond H.
+template <class T>
+struct JointRows {
+  __device__ __forceinline__ JointRows(const JointTable& table, const JointBlock& block)
+      : encoder(static_cast<const T*>(table.inputs.encoder) + int64_t(block.encoder) * table.frames * table.units),
+        predictor(static_cast<const T*>(table.inputs.predictor) +
+                  int64_t(block.sequence) * table.columns * table.units),
+        units(table.units),
+        frames(block.frames),
+        columns(block.columns) {}
+  __device__ __forceinline__ Two Encoder(int t, int unit) const { return Pair(encoder, t, frames, unit); }
+  __device__ __forceinline__ Two Predictor(int u, int unit) const { return Pair(predictor, u, columns, unit); }
+
+  const T *encoder, *predictor;
+  int units, frames, columns;
+
+ private:
+  __device__ __forceinline__ Two Pair(const T* rows, int row, int end, int unit) const {
+    const T* const place = rows + int64_t(row) * units + unit;
+    const bool inside = row < end;
+    return {inside && unit < units ? Widen(place[0]) : 0.f, inside && unit + 1 < units ? Widen(place[1]) : 0.f};
+  }
+};
+
+// f(rows) for their type.
+template <class F>
+__device__ __forceinline__ void ForRows(const JointTable& table, const JointBlock& block, const F& f) {
+  if (table.inputs.rows == DType::kF32) return f(JointRows<float>(table, block));
+  if (table.inputs.rows == DType::kBF16) return f(JointRows<BFloat16>(table, block));
+  f(JointRows<Half>(table, block));
+}
+
+}  // namespace jax_rnnt::cuda
