@@ -54,7 +54,7 @@ def _merge(xs):
 
 
 def custom_call(target: str, results, operands, aliases=None, **attributes):
-    """Results [(shape, dtype)] of a kernel within a function of `Grouped`; `aliases`: {operand: result} in one memory."""
+    """Results [(shape, dtype)] of a kernel in a function of `Grouped`; `aliases`: {operand: result} of one memory."""
     types = [struct_like(operands[0], shape, dtype) for shape, dtype in results]
     return jax.ffi.ffi_call(target, types, input_output_aliases=aliases or {})(*operands, **attributes)
 

@@ -1,7 +1,7 @@
 """A linear joint network and its emission on GPUs: kernels of `xla_kernels/cuda/joint.h`, and matrix products of XLA.
 
-Hidden units and the gradient of logits are in memory for a slab of blocks at a time, logits never. The order of classes,
-the list of blocks, and what planes are made of are those of the TPU (`_joint_plan.py`, `_joint_rows.py`).
+Hidden units and the gradient of logits are in memory for a slab of blocks at a time, logits never. The order of
+classes, the list of blocks, and what planes are made of are those of the TPU (`_joint_plan.py`, `_joint_rows.py`).
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """
@@ -105,7 +105,8 @@ def plan(tiled, parameters, inputs, shared: int | str) -> Problem | str:
         if _blocks(plans.cut_of(inputs, problem.blocks)) > _MOST_BLOCKS:
             return f"it takes at most {_MOST_BLOCKS} blocks of {rows} nodes"
         return problem
-    return f"{weight.shape[0]} units of a block take {(32 * row + shared - free) >> 10} KB of {shared >> 10} KB of shared memory"
+    needed = 32 * row + shared - free
+    return f"{weight.shape[0]} units take {needed >> 10} KB of shared memory, and a thread block has {shared >> 10}"
 
 
 def _table(problem, inputs, listed):
@@ -167,8 +168,8 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
         of_hidden = problem.product(gradient, weight, ((1,), (0,)), problem.factor)
         results = [*((x.shape, x.dtype) for x in sums), ((), jnp.int32), ((), jnp.bool_)]
         operands = [*table, i, of_hidden, of_bias, *sums]
-        first = len(operands) - len(sums)
-        *sums, i, more = call("jax_rnnt_joint_sums", results, operands, aliases={first + k: k for k in range(len(sums))})
+        aliases = {len(operands) - len(sums) + k: k for k in range(len(sums))}
+        *sums, i, more = call("jax_rnnt_joint_sums", results, operands, aliases=aliases)
         return i, more, of_weight, *sums
 
     shapes = (lanes, units), inputs.encoder.shape, inputs.predictor.shape, (lanes,)

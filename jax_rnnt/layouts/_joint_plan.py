@@ -1,5 +1,6 @@
-"""What kernels of a linear joint network take, and how they cut it: those of TPUs (`_joint_pallas.py`) and in part, with a
-problem of their own, those of GPUs (`_joint_cuda.py`).
+"""What kernels of a linear joint network take, and how they cut it: those of TPUs (`_joint_pallas.py`).
+
+Those of GPUs (`_joint_cuda.py`) have a `Problem` of their own, and the same order of classes and list of blocks.
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """

@@ -1,4 +1,4 @@
-"""What a joint network's kernels leave to XLA, on TPUs and on GPUs: planes from numbers of rows, numbers from cotangents.
+"""What kernels of a joint network leave to XLA, on TPUs and GPUs: planes of numbers of rows, numbers of cotangents.
 
 B encoders with N sequences each, T frames, U1 columns.
 """
