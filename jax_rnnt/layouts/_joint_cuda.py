@@ -158,17 +158,19 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
     call = functools.partial(_xla.custom_call, shape=problem.shape(inputs, cut, slab))
     nodes, lanes, units = slab * problem.rows, classes.lanes, problem.padded
     of_slab = ((nodes, units), problem.factor), ((nodes, lanes), problem.factor), ((slab, 2, lanes), jnp.float32)
+    of_slab += (((), jnp.int32),)
 
     def turn(state):
         i, _, of_weight, *sums = state
-        hidden, gradient, of_bias = call("jax_rnnt_joint_bwd", of_slab, [*table, weight, bias, rows, bound, i])
+        hidden, gradient, of_bias, here = call("jax_rnnt_joint_bwd", of_slab, [*table, weight, bias, rows, bound, i])
         of_weight = of_weight + problem.product(gradient, hidden, ((0,), (0,)), jnp.float32)
         # After it, so that the memory of the hidden units is free for their gradient.
         gradient, of_weight = lax.optimization_barrier((gradient, of_weight))
         of_hidden = problem.product(gradient, weight, ((1,), (0,)), problem.factor)
-        results = [*((x.shape, x.dtype) for x in sums), ((), jnp.int32), ((), jnp.bool_)]
-        operands = [*table, i, of_hidden, of_bias, *sums]
-        aliases = {len(operands) - len(sums) + k: k for k in range(len(sums))}
+        carried = [*sums, i]  # in place: no launch copies it
+        results = [*((x.shape, x.dtype) for x in carried), ((), jnp.bool_)]
+        operands = [*table, here, of_hidden, of_bias, *carried]
+        aliases = {len(operands) - len(carried) + k: k for k in range(len(carried))}
         *sums, i, more = call("jax_rnnt_joint_sums", results, operands, aliases=aliases)
         return i, more, of_weight, *sums
 

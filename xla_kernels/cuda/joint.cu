@@ -18,64 +18,38 @@ __global__ __launch_bounds__(kJointThreads) void JointForwardKernel(JointTable t
   float* const numbers = reinterpret_cast<float*>(shared + kStages * kStageBytes);
   unsigned char* const hidden = shared + kStages * kStageBytes + kRows * kNumbers * 4;
 
-  const int u = block.column + Tile::Lane() / 4;  // of all rows of this lane
-  const auto frame = [&](int i) { return block.frame + Tile::Row(i) / kJointColumns; };
-  const int label = u < block.columns ? table.inputs.label[int64_t(block.sequence) * table.columns + u] : -1;
-  const auto store = [&](int plane, int i, float z) {
-    if (block.Inside(frame(i), u)) planes[plane * table.nodes + block.Node(table, frame(i), u)] = z;
-  };
+  const JointNodes<kRows> nodes(table, block);
   RowTotal parts[Tile::kOwn];
 #pragma unroll
   for (int i = 0; i < Tile::kOwn; ++i) parts[i] = {-INFINITY, 0};
 
   const auto use = [&](int chunk, Tile& tile) {
     const int first = chunk * kJointClasses + Tile::Class();
-    const float* const bias = w.bias + first;
+    tile.AddBias(w.bias + first);
+    const auto store = [&](int plane, int slot) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int i = 0; i < Tile::kOwn; ++i) tile.At(i, n, e) += bias[8 * n + e];
+      for (int i = 0; i < Tile::kOwn; ++i) {
+        if (nodes.Inside(i)) planes[nodes.At(plane, i)] = tile.Get(i, slot);
       }
-    }
+    };
     const bool of_others = chunk * kJointClasses < w.start;
     if (chunk * kJointClasses <= w.start) {
       const int end = of_others ? w.others : w.start + w.kept, to = of_others ? 0 : w.others - w.start;
-      if (first < end) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-#pragma unroll
-            for (int i = 0; i < Tile::kOwn; ++i) {
-              if (first + 8 * n + e < end) store(to + first + 8 * n + e, i, tile.At(i, n, e));
-            }
-          }
-        }
-      }
+#pragma unroll 1
+      for (int s = 0; s < 8 && first + Tile::Offset(s) < end; ++s) store(to + first + Tile::Offset(s), s);
     }
     if (of_others) return;
-    if (label >= first && label < first + 26) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (label != first + 8 * n + e) continue;
-#pragma unroll
-          for (int i = 0; i < Tile::kOwn; ++i) store(w.others + w.kept + 2, i, tile.At(i, n, e));
-        }
-      }
-    }
+    const int slot = Tile::Slot(nodes.label - first);
+    if (slot >= 0) store(w.others + w.kept + 2, slot);
 #pragma unroll
     for (int i = 0; i < Tile::kOwn; ++i) {
       float peak = parts[i].peak;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) peak = Max(peak, Max(tile.At(i, n, 0), tile.At(i, n, 1)));
+      for (int s = 0; s < 8; ++s) peak = Max(peak, tile.At(i, s));
       const float base = RowTotal::Base(peak);
       float total = parts[i].total * RowTotal::Exp(parts[i].peak - base);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) total += RowTotal::Exp(tile.At(i, n, 0) - base) + RowTotal::Exp(tile.At(i, n, 1) - base);
+      for (int s = 0; s < 8; ++s) total += RowTotal::Exp(tile.At(i, s) - base);
       parts[i] = {peak, total};
     }
   };
@@ -101,6 +75,7 @@ struct GradientTable {
   bool normalize, bernoulli;
   unsigned char *hidden, *gradient;
   float* of_bias;
+  int32_t* here;
 };
 
 __device__ __forceinline__ void Clear(unsigned char* to, size_t bytes) {
@@ -115,6 +90,7 @@ __global__ __launch_bounds__(kJointThreads) void JointGradientKernel(JointTable 
   constexpr int kOwn = Tile::kOwn;
   const int classes = w.chunks * kJointClasses;
   const int64_t place = int64_t(*g.slab) * gridDim.x + blockIdx.x;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *g.here = *g.slab;
   unsigned char* const to_hidden = g.hidden + size_t(blockIdx.x) * kRows * w.row_bytes;
   T* const to = reinterpret_cast<T*>(g.gradient) + size_t(blockIdx.x) * kRows * classes;
   float* const of_bias = g.of_bias + size_t(blockIdx.x) * 2 * classes;
@@ -129,36 +105,27 @@ __global__ __launch_bounds__(kJointThreads) void JointGradientKernel(JointTable 
   float* const of_rows = numbers + 2 * kClassWarps * kRows;  // [2, R]
   unsigned char* const hidden = shared + kStages * kStageBytes + kRows * kNumbers * 4;
 
-  const int u = block.column + Tile::Lane() / 4;
-  const auto frame = [&](int i) { return block.frame + Tile::Row(i) / kJointColumns; };
-  const int label = u < block.columns ? table.inputs.label[int64_t(block.sequence) * table.columns + u] : -1;
+  const JointNodes<kRows> nodes(table, block);
   // Number k of row i; 0 outside.
-  const auto number = [&](int k, int i) {
-    return block.Inside(frame(i), u) ? g.numbers[k * table.nodes + block.Node(table, frame(i), u)] : 0.f;
-  };
+  const auto number = [&](int k, int i) { return nodes.Inside(i) ? g.numbers[nodes.At(k, i)] : 0.f; };
   const int of_label = w.others + g.blanks;
   const float bound = g.bound[block.sequence];
   float factor[kOwn], base[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     factor[i] = number(of_label + 1, i);
-    base[i] = block.Inside(frame(i), u) ? number(of_label + 2, i) : INFINITY;
+    base[i] = nodes.Inside(i) ? number(of_label + 2, i) : INFINITY;
   }
 
   // The gradient of other heads in place of their logits.
   const auto other_heads = [&](Tile& tile, int first) {
     if (g.bernoulli) {
-      if (first != 0) {
-        tile = {};
-        return;
-      }
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const float z = tile.At(i, 0, 0);
+        const float z = tile.At(i, 0);
         const float gradient = number(0, i) * Sigmoid(-z) - number(of_label, i) * Sigmoid(z);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) tile.At(i, n, 0) = tile.At(i, n, 1) = 0;
-        tile.At(i, 0, 0) = gradient;
+        for (int s = 0; s < 8; ++s) tile.At(i, s) = s == 0 && first == 0 ? gradient : 0;
       }
       return;
     }
@@ -168,18 +135,11 @@ __global__ __launch_bounds__(kJointThreads) void JointGradientKernel(JointTable 
       for (int i = 0; i < kOwn; ++i) {
         float peak = -INFINITY, total = 0;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
+        for (int s = 0; s < 8; ++s) peak = first + Tile::Offset(s) < w.others ? Max(peak, tile.At(i, s)) : peak;
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (first + 8 * n + e < w.others) peak = Max(peak, tile.At(i, n, e));
-          }
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (first + 8 * n + e < w.others) total += RowTotal::Exp(tile.At(i, n, e) - RowTotal::Base(peak));
-          }
+        for (int s = 0; s < 8; ++s) {
+          const float part = RowTotal::Exp(tile.At(i, s) - RowTotal::Base(peak));
+          total += first + Tile::Offset(s) < w.others ? part : 0;
         }
         parts[i] = {peak, total};
       }
@@ -196,78 +156,52 @@ __global__ __launch_bounds__(kJointThreads) void JointGradientKernel(JointTable 
       }
       __syncthreads();
     }
+#pragma unroll 1
+    for (int s = 0; s < 8; ++s) {
+      const int k = first + Tile::Offset(s);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int row = Tile::Row(i);
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int k = first + 8 * n + e;
-          float gradient = 0;
-          if (k < w.others) {
-            gradient = number(k, i);
-            if (g.normalize) gradient -= RowTotal::Exp(tile.At(i, n, e) - of_rows[row]) * of_rows[kRows + row];
-          }
-          tile.At(i, n, e) = gradient;
+      for (int i = 0; i < kOwn; ++i) {
+        float gradient = 0;
+        if (k < w.others) {
+          gradient = number(k, i);
+          const int row = Tile::Row(i);
+          if (g.normalize) gradient -= RowTotal::Exp(tile.Get(i, s) - of_rows[row]) * of_rows[kRows + row];
         }
+        tile.Set(i, s, gradient);
       }
     }
   };
 
   const auto use = [&](int chunk, Tile& tile) {
     const int first = chunk * kJointClasses + Tile::Class();
-    const float* const bias = w.bias + first;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) tile.At(i, n, e) += bias[8 * n + e];
-      }
-    }
+    tile.AddBias(w.bias + first);
     if (chunk * kJointClasses < w.start) {
       other_heads(tile, first);
     } else {
       if (chunk * kJointClasses == w.start) {  // the anchor is its first class
         if (first == w.start) {
 #pragma unroll
-          for (int i = 0; i < kOwn; ++i) of_rows[Tile::Row(i)] = tile.At(i, 0, 0);
+          for (int i = 0; i < kOwn; ++i) of_rows[Tile::Row(i)] = tile.At(i, 0);
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) base[i] = base[i] == -INFINITY ? of_rows[Tile::Row(i)] : base[i];
       }
+      const auto add = [&](int k, int slot) {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) tile.Set(i, slot, tile.Get(i, slot) + number(k, i));
+      };
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) tile.At(i, n, e) = RowTotal::Exp(tile.At(i, n, e) - base[i]) * factor[i];
-        }
+        for (int s = 0; s < 8; ++s) tile.At(i, s) = RowTotal::Exp(tile.At(i, s) - base[i]) * factor[i];
       }
-      if (label >= first && label < first + 26) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (label != first + 8 * n + e) continue;
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i) tile.At(i, n, e) += number(of_label, i);
-          }
-        }
-      }
-      if (chunk * kJointClasses == w.start && first < w.start + g.blanks) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int k = first - w.start + 8 * n + e;
-            if (k >= g.blanks) continue;
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i) tile.At(i, n, e) += number(w.others + k, i);
-          }
-        }
+      const int slot = Tile::Slot(nodes.label - first);
+      if (slot >= 0) add(of_label, slot);
+      if (chunk * kJointClasses == w.start) {
+        const int end = w.start + g.blanks;
+#pragma unroll 1
+        for (int s = 0; s < 8 && first + Tile::Offset(s) < end; ++s) add(w.others + first + Tile::Offset(s) - w.start, s);
       }
     }
 #pragma unroll
@@ -275,7 +209,7 @@ __global__ __launch_bounds__(kJointThreads) void JointGradientKernel(JointTable 
       float sums[2] = {};
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const float x = Clip(tile.At(i, n, 0), bound), y = Clip(tile.At(i, n, 1), bound);
+        const float x = Clip(tile.At(i, 2 * n), bound), y = Clip(tile.At(i, 2 * n + 1), bound);
         sums[0] += x, sums[1] += y;
         T* const pair = to + size_t(Tile::Row(i)) * classes + first + 8 * n;
         if constexpr (sizeof(T) == 2) {
@@ -339,10 +273,17 @@ __global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table,
   const int parts = (table.units + kSumUnits - 1) / kSumUnits;
   int index = int(blockIdx.x);
   if (index >= 2 * s.blocks * parts) {
-    const int k = (index - 2 * s.blocks * parts) * kSumThreads + int(threadIdx.x);
-    if (k >= s.classes) return;
+    // Each warp adds a part of the rows of 32 classes.
+    const int k = (index - 2 * s.blocks * parts) * 32 + int(threadIdx.x % 32), warp = int(threadIdx.x / 32);
+    const int part = (2 * live + kSumThreads / 32 - 1) / (kSumThreads / 32);
     float sum = 0;
-    for (int i = 0; i < 2 * live; ++i) sum += s.of_bias[int64_t(i) * s.classes + k];
+#pragma unroll 8
+    for (int i = part * warp; i < min(part * (warp + 1), 2 * live); ++i) sum += s.of_bias[int64_t(i) * s.classes + k];
+    float* const sums = reinterpret_cast<float*>(same);
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (warp > 0) return;
+    for (int i = 1; i < kSumThreads / 32; ++i) sum += sums[32 * i + threadIdx.x];
     s.bias[k] += sum;
     return;
   }
@@ -373,7 +314,12 @@ __global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table,
   };
   const auto of_row = [&](int position, int row) {
     const T* const from = of_hidden + (int64_t(position) * s.rows + row) * s.padded_units + unit;
-    return Two{Widen(from[0]), Widen(from[1])};
+    if constexpr (sizeof(T) == 2) {
+      const uint32_t both = *reinterpret_cast<const uint32_t*>(from);
+      return Two{Widen(Half16<T>(both, 0)), Widen(Half16<T>(both, 1))};
+    } else {
+      return Two{from[0], from[1]};
+    }
   };
   const auto add = [&](float* to, int64_t row, const Two& sum) {
     if (unit < table.units) to[row * table.units + unit] += sum.x;
@@ -390,15 +336,13 @@ __global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table,
           const JointBlock block(table, uint32_t(list[position]));
           t = block.frame + i, place = int64_t(block.encoder) * table.frames + t;
           if (t >= block.frames) return;
-          ForRows(table, block, [&](const auto& rows) {
-            const Two x = rows.Encoder(t, unit);
+          const JointRows rows(table, block);
+          const Two x = rows.Encoder(t, unit);
 #pragma unroll
-            for (int c = 0; c < kJointColumns; ++c) {
-              if (block.column + c >= block.columns) continue;
-              const Two y = rows.Predictor(block.column + c, unit), g = of_row(position, i * kJointColumns + c);
-              sum.x += g.x * activation.Derivative(x.x + y.x), sum.y += g.y * activation.Derivative(x.y + y.y);
-            }
-          });
+          for (int c = 0; c < kJointColumns; ++c) {  // the gradient of rows outside the lengths is 0
+            const Two y = rows.Predictor(block.column + c, unit), g = of_row(position, i * kJointColumns + c);
+            sum.x += g.x * activation.Derivative(x.x + y.x), sum.y += g.y * activation.Derivative(x.y + y.y);
+          }
         });
         if (t < table.frames) add(s.encoder, place, sum);
       }
@@ -411,13 +355,13 @@ __global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table,
           const JointBlock block(table, uint32_t(list[position]));
           u = block.column + c, place = int64_t(block.sequence) * table.columns + u;
           if (u >= block.columns) return;
-          ForRows(table, block, [&](const auto& rows) {
-            const Two y = rows.Predictor(u, unit);
-            for (int i = 0; i < table.frames_of_block && block.frame + i < block.frames; ++i) {
-              const Two x = rows.Encoder(block.frame + i, unit), g = of_row(position, i * kJointColumns + c);
-              sum.x += g.x * activation.Derivative(x.x + y.x), sum.y += g.y * activation.Derivative(x.y + y.y);
-            }
-          });
+          const JointRows rows(table, block);
+          const Two y = rows.Predictor(u, unit);
+#pragma unroll 4
+          for (int i = 0; i < table.frames_of_block; ++i) {
+            const Two x = rows.Encoder(block.frame + i, unit), g = of_row(position, i * kJointColumns + c);
+            sum.x += g.x * activation.Derivative(x.x + y.x), sum.y += g.y * activation.Derivative(x.y + y.y);
+          }
         });
         if (u < table.columns) add(s.predictor, place, sum);
       }
@@ -492,7 +436,8 @@ cudaError_t JointGradient(const JointGradientArgs& args, cudaStream_t stream) {
                                   shape.bernoulli,
                                   static_cast<unsigned char*>(args.hidden),
                                   static_cast<unsigned char*>(args.gradient),
-                                  args.of_bias};
+                                  args.of_bias,
+                                  args.here};
   return ForKernel(dtype, shape, [&](auto t, auto exact, auto rows) {
     constexpr auto kKernel = &JointGradientKernel<decltype(t), decltype(exact)::value != 0, decltype(rows)::value>;
     return Launch(kKernel, dim3(unsigned(shape.slab)), dim3(kJointThreads), JointSharedBytes(dtype, shape), stream,
@@ -516,8 +461,8 @@ cudaError_t JointSums(const JointSumsArgs& args, cudaStream_t stream) {
                           args.next,
                           args.more};
   const int64_t parts = (shape.units + kSumUnits - 1) / kSumUnits;
-  const dim3 grid(unsigned(2 * shape.slab * parts + (shape.classes + kSumThreads - 1) / kSumThreads));
-  const size_t shared_bytes = size_t(shape.slab + 31) / 32 * 4;
+  const dim3 grid(unsigned(2 * shape.slab * parts + shape.classes / 32));
+  const size_t shared_bytes = max(size_t(shape.slab + 31) / 32, size_t(kSumThreads)) * 4;
   const auto launch = [&](auto t) {
     return Launch(&JointSumsKernel<decltype(t)>, grid, dim3(kSumThreads), shared_bytes, stream, table, sums);
   };

@@ -72,6 +72,7 @@ struct JointGradientArgs {
   void* hidden;          // [slab R, H']
   void* gradient;        // [slab R, V']
   float* of_bias;        // [slab, 2, V']
+  int32_t* here;         // []: the number of the slab, for `JointSums`
 };
 
 // of_hidden, multiplied by the derivative of the activation, added to the gradients of rows; of_bias to that of the bias.
@@ -84,7 +85,7 @@ struct JointSumsArgs {
   float* encoder_gradient;    // [B, T, H], added to
   float* predictor_gradient;  // [B N, U1, H], added to
   float* bias_gradient;       // [V'], added to
-  int32_t* next;              // []: the number of the next slab
+  int32_t* next;              // []: the number of the next slab; not the memory of `slab`
   bool* more;                 // []: whether there is one
 };
 

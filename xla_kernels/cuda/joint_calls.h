@@ -79,17 +79,19 @@ auto BindJointGradient() {
       .template Ret<ffi::AnyBuffer>()  // hidden    [slab R, H']   as weight
       .template Ret<ffi::AnyBuffer>()  // gradient  [slab R, V']   as weight
       .template Ret<ffi::AnyBuffer>()  // of_bias   [slab, 2, V']  f32
+      .template Ret<ffi::AnyBuffer>()  // here      []             s32
       .template Attr<ffi::Span<const int64_t>>("shape");
 }
 
 template <class Context>
 auto BindJointSums() {
   return WithJointInputs(ffi::Ffi::Bind().Ctx<Context>())
-      .template Arg<ffi::AnyBuffer>()  // slab       []             s32
+      .template Arg<ffi::AnyBuffer>()  // here       []             s32
       .template Arg<ffi::AnyBuffer>()  // of_hidden  [slab R, H']   as weight
       .template Arg<ffi::AnyBuffer>()  // of_bias    [slab, 2, V']  f32
       .template Arg<ffi::AnyBuffer>()  // gradients of encoder [B, T, H], predictor [B N, U1, H], bias [V']: f32, and
-      .template Arg<ffi::AnyBuffer>()  // in the same memory the sums
+      .template Arg<ffi::AnyBuffer>()  // slab [], whose memory the results but the last take
+      .template Arg<ffi::AnyBuffer>()
       .template Arg<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
@@ -131,7 +133,7 @@ struct JointHandlers {
 
   static ffi::Error Gradient(Stream stream, Buffer list, Buffer count, Buffer num_frames, Buffer num_labels,
                              Buffer label, Buffer encoder, Buffer predictor, Buffer weight, Buffer bias, Buffer numbers,
-                             Buffer bound, Buffer slab, Result hidden, Result gradient, Result of_bias,
+                             Buffer bound, Buffer slab, Result hidden, Result gradient, Result of_bias, Result here,
                              ffi::Span<const int64_t> sizes) {
     JointGradientArgs args = {};
     JointShape& s = args.shape;
@@ -146,7 +148,7 @@ struct JointHandlers {
         !Holds(numbers, f32, Product({s.others + args.added_blanks + 3, s.encoders, s.copies, s.frames, s.columns})) ||
         !Holds(bound, f32, s.encoders * s.copies) || !Holds(slab, ffi::DataType::S32, 1) ||
         !Is(hidden, type, Product({rows, s.padded_units})) || !Is(gradient, type, Product({rows, s.classes})) ||
-        !Is(of_bias, f32, Product({s.slab, 2, s.classes})))
+        !Is(of_bias, f32, Product({s.slab, 2, s.classes})) || !Is(here, ffi::DataType::S32, 1))
       return Invalid("operands of a joint network's gradient have another shape");
     args.weight = weight.untyped_data();
     args.bias = static_cast<const float*>(bias.untyped_data());
@@ -156,12 +158,13 @@ struct JointHandlers {
     args.hidden = hidden->untyped_data();
     args.gradient = gradient->untyped_data();
     args.of_bias = static_cast<float*>(of_bias->untyped_data());
+    args.here = static_cast<int32_t*>(here->untyped_data());
     return Platform::Run(stream, args);
   }
 
   static ffi::Error Sums(Stream stream, Buffer list, Buffer count, Buffer num_frames, Buffer num_labels, Buffer label,
-                         Buffer encoder, Buffer predictor, Buffer slab, Buffer of_hidden, Buffer of_bias, Buffer, Buffer,
-                         Buffer, Result of_encoder, Result of_predictor, Result of_bias_sum, Result next, Result more,
+                         Buffer encoder, Buffer predictor, Buffer here, Buffer of_hidden, Buffer of_bias, Buffer, Buffer,
+                         Buffer, Buffer, Result of_encoder, Result of_predictor, Result of_bias_sum, Result next, Result more,
                          ffi::Span<const int64_t> sizes) {
     JointSumsArgs args = {};
     JointShape& s = args.shape;
@@ -172,13 +175,13 @@ struct JointHandlers {
                                      &args.inputs);
         error.failure())
       return error;
-    if (!Holds(slab, ffi::DataType::S32, 1) || !Holds(of_hidden, type, Product({s.slab, s.rows, s.padded_units})) ||
+    if (!Holds(here, ffi::DataType::S32, 1) || !Holds(of_hidden, type, Product({s.slab, s.rows, s.padded_units})) ||
         !Holds(of_bias, f32, Product({s.slab, 2, s.classes})) ||
         !Is(of_encoder, f32, Product({s.encoders, s.frames, s.units})) ||
         !Is(of_predictor, f32, Product({s.encoders, s.copies, s.columns, s.units})) ||
         !Is(of_bias_sum, f32, s.classes) || !Is(next, ffi::DataType::S32, 1) || !Is(more, ffi::DataType::PRED, 1))
       return Invalid("operands of a joint network's sums have another shape");
-    args.slab = static_cast<const int32_t*>(slab.untyped_data());
+    args.slab = static_cast<const int32_t*>(here.untyped_data());
     args.of_hidden = of_hidden.untyped_data();
     args.of_bias = static_cast<const float*>(of_bias.untyped_data());
     args.encoder_gradient = static_cast<float*>(of_encoder->untyped_data());

@@ -53,8 +53,33 @@ struct JointTile {
   static __device__ __forceinline__ int RowWarp() { return int(threadIdx.x / 32) / kClassWarps; }
   static __device__ __forceinline__ int ClassWarp() { return int(threadIdx.x / 32) % kClassWarps; }
 
-  // The logit of row i and class n * 8 + e.
-  __device__ __forceinline__ float& At(int i, int n, int e) { return sums[i / 2][n][i % 2 * 2 + e]; }
+  // Of the class in slot s of 8, relative to the first; and back, -1 for that of another lane.
+  static __device__ __forceinline__ int Offset(int s) { return s / 2 * 8 + s % 2; }
+  static __device__ __forceinline__ int Slot(int offset) {
+    return unsigned(offset) < 32 && offset % 8 < 2 ? offset / 8 * 2 + offset % 8 : -1;
+  }
+
+  // The logit of row i and slot s, numbers that are known when compiled: they name a register.
+  __device__ __forceinline__ float& At(int i, int s) { return sums[i / 2][s / 2][i % 2 * 2 + s % 2]; }
+  // The same for any slot.
+  __device__ __forceinline__ float Get(int i, int slot) {
+    float x = 0;
+#pragma unroll
+    for (int s = 0; s < 8; ++s) x = s == slot ? At(i, s) : x;
+    return x;
+  }
+  __device__ __forceinline__ void Set(int i, int slot, float x) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) At(i, s) = s == slot ? x : At(i, s);
+  }
+  __device__ __forceinline__ void AddBias(const float* bias) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      const float x = bias[Offset(s)];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) At(i, s) += x;
+    }
+  }
 
   float sums[kTiles][4][4];
 };
@@ -64,28 +89,27 @@ template <class T, bool kExact, int kRows>
 __device__ __forceinline__ void MakeHidden(const JointTable& table, const JointBlock& block, int row_bytes,
                                            unsigned char* hidden) {
   const int pairs = row_bytes / int(2 * sizeof(T));
-  ForRows(table, block, [&](const auto& rows) {
-    ForActivation(table.activation, [&](const auto& activation) {
-      int i = 0, pair = int(threadIdx.x);
-      while (true) {
-        while (pair >= pairs) pair -= pairs, ++i;
-        if (i >= kRows / kJointColumns) return;
-        const Two x = rows.Encoder(block.frame + i, 2 * pair);
-#pragma unroll
-        for (int c = 0; c < kJointColumns; ++c) {
-          const Two y = rows.Predictor(block.column + c, 2 * pair);
-          const float a = activation.Value(x.x + y.x), b = activation.Value(x.y + y.y);
-          unsigned char* const place = hidden + (i * kJointColumns + c) * (row_bytes + 16) + pair * int(2 * sizeof(T));
-          if constexpr (sizeof(T) == 2) {
-            *reinterpret_cast<uint32_t*>(place) = NarrowPair<T>(a, b);
-          } else {
-            reinterpret_cast<float*>(place)[0] = kExact ? a : RoundToTF32(a);
-            reinterpret_cast<float*>(place)[1] = kExact ? b : RoundToTF32(b);
-          }
+  const JointRows rows(table, block);
+  ForActivation(table.activation, [&](const auto& activation) {
+    int i = 0, pair = int(threadIdx.x);
+    while (true) {
+      while (pair >= pairs) pair -= pairs, ++i;
+      if (i >= kRows / kJointColumns) return;
+      const Two x = rows.Encoder(block.frame + i, 2 * pair);
+#pragma unroll 4
+      for (int c = 0; c < kJointColumns; ++c) {
+        const Two y = rows.Predictor(block.column + c, 2 * pair);
+        const float a = activation.Value(x.x + y.x), b = activation.Value(x.y + y.y);
+        unsigned char* const place = hidden + (i * kJointColumns + c) * (row_bytes + 16) + pair * int(2 * sizeof(T));
+        if constexpr (sizeof(T) == 2) {
+          *reinterpret_cast<uint32_t*>(place) = NarrowPair<T>(a, b);
+        } else {
+          reinterpret_cast<float*>(place)[0] = kExact ? a : RoundToTF32(a);
+          reinterpret_cast<float*>(place)[1] = kExact ? b : RoundToTF32(b);
         }
-        pair += kJointThreads;
       }
-    });
+      pair += kJointThreads;
+    }
   });
 }
 
@@ -170,6 +194,25 @@ __device__ __forceinline__ void ForEachChunk(const JointWeight& w, unsigned char
   }
   WaitForCopies<0>();
 }
+
+// The rows of a lane as nodes of the lattice: one column, frames that follow each other.
+template <int kRows>
+struct JointNodes {
+  __device__ __forceinline__ JointNodes(const JointTable& table, const JointBlock& block)
+      : step(table.columns), nodes(table.nodes), column(block.column + JointTile<kRows>::Lane() / 4) {
+    const int frame = block.frame + JointTile<kRows>::Row(0) / kJointColumns;
+    inside = column < block.columns ? block.frames - frame : 0;
+    first = block.Node(table, frame, column);
+    label = column < block.columns ? table.inputs.label[int64_t(block.sequence) * table.columns + column] : -1;
+  }
+  __device__ __forceinline__ bool Inside(int i) const { return i < inside; }
+  // Of row i in a plane.
+  __device__ __forceinline__ int64_t At(int plane, int i) const { return plane * nodes + first + int64_t(i) * step; }
+
+  int step;
+  int64_t nodes, first;
+  int column, inside, label;
+};
 
 // Largest logits of rows and sums of exponentials relative to them, in parts.
 struct RowTotal {

@@ -116,36 +116,35 @@ struct JointBlock {
   int frames, columns;  // of the sequence
 };
 
-// Rows of encoder and predictor as T has them: two units of a row, 0 outside the lengths and beyond H.
-template <class T>
+// Rows of encoder and predictor: two units of a row, 0 outside the lengths and beyond H.
 struct JointRows {
   __device__ __forceinline__ JointRows(const JointTable& table, const JointBlock& block)
-      : encoder(static_cast<const T*>(table.inputs.encoder) + int64_t(block.encoder) * table.frames * table.units),
-        predictor(static_cast<const T*>(table.inputs.predictor) +
-                  int64_t(block.sequence) * table.columns * table.units),
-        units(table.units),
-        frames(block.frames),
-        columns(block.columns) {}
-  __device__ __forceinline__ Two Encoder(int t, int unit) const { return Pair(encoder, t, frames, unit); }
-  __device__ __forceinline__ Two Predictor(int u, int unit) const { return Pair(predictor, u, columns, unit); }
+      : table(table),
+        block(block),
+        encoder(int64_t(block.encoder) * table.frames * table.units),
+        predictor(int64_t(block.sequence) * table.columns * table.units) {}
+  __device__ __forceinline__ Two Encoder(int t, int unit) const {
+    return Pair(table.inputs.encoder, encoder + int64_t(t) * table.units + unit, t < block.frames, unit);
+  }
+  __device__ __forceinline__ Two Predictor(int u, int unit) const {
+    return Pair(table.inputs.predictor, predictor + int64_t(u) * table.units + unit, u < block.columns, unit);
+  }
 
-  const T *encoder, *predictor;
-  int units, frames, columns;
+  const JointTable& table;
+  const JointBlock& block;
+  int64_t encoder, predictor;
 
  private:
-  __device__ __forceinline__ Two Pair(const T* rows, int row, int end, int unit) const {
-    const T* const place = rows + int64_t(row) * units + unit;
-    const bool inside = row < end;
-    return {inside && unit < units ? Widen(place[0]) : 0.f, inside && unit + 1 < units ? Widen(place[1]) : 0.f};
+  __device__ __forceinline__ Two Pair(const void* rows, int64_t place, bool inside, int unit) const {
+    return {inside && unit < table.units ? At(rows, place) : 0.f,
+            inside && unit + 1 < table.units ? At(rows, place + 1) : 0.f};
+  }
+  // The type is the same for all: no warp diverges.
+  __device__ __forceinline__ float At(const void* rows, int64_t i) const {
+    if (table.inputs.rows == DType::kF32) return static_cast<const float*>(rows)[i];
+    const uint16_t bits = static_cast<const uint16_t*>(rows)[i];
+    return table.inputs.rows == DType::kBF16 ? Widen(BFloat16{bits}) : Widen(Half{bits});
   }
 };
-
-// f(rows) for their type.
-template <class F>
-__device__ __forceinline__ void ForRows(const JointTable& table, const JointBlock& block, const F& f) {
-  if (table.inputs.rows == DType::kF32) return f(JointRows<float>(table, block));
-  if (table.inputs.rows == DType::kBF16) return f(JointRows<BFloat16>(table, block));
-  f(JointRows<Half>(table, block));
-}
 
 }  // namespace jax_rnnt::cuda
