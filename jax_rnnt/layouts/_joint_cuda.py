@@ -25,7 +25,7 @@ from jax_rnnt.layouts._tile_blocks import Blocks
 
 CLASSES, BYTES = 128, 128  # of a stage of the weight
 _COLUMNS, _STAGES, _NUMBERS, _PAD = 8, 3, 10, 16  # as in `joint_product.cuh`
-SLAB = 150e6  # bytes of a slab
+SLAB = 175e6  # bytes of a slab
 _LEAST = 132  # blocks of a slab: a block for each multiprocessor of an H100
 _MOST_BLOCKS = 1 << 24  # of a list
 # `jax.default_matmul_precision` of products of float32 that XLA computes as TF32; others are three of them.
