@@ -183,7 +183,8 @@ def test_default_tiles(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------ kernels of a joint network
-LAUNCHED = r" = (?!.*\bpred\[\]\{\} copy).*? (?:fusion|custom-call|copy|sort|scatter|reduce|reduce-window|transpose|concatenate)\("
+OPERATIONS = "fusion", "custom-call", "copy", "sort", "scatter", "reduce", "reduce-window", "transpose", "concatenate"
+LAUNCHED = rf" = .*? (?:{'|'.join(OPERATIONS)})\("
 
 
 def joint_of(loss, batch, dtype, mesh, vocabulary=V):
@@ -207,7 +208,7 @@ def compiled_joint(loss, batch, dtype, mesh, kind="auto", vocabulary=V):
 
 
 def launches(compiled):
-    """(outside of the loop over slabs, in a turn); those of our calls are one each, but the lattice, which has three."""
+    """(outside of the loop over slabs, in a turn). A call of ours is one launch, but the lattice has three."""
     loop, entry = compiled.as_text().split("\nENTRY ")
     (body,) = (part for part in loop.split("\n\n") if "jax_rnnt_joint_sums" in part)
     return len(re.findall(LAUNCHED, entry)) + 2, len(re.findall(LAUNCHED, body))
@@ -216,7 +217,7 @@ def launches(compiled):
 JOINTS = {  # and the most launches of all blocks, at most MB of workspace
     "rnnt": (family.RNNT, BATCH, V, 200, 256),
     "hat": (family.HAT, BATCH, V, 200, 256),
-    "tdt": (family.tdt((0, 1, 2, 3, 4)), BATCH, V, 210, 300),
+    "tdt": (family.tdt((0, 1, 2, 3, 4)), BATCH, V, 220, 300),
     "tdt, many classes": (family.tdt((0, 1, 2, 3, 4)), 4, 8193, 200, 400),
     "one slab": (family.RNNT, 1, V, 60, 256),
 }

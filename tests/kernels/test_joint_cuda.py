@@ -1,7 +1,7 @@
 """Are the CUDA kernels of a joint network right, on a GPU or emulated, and who gets them?
 
-The truth is that of the logits in float64. `lab/emulation/check_joint.h` checks the kernels alone, with poison in memory
-that was not written; `lab/tests/test_gpu_compile.py` counts launches and memory.
+The truth is that of the logits in float64. `lab/emulation/check_joint.h` checks the kernels alone, with poison in
+memory that was not written; `lab/tests/test_gpu_compile.py` counts launches and memory.
 """
 
 import functools
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import PartitionSpec as P
 
 import family
 import hlo
@@ -114,7 +113,10 @@ def test_activations(name):
     weights = jnp.asarray([1.0, -2.0, 0.5, 0.0])
 
     def total(encoder, predictor, weight, bias):
-        logits = jnp.einsum("btuh,hv->btuv", activation(encoder[:, :, None] + predictor[:, None]), weight) + bias[None, None, None]
+        logits = (
+            jnp.einsum("btuh,hv->btuv", activation(encoder[:, :, None] + predictor[:, None]), weight)
+            + bias[None, None, None]
+        )
         loss = jax_rnnt.RNNTLoss(reduction="none", implementation="reference")
         losses = loss(logits, case.problem.targets, *case.lengths)
         return jnp.sum(losses * weights), losses

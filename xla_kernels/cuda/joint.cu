@@ -9,7 +9,7 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------- forward
 
 template <class T, bool kExact, int kRows>
-__global__ __launch_bounds__(kJointThreads) void JointForwardKernel(JointTable table, JointWeight w, float* planes) {
+__global__ __launch_bounds__(kJointThreads, 1) void JointForwardKernel(JointTable table, JointWeight w, float* planes) {
   JAX_RNNT_AT_MOST(kJointThreads);
   JAX_RNNT_DYNAMIC_SHARED(unsigned char, shared);
   using Tile = JointTile<kRows>;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void Clear(unsigned char* to, size_t bytes) {
 }
 
 template <class T, bool kExact, int kRows>
-__global__ __launch_bounds__(kJointThreads) void JointGradientKernel(JointTable table, JointWeight w, GradientTable g) {
+__global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTable table, JointWeight w, GradientTable g) {
   JAX_RNNT_AT_MOST(kJointThreads);
   JAX_RNNT_DYNAMIC_SHARED(unsigned char, shared);
   using Tile = JointTile<kRows>;

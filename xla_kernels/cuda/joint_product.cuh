@@ -227,8 +227,8 @@ struct RowTotal {
   }
 };
 
-// That of row threadIdx.x, if there is one, from the parts that lanes have of their rows. `numbers`: [2, 4, R] in shared
-// memory.
+// That of row threadIdx.x, if there is one, from the parts that lanes have of their rows; of four lanes with the same rows
+// the first one's sum counts. `numbers`: [2, 4, R] in shared memory.
 template <int kRows>
 __device__ __forceinline__ RowTotal Combine(RowTotal (&parts)[JointTile<kRows>::kOwn], float* numbers) {
   using Tile = JointTile<kRows>;
@@ -236,13 +236,9 @@ __device__ __forceinline__ RowTotal Combine(RowTotal (&parts)[JointTile<kRows>::
   for (int i = 0; i < Tile::kOwn; ++i) {
 #pragma unroll
     for (int mask = 1; mask <= 2; mask *= 2) {
-      RowTotal other;
-      other.peak = __shfl_xor_sync(0xffffffffu, parts[i].peak, mask);
-      other.total = __shfl_xor_sync(0xffffffffu, parts[i].total, mask);
-      // In one order for all lanes, so that they have the same bits.
-      RowTotal first = Tile::Lane() & mask ? other : parts[i];
-      first.Add(Tile::Lane() & mask ? parts[i] : other);
-      parts[i] = first;
+      const float peak = __shfl_xor_sync(0xffffffffu, parts[i].peak, mask);
+      const float total = __shfl_xor_sync(0xffffffffu, parts[i].total, mask);
+      parts[i].Add({peak, total});
     }
     if (Tile::Lane() % 4 == 0) {
       numbers[Tile::ClassWarp() * kRows + Tile::Row(i)] = parts[i].peak;
