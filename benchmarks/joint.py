@@ -130,7 +130,7 @@ def batch_contestants(batch, worker, limit):
     makers = {
         "in memory": lambda name: program(name, functools.partial(materialized, loss=SUM)),
         "packed": lambda name: program(name, packed(nodes_of(*sequences[1:]), sources[2].shape[1])),
-        "in tiles": lambda name: program(name, functools.partial(linear, loss=SUM)),
+        "LinearJoint": lambda name: program(name, functools.partial(linear, loss=SUM)),
     }
     if worker and "torchaudio, joint" in worker.names:
         makers["torchaudio, joint"] = lambda name: worker.contestant(name, "librispeech", *batch)
