@@ -131,18 +131,19 @@ class Grouped:
         return lower_plain(ctx, run, operands, in_mesh=alone)
 
     def _kernel(self, ctx, platforms, static, num_shared, mapped, depth):
-        kinds = [kind for kind in map(loading.joint_kernels, platforms) if kind]
-        if not kinds:
+        found = [(name, kind) for name in platforms if (kind := loading.joint_kernels(name))]
+        if not found:
             return None
+        (platform, kind), *_ = found
         avals = [
             jax.core.ShapedArray(x.shape[depth if m else 0 :], x.dtype) for x, m in zip(ctx.avals_in, mapped)
         ]  # fmt: skip
         device: Any = device_of(ctx)
-        if kinds[0] == "cuda":
-            device = loading.shared_memory(platforms[0], device[0])
+        if kind == "cuda":
+            device = loading.shared_memory(platform, device[0])
         several = f"the program is for {' and '.join(platforms)}" if len(platforms) > 1 else None
-        reason = several or (no_pallas(ctx) if kinds[0] == "tpu" else no_parts(ctx, "the CUDA kernels"))
-        kernel = self.kernel(kinds[0], static, avals[:num_shared], avals[num_shared:], device, reason)
+        reason = several or (no_pallas(ctx) if kind == "tpu" else no_parts(ctx, "the CUDA kernels"))
+        kernel = self.kernel(kind, static, avals[:num_shared], avals[num_shared:], device, reason)
         return kernel and functools.partial(kernel, interpret=loading.INTERPRETED.get(platforms[0], False))
 
     def _lower_kernel(self, ctx, kernel, operands, mapped, depth, num_shared):

@@ -121,7 +121,7 @@ def joint_kernels(platform: str) -> str | None:
     """The kind of the platform's kernels of joint networks; None: it has none."""
     if platform in INTERPRETED:
         return "tpu"
-    return None if missing(platform) and platform != "tpu" else JOINTS.get(platform)
+    return None if missing(platform) else JOINTS.get(platform)
 
 
 def shared_memory(platform: str, kind: str | None) -> int | str:

@@ -139,12 +139,12 @@ def mean(weight, encoder, predictor, *rest, activation=jnp.tanh):
 step = jax.value_and_grad(mean, (0, 1, 2))
 
 
-def calls(function, arguments):
+def calls(function, arguments, lowered_for=None):
     """(custom calls of the joint network in the program, warnings about tiles)"""
     primitive._warn.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        text = jax.jit(function).lower(*arguments).as_text()
+        text = jax.jit(function).trace(*arguments).lower(lowering_platforms=lowered_for).as_text()
     return text.count("@jax_rnnt_joint_"), [str(w.message) for w in caught if "LinearJoint in tiles" in str(w.message)]
 
 
@@ -213,6 +213,13 @@ def test_shared_memory(monkeypatch):
     check(case.run(activation=jnp.tanh), case.expected(), 2e-5)
     (text,) = calls(mean, shapes(units=512))[1]
     assert "of shared memory, and a thread block has 99" in text
+
+
+def test_several_platforms_are_tiles():
+    """A program for a platform with kernels and one without: what the first has is asked of the right one."""
+    both = "rocm", platforms.platform()
+    count, (text,) = calls(mean, shapes(), both)
+    assert count == 0 and f"the program is for {' and '.join(both)}" in text
 
 
 def test_functions_are_tiles_without_a_word():
