@@ -345,7 +345,8 @@ class JointProblem {
     for (int h = 0; h < padded_; ++h) {
       const double x = h < o_.units ? Sum(p.sequence, t, u, h) : 0;
       const double value = ActivationOf(o_.activation, x, false);
-      problem_.Compare("hidden unit", place * padded_ + h, is_hidden(h), value, Epsilon() + 1e-6, sizeof(T) == 4);
+      problem_.Compare("hidden unit", place * padded_ + h, is_hidden(h), value, (Epsilon() + 1e-6) * (1 + std::fabs(value)),
+                       sizeof(T) == 4);
       T& into = (*of_hidden)[place * padded_ + h];
       into = Narrow<T>(float(random_.Uniform(-1, 1)));
       if (h >= o_.units) continue;

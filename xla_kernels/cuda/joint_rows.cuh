@@ -10,14 +10,23 @@ struct Two {
   float x, y;
 };
 
+// x / y within 2 ulp; 0 where y is above 2^126.
+__device__ __forceinline__ float Divide(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  return __fdividef(x, y);
+#else
+  return x / y;
+#endif
+}
+
 // 1 / (1 + e^-x).
-__device__ __forceinline__ float Sigmoid(float x) { return 1 / (1 + Exp2(-1.44269504f * x)); }
+__device__ __forceinline__ float Sigmoid(float x) { return Divide(1, 1 + Exp2(-1.44269504f * x)); }
 
 // tanh(x), with the relative precision of float32 where that matters: near 0.
 __device__ __forceinline__ float Tanh(float x) {
   const float y = x * x;
   const float near = x * Fma(y, Fma(y, Fma(y, -0.0539682540f, 0.1333333333f), -0.3333333333f), 1.f);
-  const float size = 1 - 2 / (1 + Exp2(2.88539008f * Abs(x)));
+  const float size = 1 - Divide(2, 1 + Exp2(2.88539008f * Abs(x)));
   return Abs(x) < 0.25f ? near : x < 0 ? -size : size;
 }
 
