@@ -2,6 +2,7 @@
 
     python benchmarks/joint.py                # by shape
     python benchmarks/joint.py --librispeech  # batches of LibriSpeech's lengths; a GPU takes them whole
+    python benchmarks/joint.py --products     # on a GPU: kernels, tiles, and the matrix products of both alone
 
 All contestants take turns in one run and compute the gradients of encoder and predictor output, weight and bias.
 """
@@ -22,6 +23,7 @@ import numpy as np
 import jax_rnnt as rnnt
 import measure
 import problems
+from jax_rnnt._xla import loading
 from jax_rnnt.layouts import _tiles
 from problems import cases
 
@@ -128,7 +130,7 @@ def batch_contestants(batch, worker, limit):
     makers = {
         "in memory": lambda name: program(name, functools.partial(materialized, loss=SUM)),
         "packed": lambda name: program(name, packed(nodes_of(*sequences[1:]), sources[2].shape[1])),
-        "in tiles": lambda name: program(name, functools.partial(linear, loss=SUM)),
+        "LinearJoint": lambda name: program(name, functools.partial(linear, loss=SUM)),
     }
     if worker and "torchaudio, joint" in worker.names:
         makers["torchaudio, joint"] = lambda name: worker.contestant(name, "librispeech", *batch)
@@ -176,16 +178,91 @@ def librispeech(args, peers):
     measure.save(args, "-librispeech", [], results, **more)
 
 
+# --------------------------------------------------------------------------------------------------- beside products
+
+NODES = 1 << 15  # of the products at once
+DURATIONS = rnnt.TDTLoss(durations=(0, 1, 2, 3, 4), blank=-1)
+LARGE = {  # a case, its loss, its dtype
+    "subwords, bfloat16": (cases.Case("", B=32, T=400, U=128, V=1024, H=640), LOSS, jnp.bfloat16),
+    "subwords, float32": (cases.Case("", B=32, T=400, U=128, V=1024, H=640), LOSS, jnp.float32),
+    "8193 classes and 5 durations": (cases.Case("", B=16, T=250, U=80, V=8198, H=640), DURATIONS, jnp.bfloat16),
+}
+
+
+def products(weight, hidden, turns):
+    """As many products as value and gradient have: logits twice, the gradients of hidden units and of the weight.
+
+    Each needs the one before, so XLA leaves none out.
+    """
+
+    def turn(i, state):
+        hidden, total = state
+        hidden = jnp.einsum("nv,hv->nh", hidden @ weight, weight)
+        gradient = jnp.einsum("nh,nv->hv", hidden, hidden @ weight, preferred_element_type=jnp.float32)
+        return hidden, total + gradient
+
+    return jax.lax.fori_loop(0, turns, turn, (hidden, jnp.zeros(weight.shape, jnp.float32)))[1]
+
+
+def with_products(sources, sequences, loss, dtype, nodes):
+    """Kernels, tiles, and the bare products of so many nodes."""
+    weight, bias, *rows = (jnp.asarray(x, dtype) for x in sources)
+    start = functools.partial(measure.program, gradient=ALL, arguments=(weight, bias, *rows, *sequences))
+    linear_of_loss = functools.partial(linear, loss=loss)
+    timed = [start("kernels", linear_of_loss)]
+    with mock.patch.dict(loading.JOINTS, clear=True):
+        timed.append(start("tiles", lambda *arguments: linear_of_loss(*arguments)))
+    measure.agree(timed[0], timed[1:], loss=2e-2, gradient=2e-2 * np.abs(timed[0].check[1]).max())
+    units, classes = weight.shape
+    hidden = jnp.ones((min(nodes, NODES), units), dtype)
+    run = jax.jit(functools.partial(products, turns=-(-nodes // len(hidden))))
+    weight = weight * jnp.asarray((units / classes) ** 0.5, dtype)  # so that nothing grows from turn to turn
+    jax.block_until_ready(run(weight, hidden))
+    return [*timed, measure.calls("products", run, weight, hidden)]
+
+
+def beside_products(args):
+    budget, results, checks, deadline = measure.settle(args), {}, [], time.monotonic() + args.limit
+    makers = {name: functools.partial(of_case, args, *rest) for name, rest in LARGE.items()}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        makers[f"LibriSpeech, {jnp.dtype(dtype)}"] = functools.partial(of_librispeech, args, dtype)
+    for name, make in makers.items():
+        if results and time.monotonic() > deadline:
+            print(f"left out: {name}: no time left", file=sys.stderr)
+            continue
+        timed = results[name] = with_products(*make())
+        measure.take_turns(timed, budget, args.repeat, deadline)
+        measure.report(name, timed, ["products", "kernels"])
+        checks.append(measure.aim(f"{name}: kernels / products", timed[0], timed[-1], "<= 2"))
+    measure.report_aims(checks)
+    measure.save(args, "-joint-products", checks, results)
+
+
+def of_case(args, case, loss, dtype):
+    if args.shrink > 1:
+        case = cases.Case("", 2, case.T // args.shrink, case.U // args.shrink, 40, 32)
+    return *problems.joint(case, args.seed), loss, dtype, case.B * case.T * (case.U + 1)
+
+
+def of_librispeech(args, dtype):
+    sources, sequences = problems.librispeech("file order", 0, args.share or 1.0, args.shrink, FRAMES, COLUMNS)
+    nodes = int(np.dot(sequences[1], sequences[2] + 1.0))
+    return sources, sequences, SUM, dtype, nodes
+
+
 def main(argv=None, peers=None):
     """`peers` starts a worker with so many threads, whose contestants join in --librispeech."""
     parser = measure.options(__doc__, [case.name for case in cases.JOINT])
     parser.add_argument("--librispeech", action="store_true")
+    parser.add_argument("--products", action="store_true")
     parser.add_argument("--batches", type=int, default=3, help="of --librispeech, of each order (%(default)s)")
     parser.add_argument("--share", type=float, help="of the utterances of each batch (GPU: 1, CPU: 0.1)")
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for trials (%(default)s)")
     parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech (%(default)s)")
     args = parser.parse_args(argv)
-    if args.librispeech:
+    if args.products:
+        beside_products(args)
+    elif args.librispeech:
         librispeech(args, peers)
     else:
         by_shape(args)

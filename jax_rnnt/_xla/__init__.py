@@ -20,6 +20,7 @@ from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together
 from jax_rnnt._xla.avals import varying_axes as varying_axes
 from jax_rnnt._xla.grouped import Grouped as Grouped
+from jax_rnnt._xla.grouped import custom_call as custom_call
 from jax_rnnt._xla.grouped import most_over_groups as most_over_groups
 from jax_rnnt._xla.loading import export_checks as export_checks
 from jax_rnnt._xla.local import Local as Local

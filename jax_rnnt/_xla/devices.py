@@ -9,6 +9,7 @@ import re
 from jax_rnnt import _installation
 
 OLDEST = (7, 5)  # compute capability
+_LARGE = re.compile(r"\b(G?[HB][123]00|GH200)\b")  # kinds with 227 KB of shared memory for a thread block
 _CAPABILITY = re.compile(r"(\d+)(\d)[af]?(-real|-virtual)?")  # "90" of CMAKE_CUDA_ARCHITECTURES: code and PTX
 
 
@@ -40,6 +41,20 @@ def limits(module) -> dict[str, int]:
     """Limits of the visible devices, in place of the kernels' general ones: of that with the least shared memory."""
     visible = module.devices() if hasattr(module, "devices") else []
     return module.limits_of_shared_memory(min(shared for *_, shared in visible)) if visible else {}
+
+
+def shared_memory(module, emulated: bool, kind: str | None) -> int | str:
+    """Bytes that a thread block may have where kernels use tensor cores, or why they cannot.
+
+    Without a visible device it is what a device of this kind has, and else the least of all that have tensor cores.
+    """
+    visible = module.devices()
+    for i, (major, minor, _) in enumerate(visible):
+        if major < 8:
+            return f"it needs compute capability 8.0, and device {i} has {major}.{minor}"
+    if visible:
+        return min(shared for *_, shared in visible)
+    return (227 if emulated or _LARGE.search(kind or "") else 99) << 10
 
 
 def _version(number: int) -> str:

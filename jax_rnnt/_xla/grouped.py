@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,9 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt._xla import loading
-from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, vary_together
+from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, struct_like, vary_together
 from jax_rnnt._xla.over_devices import Devices, device_of, lower_plain, unpartitioned
-from jax_rnnt._xla.primitive import new_primitive, no_pallas
+from jax_rnnt._xla.primitive import new_primitive, no_pallas, no_parts
 
 
 def _groups(count, devices: int) -> int:
@@ -52,6 +53,12 @@ def _merge(xs):
     return [x.reshape(-1, *x.shape[2:]) for x in xs]
 
 
+def custom_call(target: str, results, operands, aliases=None, **attributes):
+    """Results [(shape, dtype)] of a kernel in a function of `Grouped`; `aliases`: {operand: result} of one memory."""
+    types = [struct_like(operands[0], shape, dtype) for shape, dtype in results]
+    return jax.ffi.ffi_call(target, types, input_output_aliases=aliases or {})(*operands, **attributes)
+
+
 class Grouped:
     """A function of one batch dimension, as a primitive that the partitioner splits as a whole.
 
@@ -66,9 +73,10 @@ class Grouped:
         in plain JAX, for one group. Shared results are sums over the batch. `grouped`: for `most_over_groups`.
         `platforms`: the program is lowered for these.
     kernel : callable, optional
-        ``kernel(static, shared, batched, device, reason) -> function`` of a kernel in Pallas, where `function` runs as
-        one: ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none. It
-        gets avals, the `device_of` the program, and why Pallas cannot run here at all, or None.
+        ``kernel(kind, static, shared, batched, device, reason) -> function`` of kernels, where `function` runs as one:
+        ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none. It gets
+        their kind ("tpu": in Pallas, "cuda"), avals, what is known of a device (`device_of` the program; for CUDA, its
+        shared memory), and why no kernel can run here at all, or None.
     """
 
     def __init__(self, name: str, function: Callable, kernel: Callable = lambda *_: None):
@@ -123,14 +131,19 @@ class Grouped:
         return lower_plain(ctx, run, operands, in_mesh=alone)
 
     def _kernel(self, ctx, platforms, static, num_shared, mapped, depth):
-        if not any(name == "tpu" or name in loading.INTERPRETED for name in platforms):
+        found = [(name, kind) for name in platforms if (kind := loading.joint_kernels(name))]
+        if not found:
             return None
+        (platform, kind), *_ = found
         avals = [
             jax.core.ShapedArray(x.shape[depth if m else 0 :], x.dtype) for x, m in zip(ctx.avals_in, mapped)
         ]  # fmt: skip
+        device: Any = device_of(ctx)
+        if kind == "cuda":
+            device = loading.shared_memory(platform, device[0])
         several = f"the program is for {' and '.join(platforms)}" if len(platforms) > 1 else None
-        reason = several or no_pallas(ctx)
-        kernel = self.kernel(static, avals[:num_shared], avals[num_shared:], device_of(ctx), reason)
+        reason = several or (no_pallas(ctx) if kind == "tpu" else no_parts(ctx, "the CUDA kernels"))
+        kernel = self.kernel(kind, static, avals[:num_shared], avals[num_shared:], device, reason)
         return kernel and functools.partial(kernel, interpret=loading.INTERPRETED.get(platforms[0], False))
 
     def _lower_kernel(self, ctx, kernel, operands, mapped, depth, num_shared):

@@ -19,11 +19,15 @@ TARGETS = (
     "jax_rnnt_lattice_loss",
     "jax_rnnt_lattice_grad",
 )
+# Of GPUs alone, and without a batch dimension.
+JOINT = "jax_rnnt_joint_fwd", "jax_rnnt_joint_bwd", "jax_rnnt_joint_sums"
 # JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
 PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
 
 # By platform: the kind of its kernels, "cpu" or "cuda" (the emulation runs CUDA kernels on the CPU platform).
 KERNELS: dict[str, str] = {}
+# By platform that has kernels of joint networks: their kind, "tpu" (in Pallas) or "cuda".
+JOINTS: dict[str, str] = {"tpu": "tpu"}
 # By platform: why it has no kernels.
 MISSING: dict[str, str] = {}
 # By platform: the largest sizes that its kernels take, by name. A name without an entry has no limit.
@@ -75,8 +79,11 @@ def _load() -> None:
             cure = f"run `{_installation.reinstall(platform)}`"
             MISSING[platform] = f"jax_rnnt.{name} was built from an older source: {cure}"
             continue
-        for target, handler in module.registrations().items():
+        handlers = module.registrations()
+        for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=registry)
+        if set(JOINT) <= set(handlers):
+            JOINTS[platform] = "cuda"
         KERNELS[platform], LIMITS[platform], WORKSPACES[platform] = module.kernels, module.limits(), module.workspace
     for target in TARGETS:
         jax.ffi.register_ffi_target_as_batch_partitionable(target)
@@ -110,6 +117,18 @@ def limits(platform: str) -> dict[str, int]:
     return LIMITS[platform] | devices.limits(module(platform))
 
 
+def joint_kernels(platform: str) -> str | None:
+    """The kind of the platform's kernels of joint networks; None: it has none."""
+    if platform in INTERPRETED:
+        return "tpu"
+    return None if missing(platform) else JOINTS.get(platform)
+
+
+def shared_memory(platform: str, kind: str | None) -> int | str:
+    """Bytes of a thread block for the kernels of joint networks, on devices of this kind if none is visible."""
+    return devices.shared_memory(module(platform), platform == "cpu", kind)
+
+
 def instruction_set(platform: str) -> str:
     """Of the platform's kernels, as far as their module tells."""
     kernels = module(platform)
@@ -134,4 +153,4 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     ...     return 2 * x
     >>> exported = jax.export.export(jax.jit(double), disabled_checks=jax_rnnt.export_checks())(1.0)
     """
-    return [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+    return [export.DisabledSafetyCheck.custom_call(target) for target in (*TARGETS, *JOINT)]

@@ -115,11 +115,16 @@ def no_pallas(ctx) -> str | None:
     """Why Pallas cannot run here at all."""
     if jax.__version_info__ < PALLAS:
         return f"the TPU kernels need jax {'.'.join(map(str, PALLAS))}, got {jax.__version__}"
+    return no_parts(ctx, "the TPU kernels")
+
+
+def no_parts(ctx, kernels: str) -> str | None:
+    """Why kernels cannot run on each device's own part."""
     partly = getattr(ctx.module_context.axis_context, "manual_axes", ()) and not unpartitioned(ctx)
     if partly and jax.__version_info__ < _PARTLY_MANUAL:
-        return f"the TPU kernels in a jax.shard_map over some axes need jax {'.'.join(map(str, _PARTLY_MANUAL))}"
+        return f"{kernels} in a jax.shard_map over some axes need jax {'.'.join(map(str, _PARTLY_MANUAL))}"
     symbols = [d for aval in ctx.avals_in for d in aval.shape if not isinstance(d, int)]
-    return f"the TPU kernels need sizes known when lowered, got the symbol {symbols[0]}" if symbols else None
+    return f"{kernels} need sizes known when lowered, got the symbol {symbols[0]}" if symbols else None
 
 
 def _row_major(x):

@@ -63,8 +63,9 @@ class JointLogits(Layout):
     error of the gradient. Time grows with the lengths, not the padding. Projections of encoder or predictor alone
     belong outside of `joint`, where they run once a frame or column and not once a node.
 
-    On a TPU a `LinearJoint` runs in two kernels instead, which keep hidden units and logits on the chip. They honour
-    `jax.default_matmul_precision`: factors of products are rounded to bfloat16 unless it asks for more.
+    On TPUs and GPUs a `LinearJoint` runs in kernels instead, which keep logits on the chip. They honour
+    `jax.default_matmul_precision`: unless it asks for more, factors of products are rounded to bfloat16 on a TPU, and
+    those of float32 to TF32 on a GPU.
 
     Sharding over the batch exchanges the gradient of the parameters alone. With an output layer that jit splits over V
     the result is right, but devices gather every tile of logits. Inside `shard_map` the loss takes a part of V for all

@@ -6,8 +6,8 @@ takes the blocks of a list, `Cut.listed`; the weight lies in VMEM all the while.
 
 Classes have an order of their own (`Classes`): those of other heads than the softmax in 128 lanes, then its blanks,
 then its other classes. So all that a loss treats in a way of its own lies in the first chunk, in known lanes. The
-kernels know no loss: the forward kernel makes numbers of rows, of which `_softmax.planes_of` makes planes; the backward
-kernel takes such numbers.
+kernels know no loss: the forward kernel makes numbers of rows, and the backward kernel takes such numbers
+(`_joint_rows.py`).
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """
@@ -22,10 +22,9 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt._xla import struct_like
-from jax_rnnt.emissions import _norm
-from jax_rnnt.emissions._emission import Nodes, inside_rows, scale_cotangent
-from jax_rnnt.emissions._softmax import Heads, planes_of
 from jax_rnnt.layouts._joint_plan import BLOCKS, COLUMNS, FRAMES, LANES, ROWS, SUBLANES, Problem, rounded
+from jax_rnnt.layouts._joint_rows import numbers as numbers_of
+from jax_rnnt.layouts._joint_rows import planes
 
 
 def _lane(shape):
@@ -249,17 +248,8 @@ def forward(problem, parameters, inputs, interpret=False):
         [pltpu.VMEM((ROWS, problem.units), problem.factor), by_lane, by_lane, by_lane],
     )
     (out,) = _call(_forward_kernel, problem, "forward", count, 1, blocked, interpret)
-    inside = _inside(inputs)
     rows = [BLOCKS.join(x, inputs.shape) for x in _joined(out, used)]
-    rows = [jnp.where(inside, x, 0) for x in rows]  # other memory was not written
-    others = len(classes.others)
-    of_others, kept, (peak, total, of_label) = rows[:others], rows[others:-3], rows[-3:]
-    softmax = problem.softmax
-    row = _norm.row_sum_of_total(peak, total) if softmax.normalize else None
-    blank, durations = (of_others[0], []) if softmax.bernoulli else (None, of_others)
-    heads = Heads(inside, row, of_label, kept[: len(classes.blanks)], durations, blank, kept[0])
-    *planes, norm = planes_of(heads, inputs.label, softmax.blanks)
-    return dict(zip(softmax._names(), planes)), norm
+    return planes(problem.softmax, classes, inputs, rows)
 
 
 def _joined(out, used):
@@ -272,10 +262,6 @@ def _joined(out, used):
         total = total * jnp.exp(peak - base) + next_total * jnp.exp(next_peak - base)
         peak, of_label = either, of_label + next_label
     return [*others, peak, total, of_label]
-
-
-def _inside(inputs):
-    return inside_rows(Nodes(inputs.label, inputs.num_frames), inputs.shape[-2])
 
 
 # -------------------------------------------------------------------------------------------------------- backward
@@ -420,7 +406,7 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
     problem = problem.of(inputs)
     arrays, classes, cut = _arrays(problem, parameters, inputs), problem.classes, problem.cut
     codes, count = cut.listed(flags)
-    numbers = [BLOCKS.cut(x) for x in _cotangents(problem, inputs, cotangents, norm, scale)]
+    numbers = [BLOCKS.cut(x) for x in numbers_of(problem.softmax, inputs, cotangents, norm, scale)]
     numbers += [jnp.zeros_like(numbers[0])] * (rounded(len(numbers), SUBLANES) - len(numbers))
     planes = jnp.stack(numbers, 1)
     bound = jnp.where(clamp > 0, clamp * jnp.abs(scale), jnp.inf).astype(jnp.float32)
@@ -474,27 +460,3 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
     of_weight = classes.restore(jnp.where(count > 0, of_weight, 0)[:units])
     of_bias = classes.restore(jnp.sum(jnp.where(count > 0, of_bias, 0), 0))
     return of_encoder_rows, of_predictor, [of_weight, of_bias][: len(parameters)]
-
-
-def _cotangents(problem, inputs, cotangents, norm, scale):
-    """Numbers of rows [B N, T, U1] for the backward kernel.
-
-    What other heads get; what is added at each blank, and at the label; the factor of exp(logit - base), and base: -inf
-    for the logit of the anchor, +inf where the softmax adds nothing.
-    """
-    softmax = problem.softmax
-    cotangents = [cotangents[name] for name in softmax._names()]
-    used = _inside(inputs) & functools.reduce(jnp.logical_or, (x != 0 for x in cotangents))
-    cotangents = [jnp.where(used, scale_cotangent(x, scale), 0) for x in cotangents]
-    count = len(softmax.blanks)
-    of_blanks, of_label, of_others = cotangents[:count], cotangents[count], cotangents[count + 1 :]
-    if softmax.bernoulli:  # a label that is the blank counts as one
-        same = inputs.label == softmax.blanks[0]
-        of_others, of_blanks = [of_blanks[0] + jnp.where(same, of_label, 0)], []
-        of_label = jnp.where(same, 0, of_label)
-    factor, base = jnp.zeros_like(of_label), jnp.full_like(of_label, jnp.inf)
-    if softmax.normalize:
-        anchored, total = _norm.denominator(norm)
-        factor = -sum(of_blanks, of_label) / jnp.where(used, total, 1)
-        base = jnp.where(used, jnp.where(anchored, -jnp.inf, norm), base)
-    return [*of_others, *of_blanks, of_label, factor, base]

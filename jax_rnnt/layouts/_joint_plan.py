@@ -1,4 +1,6 @@
-"""What the TPU's kernels of a linear joint network (`_joint_pallas.py`) take, and how they cut it.
+"""What kernels of a linear joint network take, and how they cut it: those of TPUs (`_joint_pallas.py`).
+
+Those of GPUs (`_joint_cuda.py`) have a `Problem` of their own, and the same order of classes and list of blocks.
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """
@@ -41,6 +43,7 @@ class Classes:
     blanks: tuple[int, ...]  # of the softmax
     others: tuple[int, ...]  # of other heads
     groups: int
+    sizes: tuple[int, ...] | None = None  # that a chunk may have; None: CHUNKS
 
     @property
     def start(self) -> int:
@@ -60,7 +63,7 @@ class Classes:
     @functools.cached_property
     def chunk(self) -> int:
         """Classes that a kernel takes at once: few chunks, and little padding."""
-        sizes = [size for size in CHUNKS if size > self.start]
+        sizes = self.sizes or [size for size in CHUNKS if size > self.start]
         return min(sizes, key=lambda size: rounded(self._least, size) + self._least // size * CHUNK_COST)
 
     @property
@@ -162,8 +165,8 @@ class Cut:
         return out.at[0].max(0), place[-1]  # the grid takes one block at least
 
 
-def cut_of(inputs) -> Cut:
-    return Cut(inputs.encoder.shape[0], inputs.copies, BLOCKS.grid(inputs.shape))
+def cut_of(inputs, blocks=BLOCKS) -> Cut:
+    return Cut(inputs.encoder.shape[0], inputs.copies, blocks.grid(inputs.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +179,8 @@ class Problem:
     activation: Any
     units: int  # H, padded
     exact: bool  # products of float32
+
+    blocks = BLOCKS
 
     def of(self, inputs) -> "Problem":
         """The same for the inputs of one device: of a part of the batch."""
@@ -255,23 +260,34 @@ def activation_of(function):
     return next((f for f in (jnp.tanh, jax.nn.relu, jax.nn.silu) if f is function), None)
 
 
-def plan(tiled, parameters, inputs, device) -> Problem | str:
-    """The problem for avals of the operands of a device of this (kind, cores), or why there is no kernel for it."""
-    softmax, weight = tiled.inner, parameters[0]
+def refused(tiled, parameters, inputs) -> str | None:
+    """Why no device has a kernel for avals of the operands."""
+    softmax = tiled.inner
     if type(softmax) is not Softmax:
         return "its classes are split over devices"
-    arrays = weight, inputs.encoder, inputs.predictor
-    if any(x.dtype == jnp.float64 for x in arrays):
+    if any(x.dtype == jnp.float64 for x in (parameters[0], inputs.encoder, inputs.predictor)):
         return "it takes no float64"
-    activation = activation_of(tiled.joint.activation)
-    if activation is None:
+    if activation_of(tiled.joint.activation) is None:
         names = "jnp.tanh, jax.nn.relu, jax.nn.silu and jax.nn.gelu"
         return f"it has the activations {names}, got {tiled.joint.activation!r}"
     if len(set(softmax.blanks)) < len(softmax.blanks):
         return f"its blanks must differ, got {softmax.blanks}"
-    tokens = tiled.classes - softmax.num_durations
-    others = softmax.blanks if softmax.bernoulli else tuple(range(tokens, tiled.classes))
-    blanks = () if softmax.bernoulli else softmax.blanks
+    return None
+
+
+def heads(softmax, classes):
+    """(blanks of the softmax, classes of other heads)"""
+    if softmax.bernoulli:
+        return (), softmax.blanks
+    return softmax.blanks, tuple(range(classes - softmax.num_durations, classes))
+
+
+def plan(tiled, parameters, inputs, device) -> Problem | str:
+    """The problem for avals of the operands of a device of this (kind, cores), or why there is no kernel for it."""
+    if reason := refused(tiled, parameters, inputs):
+        return reason
+    softmax, weight, activation = tiled.inner, parameters[0], activation_of(tiled.joint.activation)
+    blanks, others = heads(softmax, tiled.classes)
     if len(others) + len(blanks) + 4 > LANES:
         return f"it takes at most {LANES - 4} blanks and durations, got {len(others) + len(blanks)}"
     cut = cut_of(inputs)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
 from jax_rnnt.emissions._emission import Rows, has_nan
-from jax_rnnt.layouts import _joint_pallas, _joint_plan
+from jax_rnnt.layouts import _joint_cuda, _joint_pallas, _joint_plan
 from jax_rnnt.layouts._joint_networks import Linear, LinearJoint, split, sum_dtype
 from jax_rnnt.layouts._tile_blocks import Blocks, TileInputs, Work, add_blocks, row_index
 from jax_rnnt.layouts._tile_sizes import blocks_for, tile_types
@@ -378,43 +378,47 @@ def not_skipped(blocks, cotangents, scale, clamp):
     return jnp.any(kept, -1).reshape(-1, *blocks.grid(cotangents[0].shape[1:]))
 
 
-def _forward_kernel(plan, static, parameters, batched, interpret):
+def _forward_kernel(kernels, plan, static, parameters, batched, interpret):
     """As `_forward_tiles`, by the kernel."""
     inputs = _without_copies(batched, static[2])
-    planes = _joint_pallas.forward(plan, parameters, inputs, interpret)
+    planes = kernels.forward(plan, parameters, inputs, interpret)
     return [x.reshape(-1, inputs.copies, *inputs.shape) for x in jax.tree.leaves(planes)], []
 
 
-def _backward_kernel(plan, static, parameters, batched, interpret):
+def _backward_kernel(kernels, plan, static, parameters, batched, interpret):
     """As `_backward_tiles`, by the kernel."""
     inputs, cotangents, norm, scale, clamp = _without_copies(batched, static[2])
     # Gradients of a scale near the end of float32 would be infinite in sums that sequences share.
     most = jnp.abs(scale) * functools.reduce(jnp.maximum, map(_largest, cotangents.values()))
     off = has_nan(cotangents) | (scale == 0) | ~(most < 2.0**106)
-    blocks = _joint_plan.BLOCKS
+    blocks = plan.blocks
     flags, _ = _flags(blocks, inputs)
     flags &= not_skipped(blocks, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
     operands = parameters, inputs, cotangents, norm, scale, clamp, flags
-    of_encoder, of_predictor, totals = _joint_pallas.backward(plan, *operands, interpret)
+    of_encoder, of_predictor, totals = kernels.backward(plan, *operands, interpret)
     gradients = _of_states(inputs, of_encoder, of_predictor, off & (scale != 0))
     return [gradients[0], gradients[1].reshape(-1, inputs.copies, *inputs.predictor.shape[1:])], totals
+
+
+_KERNELS = {"tpu": (_joint_pallas, _joint_plan.plan, "TPUs"), "cuda": (_joint_cuda, _joint_cuda.plan, "GPUs")}
 
 
 def _kernel(function, inputs_of):
     """What `_xla.Grouped` asks: the kernel where it takes the problem."""
 
-    def choose(static, parameters, batched, device, reason):
+    def choose(kind, static, parameters, batched, device, reason):
         tiled, _, structure = static
         if not isinstance(tiled.joint, Linear):
             return None
         encoder, *others = batched
         flat = [jax.core.ShapedArray((math.prod(x.shape[:2]), *x.shape[2:]), x.dtype) for x in others]
         inputs = inputs_of(jax.tree.unflatten(structure, [encoder, *flat]))
-        plan = reason or _joint_plan.plan(tiled, parameters, inputs, device)
+        kernels, plan_of, name = _KERNELS[kind]
+        plan = reason or plan_of(tiled, parameters, inputs, device)
         if isinstance(plan, str):
-            _xla.warn_once(f"jax_rnnt computes a LinearJoint in tiles, not by its kernel for TPUs: {plan}.")
+            _xla.warn_once(f"jax_rnnt computes a LinearJoint in tiles, not by its kernels for {name}: {plan}.")
             return None
-        return lambda shared, batched, interpret: function(plan, static, shared, batched, interpret)
+        return lambda shared, batched, interpret: function(kernels, plan, static, shared, batched, interpret)
 
     return choose
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs everything that needs a GPU, in one command, under ten minutes and without network. See lab/cuda.md.
 #
-#   lab/benchmarks/gpu.sh                    all parts
+#   lab/benchmarks/gpu.sh                    all parts but those that have a record of these kernels already
 #   lab/benchmarks/gpu.sh build benchmark    some of them
 #   lab/benchmarks/gpu.sh --dry-run          the same without a GPU: emulated kernels, tiny sizes, nothing kept
 #
@@ -12,15 +12,16 @@
 # git does not know it; LIMIT, seconds of all parts together (585).
 #
 # Parts come in the order of what they teach first. Every part has its own time limit and runs even if others fail; the
-# exit code is 1 if any failed. Results: bench.txt, librispeech.json, counters.txt, parts.tsv (part, seconds, exit code),
+# exit code is 1 if any failed. Results: joint.json, joint.txt, bench.txt, librispeech.json, counters.txt, parts.tsv (part, seconds, exit code),
 # gpu.log.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-PARTS=(build check selftest benchmark counters librispeech decode suite large memcheck racecheck example)
+PARTS=(build joint check selftest librispeech benchmark counters decode suite large memcheck racecheck example)
+SETTLED=' benchmark counters decode example ' # have a record: they run only where they are named
 TOGETHER=' suite large memcheck racecheck example ' # time nothing, so they run side by side, at the end
 # Time limits in seconds. Those of the others and the longest of these add up to less than ten minutes.
-declare -A SECONDS_OF=([build]=60 [check]=15 [selftest]=30 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
+declare -A SECONDS_OF=([build]=110 [joint]=150 [check]=30 [selftest]=30 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
   [large]=120 [memcheck]=60 [racecheck]=120 [example]=120)
 # B, T, U, V: the first stands for LibriSpeech; the second has the narrowest rows. There XLA compiles plain JAX for two
 # minutes, so the last alone has the other contestants.
@@ -31,7 +32,7 @@ COUNTERS=gpu__time_duration.sum,sm__inst_issued.avg.pct_of_peak_sustained_active
 COUNTERS+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
 L1=l1tex__t_requests_$LOADS,l1tex__t_sectors_$LOADS,l1tex__t_set_accesses_$LOADS,l1tex__t_output_wavefronts_$LOADS
 L1+=,l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_active
-KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,devices}.cu)
+KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,joint,devices}.cu)
 
 run_part() {
   if [[ $DRY_RUN ]]; then SHAPES=('2 12 5 7 --alone --loss tdt'); fi
@@ -94,6 +95,11 @@ run_part() {
         profile "$COUNTERS,$L1" "${steps[@]}" $shape || return
         profile "$COUNTERS" "${steps[@]}" $shape --dtype bfloat16 || return
       done
+      ;;
+    joint) # ours, tiles, and the products of both alone
+      local options=(--limit "$((SECONDS_OF[joint] - 30))" --budget 1 --repeat 20)
+      if [[ $DRY_RUN ]]; then options=(--shrink 40 --share 0.04 --limit 30 --budget 0.1 --repeat 1); fi
+      "$PYTHON" benchmarks/joint.py --products "${options[@]}" --output "$OUT/joint.json" | tee "$OUT/joint.txt"
       ;;
     decode) # loops that the host steps, and loops on the device
       local options=(--only 'lstm 16' 'stateless 128' --frames 200 --budget 1 --repeat 5) buffers
@@ -179,7 +185,11 @@ export OUT PYTHON=${PYTHON:-python3} XLA_PYTHON_CLIENT_PREALLOCATE=false
 LIMIT=${LIMIT:-$((DRY_RUN ? 9000 : 585))}
 
 chosen=("$@")
-[[ $# == 0 ]] && chosen=("${PARTS[@]}")
+if [[ $# == 0 ]]; then
+  for part in "${PARTS[@]}"; do
+    [[ $DRY_RUN || $SETTLED != *" $part "* ]] && chosen+=("$part")
+  done
+fi
 
 run() {
   local part=$1 most begun code took
@@ -206,7 +216,7 @@ main() {
   for part in "${chosen[@]}"; do
     [[ ${SECONDS_OF[$part]-} ]] || { echo "no such part: $part; there are ${PARTS[*]}"; return 2; }
   done
-  rm -f "$OUT"/{parts.tsv,bench.txt,counters.txt}
+  rm -f "$OUT"/{parts.tsv,joint.txt,bench.txt,counters.txt}
   for part in "${PARTS[@]}"; do
     if [[ " ${chosen[*]} " != *" $part "* ]]; then
       continue

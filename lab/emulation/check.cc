@@ -8,6 +8,7 @@
 #include <cstdio>
 
 #include "lab/emulation/check_emission.h"
+#include "lab/emulation/check_joint.h"
 #include "lab/emulation/check_lattice.h"
 #include "xla_kernels/cuda/devices.h"
 
@@ -201,6 +202,22 @@ void CheckSkips() {
   // The step itself reads the furthest diagonal, of the next column: it must not lie where this diagonal is written.
   CheckLattice<float>("one duration", {{2, 0, 1, 0}, {2, 1, 1, 1}}, {2, 12, 5});
 }
+
+// Blocks of 4 by 8 nodes, or more frames; units below and above a stage of 128 bytes; slabs that end before the list.
+void CheckJoints() {
+  using O = JointOptions&;
+  CheckJoint<BFloat16>("joint", [](O) {});
+  CheckJoint<Half>("joint, float16", [](O o) { o.units = 65; o.rows_dtype = DType::kF16; o.activation = Activation::kRelu; });
+  CheckJoint<float>("joint, TF32", [](O o) { o.rows_dtype = DType::kBF16; o.activation = Activation::kSilu; });
+  CheckJoint<float>("joint, float32", [](O o) { o.exact = true; o.units = 70; o.copies = 2; o.bound = 0.05; });
+  CheckJoint<float>("joint, chunks", [](O o) { o.exact = true; o.classes = 384; o.blanks = 3; o.activation = Activation::kGelu; });
+  CheckJoint<float>("joint, durations", [](O o) { o.exact = true; o.classes = 256; o.others = 5; o.activation = Activation::kExactGelu; });
+  CheckJoint<float>("joint, durations of log-probabilities", [](O o) { o.classes = 256; o.others = 3; o.normalize = false; o.blanks = 2; });
+  CheckJoint<BFloat16>("joint, Bernoulli blank", [](O o) { o.classes = 384; o.others = 1; o.bernoulli = true; o.slab = 50; });
+  CheckJoint<float>("joint, 64 rows", [](O o) { o.rows = 64; o.exact = true; o.frames = 19; o.columns = 17; o.copies = 2; });
+  CheckJoint<BFloat16>("joint, 128 rows", [](O o) { o.rows = 128; o.frames = 37; o.columns = 12; o.units = 130; o.slab = 2; });
+  CheckJoint<float>("joint, one node", [](O o) { o.frames = o.columns = o.units = o.encoders = 1; o.exact = true; });
+}
 // clang-format on
 
 Masks MasksOf(double first, double second, std::function<int(int, int, int)> where) {
@@ -279,6 +296,7 @@ int main(int count, char** arguments) {
   MakeContext();
   LoadKernels();  // from here on the emulation runs no kernel that this did not find
   CheckEmissions();
+  CheckJoints();
   CheckUnitSteps();
   CheckSkips();
   CheckSizes();

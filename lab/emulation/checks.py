@@ -21,7 +21,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulation-check"
-KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in ("softmax_emission", "lattice", "skip_lattice", "devices"))
+NAMES = "softmax_emission", "lattice", "skip_lattice", "joint", "devices"
+KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in NAMES)
 OTHERS = ("lab/emulation/cuda_emulation.cc", "lab/emulation/check.cc")
 TEST = "lab/emulation/cuda_emulation_test.cc"
 HEADERS = [
@@ -39,6 +40,7 @@ SMALL_BLOCKS = [
     "-DJAX_RNNT_LATTICE_NARROW=1",
     "-DJAX_RNNT_SKIP_THREADS=64",
     "-DJAX_RNNT_GRID_Y=2",
+    "-DJAX_RNNT_JOINT_ROW_WARPS=1",
 ]
 SANITIZE = "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"
 # Products and sums as multiply-adds wherever the compiler may, as nvcc has it. GCC makes none at -O1 alone.

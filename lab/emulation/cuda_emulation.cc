@@ -211,6 +211,10 @@ JAX_RNNT_SCHEDULER uint32_t Vote(uint32_t mask, bool value, const char* name, Ca
 
 JAX_RNNT_SCHEDULER void SyncWarp(uint32_t mask, Caller caller) { Meet(mask, 0, {"__syncwarp", 0}, caller, true); }
 
+JAX_RNNT_SCHEDULER const uint64_t* Gather(uint64_t value, const char* name, Caller caller) {
+  return Meet(0xffffffffu, value, {name, 0}, caller, true);
+}
+
 JAX_RNNT_SCHEDULER uint64_t Shuffle(uint32_t mask, uint64_t value, int source, Operation operation, Caller caller) {
   const uint64_t* const values = Meet(mask, value, operation, caller, false);
   if (source < 0 || source > 31) return value;
@@ -308,8 +312,8 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = int(jax_rnnt::emulation::kSharedLimit);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : int(jax_rnnt::emulation::kSharedLimit);
   return cudaSuccess;
 }
 
@@ -343,6 +347,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid configuration argument";
     case cudaErrorInvalidDeviceFunction:
       return "a kernel that LoadKernels did not load";
+    case cudaErrorNotSupported:
+      return "operation not supported";
     case cudaErrorLaunchFailure:
       return jax_rnnt::emulation::last_message;
   }

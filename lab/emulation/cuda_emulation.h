@@ -53,6 +53,7 @@ enum cudaError_t {
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDeviceFunction = 98,
   cudaErrorLaunchFailure = 719,
+  cudaErrorNotSupported = 801,
 };
 
 // The part of the runtime that loads kernels. One device, of compute capability 9.0.
@@ -61,7 +62,7 @@ struct cudaFuncAttributes {
   int maxDynamicSharedSizeBytes;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 // Loads the kernel. Static shared memory is not known before a launch: 0.
@@ -126,12 +127,22 @@ int Barrier(int value, const char* name, Caller caller);
 // Waits for the lanes of `mask`; returns the mask of those whose value is true.
 uint32_t Vote(uint32_t mask, bool value, const char* name, Caller caller);
 void SyncWarp(uint32_t mask, Caller caller);
+// Waits for all lanes of the warp, whose accesses to memory it orders; returns the values of all.
+const uint64_t* Gather(uint64_t value, const char* name, Caller caller);
 // Waits for the lanes of `mask`; returns the value of lane `source`, or the caller's own if that is outside the warp.
 uint64_t Shuffle(uint32_t mask, uint64_t value, int source, Operation operation, Caller caller);
 
 int Lane();
 // Fails in a block of more threads.
 void AtMost(unsigned threads, Caller caller = Caller::Here());
+
+// f(lanes), where lanes(i) is the pointer of lane i; no lane continues before all have read what pointers name.
+template <class T, class F>
+void WithAllLanes(const char* name, T* mine, const F& f, Caller caller = Caller::Here()) {
+  const uint64_t* const all = Gather(reinterpret_cast<uintptr_t>(mine), name, caller);
+  f([&](int lane) { return reinterpret_cast<T*>(uintptr_t(all[lane])); });
+  Gather(0, name, caller);
+}
 
 struct Copy {
   void* to;

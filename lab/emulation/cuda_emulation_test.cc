@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "xla_kernels/cuda/elements.cuh"
+#include "xla_kernels/cuda/matrix.cuh"
 #include "xla_kernels/cuda/memory.cuh"
 
 namespace jax_rnnt::cuda {
@@ -57,6 +58,32 @@ __global__ void Poisoned(int* nan) {
   dynamic[1] = 0;
 }
 
+// a[16, 8 words] times b[8, 8 words]: element k of a row of a is row + 16 k, of b column - k; as small integers, exact.
+template <class T>
+__global__ void MatrixProduct(int* errors) {
+  constexpr int n = 32 / int(sizeof(T));
+  JAX_RNNT_SHARED_ARRAY(T, rows, 24 * n);  // of a, then of b
+  for (int i = int(threadIdx.x); i < 24 * n; i += 32)
+    rows[i] = Narrow<T>(float(i < 16 * n ? i / n + 16 * (i % n) : i / n - 16 - i % n));
+  __syncwarp();
+  const int lane = int(threadIdx.x);
+  const auto at = [&](int row, int byte) {
+    return SharedAddress<unsigned char>(reinterpret_cast<unsigned char*>(rows + row * n) + byte);
+  };
+  uint32_t a[4], words[4];
+  LoadMatrices(a, at(lane % 16, lane / 16 * 16));
+  LoadMatrices(words, at(16 + lane % 8, lane / 8 % 2 * 16));
+  const uint32_t b[2] = {words[0], words[1]};
+  float sums[4] = {1, 2, 3, 4};
+  MultiplyAdd<T>(sums, a, b);
+  for (int e = 0; e < 4; ++e) {  // where PTX has them
+    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    float sum = float(e + 1);
+    for (int k = 0; k < n; ++k) sum += float((row + 16 * k) * (column - k));
+    errors[lane] += sums[e] != sum;
+  }
+}
+
 // ---- misuse ----
 
 struct Misuse {
@@ -91,6 +118,11 @@ const Misuse kMisuse[] = {
     {"mask of absent", [](int*) { __shfl_xor_sync(kAll, 1, 1); }, "lane that has exited or does not exist", 48},
     {"exit while awaited", [](int*) { if (threadIdx.x != 31) __ballot_sync(kAll, 1); }, "__ballot_sync at"},
     {"outside its own mask", [](int*) { __shfl_sync(0x0000ffffu, 1, 0); }, "the caller's lane is not in its mask"},
+    {"matrices of some", [](int*) {
+       uint32_t words[4];
+       JAX_RNNT_SHARED_ARRAY(unsigned char, rows, 16);
+       if (threadIdx.x != 5) LoadMatrices(words, SharedAddress<unsigned char>(rows));
+     }, "ldmatrix at"},
     {"source outside the mask", [](int*) { if (threadIdx.x < 16) __shfl_xor_sync(0x0000ffffu, 1, 16); },
      "reads from a lane outside the mask"},
     {"too much static", [](int*) {
@@ -132,6 +164,13 @@ void RightUse() {
   bool right = true;
   for (int count : errors) right = right && count == 0;
   Expect(right, "shuffles and votes give the right values");
+  for (const auto product : {&MatrixProduct<BFloat16>, &MatrixProduct<Half>, &MatrixProduct<float>}) {
+    errors.assign(64, 0);
+    right = Launch(product, dim3(1), dim3(32), 0, nullptr, errors.data()) == cudaSuccess;
+    for (int count : errors) right = right && count == 0;
+    Expect(right, "products of small matrices");
+  }
+  Expect(RoundToTF32(1 + 0x1p-11f) == 1 + 0x1p-10f && RoundToTF32(-1 - 0x1.fp-12f) == -1, "rounding to TF32");
   int nan = 0;
   for (int i = 0; i < 2; ++i) {  // the first launch leaves values in shared memory
     Launch(&Poisoned, dim3(1), dim3(1), 16, nullptr, &nan);

@@ -131,11 +131,16 @@ def test_planes_of_the_loss_alone(inplace, gradient, planes):
     assert compiled.memory_analysis().alias_size_in_bytes == (4 * NODES * V if inplace else 0)
 
 
+def of_function(weight, bias):
+    """A joint network that is no LinearJoint: it runs in tiles."""
+    return lambda encoder, predictor: jnp.tanh(encoder + predictor) @ weight + bias[None]
+
+
 def test_tiles(kind, mesh, dtype):
     """Tiles of 2,048 rows take 64 MB, where the default takes 256."""
 
     def mean(parameters, rows, rest):
-        logits = jax_rnnt.JointLogits(jax_rnnt.LinearJoint(*parameters), *rows, 2048)
+        logits = jax_rnnt.JointLogits(of_function(*parameters), *rows, 2048)
         return jax_rnnt.RNNTLoss(implementation="kernel")(logits, *rest)
 
     step = jax.value_and_grad(over_devices(kind, mean, mesh, 2), (0, 1))
@@ -153,23 +158,11 @@ def test_tiles(kind, mesh, dtype):
     assert all("unique_indices=true" in line or "= pred[" in line for line in scatters), scatters
 
 
-JOINTS = {  # and the most launches
-    "rnnt": (family.RNNT, "linear", 1000),
-    "tdt": (family.tdt((0, 1, 2, 3, 4)), "linear", 1200),  # with a tile less, 257 MB
-    "hat": (family.HAT, "linear", 1000),
-    "function": (family.RNNT, "function", 1700),
-}
-
-
-@pytest.mark.parametrize(("loss", "joint", "most"), JOINTS.values(), ids=JOINTS)
-def test_default_tiles(monkeypatch, loss, joint, most):
+def test_default_tiles(monkeypatch):
     """Without `chunk`, in bfloat16. A launch costs about 2.5 us, the products of the step 15 ms."""
 
     def mean(parameters, rows, rest):
-        weight, bias = parameters
-        function = lambda encoder, predictor: jnp.tanh(encoder + predictor) @ weight + bias[None]
-        made = jax_rnnt.LinearJoint(weight, bias) if joint == "linear" else function
-        return loss.value(implementation="kernel")(jax_rnnt.JointLogits(made, *rows), *rest)
+        return family.RNNT.value(implementation="kernel")(jax_rnnt.JointLogits(of_function(*parameters), *rows), *rest)
 
     shapes = joint_shapes(mesh_of(1), BATCH, jnp.bfloat16)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # decides the rows of a tile for a function
@@ -183,7 +176,72 @@ def test_default_tiles(monkeypatch, loss, joint, most):
     kernels = re.findall(r" = (.*?) (?:fusion|custom-call|copy|sort)\(", "\n".join(loops))
     rows = max(int(n) for x in loops for n in re.findall(rf"bf16\[(\d+),1,1,{V}\]", x))
     turns = 1 + 1.03 * TILED_NODES / rows  # with all blocks listed, of which a block's edges take 1%
-    assert turns * len(kernels) <= most
+    assert turns * len(kernels) <= 1700
     # The products round to 16 bits: no array has the logits or hidden units of a tile in float32.
     shapes = [tuple(map(int, dims.split(","))) for x in kernels for dims in re.findall(r"\bf32\[([\d,]+)\]", x)]
     assert shapes and max(map(np.prod, shapes)) < rows * WIDTH
+
+
+# ------------------------------------------------------------------------------------------ kernels of a joint network
+OPERATIONS = "fusion", "custom-call", "copy", "sort", "scatter", "reduce", "reduce-window", "transpose", "concatenate"
+LAUNCHED = rf" = .*? (?:{'|'.join(OPERATIONS)})\("
+
+
+def joint_of(loss, batch, dtype, mesh, vocabulary=V):
+    """(the step of a mean loss with a LinearJoint, its shapes)"""
+
+    def mean(parameters, rows, rest):
+        return loss.value()(jax_rnnt.JointLogits(jax_rnnt.LinearJoint(*parameters), *rows), *rest)
+
+    classes = vocabulary + loss.extra_classes
+    parameters = shape(mesh, WIDTH, classes, dtype=dtype, axes=()), shape(mesh, classes, dtype=dtype, axes=())
+    _, rows, rest = joint_shapes(mesh, batch, dtype)
+    return mean, (parameters, rows, rest)
+
+
+def compiled_joint(loss, batch, dtype, mesh, kind="auto", vocabulary=V):
+    mean, shapes = joint_of(loss, batch, dtype, mesh, vocabulary)
+    step = jax.value_and_grad(over_devices(kind, mean, mesh, 2), (0, 1))
+    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}  # the library's products
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_matmul_precision("default"):
+        return jax.jit(step).lower(*shapes).compile(options)
+
+
+def launches(compiled):
+    """(outside of the loop over slabs, in a turn). A call of ours is one launch, but the lattice has three."""
+    loop, entry = compiled.as_text().split("\nENTRY ")
+    (body,) = (part for part in loop.split("\n\n") if "jax_rnnt_joint_sums" in part)
+    return len(re.findall(LAUNCHED, entry)) + 2, len(re.findall(LAUNCHED, body))
+
+
+JOINTS = {  # and the most launches of all blocks, at most MB of workspace
+    "rnnt": (family.RNNT, BATCH, V, 200, 256),
+    "hat": (family.HAT, BATCH, V, 200, 256),
+    "tdt": (family.tdt((0, 1, 2, 3, 4)), BATCH, V, 220, 300),
+    "tdt, many classes": (family.tdt((0, 1, 2, 3, 4)), 4, 8193, 200, 400),
+    "one slab": (family.RNNT, 1, V, 60, 256),
+}
+
+
+@pytest.mark.parametrize(("loss", "batch", "vocabulary", "most", "megabytes"), JOINTS.values(), ids=JOINTS)
+def test_joint(loss, batch, vocabulary, most, megabytes):
+    """In bfloat16, with all nodes inside the lengths. Four launches a slab: two of ours and two products."""
+    compiled = compiled_joint(loss, batch, np.dtype(jnp.bfloat16), mesh_of(1), vocabulary=vocabulary)
+    outside, turn = launches(compiled)
+    slab = int(re.search(r"bf16\[(\d+),640\]\S*, bf16\[\d+,\d+\]\S*, f32\[\d+,2,\d+\]", compiled.as_text())[1]) // 128
+    blocks = batch * -(-FRAMES // 16) * -(-(LABELS + 1) // 8)
+    assert turn == 4
+    assert outside + turn * -(-blocks // slab) <= most, (outside, turn, blocks, slab)
+    assert temporaries(compiled) <= megabytes * 1e6
+
+
+def test_joint_on_devices(kind, mesh, dtype):
+    """Devices exchange the mean and the gradients of the parameters, once."""
+    compiled = compiled_joint(family.RNNT, BATCH * DEVICES, dtype, mesh, kind)
+    text = compiled.as_text()
+    assert set(hlo.collectives(text)) == {"all-reduce"}
+    loop, _ = text.split("\nENTRY ")
+    assert not hlo.collectives(loop)
+    kernels = "jax_rnnt_joint_fwd", "jax_rnnt_joint_bwd", "jax_rnnt_joint_sums", "jax_rnnt_lattice_grad"
+    assert hlo.custom_calls(text) == hlo.once(kernels)
+    assert temporaries(compiled) <= 320e6

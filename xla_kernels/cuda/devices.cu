@@ -9,6 +9,7 @@
 #include <mutex>
 #include <set>
 
+#include "xla_kernels/cuda/joint.h"
 #include "xla_kernels/cuda/lattice.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 #if defined(__CUDACC__)
@@ -82,10 +83,33 @@ void LoadLattice() {
   }
 }
 
+void LoadJoint() {
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    for (const int64_t rows : {32, 64, 128}) {
+      for (const bool exact : {false, true}) {
+        JointShape shape = {};
+        shape.encoders = shape.copies = shape.frames = shape.columns = shape.units = shape.blocks = shape.slab = 1;
+        shape.classes = kJointClasses, shape.padded_units = kJointBytes / 2, shape.rows = rows, shape.exact = exact;
+        JointInputs inputs = {};
+        inputs.dtype = dtype;
+        JointForwardArgs forward = {};
+        JointGradientArgs gradient = {};
+        JointSumsArgs sums = {};
+        forward.shape = gradient.shape = sums.shape = shape;
+        forward.inputs = gradient.inputs = sums.inputs = inputs;
+        (void)JointForward(forward, nullptr);
+        (void)JointGradient(gradient, nullptr);
+        (void)JointSums(sums, nullptr);
+      }
+    }
+  }
+}
+
 void LoadOnThisDevice() {
   const Loading loading;
   LoadEmission();
   LoadLattice();
+  LoadJoint();
 }
 
 // Devices whose kernels are loaded. It is never destroyed: threads of XLA may run on while the process ends.

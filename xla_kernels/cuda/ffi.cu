@@ -7,6 +7,7 @@
 #include "xla_kernels/common/ffi_calls.h"
 #include "xla_kernels/common/registration.h"
 #include "xla_kernels/cuda/devices.h"
+#include "xla_kernels/cuda/joint_calls.h"
 #include "xla_kernels/cuda/lattice.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 
@@ -49,6 +50,18 @@ struct Cuda {
     LoadKernelsHere();
     return Status(Lattice(call.is_double, call.args, CudaStream(stream)), "lattice");
   }
+  static ffi::Error Run(const Stream& stream, const JointForwardArgs& args) {
+    LoadKernelsHere();
+    return Status(JointForward(args, CudaStream(stream)), "joint network forward");
+  }
+  static ffi::Error Run(const Stream& stream, const JointGradientArgs& args) {
+    LoadKernelsHere();
+    return Status(JointGradient(args, CudaStream(stream)), "gradient of a joint network");
+  }
+  static ffi::Error Run(const Stream& stream, const JointSumsArgs& args) {
+    LoadKernelsHere();
+    return Status(JointSums(args, CudaStream(stream)), "sums of a joint network");
+  }
 };
 
 // Some versions of XLA pass operands and results to this stage, some do not.
@@ -64,6 +77,10 @@ XLA_FFI_DEFINE_HANDLER(kEmissionForward, On::EmissionForward, BindEmissionForwar
 XLA_FFI_DEFINE_HANDLER(kEmissionBackward, On::EmissionBackward, BindEmissionBackward<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kLatticeLoss, On::Lattice<false>, BindLattice<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kLatticeGradient, On::Lattice<true>, BindLattice<Context>(), JAX_RNNT_TRAITS);
+using OnJoint = JointHandlers<Cuda>;
+XLA_FFI_DEFINE_HANDLER(kJointForward, OnJoint::Forward, BindJointForward<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kJointGradient, OnJoint::Gradient, BindJointGradient<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kJointSums, OnJoint::Sums, BindJointSums<Context>(), JAX_RNNT_TRAITS);
 
 }  // namespace
 }  // namespace cuda
@@ -78,6 +95,9 @@ std::vector<Registration> Registrations() {
       stages("jax_rnnt_softmax_emission_bwd", cuda::kEmissionBackward),
       stages("jax_rnnt_lattice_loss", cuda::kLatticeLoss),
       stages("jax_rnnt_lattice_grad", cuda::kLatticeGradient),
+      stages("jax_rnnt_joint_fwd", cuda::kJointForward),
+      stages("jax_rnnt_joint_bwd", cuda::kJointGradient),
+      stages("jax_rnnt_joint_sums", cuda::kJointSums),
   };
 }
 

@@ -1,6 +1,6 @@
 // The one CUDA include of kernel sources: the CUDA toolkit under nvcc, its emulation on the CPU under other compilers,
-// and functions beyond the common subset of the two. Only this file, elements.cuh and memory.cuh have
-// inline PTX; each piece has a host body.
+// and functions beyond the common subset of the two. Only this file, elements.cuh, memory.cuh and
+// matrix.cuh have inline PTX; each piece has a host body.
 //
 // One source runs on both if it follows three rules: the macros below declare shared memory, Launch starts kernels, and
 // no block waits for another.
