@@ -276,6 +276,8 @@ class Search:
         key: jax.Array,
         *,
         samples: int,
+        top_k: int | jax.Array | None = None,
+        top_p: float | jax.Array = 1.0,
         exact_end: bool | jax.Array = False,
     ) -> Hypotheses:
         """Alignments drawn from the model, move by move, with the exact log-probability of each draw.
@@ -299,12 +301,20 @@ class Search:
             not depend on the batch. Inside `jax.shard_map`, where numbers start anew on each device, give one of each.
         samples : int
             N. Samples are independent, so labels may repeat.
+        top_k : int or integer scalar Array, optional
+            At each node, draws are among the moves of the `top_k` most probable classes. Classes are those of the first
+            softmax, labels and blanks, each with the probability of its allowed moves at the temperature of the search;
+            of equal ones blanks come first, then lower classes. Durations are drawn in full. None: all classes.
+        top_p : float or scalar Array, default 1.0
+            Of these classes, whose probabilities are made to add up to 1 again, the most probable ones whose
+            probabilities reach `top_p`, and no more. Above 0 and at most 1, which keeps all.
 
         Returns
         -------
         Hypotheses
             [B, N], in the order of the draws. `scores` are log-probabilities, in nats, of drawing these alignments, not
-            of their labels. -inf: the draws met a dead end of the lattice (`exact_end`). `state` is None.
+            of their labels; `label_log_probs` are those of the model. -inf: the draws met a dead end of the lattice
+            (`exact_end`). `state` is None.
 
         Raises
         ------
@@ -317,7 +327,7 @@ class Search:
         mwer_loss : The expected number of errors of a list.
         """
         self._lacks("sample", "ilm_weight", "blank_penalty", "duration_choice", "confidence")
-        return _sample.run(self, encoder_out, lengths, key, samples, exact_end)
+        return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end)
 
     def parallel(
         self, encoder_out: jax.Array, lengths: jax.Array, *, rounds: int = 0, exact_end: bool | jax.Array = False
@@ -553,6 +563,8 @@ def sample(
     key: jax.Array,
     *,
     samples: int,
+    top_k: int | jax.Array | None = None,
+    top_p: float | jax.Array = 1.0,
     exact_end: bool | jax.Array = False,
     **options: Any,
 ) -> Hypotheses:
@@ -562,7 +574,7 @@ def sample(
     ----------
     loss, joint, predictor, max_labels, **options
         As for `Search`.
-    encoder_out, lengths, key, samples, exact_end
+    encoder_out, lengths, key, samples, top_k, top_p, exact_end
         As for `Search.sample`.
 
     Returns
@@ -585,7 +597,7 @@ def sample(
     [0.8, 0.16, 0.032]
     """
     search = _search("sample", loss, joint, predictor, max_labels, **options)
-    return search.sample(encoder_out, lengths, key, samples=samples, exact_end=exact_end)
+    return search.sample(encoder_out, lengths, key, samples=samples, top_k=top_k, top_p=top_p, exact_end=exact_end)
 
 
 @_with_options
