@@ -46,15 +46,16 @@ TEMPERATURE = Number("temperature", (SMALLEST, 1.0, 1.7, LARGEST), (0.0, -1.0, S
 WEIGHT = Number("weight", (-1e300, 0.0, 0.3, 1e300), NOT_FINITE, "fusion[0] weight")
 INTERNAL = Number("ilm_weight", (-1e300, 0.0, 0.3, 1e300), NOT_FINITE)
 THRESHOLD = Number("threshold", (0.0, 3.0, math.inf), (-SMALLEST, -1.0, -math.inf, math.nan))
+SURE = Number("blank_threshold", (1.0, 0.0, 0.9), (-0.1, 1.5, *NOT_FINITE))
 TOP_P = Number("top_p", (1.0, SMALLEST, 0.7), (0.0, -0.5, 1.5, *NOT_FINITE))
 NORM = Number("length_norm", (-1e300, 0.0, 0.7, 1e300), NOT_FINITE)
 ARC = Number("arc_weights", (-math.inf, 0.0, 0.2, 1e300), (math.nan, math.inf), "Weighted.decoding() arc_weights[1]")
 FUSED = (WEIGHT, INTERNAL)
 NUMBERS = {
-    "greedy": (PENALTY, TEMPERATURE, ARC, *FUSED),
-    "beam": (PENALTY, TEMPERATURE, ARC, *FUSED, THRESHOLD, NORM),
+    "greedy": (PENALTY, TEMPERATURE, SURE, ARC, *FUSED),
+    "beam": (PENALTY, TEMPERATURE, SURE, ARC, *FUSED, THRESHOLD, NORM),
     "sample": (TEMPERATURE, TOP_P, ARC),
-    "parallel": (PENALTY, TEMPERATURE, ARC),
+    "parallel": (PENALTY, TEMPERATURE, SURE, ARC),
 }
 COUNTS = {
     "greedy": ("max_labels", "max_symbols", "window"),
@@ -93,7 +94,7 @@ def traced(name):
 
 def ordinary(name):
     """A value of each option with which a search finds labels."""
-    usual = {"temperature": 1.7, "threshold": 9.0}
+    usual = {"temperature": 1.7, "threshold": 9.0, "blank_threshold": 0.95}
     return {option.name: usual.get(option.name, 0.3) for option in NUMBERS[name]}
 
 

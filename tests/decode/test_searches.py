@@ -17,7 +17,7 @@ import meshes
 import reference_numpy as truth
 from decoding import EXACT, MOST, NAMED, Model, allowed, assert_same, trimmed
 from jax_rnnt import Composition, RNNTLoss, TDTLoss, TransducerLoss, decode, emissions, lattices
-from jax_rnnt.decode.search import _sample
+from jax_rnnt.decode.search import _problem, _sample
 from jax_rnnt.decode.search._symbols import checked_scoring, symbols_of
 
 # ------------------------------------------------------------------------------------- penalty and temperature
@@ -166,6 +166,35 @@ def test_token_first_of_ones_own():
     search = functools.partial(decode.greedy, duration_choice="token_first")
     found = jax.jit(lambda x: search(LabelsStay(blank=2), jnp.add, predictor, x, np.array([3]), 2))(encoder)
     np.testing.assert_allclose(found.scores[0], 3 * np.log(0.1 * 0.5), rtol=EXACT)
+
+
+# ----------------------------------------------------------------------------------------------------- blank first
+
+
+def test_blank_first(monkeypatch):
+    """Greedy search of a HAT needs no labels where the blank has 1/2; products for labels are counted."""
+    count = []
+
+    def counted(x):
+        jax.debug.callback(lambda: count.append(None))
+        return x
+
+    model = Model(NAMED["hat"], batch=1, frames=40, seed=3)
+    plain = model.search(decode.greedy, 90, window=2)
+    monkeypatch.setattr(_problem, "unchanged", counted)
+    products = {}
+    for threshold in (1.0, 0.5, 0.0):
+        count.clear()
+        found = model.search(decode.greedy, 90, window=2, blank_threshold=np.float64(threshold))
+        jax.effects_barrier()
+        products[threshold] = len(count)
+        if threshold:
+            assert_same(found[:3], plain[:3])
+            np.testing.assert_allclose(found.scores, plain.scores, rtol=EXACT)
+    assert plain.counts[0] > 20 and (found.counts == 0).all()
+    steps = {threshold: products[threshold] / 2 for threshold in (1.0, 0.5)}  # the column of the blank and all others
+    steps[0.0] = products[0.0]  # no product but that of the blank, once in two frames
+    assert steps[0.0] == 20 < steps[0.5] < steps[1.0], products
 
 
 # --------------------------------------------------------------------------------------------------- samples

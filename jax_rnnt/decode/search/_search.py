@@ -80,6 +80,12 @@ class Search:
     temperature : float or scalar Array, default 1.0
         Divides the logits before the softmax: those of tokens, of durations and of a HAT's blank. It counts in the
         scores. Rows that are log-probabilities already (`fused_log_softmax=False`) allow 1 alone.
+    blank_threshold : float or scalar Array, default 1.0
+        On a frame whose blanks have together at least this probability, at the temperature and before penalty and
+        fusion, no label may be written; 1 is off. So a search chooses, merges and reads fewer labels, of which it may
+        lose some. Of a `HATLoss` with a `LinearJoint`, the product for the labels is left out where the blanks of all
+        rows of a step are so probable; and from 0.5 on `greedy` finds exactly what it finds without, up to the rounding
+        of scores, as long as there is no fusion, internal language model or penalty. Of all verbs but `sample`.
     duration_choice : {"pair", "token_first"}, default "pair"
         "pair": the best move is the best pair of token and duration. "token_first": NeMo's and Hugging Face's rule for
         TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
@@ -130,6 +136,7 @@ class Search:
     ilm_weight: float | jax.Array = 0.0
     blank_penalty: float | jax.Array = 0.0
     temperature: float | jax.Array = 1.0
+    blank_threshold: float | jax.Array = 1.0
     duration_choice: typing.Literal["pair", "token_first"] = "pair"
     confidence: Entropy | None = None
     start: int | None = None
@@ -319,14 +326,14 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; `key` is no random key; the search has an internal language model, a penalty, a confidence
-            or a `duration_choice`.
+            As for `greedy`; `key` is no random key; the search has an internal language model, a penalty, a
+            `blank_threshold`, a confidence or a `duration_choice`.
 
         See Also
         --------
         mwer_loss : The expected number of errors of a list.
         """
-        self._lacks("sample", "ilm_weight", "blank_penalty", "duration_choice", "confidence")
+        self._lacks("sample", "ilm_weight", "blank_penalty", "blank_threshold", "duration_choice", "confidence")
         return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end)
 
     def parallel(
