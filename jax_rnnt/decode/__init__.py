@@ -4,6 +4,9 @@ All of it runs under `jax.jit`, in batches and with static shapes, for every los
 (`TransducerLoss.decoding`). `search` has the searches, `lm` the models that add scores to labels.
 """
 
+from jax_rnnt.decode._ctc_phrases import FoundPhrase as FoundPhrase
+from jax_rnnt.decode._ctc_phrases import find_phrases as find_phrases
+from jax_rnnt.decode._ctc_phrases import phrase_scores as phrase_scores
 from jax_rnnt.decode._hypotheses import Hypotheses as Hypotheses
 from jax_rnnt.decode._modules import linen_predictor as linen_predictor
 from jax_rnnt.decode._modules import nnx_predictor as nnx_predictor
@@ -14,6 +17,7 @@ from jax_rnnt.decode._streams import commit_labels as commit_labels
 from jax_rnnt.decode._streams import concatenate_streams as concatenate_streams
 from jax_rnnt.decode._streams import reset_streams as reset_streams
 from jax_rnnt.decode._streams import select_streams as select_streams
+from jax_rnnt.decode.lm._labels import Labels as Labels
 from jax_rnnt.decode.lm._ngram import NGram as NGram
 from jax_rnnt.decode.lm._phrases import Phrases as Phrases
 from jax_rnnt.decode.lm._words import WordNGram as WordNGram
@@ -26,7 +30,9 @@ from jax_rnnt.decode.search._search import sample as sample
 
 __all__ = [
     "Entropy",
+    "FoundPhrase",
     "Hypotheses",
+    "Labels",
     "NGram",
     "Phrases",
     "Predictor",
@@ -35,10 +41,12 @@ __all__ = [
     "beam",
     "commit_labels",
     "concatenate_streams",
+    "find_phrases",
     "greedy",
     "linen_predictor",
     "nnx_predictor",
     "parallel",
+    "phrase_scores",
     "predict",
     "reset_streams",
     "sample",

@@ -29,13 +29,14 @@ VERBS = {
 # What each verb does not use, with values that differ from the defaults.
 OTHERS = {
     "max_symbols": 3, "window": 2, "fusion": ((LM, 0.5),), "ilm_weight": 0.1, "blank_penalty": 0.1,
-    "temperature": 1.5, "duration_choice": "token_first", "confidence": decode.Entropy(), "start": 0,
+    "temperature": 1.5, "blank_threshold": 0.9, "duration_choice": "token_first", "confidence": decode.Entropy(),
+    "start": 0,
 }  # fmt: skip
 UNUSED = {
     "greedy": (),
     "beam": ("window", "duration_choice"),
-    "sample": ("fusion", "ilm_weight", "blank_penalty", "duration_choice", "confidence"),
-    "parallel": ("max_symbols", "window", "fusion", "ilm_weight", "confidence"),
+    "sample": ("ilm_weight", "blank_penalty", "blank_threshold", "duration_choice", "confidence"),
+    "parallel": ("max_symbols", "window", "ilm_weight", "confidence"),
 }
 
 
@@ -83,7 +84,8 @@ TAKEN = [(verb, name) for verb in ("sample", "parallel") for name in OTHERS if n
 
 @pytest.mark.parametrize(("verb", "name"), [("greedy", "window"), *TAKEN])
 def test_other_options_change_the_program(verb, name):
-    assert program(verb, search(**{name: OTHERS[name]})) != usual(verb)
+    value = ((decode.Labels([True] * MODEL.tokens), 0.5),) if name == "fusion" else OTHERS[name]
+    assert program(verb, search(**{name: value})) != usual(verb)
 
 
 def test_every_option_is_tried():
