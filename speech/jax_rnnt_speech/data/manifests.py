@@ -73,7 +73,10 @@ def suffix_of(path):
 
 def is_list(path):
     """Whether `read` takes it for a list of recordings, and not for one."""
-    return path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
+    from jax_rnnt_speech.data import archives
+
+    known = path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
+    return known or archives.is_archive(path) or archives.is_pattern(path)
 
 
 def read(path, audio_column="", text_column="", speaker_column="", texts=True):
@@ -81,7 +84,13 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
 
     A column must be there; one of a list may be missing, and then the usual ones count.
     """
-    path = Path(path)
+    from jax_rnnt_speech.data import archives  # which reads lines of manifests
+
+    path, several = Path(path), archives.is_pattern(path)
+    if several:
+        for x in archives.expanded(path):
+            yield from read(x, audio_column, text_column, speaker_column, texts)
+        return
     columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
     columns = *columns, (speaker_column, SPEAKER_KEYS)
     keys = [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
@@ -90,6 +99,8 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
             raise ListError(path, "does not exist")
         of_kaldi = path.name in KALDI and not path.is_dir()
         rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
+        if (shards := archives.of_archive(path)) is not None:
+            rows = (x if isinstance(x, Fault) else x[1] for shard in shards for x in shard.read(keys))
         yield next(rows, Fault("nothing is listed", path.name))
         yield from rows
     except (OSError, EOFError, zlib.error) as error:
@@ -174,6 +185,17 @@ def objects(path, keys):
                     yield f"{path.name} line {i}", json.loads(line)
                 except (ValueError, RecursionError):
                     yield f"{path.name} line {i}", LineError("not JSON")
+
+
+def object_of(line):
+    """The object of a line of JSON."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise LineError("not JSON") from None
+    if not isinstance(row, dict):
+        raise LineError("not an object with keys")
+    return row
 
 
 def table(path, keys):
@@ -368,12 +390,16 @@ def is_file(path):
 
 
 def entry(row, path, keys, name=""):
-    """The Entry of a row that says which part of a file has which text; by default, its audio gives the name."""
+    """The Entry of a row that says which part of a file has which text; by default, its audio gives the name.
+
+    `path`: the manifest, or a function that finds the audio by its name.
+    """
     audio, notes = first_of(row, keys[0]), []
     audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
     if not audio:
         raise LineError("no name of an audio file")
-    file, (start, end, whole), text = located(audio, path), span(row, notes), first_of(row, keys[1])
+    file = path(audio) if callable(path) else located(audio, path)
+    (start, end, whole), text = span(row, notes), first_of(row, keys[1])
     if keys[1] and not any(x in row for x in keys[1]):
         raise LineError("no text")
     text = "" if text is None else encodable(text, "the text")

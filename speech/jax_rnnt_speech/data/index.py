@@ -1,0 +1,158 @@
+"""Where each utterance of some shards is, and how long it lasts: what an order over them needs, and nothing decoded.
+
+Seconds come from the manifest or from the header of the audio. They are kept in a folder and mapped into memory, so
+that another start reads no header, and workers share one copy.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_rnnt_speech.data import archives, audio, cache, headers
+from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.system import UserError, outputs
+
+FORM = 1  # of the files: another number makes them anew
+HEAD = 64  # bytes of a header
+THREADS = 16  # that read headers, in each process
+ARRAYS = "rows", "seconds", "shards"
+
+
+class Index(NamedTuple):
+    rows: np.ndarray  # int64 [n, 5], as the shards understand them
+    seconds: np.ndarray  # float32 [n]; below 0 where they are an estimate
+    shards: np.ndarray  # int32 [n], numbers of shards
+    faults: list  # (reason, name)
+
+
+def seconds_of(entry):
+    """How long an utterance lasts by what is written; below 0 where that is an estimate."""
+    if entry.end is not None:
+        return entry.end - entry.start
+    whole = entry.whole or of_header(entry.audio)
+    return np.copysign(max(abs(whole) - entry.start, 0.0), whole)
+
+
+def of_header(recording):
+    """Seconds of a recording by its header, below 0 where they are an estimate; an AudioError where there are none."""
+    member = type(recording) is archives.Member
+    place, size = (recording.place, recording.size) if member else (0, None)
+    if isinstance(recording, archives.Cell):
+        with recording.loaded() as file:
+            data = file.getbuffer()
+            return of_bytes(bytes(data[:HEAD]), len(data)) or probed(recording, file, 0, len(data))
+    name = recording.archive if member else str(recording)
+    try:
+        with open(name, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size if size is None else size
+            file.seek(place)
+            return of_bytes(file.read(HEAD), size) or probed(recording, file, place, place + size)
+    except FileNotFoundError:
+        raise audio.AudioError(recording, "no such file") from None
+
+
+def of_bytes(start, size):
+    """Seconds of FLAC and of WAV, or None where they are not where they usually are."""
+    if start[:4] == b"fLaC" and start[4] & 127 == 0 and len(start) >= 26:
+        rate = int.from_bytes(start[18:21], "big") >> 4
+        samples = int.from_bytes(start[21:26], "big") & (2**36 - 1)
+        return samples / rate if rate and samples else None
+    if re.match(rb"RIFF....WAVEfmt \x10\0\0\0.{16}data", start, re.DOTALL):
+        (a_second,), (length,) = struct.unpack("<I", start[28:32]), struct.unpack("<I", start[40:44])
+        return min(length, size - 44) / a_second if a_second and 0 < length else None
+    return None
+
+
+def probed(recording, file, begin, end):
+    """Seconds that FFmpeg finds in a header or estimates from a size, below 0."""
+    import av
+
+    named = headers.Part(Named(file, str(recording)), begin, end)
+    with contextlib.suppress(av.error.FFmpegError):
+        with av.open(named, options={"format_whitelist": audio.FORMATS}, **audio.TAGS) as container:
+            if container.duration:
+                return -container.duration / av.time_base
+    return -audio.seconds(audio.stretches(recording))  # nothing but decoding tells
+
+
+class Named:
+    """A file with a name."""
+
+    def __init__(self, file, name):
+        self.read, self.seek, self.tell, self.name = file.read, file.seek, file.tell, name
+
+
+def scanned(shard, keys):
+    """(rows, seconds, faults) of a shard."""
+    rows, seconds, faults = [], [], []
+    for x in shard.read(keys):
+        if isinstance(x, Fault):
+            faults.append([x.reason, x.name])
+            continue
+        try:
+            found = archives.steadily(functools.partial(seconds_of, x[1]), x[1].audio)
+        except audio.AudioError as error:
+            if error.passing:
+                raise archives.StorageError(str(error)) from None
+            faults.append([error.reason, x[1].name])
+            continue
+        rows.append(x[0])
+        seconds.append(found)
+    return np.array(rows, np.int64).reshape(-1, 5), np.array(seconds, np.float32), faults
+
+
+class Scan:
+    """Scans shards by their numbers. Errors are results, as Grain's workers would print them with a traceback."""
+
+    def __init__(self, shards, keys):
+        self.shards, self.keys = shards, keys
+
+    def __call__(self, i):
+        try:
+            return scanned(self.shards[i], self.keys)
+        except UserError as error:
+            return str(error)
+
+
+def indexed(shards, keys, folder, workers=0, name=""):
+    """The Index of shards, which lies in the folder or comes to lie there."""
+    files = dict.fromkeys(x for shard in shards for x in shard.files)
+    stamps = [cache.stamp(x) for x in files]
+    parts = [[type(x).__name__, *x.files, *(str(y) for y in vars(x).values() if isinstance(y, int))] for x in shards]
+    decided = json.dumps([FORM, stamps, parts, keys], default=str)
+    folder = folder / f"index-{hashlib.sha256(decided.encode()).hexdigest()[:16]}"
+    if not folder.is_dir() or outputs.damage(folder):
+        fill(shards, keys, folder, workers, name)
+    arrays = [np.load(folder / f"{x}.npy", mmap_mode="r") for x in ARRAYS]
+    return Index(*arrays, json.loads((folder / "faults.json").read_text("utf-8")))
+
+
+def fill(shards, keys, folder, workers, name):
+    import grain
+
+    read = grain.MapDataset.source(range(len(shards))).map(Scan(shards, keys))
+    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=2 * THREADS)
+    found, faults = [], []
+    several = read.to_iter_dataset(options).mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    for x in outputs.bar(several, f"shards{name}", len(shards)):
+        if isinstance(x, str):
+            raise UserError(x)
+        found.append(x[:2])
+        faults += x[2]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with outputs.whole(folder) as part:
+        part.mkdir()
+        empty = np.zeros((0, 5), np.int64), np.zeros(0, np.float32)
+        rows, seconds = map(np.concatenate, zip(*[*found, empty]))
+        shard = np.repeat(np.arange(len(found), dtype=np.int32), [len(x) for x, _ in found])
+        for key, x in zip(ARRAYS, (rows, seconds, shard)):
+            np.save(part / f"{key}.npy", x)
+        (part / "faults.json").write_text(json.dumps(faults), "utf-8")
+        outputs.seal(part)
