@@ -4,12 +4,15 @@
 model of a new training, whose --init may be any of these or Whisper.
 """
 
+import dataclasses
+import functools
 import os
 from pathlib import Path
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import Config, flag, of_sections, own, tuples
 from jax_rnnt_speech.config.files import from_json
+from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model, encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
@@ -54,22 +57,6 @@ def read(folder, best=True):
     return model
 
 
-def add_options(parser, runs=True):
-    """Those of each command that takes a model; `runs`: it also runs it."""
-    help = (
-        "folder of a model: of a training, of convert, of transformers, or a .nemo file; default: "
-        f"${VARIABLE}, or the model in the user's cache"
-    )
-    parser.add_argument("--model", type=Path, help=help)
-    help = "which weights of a training: the best by held-out WER (the default), or the last"
-    parser.add_argument("--checkpoint", choices=("best", "last"), help=help)
-    if runs:
-        parser.add_argument(
-            "--platform", choices=("cpu", "gpu", "tpu"), help="platform to run on; default: the one that JAX finds"
-        )
-        parser.add_argument("--prompt", metavar="NAME", help="language of the recordings, for a model that takes one")
-
-
 def default():
     """The folder of the model that is used where none is named."""
     folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache/jax_rnnt_speech/read-speech")
@@ -79,10 +66,28 @@ def default():
     return folder
 
 
-def opened(args, platform=None):
-    """The model that the options of a command name; from now on `args.model` is its folder, also by default."""
-    args.model = args.model or default()
-    return open_model(args.model, getattr(args, "platform", platform), args.checkpoint)
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """Which model a command opens."""
+
+    model: Path | None = option(
+        None, Path, "folder of a model: of a training, of convert, of transformers, or a .nemo file; default: "
+        f"${VARIABLE}, or the model in the user's cache", metavar="MODEL",
+    )  # fmt: skip
+    checkpoint: str | None = option(
+        None, str, "which weights of a training: the best by held-out WER (the default), or the last",
+        choices=("best", "last"),
+    )  # fmt: skip
+    platform: str | None = option(
+        None, str, "platform to run on; default: the one that JAX finds", choices=("cpu", "gpu", "tpu")
+    )
+
+    @functools.cached_property
+    def folder(self):
+        return self.model or default()
+
+    def opened(self, platform=None):
+        return open_model(self.folder, self.platform or platform, self.checkpoint)
 
 
 def open_model(folder=None, platform=None, checkpoint=None):
@@ -142,8 +147,8 @@ def completed(options):
 
 def fresh(config, corpus, **more):
     """The Model of a new training: of random weights, or from --init."""
-    features, start = corpus.features, config.optimiser.init
-    new = not start or config.optimiser.new_head
+    features, start = corpus.features, config.run.init
+    new = not start or config.run.new_head
     vocabulary = tokens.train(config.head, (x.text for x in corpus.utterances)) if new else None
     if not start:
         return Model(config, vocabulary, [0.0] * features, [1.0] * features, **more)

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import models
+from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import amount
 from jax_rnnt_speech.data.audio import AudioError
-from jax_rnnt_speech.recognition import search_options, streams
+from jax_rnnt_speech.models import Opening
+from jax_rnnt_speech.recognition import streams
+from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError
 
 
 def stream(args):
-    search_options.check(args)
-    model = models.opened(args)
-    decoding, bad = search_options.decoding_of(args, model), 0
+    searching = command_line.taken(args, Searching).checked()
+    model = command_line.taken(args, Opening).opened()
+    decoding, bad = decoding_of(searching, model), 0
     for file in args.files or [None]:
         live = streams.Stream(model, decoding, args.endpoint)
         try:
@@ -73,6 +75,6 @@ def add_command(commands):
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object on each line: words, text that may change, endpoints"
     )
-    search_options.add_options(parser)
+    command_line.add_fields(parser, Searching, but=["confidence"])
+    command_line.add_fields(parser, Opening)
     parser.set_defaults(run=stream)
-    models.add_options(parser)

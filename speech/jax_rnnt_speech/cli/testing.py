@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import models
 from jax_rnnt_speech.config import command_line, of_sections
 from jax_rnnt_speech.config.options import natural
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import errors, recognise, search_options
+from jax_rnnt_speech.models import Opening
+from jax_rnnt_speech.recognition import errors, recognise
+from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError, outputs
 
 OPTIONS = of_sections("texts")
@@ -107,22 +108,22 @@ class Test:
 
 
 def test(args):
-    search_options.check(args)
+    searching, opening = command_line.taken(args, Searching).checked(), command_line.taken(args, Opening)
     if args.output and args.output.suffix not in (".tsv", ".jsonl"):
         raise UserError(f"--output {args.output} must end in .tsv or .jsonl")
     if args.output:
         outputs.check(args.output, args.data)
     if args.pictures:
         outputs.check(args.pictures, args.data, True, "--pictures")
-    model = models.opened(args)
+    model = opening.opened()
     settings = command_line.changed(model.config, args, OPTIONS)
-    result = Test(model, args.data, settings, search_options.decoding_of(args, model))
+    result = Test(model, args.data, settings, decoding_of(searching, model))
     if args.output:
         result.write(args.output)
     if args.pictures:
         from jax_rnnt_speech.cli import pictures  # Matplotlib takes most of a second
 
-        pictures.draw(args.pictures, args.model, model, result)
+        pictures.draw(args.pictures, opening.folder, model, result)
     if args.json:
         print(json.dumps(result.object()))
     else:
@@ -159,7 +160,7 @@ def add_command(commands):
         metavar="N",
         help="show so many utterances with the most errors (%(default)s)",
     )
-    models.add_options(parser)
-    search_options.add_options(parser)
+    command_line.add_fields(parser, Opening)
+    command_line.add_fields(parser, Searching, but=["confidence"])
     command_line.add_options(parser, OPTIONS, "as trained")
     parser.set_defaults(run=test)

@@ -1,33 +1,44 @@
 """Writes the texts of audio files."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
-from jax_rnnt_speech import models
 from jax_rnnt_speech.config import command_line
-from jax_rnnt_speech.config.options import natural
-from jax_rnnt_speech.recognition import recognise, search_options, transcripts
-from jax_rnnt_speech.system import outputs
+from jax_rnnt_speech.config.options import natural, option
+from jax_rnnt_speech.models import Opening
+from jax_rnnt_speech.recognition import recognise, transcripts
+from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
+from jax_rnnt_speech.system import UserError, outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts(transcripts.Output):
+    nbest: int = option(0, natural, "list so many hypotheses of --beam in --format json")
 
 
 def transcribe(args):
-    search_options.check(args)
-    transcripts.check(args, args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
-    model = models.opened(args)
+    searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Texts)
+    to.checked(args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
+    if to.nbest and (not searching.beam or to.format not in ("json", "jsonl")):
+        raise UserError("--nbest needs --beam, and --format json or jsonl")
+    if to.nbest > searching.beam:
+        raise UserError(f"--nbest {to.nbest}: --beam {searching.beam} has fewer hypotheses")
+    model = command_line.taken(args, Opening).opened()
     settings = command_line.changed(model.config, args, {"audio_column"})
     entries = list(recognise.listed(args.files, settings.texts.audio_column))
-    quiet = True if not args.output and sys.stdout.isatty() else None  # a bar would be within the texts
+    quiet = True if not to.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
-    with transcripts.writer(args, entries) as write:
+    with transcripts.writer(to, entries) as write:
         recordings = recognise.loaded(entries, model.config.features.rate)
-        results = recognise.transcribe(model, recordings, search_options.decoding_of(args, model))
+        results = recognise.transcribe(model, recordings, decoding_of(searching, model))
         for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
                 bad += 1
-            write(i, None if x.error else transcripts.transcript(model, entries[i], x, args.nbest))
+            write(i, None if x.error else transcripts.transcript(model, entries[i], x, to.nbest))
     return 1 if bad else 0
 
 
@@ -36,17 +47,7 @@ def add_command(commands):
     parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="files of audio in any format, manifests, or folders"
     )
-    transcripts.add_options(parser)
-    parser.add_argument(
-        "--nbest", type=natural, default=0, metavar="N", help="list so many hypotheses of --beam in --format json"
-    )
-    kinds = search_options.PROBABILITY, "tsallis", "renyi", "gibbs"
-    help = (
-        "how confidence in words is measured: by the least probability of their labels (the default), or by "
-        "an entropy over all labels, of this kind"
-    )
-    parser.add_argument("--confidence", choices=kinds, default=search_options.PROBABILITY, help=help)
-    search_options.add_options(parser)
+    for kind in (Texts, Searching, Opening):
+        command_line.add_fields(parser, kind)
     command_line.add_options(parser, {"audio_column"}, "as trained, or the usual ones")
     parser.set_defaults(run=transcribe)
-    models.add_options(parser)
