@@ -454,6 +454,20 @@ def is_pattern(name):
     return not os.path.exists(name) and bool(RANGE.search(str(name)) or glob.has_magic(str(name)))
 
 
+def weighted(name):
+    """(name, weight or None) of NAME:WEIGHT, where NAME alone is a source."""
+    rest, _, number = str(name).rpartition(":")
+    if rest and re.fullmatch(r"\d+(\.\d+)?|\.\d+", number) and not os.path.exists(name):
+        if os.path.exists(rest) or is_pattern(rest):
+            return rest, float(number)
+    return str(name), None
+
+
+def wanted(paths):
+    """Whether sources are read on the fly unless one says otherwise: archives, and sources with weights."""
+    return any(weight is not None or is_archive(x) for x, weight in map(weighted, paths))
+
+
 def of_folder(folder):
     """The archives of a folder and of the folders in it: parts of Shar, tars or Parquet; none where audio is beside."""
     found = []
@@ -558,24 +572,23 @@ def of_archive(name):
     return [of_tar(path)]
 
 
-def of(name, keys, columns=()):
-    """The shards of any source."""
-    found = []
+def of(name, keys, columns=(), readers=1):
+    """The shards of any source. Lists that are no archives are cut such that each reader has several."""
+    found, several = [], 8 * readers
     for x in expanded(name):
         shards = of_archive(x)
         path = Path(x)
         if shards is None and manifests.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path):
-            shards = of_lines(path)
+            shards = of_lines(path, several)
         if shards is None:
-            entries = iter(manifests.read(x, *columns))
-            shards = []
-            while some := tuple(itertools.islice(entries, LISTED)):
-                shards.append(Listed(x, some))
+            entries = list(manifests.read(x, *columns))
+            size = min(LISTED, -(-len(entries) // several))
+            shards = [Listed(x, tuple(entries[i : i + size])) for i in range(0, len(entries), size)]
         found += shards
     return found
 
 
-def of_lines(path):
+def of_lines(path, several):
     """Parts of a manifest of JSON lines, or None if it is none of them."""
     with open(path, "rb") as file:
         start = file.read(2)
@@ -583,7 +596,8 @@ def of_lines(path):
             return None
         file.seek(0)
         shards, begin, number = [], 0, 1
-        while data := file.read(LINES):
+        size = min(LINES, -(-os.path.getsize(path) // several))
+        while data := file.read(size):
             data += file.readline()
             shards.append(Lines(str(path), begin, begin + len(data), number))
             begin, number = begin + len(data), number + data.count(b"\n")

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import struct
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,11 +24,37 @@ THREADS = 16  # that read headers, in each process
 ARRAYS = "rows", "seconds", "shards"
 
 
-class Index(NamedTuple):
-    rows: np.ndarray  # int64 [n, 5], as the shards understand them
-    seconds: np.ndarray  # float32 [n]; below 0 where they are an estimate
-    shards: np.ndarray  # int32 [n], numbers of shards
-    faults: list  # (reason, name)
+class Index:
+    """What a folder holds. To a worker, the name of the folder goes alone."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return Index, (self.folder,)
+
+    def array(self, name):
+        return np.load(self.folder / f"{name}.npy", mmap_mode="r")
+
+    @functools.cached_property
+    def rows(self):
+        """int64 [n, 5], as the shards understand them."""
+        return self.array("rows")
+
+    @functools.cached_property
+    def seconds(self):
+        """float32 [n]; below 0 where they are an estimate."""
+        return self.array("seconds")
+
+    @functools.cached_property
+    def shards(self):
+        """int32 [n], numbers of shards, which ascend."""
+        return self.array("shards")
+
+    @property
+    def faults(self):
+        """[reason, name] of what can never be used."""
+        return json.loads((self.folder / "faults.json").read_text("utf-8"))
 
 
 def seconds_of(entry):
@@ -130,8 +155,7 @@ def indexed(shards, keys, folder, workers=0, name=""):
     folder = folder / f"index-{hashlib.sha256(decided.encode()).hexdigest()[:16]}"
     if not folder.is_dir() or outputs.damage(folder):
         fill(shards, keys, folder, workers, name)
-    arrays = [np.load(folder / f"{x}.npy", mmap_mode="r") for x in ARRAYS]
-    return Index(*arrays, json.loads((folder / "faults.json").read_text("utf-8")))
+    return Index(folder)
 
 
 def fill(shards, keys, folder, workers, name):

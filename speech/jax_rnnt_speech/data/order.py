@@ -31,6 +31,8 @@ class Shape(NamedTuple):
 
     seconds: float  # of its utterances, at most
     rows: int  # for each reader
+    frames: int = 0
+    labels: int = 0
 
 
 def dealt(sizes, readers):
@@ -64,8 +66,8 @@ class Reader:
 
     def __init__(self, number, seed, index, sources, draws, versions, speeds, most, buffer):
         self.number, self.seed, self.index, self.sources, self.draws = number, seed, index, sources, draws
-        self.versions, self.speeds, self.most, self.buffer = versions, np.array(speeds), most, buffer
-        self.lengths = longest(index.seconds)
+        self.versions, self.speeds, self.most, self.buffer = versions, np.array(speeds), most + SLACK, buffer
+        self.lengths = np.minimum(longest(index.seconds), self.most)
 
     def rng(self, *what):
         return np.random.default_rng((self.seed, self.number, *what))
@@ -96,7 +98,7 @@ class Reader:
         synthetic = np.isin(items, np.concatenate([np.zeros(0, np.int64), *(x.items for x in self.sources if x.synthetic)]))
         versions = self.rng(1, epoch).integers(self.versions, size=len(items))
         plain = versions - versions % len(self.speeds)  # the same without another speed
-        slow = self.lengths[items] / self.speeds[versions % len(self.speeds)] > self.most + SLACK
+        slow = self.lengths[items] / self.speeds[versions % len(self.speeds)] > self.most
         return items, np.where(slow | synthetic, plain, versions)
 
     def heard(self, items, versions):
@@ -109,12 +111,12 @@ class Reader:
         return len(self.speeds) > 1 or any(x is not None for x in self.draws)
 
 
-def limits(readers, epoch, count, most):
+def limits(readers, epoch, count):
     """Seconds that end the buckets, of which each has about as much audio; the same in all processes."""
-    edges = np.linspace(0, most, SOUGHT + 1)
+    edges = np.linspace(0, readers[0].most, SOUGHT + 1)
     amount = np.zeros(SOUGHT)
     for reader in readers:
-        seconds = np.minimum(reader.heard(*reader.epoch(epoch)), most)
+        seconds = reader.heard(*reader.epoch(epoch))
         amount += np.histogram(seconds, edges, weights=seconds)[0]
     amount = hosts.gathered(amount[None]).sum(0)
     if not amount.any():
