@@ -274,8 +274,13 @@ def packed(path):
 @functools.lru_cache(16)
 def unpacked(path):
     """The bytes of a file of lines."""
+
+    def act():
+        with gzip.open(path) if packed(path) else open(path, "rb") as file:
+            return file.read()
+
     try:
-        return steadily(lambda: (gzip.open if packed(path) else open)(path, "rb").read(), path)
+        return steadily(act, path)
     except (EOFError, gzip.zlib.error):
         raise ListError(path, "is a damaged or unfinished archive of gzip") from None
 
@@ -515,7 +520,7 @@ def shar_of(cuts):
     return tar if tar is not None and tar.exists() else None
 
 
-def missing(cuts):
+def lacking(cuts):
     raise ListError(cuts, "lacks the tar of its recordings beside it")
 
 
@@ -559,7 +564,7 @@ def of_archive(name):
     if not is_archive(name):
         return None
     if path.is_dir():
-        return [x for file in of_folder(path) for x in of_archive(file) or missing(file)]
+        return [x for file in of_folder(path) for x in of_archive(file) or lacking(file)]
     if path.suffix == ".parquet":
         return [Parquet(str(path), i) for i in range(opened_parquet(str(path)).num_row_groups)]
     if tar := shar_of(path):

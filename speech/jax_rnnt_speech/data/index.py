@@ -10,16 +10,16 @@ import hashlib
 import json
 import os
 import re
-import struct
+from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech.data import archives, audio, cache, headers
+from jax_rnnt_speech.data import archives, audio, cache, headers, manifests, workers
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.system import UserError, outputs
 
 FORM = 1  # of the files: another number makes them anew
-HEAD = 64  # bytes of a header
+HEAD = 256  # bytes of a header
 THREADS = 16  # that read headers, in each process
 ARRAYS = "rows", "seconds", "shards"
 
@@ -27,11 +27,11 @@ ARRAYS = "rows", "seconds", "shards"
 class Index:
     """What a folder holds. To a worker, the name of the folder goes alone."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, number):
+        self.folder, self.number = folder, number  # that of the reader
 
     def __reduce__(self):
-        return Index, (self.folder,)
+        return Index, (self.folder, self.number)
 
     def array(self, name):
         return np.load(self.folder / f"{name}.npy", mmap_mode="r")
@@ -70,9 +70,9 @@ def of_header(recording):
     member = type(recording) is archives.Member
     place, size = (recording.place, recording.size) if member else (0, None)
     if isinstance(recording, archives.Cell):
-        with recording.loaded() as file:
-            data = file.getbuffer()
-            return of_bytes(bytes(data[:HEAD]), len(data)) or probed(recording, file, 0, len(data))
+        data = recording.loaded()
+        size = data.getbuffer().nbytes
+        return of_bytes(data.read(HEAD), size) or probed(recording, data, 0, size)
     name = recording.archive if member else str(recording)
     try:
         with open(name, "rb", buffering=0) as file:
@@ -89,9 +89,13 @@ def of_bytes(start, size):
         rate = int.from_bytes(start[18:21], "big") >> 4
         samples = int.from_bytes(start[21:26], "big") & (2**36 - 1)
         return samples / rate if rate and samples else None
-    if re.match(rb"RIFF....WAVEfmt \x10\0\0\0.{16}data", start, re.DOTALL):
-        (a_second,), (length,) = struct.unpack("<I", start[28:32]), struct.unpack("<I", start[40:44])
-        return min(length, size - 44) / a_second if a_second and 0 < length else None
+    if re.match(rb"RIFF....WAVEfmt ", start, re.DOTALL):
+        a_second, place = int.from_bytes(start[28:32], "little"), 12
+        while len(chunk := start[place : place + 8]) == 8:
+            length, place = int.from_bytes(chunk[4:], "little"), place + 8
+            if chunk[:4] == b"data":
+                return min(length, size - place) / a_second if a_second and length else None
+            place += length + length % 2
     return None
 
 
@@ -122,7 +126,10 @@ def scanned(shard, keys):
             faults.append([x.reason, x.name])
             continue
         try:
-            found = archives.steadily(functools.partial(seconds_of, x[1]), x[1].audio)
+            entry = x[1]
+            if isinstance(entry.audio, str) and entry.end is None and not entry.whole:  # a line, of a file not sought yet
+                entry = entry._replace(audio=manifests.located(entry.audio, Path(shard.path)))
+            found = archives.steadily(functools.partial(seconds_of, entry), entry.audio)
         except audio.AudioError as error:
             if error.passing:
                 raise archives.StorageError(str(error)) from None
@@ -146,26 +153,24 @@ class Scan:
             return str(error)
 
 
-def indexed(shards, keys, folder, workers=0, name=""):
-    """The Index of shards, which lies in the folder or comes to lie there."""
+def indexed(shards, keys, folder, number=0, count=0):
+    """The Index of the shards of a reader, by its number, from the folder, or read by so many processes."""
     files = dict.fromkeys(x for shard in shards for x in shard.files)
     stamps = [cache.stamp(x) for x in files]
     parts = [[type(x).__name__, *x.files, *(str(y) for y in vars(x).values() if isinstance(y, int))] for x in shards]
     decided = json.dumps([FORM, stamps, parts, keys], default=str)
     folder = folder / f"index-{hashlib.sha256(decided.encode()).hexdigest()[:16]}"
     if not folder.is_dir() or outputs.damage(folder):
-        fill(shards, keys, folder, workers, name)
-    return Index(folder)
+        fill(shards, keys, folder, count)
+    return Index(folder, number)
 
 
-def fill(shards, keys, folder, workers, name):
+def fill(shards, keys, folder, count):
     import grain
 
     read = grain.MapDataset.source(range(len(shards))).map(Scan(shards, keys))
-    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=2 * THREADS)
     found, faults = [], []
-    several = read.to_iter_dataset(options).mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    for x in outputs.bar(several, f"shards{name}", len(shards)):
+    for x in outputs.bar(workers.items(read, THREADS, count), "shards", len(shards)):
         if isinstance(x, str):
             raise UserError(x)
         found.append(x[:2])

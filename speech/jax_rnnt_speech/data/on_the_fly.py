@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import signal
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import archives, audio, augmentation, batches, features, index, manifests, order, texts
+from jax_rnnt_speech.data import archives, audio, augmentation, batches, features, index, manifests, order, texts, workers
 from jax_rnnt_speech.data import tokens as vocabularies
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, hosts
@@ -78,23 +77,21 @@ class Loader:
         epoch, shape, rows = item
         frames, labels, left_out, items = self.shapes[shape].frames, {}, [], []
         for i, row in enumerate(rows):
-            x = None
+            x, spans, name = None, 0, "an utterance"
             if row is not None:
-                reader, number, version = row
-                name = "an utterance"
+                place, number, version = row
+                key = epoch, self.indices[place].number, number
                 try:
-                    entry = self.entry(reader, number)
+                    entry = self.entry(place, number)
                     name = entry.name
-                    x, labels[i] = self.loaded(entry, version, (epoch, self.indices[reader].number, number), shape)
+                    x, labels[i] = self.loaded(entry, version, key, shape)
+                    rng = np.random.default_rng((self.config.run.seed, 3, *key))
+                    spans = features.draw_spans(self.config.data, rng, len(x), self.features)
                 except (audio.AudioError, manifests.LineError) as error:
                     left_out.append((getattr(error, "reason", str(error)), name))
                 except UserError as error:  # workers of Grain would print a traceback
                     return {"error": str(error)}
-            rng = np.random.default_rng((self.config.run.seed, 3, epoch, *(row or (0, 0, 0))))
-            if x is None:
-                items.append((i, None, 0))
-            else:
-                items.append((i, x, features.draw_spans(self.config.data, rng, len(x), self.features)))
+            items.append((i, x, spans))
         bucket = batches.Bucket(frames, self.shapes[shape].labels, len(rows), ())
         batch = batches.collate(batches.Labelled(self, labels), self.config.data, bucket, items, len(rows))
         return batch | {"left_out": left_out}
@@ -152,8 +149,8 @@ class OnTheFly:
     `known`: what `state` was in the checkpoint with which a run goes on, or None.
     """
 
-    def __init__(self, config, folder, workers, known=None, step=0):
-        self.config, self.folder, self.workers, self.report = config, folder, workers, Report()
+    def __init__(self, config, folder, count, known=None, step=0):
+        self.config, self.folder, self.workers, self.report = config, folder, count, Report()
         self.features, self.hop, self.further = config.features.mels, config.features.hop / 1000, frozenset()
         self.columns, self.keys = keys_of(config.texts)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
@@ -191,8 +188,7 @@ class OnTheFly:
                 chosen = range(len(shards)) if split else order.dealt([*map(size_of, shards)], self.readers)[reader]
                 mine += [shards[i] for i in chosen]
                 kinds += [(k, split)] * len(chosen)
-            found = index.indexed(mine, self.keys, self.folder, self.workers, f" of part {reader + 1}")
-            found.number = reader
+            found = index.indexed(mine, self.keys, self.folder, reader, self.workers)
             for reason, name in found.faults:
                 self.report.add(reason, name, again=False)
             self.shards.append(mine)
@@ -356,27 +352,9 @@ class OnTheFly:
         self.order.cover(end)
         every = grain.MapDataset.source(self.order).map(self.loads)
         every = then(every) if then else every
-        threads = 1 if self.workers else THREADS
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
-        several = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
-        found = iter(every[first:end].to_iter_dataset(options).mp_prefetch(several, worker_init_fn=alone))
-        try:
-            for batch in found:
-                if "error" in batch:
-                    raise UserError(batch["error"])
-                for reason, name in batch.pop("left_out"):
-                    self.report.add(reason, name, again=False)
-                yield batch
-        except RuntimeError as error:
-            if "Worker process" not in str(error):
-                raise
-            raise UserError(f"a worker has ended; --workers {self.workers} may need too much memory ({error})") from None
-        finally:
-            if hasattr(found, "close"):
-                found.close()
-
-
-def alone(*_):
-    """In a worker: Ctrl-C is for the first process, and devices are not for workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["JAX_PLATFORMS"] = "cpu"
+        for batch in workers.items(every[first:end], 1 if self.workers else THREADS, self.workers):
+            if "error" in batch:
+                raise UserError(batch["error"])
+            for reason, name in batch.pop("left_out"):
+                self.report.add(reason, name, again=False)
+            yield batch
