@@ -184,7 +184,7 @@ class Tar:
         except LineError as error:
             yield Fault(str(error), name)
 
-    def entry(self, row, keys):
+    def entry(self, row, keys, sought=True):
         begin, end, *_, part = row
         data = bytes_of(self.path, begin, end - begin)
         infos, texts, key = {}, {}, ""
@@ -242,7 +242,7 @@ class Paired:
             for part, entry in enumerate(described(line, where, name, keys)):
                 yield entry if isinstance(entry, Fault) else ((*place, begin, size, part), entry)
 
-    def entry(self, row, keys):
+    def entry(self, row, keys, sought=True):
         begin, end, place, size, part = row
         line = unpacked(self.lines)[place : place + size] if packed(self.lines) else bytes_of(self.lines, place, size)
         with tarfile.open(fileobj=io.BytesIO(bytes_of(self.path, begin, min(end - begin, 8192))), mode="r:") as tar:
@@ -370,7 +370,7 @@ class Parquet:
         except LineError as error:
             yield Fault(str(error), name)
 
-    def entry(self, row, keys):
+    def entry(self, row, keys, sought=True):
         sound, names = self.columns(keys)
         _, i, *_, part = row
         others = rows_of(self.path, self.group, tuple(names))
@@ -400,17 +400,23 @@ class Lines:
         return [self.path]
 
     def read(self, keys):
+        """Entries whose audio is a name; for the usual lines, these are (name, seconds or None)."""
         place, data = self.begin, bytes_of(self.path, self.begin, self.end - self.begin)
         for number, line in enumerate(data.split(b"\n"), self.number):
             if line.strip():
-                name = f"{Path(self.path).name} line {number}"
-                for part, entry in enumerate(described(line, lambda x: x, name, keys)):
-                    yield entry if isinstance(entry, Fault) else ((0, 0, place, len(line), part), entry)
+                if known := manifests.plain(line, keys):
+                    yield (0, 0, place, len(line), 0), known
+                else:
+                    name = f"{Path(self.path).name} line {number}"
+                    for part, entry in enumerate(described(line, lambda x: x, name, keys)):
+                        yield entry if isinstance(entry, Fault) else ((0, 0, place, len(line), part), entry)
             place += len(line) + 1
 
-    def entry(self, row, keys):
+    def entry(self, row, keys, sought=True):
+        """`sought`: whether its audio is a path, and not a name."""
         _, _, place, size, part = row
-        return nth(described(bytes_of(self.path, place, size), Path(self.path), "", keys), part)
+        where = Path(self.path) if sought else lambda name: name
+        return nth(described(bytes_of(self.path, place, size), where, "", keys), part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -428,7 +434,7 @@ class Listed:
         for i, x in enumerate(self.entries):
             yield x if isinstance(x, Fault) else ((i, 0, 0, 0, 0), x)
 
-    def entry(self, row, keys):
+    def entry(self, row, keys, sought=True):
         return self.entries[row[0]]
 
 

@@ -57,11 +57,15 @@ class Index:
         return json.loads((self.folder / "faults.json").read_text("utf-8"))
 
 
-def seconds_of(entry):
-    """How long an utterance lasts by what is written; below 0 where that is an estimate."""
+def seconds_of(entry, manifest):
+    """How long an utterance of a manifest lasts by what is written; below 0 where that is an estimate."""
+    if not isinstance(entry, manifests.Entry):
+        name, seconds = entry
+        return seconds if seconds else of_header(manifests.located(name, manifest))
     if entry.end is not None:
         return entry.end - entry.start
-    whole = entry.whole or of_header(entry.audio)
+    named = isinstance(entry.audio, str) and not entry.whole
+    whole = entry.whole or of_header(manifests.located(entry.audio, manifest) if named else entry.audio)
     return np.copysign(max(abs(whole) - entry.start, 0.0), whole)
 
 
@@ -126,14 +130,12 @@ def scanned(shard, keys):
             faults.append([x.reason, x.name])
             continue
         try:
-            entry = x[1]
-            if isinstance(entry.audio, str) and entry.end is None and not entry.whole:  # a line, of a file not sought yet
-                entry = entry._replace(audio=manifests.located(entry.audio, Path(shard.path)))
-            found = archives.steadily(functools.partial(seconds_of, entry), entry.audio)
-        except audio.AudioError as error:
-            if error.passing:
+            found = archives.steadily(functools.partial(seconds_of, x[1], Path(shard.path)), shard.path)
+        except (audio.AudioError, manifests.LineError) as error:
+            if getattr(error, "passing", False):
                 raise archives.StorageError(str(error)) from None
-            faults.append([error.reason, x[1].name])
+            name = x[1].name if isinstance(x[1], manifests.Entry) else x[1][0]
+            faults.append([getattr(error, "reason", str(error)), name])
             continue
         rows.append(x[0])
         seconds.append(found)

@@ -249,6 +249,26 @@ LISTS = {".jsonl": objects, ".ndjson": objects, ".json": objects, ".tsv": table,
 MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
 
 
+# Keys of a line that is not one utterance, or not measured in seconds.
+APART = {*UNREAD, *END_KEYS, "segments", "supervisions", "recording", "tracks"}
+
+
+def plain(line, keys):
+    """(name of the audio, seconds or None) of a line that is one utterance, the usual one; else None."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not APART.isdisjoint(row):
+        return None
+    name, seconds = first_of(row, keys[0]), row.get("duration")
+    if type(name) is not str or not any(x in row for x in keys[1]):
+        return None
+    if type(seconds) in (int, float) and 0 < seconds < math.inf:
+        return name, seconds
+    return (name, None) if seconds is None and first_of(row, START_KEYS) is None else None
+
+
 def later(a, b):
     """Whether a time comes after another, and not just by a sum that was rounded."""
     return a > b + TOUCH
@@ -362,6 +382,8 @@ def located(name, manifest):
     A Mac may have written accents of the name by themselves, on its disk or in the list, and Windows backslashes.
     """
     name = encodable(name, "the name of the audio")
+    if os.path.isfile(usual := os.path.join(manifest.parent, name)):
+        return Path(usual)
     forms = dict.fromkeys((name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))))
     places = manifest.parent, manifest.parent / "clips", Path()
     found = next((file for x in places for form in forms if is_file(file := x / form)), None)

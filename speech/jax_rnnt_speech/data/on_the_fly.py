@@ -68,10 +68,10 @@ class Loader:
         extractor = features.extractor(self.config.features, self.config.encoder.chunk)
         return vocabularies.from_json(self.vocabulary), normalize, extractor, augmentation.Versions(self.config)
 
-    def entry(self, place, item):
-        """The Entry or Fault of an item of a reader."""
+    def entry(self, place, item, sought=True):
+        """The Entry or Fault of an item of a reader. `sought`: whether its audio is."""
         number = self.indices[place]
-        return self.shards[place][number.shards[item]].entry(number.rows[item].tolist(), self.keys)
+        return self.shards[place][number.shards[item]].entry(number.rows[item].tolist(), self.keys, sought)
 
     def __call__(self, item):
         epoch, shape, rows = item
@@ -204,7 +204,7 @@ class OnTheFly:
         long = mine & (np.abs(found.seconds) > most)
         loader = self.loader()
         for i in np.flatnonzero(long):
-            self.report.add(f"longer than {most:g} s", loader.entry(place, i).name, again=False)
+            self.report.add(f"longer than {most:g} s", loader.entry(place, i, False).name, again=False)
         return [np.flatnonzero(mine & ~long & (kind == k)) for k in range(len(self.named))]
 
     def loader(self, model=None, shapes=()):
@@ -228,7 +228,7 @@ class OnTheFly:
         )  # fmt: skip
         self.whole_sample = step == 1
         for place, i in every[::step].tolist():
-            x = loader.entry(place, i)
+            x = loader.entry(place, i, False)
             if not isinstance(x, manifests.Fault) and (text := normalize(x.text)):
                 seconds = float(abs(self.indices[place].seconds[i]))
                 samples = round(seconds * self.config.features.rate)
