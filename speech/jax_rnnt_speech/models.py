@@ -111,7 +111,7 @@ def setup_of(folder):
     return read and read(Path(folder))
 
 
-def described(folder):
+def outline(folder):
     """(Config, the JSON files of its source, vocabulary) of a folder."""
     if setup := setup_of(folder):
         return *config_of(folder), tokens.from_json(setup["tokens"])

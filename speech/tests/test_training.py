@@ -313,6 +313,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--freeze", "encoder:2"], "--freeze: no parameter is called encoder/blocks/layers/1"),
         (["--freeze", "encoder,joint,predictor"], "--freeze encoder,joint,predictor leaves nothing to train"),
         (["--freeze", "encoder:1", "--bfloat16-rows", "--cache", "none"], "--bfloat16-rows needs a cache"),
+        (["--durations", "0,1,2,3,4"], "--durations needs --loss tdt"),
         (["--average", 1], "--average: expected a number of 0 or more and less than 1, got 1"),
         (["--scan"], "--scan needs blocks that are alike"),
         (["--synthetic-share", 0.3], "--synthetic-share needs --synthetic"),

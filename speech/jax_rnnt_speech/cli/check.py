@@ -99,7 +99,7 @@ def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a model or file and the options."""
     known, vocabulary, source, file = {}, None, None, {}
     if args.model:
-        settings, source, vocabulary = models.described(args.model)
+        settings, source, vocabulary = models.outline(args.model)
         known = settings.options()
     elif args.config:
         file = files.read_file(args.config)

@@ -63,13 +63,13 @@ def train(args):
     start = dataclasses.replace(start, workdir=start.workdir or Path("runs") / "{}-{}".format(*usual))
     with files.origins(f"--config {args.config}", file):
         chosen = None if start.resume else Config.of(**models.completed(options)).checked(judged)
-    from jax_rnnt_speech.training import opening  # with Grain and Orbax, slow to import: no other command needs them
+    from jax_rnnt_speech.training.preparation import prepared  # with Grain and Orbax: no other command waits for them
 
     hosts.join(start.platform, start.devices, **dataclasses.asdict(processes))
     started = time.perf_counter()
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
-        rates = opening.opened(chosen, start, searching).main()
+        rates = prepared(chosen, start, searching).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if start.expect_cer is not None and not rates.cer <= start.expect_cer:
         print(f"expected a CER of at most {start.expect_cer}%", file=sys.stderr)

@@ -48,6 +48,7 @@ OWN = own, "an encoder of ours, conformer or convolutional"
 STREAMS = lambda config: config.encoder.chunk, "--chunk"
 ON_THE_FLY = lambda config: config.data.on_the_fly, "--on-the-fly"
 TRANSDUCER = lambda config: config.head.loss != "ctc", "a transducer, which --loss ctc lacks"
+TDT = lambda config: config.head.loss == "tdt", "--loss tdt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,14 +178,22 @@ class Head:
     predictor: str = option(
         "stateless", str, "network that reads the labels", choices=("stateless", "lstm"), fixed=True
     )
-    history: int = option(2, positive, "labels that a stateless predictor sees", fixed=True)
+    history: int = option(
+        2, positive, "labels that a stateless predictor sees", fixed=True,
+        needs=(lambda config: config.head.predictor == "stateless", "--predictor stateless"),
+    )  # fmt: skip
     predictor_layers: int = option(1, positive, "layers of the LSTM predictor", hidden=True, fixed=True)
     activation: str = option(
         "tanh", str, "activation of the joint", choices=("tanh", "relu", "silu", "gelu"), hidden=True, fixed=True
     )
     loss: str = option("rnnt", str, "loss of the training", choices=LOSSES, fixed=True)
-    durations: tuple = option((0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read", fixed=True)
-    sigma: float = option(0.05, amount, "under-normalisation of --loss tdt and multiblank, in nats")
+    durations: tuple = option(
+        (0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read", fixed=True, needs=TDT
+    )
+    sigma: float = option(
+        0.05, amount, "under-normalisation of --loss tdt and multiblank, in nats",
+        needs=(lambda config: config.head.loss in ("tdt", "multiblank"), "--loss tdt or multiblank"),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +213,7 @@ class Network:
 class Objective:
     """What a training makes small."""
 
-    ctc: float = option(
-        0.0, amount, "weight of a CTC loss beside the transducer's", fixed=True,
-        needs=(lambda config: config.head.loss != "ctc", "a transducer beside it, which --loss ctc lacks"),
-    )  # fmt: skip
+    ctc: float = option(0.0, amount, "weight of a CTC loss beside the transducer's", fixed=True, needs=TRANSDUCER)
     fastemit: float = option(0.0, amount, "lambda of FastEmit, which makes labels come earlier")
     text_weight: float = option(0.3, amount, "weight of the loss of --text",
                                 needs=(lambda config: config.data.text, "--text"))  # fmt: skip
@@ -275,8 +281,9 @@ class Search:
 
     max_symbols: int = option(10, positive, "labels that a search writes in a frame, at most")
     duration_choice: str = option(
-        "pair", str, "greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first")
-    )
+        "pair", str, "greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first"),
+        needs=TDT,
+    )  # fmt: skip
     prompt: str = option("", str, "language, for a pretrained model that takes one; default: its own choice")
 
 
@@ -330,9 +337,14 @@ class Config:
             raise UserError(f"{option} needs --init, a folder with weights of an encoder")
         return self.consistent(given)
 
-    def consistent(self, given=()):
-        """Itself; raises where options contradict each other. `given`: those that a person named, whatever they say."""
+    def judged(self, given):
+        """Itself; raises where an option lacks what it needs, among those that a person named, whatever they say."""
         satisfied(self, [(flag(name), OPTIONS[name][1], self.get(name)) for name in OPTIONS if name in given])
+        return self
+
+    def consistent(self, given=()):
+        """Itself; raises where options contradict each other. `given`: -> `judged`."""
+        self.judged(given)
         data, features, width = self.data, self.features, self.blocks.width
         if data.synthetic and not data.synthetic_share:
             raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")

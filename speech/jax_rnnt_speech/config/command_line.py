@@ -69,4 +69,5 @@ def decided(options):
 def changed(known, args, names):
     """A run's configuration with options of a command. A column that only the run names may be missing."""
     columns = {name: [x] for name in ("audio_column", "text_column", "speaker_column") if (x := known.get(name))}
-    return known.replace(**columns | decided(given(args, names)))
+    options = given(args, names)
+    return known.replace(**columns | decided(options)).judged(options)

@@ -114,10 +114,10 @@ def config_of(folder):
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json")
     source = {x: files.read_json(folder / x) for x in files.SETTINGS if (folder / x).is_file()}
-    return described(folder, source), source
+    return config_from(folder, source), source
 
 
-def described(folder, source):
+def config_from(folder, source):
     """The Config of JSON files by name."""
     file, fields = folder / "config.json", source["config.json"]
     kind = fields.get("model_type")

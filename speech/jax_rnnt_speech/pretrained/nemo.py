@@ -176,7 +176,7 @@ def sounds_of(file, whole, causal):
     return found | sizes | {"n_fft": count, "preemphasis": sounds.fields.get("preemph", 0.97)}
 
 
-def described(path):
+def contents(path):
     """(the archive, JSON files by name, further options, labels)"""
     file, members, whole = opened(path)
     with reading(file, CONFIG, "the configuration of a model"):
@@ -234,8 +234,8 @@ def labels_of(file, members, whole):
 
 
 def config_of(path):
-    file, source, more, _ = described(path)
-    return hugging_face.described(file, source).replace(**more), source
+    file, source, more, _ = contents(path)
+    return hugging_face.config_from(file, source).replace(**more), source
 
 
 def renamed(name, causal):
@@ -250,11 +250,11 @@ def renamed(name, causal):
 
 def read(path):
     """The Model of an archive, with its parameters in float32."""
-    file, source, more, vocabulary = described(path)
+    file, source, more, vocabulary = contents(path)
     fields = source["config.json"]
     causal = fields["encoder_config"]["model_type"] == hugging_face.CAUSAL[0]
     arrays = {renamed(name, causal): x for name, x in weights_of(file).items()}
     if "prompt_projector.linear_1.bias" in arrays:
         fields["prompt_intermediate_size"] = len(arrays["prompt_projector.linear_1.bias"])
-    config = hugging_face.described(file, source).replace(**more)
+    config = hugging_face.config_from(file, source).replace(**more)
     return hugging_face.filled(file, config, source, vocabulary, arrays)

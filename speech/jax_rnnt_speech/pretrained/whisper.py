@@ -100,10 +100,10 @@ def read_binary(file):
 
 def config_of(folder):
     """(Config of a folder, its JSON files by name)."""
-    return described(folder)[:2]
+    return parts_of(folder)[:2]
 
 
-def described(folder):
+def parts_of(folder):
     """(Config, JSON files, function of the names of both formats: an array)."""
     if file := binary_of(folder):
         arrays = read_binary(file)
@@ -147,7 +147,7 @@ def described(folder):
 
 def read(folder):
     """A Model with the encoder of a folder, and no labels."""
-    config, source, array = described(folder)
+    config, source, array = parts_of(folder)
     model = Model(config, tokens.Characters(""), [0.0] * config.features.mels, [1.0] * config.features.mels, source)
     heads = source["config.json"]["encoder_attention_heads"]
 

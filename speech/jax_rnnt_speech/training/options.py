@@ -10,9 +10,7 @@ from jax_rnnt_speech.config.options import amount, natural, option, positive
 class Start:
     """Where a training runs, and what becomes of an earlier one."""
 
-    workdir: Path | None = option(
-        None, Path, "folder of this training; default: runs/NAME-LOSS", metavar="FOLDER"
-    )  # fmt: skip
+    workdir: Path | None = option(None, Path, "folder of this training; default: runs/NAME-LOSS", metavar="FOLDER")
     resume: bool = option(
         False, bool, "go on from the last checkpoint of the folder, if there is one", action="store_true"
     )

@@ -1,4 +1,4 @@
-"""Trains a model: steps, and between them tests and checkpoints. `opening` makes a Training of options."""
+"""Trains a model: steps, and between them tests and checkpoints. `preparation` makes a Training of options."""
 
 import contextlib
 import dataclasses

@@ -58,7 +58,7 @@ def training_corpus(config, start, run, folder):
     return OnTheFly(config, folder, start.workers, order, run.last or 0)
 
 
-def opened(config, start, searching):
+def prepared(config, start, searching):
     """A Training by its configuration, a `Start` and a `Searching`."""
     run = runs.Run(start.workdir, resume=start.resume, overwrite=start.overwrite)
     devices = Devices(Mesh(np.array(hosts.devices(start.platform, start.devices)), ("data",)))
