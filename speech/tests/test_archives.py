@@ -274,7 +274,7 @@ def test_the_same_whoever_works(packed, tmp_path):
     rows = whole[0]["features"].shape[0] // 2
     for one, half in zip(both, (slice(0, rows), slice(rows, None))):
         readers = [x for x in found.order.readers if x.number == one.own[0]]
-        mine = order.Order(readers, found.order.shapes, config.run.seed, 0)
+        mine = order.Order(readers, found.order.shapes, config.run.seed)
         mine.batches = found.order.batches  # of both, as they tell each other
         loaded = one.loader(types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4), mine.shapes)
         batch = loaded(mine[0])
@@ -282,12 +282,12 @@ def test_the_same_whoever_works(packed, tmp_path):
             np.testing.assert_array_equal(batch[name], whole[0][name][half])
     # With other readers or options the epoch begins anew, from the step at which the run is.
     later = found.at(end)
-    assert (state["epoch"], later["epoch"]) == (0, 1)
+    assert (state["epoch"], later["epoch"]) == (0, 2)
     for known in (later | {"readers": 3}, later | {"options": "others"}):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(on_the_fly.hosts, "part", lambda: (1, 2))
             anew = opened(config, tmp_path, known=known, step=end)
-        assert anew.state["first"] == [end, 1] and anew.readers == 2
+        assert anew.state["first"] == [end, 2] and anew.readers == 2
 
 
 def test_what_breaks_on_the_way(packed, tmp_path):
@@ -372,10 +372,12 @@ def test_a_run(packed, tmp_path, capsys, refused):
     (tmp_path / "hook.py").write_text("import os\nend = lambda i, x: i == 1 and 'loss' in x and os.kill(os.getpid(), 2)\n")
     run([*command, "--workdir", tmp_path / "b", "--hook", f"{tmp_path}/hook.py:end"], 130)
     capsys.readouterr()
-    run(["train", "--workdir", tmp_path / "b", "--resume"])
+    run(["train", "--workdir", tmp_path / "b", "--resume", "--devices", 1])
     assert losses(tmp_path / "b") == losses(tmp_path / "a") and len(losses(tmp_path / "a")) == 6
     shutil.copytree(packed / "web", tmp_path / "web")
-    shutil.copy(packed / "web/part-001.tar", tmp_path / "web/part-002.tar")
     more = [*command[:1], "--train", tmp_path / "web", *usual, "--workdir", tmp_path / "b", "--resume"]
-    refused(more, "--train")
+    refused(more, f"holds a run with --train {packed}/web, got {tmp_path}/web: --change allows that")
+    shutil.copy(packed / "web/part-001.tar", packed / "web/part-002.tar")
+    refused([*command, "--workdir", tmp_path / "b", "--resume"], "holds a run with other training utterances")
+    (packed / "web/part-002.tar").unlink()
     refused([*command, "--workdir", tmp_path / "c", "--no-on-the-fly", "--workers", 1], "--workers needs --on-the-fly")

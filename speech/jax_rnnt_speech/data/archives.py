@@ -46,7 +46,7 @@ def steadily(act, path):
         except OSError as error:
             if wait is None:
                 tried = f"tried {len(WAITS) + 1} times"
-                raise StorageError(f"{path} cannot be read ({reason(error)}; {tried})") from None
+                raise StorageError(f"{error.filename or path} cannot be read ({reason(error)}; {tried})") from None
             time.sleep(wait)
 
 

@@ -60,8 +60,8 @@ class Index:
 def seconds_of(entry, manifest):
     """How long an utterance of a manifest lasts by what is written; below 0 where that is an estimate."""
     if not isinstance(entry, manifests.Entry):
-        name, seconds = entry
-        return seconds if seconds else of_header(manifests.located(name, manifest))
+        beside = os.path.join(manifest.parent, entry[0])
+        return of_header(beside if os.path.isfile(beside) else manifests.located(entry[0], manifest))
     if entry.end is not None:
         return entry.end - entry.start
     named = isinstance(entry.audio, str) and not entry.whole
@@ -71,7 +71,7 @@ def seconds_of(entry, manifest):
 
 def of_header(recording):
     """Seconds of a recording by its header, below 0 where they are an estimate; an AudioError where there are none."""
-    member = type(recording) is archives.Member
+    member = isinstance(recording, archives.Member)
     place, size = (recording.place, recording.size) if member else (0, None)
     if isinstance(recording, archives.Cell):
         data = recording.loaded()
@@ -83,8 +83,10 @@ def of_header(recording):
             size = os.fstat(file.fileno()).st_size if size is None else size
             file.seek(place)
             return of_bytes(file.read(HEAD), size) or probed(recording, file, place, place + size)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise audio.AudioError(recording, "no such file") from None
+    except IsADirectoryError:
+        raise audio.AudioError(recording, "a folder, not a file") from None
 
 
 def of_bytes(start, size):
@@ -124,13 +126,17 @@ class Named:
 
 def scanned(shard, keys):
     """(rows, seconds, faults) of a shard."""
-    rows, seconds, faults = [], [], []
+    rows, seconds, faults, manifest = [], [], [], Path(shard.path)
     for x in shard.read(keys):
+        if type(x[1]) is tuple and x[1][1]:  # the seconds of a usual line
+            rows.append(x[0])
+            seconds.append(x[1][1])
+            continue
         if isinstance(x, Fault):
             faults.append([x.reason, x.name])
             continue
         try:
-            found = archives.steadily(functools.partial(seconds_of, x[1], Path(shard.path)), shard.path)
+            found = archives.steadily(functools.partial(seconds_of, x[1], manifest), shard.path)
         except (audio.AudioError, manifests.LineError) as error:
             if getattr(error, "passing", False):
                 raise archives.StorageError(str(error)) from None

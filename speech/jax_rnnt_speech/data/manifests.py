@@ -274,7 +274,7 @@ def plain(line, keys):
         return None
     if not isinstance(row, dict) or not APART.isdisjoint(row):
         return None
-    name, seconds = first_of(row, keys[0]), row.get("duration")
+    name, seconds = row.get(keys[0][0]) or first_of(row, keys[0]), row.get("duration")
     if type(name) is not str or not any(x in row for x in keys[1]):
         return None
     if type(seconds) in (int, float) and 0 < seconds < math.inf:

@@ -290,16 +290,20 @@ class OnTheFly:
         known, (first_step, first_epoch) = self.known, (0, 0)
         if known:
             first_step, first_epoch = known["first"]
-            same = (known["readers"], known["list"], known["options"]) == (self.readers, self.digest, decided)
             shapes = [order.Shape(*x) for x in known["shapes"]]
-            exact = same and all(x.rows * self.readers % devices == 0 for x in shapes)
-            if not exact:
-                first_step, first_epoch = self.step, known["epoch"]
-                hosts.say(f"epoch {first_epoch + 1} begins anew, in another order: the run had {known['readers']} parts "
-                          f"of data, and has {self.readers}, or its options or devices have changed")  # fmt: skip
-        if not known or not exact:
+            other = {
+                f"{known['readers']} parts of the data, which {hosts.part()[1]} processes cannot share":
+                    known["readers"] != self.readers,
+                "other data": known["list"] != self.digest,
+                "other options": known["options"] != decided,
+                "batches that these devices cannot share": any(x.rows * self.readers % devices for x in shapes),
+            }  # fmt: skip
+            if why := [x for x, true in other.items() if true]:
+                first_step, first_epoch, known = self.step, known["epoch"], None
+                hosts.say(f"epoch {first_epoch + 1} begins anew, in another order: the run had {' and '.join(why)}")
+        if not known:
             shapes = self.shapes(readers, model, devices, first_epoch)
-        self.order = order.Order(readers, shapes, config.run.seed, 0, first_step, first_epoch)
+        self.order = order.Order(readers, shapes, config.run.seed, first_step, first_epoch)
         self.loads = self.loader(model, shapes)
         self.state = {"readers": self.readers, "list": self.digest, "options": decided,
                       "first": [first_step, first_epoch], "shapes": [[*x] for x in shapes]}  # fmt: skip
@@ -315,7 +319,7 @@ class OnTheFly:
                 labels[0, k] = max(labels[0, k], len(encoded))
         labels = np.maximum.accumulate(hosts.gathered(labels).max(0))
         whole = hosts.gathered(np.array([[self.whole_sample]])).all() and self.versions.speeds == [1.0]
-        some = order.Order(readers, [order.Shape(x, 1) for x in edges], self.config.run.seed, 0, 0, epoch).batches[0]
+        some = order.Order(readers, [order.Shape(x, 1) for x in edges], self.config.run.seed, 0, epoch).batches[0]
         common = math.lcm(devices, self.readers)
         least = common // self.readers  # rows of a reader come in multiples of this
         for seconds, most, count in zip(edges, labels, some):
@@ -342,8 +346,8 @@ class OnTheFly:
 
     def at(self, step):
         """What a checkpoint keeps of the order, to go on from a step."""
-        self.order.cover(max(step, 1))
-        return self.state | {"epoch": self.order.place(step - 1 if step else 0)[0]}
+        self.order.cover(step + 1)
+        return self.state | {"epoch": self.order.place(step)[0]}
 
     def read(self, first, end, then=None):
         """Batches of steps `first` to `end`; `then`: a function of Grain's datasets, to add to them."""

@@ -133,9 +133,9 @@ class Order:
     `first_step` with `first_epoch`.
     """
 
-    def __init__(self, readers, shapes, seed, end, first_step=0, first_epoch=0):
-        self.readers, self.shapes, self.seed = readers, shapes, seed
-        self.first_step, self.first_epoch, self.end = first_step, first_epoch, end
+    def __init__(self, readers, shapes, seed, first_step=0, first_epoch=0):
+        self.readers, self.shapes, self.seed, self.end = readers, shapes, seed, 0  # the end of what is covered
+        self.first_step, self.first_epoch = first_step, first_epoch
         self.batches = np.zeros((0, len(shapes)), np.int64)  # of each shape, in each epoch
         self.reach(1)
 
@@ -168,7 +168,7 @@ class Order:
 
     def cover(self, end):
         """Counts as many epochs as there are until a step."""
-        self.end = end
+        self.end = max(self.end, end)
         while (left := end - self.first_step - self.batches.sum()) > 0:
             self.reach(len(self.batches) + 1 + int(left // max(self.batches.sum(1).mean(), 1)))
 
