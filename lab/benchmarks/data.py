@@ -1,10 +1,10 @@
 """What data at scale cost: a million utterances that are made of few files, without a model. Alone on the machine.
 
-    PYTHONPATH=speech python lab/benchmarks/data.py [--utterances 1000000] [--folder build/data] [--parts start rate ...]
+    PYTHONPATH=speech python lab/benchmarks/data.py [--utterances 1000000] [--folder FOLDER] [--parts start ...]
 
-Parts: `start` is a manifest with and without durations, and tars: seconds until the first batch, and memory. `memory` is
-that after an epoch of all utterances, which last a quarter of a second, beside that after 10,000. `rate` is seconds of
-audio that a second of one core makes features of: FLAC, MP3 and tars of FLAC, plain and at other speeds in noise.
+Parts: `start` is a manifest with and without durations, and tars: seconds until the first batch, and memory. `memory`
+is that after an epoch of all utterances, which last a quarter of a second, beside that after 10,000. `rate` is seconds
+of audio that a second of one core makes features of: FLAC, MP3 and tars of FLAC, plain and at other speeds in noise.
 `same` compares batches of 0, 1 and 4 workers, and of a run that goes on, bit for bit; it ends with 1 where they differ.
 """
 
@@ -126,7 +126,10 @@ def same(args):
     options, half, end = AUGMENTED | {"noise": args.noise}, args.steps // 2, args.steps
     reference = opened(args.source, args.index, **options)
     whole = [digest([x]) for x in reference.read(0, end)]
-    found = {workers: [digest([x]) for x in opened(args.source, args.index, workers, **options).read(0, end)] for workers in (1, 4)}
+    found = {
+        workers: [digest([x]) for x in opened(args.source, args.index, workers, **options).read(0, end)]
+        for workers in (1, 4)
+    }
     resumed = opened(args.source, args.index, 1, reference.at(half), half, **options)
     equal = {f"{workers} workers": whole == x for workers, x in found.items()}
     return equal | {"resumed": whole[half:] == [digest([x]) for x in resumed.read(half, end)]}
@@ -144,8 +147,8 @@ def alone(part, source, index, **options):
 
 
 def shown(name, found):
-    print(f"{name}: " + ", ".join(f"{key} {x:.3g}" if isinstance(x, float) else f"{key} {x}" for key, x in found.items()),
-          flush=True)  # fmt: skip
+    numbers = (f"{key} {x:.3g}" if isinstance(x, float) else f"{key} {x}" for key, x in found.items())
+    print(f"{name}: {', '.join(numbers)}", flush=True)
     return found
 
 
@@ -164,13 +167,22 @@ def main():
         return
     folder, count, wrong = args.folder.resolve() / str(args.utterances), args.utterances, False
     fresh = itertools.count()
-    index = lambda: folder / f"index-{time.time_ns()}-{next(fresh)}"
+
+    def index():
+        return folder / f"index-{time.time_ns()}-{next(fresh)}"
+
     short, long = sounds(folder.parent / "short", 0.25, "flac"), sounds(folder.parent / "long", 10, "flac")
     noise = sounds(folder.parent / "noise", 20, "flac")[0].parent
     folder.mkdir(parents=True, exist_ok=True)
-    written, bare = (manifest(folder / f"{name}.jsonl", short, count, x) for name, x in (("written", 0.25), ("bare", 0)))
+    written, bare = (
+        manifest(folder / f"{name}.jsonl", short, count, x) for name, x in (("written", 0.25), ("bare", 0))
+    )
     if "start" in args.parts:
-        for name, source in (("manifest with durations", written), ("without", bare), ("tars", tars(folder / "tars", short, count))):
+        for name, source in (
+            ("manifest with durations", written),
+            ("without", bare),
+            ("tars", tars(folder / "tars", short, count)),
+        ):
             place = index()
             shown(f"{count:,} utterances, {name}", alone("start", source, place))
             shown("  again, with its index", alone("start", source, place))

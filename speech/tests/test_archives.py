@@ -52,7 +52,9 @@ def packed(tmp_path_factory):
     (folder / "all.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "bare.jsonl").write_text("\n".join(json.dumps(x | {"duration": None}) for x in rows))
     for k, half in enumerate(halves):
-        texts = [("txt", TEXTS[i].encode()) if i % 2 else ("json", json.dumps({"text": TEXTS[i]}).encode()) for i in half]
+        texts = [
+            ("txt", TEXTS[i].encode()) if i % 2 else ("json", json.dumps({"text": TEXTS[i]}).encode()) for i in half
+        ]
         files = [((f"a/u{i}.flac", sound[i]), (f"a/u{i}.{kind}", text)) for i, (kind, text) in zip(half, texts)]
         pack(folder / f"web/part-{k:03}.tar", itertools.chain(*files))
         pack(folder / f"nemo/audio_{k}.tar", [(f"u{i}.flac", sound[i]) for i in half])
@@ -126,7 +128,9 @@ def test_rows_of_other_lists(packed, tmp_path):
         np.testing.assert_allclose(found.seconds, seconds, atol=1e-4)
         entries = [shards[k].entry(row.tolist(), keys) for k, row in zip(found.shards, found.rows)]
         assert [x.text for x in entries] == TEXTS
-    (tmp_path / "m.csv").write_text("path,text\n" + "".join(f"{packed}/files/u{i}.wav,{TEXTS[i]}\n" for i in range(COUNT)))
+    (tmp_path / "m.csv").write_text(
+        "path,text\n" + "".join(f"{packed}/files/u{i}.wav,{TEXTS[i]}\n" for i in range(COUNT))
+    )
     shards = archives.of(tmp_path / "m.csv", keys, readers=2)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.seconds, SECONDS, atol=1e-4)
@@ -276,7 +280,9 @@ def test_the_same_whoever_works(packed, tmp_path):
         readers = [x for x in found.order.readers if x.number == one.own[0]]
         mine = order.Order(readers, found.order.shapes, config.run.seed)
         mine.batches = found.order.batches  # of both, as they tell each other
-        loaded = one.loader(types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4), mine.shapes)
+        loaded = one.loader(
+            types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4), mine.shapes
+        )
         batch = loaded(mine[0])
         for name in ("features", "spans", "targets", "valid"):
             np.testing.assert_array_equal(batch[name], whole[0][name][half])
@@ -369,7 +375,9 @@ def test_a_run(packed, tmp_path, capsys, refused):
     run([*command, "--workdir", tmp_path / "a", "--workers", 1])
     out = capsys.readouterr().out
     assert "2 epochs of 3 batches" in out and "12 utterances" in out and "padding" in out
-    (tmp_path / "hook.py").write_text("import os\nend = lambda i, x: i == 1 and 'loss' in x and os.kill(os.getpid(), 2)\n")
+    (tmp_path / "hook.py").write_text(
+        "import os\nend = lambda i, x: i == 1 and 'loss' in x and os.kill(os.getpid(), 2)\n"
+    )
     run([*command, "--workdir", tmp_path / "b", "--hook", f"{tmp_path}/hook.py:end"], 130)
     capsys.readouterr()
     run(["train", "--workdir", tmp_path / "b", "--resume", "--devices", 1])

@@ -13,7 +13,6 @@ import glob
 import gzip
 import io
 import itertools
-import json
 import os
 import re
 import tarfile
@@ -30,6 +29,7 @@ DAMAGED = "a damaged archive; what comes before was read"
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 LINES = 2**20  # bytes of a manifest that are one shard
 LISTED = 1000  # utterances of other lists that are one shard
+TEXTS = "txt", "json"
 ONE = ("audio",)  # key of the audio, where a row is put together here
 RANGE = re.compile(r"(?:_OP_|\{)(\d+)\.\.(\d+)(?:_CL_|\})")
 
@@ -160,10 +160,11 @@ class Tar:
             if isinstance(x, Fault):
                 yield x
                 continue
-            infos = list(x[1].values())
-            begin, end = infos[0][0].offset, infos[-1][1]
-            texts = {k: bytes_of(self.path, y.offset_data, y.size) for k, (y, _) in x[1].items() if k in ("txt", "json")}
-            for part, entry in enumerate(self.entries(x[0], {k: y for k, (y, _) in x[1].items()}, texts, keys)):
+            found = list(x[1].values())
+            begin, end = found[0][0].offset, found[-1][1]
+            infos = {kind: info for kind, (info, _) in x[1].items()}
+            texts = {kind: bytes_of(self.path, y.offset_data, y.size) for kind, y in infos.items() if kind in TEXTS}
+            for part, entry in enumerate(self.entries(x[0], infos, texts, keys)):
                 yield entry if isinstance(entry, Fault) else ((begin, end, 0, 0, part), entry)
 
     def entries(self, key, infos, texts, keys, place=0):
@@ -180,7 +181,7 @@ class Tar:
                 row["text"] = texts["txt"].decode("utf-8-sig", "surrogateescape").strip()
             where = Member(self.path, place + infos[kind].offset_data, infos[kind].size, infos[kind].name)
             row |= {"audio": f"{Path(self.path).name}/{where.name}"}
-            yield from manifests.utterances(row, lambda _: where, name, (ONE, *keys[1:]))
+            yield from manifests.utterances(row, functools.partial(same, where), name, (ONE, *keys[1:]))
         except LineError as error:
             yield Fault(str(error), name)
 
@@ -192,9 +193,14 @@ class Tar:
             while info := tar.next():
                 key, kind = key_of(info.name)
                 infos[kind] = info
-                if kind in ("txt", "json"):
+                if kind in TEXTS:
                     texts[kind] = data[info.offset_data : info.offset_data + info.size]
         return nth(self.entries(key, infos, texts, keys, begin), part)
+
+
+def same(member, _):
+    """The only recording that a row can mean."""
+    return member
 
 
 def nth(entries, part):
@@ -203,7 +209,7 @@ def nth(entries, part):
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-    """A tar of audio, and lines elsewhere that say what is in it. Rows: (start, end) in the tar, (start, size) of a line."""
+    """A tar of audio, and lines elsewhere about it. Rows: (start, end) in the tar, (start, size) of a line."""
 
     path: str
     lines: str  # the file with the lines
@@ -227,7 +233,9 @@ class Paired:
             elif is_audio(key_of(x[0].name)[1]):
                 found[Path(x[0].name).stem] = x
         for i, (begin, size, line) in enumerate(self.listed(), 1):
-            name = f"{Path(self.lines).name} line {i}" if self.places is None else f"{Path(self.lines).name} byte {begin}"
+            name = (
+                f"{Path(self.lines).name} line {i}" if self.places is None else f"{Path(self.lines).name} byte {begin}"
+            )
             place = (0, 0)
 
             def where(wanted):
@@ -248,7 +256,7 @@ class Paired:
         with tarfile.open(fileobj=io.BytesIO(bytes_of(self.path, begin, min(end - begin, 8192))), mode="r:") as tar:
             info = tar.next()
         member = Member(self.path, begin + info.offset_data, info.size, info.name)
-        return nth(described(line, lambda _: member, "", keys), part)
+        return nth(described(line, functools.partial(same, member), "", keys), part)
 
 
 def described(line, where, name, keys):
@@ -346,7 +354,9 @@ class Parquet:
             others = steadily(lambda: file.read_row_group(self.group, columns=names), self.path).to_pylist()
             cells = group_of(self.path, self.group, sound)
         except OSError as error:  # ArrowInvalid is one in some versions
-            yield Fault(f"rows that cannot be read ({str(error).splitlines()[0]})", f"{Path(self.path).name} {self.group}")
+            yield Fault(
+                f"rows that cannot be read ({str(error).splitlines()[0]})", f"{Path(self.path).name} {self.group}"
+            )
             return
         for i, cell in enumerate(cells):
             row = others[i] if names else {}
@@ -364,7 +374,7 @@ class Parquet:
             where = Path(self.path)
             if inside:
                 member = Cell(self.path, self.group, i, f"{self.group}.{i}", sound)
-                where = lambda _: member
+                where = functools.partial(same, member)
             row = row | {"audio": shown if inside else known}
             yield from manifests.utterances(row, where, name, (ONE, *keys[1:]))
         except LineError as error:
@@ -468,9 +478,9 @@ def is_pattern(name):
 def weighted(name):
     """(name, weight or None) of NAME:WEIGHT, where NAME alone is a source."""
     rest, _, number = str(name).rpartition(":")
-    if rest and re.fullmatch(r"\d+(\.\d+)?|\.\d+", number) and not os.path.exists(name):
-        if os.path.exists(rest) or is_pattern(rest):
-            return rest, float(number)
+    number = re.fullmatch(r"\d+(\.\d+)?|\.\d+", number) and number
+    if rest and number and not os.path.exists(name) and (os.path.exists(rest) or is_pattern(rest)):
+        return rest, float(number)
     return str(name), None
 
 

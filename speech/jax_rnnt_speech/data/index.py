@@ -110,10 +110,10 @@ def probed(recording, file, begin, end):
     import av
 
     named = headers.Part(Named(file, str(recording)), begin, end)
-    with contextlib.suppress(av.error.FFmpegError):
-        with av.open(named, options={"format_whitelist": audio.FORMATS}, **audio.TAGS) as container:
-            if container.duration:
-                return -container.duration / av.time_base
+    options = {"format_whitelist": audio.FORMATS}
+    with contextlib.suppress(av.error.FFmpegError), av.open(named, options=options, **audio.TAGS) as container:
+        if container.duration:
+            return -container.duration / av.time_base
     return -audio.seconds(audio.stretches(recording))  # nothing but decoding tells
 
 

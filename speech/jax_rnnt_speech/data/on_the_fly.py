@@ -10,14 +10,23 @@ import json
 import math
 import os
 import time
-from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import archives, audio, augmentation, batches, features, index, manifests, order, texts, workers
+from jax_rnnt_speech.data import (
+    archives,
+    audio,
+    augmentation,
+    batches,
+    features,
+    index,
+    manifests,
+    order,
+    texts,
+    workers,
+)
 from jax_rnnt_speech.data import tokens as vocabularies
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, hosts
@@ -156,7 +165,9 @@ class OnTheFly:
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.versions, self.known, self.step = augmentation.Versions(config), known, step
         self.named = [Named(*archives.weighted(x)) for x in names(config.data.train)]
-        self.named += [Named(*archives.weighted(x), True) for x in names(config.data.synthetic) if config.data.synthetic]
+        self.named += [
+            Named(*archives.weighted(x), True) for x in names(config.data.synthetic) if config.data.synthetic
+        ]
         part, processes = hosts.part()
         self.readers = known["readers"] if known and known["readers"] % processes == 0 else 0
         self.readers = self.readers or self.wished(processes)
@@ -270,14 +281,17 @@ class OnTheFly:
                 if not weights.sum():
                     raise UserError("the weights of sources must not all be 0")
                 for k in np.flatnonzero(part):
-                    draws[k] = int(round(amount * weights[k] / weights.sum()))
+                    draws[k] = round(amount * weights[k] / weights.sum())
         return counts, draws
 
     def opened(self, model, devices):
         """The order of a run of a model on so many devices, with its shapes."""
         config, options = self.config, self.config.data
         counts, draws = self.shares()
-        sources = lambda some: [order.Source(x, synthetic=y.synthetic) for x, y in zip(some, self.named)]
+
+        def sources(some):
+            return [order.Source(x, y.synthetic) for x, y in zip(some, self.named)]
+
         each = [None if x is None else max(1, round(x / self.readers)) if x else 0 for x in draws]
         readers = [
             order.Reader(found.number, config.run.seed, found, sources(some), each, self.versions.count,
@@ -339,7 +353,9 @@ class OnTheFly:
         if any(x is not None for x in draws):
             each = ", ".join(f"{x.name} {n if d is None else d:,}" for x, n, d in zip(self.named, counts, draws))
             hosts.say(f"an epoch is so many draws: {each}")
-        shapes = ", ".join(f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes)
+        shapes = ", ".join(
+            f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
+        )
         hosts.say(f"batches: {shapes}; {self.order.padding():.0%} padding; {self.order.batches[0].sum():,} an epoch")
         if self.hours.sum() < SMALL:
             hosts.say(f"under {SMALL} hours, a cache takes less time: --no-on-the-fly keeps features on the disk")

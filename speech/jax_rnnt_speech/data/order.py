@@ -22,7 +22,6 @@ class Source(NamedTuple):
     """What one name of --train or --synthetic is for a reader."""
 
     items: np.ndarray  # numbers of usable utterances of the reader, as the shards list them
-    weight: float | None = None  # share of all draws; None: each utterance once
     synthetic: bool = False
 
 
@@ -75,9 +74,11 @@ class Reader:
     def source(self, epoch, k):
         """Items of a source in their order."""
         source, draws = self.sources[k], self.draws[k]
-        of_pass = lambda i: source.items[
-            shuffled(self.rng(0, k, i), np.asarray(self.index.shards[source.items]), self.buffer)
-        ]
+        shards = np.asarray(self.index.shards[source.items])
+
+        def of_pass(i):
+            return source.items[shuffled(self.rng(0, k, i), shards, self.buffer)]
+
         if draws is None:
             return of_pass(epoch)
         if not draws or not len(source.items):
@@ -95,7 +96,9 @@ class Reader:
         if len(parts) > 1:
             share = np.concatenate([(np.arange(len(x)) + 0.5) / max(len(x), 1) for x in parts])
             items = items[np.argsort(share, kind="stable")]
-        synthetic = np.isin(items, np.concatenate([np.zeros(0, np.int64), *(x.items for x in self.sources if x.synthetic)]))
+        synthetic = np.isin(
+            items, np.concatenate([np.zeros(0, np.int64), *(x.items for x in self.sources if x.synthetic)])
+        )
         versions = self.rng(1, epoch).integers(self.versions, size=len(items))
         plain = versions - versions % len(self.speeds)  # the same without another speed
         slow = self.lengths[items] / self.speeds[versions % len(self.speeds)] > self.most
@@ -183,7 +186,7 @@ class Order:
         i = int(np.searchsorted(ends, step - self.first_step, side="right"))
         return self.first_epoch + i, int(step - self.first_step - (ends[i - 1] if i else 0))
 
-    @functools.lru_cache(2)  # noqa: B019: an order lives as long as its run
+    @functools.lru_cache(2)  # noqa: B019
     def sequence(self, epoch):
         """(shape, number among the batches of that shape) of each batch of an epoch."""
         counts = self.batches[epoch - self.first_epoch]

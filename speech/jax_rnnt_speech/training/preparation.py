@@ -99,7 +99,12 @@ def prepared(config, start, searching):
     if count := config.run.epochs:
         config = config.replace(steps=steps(count), epochs=0).consistent()
         hosts.say(f"{count} epochs of {steps(1):,} batches")
-    seen = [run.last, sorted(train.data.labels) if not fly else known[0].digest, sorted(valid.data.labels), model.setup()]
+    seen = [
+        run.last,
+        sorted(train.data.labels) if not fly else known[0].digest,
+        sorted(valid.data.labels),
+        model.setup(),
+    ]
     hosts.agree("options, corpora or checkpoints", seen)
     if run.last is None:
         run.open()

@@ -35,7 +35,10 @@ class Progress:
 
 def digest(corpus):
     """What tells that a corpus has other utterances."""
-    return getattr(corpus, "digest", None) or hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
+    return (
+        getattr(corpus, "digest", None)
+        or hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
+    )
 
 
 class Record:
