@@ -366,6 +366,7 @@ def test_the_buffer():
     assert sorted(itertools.chain(*dealt)) == [*range(400)] and np.ptp([sizes[x].sum() for x in dealt]) < 100
 
 
+@pytest.mark.slow
 def test_a_run(packed, tmp_path, capsys, refused):
     """Two epochs from tars; a run by a worker that is stopped within one goes on without it, with the same losses."""
     usual = ["--valid", packed / "all.jsonl", "--rate", RATE, "--mels", 6, "--encoder", "convolutional", "--width", 8]
