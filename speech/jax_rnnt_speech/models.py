@@ -149,7 +149,8 @@ def fresh(config, corpus, **more):
     """The Model of a new training: of random weights, or from --init."""
     features, start = corpus.features, config.run.init
     new = not start or config.run.new_head
-    vocabulary = tokens.train(config.head, (x.text for x in corpus.utterances)) if new else None
+    said = getattr(corpus, "texts", None) or (x.text for x in corpus.utterances)
+    vocabulary = tokens.train(config.head, said) if new else None
     if not start:
         return Model(config, vocabulary, [0.0] * features, [1.0] * features, **more)
     known = read(start)

@@ -92,6 +92,11 @@ def weights(workdir):
     return [np.asarray(x) for x in jax.tree.leaves(asr.models.read(workdir, best=False).params)]
 
 
+def losses(workdir):
+    """(step, loss, norm) of the lines of metrics."""
+    return [(x["step"], x["loss"], x["norm"]) for x in asr.runs.metrics_of(workdir) if "loss" in x]
+
+
 def run(arguments, status=0):
     """Runs the command line in this process."""
     with pytest.raises(SystemExit) as caught:

@@ -1,14 +1,17 @@
 """Several processes: the training is that of one, and outlives a process."""
 
+import io
+import shutil
 import signal
 import socket
+import tarfile
 import time
 
 import numpy as np
 import pytest
 
 from jax_rnnt_speech import runs
-from support import arguments, run, start, weights
+from support import arguments, losses, run, start, weights
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +64,30 @@ def test_a_process_that_dies(corpus, tmp_path):
             assert x[name] == pytest.approx(y[name], rel=2e-3), (x, y)
     for x, y in zip(weights(workdir), weights(tmp_path / "one"), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-3)
+
+
+def test_data_on_the_fly(corpus, tmp_path):
+    """Two processes read their own shards of tars; one goes on with their run, and has the same losses."""
+    for k in range(2):
+        (tmp_path / "tars").mkdir(exist_ok=True)
+        with tarfile.open(tmp_path / f"tars/{k}.tar", "w") as tar:
+            for path in sorted((corpus / f"7/{k}").glob("*.flac")):
+                tar.add(path, path.name)
+                text = next(x.split(" ", 1)[1] for x in (corpus / f"7/{k}/7-{k}.trans.txt").read_text().splitlines()
+                            if x.startswith(path.stem)).encode()  # fmt: skip
+                info = tarfile.TarInfo(f"{path.stem}.txt")
+                info.size = len(text)
+                tar.addfile(info, io.BytesIO(text))
+    more = "--train", tmp_path / "tars", "--time-masks", 1
+    first, second = finished(start_two(corpus, tmp_path / "two", *more))
+    assert first[0] == second[0] == 0, (first, second)
+    assert "1 shards in this process, in 1 of 2 parts" in first[1]
+    run([*arguments(corpus, tmp_path / "one", devices=8, **OPTIONS), *more, "--readers", 2, "--workers", 1])
+    pairs = list(zip(*map(losses, (tmp_path / "two", tmp_path / "one")), strict=True))
+    assert len(pairs) == 4
+    for x, y in pairs:
+        assert x == pytest.approx(y, rel=2e-3)
+    shutil.rmtree(tmp_path / "two/checkpoints/4")
+    run([*arguments(corpus, tmp_path / "two", devices=8, **OPTIONS), *more, "--resume"])
+    for x, y in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
+        assert x == pytest.approx(y, rel=2e-3)

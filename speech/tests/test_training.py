@@ -14,7 +14,7 @@ from jax_rnnt_speech.model import Model, transducer
 from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts, outputs
 from jax_rnnt_speech.training import evaluation, objective, record, steps, train
-from support import CONVOLUTIONAL, arguments, configuration, prepared, run, steps_of, weights, write_audio
+from support import CONVOLUTIONAL, arguments, configuration, losses, prepared, run, steps_of, weights, write_audio
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
@@ -64,10 +64,6 @@ def test_dropout_follows_the_step(corpus):
     model, batch = prepared(corpus, dropout=0.5)
     loss = jax.jit(lambda step: objective.mean_loss(model, model.params, batch, step))
     assert loss(1) == loss(1) != loss(2)
-
-
-def losses(workdir):
-    return [(x["step"], x["loss"], x["norm"]) for x in runs.metrics_of(workdir) if "loss" in x]
 
 
 def test_a_run(trained):

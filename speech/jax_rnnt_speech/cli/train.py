@@ -8,7 +8,7 @@ from pathlib import Path
 from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config import OPTIONS, Config, command_line, files, flag, named
 from jax_rnnt_speech.config.options import names, sources
-from jax_rnnt_speech.data import corpora, texts
+from jax_rnnt_speech.data import archives, corpora, texts
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.recognition.search_options import Searching
 from jax_rnnt_speech.system import UserError, hosts
@@ -52,6 +52,9 @@ def train(args):
         options.setdefault("valid", options["train"])
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
+    named_sources = [x for name in ("train", "synthetic") for x in names(options.get(name, ""))]
+    if "on_the_fly" not in options and (archives.wanted(named_sources) or (start.workers and not start.resume)):
+        options["on_the_fly"] = True
     if start.hook:
         start = dataclasses.replace(start, hook=texts.loaded(start.hook, "--hook", ""))
     if options.get("steps") == 0 and not options.get("epochs"):

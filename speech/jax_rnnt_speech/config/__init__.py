@@ -46,6 +46,7 @@ def attends(config):
 BLOCKS = attends, "--encoder conformer, or --stack, whose blocks have attention"
 OWN = own, "an encoder of ours, conformer or convolutional"
 STREAMS = lambda config: config.encoder.chunk, "--chunk"
+ON_THE_FLY = lambda config: config.data.on_the_fly, "--on-the-fly"
 TRANSDUCER = lambda config: config.head.loss != "ctc", "a transducer, which --loss ctc lacks"
 TDT = lambda config: config.head.loss == "tdt", "--loss tdt"
 
@@ -55,7 +56,8 @@ class Data:
     """Which recordings are heard, and how they are gathered into batches."""
 
     # Each of these is a name, or a list of names.
-    train: str = option("", sources, "manifests or folders to train on, or a corpus by FILE.py:FUNCTION", **DATA)
+    train: str = option("", sources, "manifests, folders or archives to train on, each perhaps with :WEIGHT, or a "
+                        "corpus by FILE.py:FUNCTION", **DATA)  # fmt: skip
     valid: str = option("", sources, "held-out data that the run is tested on, named as for --train", **DATA)
     synthetic: str = option("", sources, "further data to train on, such as synthetic speech", **DATA)
     synthetic_share: float = option(
@@ -77,6 +79,19 @@ class Data:
                         needs=(lambda config: config.data.noise, "--noise"))  # fmt: skip
     gain: float = option(
         0.0, number(float, 0, most=100), "dB by which noisy copies are louder or softer at most; also without --noise"
+    )
+    on_the_fly: bool = option(
+        False, bool, "decode, augment and make features anew in each epoch, while the model trains; default: for "
+        "archives, for sources with weights, and with --workers",
+    )  # fmt: skip
+    buffer: int = option(10_000, natural, "utterances within which the order is shuffled, beside that of the shards",
+                         needs=ON_THE_FLY)  # fmt: skip
+    readers: int = option(
+        0, natural, "parts of the data, of which each process reads as many; a run goes on exactly with a number of "
+        "processes that divides them; 0: one for each process", needs=ON_THE_FLY,
+    )  # fmt: skip
+    temperature: float = option(
+        1.0, amount, "exponent of the weights of sources, or of their hours: 0 draws from all alike", needs=ON_THE_FLY
     )
     time_masks: int = option(2, natural, "masks over time, by SpecAugment")
     time_mask: float = option(0.05, share, "share of the frames that a mask over time hides at most")

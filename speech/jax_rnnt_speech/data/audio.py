@@ -77,6 +77,7 @@ class Memory(io.BytesIO):
 
 def opened(path):
     """The file, which must be one that has something in it."""
+    path = path.loaded() if hasattr(path, "loaded") else path
     if isinstance(path, Memory):
         if not path.getbuffer().nbytes:
             raise AudioError(path, "an empty file")

@@ -35,13 +35,13 @@ class Versions:
         return samples if speed == 1 else audio.resampled_size(samples, round(self.rate * speed), self.rate)
 
     def of(self, samples, version, utterance):
-        """The version of samples float32 [S], those of an utterance by its number."""
+        """The version of samples float32 [S], those of an utterance by its number, or by several."""
         speed = self.speeds[version % len(self.speeds)]
         if speed != 1:
             samples = audio.resampled(samples, round(self.rate * speed), self.rate)
         if version < len(self.speeds) or not len(samples):
             return samples
-        rng = np.random.default_rng((self.seed, utterance, version))
+        rng = np.random.default_rng((self.seed, *np.atleast_1d(utterance).tolist(), version))
         if self.noises:
             samples = samples + self.noise(rng, samples)
         return samples * np.float32(10 ** (rng.uniform(-1, 1) * self.options.gain / 20))

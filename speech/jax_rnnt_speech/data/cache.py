@@ -25,7 +25,7 @@ LIMIT = np.finfo(np.float16).max
 
 def stamp(path):
     """What tells that a file has changed."""
-    known = os.stat(path)
+    known = os.stat(getattr(path, "archive", path))
     return [str(path), known.st_size, known.st_mtime_ns]
 
 

@@ -7,12 +7,13 @@ follows another colon, if there is one.
 """
 
 import dataclasses
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import audio, augmentation, cache, features, manifests, texts
+from jax_rnnt_speech.data import archives, audio, augmentation, cache, features, manifests, texts
 from jax_rnnt_speech.data.audio import AudioError
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.data.utterances import Report, Utterance
@@ -164,7 +165,12 @@ def absolute(name):
         return [absolute(x) for x in name]
     if made := by_function(name):
         return ":".join([texts.absolute(made[0]), *map(absolute, made[1])])
-    return str(Path(name).resolve()) if name and Path(name).exists() else name
+    if name and Path(name).exists():
+        return str(Path(name).resolve())
+    if archives.is_pattern(name):
+        return os.path.abspath(name)
+    rest, weight = archives.weighted(name)
+    return name if weight is None else f"{absolute(rest)}:{weight:g}"
 
 
 def last_parts(name):
@@ -185,6 +191,8 @@ def tested(paths, config):
 def open_corpus(name, config, split, folder=None):
     """The corpus that --train or --valid names. Lengths of its files and features are kept in a folder."""
     train = split == "train"
+    if weight := next((x for x in names(name) if archives.weighted(x)[1] is not None), None):
+        raise UserError(f"--{split} {weight}: weights need --on-the-fly, and are for --train")
     if made := by_function(name):
         if train and config.data.synthetic:
             raise UserError("--synthetic needs recordings in --train")

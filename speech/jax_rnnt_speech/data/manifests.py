@@ -80,7 +80,10 @@ def suffix_of(path):
 
 def is_list(path):
     """Whether `read` takes it for a list of recordings, and not for one."""
-    return path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
+    from jax_rnnt_speech.data import archives
+
+    known = path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
+    return known or archives.is_archive(path) or archives.is_pattern(path)
 
 
 def read(path, audio_column="", text_column="", speaker_column="", texts=True, alone=True):
@@ -89,7 +92,13 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
     A column must be there; one of a list may be missing, and then the usual ones count. A form that has no columns is
     an error if it is `alone`; beside others, for which the column may be meant, its entries have a note.
     """
-    path = Path(path)
+    from jax_rnnt_speech.data import archives  # which reads lines of manifests
+
+    path, several = Path(path), archives.is_pattern(path)
+    if several:
+        for x in archives.expanded(path):
+            yield from read(x, audio_column, text_column, speaker_column, texts, alone)
+        return
     columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
     columns = *columns, (speaker_column, SPEAKER_KEYS)
     keys = [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
@@ -98,6 +107,8 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
             raise ListError(path, "does not exist")
         of_kaldi = path.name in KALDI and not path.is_dir()
         rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
+        if (shards := archives.of_archive(path)) is not None:
+            rows = (x if isinstance(x, Fault) else x[1] for shard in shards for x in shard.read(keys))
         named = [option for option, x in zip(COLUMNS, keys) if len(x) == 1]
         for x in itertools.chain([next(rows, Fault("nothing is listed", path.name))], rows):
             if named and isinstance(x, Entry) and not x.columns:
@@ -189,6 +200,17 @@ def objects(path, keys):
                     yield f"{path.name} line {i}", LineError("not JSON")
 
 
+def object_of(line):
+    """The object of a line of JSON."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise LineError("not JSON") from None
+    if not isinstance(row, dict):
+        raise LineError("not an object with keys")
+    return row
+
+
 def table(path, keys):
     """(name, row as a dictionary or LineError) of a table whose first line names the columns."""
     text = text_of(path)
@@ -238,6 +260,26 @@ def records(lines, delimiter):
 # `PLAIN`, START_KEYS, END_KEYS and CHANNEL_KEYS.
 LISTS = {".jsonl": objects, ".ndjson": objects, ".json": objects, ".tsv": table, ".csv": table}
 MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
+
+
+# Keys of a line that is not one utterance, or not measured in seconds.
+APART = {*UNREAD, *END_KEYS, "segments", "supervisions", "recording", "tracks"}
+
+
+def plain(line, keys):
+    """(name of the audio, seconds or None) of a line that is one utterance, the usual one; else None."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not APART.isdisjoint(row):
+        return None
+    name, seconds = row.get(keys[0][0]) or first_of(row, keys[0]), row.get("duration")
+    if type(name) is not str or not any(x in row for x in keys[1]):
+        return None
+    if type(seconds) in (int, float) and 0 < seconds < math.inf:
+        return name, seconds
+    return (name, None) if seconds is None and first_of(row, START_KEYS) is None else None
 
 
 def later(a, b):
@@ -353,6 +395,8 @@ def located(name, manifest):
     A Mac may have written accents of the name by themselves, on its disk or in the list, and Windows backslashes.
     """
     name = encodable(name, "the name of the audio")
+    if os.path.isfile(usual := os.path.join(manifest.parent, name)):
+        return Path(usual)
     forms = dict.fromkeys((name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))))
     places = manifest.parent, manifest.parent / "clips", Path()
     found = next((file for x in places for form in forms if is_file(file := x / form)), None)
@@ -381,12 +425,16 @@ def is_file(path):
 
 
 def entry(row, path, keys, name=""):
-    """The Entry of a row that says which part of a file has which text; by default, its audio gives the name."""
+    """The Entry of a row that says which part of a file has which text; by default, its audio gives the name.
+
+    `path`: the manifest, or a function that finds the audio by its name.
+    """
     audio, notes = first_of(row, keys[0]), []
     audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
     if not audio:
         raise LineError("no name of an audio file")
-    file, (start, end, whole), text = located(audio, path), span(row, notes), first_of(row, keys[1])
+    file = path(audio) if callable(path) else located(audio, path)
+    (start, end, whole), text = span(row, notes), first_of(row, keys[1])
     if keys[1] and not any(x in row for x in keys[1]):
         raise LineError("no text")
     text = "" if text is None else encodable(text, "the text")

@@ -117,6 +117,16 @@ def agree(name, x):
             raise UserError(f"{name} differ between the processes")
 
 
+def told(x):
+    """JSON of the first process."""
+    if jax.process_count() == 1:
+        return x
+    data = np.frombuffer(json.dumps(x).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.array(len(data))))
+    data = data if not jax.process_index() else np.zeros(size, np.uint8)
+    return json.loads(multihost_utils.broadcast_one_to_all(data).tobytes())
+
+
 def gathered(tree):
     """NumPy arrays of all processes, along their first axis."""
     if jax.process_count() == 1:

@@ -16,11 +16,6 @@ def training(data, config, buckets, part, texts=None):
 
     `part`: (i, n) for every n-th row of each batch, from the i-th on. `texts`: labels and lengths, drawn anew always.
     """
-
-    def with_texts(batch, rng):
-        drawn = rng.integers(len(texts[0]), size=TEXTS * step * len(batch["valid"]))[first::step]
-        return batch | {"texts": texts[0][drawn], "text_lengths": texts[1][drawn]}
-
     parts, (first, step) = [], part
     for bucket in buckets:
 
@@ -35,8 +30,20 @@ def training(data, config, buckets, part, texts=None):
         whole = batches.mixed(bucket.members, data.corpus, config).random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]
         parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
-    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.run.seed)
-    return whole.seed(config.run.seed).random_map(with_texts) if texts else whole
+    return with_texts(grain.MapDataset.concatenate(parts).shuffle(seed=config.run.seed), config.run.seed, part, texts)
+
+
+def with_texts(whole, seed, part, texts):
+    """The dataset, with sentences in each batch if there are some."""
+    first, step = part
+
+    def drawn(batch, rng):
+        if "valid" not in batch:  # an error
+            return batch
+        some = rng.integers(len(texts[0]), size=TEXTS * step * len(batch["valid"]))[first::step]
+        return batch | {"texts": texts[0][some], "text_lengths": texts[1][some]}
+
+    return whole.seed(seed).random_map(drawn) if texts else whole
 
 
 def read(epoch, first, end):

@@ -1,5 +1,6 @@
 """Opens all that a training needs, and checks it, before anything of an earlier run is set aside."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ from jax.sharding import Mesh
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import batches, cache, corpora
+from jax_rnnt_speech.data.on_the_fly import OnTheFly
 from jax_rnnt_speech.recognition import search_options
 from jax_rnnt_speech.system import UserError, hosts, programs
 from jax_rnnt_speech.training import epochs, frozen_rows, objective
@@ -35,14 +37,25 @@ def report(model, parts, train, valid):
     for name, side in (("train", train), ("valid", valid)):
         for line in side.data.corpus.report.lines():
             hosts.say(f"{name}: {line}")
-    left, one = batches.padding(*train)
-    shapes = ", ".join(f"{b.batch} x {b.frames} frames x {b.labels} labels" for b in train.buckets)
     trained = jax.eval_shape(parts.free, model.shapes)
-    hosts.say(f"{len(train.data.labels)} training and {len(valid.data.labels)} held-out utterances, "
+    several = f"{len(train.data.labels)} training and " if train.buckets else ""
+    hosts.say(f"{several}{len(valid.data.labels)} held-out utterances, "
               f"{len(model.tokens.pieces)} labels, "
               f"{sum(x.size for x in jax.tree.leaves(model.shapes)):,} parameters, of which "
               f"{sum(x.size for x in trained.values()):,} are trained")  # fmt: skip
-    hosts.say(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
+    if train.buckets:
+        left, one = batches.padding(*train)
+        shapes = ", ".join(f"{b.batch} x {b.frames} frames x {b.labels} labels" for b in train.buckets)
+        hosts.say(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
+
+
+def training_corpus(config, start, run, folder):
+    """What --train names, in memory or on the fly."""
+    if not config.data.on_the_fly:
+        return corpora.open_corpus(config.data.train, config, "train", folder)
+    folder = folder if start.cache and folder else run.workdir / "index"
+    order = None if run.last is None else run.setup("params", "training", quiet=True).get("order")
+    return OnTheFly(config, folder, start.workers, order, run.last or 0)
 
 
 def prepared(config, start, searching):
@@ -51,13 +64,20 @@ def prepared(config, start, searching):
     devices = Devices(Mesh(np.array(hosts.devices(start.platform, start.devices)), ("data",)))
     programs.keep(run.workdir / "programs")
     folder = None if start.cache and start.cache.name == "none" else start.cache or run.workdir / "cache"
-    known = [corpora.open_corpus(config.data.train, config, "train", folder)]
+    if start.workers and not config.data.on_the_fly:
+        raise UserError("--workers needs --on-the-fly")
+    known = [training_corpus(config, start, run, folder)]
     known += [corpora.open_corpus(config.data.valid, config, "valid", folder)]
     record = Record(run, *known)
     model = record.open(config, devices, start)
-    parts, train = Parts(config, model.shapes), Side.of(known[0], model, devices)
+    fly, parts = config.data.on_the_fly, Parts(config, model.shapes)
+    if fly:
+        train = Side(batches.labelled(known[0], model.tokens, model.subsampling), [])
+    else:
+        train = Side.of(known[0], model, devices)
     if run.last is None and not config.run.init:
         objective.standardise(model, train.data)
+        model.mean, model.deviation = np.array(hosts.told([model.mean.tolist(), model.deviation.tolist()]), np.float32)
     valid = Side.of(known[1], model, devices, held_out=True)
     report(model, parts, train, valid)
     layers = parts.layers if isinstance(known[0], cache.Stored) else None
@@ -66,14 +86,25 @@ def prepared(config, start, searching):
     elif config.compute.bfloat16_rows:
         raise UserError("--bfloat16-rows needs a cache, which --cache none and images do without")
     texts = batches.sentences(config, model.tokens)
-    epoch = epochs.training(train.data, config, train.buckets, hosts.part(), texts)
-    if not len(epoch):
-        need = train.buckets[0].batch
-        raise UserError(f"{len(train.data.labels)} training utterances: a batch over all devices needs {need}")
+    if fly:
+        shapes = known[0].opened(model, devices.mesh.size).order.shapes
+        then = functools.partial(epochs.with_texts, seed=config.run.seed, part=hosts.part(), texts=texts)
+        read, steps = functools.partial(known[0].read, then=then), known[0].order.steps
+    else:
+        epoch, shapes = epochs.training(train.data, config, train.buckets, hosts.part(), texts), train.buckets
+        if not len(epoch):
+            need = train.buckets[0].batch
+            raise UserError(f"{len(train.data.labels)} training utterances: a batch over all devices needs {need}")
+        read, steps = functools.partial(epochs.read, epoch), lambda count: count * len(epoch)
     if count := config.run.epochs:
-        config = config.replace(steps=count * len(epoch), epochs=0).consistent()
-        hosts.say(f"{count} epochs of {len(epoch)} batches")
-    seen = [run.last, sorted(train.data.labels), sorted(valid.data.labels), model.setup()]
+        config = config.replace(steps=steps(count), epochs=0).consistent()
+        hosts.say(f"{count} epochs of {steps(1):,} batches")
+    seen = [
+        run.last,
+        sorted(train.data.labels) if not fly else known[0].digest,
+        sorted(valid.data.labels),
+        model.setup(),
+    ]
     hosts.agree("options, corpora or checkpoints", seen)
     if run.last is None:
         run.open()
@@ -81,7 +112,7 @@ def prepared(config, start, searching):
         cache.tidy(folder, (train.data.corpus, valid.data.corpus))
     decoding = devices.put(search_options.decoding_of(searching, model))
     return Training(
-        config, model, parts, layers, devices, epoch, len(train.buckets), record,
+        config, model, parts, layers, devices, read, len(shapes), record,
         Evaluation(model, *valid, devices.split, decoding),
         {"train": train.data.corpus.report, "valid": valid.data.corpus.report}, start.hook,
     )  # fmt: skip

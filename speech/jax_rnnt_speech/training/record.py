@@ -35,7 +35,10 @@ class Progress:
 
 def digest(corpus):
     """What tells that a corpus has other utterances."""
-    return hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
+    return (
+        getattr(corpus, "digest", None)
+        or hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
+    )
 
 
 class Record:
@@ -64,8 +67,9 @@ class Record:
             self.progress = Progress.of(setup["progress"])
         return self.model
 
-    def setup(self):
-        return self.model.setup() | self.stored | {"progress": dataclasses.asdict(self.progress)}
+    def setup(self, step):
+        order = {"order": self.corpus.at(step)} if hasattr(self.corpus, "at") else {}
+        return self.model.setup() | self.stored | order | {"progress": dataclasses.asdict(self.progress)}
 
     def best(self, devices):
         """(step, parameters) of the best checkpoint."""
@@ -76,11 +80,11 @@ class Record:
     def tested(self, step, rates, params):
         """Saves parameters if they are the best so far."""
         if self.progress.better(step, rates):
-            self.run.save(step, self.setup(), best=True, params=params)
+            self.run.save(step, self.setup(step), best=True, params=params)
 
     def save(self, step, params, training):
         """Saves all that the steps after this one need."""
-        self.run.save(step, self.setup(), params=params, training=training)
+        self.run.save(step, self.setup(step), params=params, training=training)
 
     def impatient(self):
         """Whether the run ends because no test of late was better."""

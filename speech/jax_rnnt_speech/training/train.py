@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 
-import grain
 import jax
 import numpy as np
 from tqdm import tqdm
@@ -17,7 +16,7 @@ from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.system import UserError, hosts, outputs, programs
-from jax_rnnt_speech.training import epochs, steps
+from jax_rnnt_speech.training import steps
 from jax_rnnt_speech.training.devices import Devices
 from jax_rnnt_speech.training.evaluation import Evaluation
 from jax_rnnt_speech.training.parts import Parts
@@ -57,7 +56,7 @@ class Training:
     parts: Parts
     layers: int | None  # of which batches have the rows, in the place of features
     devices: Devices
-    epoch: grain.MapDataset
+    read: Callable  # batches of the steps from one to another
     shapes: int  # of batches
     record: Record
     evaluation: Evaluation
@@ -119,7 +118,7 @@ class Training:
                    mininterval=0.2 if sys.stderr.isatty() else 20)  # fmt: skip
         with bar:
             lines = Lines(metrics, bar)
-            for step, batch in enumerate(epochs.read(self.epoch, first, plan.steps), first + 1):
+            for step, batch in enumerate(self.read(first, plan.steps), first + 1):
                 batch.pop("index")
                 state, numbers = step_of(state, devices.split(batch), frozen, step)
                 lines.add(numbers)

@@ -1,0 +1,392 @@
+"""Archives are read as the recordings in them are, and on the fly in an order that nothing but its seed decides."""
+
+import collections
+import gzip
+import io
+import itertools
+import json
+import shutil
+import tarfile
+import types
+
+import numpy as np
+import pytest
+
+import jax_rnnt_speech as asr
+from jax_rnnt_speech.data import archives, audio, corpora, index, manifests, on_the_fly, order
+from support import configuration, losses, run
+
+RATE = 8000
+COUNT = 12
+TEXTS = [f"{'ABC'[i % 3]}{' AB' * (i // 5)}" for i in range(COUNT)]
+SECONDS = [0.3 + 0.05 * i for i in range(COUNT)]
+
+
+def samples(i):
+    """Of an utterance, in sixteen bits."""
+    x = 0.1 * np.random.default_rng(i).normal(size=round(SECONDS[i] * RATE))
+    return np.round(x * 2**15).astype(np.float32) / 2**15
+
+
+def pack(path, files):
+    """A tar of (name, bytes)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A folder of the same utterances, u0 to u11, in archives of each kind."""
+    folder = tmp_path_factory.mktemp("packed")
+    (folder / "files").mkdir()
+    sound, halves = {}, (range(7), range(7, COUNT))
+    for i in range(COUNT):
+        audio.write(folder / f"files/u{i}.flac", samples(i), RATE)
+        sound[i] = (folder / f"files/u{i}.flac").read_bytes()
+        audio.write(folder / f"files/u{i}.wav", samples(i), RATE)
+    rows = [{"audio": f"files/u{i}.flac", "text": TEXTS[i], "duration": SECONDS[i]} for i in range(COUNT)]
+    (folder / "all.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "bare.jsonl").write_text("\n".join(json.dumps(x | {"duration": None}) for x in rows))
+    for k, half in enumerate(halves):
+        texts = [
+            ("txt", TEXTS[i].encode()) if i % 2 else ("json", json.dumps({"text": TEXTS[i]}).encode()) for i in half
+        ]
+        files = [((f"a/u{i}.flac", sound[i]), (f"a/u{i}.{kind}", text)) for i, (kind, text) in zip(half, texts)]
+        pack(folder / f"web/part-{k:03}.tar", itertools.chain(*files))
+        pack(folder / f"nemo/audio_{k}.tar", [(f"u{i}.flac", sound[i]) for i in half])
+        empty = {"type": "shar", "channels": [0], "source": ""}
+        cuts, files = [], []
+        for i in half:
+            recording = {"id": f"u{i}", "sources": [empty], "duration": SECONDS[i], "sampling_rate": RATE}
+            said = [{"id": f"s{i}", "start": 0.0, "duration": SECONDS[i], "text": TEXTS[i]}]
+            cuts.append({"id": f"u{i}", "start": 0, "duration": SECONDS[i], "channel": 0, "recording": recording,
+                         "supervisions": said, "type": "MonoCut"})  # fmt: skip
+            files += [(f"u{i}.flac", sound[i]), (f"u{i}.json", json.dumps(recording).encode())]
+        pack(folder / f"shar/recording.00000{k}.tar", files)
+        with gzip.open(folder / f"shar/cuts.00000{k}.jsonl.gz", "wt") as file:
+            file.write("\n".join(map(json.dumps, cuts)))
+    lines = [{"audio_filepath": f"u{i}.flac", "text": TEXTS[i], "duration": SECONDS[i], "shard_id": int(i >= 7)}
+             for i in range(COUNT)]  # fmt: skip
+    (folder / "nemo/tarred_audio_manifest.json").write_text("\n".join(map(json.dumps, lines)))
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        return folder
+    cells = [{"bytes": sound[i], "path": f"u{i}.flac"} for i in range(COUNT)]
+    (folder / "parquet").mkdir()
+    table = pyarrow.table({"audio": cells, "sentence": TEXTS, "speaker_id": [str(i) for i in range(COUNT)]})
+    pyarrow.parquet.write_table(table, folder / "parquet/train-00000-of-00001.parquet", row_group_size=5)
+    return folder
+
+
+KINDS = {
+    "web": ["web", "web/part-{000..001}.tar", "web/*.tar"],
+    "nemo": ["nemo", "nemo/audio__OP_0..1_CL_.tar", "nemo/tarred_audio_manifest.json"],
+    "shar": ["shar", "shar/cuts.*.jsonl.gz"],
+    "parquet": ["parquet", "parquet/*.parquet"],
+}
+
+
+def skip_without_arrow(kind):
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read(packed, kind, tmp_path):
+    """Each name of an archive gives its texts and samples; so does each row that an index finds again."""
+    skip_without_arrow(kind)
+    for name in KINDS[kind]:
+        entries = list(manifests.read(packed / name))
+        assert [x.text for x in entries] == TEXTS
+        for i, x in enumerate(entries):
+            np.testing.assert_array_equal(audio.read(x.audio, RATE, x.start, x.end, x.channel), samples(i))
+        assert archives.wanted([str(packed / name)]) and manifests.is_list(packed / name)
+    corpus = corpora.Recordings([packed / kind], configuration())
+    assert len(corpus.utterances) == COUNT and not corpus.report.names
+    keys = on_the_fly.keys_of(configuration().texts)[1]
+    shards = archives.of(packed / kind, keys)
+    found = index.indexed(shards, keys, tmp_path)
+    np.testing.assert_allclose(found.seconds, SECONDS, atol=1e-3)
+    again = [shards[k].entry(row.tolist(), keys) for k, row in zip(found.shards, found.rows)]
+    assert [x.text for x in again] == TEXTS and [str(x.audio) for x in again] == [str(x.audio) for x in entries]
+    np.testing.assert_array_equal(audio.read(again[8].audio, RATE), samples(8))
+
+
+def test_rows_of_other_lists(packed, tmp_path):
+    """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
+    keys = on_the_fly.keys_of(configuration().texts)[1]
+    for name, seconds in (("all.jsonl", SECONDS), ("bare.jsonl", SECONDS)):
+        shards = archives.of(packed / name, keys, readers=2)
+        assert 2 < len(shards) <= COUNT
+        found = index.indexed(shards, keys, tmp_path)
+        np.testing.assert_allclose(found.seconds, seconds, atol=1e-4)
+        entries = [shards[k].entry(row.tolist(), keys) for k, row in zip(found.shards, found.rows)]
+        assert [x.text for x in entries] == TEXTS
+    (tmp_path / "m.csv").write_text(
+        "path,text\n" + "".join(f"{packed}/files/u{i}.wav,{TEXTS[i]}\n" for i in range(COUNT))
+    )
+    shards = archives.of(tmp_path / "m.csv", keys, readers=2)
+    found = index.indexed(shards, keys, tmp_path)
+    np.testing.assert_allclose(found.seconds, SECONDS, atol=1e-4)
+    (tmp_path / "bad.jsonl").write_text('{"audio": "a.wav", "text": "A"}\nno\n{"text": "A", "duration": 1}\n')
+    found = index.indexed(archives.of(tmp_path / "bad.jsonl", keys), keys, tmp_path)
+    assert sorted(found.faults) == [
+        ["no name of an audio file", "bad.jsonl line 3"], ["no such file", "a.wav"], ["not JSON", "bad.jsonl line 2"],
+    ]  # fmt: skip
+
+
+def test_damaged_archives(packed, tmp_path, capsys, refused):
+    """Whole members before the damage are used, the rest is named, the same each time; check ends with 1."""
+    whole = (packed / "web/part-000.tar").read_bytes()
+    with tarfile.open(packed / "web/part-000.tar") as tar:
+        places = {x.name: (x.offset, x.offset_data) for x in tar}
+    cut, within = "an archive that is cut off; what comes before was read", places["a/u3.flac"][1] + 100
+    damaged = "a damaged archive; what comes before was read"
+    flipped = bytearray(whole)
+    flipped[places["a/u3.flac"][0] + 150] ^= 1
+    cases = {
+        "half": (whole[:within], 3, {cut: ["x.tar: a/u3.flac"]}),
+        "at-a-border": (whole[: places["a/u3.flac"][0]], 3, {cut: ["x.tar after a/u2.json"]}),
+        "between": (whole[: places["a/u3.txt"][0]], 3, {cut: ["x.tar after a/u3.flac"], "no text": ["x.tar/a/u3"]}),
+        "header": (bytes(flipped), 3, {damaged: ["x.tar after a/u2.json"]}),
+        "none": (b"no tar at all" * 100, 0, {"no tar archive": ["x.tar after the start"]}),
+        "alone": (None, 1, {"no text": ["x.tar/b"], "a text without its audio": ["x.tar/c"], "not JSON": ["x.tar/d"],
+                            "no audio that FFmpeg knows": ["x.tar/e.flac"]}),
+    }  # fmt: skip
+    for name, (data, count, left_out) in cases.items():
+        path = tmp_path / name / "x.tar"
+        flac = (packed / "files/u0.flac").read_bytes()
+        if data is None:
+            pack(path, [("a.flac", flac), ("a.txt", b"A"), ("b.flac", flac), ("c.txt", b"A"), ("d.flac", flac),
+                        ("d.json", b"{"), ("e.flac", b"flac"), ("e.txt", b"A")])  # fmt: skip
+        else:
+            path.parent.mkdir()
+            path.write_bytes(data)
+        for _ in range(2):
+            corpus = corpora.Recordings([path], configuration())
+            assert [x.text for x in corpus.utterances] == TEXTS[:count], name
+            assert dict(corpus.report.names) == left_out, name
+    run(["check", tmp_path / "half/x.tar", "--rate", RATE], 1)
+    assert f"left out, {cut}: 1 (x.tar: a/u3.flac)" in capsys.readouterr().out
+    (tmp_path / "x.tar.gz").write_bytes(gzip.compress(whole))
+    refused(["check", tmp_path / "x.tar.gz"], "x.tar.gz is compressed by gzip, so that no part can be read alone")
+    refused(["check", f"{packed}/web/part-{{000..003}}.tar"], "lacks 2 of 4 files")
+    shutil.copytree(packed / "nemo", tmp_path / "nemo")
+    (tmp_path / "nemo/audio_1.tar").unlink()
+    refused(["check", tmp_path / "nemo/tarred_audio_manifest.json"], "names 1 tars that are not beside it: number 1")
+    shutil.copytree(packed / "shar", tmp_path / "shar")
+    (tmp_path / "shar/recording.000001.tar").unlink()
+    refused(["check", tmp_path / "shar"], "cuts.000001.jsonl.gz lacks the tar of its recordings beside it")
+
+
+class Failing:
+    """`open`, which fails some times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self, *args, **kwargs):
+        self.times -= 1
+        if self.times >= 0:
+            raise OSError(5, "Input/output error")
+        return open(*args, **kwargs)
+
+
+def test_storage_that_fails(packed, monkeypatch):
+    """It is tried again; if that does not help, the command ends."""
+    monkeypatch.setattr(archives, "WAITS", (0, 0))
+    member = list(manifests.read(packed / "web"))[3].audio
+    for times in (1, 2):
+        monkeypatch.setattr(archives, "open", Failing(times), raising=False)
+        np.testing.assert_array_equal(audio.read(member, RATE), samples(3))
+    monkeypatch.setattr(archives, "open", Failing(3), raising=False)
+    with pytest.raises(archives.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"):
+        audio.read(member, RATE)
+
+
+def opened(config, folder, workers=0, known=None, step=0, devices=1):
+    model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4)
+    return on_the_fly.OnTheFly(config, folder, workers, known, step).opened(model, devices)
+
+
+def heard(found, first, end):
+    """{step: batch} of a corpus."""
+    return dict(zip(range(first, end), found.read(first, end)))
+
+
+def equal(a, b):
+    assert a.keys() == b.keys() and len(a)
+    for x, y in zip(a.values(), b.values()):
+        assert x.keys() == y.keys()
+        for name in x:
+            np.testing.assert_array_equal(x[name], y[name])
+
+
+def rows_of(batches):
+    """(features without padding, labels) of the valid rows."""
+    return [(x["features"][i, : x["lengths"][i]], tuple(x["targets"][i, : x["target_lengths"][i]]))
+            for x in batches for i in np.flatnonzero(x["valid"])]  # fmt: skip
+
+
+def test_epochs_are_exact(packed, tmp_path):
+    """Each epoch has each utterance once, with its features and labels; in another order each time."""
+    config = configuration(train=str(packed / "web"), on_the_fly=True, batch=4, buffer=5)
+    found = opened(config, tmp_path)
+    length = found.order.steps(1)
+    expected = [found.extractor(samples(i)) for i in range(COUNT)]
+    orders = []
+    for batches in (heard(found, 0, length), heard(found, length, 2 * length)):
+        rows = rows_of(batches.values())
+        which = [next(i for i, x in enumerate(expected) if len(x) == len(row)) for row, _ in rows]
+        assert sorted(which) == [*range(COUNT)]
+        for i, (row, labels) in zip(which, rows):
+            np.testing.assert_allclose(row, expected[i], atol=1e-5)
+            assert "".join("ABC "[k] for k in labels) == TEXTS[i]
+        orders.append(which)
+    assert orders[0] != orders[1] and not found.report.names
+
+
+def test_the_same_whoever_works(packed, tmp_path):
+    """Batches do not depend on workers, on where a run resumed, on the process that makes them; but on the epoch."""
+    (tmp_path / "noise").mkdir()
+    audio.write(tmp_path / "noise/n.wav", np.sin(np.arange(4000)), RATE)
+    more = {"speeds": [0.9, 1.1], "noise": str(tmp_path / "noise"), "gain": 6.0, "batch": 4, "buffer": 3}
+    config = configuration(train=str(packed / "web"), on_the_fly=True, readers=2, **more)
+    found = opened(config, tmp_path)
+    end = found.order.steps(2)
+    whole = heard(found, 0, end)
+    equal(heard(opened(config, tmp_path, workers=2), 1, end), {i: x for i, x in whole.items() if i})
+    state = found.at(3)
+    equal(heard(opened(config, tmp_path, known=state, step=3), 3, end), {i: x for i, x in whole.items() if i >= 3})
+    tones = {len(x) for x, _ in rows_of(whole.values())}
+    assert len(tones) > COUNT  # other speeds in other epochs
+    # Each of two processes has the rows of its own reader.
+    both = []
+    for part in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(on_the_fly.hosts, "part", lambda part=part: (part, 2))
+            both.append(on_the_fly.OnTheFly(config, tmp_path, 0, state, 3))
+    assert [list(x.own) for x in both] == [[0], [1]]
+    files = [{x for shard in one.shards[0] for x in shard.files} for one in both]
+    assert not files[0] & files[1] and len(files[0] | files[1]) == 2
+    rows = whole[0]["features"].shape[0] // 2
+    for one, half in zip(both, (slice(0, rows), slice(rows, None))):
+        readers = [x for x in found.order.readers if x.number == one.own[0]]
+        mine = order.Order(readers, found.order.shapes, config.run.seed)
+        mine.batches = found.order.batches  # of both, as they tell each other
+        loaded = one.loader(
+            types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4), mine.shapes
+        )
+        batch = loaded(mine[0])
+        for name in ("features", "spans", "targets", "valid"):
+            np.testing.assert_array_equal(batch[name], whole[0][name][half])
+    # With other readers or options the epoch begins anew, from the step at which the run is.
+    later = found.at(end)
+    assert (state["epoch"], later["epoch"]) == (0, 2)
+    for known in (later | {"readers": 3}, later | {"options": "others"}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(on_the_fly.hosts, "part", lambda: (1, 2))
+            anew = opened(config, tmp_path, known=known, step=end)
+        assert anew.state["first"] == [end, 2] and anew.readers == 2
+
+
+def test_what_breaks_on_the_way(packed, tmp_path):
+    """Bad audio is found when its turn comes, and named; all else is there."""
+    flac = (packed / "files/u3.flac").read_bytes()
+    files = [[(f"u{i}.flac", (packed / f"files/u{i}.flac").read_bytes()), (f"u{i}.txt", TEXTS[i].encode())]
+             for i in range(COUNT)]  # fmt: skip
+    files[3][0] = ("u3.flac", flac[:60] + bytes(len(flac) - 60))
+    files[4][1] = ("u4.txt", b"AXB")
+    files[5][1] = ("u5.txt", b"ABCABCABCABCABCABCABC")
+    pack(tmp_path / "a.tar", itertools.chain(*files))
+    config = configuration(train=str(tmp_path / "a.tar"), on_the_fly=True, max_seconds=0.82)
+    expected = {
+        "longer than 0.82 s": ["a.tar/u11.flac"],
+        "characters outside the vocabulary": ["a.tar/u4.flac"],
+        "fewer frames than labels": ["a.tar/u5.flac"],
+        "damaged audio": ["a.tar/u3.flac"],
+    }
+    found = opened(config, tmp_path)
+    batches = heard(found, 0, found.order.steps(1))
+    assert {k: sorted(x) for k, x in found.report.names.items()} == expected
+    assert len(rows_of(batches.values())) == COUNT - 4
+
+
+def test_weights(packed, tmp_path):
+    """An epoch of a weighted mix is a number of draws; all utterances of a source come before any comes again."""
+    web, nemo = str(packed / "web"), str(packed / "nemo")
+    assert archives.weighted(f"{web}:0.75") == (web, 0.75) and archives.weighted(f"{web}:x") == (f"{web}:x", None)
+    assert archives.weighted("f.py:f:0.5") == ("f.py:f:0.5", None)
+    (tmp_path / "a:0.5").write_text("")
+    assert archives.weighted(str(tmp_path / "a:0.5"))[1] is None
+    assert corpora.absolute(f"{web}/*.tar:0.5") == f"{web}/*.tar:0.5"
+
+    def draws(epochs=3, **options):
+        found = opened(configuration(on_the_fly=True, **options), tmp_path)
+        kinds = found.kinds[0][:, 0]
+        each = [found.order.readers[0].epoch(i)[0] for i in range(epochs)]
+        return found.indices[0].shards, kinds, each
+
+    shards, kinds, each = draws(train=[f"{web}:3", f"{nemo}:1"])
+    counts = [np.bincount(kinds[shards[x]]) for x in each]
+    assert [x.tolist() for x in counts] == [[18, 6]] * 3  # of 24 utterances
+    first = collections.Counter(np.concatenate([x[kinds[shards[x]] == 0] for x in each]).tolist())
+    assert len(first) == COUNT and max(first.values()) - min(first.values()) <= 1
+    assert draws(train=[f"{web}:3", f"{nemo}:1"], temperature=0.0)[2][0].size == 24
+    shards, kinds, each = draws(train=web, synthetic=nemo, synthetic_share=0.25)
+    counts = [np.bincount(kinds[shards[x]]).tolist() for x in each]
+    assert counts == [[12, 4]] * 3 and len(set(each[0][kinds[shards[each[0]]] == 0])) == COUNT
+    with pytest.raises(asr.system.UserError, match="a weight behind each"):
+        draws(train=[f"{web}:3", nemo])
+    with pytest.raises(asr.system.UserError, match="weights need --on-the-fly"):
+        corpora.open_corpus([f"{web}:3", nemo], configuration(), "train")
+
+
+def test_the_buffer():
+    """Shards are permuted whole, and an utterance moves by as much as the buffer holds at most."""
+    shards = np.repeat(np.arange(50), np.arange(50) % 7 + 20)
+    for buffer in (0, 1, 100):
+        found = order.shuffled(np.random.default_rng(0), shards, buffer)
+        assert sorted(found) == [*range(len(shards))]
+        ranks = list(dict.fromkeys(shards[order.shuffled(np.random.default_rng(0), shards, 1)]))
+        plain = np.concatenate([np.flatnonzero(shards == k) for k in ranks])
+        place = np.empty(len(shards), int)
+        place[plain] = np.arange(len(shards))
+        moved = np.abs(place[found] - np.arange(len(shards)))
+        assert ranks != sorted(ranks) and moved.max() <= buffer
+        assert buffer < 2 or moved.max() > buffer // 2
+    sizes = np.random.default_rng(1).integers(1, 100, 400)
+    dealt = order.dealt(sizes, 8)
+    assert sorted(itertools.chain(*dealt)) == [*range(400)] and np.ptp([sizes[x].sum() for x in dealt]) < 100
+
+
+@pytest.mark.slow
+def test_a_run(packed, tmp_path, capsys, refused):
+    """Two epochs from tars; a run by a worker that is stopped within one goes on without it, with the same losses."""
+    usual = ["--valid", packed / "all.jsonl", "--rate", RATE, "--mels", 6, "--encoder", "convolutional", "--width", 8]
+    usual += ["--blocks", 1, "--convolution", 3, "--channels", 2, "--batch", 4, "--buckets", 1, "--epochs", 2]
+    usual += ["--save-every", 3, "--log-every", 1, "--devices", 1, "--joint", "logits", "--learning-rate", 0.01]
+    command = ["train", "--train", packed / "web", *usual]
+    run([*command, "--workdir", tmp_path / "a"])
+    out = capsys.readouterr().out
+    assert "2 epochs of 3 batches" in out and "12 utterances" in out and "padding" in out
+    (tmp_path / "hook.py").write_text(
+        "import os\nend = lambda i, x: i == 1 and 'loss' in x and os.kill(os.getpid(), 2)\n"
+    )
+    run([*command, "--workdir", tmp_path / "b", "--workers", 1, "--hook", f"{tmp_path}/hook.py:end"], 130)
+    capsys.readouterr()
+    run(["train", "--workdir", tmp_path / "b", "--resume", "--devices", 1])
+    assert losses(tmp_path / "b") == losses(tmp_path / "a") and len(losses(tmp_path / "a")) == 6
+    shutil.copytree(packed / "web", tmp_path / "web")
+    more = [*command[:1], "--train", tmp_path / "web", *usual, "--workdir", tmp_path / "b", "--resume"]
+    refused(more, f"holds a run with --train {packed}/web, got {tmp_path}/web: --change allows that")
+    shutil.copy(packed / "web/part-001.tar", packed / "web/part-002.tar")
+    refused([*command, "--workdir", tmp_path / "b", "--resume"], "holds a run with other training utterances")
+    (packed / "web/part-002.tar").unlink()
+    refused([*command, "--workdir", tmp_path / "c", "--no-on-the-fly", "--workers", 1], "--workers needs --on-the-fly")
