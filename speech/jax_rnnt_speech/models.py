@@ -70,6 +70,12 @@ def add_options(parser, runs=True):
         parser.add_argument("--prompt", metavar="NAME", help="language of the recordings, for a model that takes one")
 
 
+def add_dtype(parser):
+    """The option of commands that search."""
+    help = "type of matrix products; their sums and the search are float32 (as in the training, or float32)"
+    parser.add_argument("--dtype", dest="products", choices=("float32", "bfloat16"), help=help)
+
+
 def default():
     """The folder of the model that is used where none is named."""
     folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache/jax_rnnt_speech/read-speech")
@@ -82,11 +88,15 @@ def default():
 def opened(args, platform=None):
     """The model that the options of a command name; from now on `args.model` is its folder, also by default."""
     args.model = args.model or default()
-    return open_model(args.model, getattr(args, "platform", platform), args.checkpoint)
+    dtype = getattr(args, "products", None)
+    return open_model(args.model, getattr(args, "platform", platform), args.checkpoint, dtype)
 
 
-def open_model(folder=None, platform=None, checkpoint=None):
-    """The Model of a folder, with its parameters in `params`, to transcribe with. `checkpoint`: best or last."""
+def open_model(folder=None, platform=None, checkpoint=None, dtype=None):
+    """The Model of a folder, with its parameters in `params`, to transcribe with.
+
+    `checkpoint`: best or last; `dtype`: of matrix products, in the place of the training's.
+    """
     folder = folder or default()
     if checkpoint and kind_of(folder) != "run":
         raise UserError(f"--checkpoint {checkpoint}: {folder} is no folder of a training")
@@ -97,7 +107,15 @@ def open_model(folder=None, platform=None, checkpoint=None):
         raise UserError(f"{folder} holds a model of {len(model.mean)} features a frame that are not those of audio")
     if not model.tokens.pieces:
         raise UserError(f"{folder} has an encoder alone: rnnt-speech train --init {folder}")
-    return model
+    return model if dtype in (None, model.config.compute.dtype) else computing(model, dtype)
+
+
+def computing(model, dtype):
+    """The Model whose matrix products have a type, of the same parameters."""
+    config = model.config.replace(dtype=dtype)
+    other = Model(config, model.tokens, model.mean, model.deviation, model.source)
+    other.take(model.params)
+    return other
 
 
 def setup_of(folder):

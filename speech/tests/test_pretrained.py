@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -122,6 +123,60 @@ def test_rule_of_durations():
     model.config = model.config.replace(duration_choice="pair")
     results = [x.labels for x in recognise.transcribe(model, enumerate(recordings()))]
     assert results != [x[x >= 0].tolist() for x in arrays(GOLDEN / "tdt/golden.npz")["labels"]]
+
+
+MARGIN = 0.4  # nats between a choice and the next one that products in bfloat16 leave as it is: docs/precision.md
+
+
+def cuts(count):
+    """Parts of the golden recordings, louder and softer."""
+    rng = np.random.default_rng(1)
+    for x in itertools.islice(itertools.cycle(recordings()), count):
+        start, size = rng.integers(len(x) - 8000), rng.integers(6000, 8000)
+        yield x[start : start + size] * np.float32(rng.uniform(0.3, 1.5))
+
+
+def margins(model, samples, results):
+    """The least difference of a logit chosen by greedy search and the next one, of each recording.
+
+    By a walk of its own over the logits of all nodes, which finds the same labels.
+    """
+    features, room = [model.features(x) for x in samples], max(len(x.labels) for x in results)
+    size, classes = max(map(len, features)), model.blank + 1
+
+    @jax.jit
+    def nodes(x, length, labels):
+        network = model.network(model.params)
+        rows, (count,) = network.encode(x[None], length[None])
+        return network.joint(rows[:, :, None], network.predictor(labels[None])[:, None])[0], count
+
+    for x, result in zip(features, results, strict=True):
+        labels = np.pad(result.labels, (0, room - len(result.labels)))
+        logits, count = nodes(np.pad(x, ((0, size - len(x)), (0, 0))), np.int32(len(x)), np.int32(labels))
+        logits, found, least, here, t = np.asarray(logits, np.float64), [], np.inf, 0, 0
+        while t < count:
+            parts = [y for y in (logits[t, len(found), :classes], logits[t, len(found), classes:]) if len(y)]
+            least = min(least, *(np.diff(np.sort(y)[-2:])[0] for y in parts))
+            label, *more = (int(y.argmax()) for y in parts)
+            step = model.variant.loss.durations[more[0]] if more else int(label == model.blank)
+            if label != model.blank:
+                found.append(label)
+            here = here + 1 if not step else 0
+            if (label == model.blank and not step) or (not more and here == model.config.search.max_symbols):
+                step = 1
+            here, t = 0 if step else here, t + step
+        assert found == result.labels
+        yield least
+
+
+def test_products_in_bfloat16(case):
+    """Labels are those of float32 wherever no choice was close; in the head of CTC, logits are no rounded ones."""
+    model, samples = case[0], [*cuts(12)]
+    results = [list(recognise.transcribe(x, enumerate(samples))) for x in (model, asr.models.computing(model, "bfloat16"))]
+    least = [*margins(model, samples, results[0])]
+    same = [a.labels == b.labels for a, b in zip(*results)]
+    assert max(least) > MARGIN and all(y for x, y in zip(least, same) if x > MARGIN)
+    assert any(a.log_probs != b.log_probs for a, b in zip(*results))
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ import sentencepiece
 from praatio import textgrid
 
 from jax_rnnt import decode, timing
-from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.recognition import search_options, transcripts
+from jax_rnnt_speech.recognition import recognise, search_options, transcripts
 from jax_rnnt_speech.system import outputs
-from support import asr, run, subwords
+from support import CONVOLUTIONAL, asr, random_model, run, subwords
 
 
 @pytest.mark.parametrize("text", ["A AB  BA", " A", "B ", "", " ", "BAB"])
@@ -379,6 +379,57 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):
         run([*command, table])
     refused([*command, tmp_path / "m.tsv", "--audio-column", "file"], "must have the column file in its first line", 2)
+
+
+def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):
+    """Each is transcribed as if it were a recording, overlaps too; every form names its speaker."""
+    model, samples = random_model(**CONVOLUTIONAL), np.random.default_rng(5).normal(0, 0.2, 24000).clip(-1, 1)
+    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
+    audio.write(tmp_path / "a.flac", samples, 8000)
+    heard = audio.read(tmp_path / "a.flac", 8000)
+    turns = [("Ann <&>", 0.25, 1.0), ("Bo", 0.75, 1.5), ("Ann <&>", 2.0, 2.75)]  # a part of the second is also Ann's
+    cut = [(str(i), heard[int(8000 * a) : int(8000 * b)]) for i, (_, a, b) in enumerate(turns)]
+    alone = list(recognise.transcribe(model, cut))
+    assert len({x.text for x in alone}) == 3
+    listed = [{"speaker": who, "start": a, "end": b} for who, a, b in turns]
+    (tmp_path / "a.json").write_text(json.dumps({"output": {"diarization": listed}}))
+    command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--segments"]
+
+    def said(form, file="a.json", status=0):
+        run([*command, tmp_path / file, "--format", form], status)
+        return capsys.readouterr()
+
+    found = json.loads(said("json").out)
+    assert [(x["speaker"], x["start"], x["text"]) for x in found] == [(*x[:2], y.text) for x, y in zip(turns, alone)]
+    for x, (_, start, end) in zip(found, turns):
+        assert x["duration"] == end - start and all(start <= y["start"] < y["end"] <= end for y in x["words"])
+    words = [(x["speaker"], y["word"], y["start"]) for x in found for y in x["words"]]
+    names = {"srt": ("Ann <&>: ", "Bo: "), "vtt": ("<v Ann &lt;&amp;&gt;>", "<v Bo>")}
+    for form, (ann, bo) in names.items():
+        cues = said(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")
+        lines = [x.split("\n")[form == "srt" :] for x in cues]
+        texts = {name: " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name)) for name in (ann, bo)}
+        for name, who in ((ann, "Ann <&>"), (bo, "Bo")):
+            assert "".join(texts[name].split()) == "".join(word for speaker, word, _ in words if speaker == who)
+        begins = [x[0][:12] for x in lines]
+        assert begins == sorted(begins) and all(x[1].startswith((ann, bo)) for x in lines)
+    rows = [x.split() for x in said("ctm").out.splitlines()]
+    assert [(x[7].replace("_", " "), x[4], float(x[2])) for x in rows] == words and {x[6] for x in rows} == {"lex"}
+    grid = said("textgrid").out
+    assert [x.split('"')[1] for x in grid.splitlines() if "name = " in x] == ["Ann <&>", "Bo"]
+    rttm = ["SPKR-INFO a 1 <NA> <NA> <NA> unknown Bo <NA>", "SPEAKER a 1 0.75 0.5 <NA> <NA> Bo <NA> <NA>"]
+    rttm += ["SPEAKER a 1 1.0 0.5 <NA> <NA> Bo <NA> <NA>", "SPEAKER a 1 0 -1 <NA> <NA> Bo", "SPEAKER b 1 0 1 <NA> <NA> Bo <NA>"]
+    (tmp_path / "a.rttm").write_text("\n".join(rttm))
+    out, error = said("text", "a.rttm", 1)
+    assert out.split("\t")[1] == f"{alone[1].text}\n"
+    for x in ("SPKR-INFO are not used: 1", "a.rttm, line 4: it must end after it begins", "b: no recording has this name"):
+        assert x in error
+    (tmp_path / "a.ctm").write_text("a 1 0.75 0.3 so 0.9 lex Bo\na 1 1.25 0.25 be 0.9 lex Bo\na 1 9 1 it NA lex Bo\n")
+    out, error = said("text", "a.ctm", 1)
+    assert out.split("\t")[1] == f"{alone[1].text}\n" and "a segment beyond the end of its file" in error
+    (tmp_path / "b.rttm").write_text(rttm[-1])
+    for file, message in (("b.rttm", "has no segment of"), ("none.rttm", "is no file"), ("a.flac", "must end in .rttm")):
+        refused([*command, tmp_path / file], message)
 
 
 def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypatch):

@@ -27,6 +27,7 @@ def add_command(commands):
         help="file that is written: the program, and behind it a zip with the vocabulary",
     )
     models.add_options(parser, runs=False)
+    models.add_dtype(parser)
     help = "platforms on which the program shall run (cpu cuda tpu)"
     parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cpu", "cuda", "tpu"], help=help)
     parser.add_argument(

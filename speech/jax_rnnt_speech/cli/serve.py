@@ -54,5 +54,6 @@ def add_command(commands):
     help = "seconds of silence that end an utterance of a stream; with 0, none does (%(default)s)"
     parser.add_argument("--endpoint", type=amount, default=1.0, metavar="SECONDS", help=help)
     models.add_options(parser)
+    models.add_dtype(parser)
     search_options.add_options(parser.add_argument_group("search"))
     parser.set_defaults(run=serve)

@@ -76,3 +76,4 @@ def add_command(commands):
     search_options.add_options(parser)
     parser.set_defaults(run=stream)
     models.add_options(parser)
+    models.add_dtype(parser)

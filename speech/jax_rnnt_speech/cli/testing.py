@@ -160,6 +160,7 @@ def add_command(commands):
         help="show so many utterances with the most errors (%(default)s)",
     )
     models.add_options(parser)
+    models.add_dtype(parser)
     search_options.add_options(parser)
     command_line.add_options(parser, OPTIONS, "as trained")
     parser.set_defaults(run=test)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import html
 import io
 import itertools
 import json
@@ -23,6 +24,7 @@ LINES = "text", "json", "jsonl"  # written as they come
 SUFFIXES = {"srt": ".srt", "vtt": ".vtt", "textgrid": ".TextGrid"}
 FORMATS = *LINES, "ctm", *SUFFIXES
 SHORTEST = 0.01  # seconds before the end of a recording in which a label can be spoken
+LEAST_COLUMNS = 20  # of a line of captions behind a long name
 DIGITS = 6  # of a confidence
 SHARE = 10  # times as long as it takes to write a file of some segments, nothing is written again
 
@@ -33,11 +35,14 @@ class Transcript(NamedTuple):
     words: list  # of timing.Interval, in seconds from the start of the file
     nbest: list | None = None  # of {"text", "score"}
     space: str = " "  # between words
+    speaker: str = ""  # of a segment, if one is to be named
 
     def object(self, entry):
         x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
         if (entry.start, entry.end) != (0.0, None):
             x["start"] = entry.start  # of a segment, in seconds from the start of the file
+        if self.speaker:
+            x["speaker"] = self.speaker
         x["words"] = timing.to_json(self.words)
         return x if self.nbest is None else x | {"nbest": self.nbest}
 
@@ -91,6 +96,24 @@ def captions(words, end, space=" ", text=None, **lines):
     return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in found]
 
 
+def spoken_captions(form, parts, end):
+    """Captions of (start, Transcript) as the text of a file that names speakers, whose captions may overlap."""
+    cues = []
+    for _, x in parts:
+        name = f"{x.speaker}: " if x.speaker and form == "srt" else ""
+        words = in_order(x.words)
+        for caption in captions(words, end, x.space, x.text, line_length=max(LEAST_COLUMNS, 42 - len(name))):
+            # The library checks and spells one caption at a time; in a list, it lets none overlap.
+            times, text = captioned(form, [caption]).removeprefix("WEBVTT\n\n").removeprefix("1\n").split("\n", 1)
+            if form == "vtt" and x.speaker:
+                name = f"<v {html.escape(x.speaker, quote=False)}>"
+            cues.append((caption[:2], f"{times}\n{name.replace('-->', '→')}{text}"))
+    cues = [text for _, text in sorted(cues, key=lambda x: x[0])]
+    if form == "vtt":
+        return "\n".join(["WEBVTT\n", *cues])
+    return "\n".join(f"{i}\n{text}" for i, text in enumerate(cues, 1))
+
+
 def segments(x):
     """The text of a Transcript in parts, with their times: captions of one line."""
     return captions(x.words, x.duration, x.space, x.text, line_length=84, lines=1)
@@ -114,13 +137,13 @@ def in_a_line(name):
         raise UserError(f"{name}: {error}") from None
 
 
-def transcript(model, entry, result, nbest=0):
+def transcript(model, entry, result, nbest=0, speaker=""):
     """The Transcript of a Result of an Entry."""
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with in_a_line(shown(entry.name)):
         timed = words(model, *heard, entry.start, result.duration)
-    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens))
+    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens), speaker)
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -156,10 +179,11 @@ def check(args, sources, entries=()):
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def names_of(entries, clean=str):
+def names_of(entries, clean=str, together=False):
     """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
 
-    Where segments of a file overlap, each has its own name. `clean` makes a text one that can be written.
+    Where segments of a file overlap, each has its own name, unless all are `together`, as those of speakers are. `clean`
+    makes a text one that can be written.
     """
     files = collections.defaultdict(list)
     for i, x in enumerate(entries):
@@ -178,7 +202,7 @@ def names_of(entries, clean=str):
         base = stem if stems[clean(stem)] == 1 else file
         pairs = itertools.pairwise(sorted((entries[i] for i in members), key=lambda x: x.start))
         overlap = any(later(math.inf if a.end is None else a.end, b.start) for a, b in pairs)
-        if overlap:
+        if overlap and not together:
             names |= {i: unused(entries[i].name.replace(file, base)) for i in members}
         else:
             names |= dict.fromkeys(members, unused(base))
@@ -197,6 +221,11 @@ def check_names(args, names):
         raise UserError(f"--output {args.output} is the file of one recording, got {count}: name a folder")
 
 
+def column(name):
+    """A name as one column of CTM."""
+    return "_".join(shown(name).split())
+
+
 @contextlib.contextmanager
 def writer(args, entries):
     """A function of (place in entries, Transcript) that writes what --format says; None: there is no transcript.
@@ -204,7 +233,8 @@ def writer(args, entries):
     All is on the disk as it comes, in files that programs can read; JSON's list is closed at the end, whatever ends it.
     Raises where no transcript came.
     """
-    names = names_of(entries, (lambda x: "_".join(shown(x).split())) if args.format == "ctm" else shown)
+    clean = column if args.format == "ctm" else shown
+    names = names_of(entries, clean, together=bool(getattr(args, "segments", None)))
     check_names(args, names)
     files = {"ctm": Rows}.get(args.format, Lines if args.format in LINES else Files)(args, entries, names)
     count = 0
@@ -299,7 +329,8 @@ class Rows(Lines):
         rows = io.StringIO()
         with in_a_line(f"--format {self.args.format}"):
             timing.write_ctm(rows, {self.names[i]: x.words})
-        return rows.getvalue()
+        more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
+        return rows.getvalue().replace("\n", more)
 
 
 class Files:
@@ -338,7 +369,14 @@ class Files:
             part.write_text(text, "utf-8")
 
     def text(self, parts):
-        end = max(start + x.duration for start, x in parts)
+        end, speakers = max(start + x.duration for start, x in parts), {x.speaker for _, x in parts}
+        if speakers != {""} and self.args.format != "textgrid":
+            return spoken_captions(self.args.format, parts, end)
+        if speakers != {""}:
+            file = io.StringIO()
+            tiers = {y: in_order(word for _, x in parts if x.speaker == y for word in x.words) for y in sorted(speakers)}
+            timing.write_textgrid(file, {name or "words": words for name, words in tiers.items()}, end)
+            return file.getvalue()
         spoken = in_order(word for _, x in parts for word in x.words)
         if self.args.format == "textgrid":
             file = io.StringIO()
