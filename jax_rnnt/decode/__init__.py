@@ -14,6 +14,7 @@ from jax_rnnt.decode._streams import commit_labels as commit_labels
 from jax_rnnt.decode._streams import concatenate_streams as concatenate_streams
 from jax_rnnt.decode._streams import reset_streams as reset_streams
 from jax_rnnt.decode._streams import select_streams as select_streams
+from jax_rnnt.decode.lm._labels import Labels as Labels
 from jax_rnnt.decode.lm._ngram import NGram as NGram
 from jax_rnnt.decode.lm._phrases import Phrases as Phrases
 from jax_rnnt.decode.lm._words import WordNGram as WordNGram
@@ -27,6 +28,7 @@ from jax_rnnt.decode.search._search import sample as sample
 __all__ = [
     "Entropy",
     "Hypotheses",
+    "Labels",
     "NGram",
     "Phrases",
     "Predictor",

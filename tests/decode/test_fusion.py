@@ -27,6 +27,7 @@ from decoding import (
     greedy_loop,
     lossless,
     select,
+    trimmed,
 )
 from jax_rnnt import decode
 from jax_rnnt.decode.search import _packing
@@ -261,6 +262,61 @@ def test_weights():
             assert_same(spoilt[0], scores(0.0, 0.0, 0.0)[0])
     tables = np.full((2, model.tokens), -np.inf)  # forbids the labels, then the end
     assert (scores(0.0, 0.0, 0.0, tables) == -np.inf).all()
+
+
+# --------------------------------------------------------------------------------------------------------- masks
+
+
+def test_masks():
+    """Forbidden labels are missing, and no other score changes; traced masks share a program, and so do weights.
+
+    In greedy search and beams; tests of samples and of the search without a predictor have masks of their own.
+    """
+    model, traces = Model(family.HAT), []
+    options = dict(max_symbols=2)
+
+    @jax.jit
+    def run(mask, weight):
+        traces.append(None)
+        networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
+        given = *networks, model.encoder, model.lengths, MOST
+        masked = options | dict(fusion=((decode.Labels(mask), weight),))
+        return decode.greedy(*given, **masked), decode.beam(*given, lossless(model.loss), **masked)
+
+    everything = np.ones((2, model.tokens), bool)
+    one, other = everything.copy(), everything.copy()
+    one[:, LABELS:] = False  # a blank is always allowed
+    one[0, 0] = one[1, 1] = False
+    other[1, 0] = False
+    for mask, weight in ((one, 1.0), (other, -0.3), (one, 0.0), (everything, 2.0)):
+        best, lists = jax.tree.map(np.asarray, run(mask, weight))
+        for b in range(2):
+            fuse = lambda prefix, label, b=b: 0.0 if mask[b, label] or weight == 0 else -np.inf
+            expected, log_probs, score = greedy_loop(model, b, room=MOST, fuse=fuse, **options)
+            assert trimmed(best, b) == expected
+            np.testing.assert_allclose(best.scores[b], score, rtol=EXACT)
+            np.testing.assert_allclose(best.label_log_probs[b][: len(log_probs)], log_probs, rtol=EXACT)
+            check_all(model, lists, utterances=[b], fuse=fuse, **options)
+    assert len(traces) == 1
+
+
+def test_masks_are_checked():
+    model = Model(family.TDT)
+    networks = model.parameters.joint, model.parameters.predictor
+    for allowed, error, message in (
+        ([1, 0, 1], TypeError, "Labels: allowed must have the dtype bool, got int64"),
+        (True, ValueError, r"Labels: allowed must have shape \[V\] or \[B, V\] with V > 0, got \(\)"),
+        ([[]], TypeError, "Labels: allowed must have the dtype bool, got float64"),
+        ("ab", TypeError, "Labels: allowed must have the dtype bool"),
+        ([True] * 7, ValueError, r"greedy: fusion\[0\].step must make scores .* with V = 2 .* got \(2, 7\)"),
+        ([[True] * 3] * 3, ValueError, r"greedy: fusion\[0\].utterances must be 2, those of encoder_out, .* got 3"),
+    ):
+        with pytest.raises(error, match=message):
+            models = ((decode.Labels(allowed), 1.0),)
+            decode.greedy(model.loss.value(), *networks, model.encoder, model.lengths, MOST, fusion=models)
+    assert repr(decode.Labels([[True, False]])) == "Labels(1 masks of 2)"
+    with pytest.raises(ValueError, match="Labels: allowed must be masks .* got 2 masks and N = 3"):
+        decode.Labels([[True], [False]]).initial(3)
 
 
 # ----------------------------------------------------------------------------------------- modules, and wrong models

@@ -9,7 +9,7 @@ import pytest
 
 import compare
 import family
-from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, assert_same, check_greedy, ends, label_log_prob, trimmed
+from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, assert_same, check_greedy, ends, greedy_loop, label_log_prob, trimmed
 from jax_rnnt import decode
 
 ROW = np.linspace(-1, 1, H)  # in place of the predictor's
@@ -73,10 +73,10 @@ def test_token_first():
     compare.assert_close(found[:-1], expected[:-1], rtol=EXACT)
 
 
-def chosen_again(model, b, labels, frames):
+def chosen_again(model, b, labels, frames, among=range(LABELS)):
     """(labels, log-probabilities): the best label at each frame, after those before it."""
     log_prob = lambda u, label: label_log_prob(model, b, frames[u], tuple(labels[:u]), label)
-    after = [max(range(LABELS), key=lambda label, u=u: log_prob(u, label)) for u in range(len(labels))]
+    after = [max(among, key=lambda label, u=u: log_prob(u, label)) for u in range(len(labels))]
     return after, [log_prob(u, label) for u, label in enumerate(after)]
 
 
@@ -97,6 +97,29 @@ def test_rounds():
             assert trimmed(found, b)[0] == labels
             np.testing.assert_allclose(found.label_log_probs[b, : len(labels)], log_probs, rtol=EXACT)
     assert min(changes) > 0, changes
+
+
+def test_masks():
+    """Each utterance has its own; the first moves are those of the plain loop, and a round chooses what is allowed."""
+    model, masks = Masked(family.RNNT, seed=2), np.ones((8, LABELS), bool)
+    masks[:4, 0], masks[4:6, 1] = False, False
+    whole = Model(family.RNNT, batch=8, frames=9, seed=2)
+    whole.bias[:] = model.bias
+    run = lambda mask, rounds: model.find(fusion=((decode.Labels(mask), 0.7),), rounds=rounds)
+    first, second = run(masks, 0), run(masks, 1)
+    for b in range(8):
+        among = np.flatnonzero(masks[b]).tolist()
+        fuse = lambda prefix, label, among=among: 0.0 if label in among else -np.inf
+        expected, log_probs, score = greedy_loop(model, b, max_symbols=1, fuse=fuse)
+        assert trimmed(first, b) == expected
+        np.testing.assert_allclose(first.scores[b], score, rtol=EXACT)
+        np.testing.assert_allclose(first.label_log_probs[b][: len(log_probs)], log_probs, rtol=EXACT)
+        labels, log_probs = chosen_again(whole, b, *expected[:2], among)
+        assert trimmed(second, b)[0] == labels
+        np.testing.assert_allclose(second.label_log_probs[b][: len(log_probs)], log_probs, rtol=EXACT)
+    lm = decode.Predictor(lambda batch: (), lambda state, labels: (jnp.zeros((len(labels), LABELS)), state))
+    with pytest.raises(ValueError, match=r"parallel: fusion\[0\] must be a decode.Labels, as this search knows no"):
+        model.find(fusion=((lm, 0.5),))
 
 
 def test_rounds_meet_nan():

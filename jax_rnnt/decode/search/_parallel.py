@@ -8,9 +8,12 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from jax_rnnt import _checks
 from jax_rnnt.decode._gather import in_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
-from jax_rnnt.decode.search import _options
+from jax_rnnt.decode.lm._labels import Labels
+from jax_rnnt.decode.search import _fusion, _options
+from jax_rnnt.decode.search._fusion import Fusion, begin_model, check_utterances
 from jax_rnnt.decode.search._greedy import most_probable
 from jax_rnnt.decode.search._problem import Problem, checked, on_devices, prepare
 
@@ -31,19 +34,41 @@ def run(search, encoder_out, lengths, rounds, exact_end) -> Hypotheses:
     function = "parallel"
     max_labels, rounds = _options.sizes(function, max_labels=search.max_labels, rounds=rounds)
     scoring = search._scoring(function, max_symbols=1)
+    models = masks(function, search._models(function))
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
+    check_utterances(function, models, encoder_out)
 
     def of_device(encoder_out, lengths, exact_end, _):
-        problem, _, first = prepare(function, search, encoder_out, lengths, exact_end, scoring)
+        batch = encoder_out, lengths, exact_end
+        problem, start, first = prepare(function, search, *batch, scoring, numbers=models.numbers)
         row, _ = jax.eval_shape(first)
-        draft, scores = without_predictor(problem, masked_row(function, problem.predictor, row), max_labels)
+        bonus = bonus_of(models, problem, start)
+        draft, scores = without_predictor(problem, masked_row(function, problem.predictor, row), max_labels, bonus)
         if rounds:
-            draft = jax.lax.fori_loop(0, rounds, lambda _, x: choose_again(problem, first, x), problem.vary(draft))
+            again = lambda _, x: choose_again(problem, first, x, bonus)
+            draft = jax.lax.fori_loop(0, rounds, again, problem.vary(draft))
         scores = jnp.where(problem.bad | draft.bad | (scores == jnp.inf), jnp.nan, scores)
         written = draft.labels, draft.frames, draft.durations, draft.log_probs
         return hypotheses(*written, draft.counts, scores, None)
 
     return on_devices(of_device, encoder_out, lengths, exact_end, None)
+
+
+def masks(function: str, fusion: Fusion) -> Fusion:
+    """The models, checked: others than masks would have to read labels that are not known yet."""
+    for name, model, _ in fusion.models:
+        if not isinstance(model, Labels):
+            expected = "a decode.Labels, as this search knows no labels that another model could read"
+            raise ValueError(f"{function}: {name} must be {expected}, got {_checks.shown(model)}.")
+    return fusion
+
+
+def bonus_of(models: Fusion, problem: Problem, start: int):
+    """[B, 1, V]: what masks add to the scores of labels, the same at all nodes of an utterance; None: nothing."""
+    batch = problem.lengths.shape[0]
+    scores = [begin_model(fused, problem, batch, start)[0] for fused in models.models]
+    bonus = _fusion.bonus(models, problem, scores, problem.lengths)
+    return None if bonus is None else bonus[:, None]
 
 
 def masked_row(function: str, predictor, like):
@@ -60,13 +85,14 @@ def masked_row(function: str, predictor, like):
 # ------------------------------------------------------------------------------------------------- all frames at once
 
 
-def without_predictor(problem: Problem, row, max_labels: int):
-    """(draft, scores [B]) with this predictor row [P] at every node."""
+def without_predictor(problem: Problem, row, max_labels: int, bonus=None):
+    """(draft, scores [B]) with this predictor row [P] at every node; `bonus` [B, 1, V] is that of masks."""
     batch, size, width = problem.encoder_out.shape
     rows = jnp.broadcast_to(row, (batch * size, *row.shape))
     logits = problem.joint(problem.encoder_out.reshape(batch * size, width), rows).reshape(batch, size, problem.classes)
     symbols = problem.symbols
     scores, labels = symbols.scores(logits)
+    labels = labels._replace(bonus=bonus)
     frame = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     reads = [move.frames for move in symbols.moves]
 
@@ -131,15 +157,18 @@ def filled(labels, frames, durations, log_probs, counts, bad) -> Draft:
 # ------------------------------------------------------------------------------------------------------------- rounds
 
 
-def choose_again(problem: Problem, first, draft: Draft) -> Draft:
-    """Every label becomes the most probable one at its frame, after those before it."""
+def choose_again(problem: Problem, first, draft: Draft, bonus=None) -> Draft:
+    """Every label becomes the most probable one at its frame, after those before it, that masks allow."""
     rows = rows_before(problem, first, jnp.maximum(draft.labels, 0))
     batch, size, width = rows.shape
     encoder = problem.frame(jnp.maximum(draft.frames, 0)).reshape(batch * size, problem.encoder_out.shape[-1])
     logits = problem.joint(encoder, rows.reshape(batch * size, width)).reshape(batch, size, problem.classes)
     _, labels = problem.symbols.scores(logits)
-    log_probs, label = labels.best()
+    log_probs, label = labels._replace(bonus=bonus).best()
     inside = draft.labels >= 0
+    if bonus is not None:  # a mask allows one, but the model may forbid it here
+        label = jnp.where(jnp.isneginf(log_probs) & inside, draft.labels, label)
+        log_probs = jnp.where(jnp.isnan(log_probs), log_probs, labels.at(label))
     bad = draft.bad | jnp.any(inside & (jnp.isnan(log_probs) | (log_probs == jnp.inf)), 1)
     return filled(label, draft.frames, draft.durations, log_probs, draft.counts, bad)
 

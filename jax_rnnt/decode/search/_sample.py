@@ -15,7 +15,7 @@ from jax_rnnt import _checks
 from jax_rnnt.decode._gather import pick
 from jax_rnnt.decode._hypotheses import Hypotheses, shared
 from jax_rnnt.decode.search import _greedy, _options
-from jax_rnnt.decode.search._fusion import NO_FUSION
+from jax_rnnt.decode.search._fusion import NO_FUSION, check_utterances
 from jax_rnnt.decode.search._largest import peak
 from jax_rnnt.decode.search._problem import checked, on_devices, prepare
 
@@ -25,23 +25,27 @@ def run(search, encoder_out, lengths, key, samples, exact_end) -> Hypotheses:
     function = "sample"
     sizes = dict(max_labels=search.max_labels, samples=samples, window=search.window)
     (max_labels, samples, window), scoring = _options.sizes(function, **sizes), search._scoring(function)
+    models = search._models(function)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
+    check_utterances(function, models, encoder_out)
     window = _greedy.frames_at_once(window, encoder_out)
     seeds = seeds_of(function, key, encoder_out.shape[0])
 
     def of_device(encoder_out, lengths, exact_end, seeds):
-        problem, label, first = prepare(function, search, encoder_out, lengths, exact_end, scoring, samples)
+        batch = encoder_out, lengths, exact_end
+        problem, label, first = prepare(function, search, *batch, scoring, samples, models.numbers)
         lengths, bad, ends_here = (
             x if isinstance(x, bool) else jnp.repeat(x, samples, 0)
             for x in (problem.lengths, problem.bad, problem.ends_here)
         )
         problem = problem._replace(copies=samples, lengths=lengths, bad=bad, ends_here=ends_here)
-        stream = _greedy.first_stream(problem, NO_FUSION, label, first)
+        stream = _greedy.first_stream(problem, models, label, first)
         keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
         keys = jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(samples)))(keys)
         choose = functools.partial(draw, keys.reshape(-1))
-        rules = _greedy.Rules(problem, NO_FUSION, stream.first, window, max_labels, choose)
-        drawn = _greedy.result(rules, _greedy.run_steps(rules, stream), False)._replace(state=None)
+        rules = _greedy.Rules(problem, models, stream.first, window, max_labels, choose)
+        state = _greedy.run_steps(rules, stream)
+        drawn = _greedy.result(rules._replace(fusion=NO_FUSION), state, False)._replace(state=None)
         drawn = jax.tree.map(lambda x: x.reshape(x.shape[0] // samples, samples, *x.shape[1:]), drawn)
         return drawn._replace(stable=shared(drawn.labels, drawn.counts, ~(drawn.scores > -jnp.inf)))
 
@@ -67,7 +71,7 @@ def seeds_of(function: str, key, batch: int):
 
 def draw(keys, symbols, scores, labels, allowed, frame, count_here):
     """As `most_probable`, but drawn; the score is the log-probability of the draw. `keys` [B N]."""
-    moves, labels = scores.shape[-1], labels.rows()
+    moves, model, labels = scores.shape[-1], labels, labels.rows()
 
     def noise(key, frame, count):
         node = jax.random.fold_in(jax.random.fold_in(key, frame), count)
@@ -80,8 +84,9 @@ def draw(keys, symbols, scores, labels, allowed, frame, count_here):
     move = jnp.argmax(scores + each[..., :moves], -1)
     _, label = peak(labels + each[..., moves:])
     writes = symbols.writes[move]
-    log_prob = pick(labels, label)
-    gain = jnp.where(writes, log_prob - total[..., 0], 0)
+    drawn = pick(labels, label)
+    log_prob = drawn if model.bonus is None else model.at(label)
+    gain = jnp.where(writes, drawn - total[..., 0], 0)
     everything = jax.nn.logsumexp(scores, -1)
     score = pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain
     return score, move, jnp.where(writes, label, -1), log_prob

@@ -67,7 +67,7 @@ class Search:
     fusion : sequence of pairs (model, weight), default ()
         Adds weight times the score that a model gives to each label, and to an end: shallow fusion. `Predictor` says
         which objects are models. A score of -inf forbids the label. Weights may be traced, or below 0. A weight of 0
-        adds nothing; a Python 0 skips the model. Of `greedy` and `beam`.
+        adds nothing; a Python 0 skips the model. `parallel` takes masks alone, `Labels`.
     ilm_weight : float or scalar Array, default 0.0
         Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
         of ``joint(0, predictor row)``. If `encoder_out` was projected before, the bias of that projection belongs in
@@ -287,6 +287,9 @@ class Search:
         model, and labels with the sum over their alignments. For `TDTLoss`, blanks of duration 0 share their
         probability among the other moves.
 
+        Models of `fusion` change the scores of labels, from which the probabilities of all moves at a node are made
+        again; a label with -inf is never drawn. An end is no choice, so their `final` is not asked.
+
         Parameters
         ----------
         encoder_out, lengths, exact_end
@@ -306,14 +309,14 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; `key` is no random key; the search has fusion, an internal language model, a penalty, a
-            confidence or a `duration_choice`.
+            As for `greedy`; `key` is no random key; the search has an internal language model, a penalty, a confidence
+            or a `duration_choice`.
 
         See Also
         --------
         mwer_loss : The expected number of errors of a list.
         """
-        self._lacks("sample", "fusion", "ilm_weight", "blank_penalty", "duration_choice", "confidence")
+        self._lacks("sample", "ilm_weight", "blank_penalty", "duration_choice", "confidence")
         return _sample.run(self, encoder_out, lengths, key, samples, exact_end)
 
     def parallel(
@@ -346,15 +349,15 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; `masked_row` is no row of the predictor; the search has fusion, an internal language model,
-            a confidence or a `window`.
+            As for `greedy`; `masked_row` is no row of the predictor; the search has an internal language model, a
+            confidence, a `window`, or a model of `fusion` that is no `Labels`.
 
         References
         ----------
         Xu, Bataev, Jia and Ginsburg, "HAINAN: Fast and Accurate Transducer for Hybrid-Autoregressive ASR", 2024,
         arXiv:2410.02597.
         """
-        self._lacks("parallel", "max_symbols", "window", "fusion", "ilm_weight", "confidence")
+        self._lacks("parallel", "max_symbols", "window", "ilm_weight", "confidence")
         return _parallel.run(self, encoder_out, lengths, rounds, exact_end)
 
 
