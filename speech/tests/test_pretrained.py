@@ -125,7 +125,7 @@ def test_rule_of_durations():
     assert results != [x[x >= 0].tolist() for x in arrays(GOLDEN / "tdt/golden.npz")["labels"]]
 
 
-MARGIN = 0.4  # nats between a choice and the next one that products in bfloat16 leave as it is: docs/precision.md
+MARGIN = 0.25  # nats between a choice and the next best one, which products in bfloat16 may exchange: docs/difficult.md
 
 
 def cuts(count):
@@ -136,13 +136,13 @@ def cuts(count):
         yield x[start : start + size] * np.float32(rng.uniform(0.3, 1.5))
 
 
-def margins(model, samples, results):
-    """The least difference of a logit chosen by greedy search and the next one, of each recording.
+def choices(model, samples, results):
+    """Of each recording, (labels before it, nats to the next best one) of each choice that greedy search makes.
 
     By a walk of its own over the logits of all nodes, which finds the same labels.
     """
     features, room = [model.features(x) for x in samples], max(len(x.labels) for x in results)
-    size, classes = max(map(len, features)), model.blank + 1
+    size, classes, limit = max(map(len, features)), model.blank + 1, model.config.search.max_symbols
 
     @jax.jit
     def nodes(x, length, labels):
@@ -151,32 +151,34 @@ def margins(model, samples, results):
         return network.joint(rows[:, :, None], network.predictor(labels[None])[:, None])[0], count
 
     for x, result in zip(features, results, strict=True):
-        labels = np.pad(result.labels, (0, room - len(result.labels)))
-        logits, count = nodes(np.pad(x, ((0, size - len(x)), (0, 0))), np.int32(len(x)), np.int32(labels))
-        logits, found, least, here, t = np.asarray(logits, np.float64), [], np.inf, 0, 0
+        labels = np.int32(np.pad(result.labels, (0, room - len(result.labels))))
+        logits, count = nodes(np.pad(x, ((0, size - len(x)), (0, 0))), np.int32(len(x)), labels)
+        found, t, here, known = [], 0, 0, []
         while t < count:
-            parts = [y for y in (logits[t, len(found), :classes], logits[t, len(found), classes:]) if len(y)]
-            least = min(least, *(np.diff(np.sort(y)[-2:])[0] for y in parts))
-            label, *more = (int(y.argmax()) for y in parts)
-            step = model.variant.loss.durations[more[0]] if more else int(label == model.blank)
-            if label != model.blank:
-                found.append(label)
-            here = here + 1 if not step else 0
-            if (label == model.blank and not step) or (not more and here == model.config.search.max_symbols):
-                step = 1
-            here, t = 0 if step else here, t + step
+            row = np.asarray(logits[t, len(found)], np.float64)
+            parts = [y for y in (row[:classes], row[classes:]) if len(y)]
+            known += [(len(found), np.diff(np.sort(y)[-2:])[0]) for y in parts]
+            label, *durations = (int(y.argmax()) for y in parts)
+            blank = label == model.blank
+            found += [] if blank else [label]
+            step = model.variant.loss.durations[durations[0]] if durations else int(blank or here + 1 == limit)
+            step = max(step, int(blank))
+            here, t = 0 if step else here + 1, t + step
         assert found == result.labels
-        yield least
+        yield known
 
 
 def test_products_in_bfloat16(case):
-    """Labels are those of float32 wherever no choice was close; in the head of CTC, logits are no rounded ones."""
+    """Where labels are not those of float32, the first choice that differs was a close one."""
     model, samples = case[0], [*cuts(12)]
-    results = [list(recognise.transcribe(x, enumerate(samples))) for x in (model, asr.models.computing(model, "bfloat16"))]
-    least = [*margins(model, samples, results[0])]
-    same = [a.labels == b.labels for a, b in zip(*results)]
-    assert max(least) > MARGIN and all(y for x, y in zip(least, same) if x > MARGIN)
-    assert any(a.log_probs != b.log_probs for a, b in zip(*results))
+    other = asr.models.computing(model, "bfloat16")
+    results = [list(recognise.transcribe(x, enumerate(samples))) for x in (model, other)]
+    for known, a, b in zip(choices(model, samples, results[0]), *results, strict=True):
+        if a.labels != b.labels:
+            pairs = [zip(x.labels, x.frames) for x in (a, b)]
+            same = sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(*pairs)))
+            assert min(nats for count, nats in known if count in (same - 1, same)) < MARGIN
+        assert a.log_probs != b.log_probs and np.isclose(a.log_probs[:1], b.log_probs[:1], atol=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ class Decoding:
     confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
     ctc: bool = dataclasses.field(default=False, metadata={"static": True})  # by that head
     language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
+    allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
 
 
 GREEDY = Decoding()
@@ -67,11 +68,12 @@ def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=Fal
     room = rows.shape[1] * options.max_symbols + more
     if decoding.ctc or model.loss is None:
         kernel, bias = network.ctc.kernel[...], network.ctc.bias[...]
-        return ctc.search(summed(rows, kernel.astype(rows.dtype), bias), lengths, room, state)
+        return ctc.search(summed(rows, kernel.astype(rows.dtype), bias), lengths, room, state, decoding.allowed)
     joint, predictor, rows = network.joint.decoder_inputs(network.predictor, rows)
     # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
     limit = room if options.duration_choice == "token_first" else options.max_symbols
-    chosen = {"max_symbols": limit, "fusion": decoding.fusion}
+    masks = () if decoding.allowed is None else ((decode.Labels(decoding.allowed), 1.0),)
+    chosen = {"max_symbols": limit, "fusion": decoding.fusion + masks}
     chosen |= {"ilm_weight": decoding.ilm_weight, "confidence": decoding.confidence}
     networks = model.variant.loss, in_float32(joint), predictor, room
     if decoding.beam:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_rnnt import decode
 from jax_rnnt_speech.config.options import amount, natural
 from jax_rnnt_speech.data import manifests, texts
+from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import UserError
 
@@ -61,6 +62,10 @@ def add_options(parser):
         f"({WITH_BEAM}; greedy: {WITH_GREEDY})"
     )
     parser.add_argument("--phrases", type=Path, metavar="FILE", help=help)
+    help = "write these of Unicode's scripts alone, beside digits and punctuation, as in latin,cyrillic"
+    scripts = parser.add_mutually_exclusive_group()
+    scripts.add_argument("--script", metavar="NAME,...", help=help)
+    scripts.add_argument("--only-characters", metavar="TEXT", help="write these characters and spaces alone")
     help = "which head finds the labels, for a model with two (the transducer, if there is one)"
     parser.add_argument("--head", choices=("transducer", "ctc"), help=help)
 
@@ -145,4 +150,31 @@ def decoding_of(args, model):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     if getattr(args, "prompt", ""):
         language = model.language(args.prompt)
-    return Decoding(args.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)
+    kind = None if kind == PROBABILITY else decode.Entropy(kind)
+    return Decoding(args.beam, ilm, fusion, kind, ctc, language, allowed(model, args.script, args.only_characters))
+
+
+def allowed(model, names=None, characters=None):
+    """The mask of labels of scripts, by their names, or of characters; None: all labels are allowed."""
+    tokens, classes = model.tokens, model.blank + 1
+    if names:
+        found = scripts.mask_of_scripts(tokens, classes, scripts.codes(names))
+    elif characters:
+        found = scripts.mask_of_characters(tokens, classes, characters)
+    return jnp.asarray(found) if (names or characters) and not found.all() else None
+
+
+def of_language(model, decoding, language):
+    """(the Decoding of a language that was asked for, whether that decides anything); None: it is unknown.
+
+    Its script decides the labels, and in a model with prompts it is the prompt.
+    """
+    found = scripts.of_language(language)
+    if found is None:
+        return None
+    mask = allowed(model, ",".join(found))
+    prompt = model.prompt_of(language)
+    chosen = {"allowed": decoding.allowed if mask is None else mask}
+    if prompt is not None:
+        chosen["language"] = prompt
+    return dataclasses.replace(decoding, **chosen), mask is not None or prompt is not None

@@ -202,7 +202,8 @@ def hear_windows(model, rows, frames, state, free, decoding):
     encoded, cuts = window(model, model.params, batch, lengths, first)
     cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
-        probing = Decoding(ctc=decoding.ctc, language=decoding.language)  # greedy, whatever comes after it
+        same = {name: getattr(decoding, name) for name in ("ctc", "language", "allowed")}
+        probing = Decoding(**same)  # greedy, whatever comes after it
         probe = jax.device_get(taken(model, model.params, encoded, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
