@@ -10,7 +10,7 @@ import numpy as np
 from jax_rnnt_speech import models
 from jax_rnnt_speech.config.options import amount
 from jax_rnnt_speech.data.audio import AudioError
-from jax_rnnt_speech.recognition import search_options, streams
+from jax_rnnt_speech.recognition import search_options, streams, unheard
 from jax_rnnt_speech.system import UserError
 
 
@@ -22,7 +22,7 @@ def stream(args):
         live = streams.Stream(model, decoding, args.endpoint)
         try:
             show = show_events if args.json else show_words
-            show(live, events_of(live, file), file if len(args.files) > 1 else None)
+            show(live, events_of(live, file), file, len(args.files) > 1)
         except AudioError as error:
             print(error, file=sys.stderr)
             bad += 1
@@ -43,11 +43,13 @@ def events_of(live, file):
     yield {"type": "end", "duration": round(live.total / rate, 3)}
 
 
-def show_words(live, events, file):
-    """A line for each utterance, as its words come; an empty one if there are none."""
-    begin, said, inside = f"{file}\t" if file else "", False, False
+def show_words(live, events, file, named):
+    """A line for each utterance, as its words come; an empty one if there are none. `named`: it begins with the file."""
+    begin, said, inside = f"{file}\t" if named else "", False, False
     for x in events:
-        if x["type"] == "words":
+        if x["type"] == "unheard":
+            print(unheard.line(file or "microphone", [(x["start"], x["end"])]), file=sys.stderr)
+        elif x["type"] == "words":
             print((" " * live.text[:1].isspace() if inside else begin) + x["text"], end="", flush=True)
             said = inside = True
         elif x["type"] == "endpoint" and inside:
@@ -57,10 +59,10 @@ def show_words(live, events, file):
         print("" if said else begin, flush=True)
 
 
-def show_events(live, events, file):
+def show_events(live, events, file, named):
     """An object for each event."""
     for x in events:
-        print(json.dumps(({"file": str(file)} if file else {}) | x, ensure_ascii=False), flush=True)
+        print(json.dumps(({"file": str(file)} if named else {}) | x, ensure_ascii=False), flush=True)
 
 
 def add_command(commands):

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from jax_rnnt_speech import models
 from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import natural
-from jax_rnnt_speech.recognition import recognise, search_options, segments, transcripts
+from jax_rnnt_speech.recognition import recognise, search_options, segments, transcripts, unheard
 from jax_rnnt_speech.system import UserError, outputs
 
 
@@ -31,6 +31,8 @@ def transcribe(args):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
                 bad += 1
+            elif x.unheard:
+                tqdm.write(unheard.line(x.name, [(entries[i].start + a, entries[i].start + b) for a, b in x.unheard]), file=sys.stderr)
             speaker = entries[i].speaker if args.segments and not x.error else ""
             write(i, None if x.error else transcripts.transcript(model, entries[i], x, args.nbest, speaker))
     return 1 if bad else 0

@@ -53,7 +53,7 @@ class Detector:
         self.rate, self.state = rate, np.zeros((2, 128), np.float32)
         self.resampler = None if rate == RATE else av.AudioResampler("flt", "mono", RATE)
         self.samples = np.zeros(CONTEXT, np.float32)
-        self.probabilities = []
+        self.probabilities, self.first = [], 0  # of the chunks from the first on that are not forgotten
 
     def add(self, samples):
         """More samples float32 [S]."""
@@ -84,16 +84,20 @@ class Detector:
         last = np.maximum(found, 0) @ known["final_conv.weight"][0, :, 0] + known["final_conv.bias"][0]
         return sigmoid(last).tolist()
 
-    def speech(self, first=0):
-        """[begin, end) in seconds of the stretches with speech in the chunks from the first on."""
+    def forget(self, seconds):
+        """Drops the chunks before a time."""
+        count = max(0, int(seconds / SECONDS) - self.first)
+        del self.probabilities[:count]
+        self.first += count
+
+    def speech(self):
+        """[begin, end) in seconds of the stretches with speech."""
         found, begin, quiet = [], None, 0
-        for i, x in enumerate(self.probabilities[first:], first):
+        for i, x in enumerate([*self.probabilities, *[0.0] * round(PAUSE / SECONDS + 1)], self.first):
             quiet = 0 if x >= ENDS else quiet + 1
             if begin is None and x >= BEGINS:
                 begin = i
             elif begin is not None and quiet * SECONDS > PAUSE:
                 found.append((begin * SECONDS, (i + 1 - quiet) * SECONDS))
                 begin = None
-        if begin is not None:
-            found.append((begin * SECONDS, (len(self.probabilities) - quiet) * SECONDS))
         return found

@@ -11,7 +11,7 @@ import numpy as np
 from babel.core import get_global
 from fontTools import unicodedata as unicode
 
-from jax_rnnt_speech.data.tokens import SILENT
+from jax_rnnt_speech.data.tokens import BYTE, SILENT
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.system import UserError
 
@@ -81,7 +81,7 @@ def mask_of_characters(tokens, classes, characters):
 
 
 def has_bytes(tokens):
-    return any(ord(x) in BYTES for text in tokens.texts for x in text)
+    return any(map(BYTE.fullmatch, tokens.pieces)) or any(ord(x) in BYTES for text in tokens.texts for x in text)
 
 
 def mask(tokens, classes, good, missing):
@@ -92,6 +92,9 @@ def mask(tokens, classes, good, missing):
         parts |= {data[i:j] for i in range(len(data)) for j in range(i + 1, len(data) + 1)}
     found = np.ones(classes, bool)
     for i, text in enumerate(tokens.texts):
+        if number := BYTE.fullmatch(tokens.pieces[i]):
+            found[i] = bytes.fromhex(number[1]).decode("ascii", "surrogateescape") in parts
+            continue
         text = "" if text in SILENT else text.replace(tokens.separator, "")
         runs = ("".join(x) for of_bytes, x in itertools.groupby(text, lambda x: ord(x) in BYTES) if of_bytes)
         others = (x for x in text if ord(x) not in BYTES)

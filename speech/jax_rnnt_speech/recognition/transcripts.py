@@ -17,6 +17,7 @@ import numpy as np
 from jax_rnnt import timing
 from jax_rnnt_speech.data.manifests import Entry, later
 from jax_rnnt_speech.data.utterances import shown
+from jax_rnnt_speech.recognition import unheard
 from jax_rnnt_speech.system import UserError, outputs
 
 LINES = "text", "json", "jsonl"  # written as they come
@@ -36,6 +37,7 @@ class Transcript(NamedTuple):
     nbest: list | None = None  # of {"text", "score"}
     space: str = " "  # between words
     speaker: str = ""  # of a segment, if one is to be named
+    unheard: tuple = ()  # [begin, end) of speech without words, in seconds from the start of the file
 
     def object(self, entry):
         x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
@@ -44,6 +46,8 @@ class Transcript(NamedTuple):
         if self.speaker:
             x["speaker"] = self.speaker
         x["words"] = timing.to_json(self.words)
+        if self.unheard:
+            x["unheard"] = unheard.rounded(self.unheard)
         return x if self.nbest is None else x | {"nbest": self.nbest}
 
 
@@ -143,7 +147,8 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with in_a_line(shown(entry.name)):
         timed = words(model, *heard, entry.start, result.duration)
-    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens), speaker)
+    missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
+    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens), speaker, missed)
 
 
 # ------------------------------------------------------------------------------------------------------------- options

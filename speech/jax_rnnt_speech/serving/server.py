@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import sys
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from jax_rnnt import timing
 from jax_rnnt_speech.data import audio, features, manifests
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts
+from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, unheard
 from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import UserError
@@ -379,6 +380,8 @@ class Server:
         try:
             if result.error:
                 raise UserError(result.error)
+            if result.unheard:
+                print(unheard.line(file, result.unheard), file=sys.stderr, flush=True)
             return transcripts.transcript(self.model, manifests.Entry(str(file), str(file), ""), result)
         except UserError as error:
             return Problem(400, str(error), "file")
@@ -512,15 +515,16 @@ def answer(transcript, form, granularities, language, labels=(), include=False):
     """The response in a form. `labels`: -> `Server.spelled`; `include`: their log-probabilities."""
     if form == "text":
         return web.Response(text=f"{transcript.text}\n")
+    missed = {"unheard": unheard.rounded(transcript.unheard)} if transcript.unheard else {}
     if form == "json":
         more = {"logprobs": log_probs(labels)} if include else {}
-        return web.json_response({"text": transcript.text} | more)
+        return web.json_response({"text": transcript.text} | more | missed)
     if form != "verbose_json":
         captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
         return web.Response(text=transcripts.captioned(form, captions))
     # "und" is ISO 639's code of a language that is not known.
     whole = {"task": "transcribe", "language": language or "und"}
-    whole |= {"duration": float(transcript.duration), "text": transcript.text}
+    whole |= {"duration": float(transcript.duration), "text": transcript.text} | missed
     if "word" in granularities:
         whole["words"] = timing.to_json(transcript.words)
     if "segment" in granularities:
