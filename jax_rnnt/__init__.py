@@ -24,6 +24,7 @@ from jax_rnnt.losses import HATLoss as HATLoss
 from jax_rnnt.losses import MonotonicRNNTLoss as MonotonicRNNTLoss
 from jax_rnnt.losses import MultiblankRNNTLoss as MultiblankRNNTLoss
 from jax_rnnt.losses import RNNTLoss as RNNTLoss
+from jax_rnnt.losses import Spot as Spot
 from jax_rnnt.losses import TargetRobustRNNTLoss as TargetRobustRNNTLoss
 from jax_rnnt.losses import TDTLoss as TDTLoss
 from jax_rnnt.losses import TransducerLoss as TransducerLoss
@@ -48,6 +49,7 @@ __all__ = [
     "MultiblankRNNTLoss",
     "PackedLogits",
     "RNNTLoss",
+    "Spot",
     "TDTLoss",
     "TargetRobustRNNTLoss",
     "TransducerLoss",

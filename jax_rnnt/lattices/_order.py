@@ -75,3 +75,9 @@ def total(x, axis=-1):
     """The sum over an axis; zeros at its end change no bit."""
     (sums,) = cumulative(lambda x, y: (x[0] + y[0],), (jnp.moveaxis(x, axis, -1),), (0,), reverse=True)
     return jnp.sum(sums[..., :1], -1)  # of nothing: 0
+
+
+def logaddexp(x, y):
+    """log(exp x + exp y). Where both are -inf its derivatives are 0; those of `jnp.logaddexp` are NaN there."""
+    none = jnp.isneginf(x) & jnp.isneginf(y)
+    return jnp.where(none, -jnp.inf, jnp.logaddexp(jnp.where(none, 0, x), y))

@@ -4,6 +4,7 @@ from jax_rnnt.losses._base import TransducerLoss as TransducerLoss
 from jax_rnnt.losses._composition import Alignment as Alignment
 from jax_rnnt.losses._composition import Composition as Composition
 from jax_rnnt.losses._composition import DecodingRules as DecodingRules
+from jax_rnnt.losses._composition import Spot as Spot
 from jax_rnnt.losses._constrained import ConstrainedRNNTLoss as ConstrainedRNNTLoss
 from jax_rnnt.losses._hat import HATLoss as HATLoss
 from jax_rnnt.losses._monotonic import MonotonicRNNTLoss as MonotonicRNNTLoss

@@ -32,12 +32,6 @@ def frame(label):
     return lax.broadcasted_iota(jnp.int32, (1,) * (label.ndim - 2) + (label.shape[-2], 1), label.ndim - 2)
 
 
-def logaddexp(x, y):
-    """log(exp x + exp y). Where both are -inf its derivatives are 0; those of `jnp.logaddexp` are NaN there."""
-    none = jnp.isneginf(x) & jnp.isneginf(y)
-    return jnp.where(none, -jnp.inf, jnp.logaddexp(jnp.where(none, 0, x), y))
-
-
 def fastemit(label, fastemit_lambda):
     """FastEmit (Yu et al. 2021): the gradient of label arcs times (1 + lambda); values stay.
 

@@ -33,10 +33,11 @@ from jax_rnnt.emissions._emission import has_nan, inside_targets, isolate, scale
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.lattices import _order as order
 from jax_rnnt.lattices import _reference as reference
+from jax_rnnt.lattices._spot import spotted
 from jax_rnnt.lattices._topology import expanded
 from jax_rnnt.lattices._viterbi import best_path
 from jax_rnnt.losses._adjustments import adjust, frame
-from jax_rnnt.losses._composition import Alignment
+from jax_rnnt.losses._composition import Alignment, Spot
 from jax_rnnt.losses._reductions import reduce
 
 
@@ -294,6 +295,19 @@ def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengt
 
 
 @_jit
+def spot(loss, emission, *problem):
+    """The odds of a phrase, and where it is; the topology is one of two arcs, "blank" and "label"."""
+    topology, arcs, num_frames, num_labels, bad, ends = _lattice_and_ends(loss, emission, *problem)
+    reads = any(arc.dt > 0 for arc in topology if arc.slot == "label")
+    last = arcs["label"] if ends is None else ends["label"]
+    score, start, end, impossible = spotted(reads, arcs["blank"], arcs["label"], last, num_frames, num_labels)
+    bad |= impossible
+    missing = bad | jnp.isneginf(score)
+    found = jnp.where(bad, jnp.nan, score), *(jnp.where(missing, -1, frame) for frame in (start, end))
+    return Spot(*map(emission.exchange.joined, found))
+
+
+@_jit
 def arc_log_probs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
     (loss, logits, placed, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
@@ -324,4 +338,5 @@ ALIGN = Method("align", align)
 LABEL_FRAMES = Method("label_frames", label_frames)
 LATENCY = Method("latency", latency, reduces=True)
 LABEL_LOG_PROBS = Method("label_log_probs", label_log_probs)
+SPOT = Method("spot", spot)
 ARC_LOG_PROBS = Method("arc_log_probs", arc_log_probs, per_node=True)

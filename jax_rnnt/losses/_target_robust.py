@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_rnnt import _checks
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.lattices import _order as order
-from jax_rnnt.losses._adjustments import frame, logaddexp
+from jax_rnnt.losses._adjustments import frame
 from jax_rnnt.losses._base import TransducerLoss
 from jax_rnnt.losses._composition import Composition, DecodingRules
 
@@ -35,7 +35,7 @@ def _mixed(label, others, skip):
     c = jnp.exp(jnp.where(large, skip, 0))
     by_c = jnp.log(c + (1 - c) * jnp.exp(ratio))
     small = jnp.where(large, -1, skip)
-    mixed = others + jnp.where(large, by_c, logaddexp(small, ratio + _log_complement(small)))
+    mixed = others + jnp.where(large, by_c, order.logaddexp(small, ratio + _log_complement(small)))
     return jnp.where(none, -jnp.inf, mixed)
 
 
@@ -63,7 +63,7 @@ class _Skips:
             label = each(_with_other_labels, label, blank, _everywhere(self.label, label))
         if self.frame is not None:
             before_last = frame(blank) < num_frames[..., None, None] - 1
-            blank = jnp.where(before_last, each(logaddexp, blank, _everywhere(self.frame, blank)), blank)
+            blank = jnp.where(before_last, each(order.logaddexp, blank, _everywhere(self.frame, blank)), blank)
         # A node without arcs lies outside of a band: nothing skips there.
         there = ~jnp.isneginf(functools.reduce(jnp.maximum, planes.values()))
         return planes | {slot: jnp.where(there, x, -jnp.inf) for slot, x in (("blank", blank), ("label", label))}

@@ -10,19 +10,19 @@ from jax import lax
 from jax_rnnt import _checks
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.lattices import _order as order
-from jax_rnnt.losses._adjustments import frame, logaddexp
+from jax_rnnt.losses._adjustments import frame
 from jax_rnnt.losses._base import TransducerLoss
 from jax_rnnt.losses._composition import Composition, DecodingRules
 
 
 def _then(first, second):
     """The map a -> a exp(x) + exp(y) for (x, y) = `second`, after that of `first`."""
-    return first[0] + second[0], logaddexp(first[1] + second[0], second[1])
+    return first[0] + second[0], order.logaddexp(first[1] + second[0], second[1])
 
 
 def _ratio(blank, skip, none, some, none_before, some_before, inside):
     """The blank of a frame, from the maps of all frames up to it, and up to the one before."""
-    after, before = logaddexp(none, skip + some), logaddexp(none_before, skip + some_before)
+    after, before = order.logaddexp(none, skip + some), order.logaddexp(none_before, skip + some_before)
     blocked = jnp.isneginf(after)  # only if the skip is: it has a part in every a(t) but a(0)
     after, before = jnp.where(blocked, 0, after), jnp.where(blocked, 0, before)
     # The value is no difference of logs, whose sizes would cost digits. The derivative is: of the other form it is a

@@ -303,6 +303,7 @@ def test_masks():
 def test_masks_are_checked():
     model = Model(family.TDT)
     networks = model.parameters.joint, model.parameters.predictor
+    greedy = functools.partial(decode.greedy, model.loss.value(), *networks, model.encoder, model.lengths, MOST)
     for allowed, error, message in (
         ([1, 0, 1], TypeError, "Labels: allowed must have the dtype bool, got int64"),
         (True, ValueError, r"Labels: allowed must have shape \[V\] or \[B, V\] with V > 0, got \(\)"),
@@ -312,10 +313,9 @@ def test_masks_are_checked():
         ([[True] * 3] * 3, ValueError, r"greedy: fusion\[0\].utterances must be 2, those of encoder_out, .* got 3"),
     ):
         with pytest.raises(error, match=message):
-            models = ((decode.Labels(allowed), 1.0),)
-            decode.greedy(model.loss.value(), *networks, model.encoder, model.lengths, MOST, fusion=models)
+            greedy(fusion=((decode.Labels(allowed), 1.0),))
     assert repr(decode.Labels([[True, False]])) == "Labels(1 masks of 2)"
-    with pytest.raises(ValueError, match="Labels: allowed must be masks .* got 2 masks and N = 3"):
+    with pytest.raises(ValueError, match=r"Labels: allowed must be masks .* got 2 masks and N = 3"):
         decode.Labels([[True], [False]]).initial(3)
 
 

@@ -9,7 +9,20 @@ import pytest
 
 import compare
 import family
-from decoding import EXACT, LABELS, NAMED, ROOM, H, Model, assert_same, check_greedy, ends, greedy_loop, label_log_prob, trimmed
+from decoding import (
+    EXACT,
+    LABELS,
+    NAMED,
+    ROOM,
+    H,
+    Model,
+    assert_same,
+    check_greedy,
+    ends,
+    greedy_loop,
+    label_log_prob,
+    trimmed,
+)
 from jax_rnnt import decode
 
 ROW = np.linspace(-1, 1, H)  # in place of the predictor's

@@ -128,7 +128,7 @@ def learned(loss, name):
 
 
 # They depend on arcs alone, so one loss stands for all.
-OF_ARCS = "label_log_probs", "label_frames", "latency", "align"
+OF_ARCS = "label_log_probs", "label_frames", "latency", "align", "spot"
 
 
 def answers(loss, methods, **static):

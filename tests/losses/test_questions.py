@@ -1,12 +1,15 @@
 """Are posteriors, expected frames, latency, the best path and the log-probabilities of labels those of the lattice?"""
 
 import dataclasses
+import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import batches
+import compare
 import family
 import jax_rnnt
 import reference_numpy as truth
@@ -228,6 +231,121 @@ def test_best_path_of_a_long_utterance():
 def test_search_has_no_kernel():
     with pytest.raises(NotImplementedError, match="implementation='kernel'"):
         jax_rnnt.RNNTLoss(implementation="kernel").align(*batches.problem())
+
+
+# ------------------------------------------------------------------------------------------------------ phrases
+
+
+def spot_of(topology, arcs, last, num_frames, num_labels):
+    """(score, start, end) by enumeration of all frames in which the labels may be said.
+
+    `last` [T, U1]: log-weights of labels that end the phrase. Arcs of column 0 are those of silence.
+    """
+    if num_labels == 0:
+        return 0.0, -1, -1
+    blank, label = arcs["blank"], arcs["label"]
+    reads, may_end = next((arc.dt, arc.may_end) for arc in topology if arc.slot == "label")
+    found = []
+    for end in range(num_frames if may_end else num_frames - 1):
+        paths = []
+        for frames in itertools.combinations_with_replacement(range(end + 1), num_labels):
+            if frames[-1] != end or (reads and len({*frames}) < num_labels):
+                continue
+            score = last[end, num_labels - 1] - (reads and last is label) * blank[end, 0]
+            for u, t in enumerate(frames[:-1]):
+                score += label[t, u] - reads * blank[t, 0]
+            for t in range(frames[0], end):
+                if not (reads and t in frames):
+                    score += blank[t, sum(x <= t for x in frames)] - blank[t, 0]
+            paths.append((score, frames[0]))
+        total = np.logaddexp.reduce([score for score, _ in paths], initial=-np.inf)
+        found.append((total, max(paths, default=(0, -1))[1], end))
+    best = max(found, key=lambda x: (x[0], -x[2]), default=(-np.inf, -1, -1))
+    return best if best[0] > -np.inf else (-np.inf, -1, -1)
+
+
+@pytest.mark.no_kernel
+@pytest.mark.parametrize(
+    "loss",
+    [family.RNNT, *map(family.slow, (family.CONSTRAINED, family.HAT, family.MONOTONIC, family.FINAL_BLANK))],
+    ids=str,
+)
+def test_spot(loss):
+    """Score and frames are those of enumeration, the slope that of its differences; odd sequences are NaN, alone."""
+    lengths = ([6, 6, 5, 3, 4, 0, 6, 6, 7, 6], [2, 3, 0, 1, 3, 1, 2, 1, 1, 2])
+    p = batches.problem(10, 6, 3, 6, loss=loss, scale=2.0, lengths=lengths)
+    p.logits[0] = 0  # of equal paths the latest start, of equal ends the first
+    p.logits[1, 2] += 5 * np.eye(6)[p.targets[1, 0]]
+    p.logits[4, :, 1, p.targets[4, 1]] = -np.inf
+    p.logits[6, 3, 0, -1], p.logits[7, 2, 1, 0], p.targets[9, 1] = -np.inf, np.nan, 6
+    value, weights = loss.value(), np.random.default_rng(3).normal(size=10)
+
+    @jax.jit
+    def run(x, *rest):
+        _, pull = jax.vjp(lambda x: value.spot(x, *rest).score, x)
+        return value.spot(x, *rest), pull(weights)[0]
+
+    found, gradient = jax.tree.map(np.asarray, run(*batches.poisoned(p)))
+    good = slice(6)
+    last = family.RNNT if loss is family.CONSTRAINED else loss
+
+    def expected(x):
+        q = p._replace(logits=x).take(good)
+        ends = [arcs["label"] for *_, arcs in last.sequences(q)]
+        each = zip(loss.sequences(q), ends, strict=True)
+        return np.array(
+            [
+                spot_of(topology, arcs, arcs["label"] if last is loss else label, n, m)
+                for (_, n, m, topology, arcs), label in each
+            ]
+        )
+
+    wanted = expected(p.logits)
+    assert_close(found.score[good], wanted[:, 0])
+    np.testing.assert_array_equal(np.stack(found[1:], 1)[good], wanted[:, 1:])
+    assert (wanted[:4, 1] >= 0).tolist() == [True, True, False, True] and np.isneginf(wanted[4:, 0]).all()
+    assert np.isnan(found.score[6:]).all() and (np.stack(found[1:])[:, 6:] == -1).all()
+    assert not gradient[[2, 4, 5, 8, 9]].any() and np.isfinite(gradient[:6]).all()
+    direction = np.random.default_rng(4).normal(size=p.logits.shape)
+    ends = [expected(p.logits + h * direction)[[0, 1, 3], 0] for h in (slopes.STEP, -slopes.STEP)]
+    slope = (ends[0] - ends[1]) / (2 * slopes.STEP)
+    np.testing.assert_allclose(
+        (gradient * np.nan_to_num(direction)).sum((1, 2, 3))[[0, 1, 3]], weights[[0, 1, 3]] * slope, rtol=1e-6
+    )
+
+
+@pytest.mark.no_kernel
+def test_phrases_against_recordings():
+    """Any batch: phrases [N, 1] in recordings [1, B] of a joint network, also by `jax.vmap`."""
+    rng = np.random.default_rng(7)
+    encoder, predictor = rng.normal(size=(1, 3, 8, 4)), rng.normal(size=(2, 1, 4, 4))
+    joint = jax_rnnt.LinearJoint(jnp.asarray(rng.normal(size=(4, 6))), jnp.zeros(6))
+    labels, counts, frames = rng.integers(0, 5, (2, 3)), np.array([3, 2]), np.array([8, 7, 4])
+    loss = family.RNNT.value()
+
+    wide = lambda x: np.broadcast_to(x, (2, 3, *x.shape[2:]))
+    batch = wide(labels[:, None]), wide(frames[None]), wide(counts[:, None])
+    logits = np.tanh(encoder[..., None, :] + predictor[:, :, None]) @ np.asarray(joint.weight)
+
+    @jax.jit
+    def run(encoder, predictor, logits, *batch):
+        return loss.spot(jax_rnnt.JointLogits(joint, encoder, predictor), *batch), jax.vmap(loss.spot)(logits, *batch)
+
+    together, apart = run(encoder, predictor, logits, *batch)
+    compare.assert_close(together, apart, 1e-12)
+    for n in range(2):
+        for b in range(3):
+            x = truth.log_softmax(logits[n, b])
+            arcs = {"blank": x[..., -1], "label": np.take(x, [*labels[n], 0], -1).diagonal(0, 1, 2)}
+            expected = spot_of(truth.STANDARD, arcs, arcs["label"], frames[b], counts[n])
+            assert_close([x[n, b] for x in together], expected)
+
+
+@pytest.mark.no_kernel
+def test_losses_that_spot_nothing():
+    for loss in (family.TDT, family.MULTIBLANK, family.ROBUST, family.WILDCARD):
+        with pytest.raises(TypeError, match=rf"{loss.kind.__name__}.spot: the loss must have arcs that read one frame"):
+            loss.value().spot(*batches.problem(loss=loss))
 
 
 # ---------------------------------------------------------------------------------------------- log-probabilities

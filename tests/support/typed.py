@@ -8,7 +8,7 @@ from typing import assert_type
 import jax
 import numpy as np
 
-from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, TDTLoss, decode, mwer_loss, rnnt_loss
+from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, Spot, TDTLoss, decode, mwer_loss, rnnt_loss
 
 
 def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: LinearJoint) -> None:
@@ -20,6 +20,7 @@ def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: Li
     assert_type(loss.label_frames(z, y, n, n, label_windows=y), jax.Array)
     assert_type(loss.latency(z, y, n, n), jax.Array)
     assert_type(loss.label_log_probs(z, y, n, n), jax.Array)
+    assert_type(loss.spot(z, y, n, n), Spot)
     assert_type(loss.arc_log_probs(z, y, n, n), dict[str, jax.Array])
     loss.validate(z, y, n, n)
 

@@ -96,7 +96,8 @@ WINDOWS = np.tile(np.array([0, 6], np.int32), (4, 4, 1))
 
 
 def all_methods(value, *p):
-    return {name: getattr(value, name)(*p[:4], label_windows=p[4]) for name in METHODS}
+    methods = (*METHODS, "spot") if isinstance(value, jax_rnnt.RNNTLoss) else METHODS
+    return {name: getattr(value, name)(*p[:4], label_windows=p[4]) for name in methods}
 
 
 @pytest.mark.parametrize(

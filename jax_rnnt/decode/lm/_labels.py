@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _pytree, _xla
+from jax_rnnt._keywords import keywords
 
 
 @_pytree.register
@@ -50,6 +51,7 @@ class Labels:
 
     allowed: jax.Array
 
+    @keywords
     def __init__(self, allowed: Any):
         allowed = _checks.array("Labels", "allowed", allowed)
         if allowed.dtype != np.bool_:

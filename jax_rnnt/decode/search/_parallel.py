@@ -45,7 +45,10 @@ def run(search, encoder_out, lengths, rounds, exact_end) -> Hypotheses:
         bonus = bonus_of(models, problem, start)
         draft, scores = without_predictor(problem, masked_row(function, problem.predictor, row), max_labels, bonus)
         if rounds:
-            again = lambda _, x: choose_again(problem, first, x, bonus)
+
+            def again(_, x):
+                return choose_again(problem, first, x, bonus)
+
             draft = jax.lax.fori_loop(0, rounds, again, problem.vary(draft))
         scores = jnp.where(problem.bad | draft.bad | (scores == jnp.inf), jnp.nan, scores)
         written = draft.labels, draft.frames, draft.durations, draft.log_probs
