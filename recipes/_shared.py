@@ -51,7 +51,7 @@ class Digits:
     def batches(self):
         """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""
         epoch = epochs.training(self.train, self.config, batches.make_buckets(self.train, self.config, 1), (0, 1))
-        return iter(epoch.repeat(-(-self.config.optimiser.steps // len(epoch)))[: self.config.optimiser.steps])
+        return iter(epoch.repeat(-(-self.config.run.steps // len(epoch)))[: self.config.run.steps])
 
     def with_texts(self, texts):
         """The same with held-out lines of other texts, of the same scans."""
@@ -68,7 +68,7 @@ class Digits:
 
 def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
     """Parameters after all steps of AdamW. `loss` is (params, batch, step) -> a mean; `batch_of` may change a batch."""
-    optimizer = make_optimizer(digits.config.optimiser)
+    optimizer = make_optimizer(digits.config.optimiser, digits.config.run.steps)
 
     @jax.jit
     def train_step(params, state, batch, step):
@@ -78,7 +78,7 @@ def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
 
     state, bar = (
         optimizer.init(params),
-        tqdm(digits.batches(), total=digits.config.optimiser.steps, mininterval=5),
+        tqdm(digits.batches(), total=digits.config.run.steps, mininterval=5),
     )
     for step, batch in enumerate(bar):
         batch = batch_of(params, batch, step)

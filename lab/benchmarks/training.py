@@ -34,7 +34,7 @@ sys.path.insert(0, str(searches.FOLDER / "speech"))
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.training import parts, steps
+from jax_rnnt_speech.training import devices, parts, steps
 
 DEVICES = {"h100": ("cuda", 1), "v5e": ("tpu", 8)}
 AIMS = {"h100": {"GB": 14, "launches": 3000}, "v5e": {"GB": 4}}
@@ -65,10 +65,10 @@ def lowered(device, layers):
     mesh, model = mesh_of(device), model_of(layers)
     shard = mesh.size > 1
     chosen = parts.Parts(model.config, model.shapes)
-    optimizer = steps.make_optimizer(model.config.optimiser, chosen.factors)
+    optimizer = steps.make_optimizer(model.config.optimiser, model.config.run.steps, chosen.factors)
     state = jax.eval_shape(lambda x: steps.first_state(model.config.optimiser, optimizer, chosen.free(x)), model.shapes)
-    state = parts.shapes_in_place(mesh, state, shard)
-    frozen = parts.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, model.shapes), shard)
+    state = devices.shapes_in_place(mesh, state, shard)
+    frozen = devices.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, model.shapes), shard)
     places = jax.tree.map(lambda x: x.sharding, state)
     shapes = {"features": (FRAMES, model.config.features.mels), "targets": (TARGETS,), "spans": (4, 2)}
     kinds = {"features": np.float32, "valid": bool}

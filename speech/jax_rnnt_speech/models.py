@@ -4,12 +4,15 @@
 model of a new training, whose --init may be any of these or Whisper.
 """
 
+import dataclasses
+import functools
 import os
 from pathlib import Path
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import Config, flag, of_sections, own, tuples
 from jax_rnnt_speech.config.files import from_json
+from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model, encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
@@ -54,28 +57,6 @@ def read(folder, best=True):
     return model
 
 
-def add_options(parser, runs=True):
-    """Those of each command that takes a model; `runs`: it also runs it."""
-    help = (
-        "folder of a model: of a training, of convert, of transformers, or a .nemo file; default: "
-        f"${VARIABLE}, or the model in the user's cache"
-    )
-    parser.add_argument("--model", type=Path, help=help)
-    help = "which weights of a training: the best by held-out WER (the default), or the last"
-    parser.add_argument("--checkpoint", choices=("best", "last"), help=help)
-    if runs:
-        parser.add_argument(
-            "--platform", choices=("cpu", "gpu", "tpu"), help="platform to run on; default: the one that JAX finds"
-        )
-        parser.add_argument("--prompt", metavar="NAME", help="language of the recordings, for a model that takes one")
-
-
-def add_dtype(parser):
-    """The option of commands that search."""
-    help = "type of matrix products; their sums and the search are float32 (as in the training, or float32)"
-    parser.add_argument("--dtype", dest="products", choices=("float32", "bfloat16"), help=help)
-
-
 def default():
     """The folder of the model that is used where none is named."""
     folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache/jax_rnnt_speech/read-speech")
@@ -85,11 +66,38 @@ def default():
     return folder
 
 
-def opened(args, platform=None):
-    """The model that the options of a command name; from now on `args.model` is its folder, also by default."""
-    args.model = args.model or default()
-    dtype = getattr(args, "products", None)
-    return open_model(args.model, getattr(args, "platform", platform), args.checkpoint, dtype)
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """Which model a command opens."""
+
+    model: Path | None = option(
+        None, Path, "folder of a model: of a training, of convert, of transformers, or a .nemo file; default: "
+        f"${VARIABLE}, or the model in the user's cache", metavar="MODEL",
+    )  # fmt: skip
+    checkpoint: str | None = option(
+        None, str, "which weights of a training: the best by held-out WER (the default), or the last",
+        choices=("best", "last"),
+    )  # fmt: skip
+    platform: str | None = option(
+        None, str, "platform to run on; default: the one that JAX finds", choices=("cpu", "gpu", "tpu")
+    )
+
+    @functools.cached_property
+    def folder(self):
+        return self.model or default()
+
+    def opened(self, platform=None):
+        return open_model(self.folder, self.platform or platform, self.checkpoint, getattr(self, "dtype", None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Computing(Opening):
+    """Which model a command opens to search with."""
+
+    dtype: str | None = option(
+        None, str, "type of matrix products, whose sums and search are float32; default: that of the training",
+        choices=("float32", "bfloat16"),
+    )  # fmt: skip
 
 
 def open_model(folder=None, platform=None, checkpoint=None, dtype=None):
@@ -124,7 +132,7 @@ def setup_of(folder):
     return read and read(Path(folder))
 
 
-def described(folder):
+def outline(folder):
     """(Config, the JSON files of its source, vocabulary) of a folder."""
     if setup := setup_of(folder):
         return *config_of(folder), tokens.from_json(setup["tokens"])
@@ -160,8 +168,8 @@ def completed(options):
 
 def fresh(config, corpus, **more):
     """The Model of a new training: of random weights, or from --init."""
-    features, start = corpus.features, config.optimiser.init
-    new = not start or config.optimiser.new_head
+    features, start = corpus.features, config.run.init
+    new = not start or config.run.new_head
     vocabulary = tokens.train(config.head, (x.text for x in corpus.utterances)) if new else None
     if not start:
         return Model(config, vocabulary, [0.0] * features, [1.0] * features, **more)

@@ -21,7 +21,7 @@ from jax_rnnt_speech.model import (
     transducer,  # noqa: F401
 )
 from jax_rnnt_speech.runs import checkpoints  # noqa: F401
-from jax_rnnt_speech.training import epochs, steps, train  # noqa: F401
+from jax_rnnt_speech.training import devices, epochs, steps, train  # noqa: F401
 
 TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "convolution": 3, "channels": 2,
@@ -71,13 +71,13 @@ def prepared(corpus, **options):
 def steps_of(model, optimizer=None, mesh=None):
     """(parts, the first state, frozen weights, the jitted step) of a training."""
     parts = asr.training.parts.Parts(model.config, model.params)
-    optimizer = optimizer or steps.make_optimizer(model.config.optimiser, parts.factors)
+    optimizer = optimizer or steps.make_optimizer(model.config.optimiser, model.config.run.steps, parts.factors)
     copy = lambda x: jax.tree.map(jax.numpy.array, x)  # a step takes its state's memory
     state = steps.first_state(model.config.optimiser, optimizer, copy(parts.free(model.params)))
     frozen, places = copy(parts.frozen(model.params)), None
     if mesh:
-        places = asr.training.parts.placed(mesh, state, True)
-        state, frozen = jax.device_put((state, frozen), (places, asr.training.parts.placed(mesh, frozen, True)))
+        places = asr.training.devices.placed(mesh, state, True)
+        state, frozen = jax.device_put((state, frozen), (places, asr.training.devices.placed(mesh, frozen, True)))
     return parts, state, frozen, steps.make_train_step(model, parts, optimizer, places=places)
 
 

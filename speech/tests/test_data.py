@@ -17,7 +17,8 @@ from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import Decoding
-from jax_rnnt_speech.training import epochs, train
+from jax_rnnt_speech.training import epochs
+from jax_rnnt_speech.training.evaluation import Evaluation
 from support import CONVOLUTIONAL, asr, configuration, write_audio
 
 
@@ -100,14 +101,8 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
     model = Model(config, data.corpus and asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
-    rates = lambda data: train.held_out(
-        model,
-        model.params,
-        data,
-        batches.make_buckets(data, config, 1),
-        lambda x: x,
-        Decoding(),
-    )[0]
+    tested = lambda data: Evaluation(model, data, batches.make_buckets(data, config, 1), lambda x: x, Decoding())
+    rates = lambda data: tested(data).rates(model.params)[0]
     readable = data._replace(labels={i: x for i, x in data.labels.items() if i != 3})
     assert rates(data).loss == pytest.approx(rates(readable).loss, rel=1e-5)
     for i in data.labels:

@@ -13,7 +13,7 @@ from jax_rnnt_speech.cli import pictures, testing
 from jax_rnnt_speech.data import batches, corpora
 from jax_rnnt_speech.recognition import errors
 from jax_rnnt_speech.recognition.search import GREEDY
-from jax_rnnt_speech.training import train
+from jax_rnnt_speech.training.evaluation import Evaluation
 from support import asr, run, write_audio
 
 
@@ -133,7 +133,7 @@ def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
         data = batches.labelled(found, model.tokens, model.subsampling, held_out=True)
         config = model.config.replace(buckets=1)
         buckets = [x._replace(frames=60, labels=4) for x in batches.make_buckets(data, config, 1)]
-        result, _ = train.held_out(model, model.params, data, buckets, lambda x: x, GREEDY)
+        result, _ = Evaluation(model, data, buckets, lambda x: x, GREEDY).rates(model.params)
         return result, data.corpus.report.names
 
     (some, names), (two, _) = rates(range(4)), rates([0, 2])

@@ -17,7 +17,6 @@ from tones import LABELS, recordings
 
 from jax_rnnt import decode
 from jax_rnnt_speech.data import audio
-from jax_rnnt_speech.pretrained import hugging_face
 from jax_rnnt_speech.recognition import recognise, streams, windows
 from jax_rnnt_speech.recognition.search import Decoding
 from support import arrays, asr, run
@@ -63,7 +62,7 @@ def relative(folder, name, golden, left=()):
     shutil.copytree(GOLDEN / golden, folder)
     shutil.copy(GOLDEN / f"{name}.json", folder / "config.json")
     found = {k.removeprefix(f"{name}/"): x for k, x in arrays(GOLDEN / "relatives.npz").items() if k.startswith(name)}
-    tensors = hugging_face.read_tensors(folder)
+    tensors = asr.pretrained.files.read_tensors(folder)
     tensors = {k: x for k, x in tensors.items() if not k.startswith(left)}
     tensors |= {k.removeprefix("tensor:"): x for k, x in found.items() if k.startswith("tensor:")}
     save_file({k: np.array(x, np.float32) for k, x in tensors.items()}, folder / "model.safetensors")

@@ -204,7 +204,7 @@ def test_gradients(streaming):
         loss, gradient = jax.jit(jax.value_and_grad(loss_of))(parts.free(streaming.params))
         np.testing.assert_allclose(loss, golden["train_loss"], rtol=1e-5)
         results = {}
-        hugging_face.mapped(parts.whole(gradient), lambda path, x, into=results: into.update({path: x}) or x)
+        asr.pretrained.files.mapped(parts.whole(gradient), lambda path, x, into=results: into.update({path: x}) or x)
         for path, tensor in GRADIENTS.items():
             expected = golden[f"gradient:{tensor}"]
             np.testing.assert_allclose(results[path].T, expected, atol=2e-5 * abs(expected).max(), err_msg=path)
@@ -408,9 +408,9 @@ def test_files_of_weights(tmp_path, capsys):
             (folder / "model.safetensors.index.json").write_text(json.dumps(listed))
         if i > 6:
             with pytest.raises(asr.system.UserError, match=re.escape(expected)):
-                hugging_face.read_tensors(folder)
+                asr.pretrained.files.read_tensors(folder)
             continue
-        found, said = hugging_face.read_tensors(folder), capsys.readouterr().err
+        found, said = asr.pretrained.files.read_tensors(folder), capsys.readouterr().err
         assert found.keys() == {"a", "b"} and found["a"].tolist() == [1, 1] and found["b"].tolist() == [0, 0, 0]
         assert expected in said and bool(said) == bool(expected), (files, said)
 

@@ -223,6 +223,8 @@ def test_lhotse(folder):
         "a mixed cut of Lhotse is not read": [line(6)],
         "a cut of Lhotse without supervisions": [line(7)],
     }
+    with pytest.raises(asr.system.UserError, match=r"/cuts\.jsonl\.gz has no columns or keys .*: leave out --text-col"):
+        listed(folder / "cuts.jsonl.gz", text_column="text")
     (folder / "cut.jsonl.gz").write_bytes((folder / "cuts.jsonl.gz").read_bytes()[:-20])
     with pytest.raises(asr.system.UserError, match=r"cut\.jsonl\.gz is not readable: "):
         listed(folder / "cut.jsonl.gz")
@@ -242,6 +244,13 @@ def test_kaldi(folder, tmp_path):
             "a recording without a text": ["d"],
         },
     )
+    (tmp_path / "m.jsonl").write_text(json.dumps({"sound": f"{folder}/a.wav", "text": "YES"}))
+    found = manifests.read_all([tmp_path / "m.jsonl", tmp_path], "sound")
+    notes = [x.notes for x in found if isinstance(x, manifests.Entry)]
+    assert notes == [(), *[("--audio-column names no column of theirs",)] * 2]
+    for form, texts in ((tmp_path, True), (folder, False)):
+        with pytest.raises(asr.system.UserError, match=r"has no columns .*: leave out --audio-column"):
+            listed(form, audio_column="sound", texts=texts)
     (tmp_path / "segments").write_text("u1 a 0.5 1.25\nu2 b 1 -1 1\nu3 x 0 1\nu4 a 1\nu5 a 2 1\nu6 a 0 1\n")
     (tmp_path / "text").write_text("".join(f"u{i} WORD {i}\n" for i in range(1, 6)))
     assert listed(tmp_path / "wav.scp") == (
@@ -360,7 +369,15 @@ def test_folders(folder, tmp_path):
 
 
 def test_recordings_without_texts(tmp_path):
-    """What is to be transcribed needs no texts: files of a folder, rows, recordings of Kaldi."""
+    """What is to be transcribed needs no texts: files of a folder, rows, recordings of Kaldi.
+
+    In a folder, files have the names that FFmpeg knows of the forms that are read, but those of pictures and subtitles.
+    """
+    names = {x for form in audio.FORMATS.split(",") for x in av.format.ContainerFormat(form, "r").extensions}
+    others = {"avif", "heic", "heif", "mj2", "mks", "apl", "mac"}
+    assert len(names) > 30 and names - others <= {x[1:] for x in manifests.SUFFIXES}
+    with pytest.raises(asr.system.UserError, match="--audio-column clip names a column, and no FILE is a manifest"):
+        list(recognise.listed([tmp_path / "a.sph"], "clip"))
     for name in ("a.sph", "b/c.wav", "b/c.txt", "b/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"")

@@ -1,9 +1,9 @@
 """Texts over HTTP and of live streams are those of `transcribe`, in OpenAI's schema; bad requests are told so; clients
 that go leave nothing behind; an exported model alone."""
 
-import argparse
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -62,7 +62,7 @@ def served(folder):
     """The server of the command line, with three slots."""
     kept = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "run", lambda x, _: kept.append(x))
+        patch.setattr(server, "run", kept.append)
         limits = "--connections", 3, "--max-bytes", 40_000, "--max-seconds", 3, "--endpoint", 0.5
         run(["serve", "--model", folder, "--name", "tiny", "--language", "en", *limits])
     return kept[0]
@@ -73,7 +73,7 @@ def talk(served, conversation):
     kept = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(web, "run_app", lambda app, **more: kept.append((app, more)))
-        server.run(served, served.options)
+        server.run(served)
     ((application, more),) = kept
 
     class Local(TestServer):
@@ -476,9 +476,9 @@ def test_pages_of_other_origins(served, folder):
     for origins, origin, allowed in (
         ([], mine, None), ([mine], mine, mine), ([mine], other, None), (["*"], other, "*"), ([mine], None, None),
     ):  # fmt: skip
-        options = argparse.Namespace(**vars(served.options) | {"cors": origins})
+        options = dataclasses.replace(served.options, cors=origins)
         site = server.Server.__new__(server.Server)
-        vars(site).update(vars(served) | {"options": options, "origins": origins})
+        vars(site).update(vars(served) | {"options": options})
 
         async def conversation(client, origin=origin, allowed=allowed):
             headers = {"Origin": origin} if origin else {}

@@ -13,7 +13,7 @@ from jax_rnnt_speech import runs
 from jax_rnnt_speech.model import Model, transducer
 from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts, outputs
-from jax_rnnt_speech.training import objective, steps, train
+from jax_rnnt_speech.training import evaluation, objective, record, steps, train
 from support import CONVOLUTIONAL, arguments, configuration, prepared, run, steps_of, weights, write_audio
 
 
@@ -188,24 +188,28 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     """A run whose corpora have changed goes on only if that is asked for. Names of corpora hold in any folder.
 
     The best error rate of other held-out utterances is none. Processes with others of either kind do not agree.
-    The checkpoints are as version 0.3 wrote them, with options of another encoder.
+    The checkpoints are as earlier versions wrote them, with options of another encoder and in other sections.
     """
     shutil.copytree(trained[0], tmp_path / "run")
     for file in (tmp_path / "run").glob("checkpoints/*/setup/metadata"):
         setup = json.loads(file.read_text())
         sections, setup["config"] = setup["config"], {"heads": 2, "kernel": 3, "mel_on": "host"}
-        for name in ("data", "texts", "objective", "compute"):
+        for name in ("data", "texts", "network", "compute"):
             setup["config"] |= sections[name]
         setup["config"] |= {"rate": 8000, "mels": 6, "encoder": "convolutional", "channels": 2, "chunk": 4, "past": 4}
-        setup["config"] |= {"width": 8, "blocks": 1, "steps": 6, "learning_rate": 0.01}
+        setup["config"] |= {"width": 8, "blocks": 1, "optimiser": {"steps": 6, "learning_rate": 0.01}}
         file.write_text(json.dumps(setup))
         outputs.seal(file.parents[1])
     started, seen, changed = [], [], [*arguments(corpus, tmp_path / "run"), "--resume", "--steps", 7, "--change"]
     monkeypatch.setattr(hosts, "agree", lambda name, x: seen.append(x))
-    monkeypatch.setattr(train.Training, "main", lambda x: started.append(x) or train.Rates(0, 0, 0))
+    monkeypatch.setattr(train.Training, "main", lambda x: started.append(x) or evaluation.Rates(0, 0, 0))
     monkeypatch.chdir(corpus)
     run(["train", "--resume", "--workdir", tmp_path / "run", "--train", "all.jsonl"])
-    assert started[0].progress.rates and started[0].progress.step and started[0].config.blocks.convolution == 3
+    assert (
+        started[0].record.progress.rates
+        and started[0].record.progress.step
+        and started[0].config.blocks.convolution == 3
+    )
     for name, kind in (("all.jsonl", "training"), ("held-out.jsonl", "held-out")):
         rows = (corpus / name).read_text()
         try:
@@ -217,8 +221,8 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
         finally:
             (corpus / name).write_text(rows)
     run(changed)
-    before, with_others, others, again = (x.progress for x in started)
-    assert before == with_others == again and others == train.Progress()
+    before, with_others, others, again = (x.record.progress for x in started)
+    assert before == with_others == again and others == record.Progress()
     assert seen[3] not in seen[1:3]
 
 
@@ -249,6 +253,14 @@ def test_epochs(corpus, tmp_path, capsys):
         (
             {"data": {"train": "x", "valid": "x"}, "compute": {"bfloat16_rows": True}},
             "c.json has bfloat16_rows True, by default off)",
+        ),
+        (
+            {"data": {"train": "x", "valid": "x"}, "encoder": "convolutional", "heads": 4},
+            "--heads needs --encoder conformer, or --stack, whose blocks have attention (--config",
+        ),
+        (
+            {"data": {"train": "x", "valid": "x"}, "run": {"epochs": 2}, "optimiser": {"steps": 10000}},
+            "c.json has epochs 2, by default off; steps 10000)",
         ),
         ({"features": {"rat": 1}}, "the section features has no field rat"),
         ({"compute": 3}, "compute: expected an object of fields, got 3"),
@@ -282,11 +294,11 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--beam", 2, "--unknown-word", 20], "--unknown-word needs --ngram"),
         (["--expect-cer", "nan"], "--expect-cer: expected a number of 0 or more, got nan"),
         (["--seed", 2**32], "--seed: expected a whole number of 0 or more and less than 4294967296, got 4294967296"),
-        (["--heads", 2], "--heads needs --encoder conformer, or --stack, whose blocks have attention"),
-        (["--epochs", 2], "--steps needs --epochs 0, as epochs count batches"),
+        (["--heads", 4], "--heads needs --encoder conformer, or --stack, whose blocks have attention"),
+        (["--epochs", 2, "--steps", 10000], "--steps needs --epochs 0, as epochs count batches"),
         (["--window", 30], "unrecognized arguments: --window 30"),
         (["--accumulate", 7], "--accumulate 7 must be at most --steps 6"),
-        (["--batch-seconds", 3], "--batch needs --batch-seconds 0, got 3"),
+        (["--batch-seconds", 3], "--batch needs --batch-seconds 0"),
         (["--config", "base", "--tokens", "characters"], "(--config base has vocabulary 512, by default 256)"),
         (
             ["--config", "nothing"],
@@ -305,6 +317,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--freeze", "encoder:2"], "--freeze: no parameter is called encoder/blocks/layers/1"),
         (["--freeze", "encoder,joint,predictor"], "--freeze encoder,joint,predictor leaves nothing to train"),
         (["--freeze", "encoder:1", "--bfloat16-rows", "--cache", "none"], "--bfloat16-rows needs a cache"),
+        (["--durations", "0,1,2,3,4"], "--durations needs --loss tdt"),
         (["--average", 1], "--average: expected a number of 0 or more and less than 1, got 1"),
         (["--scan"], "--scan needs blocks that are alike"),
         (["--synthetic-share", 0.3], "--synthetic-share needs --synthetic"),

@@ -21,7 +21,7 @@ from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
 from jax_rnnt_speech.model import Model, ctc, encoders, losses, transducer
 from jax_rnnt_speech.system import hosts, programs
-from jax_rnnt_speech.training import epochs, frozen_rows, objective, train
+from jax_rnnt_speech.training import epochs, evaluation, frozen_rows, objective
 from support import (
     CONVOLUTIONAL,
     arguments,
@@ -501,11 +501,11 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     """The best test decides what is used; after `--patience` tests that are no better, the run ends. A hook hears."""
     rates, steps = iter([50.0, 40.0, 45.0, 40.0, 30.0, 0.0]), []
 
-    def measured(self, params, step, metrics=None):
+    def measured(self, params, step):
         steps.append(step)
-        return train.Rates(1.0, 1.0, next(rates))
+        return evaluation.Rates(1.0, 1.0, next(rates))
 
-    monkeypatch.setattr(train.Training, "measure", measured)
+    monkeypatch.setattr(evaluation.Evaluation, "measured", measured)
     (tmp_path / "hook.py").write_text("def hear(step, numbers):\n    print('heard', step)\n")
     workdir = tmp_path / "run"
     command = arguments(corpus, workdir, patience=2, save_every=1, steps=6)
@@ -513,7 +513,7 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert "step 4: the last 2 tests were not better: the run ends" in (out := capsys.readouterr().out)
     assert "best test: step 2" in out and "WER 40.0%" in out
     assert [x.name for x in (workdir / "best").iterdir()] == ["2"]
-    assert [x for x in out.splitlines() if x.startswith("heard")] == [f"heard {i}" for i in (1, 2, 3, 4)]
+    assert [x for x in out.splitlines() if x.startswith("heard")] == [f"heard {i}" for i in (1, 1, 2, 2, 3, 3, 4, 4)]
     setup = runs.open_run(workdir).setup()
     assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
     run([*command, "--resume"])  # has ended already: its best weights are evaluated
@@ -527,4 +527,4 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
         other.close()
     assert [x.name for x in (tmp_path / "other/best").iterdir()] == ["3"]
     lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [x["step"] for x in lines] == [1, 2, 3, 4]
+    assert [x["step"] for x in lines] == [1, 1, 2, 2, 3, 3, 4, 4] and lines[1]["valid_wer"] == 50.0

@@ -164,7 +164,7 @@ def test_files(tmp_path):
     found = [([I(2.5, 3.0, "late", 0.5)], 0), ([I(0.25, 0.5, "so", 0.75), I(0.5, 1.0, "be", 1.0)], 1)]
 
     def write(form, output, entries=Entries.parts, found=found, space=" "):
-        args = types.SimpleNamespace(format=form, output=tmp_path / output)
+        args = transcripts.Output(form, tmp_path / output)
         with transcripts.writer(args, entries) as each:
             for words, i, *text in found:
                 each(i, transcripts.Transcript(*text or [""], 2.0, words, space=space))
@@ -217,7 +217,7 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
     }
     for form, parse in read.items():
         folder = form in transcripts.SUFFIXES
-        args = types.SimpleNamespace(format=form, output=tmp_path / form)
+        args = transcripts.Output(form, tmp_path / form)
         first = args.output / f"a{transcripts.SUFFIXES[form]}" if folder else args.output
         interrupted = pytest.raises(KeyboardInterrupt, match=f"^interrupted: 3 of 3 recordings .* {args.output}")
         with interrupted, transcripts.writer(args, entries) as write:
@@ -237,24 +237,24 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
         else:
             texts = [said[i][0] for i in range(3)]  # in the order of the entries
             assert parse(first) == (["a --> b <c>", "it is so be"] if form == "ctm" else texts)
-    args = types.SimpleNamespace(format="ctm", output=tmp_path / "late")
+    args = transcripts.Output("ctm", tmp_path / "late")
     with transcripts.writer(args, entries) as write:  # a segment without a transcript holds back no other
         write(0, done[0])
         assert not args.output.exists()
         write(1, None)
         assert read["ctm"](args.output) == ["so be"]
-    full = types.SimpleNamespace(format="jsonl", output=Path("/dev/full"))
+    full = transcripts.Output("jsonl", Path("/dev/full"))
     no_room = pytest.raises(asr.system.UserError, match=r"^/dev/full cannot be written: .*No space left")
     with no_room, transcripts.writer(full, entries) as write:
         write(0, done[0])
-    full = types.SimpleNamespace(format="jsonl", output=None)
+    full = transcripts.Output("jsonl")
     no_room = pytest.raises(asr.system.UserError, match=r"^the standard output cannot be written: No space left")
     with Path("/dev/full").open("w") as screen, contextlib.suppress(OSError):  # it cannot be closed either
         with contextlib.redirect_stdout(screen), no_room, transcripts.writer(full, entries) as write:
             write(0, done[0])
         screen.close()
     with contextlib.redirect_stdout(None), pytest.raises(asr.system.UserError, match="output is closed: name --output"):
-        transcripts.check(full, [])
+        full.checked([])
     grown = outputs.Growing(tmp_path / "grown")
     grown.write("whole\n")
     raw = grown.file
@@ -278,7 +278,7 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     config = asr.config.Config()
     model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC a"), config=config, blank=5)
     for beam, usual in ((0, 0.25), (4, 1.0)):
-        args = types.SimpleNamespace(ngram=None, phrases=file, beam=beam, head=None)
+        args = search_options.Searching(phrases=file, beam=beam)
         found = search_options.decoding_of(args, model).fusion
         assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
         expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
@@ -452,8 +452,8 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypa
         run(["transcribe", audio, *more])
         results.append(capsys.readouterr().out)
     assert results[0] == results[1]
-    args = types.SimpleNamespace(model=None, checkpoint=None)  # of a command that says later what it opened
-    assert asr.models.opened(args).config == again.config and args.model == folder
+    opening = asr.models.Opening()  # of a command that says later what it opened
+    assert opening.opened().config == again.config and opening.folder == folder
     monkeypatch.setenv("RNNT_SPEECH_MODEL", str(tmp_path / "n"))
     refused(["transcribe", audio], f"--model is missing, and there is no {tmp_path / 'n'}")
 

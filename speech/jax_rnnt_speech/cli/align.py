@@ -1,25 +1,35 @@
 """Forced alignment: when the words of known texts are spoken."""
 
+import dataclasses
 import sys
 
 import jax
 import numpy as np
 
-from jax_rnnt_speech import models
 from jax_rnnt_speech.config import command_line, of_sections
+from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data import batches, corpora
+from jax_rnnt_speech.models import Opening
 from jax_rnnt_speech.recognition import recognise, transcripts
+from jax_rnnt_speech.recognition.search_options import Searching
 from jax_rnnt_speech.system import UserError, outputs, programs
 
 OPTIONS = of_sections("texts") - {"speaker_column"} | {"max_seconds", "batch", "batch_seconds"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Words(transcripts.Output):
+    format: str = option("ctm", str, "format of what is written",
+                         choices=("ctm", *(x for x in transcripts.FORMATS if x not in ("ctm", "text"))))  # fmt: skip
+
+
 def align(args):
-    transcripts.check(args, args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
-    model = models.opened(args)
+    to, opening = command_line.taken(args, Words), command_line.taken(args, Opening)
+    to.checked(args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
+    model, prompt = opening.opened(), command_line.taken(args, Searching).prompt
     if model.loss is None:
-        raise UserError(f"{args.model} has a head for CTC alone: alignments need a transducer")
-    language = model.language(args.prompt) if args.prompt else None
+        raise UserError(f"{opening.folder} has a head for CTC alone: alignments need a transducer")
+    language = model.language(prompt) if prompt else None
     settings = command_line.changed(model.config, args, OPTIONS)
     settings = settings.replace(max_seconds=min(vars(args).get("max_seconds", 1e9), model.longest))
     corpus = corpora.Recordings(args.data, settings, lenient=True)
@@ -35,7 +45,7 @@ def align(args):
 
     bar = outputs.bar(total=len(data.labels), unit="utterances")
     entries = [x if i in data.labels else None for i, x in enumerate(corpus.entries)]
-    with transcripts.writer(args, entries) as write, bar:
+    with transcripts.writer(to, entries) as write, bar:
         for batch in batches.testing(data, settings.data, batches.make_buckets(data, settings, 1), (0, 1)):
             index = batch.pop("index")
             for i, frames in zip(index, np.asarray(frames_of(model.params, batch))):
@@ -62,8 +72,9 @@ def add_command(commands):
     parser.add_argument(
         "data", nargs="+", metavar="DATA", help="manifests or folders of recordings with their texts, as for train"
     )
-    models.add_options(parser)
-    transcripts.add_options(parser, ("ctm", *(x for x in transcripts.FORMATS if x not in ("ctm", "text"))))
+    command_line.add_fields(parser, Words)
+    command_line.add_fields(parser, Opening)
+    command_line.add_fields(parser, Searching, ["prompt"])
     command_line.add_options(parser, {"max_seconds"}, "what the model hears")
     command_line.add_options(parser, OPTIONS - {"max_seconds"}, "as trained")
     parser.set_defaults(run=align)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jax_rnnt_speech import models
-from jax_rnnt_speech.config import Config, command_line, files, of_sections
+from jax_rnnt_speech.config import Config, command_line, files, named, of_sections
 from jax_rnnt_speech.data import batches, corpora, texts, tokens
 from jax_rnnt_speech.data.utterances import listed, shown
 from jax_rnnt_speech.model import encoders
@@ -97,16 +97,19 @@ class Findings:
 
 def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a model or file and the options."""
-    known, vocabulary, source = {}, None, None
+    known, vocabulary, source, file = {}, None, None, {}
     if args.model:
-        settings, source, vocabulary = models.described(args.model)
+        settings, source, vocabulary = models.outline(args.model)
         known = settings.options()
     elif args.config:
-        known = models.completed(files.read_file(args.config))
+        file = files.read_file(args.config)
+        known = models.completed(dict(file))
     given = command_line.given(args, OPTIONS)
-    file = {name: x for name, x in known.items() if name not in given}
-    with files.origins(args.model or f"--config {args.config}", file):
-        settings = Config.of(**file | given).for_its_encoder(given).consistent()
+    decided = command_line.decided(given)
+    file = {name: x for name, x in file.items() if name not in decided}
+    others = {name: x for name, x in known.items() if name not in decided}
+    with files.origins(args.model or f"--config {args.config}", others):
+        settings = Config.of(**known | decided).consistent(named(given, file))
     return settings, vocabulary, encoders.subsampling(settings, source) if known else None
 
 

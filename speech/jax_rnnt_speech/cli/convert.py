@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from jax_rnnt_speech import models, runs
+from jax_rnnt_speech import runs
+from jax_rnnt_speech.config import command_line
+from jax_rnnt_speech.models import Opening
 from jax_rnnt_speech.pretrained import hugging_face, package
 from jax_rnnt_speech.system import UserError, reason
 
@@ -12,9 +14,10 @@ def convert(args):
         raise UserError(f"{args.folder} must be an empty folder: --overwrite writes into a full one")
     if (args.folder / runs.CHECKPOINTS).exists():
         raise UserError(f"{args.folder} holds a training: name another folder")
-    if args.folder.resolve() == (args.model or models.default()).resolve():
+    opening = command_line.taken(args, Opening)
+    if args.folder.resolve() == opening.folder.resolve():
         raise UserError(f"{args.folder} must not be the folder that is read")
-    model = models.opened(args)
+    model = opening.opened()
     if args.dtype != "float32":
         print(f"weights are rounded to {args.dtype}")
     if args.card is None and hugging_face.fits(model):
@@ -35,7 +38,7 @@ def add_command(commands):
         type=Path,
         help="folder that is written, for transformers if it can read the model, else in our own form",
     )
-    models.add_options(parser, runs=False)
+    command_line.add_fields(parser, Opening, but=["platform"])
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

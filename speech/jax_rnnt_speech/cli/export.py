@@ -3,8 +3,9 @@
 import importlib.util
 from pathlib import Path
 
-from jax_rnnt_speech import models
+from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import amount
+from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.serving.export import PLATFORMS, write
 from jax_rnnt_speech.system import UserError, outputs
 
@@ -13,7 +14,8 @@ def export(args):
     outputs.check(args.file, [], option="FILE")
     if not importlib.util.find_spec("flatbuffers"):  # of jax.export
         raise UserError("export needs flatbuffers: pip install 'jax_rnnt_speech[export]'")
-    write(models.opened(args, "cpu"), args.file, args.seconds, args.platforms)
+    model = command_line.taken(args, Computing).opened("cpu")
+    write(model, args.file, args.seconds, args.platforms)
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
     return 0
 
@@ -26,8 +28,7 @@ def add_command(commands):
         metavar="FILE",
         help="file that is written: the program, and behind it a zip with the vocabulary",
     )
-    models.add_options(parser, runs=False)
-    models.add_dtype(parser)
+    command_line.add_fields(parser, Computing, but=["platform"])
     help = "platforms on which the program shall run (cpu cuda tpu)"
     parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cpu", "cuda", "tpu"], help=help)
     parser.add_argument(

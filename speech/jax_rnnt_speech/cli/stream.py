@@ -1,27 +1,42 @@
 """Text of a file or a microphone, as it arrives."""
 
 import contextlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import models
-from jax_rnnt_speech.config.options import amount
+from jax_rnnt_speech.config import command_line
+from jax_rnnt_speech.config.options import amount, option
 from jax_rnnt_speech.data.audio import AudioError
-from jax_rnnt_speech.recognition import search_options, streams, unheard
+from jax_rnnt_speech.models import Computing
+from jax_rnnt_speech.recognition import streams, unheard
+from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError
 
 
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """How a stream is shown."""
+
+    endpoint: float = option(
+        0.0, amount, "seconds of silence that end an utterance and its line; with 0, none does (0)", metavar="S"
+    )
+    json: bool = option(
+        False, bool, "print a JSON object on each line: words, text that may change, endpoints", action="store_true"
+    )
+
+
 def stream(args):
-    search_options.check(args)
-    model = models.opened(args)
-    decoding, bad = search_options.decoding_of(args, model), 0
+    searching, options = command_line.taken(args, Searching).checked(), command_line.taken(args, Live)
+    model = command_line.taken(args, Computing).opened()
+    decoding, bad = decoding_of(searching, model), 0
     for file in args.files or [None]:
-        live = streams.Stream(model, decoding, args.endpoint)
+        live = streams.Stream(model, decoding, options.endpoint)
         try:
-            show = show_events if args.json else show_words
+            show = show_events if options.json else show_words
             show(live, events_of(live, file), file, len(args.files) > 1)
         except AudioError as error:
             print(error, file=sys.stderr)
@@ -70,12 +85,7 @@ def add_command(commands):
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE", help="files of audio in any format")
     source.add_argument("--microphone", action="store_true", help="listen to the default microphone until Ctrl-C")
-    help = "seconds of silence that end an utterance and its line; with 0, none does (%(default)s)"
-    parser.add_argument("--endpoint", type=amount, default=0.0, metavar="S", help=help)
-    parser.add_argument(
-        "--json", action="store_true", help="print a JSON object on each line: words, text that may change, endpoints"
-    )
-    search_options.add_options(parser)
+    command_line.add_fields(parser, Live)
+    command_line.add_fields(parser, Searching, but=["confidence"])
+    command_line.add_fields(parser, Computing)
     parser.set_defaults(run=stream)
-    models.add_options(parser)
-    models.add_dtype(parser)

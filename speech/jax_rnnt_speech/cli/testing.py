@@ -5,6 +5,7 @@ outside the vocabulary. References and hypotheses are normalised alike. Rates ar
 """
 
 import csv
+import dataclasses
 import json
 import sys
 import time
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech import models
 from jax_rnnt_speech.config import command_line, of_sections
-from jax_rnnt_speech.config.options import natural
+from jax_rnnt_speech.config.options import natural, option
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import errors, recognise, search_options
+from jax_rnnt_speech.models import Computing
+from jax_rnnt_speech.recognition import errors, recognise
+from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError, outputs
 
 OPTIONS = of_sections("texts")
@@ -106,27 +108,46 @@ class Test:
                 table.writerows(rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What is shown of a test, and where."""
+
+    output: Path | None = option(
+        None, Path, "write each reference and its hypothesis to this file, .tsv or .jsonl", metavar="FILE"
+    )
+    json: bool = option(False, bool, "print one JSON object: wer, cer, interval, insertions, ...", action="store_true")
+    pictures: Path | None = option(
+        None, Path, "write pictures of the learning curve and of a lattice to this folder", metavar="FOLDER"
+    )
+    worst: int = option(5, natural, "show so many utterances with the most errors")
+
+    def checked(self, sources):
+        """Itself; raises where something has no place."""
+        if self.output and self.output.suffix not in (".tsv", ".jsonl"):
+            raise UserError(f"--output {self.output} must end in .tsv or .jsonl")
+        if self.output:
+            outputs.check(self.output, sources)
+        if self.pictures:
+            outputs.check(self.pictures, sources, True, "--pictures")
+        return self
+
+
 def test(args):
-    search_options.check(args)
-    if args.output and args.output.suffix not in (".tsv", ".jsonl"):
-        raise UserError(f"--output {args.output} must end in .tsv or .jsonl")
-    if args.output:
-        outputs.check(args.output, args.data)
-    if args.pictures:
-        outputs.check(args.pictures, args.data, True, "--pictures")
-    model = models.opened(args)
+    searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Shown).checked(args.data)
+    opening = command_line.taken(args, Computing)
+    model = opening.opened()
     settings = command_line.changed(model.config, args, OPTIONS)
-    result = Test(model, args.data, settings, search_options.decoding_of(args, model))
-    if args.output:
-        result.write(args.output)
-    if args.pictures:
+    result = Test(model, args.data, settings, decoding_of(searching, model))
+    if to.output:
+        result.write(to.output)
+    if to.pictures:
         from jax_rnnt_speech.cli import pictures  # Matplotlib takes most of a second
 
-        pictures.draw(args.pictures, args.model, model, result)
-    if args.json:
+        pictures.draw(to.pictures, opening.folder, model, result)
+    if to.json:
         print(json.dumps(result.object()))
     else:
-        print(*result.lines(args.worst), sep="\n")
+        print(*result.lines(to.worst), sep="\n")
     for line in result.report.lines(named=sys.maxsize):
         print(line, file=sys.stderr)
     return 1 if result.report.names else 0
@@ -137,30 +158,8 @@ def add_command(commands):
     parser.add_argument(
         "data", nargs="+", metavar="DATA", help="manifests or folders of recordings with their texts, as for train"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write each reference and its hypothesis to this file, .tsv or .jsonl",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object: wer, cer, interval, insertions, ..."
-    )
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="FOLDER",
-        help="write pictures of the learning curve and of a lattice to this folder",
-    )
-    parser.add_argument(
-        "--worst",
-        type=natural,
-        default=5,
-        metavar="N",
-        help="show so many utterances with the most errors (%(default)s)",
-    )
-    models.add_options(parser)
-    models.add_dtype(parser)
-    search_options.add_options(parser)
+    command_line.add_fields(parser, Shown)
+    command_line.add_fields(parser, Computing)
+    command_line.add_fields(parser, Searching, but=["confidence"])
     command_line.add_options(parser, OPTIONS, "as trained")
     parser.set_defaults(run=test)

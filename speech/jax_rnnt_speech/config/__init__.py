@@ -9,12 +9,14 @@ import types
 
 from jax_rnnt_speech.config.options import (
     amount,
+    dashed,
     durations,
     natural,
     number,
     option,
     positive,
     rates,
+    satisfied,
     seed,
     share,
     snr,
@@ -45,6 +47,7 @@ BLOCKS = attends, "--encoder conformer, or --stack, whose blocks have attention"
 OWN = own, "an encoder of ours, conformer or convolutional"
 STREAMS = lambda config: config.encoder.chunk, "--chunk"
 TRANSDUCER = lambda config: config.head.loss != "ctc", "a transducer, which --loss ctc lacks"
+TDT = lambda config: config.head.loss == "tdt", "--loss tdt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Data:
     batch_seconds: float = option(
         0.0, amount, "seconds of audio in a batch, with its padding; 0: --batch counts utterances"
     )
-    batch: int = option(16, positive, "utterances in a batch, with --batch-seconds 0")
+    batch: int = option(16, positive, "utterances in a batch, with --batch-seconds 0",
+                        needs=(lambda config: not config.data.batch_seconds, "--batch-seconds 0"))  # fmt: skip
     buckets: int = option(4, positive, "shapes of batches at most; each has utterances of similar length")
     speeds: tuple = option((1.0,), speeds, "speeds at which each recording of --train is heard, beside 1")
     noise: str = option("", str, "folder of audio that is added to a further copy of each recording", metavar="FOLDER")
@@ -159,27 +163,28 @@ class Head:
     predictor: str = option(
         "stateless", str, "network that reads the labels", choices=("stateless", "lstm"), fixed=True
     )
-    history: int = option(2, positive, "labels that a stateless predictor sees", fixed=True)
+    history: int = option(
+        2, positive, "labels that a stateless predictor sees", fixed=True,
+        needs=(lambda config: config.head.predictor == "stateless", "--predictor stateless"),
+    )  # fmt: skip
     predictor_layers: int = option(1, positive, "layers of the LSTM predictor", hidden=True, fixed=True)
     activation: str = option(
         "tanh", str, "activation of the joint", choices=("tanh", "relu", "silu", "gelu"), hidden=True, fixed=True
     )
     loss: str = option("rnnt", str, "loss of the training", choices=LOSSES, fixed=True)
-    durations: tuple = option((0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read", fixed=True)
-    sigma: float = option(0.05, amount, "under-normalisation of --loss tdt and multiblank, in nats")
+    durations: tuple = option(
+        (0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read", fixed=True, needs=TDT
+    )
+    sigma: float = option(
+        0.05, amount, "under-normalisation of --loss tdt and multiblank, in nats",
+        needs=(lambda config: config.head.loss in ("tdt", "multiblank"), "--loss tdt or multiblank"),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-    """What a training makes small."""
+class Network:
+    """How the networks behave in a training, whatever their sizes."""
 
-    ctc: float = option(
-        0.0, amount, "weight of a CTC loss beside the transducer's", fixed=True,
-        needs=(lambda config: config.head.loss != "ctc", "a transducer beside it, which --loss ctc lacks"),
-    )  # fmt: skip
-    fastemit: float = option(0.0, amount, "lambda of FastEmit, which makes labels come earlier")
-    text_weight: float = option(0.3, amount, "weight of the loss of --text",
-                                needs=(lambda config: config.data.text, "--text"))  # fmt: skip
     dropout: float = option(0.1, share, "dropout in the blocks and the joint")
     row_dropout: float = option(0.0, share, "dropout of a pretrained encoder's rows, before --blocks")
     batch_norm: str = option(
@@ -190,16 +195,19 @@ class Objective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimiser:
-    """Where a training starts, and how it goes on."""
+class Objective:
+    """What a training makes small."""
 
-    init: str = option("", str, "start from a run, Parakeet, Nemotron or Whisper", metavar="FOLDER", fixed=True)
-    new_head: bool = option(False, bool, "with --init: take its encoder alone, with labels of --tokens", fixed=True)
-    steps: int = option(
-        10000, natural, "batches to train on",
-        needs=(lambda config: not config.optimiser.epochs, "--epochs 0, as epochs count batches"),
-    )  # fmt: skip
-    epochs: int = option(0, natural, "train on all data so many times; 0: --steps counts")
+    ctc: float = option(0.0, amount, "weight of a CTC loss beside the transducer's", fixed=True, needs=TRANSDUCER)
+    fastemit: float = option(0.0, amount, "lambda of FastEmit, which makes labels come earlier")
+    text_weight: float = option(0.3, amount, "weight of the loss of --text",
+                                needs=(lambda config: config.data.text, "--text"))  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimiser:
+    """How parameters change from one update to the next."""
+
     accumulate: int = option(1, positive, "batches for each update", off=1)
     learning_rate: float = option(1e-3, amount, "highest learning rate, which then falls as a cosine")
     warmup: float = option(0.1, share, "share of the updates until the highest learning rate")
@@ -208,13 +216,29 @@ class Optimiser:
     average: float = option(
         0.0, share, "decay of the weights' moving average, which is then tested and used; 0: none", off=0.0
     )
-    patience: int = option(0, natural, "tests without a better WER after which the run ends; 0: any number")
     freeze: str = option(
         "", str, "prefixes of parameters that do not learn, as in encoder,head/blocks; encoder:N is its first N blocks",
         off=None,
     )  # fmt: skip
     rates: tuple = option((), rates, "factors of the learning rate, by prefixes of parameters: encoder=0.1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where a training starts, how long it goes on, and when it is tested and saved."""
+
+    init: str = option("", str, "start from a run, Parakeet, Nemotron or Whisper", metavar="FOLDER", fixed=True)
+    new_head: bool = option(False, bool, "with --init: take its encoder alone, with labels of --tokens", fixed=True)
+    steps: int = option(
+        10000, natural, "batches to train on",
+        needs=(lambda config: not config.run.epochs, "--epochs 0, as epochs count batches"),
+    )  # fmt: skip
+    epochs: int = option(0, natural, "train on all data so many times; 0: --steps counts")
     seed: int = option(0, seed, "seed of weights, order and masks")
+    save_every: int = option(1000, positive, "steps between checkpoints", free=True)
+    valid_every: int = option(0, natural, "steps between tests on --valid; 0: as --save-every", free=True)
+    log_every: int = option(10, positive, "steps between lines of metrics.jsonl", free=True)
+    patience: int = option(0, natural, "tests without a better WER after which the run ends; 0: any number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,8 +266,9 @@ class Search:
 
     max_symbols: int = option(10, positive, "labels that a search writes in a frame, at most")
     duration_choice: str = option(
-        "pair", str, "greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first")
-    )
+        "pair", str, "greedy search with --loss tdt: pairs, or the token first", choices=("pair", "token_first"),
+        needs=TDT,
+    )  # fmt: skip
     prompt: str = option("", str, "language, for a pretrained model that takes one; default: its own choice")
 
 
@@ -255,8 +280,10 @@ class Config:
     encoder: Encoder = Encoder()
     blocks: Blocks = Blocks()
     head: Head = Head()
+    network: Network = Network()
     objective: Objective = Objective()
     optimiser: Optimiser = Optimiser()
+    run: Run = Run()
     compute: Compute = Compute()
     search: Search = Search()
 
@@ -284,32 +311,26 @@ class Config:
         """All of them by their names."""
         return {name: self.get(name) for name in OPTIONS}
 
-    def checked(self):
+    def checked(self, given=()):
         """Itself, to train with; raises where corpora are missing or options contradict each other."""
         if not self.data.train:
             raise UserError("--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
         if not self.data.valid:
             raise UserError("--valid is missing: held-out utterances, as for --train")
-        if not self.optimiser.init and (not own(self) or self.optimiser.new_head):
-            option = "--new-head" if self.optimiser.new_head else f"--encoder {self.encoder.kind}"
+        if not self.run.init and (not own(self) or self.run.new_head):
+            option = "--new-head" if self.run.new_head else f"--encoder {self.encoder.kind}"
             raise UserError(f"{option} needs --init, a folder with weights of an encoder")
-        return self.consistent()
+        return self.consistent(given)
 
-    def for_its_encoder(self, given):
-        """The same configuration without options of other encoders, as a file may have; those `given` stay."""
-        lacks = [name for name, (_, field) in OPTIONS.items() if field.metadata.get("needs") in (BLOCKS, OWN)]
-        usual = {name: OPTIONS[name][1].default for name in lacks if name not in given}
-        return self.replace(**{name: x for name, x in usual.items() if not OPTIONS[name][1].metadata["needs"][0](self)})
+    def judged(self, given):
+        """Itself; raises where an option lacks what it needs, among those that a person named, whatever they say."""
+        satisfied(self, [(flag(name), OPTIONS[name][1], self.get(name)) for name in OPTIONS if name in given])
+        return self
 
-    def consistent(self):
-        """Itself; raises where options contradict each other."""
-        for name, (_, field) in OPTIONS.items():
-            condition, words = field.metadata.get("needs", (None, ""))
-            if condition and not condition(self) and self.get(name) != field.default:
-                raise UserError(f"{flag(name)} needs {words}")
+    def consistent(self, given=()):
+        """Itself; raises where options contradict each other. `given`: -> `judged`."""
+        self.judged(given)
         data, features, width = self.data, self.features, self.blocks.width
-        if data.batch_seconds and data.batch != Data.batch:
-            raise UserError(f"--batch needs --batch-seconds 0, got {data.batch_seconds:g}")
         if data.synthetic and not data.synthetic_share:
             raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
         if attends(self) and width % (2 * self.blocks.heads):
@@ -318,8 +339,8 @@ class Config:
             raise UserError(f"--hop {features.hop:g} must be above 0, and at most the window of {features.window:g} ms")
         if round(features.rate * features.window / 1000) < 2:
             raise UserError(f"a window of {features.window:g} ms has fewer than two samples at --rate {features.rate}")
-        steps, accumulate = self.optimiser.steps, self.optimiser.accumulate
-        if not self.optimiser.epochs and steps < accumulate:
+        steps, accumulate = self.run.steps, self.optimiser.accumulate
+        if not self.run.epochs and steps < accumulate:
             raise UserError(f"--accumulate {accumulate} must be at most --steps {steps}")
         return self
 
@@ -332,7 +353,7 @@ def tuples(x):
 def flag(name):
     """An option as the command line has it, or else as JSON does."""
     section, field = OPTIONS[name]
-    return f"{section}.{field.name}" if field.metadata.get("hidden") else f"--{name.replace('_', '-')}"
+    return f"{section}.{field.name}" if field.metadata.get("hidden") else dashed(name)
 
 
 def _options():
@@ -347,6 +368,13 @@ def _options():
 
 
 OPTIONS = _options()
+
+
+def named(given, file):
+    """Options that a person named, on the command line or in a file. One for another encoder may have more of them."""
+    other = {"encoder", "init"} & given.keys()
+    lacks = {name for name in file if other and OPTIONS[name][1].metadata.get("needs") in (BLOCKS, OWN)}
+    return given.keys() | (file.keys() - lacks)
 
 
 def of_sections(*sections):

@@ -1,52 +1,73 @@
-"""The command line of the tree: an option for each field, in groups that are its sections."""
+"""The command line of the tree, and of other dataclasses: an option for each field. The tree's sections are groups."""
 
 import argparse
+import dataclasses
 
 from jax_rnnt_speech import config
 from jax_rnnt_speech.config import OPTIONS, flag
+from jax_rnnt_speech.config.options import dashed, satisfied
+
+ARGPARSE = "type", "action", "help", "choices", "nargs", "metavar"
+TWINS = {"batch": "batch_seconds", "steps": "epochs"}  # say the same thing: with one, the other is at its default
+
+
+def add(parser, name, field, default=None):
+    """`default`: what help says of the default, if it is not that of the field."""
+    more, usual = {key: x for key, x in field.metadata.items() if key in ARGPARSE}, field.default
+    if not {"choices", "action", "metavar"} & more.keys():
+        more["metavar"] = "TEXT" if more["type"] is str else getattr(more["type"], "metavar", "N")
+    if isinstance(usual, tuple):
+        usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
+    if default:
+        more["help"] = f"{more['help'].partition('; default')[0]} ({default})"
+    elif usual not in ("", 0, None):
+        more["help"] += f" ({usual})"
+    parser.add_argument(name, default=argparse.SUPPRESS, **more)
 
 
 def add_options(parser, names=tuple(OPTIONS), default=None, grouped=False):
-    """Options by their names; those that are not given are absent from the result.
+    """Options of the tree by their names; those that are not given are absent from the result.
 
-    `default`: what help says of the default, if it is not that of the tree. `grouped`: each section has a heading.
+    `grouped`: each section has a heading.
     """
     groups = {}
     for name, (section, field) in OPTIONS.items():
-        more = {
-            key: x
-            for key, x in field.metadata.items()
-            if key in ("type", "action", "help", "choices", "nargs", "metavar")
-        }
         if name not in names or field.metadata.get("hidden"):
             continue
         if grouped and section not in groups:
             about = type(getattr(config.Config(), section)).__doc__
             groups[section] = parser.add_argument_group(section, about)
-        if not {"choices", "action", "metavar"} & more.keys():
-            more["metavar"] = "TEXT" if more["type"] is str else getattr(more["type"], "metavar", "N")
-        usual = field.default
-        if isinstance(usual, tuple):
-            usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
-        if default:
-            more["help"] = f"{more['help'].partition('; default')[0]} ({default})"
-        elif usual not in ("", 0):
-            more["help"] += f" ({usual})"
-        groups.get(section, parser).add_argument(flag(name), default=argparse.SUPPRESS, **more)
+        add(groups.get(section, parser), flag(name), field, default)
+
+
+def add_fields(parser, kind, names=None, but=()):
+    """Options of the fields of another dataclass: of all, of these `names` alone, or of all `but` some."""
+    for field in dataclasses.fields(kind):
+        if field.name in (names or [field.name]) and field.name not in but:
+            add(parser, dashed(field.name), field)
+
+
+def taken(args, kind):
+    """The dataclass of a command's options; raises where one lacks what it needs."""
+    fields = [field for field in dataclasses.fields(kind) if field.name in vars(args)]
+    x = kind(**{field.name: getattr(args, field.name) for field in fields})
+    satisfied(x, [(dashed(field.name), field, getattr(x, field.name)) for field in fields])
+    return x
 
 
 def given(args, names=tuple(OPTIONS)):
-    """Options of a command that take the place of a run's. Of those that say the same thing, the given one counts."""
-    found = {name: x for name, x in vars(args).items() if name in names}
-    for name, other in (("batch", "batch_seconds"), ("steps", "epochs")):
-        if name in found:
-            found = {other: OPTIONS[other][1].default} | found  # the first one that differs from a run's is named
-        elif other in found:
-            found[name] = OPTIONS[name][1].default
-    return found
+    """Options of the tree that a command has."""
+    return {name: x for name, x in vars(args).items() if name in names}
+
+
+def decided(options):
+    """The options, and their twins. Of these, the first one that differs from a run's is named."""
+    pairs = [*TWINS.items(), *((y, x) for x, y in TWINS.items())]
+    return {y: OPTIONS[y][1].default for x, y in pairs if x in options and y not in options} | options
 
 
 def changed(known, args, names):
     """A run's configuration with options of a command. A column that only the run names may be missing."""
     columns = {name: [x] for name in ("audio_column", "text_column", "speaker_column") if (x := known.get(name))}
-    return known.replace(**columns | given(args, names))
+    options = given(args, names)
+    return known.replace(**columns | decided(options)).judged(options)

@@ -13,6 +13,8 @@ from jax_rnnt_speech.system import UserError
 PRESETS = Path(__file__).parent / "presets"
 RETIRED = {"copies": 1, "mel_on": "host"}  # options of earlier runs, which are read where they changed nothing
 RENAMED = {"kernel": "convolution"}
+MOVED = {"optimiser": ("init", "new_head", "steps", "epochs", "seed", "patience"),
+         "objective": ("dropout", "row_dropout", "batch_norm", "joint")}  # from these sections to others  # fmt: skip
 
 
 def read_file(name):
@@ -46,7 +48,7 @@ def origins(file, options):
     except UserError as error:
         named = {name.replace("-", "_") for name in re.findall(r"--([a-z0-9-]+)", str(error))}
         usual = {x: OPTIONS[x][1].default for x in options if x in named}
-        found = [f"{x} {options[x]}, by default {y or 'off'}" for x, y in usual.items() if options[x] != y]
+        found = [f"{x} {options[x]}" + f", by default {y or 'off'}" * (options[x] != y) for x, y in usual.items()]
         raise UserError(f"{error} ({file} has {'; '.join(found)})" if found else f"{error}") from None
 
 
@@ -59,6 +61,7 @@ def from_json(tree, name):
     if not isinstance(tree, dict):
         raise UserError(f"{name}: expected an object of options, got {type(tree).__name__}")
     fields = {(section, field.name): option for option, (section, field) in OPTIONS.items()}
+    fields |= {(section, option): option for section, options in MOVED.items() for option in options}
     sections, checked = {section for section, _ in fields}, {}
 
     def take(option, x, place):

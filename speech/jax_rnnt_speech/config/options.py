@@ -5,6 +5,8 @@ import dataclasses
 import math
 import sys
 
+from jax_rnnt_speech.system import UserError
+
 
 def names(x):
     """A list of the names of corpora."""
@@ -92,10 +94,25 @@ rates = sequence(
 def option(default, kind, text, **more):
     """A field. `kind`: a type of argparse, or bool for a switch; `text`: its help.
 
-    `flag`: the name of the option, if it is not that of the field. `needs`: (condition on the configuration, what it
-    is in words), without which an option that is not at its default is an error. `fixed`: a checkpoint's arrays, or
-    their meaning, depend on it. `off`: the value at which the optimiser and its state lack a part. `hidden`: a field
-    that pretrained models set, and no option.
+    `flag`: the name of the option, if it is not that of the field. `needs`: (condition on the whole value, what it is
+    in words), without which nobody may name the option. `fixed`: a checkpoint's arrays, or their meaning, depend on it;
+    `free`: it may change where a run goes on. `off`: the value at which the optimiser and its state lack a part.
+    `hidden`: a field that pretrained models set, and no option. Other names are those of argparse.
     """
     kind = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
     return dataclasses.field(default=default, metadata={"help": text, **kind, **more})
+
+
+def dashed(name):
+    return f"--{name.replace('_', '-')}"
+
+
+def satisfied(whole, given):
+    """Raises where an option is named without what it needs. `given`: (flag, field, what it says) of those named.
+
+    What is off, as it is by default, contradicts nothing.
+    """
+    for flag, field, x in given:
+        condition, words = field.metadata.get("needs", (None, ""))
+        if condition and (x or x != field.default) and not condition(whole):
+            raise UserError(f"{flag} needs {words}")

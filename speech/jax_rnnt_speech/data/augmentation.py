@@ -17,7 +17,7 @@ NOISE_SECONDS = 60  # of a file of noise that are used at most
 
 class Versions:
     def __init__(self, config):
-        self.options, self.seed, self.rate = config.data, config.optimiser.seed, config.features.rate
+        self.options, self.seed, self.rate = config.data, config.run.seed, config.features.rate
         self.speeds = [1.0, *(x for x in config.data.speeds if x != 1)]
         self.changed = bool(config.data.noise or config.data.gain)
         self.count = len(self.speeds) * (1 + self.changed)

@@ -140,11 +140,11 @@ def mixed(members, corpus, config):
     import grain  # slow to import
 
     parts = [[i for i in members if (i in corpus.further) == further] for further in (False, True)]
-    parts = [grain.MapDataset.source(x).seed(config.optimiser.seed).shuffle() for x in parts if x]
+    parts = [grain.MapDataset.source(x).seed(config.run.seed).shuffle() for x in parts if x]
     if len(parts) == 1:
         return parts[0]
     share = config.data.synthetic_share
-    return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.optimiser.seed)
+    return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.run.seed)
 
 
 def drawn(members, corpus, config):

@@ -6,6 +6,7 @@ belongs to is honoured, or the line is a Fault.
 
 import csv
 import gzip
+import itertools
 import json
 import math
 import os
@@ -29,8 +30,13 @@ PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialec
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
 # What tables have for a number that is missing; as a text, it is a word.
 NOTHING = dict.fromkeys((*START_KEYS, *END_KEYS, "duration", *CHANNEL_KEYS, *UNREAD), ("nan", "none", "null", "<na>"))
-SUFFIXES = {".flac", ".wav", ".mp3", ".ogg", ".opus", ".oga", ".m4a", ".mp4", ".webm", ".mka", ".aac", ".aif", ".aiff",
-            ".amr", ".caf", ".au", ".sph", ".wma", ".w64", ".wv", ".3gp"}  # fmt: skip
+# Of the forms that `audio` reads; names of them that are also those of pictures or subtitles are left out.
+SUFFIXES = {".3g2", ".3gp", ".aac", ".ac3", ".aif", ".aifc", ".aiff", ".amr", ".ape", ".asf", ".au", ".avi", ".caf",
+            ".eac3", ".ec3", ".f4v", ".flac", ".flv", ".ism", ".isma", ".ismv", ".m2a", ".m2ts", ".m4a", ".m4b",
+            ".m4v", ".mk3d", ".mka", ".mkv", ".mov", ".mp2", ".mp3", ".mp4", ".mpa", ".mpeg", ".mpg", ".mts",
+            ".nist", ".oga", ".ogg", ".opus", ".psp", ".snd", ".sph", ".ts", ".tta", ".voc", ".w64", ".wav",
+            ".webm", ".wma", ".wmv", ".wv"}  # fmt: skip
+COLUMNS = "--audio-column", "--text-column", "--speaker-column"
 TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
 KALDI = "wav.scp", "segments", "text"
 
@@ -47,6 +53,7 @@ class Entry(NamedTuple):
     whole: float | None = None  # seconds that the file is said to last
     speaker: str = ""  # "": unknown
     notes: tuple = ()  # what of its line is not read, and does no harm
+    columns: bool = False  # whether they have names, which an option may choose
 
 
 class Fault(NamedTuple):
@@ -76,10 +83,11 @@ def is_list(path):
     return path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
 
 
-def read(path, audio_column="", text_column="", speaker_column="", texts=True):
+def read(path, audio_column="", text_column="", speaker_column="", texts=True, alone=True):
     """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
 
-    A column must be there; one of a list may be missing, and then the usual ones count.
+    A column must be there; one of a list may be missing, and then the usual ones count. A form that has no columns is
+    an error if it is `alone`; beside others, for which the column may be meant, its entries have a note.
     """
     path = Path(path)
     columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
@@ -90,19 +98,24 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True):
             raise ListError(path, "does not exist")
         of_kaldi = path.name in KALDI and not path.is_dir()
         rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
-        yield next(rows, Fault("nothing is listed", path.name))
-        yield from rows
+        named = [option for option, x in zip(COLUMNS, keys) if len(x) == 1]
+        for x in itertools.chain([next(rows, Fault("nothing is listed", path.name))], rows):
+            if named and isinstance(x, Entry) and not x.columns:
+                if alone:
+                    raise ListError(path, f"has no columns or keys that one could name: leave out {named[0]}")
+                x = x._replace(notes=(*x.notes, f"{named[0]} names no column of theirs"))
+            yield x
     except (OSError, EOFError, zlib.error) as error:
         inside = getattr(error, "filename", None)
         place = f"{Path(inside).name}: " if inside and Path(inside) != path else ""
         raise ListError(path, f"is not readable: {place}{reason(error)}") from None
 
 
-def read_all(paths, *columns, lenient=True, texts=True):
+def read_all(paths, *columns, lenient=True, texts=True, alone=None):
     """Entries and Faults of several. `lenient`: one that cannot be read is a Fault."""
     for path in paths:
         try:
-            yield from read(path, *columns, texts=texts)
+            yield from read(path, *columns, texts=texts, alone=len(paths) == 1 if alone is None else alone)
         except ListError as error:
             if not lenient:
                 raise
@@ -184,7 +197,7 @@ def table(path, keys):
     delimiter = "\t" if tabs else max(",;", key=first.count)
     rows = records(text.split("\n"), delimiter)
     _, names = next(rows, (1, []))
-    for option, choices in zip(("--audio-column", "--text-column", "--speaker-column"), keys):
+    for option, choices in zip(COLUMNS, keys):
         optional = option == "--speaker-column" and len(choices) > 1
         if choices and not optional and not set(choices) & set(names):
             known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
@@ -380,7 +393,8 @@ def entry(row, path, keys, name=""):
     if (start, end) != (0.0, None):
         audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
     spoken_by = speaker(row, notes, keys[2])
-    return Entry(name or audio, file, text, start, end, channel(row), whole, spoken_by, tuple(notes))
+    columns = keys is not PLAIN
+    return Entry(name or audio, file, text, start, end, channel(row), whole, spoken_by, tuple(notes), columns)
 
 
 def utterances(row, path, line, keys):

@@ -42,12 +42,12 @@ class Model:
         self.chunk = 0 if network.head else network.encoder.chunk
         self.graphdef, self.shapes, noise = nnx.split(network, WEIGHTS, ...)
         leaves, tree = jax.tree.flatten(noise)
-        keys = jax.random.split(jax.random.key(config.optimiser.seed), len(leaves))
+        keys = jax.random.split(jax.random.key(config.run.seed), len(leaves))
         self.noise = tree.unflatten(k if is_key(x) else jnp.zeros(x.shape, x.dtype) for k, x in zip(keys, leaves))
 
     def made(self):
         """The network, of random weights."""
-        rngs = nnx.Rngs(self.config.optimiser.seed, dropout=self.config.optimiser.seed)
+        rngs = nnx.Rngs(self.config.run.seed, dropout=self.config.run.seed)
         return Transducer(self.config, len(self.mean), self.blank, self.classes, self.source, rngs=rngs)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ class Head(nnx.Module):
     def __init__(self, config, width, *, dtype, rngs):
         config = config.replace(chunk=0)  # they see whole utterances
         self.stack, more = config.head.stack, {"dtype": dtype, "rngs": rngs}
-        self.dropout = nnx.Dropout(config.objective.row_dropout, rngs=rngs)
+        self.dropout = nnx.Dropout(config.network.row_dropout, rngs=rngs)
         self.project = nnx.Linear(config.head.stack * width, config.blocks.width, **more)
         self.blocks = nnx.Sequential(*(Block(config, **more) for _ in range(config.blocks.count)))
         self.norm = layer_norm(config.blocks.width, **more)
@@ -68,7 +68,7 @@ class Transducer(nnx.Module):
             self.predictor = LSTMPredictor(blank + 1, width, layers=config.head.predictor_layers, **more)
         else:
             self.predictor = StatelessPredictor(blank + 1, width, history=config.head.history, **more)
-        self.joint = Joint(rows, width, width, outputs, activation=activation, dropout=config.objective.dropout, **more)
+        self.joint = Joint(rows, width, width, outputs, activation=activation, dropout=config.network.dropout, **more)
         if config.head.loss == "pruned":  # linear scores of all classes, for the simple loss that chooses the band
             self.frame_scores = nnx.Linear(rows, outputs, **more)
             self.state_scores = nnx.Linear(width, outputs, **more)

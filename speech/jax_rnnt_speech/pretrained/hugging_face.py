@@ -4,28 +4,21 @@ A tensor has the name of its parameter, and input and output axes the other way 
 """
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import json
 import math
 import re
-import shutil
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
-from flax import nnx
-from safetensors import SafetensorError
-from safetensors.flax import load_file, save_file
 
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.options import durations
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.pretrained import files
+from jax_rnnt_speech.system import UserError
 
 # Of a model: its encoder, its loss, and what makes its features.
 WHOLE = "parakeet_encoder", "ParakeetFeatureExtractor"
@@ -37,20 +30,7 @@ MODELS = {
     "nemotron_asr_streaming": ("rnnt", *CAUSAL),
     "nemotron3_5_asr": ("rnnt", *CAUSAL),
 }
-FILES = "config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"
-FILES += "tokenizer_config.json", "special_tokens_map.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-# Names that decide what a folder's model is, in any form.
-MODEL = re.compile(rf".*\.safetensors(\.index.*\.json)?|model\.bin|tokenizer\.json|recogniser\.json|card\.md|"
-                   rf"{'|'.join(map(re.escape, FILES))}")  # fmt: skip
 CHECKED = "encoder_config", "durations", "vocab_size"  # one by one
-ACTIVATIONS = "relu", "silu", "gelu"
-# Says nothing of what a model computes.
-METADATA = re.compile(
-    "_.*|architectures|.*dtype|.*_version|initializer_range|is_encoder_decoder|.*_token_id|use_cache|return_.*"
-    "|output_.*|processor_class|id2label|label2id|problem_type|chunk_size_feed_forward|model_type|tie_word_embeddings"
-)
 LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
 MODULES = {
     "joint.encoder": "encoder_projector",
@@ -93,69 +73,19 @@ class Features:
     preemphasis: float = 0.97
 
 
-def require(fine, file, name, expected, got):
-    if not fine:
-        raise UserError(f"{file}: {name} must be {expected}, got {got!r}")
-
-
-def read_json(file):
-    """The object of a JSON file."""
-    try:
-        fields = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{file} must be JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{file} must be an object, got {type(fields).__name__}")
-    return fields
-
-
-@functools.cache
-def say(line):
-    """Once, on standard error."""
-    print(line, file=sys.stderr)
-
-
-def checked(kind, fields, file, only=None):
-    """A dataclass of the fields that it has. `only`: values that other fields must have; what is left is named."""
-    values, unused = {}, []
-    for field in dataclasses.fields(kind):
-        if field.name not in fields:
-            continue
-        x, default = fields[field.name], field.default
-        if isinstance(default, bool | str):
-            fine, expected = type(x) is type(default), {bool: "true or false", str: "text"}[type(default)]
-        elif isinstance(default, int):
-            low = 0 if field.name.startswith("default_") else 1
-            fine, expected = type(x) is int and x >= low, f"a whole number of {low} or more"
-        else:
-            fine, expected = type(x) in (int, float) and 0 <= x < 1, "a number of 0 or more and less than 1"
-        if field.name == "hidden_act":
-            fine, expected = x in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"
-        require(fine, file, field.name, expected, x)
-        values[field.name] = x
-    for name in fields.keys() - values.keys():
-        if name in (only or {}):
-            require(fields[name] == only[name], file, name, only[name], fields[name])
-        elif not METADATA.fullmatch(name) and fields[name] not in (None, False, 0):
-            unused.append(f"{name} {json.dumps(fields[name])[:100]}")
-    if unused:
-        say(f"{file}: not used: {', '.join(sorted(unused))}")
-    return kind(**values)
-
-
 def encoder_of(fields, kind, file):
     """The EncoderConfig of encoder_config."""
-    require(isinstance(fields, dict), file, "encoder_config", "an object", fields)
+    files.require(isinstance(fields, dict), file, "encoder_config", "an object", fields)
     heads = fields.get("num_attention_heads", EncoderConfig.num_attention_heads)
-    x = checked(EncoderConfig, fields, f"{file}: encoder_config", {"num_key_value_heads": heads})
-    require(x.model_type == kind, file, "model_type of encoder_config", kind, x.model_type)
-    require(x.subsampling_conv_stride == 2, file, "subsampling_conv_stride", 2, x.subsampling_conv_stride)
+    x = files.checked(EncoderConfig, fields, f"{file}: encoder_config", {"num_key_value_heads": heads})
+    files.require(x.model_type == kind, file, "model_type of encoder_config", kind, x.model_type)
+    files.require(x.subsampling_conv_stride == 2, file, "subsampling_conv_stride", 2, x.subsampling_conv_stride)
     size, factor = x.subsampling_conv_kernel_size, x.subsampling_factor
-    require(size == 3 or (size % 2 and not x.causal), file, "subsampling_conv_kernel_size", "3", size)
-    require(factor >= 2 and factor & (factor - 1) == 0, file, "subsampling_factor", "a power of 2", factor)
-    require(x.conv_kernel_size % 2 or x.causal, file, "conv_kernel_size", "odd", x.conv_kernel_size)
+    files.require(size == 3 or (size % 2 and not x.causal), file, "subsampling_conv_kernel_size", "3", size)
+    files.require(factor >= 2 and factor & (factor - 1) == 0, file, "subsampling_factor", "a power of 2", factor)
+    files.require(x.conv_kernel_size % 2 or x.causal, file, "conv_kernel_size", "odd", x.conv_kernel_size)
     for count in (2, heads):
-        require(x.hidden_size % count == 0, file, "hidden_size", f"a multiple of {count}", x.hidden_size)
+        files.require(x.hidden_size % count == 0, file, "hidden_size", f"a multiple of {count}", x.hidden_size)
     return x
 
 
@@ -166,16 +96,16 @@ def features_of(source, folder, kind, bins):
     if fields is None and "processor_config.json" in source:
         file = folder / "processor_config.json"
         fields = source[file.name].get("feature_extractor")
-    require(isinstance(fields, dict), file, "the extractor of features", "an object", fields)
-    require(fields.get(name) == kind, file, name, kind, fields.get(name))
+    files.require(isinstance(fields, dict), file, "the extractor of features", "an object", fields)
+    files.require(fields.get(name) == kind, file, name, kind, fields.get(name))
     only = {"padding_value": 0, "padding_side": "right", name: kind}
-    x = checked(Features, fields, file, only)
-    require(fields.get("mel_filters_dtype", "float32") == "float32", file, "mel_filters_dtype", "float32",
-            fields.get("mel_filters_dtype"))  # fmt: skip
-    require(x.feature_size == bins, file, "feature_size", f"{bins}, the encoder's num_mel_bins", x.feature_size)
-    require(x.preemphasis == 0.97, file, "preemphasis", 0.97, x.preemphasis)
+    x = files.checked(Features, fields, file, only)
+    dtype = fields.get("mel_filters_dtype", "float32")
+    files.require(dtype == "float32", file, "mel_filters_dtype", "float32", dtype)
+    files.require(x.feature_size == bins, file, "feature_size", f"{bins}, the encoder's num_mel_bins", x.feature_size)
+    files.require(x.preemphasis == 0.97, file, "preemphasis", 0.97, x.preemphasis)
     size = 2 ** math.ceil(math.log2(x.win_length))
-    require(x.n_fft == size, file, "n_fft", f"{size}, the power of 2 from win_length on", x.n_fft)
+    files.require(x.n_fft == size, file, "n_fft", f"{size}, the power of 2 from win_length on", x.n_fft)
     return x
 
 
@@ -183,37 +113,38 @@ def config_of(folder):
     """(Config of a folder, its JSON files by name); both are checked as a whole."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json")
-    source = {x: read_json(folder / x) for x in FILES if (folder / x).is_file()}
-    return described(folder, source), source
+    source = {x: files.read_json(folder / x) for x in files.SETTINGS if (folder / x).is_file()}
+    return config_from(folder, source), source
 
 
-def described(folder, source):
+def config_from(folder, source):
     """The Config of JSON files by name."""
     file, fields = folder / "config.json", source["config.json"]
     kind = fields.get("model_type")
-    require(kind in MODELS, file, "model_type", f"one of {', '.join(MODELS)}", kind)
+    files.require(kind in MODELS, file, "model_type", f"one of {', '.join(MODELS)}", kind)
     loss, encoder, extractor = MODELS[kind]
     encoder = encoder_of(fields.get("encoder_config"), encoder, file)
     size, frames = fields.get("vocab_size"), fields.get("durations")
-    require(type(size) is int and size >= 2, file, "vocab_size", "a whole number of 2 or more", size)
+    files.require(type(size) is int and size >= 2, file, "vocab_size", "a whole number of 2 or more", size)
     name = "pad_token_id" if loss == "ctc" else "blank_token_id"
     blank = fields.get(name)
-    require(blank == size - 1, file, name, f"{size - 1}, the last of vocab_size", blank)
+    files.require(blank == size - 1, file, name, f"{size - 1}, the last of vocab_size", blank)
     try:
         frames = durations(frames or ()) if loss == "tdt" else []
     except argparse.ArgumentTypeError:
         frames = []
-    require(frames or loss != "tdt", file, "durations", "different whole numbers", fields.get("durations"))
+    files.require(frames or loss != "tdt", file, "durations", "different whole numbers", fields.get("durations"))
     left = {k: x for k, x in fields.items() if k not in CHECKED}
     width = left.get("decoder_hidden_size", Head.decoder_hidden_size)
-    head = checked(PromptedHead if kind == "nemotron3_5_asr" else Head, left, file, {"joint_hidden_size": width})
+    head = files.checked(PromptedHead if kind == "nemotron3_5_asr" else Head, left, file, {"joint_hidden_size": width})
     sounds = features_of(source, folder, extractor, encoder.num_mel_bins)
     generation = source.get("generation_config.json", {})
     start = generation.get("decoder_start_token_id", blank)
-    require(start == blank, folder / "generation_config.json", "decoder_start_token_id", f"{blank}, the blank", start)
+    file = folder / "generation_config.json"
+    files.require(start == blank, file, "decoder_start_token_id", f"{blank}, the blank", start)
     more = generation.get("suppress_tokens") or []
     if more := [x for x in more if type(x) is not int or x < size] if isinstance(more, list) else more:
-        say(f"{folder / 'generation_config.json'}: not used: suppress_tokens {more}")
+        files.say(f"{file}: not used: suppress_tokens {more}")
     default, milliseconds = Config(), 1000 / sounds.sampling_rate
     return Config.of(
         init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=sounds.feature_size,
@@ -233,7 +164,7 @@ def read(folder):
         vocabulary = tokens.Pretrained(file.read_text("utf-8"), labels) if file.exists() else tokens.Numbers(labels)
     except UnicodeDecodeError as error:
         raise UserError(f"{file} must be JSON: {error}") from None
-    return filled(folder, config, source, vocabulary, read_tensors(folder))
+    return filled(folder, config, source, vocabulary, files.read_tensors(folder))
 
 
 def filled(folder, config, source, vocabulary, tensors):
@@ -247,7 +178,7 @@ def filled(folder, config, source, vocabulary, tensors):
             raise UserError(f"{folder} has no tensor {missing[0]}")
         return sum(from_torch(name, tensors.pop(name), x.shape, channels) for name in names)
 
-    model.params = mapped(model.shapes, value)
+    model.params = files.mapped(model.shapes, value)
     if left := sorted(name for name in tensors if not UNUSED.match(name)):
         raise UserError(f"{folder} has tensors that are not of this model: {', '.join(left)}")
     return model
@@ -268,7 +199,7 @@ def write(model, folder, dtype="float32"):
 
     def add(path, x):
         if path.startswith("ctc.") and config.head.loss != "ctc":
-            say("the head for CTC is left out: `transformers` has no model with both")
+            files.say("the head for CTC is left out: `transformers` has no model with both")
             return x
         for i, name in enumerate(names_of(path, config)):
             if not np.isfinite(x).all():
@@ -276,52 +207,19 @@ def write(model, folder, dtype="float32"):
             tensors[name] = to_torch(path, name, np.asarray(x) * (i == 0), channels)
         return x
 
-    mapped(model.params, add)
+    files.mapped(model.params, add)
     for name in [x for x in tensors if x.endswith(".running_mean")]:
         tensors[name.replace("running_mean", "num_batches_tracked")] = np.zeros((), np.int32)
     kinds = {name: np.int32 if x.dtype == np.int32 else dtype for name, x in tensors.items()}
     arrays = {name: jax.numpy.asarray(x, kinds[name]) for name, x in tensors.items()}
-    with replaced(folder) as new:
+    with files.replaced(folder) as new:
         for name, fields in model.source.items():
             fields = {**fields, "dtype": dtype} if name == "config.json" else fields
             fields.pop("torch_dtype", None)
             (new / name).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
         if isinstance(model.tokens, tokens.Pretrained):
             (new / "tokenizer.json").write_text(model.tokens.text, "utf-8")
-        save(arrays, new / WEIGHTS, like=new / "config.json")
-
-
-@contextlib.contextmanager
-def replaced(folder):
-    """A new folder to write a model to, which takes the place of `folder` once it is whole.
-
-    Files of an earlier model, of any form, go then; others stay.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.whole(folder, keep=lambda name: not MODEL.fullmatch(name)) as new:
-        new.mkdir(exist_ok=True)
-        yield new
-
-
-def save(arrays, file, like):
-    """Writes tensors to a file with the mode of another one: safetensors lets the owner alone read it."""
-    try:
-        save_file(arrays, file, {"format": "pt"})
-    except SafetensorError as error:  # of the disk, too
-        raise OSError(str(error)) from None
-    shutil.copymode(like, file)
-
-
-def mapped(params, value):
-    """The parameters with ``value("encoder.blocks.layers.0...", array)`` in the place of each, which may be a shape."""
-
-    def replaced(path, x):
-        return jax.numpy.asarray(value(".".join(str(key.key) for key in path), x), x.dtype)
-
-    pure = jax.tree.map_with_path(replaced, nnx.to_pure_dict(params))
-    params = jax.tree.map(lambda x: x, params)
-    nnx.replace_by_pure_dict(params, pure)
-    return params
+        files.save(arrays, new / files.WEIGHTS, like=new / "config.json")
 
 
 def channels_of(source):
@@ -376,53 +274,3 @@ def to_torch(path, name, x, channels):
 def is_table(name):
     """Whether a tensor of two axes is no matrix of a layer."""
     return name.endswith(("embedding.weight", "bias_u", "bias_v"))
-
-
-def files_of(folder):
-    """({file of weights: names of tensors that an index expects in it, or None}) of a folder."""
-    there = sorted(x.name for x in folder.glob("*.safetensors") if x.is_file() and not x.name.startswith("."))
-    whole = {}
-    for match in filter(None, map(SHARD.fullmatch, there)):
-        whole.setdefault((match[1], match[3]), set()).add(int(match[2]))
-    if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX).get("weight_map")
-        fine = (
-            isinstance(index, dict) and index and all(isinstance(x, str) and x == Path(x).name for x in index.values())
-        )
-        require(fine, folder / INDEX, "weight_map", "an object of files in this folder by tensors", index)
-        used = {file: {name for name, x in index.items() if x == file} for file in sorted({*index.values()})}
-    elif WEIGHTS in there or (len(there) == 1 and not whole):
-        used = {WEIGHTS if WEIGHTS in there else there[0]: None}
-    elif len(whole) == 1:
-        (((name, count), found),) = whole.items()
-        most = min(int(count), len(found) + 1)  # of an incomplete set, one is missing among these
-        used = {f"{name}-{i:0{len(count)}}-of-{count}.safetensors": None for i in range(1, most + 1)}
-    elif there:
-        raise UserError(f"{folder} has several files of weights, and no {WEIGHTS} or {INDEX}: {', '.join(there)}")
-    else:
-        pickles = sorted(x.name for x in folder.glob("pytorch_model*.bin"))
-        more = f", and {pickles[0]} is a pickle, which nothing reads here" if pickles else ""
-        raise UserError(f"{folder} has no *.safetensors{more}")
-    if missing := [x for x in used if x not in there]:
-        raise UserError(f"{folder} has no {missing[0]}, one of the files of its weights")
-    others = [x.name for kind in ("model.bin", "pytorch_model*.bin", "*.nemo") for x in folder.glob(kind)]
-    if unused := [x for x in there if x not in used] + sorted(others):
-        say(f"{folder}: not used: {', '.join(unused)}")
-    return {folder / name: x for name, x in used.items()}
-
-
-def read_tensors(folder):
-    """{name: array} of the files of weights of a folder, float32."""
-    arrays, places = {}, {}
-    for file, expected in files_of(folder).items():
-        try:
-            found = load_file(file)
-        except (SafetensorError, ValueError) as error:
-            raise UserError(f"{file} must be a file of safetensors: {error}") from None
-        if missing := sorted((expected or set()) - {*found}):
-            raise UserError(f"{file} has no tensor {missing[0]}, which {INDEX} expects there")
-        for name, x in found.items():
-            if name in arrays:
-                raise UserError(f"{folder}: {name} is in {places[name].name} and in {file.name}")
-            arrays[name], places[name] = np.asarray(x, np.float32), file
-    return arrays

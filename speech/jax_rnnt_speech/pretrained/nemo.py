@@ -4,9 +4,7 @@ Configuration and tensors become those of `transformers`, which `hugging_face` c
 what they name, but for tensors, is an error.
 """
 
-import collections
 import contextlib
-import io
 import math
 import pickle
 import re
@@ -14,19 +12,15 @@ import tarfile
 import zipfile
 import zlib
 
-import jax.numpy as jnp
 import numpy as np
 import yaml
 
 from jax_rnnt_speech.data import tokens
-from jax_rnnt_speech.pretrained import hugging_face
+from jax_rnnt_speech.pretrained import files, hugging_face
 from jax_rnnt_speech.system import UserError
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 LARGEST = 2**26  # bytes of a member that are read; a tar file of a few bytes may claim any number
-DTYPES = {"Float": "f4", "Double": "f8", "Half": "f2", "Long": "i8", "Int": "i4", "Short": "i2", "Char": "i1",
-          "Byte": "u1", "Bool": "?"}  # fmt: skip
-STORAGES = {f"{name}Storage": np.dtype(x) for name, x in DTYPES.items()} | {"BFloat16Storage": np.dtype(jnp.bfloat16)}
 # Of NeMo's names of modules, and those of `transformers`; a pattern that does not fit changes nothing.
 MODULES = {
     r"^encoder\.pre_encode\.out": "encoder.subsampling.linear",
@@ -64,40 +58,6 @@ KNOWN = {*ENCODER, *ONLY, *STYLES["regular"], "_target_", "use_bias", "ff_expans
 KNOWN |= {"att_context_style", "pos_emb_max_len", "dropout_pre_encoder", "att_context_probs", "sync_max_audio_length"}
 KNOWN |= {"reduction_position", "reduction_factor", "stochastic_depth_start_layer", "stochastic_depth_mode"}
 SOUNDS = {"window": "hann", "log": True, "frame_splicing": 1, "mag_power": 2.0, "exact_pad": False}
-
-
-class Tensors(pickle.Unpickler):
-    """The tensors of a checkpoint of PyTorch, a zip file."""
-
-    def __init__(self, archive):
-        (name,) = (x for x in archive.namelist() if x.rpartition("/")[2] == "data.pkl")
-        super().__init__(io.BytesIO(archive.read(name)))
-        self.archive, self.folder, self.read = archive, name.removesuffix("data.pkl"), {}
-
-    def find_class(self, module, name):
-        known = {("collections", "OrderedDict"): collections.OrderedDict}
-        known |= {("torch._utils", "_rebuild_tensor_v2"): strided}
-        known |= {("torch._utils", "_rebuild_parameter"): lambda x, *_: x}
-        known |= {("torch", storage): dtype for storage, dtype in STORAGES.items()}
-        if (module, name) not in known:
-            raise ValueError(f"its weights name {module}.{name}, which is no tensor")
-        return known[module, name]
-
-    def persistent_load(self, pid):
-        _, dtype, key, _, size = pid
-        if key not in self.read:
-            self.read[key] = np.frombuffer(self.archive.read(f"{self.folder}data/{key}"), dtype, size)
-        return self.read[key]
-
-
-def strided(storage, offset, shape, strides, *_):
-    """A tensor, copied from within its storage."""
-    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    count = math.prod(shape)  # steps of 0 would make many numbers of one
-    if min([offset, *shape, *strides], default=0) < 0 or count > len(storage) or (count and last >= len(storage)):
-        raise ValueError(f"a tensor {tuple(shape)} of its weights is outside of their {len(storage)} numbers")
-    bytes_of = [step * storage.itemsize for step in strides]
-    return np.array(np.lib.stride_tricks.as_strided(storage[offset:], shape, bytes_of, writeable=False))
 
 
 def archive_of(path):
@@ -139,7 +99,7 @@ def opened(path):
         raise UserError(f"{file} must be an archive of NeMo, but has no {min(missing)}")
     with reading(file, CONFIG, "YAML"):
         fields = yaml.safe_load(members[CONFIG])
-    hugging_face.require(isinstance(fields, dict), file, CONFIG, "an object", fields)
+    files.require(isinstance(fields, dict), file, CONFIG, "an object", fields)
     return file, members, fields
 
 
@@ -148,7 +108,7 @@ def weights_of(file):
     with reading(file, WEIGHTS, "a checkpoint of PyTorch"), tarfile.open(file) as tar:
         member = next(x for x in tar if x.name.rpartition("/")[2] == WEIGHTS)
         with zipfile.ZipFile(tar.extractfile(member)) as archive:
-            tensors = Tensors(archive).load()
+            tensors = files.Tensors(archive).load()
         return {name: np.asarray(x, np.float32) for name, x in tensors.items() if not UNUSED.fullmatch(name)}
 
 
@@ -159,17 +119,17 @@ class Fields:
         self.file, self.name, x = file, ".".join(path), whole
         for key in path:
             x = (x or {}).get(key) if isinstance(x, dict) else None
-        hugging_face.require(isinstance(x, dict), file, self.name, "an object", x)
+        files.require(isinstance(x, dict), file, self.name, "an object", x)
         self.fields = x
 
     def must(self, name, expected, default=None):
         got = self.fields.get(name, default)
-        hugging_face.require(got == expected, self.file, f"{self.name}.{name}", expected, got)
+        files.require(got == expected, self.file, f"{self.name}.{name}", expected, got)
 
     def number(self, name, default=None):
         x = self.fields.get(name, default)
         fine = type(x) in (int, float) and x >= 0
-        hugging_face.require(fine, self.file, f"{self.name}.{name}", "a number of 0 or more", x)
+        files.require(fine, self.file, f"{self.name}.{name}", "a number of 0 or more", x)
         return x
 
 
@@ -177,7 +137,7 @@ def encoder_of(file, whole):
     encoder = Fields(file, whole, "encoder")
     fields, style = encoder.fields, encoder.fields.get("att_context_style", "regular")
     known = ", ".join(STYLES)
-    hugging_face.require(style in STYLES, file, "encoder.att_context_style", f"one of {known}", style)
+    files.require(style in STYLES, file, "encoder.att_context_style", f"one of {known}", style)
     for name, x in ONLY.items():
         encoder.must(name, x, x)
     for name, x in STYLES[style].items():
@@ -194,9 +154,9 @@ def encoder_of(file, whole):
         fine, found["model_type"] = left >= 0 <= right, hugging_face.CAUSAL[0]
         found |= {"sliding_window": left + 1, "default_num_lookahead_tokens": right}
     expected = "[-1, -1]" if style == "regular" else "numbers of frames before and ahead"
-    hugging_face.require(fine, file, "encoder.att_context_size", expected, context)
+    files.require(fine, file, "encoder.att_context_size", expected, context)
     if more := sorted(f"{k} {x}" for k, x in fields.items() if k not in KNOWN and x not in (None, False, 0, "")):
-        hugging_face.say(f"{file}: not used: encoder.{', encoder.'.join(more)}")
+        files.say(f"{file}: not used: encoder.{', encoder.'.join(more)}")
     return found
 
 
@@ -206,7 +166,7 @@ def sounds_of(file, whole, causal):
         sounds.must(name, x, x)
     names = ("NA", None, False) if causal else ("per_feature",)
     got = sounds.fields.get("normalize")
-    hugging_face.require(got in names, file, "preprocessor.normalize", names[0], got)
+    files.require(got in names, file, "preprocessor.normalize", names[0], got)
     rate = sounds.number("sample_rate", 16000)
     sizes = {x: round(rate * sounds.number(name, default)) for x, name, default in
              (("win_length", "window_size", 0.025), ("hop_length", "window_stride", 0.01))}  # fmt: skip
@@ -216,7 +176,7 @@ def sounds_of(file, whole, causal):
     return found | sizes | {"n_fft": count, "preemphasis": sounds.fields.get("preemph", 0.97)}
 
 
-def described(path):
+def contents(path):
     """(the archive, JSON files by name, further options, labels)"""
     file, members, whole = opened(path)
     with reading(file, CONFIG, "the configuration of a model"):
@@ -274,8 +234,8 @@ def labels_of(file, members, whole):
 
 
 def config_of(path):
-    file, source, more, _ = described(path)
-    return hugging_face.described(file, source).replace(**more), source
+    file, source, more, _ = contents(path)
+    return hugging_face.config_from(file, source).replace(**more), source
 
 
 def renamed(name, causal):
@@ -290,11 +250,11 @@ def renamed(name, causal):
 
 def read(path):
     """The Model of an archive, with its parameters in float32."""
-    file, source, more, vocabulary = described(path)
+    file, source, more, vocabulary = contents(path)
     fields = source["config.json"]
     causal = fields["encoder_config"]["model_type"] == hugging_face.CAUSAL[0]
     arrays = {renamed(name, causal): x for name, x in weights_of(file).items()}
     if "prompt_projector.linear_1.bias" in arrays:
         fields["prompt_intermediate_size"] = len(arrays["prompt_projector.linear_1.bias"])
-    config = hugging_face.described(file, source).replace(**more)
+    config = hugging_face.config_from(file, source).replace(**more)
     return hugging_face.filled(file, config, source, vocabulary, arrays)

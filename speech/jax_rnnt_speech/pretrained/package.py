@@ -10,10 +10,10 @@ import numpy as np
 from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import corpora
 from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.pretrained import hugging_face
+from jax_rnnt_speech.pretrained import files
 from jax_rnnt_speech.system import UserError
 
-SETUP, WEIGHTS, CARD = "recogniser.json", hugging_face.WEIGHTS, "card.md"
+SETUP, WEIGHTS, CARD = "recogniser.json", files.WEIGHTS, "card.md"
 FILES = "train", "valid", "synthetic", "text", "noise", "init"
 
 
@@ -28,13 +28,13 @@ def write(model, folder, dtype, card=""):
         arrays[path] = np.asarray(x).astype(dtype)
         return x
 
-    hugging_face.mapped(model.params, taken)
+    files.mapped(model.params, taken)
     config = model.config  # folders of this machine say nothing
     config = config.replace(**{name: corpora.last_parts(config.get(name)) for name in FILES})
     setup = model.setup() | {"config": to_json(config)}
-    with hugging_face.replaced(folder) as new:
+    with files.replaced(folder) as new:
         (new / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")
-        hugging_face.save(arrays, new / WEIGHTS, like=new / SETUP)
+        files.save(arrays, new / WEIGHTS, like=new / SETUP)
         digest = hashlib.sha256((new / WEIGHTS).read_bytes()).hexdigest()
         size, count = (new / WEIGHTS).stat().st_size / 1e6, sum(x.size for x in arrays.values())
         facts = f"{count:,} parameters in {dtype.name}, {size:.1f} MB; {WEIGHTS} has the SHA-256 {digest}.\n"
@@ -43,7 +43,7 @@ def write(model, folder, dtype, card=""):
 
 def setup_of(folder):
     file = Path(folder) / SETUP
-    setup = hugging_face.read_json(file)
+    setup = files.read_json(file)
     if not isinstance(setup, dict) or not {"config", "tokens", "mean", "deviation"} <= {*setup}:
         raise UserError(f"{file} must have config, tokens, mean and deviation")
     return setup
@@ -52,7 +52,7 @@ def setup_of(folder):
 def read(folder):
     """A Model with its parameters, in float32."""
     model = Model.from_setup(setup_of(folder))
-    arrays = hugging_face.read_tensors(folder)
+    arrays = files.read_tensors(folder)
 
     def value(path, x):
         if path not in arrays or arrays[path].shape != x.shape:
@@ -60,7 +60,7 @@ def read(folder):
             raise UserError(f"{folder / WEIGHTS}: {path} must have shape {x.shape}, got {found}")
         return arrays.pop(path)
 
-    model.params = hugging_face.mapped(model.shapes, value)
+    model.params = files.mapped(model.shapes, value)
     if arrays:
         raise UserError(f"{folder} has tensors that are not of this model: {', '.join(sorted(arrays))}")
     return model

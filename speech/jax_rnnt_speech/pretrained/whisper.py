@@ -20,7 +20,7 @@ from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.whisper import WhisperConfig, positions
-from jax_rnnt_speech.pretrained import hugging_face
+from jax_rnnt_speech.pretrained import files
 from jax_rnnt_speech.system import UserError
 
 TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
@@ -50,7 +50,7 @@ LEAVES = {
 def is_whisper(folder):
     """Whether a folder of Hugging Face holds a Whisper."""
     file = folder / "config.json"
-    return file.is_file() and hugging_face.read_json(file).get("model_type") == "whisper"
+    return file.is_file() and files.read_json(file).get("model_type") == "whisper"
 
 
 def binary_of(folder):
@@ -59,10 +59,10 @@ def binary_of(folder):
     if not file.is_file():
         return None
     others = sorted(x.name for x in folder.glob("*.safetensors"))
-    if others and (folder / "config.json").is_file() and "model_type" in hugging_face.read_json(folder / "config.json"):
+    if others and (folder / "config.json").is_file() and "model_type" in files.read_json(folder / "config.json"):
         return None
     if others:
-        hugging_face.say(f"{folder}: not used: {', '.join(others)}")
+        files.say(f"{folder}: not used: {', '.join(others)}")
     return file
 
 
@@ -100,10 +100,10 @@ def read_binary(file):
 
 def config_of(folder):
     """(Config of a folder, its JSON files by name)."""
-    return described(folder)[:2]
+    return parts_of(folder)[:2]
 
 
-def described(folder):
+def parts_of(folder):
     """(Config, JSON files, function of the names of both formats: an array)."""
     if file := binary_of(folder):
         arrays = read_binary(file)
@@ -121,8 +121,8 @@ def described(folder):
             "max_source_positions": len(array("position_encodings/encodings", ())),
         }  # fmt: skip
     else:
-        fields = hugging_face.read_json(folder / "config.json")
-        tensors = hugging_face.read_tensors(folder)
+        fields = files.read_json(folder / "config.json")
+        tensors = files.read_tensors(folder)
         tensors = {re.sub("^(model\\.)?encoder\\.", "", name): x for name, x in tensors.items()}
 
         def array(_, names):
@@ -131,10 +131,10 @@ def described(folder):
             first = tensors[names[0]]  # the key has no bias
             return np.concatenate([tensors.get(x, np.zeros_like(first)) for x in names])
 
-    sizes = hugging_face.checked(WhisperConfig, {k: fields[k] for k in SIZES if k in fields}, folder / "config.json")
+    sizes = files.checked(WhisperConfig, {k: fields[k] for k in SIZES if k in fields}, folder / "config.json")
     heads, kind = sizes.encoder_attention_heads, fields.get("activation_function", "gelu")
-    hugging_face.require(sizes.d_model % heads == 0, folder, "d_model", f"a multiple of {heads}", sizes.d_model)
-    hugging_face.require(kind == "gelu", folder, "activation_function", "gelu", kind)
+    files.require(sizes.d_model % heads == 0, folder, "d_model", f"a multiple of {heads}", sizes.d_model)
+    files.require(kind == "gelu", folder, "activation_function", "gelu", kind)
     expected = positions(sizes.max_source_positions, sizes.d_model)
     stored = array("position_encodings/encodings", ["embed_positions.weight"])
     if stored.shape != expected.shape or not np.allclose(stored, expected, atol=1e-3):
@@ -147,7 +147,7 @@ def described(folder):
 
 def read(folder):
     """A Model with the encoder of a folder, and no labels."""
-    config, source, array = described(folder)
+    config, source, array = parts_of(folder)
     model = Model(config, tokens.Characters(""), [0.0] * config.features.mels, [1.0] * config.features.mels, source)
     heads = source["config.json"]["encoder_attention_heads"]
 
@@ -169,5 +169,5 @@ def read(folder):
             raise UserError(f"{folder}: encoder.{path} must have shape {x.shape}, got {y.shape}")
         return y
 
-    model.params = hugging_face.mapped(model.shapes, value)
+    model.params = files.mapped(model.shapes, value)
     return model

@@ -14,9 +14,12 @@ HELD = 60_000  # frames of the recordings that are sorted by length at once: 10 
 
 def listed(arguments, audio_column=""):
     """Entries and Faults of audio files, manifests and folders, which need no texts."""
+    several = len(arguments) > 1
+    if audio_column and isinstance(audio_column, str) and not any(map(manifests.is_list, map(Path, arguments))):
+        raise UserError(f"--audio-column {audio_column} names a column, and no FILE is a manifest")
     for path in map(Path, arguments):
         if manifests.is_list(path):
-            yield from manifests.read_all([path], audio_column, lenient=len(arguments) > 1, texts=False)
+            yield from manifests.read_all([path], audio_column, lenient=several, texts=False, alone=not several)
         else:
             yield manifests.Entry(str(path), path, "")
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import decode
-from jax_rnnt_speech.config.options import amount, natural
+from jax_rnnt_speech.config.options import amount, natural, option
 from jax_rnnt_speech.data import manifests, texts
 from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
@@ -34,54 +34,59 @@ class WordBonus:
         return (self.spells & (self.separates | ~inside[:, None])).astype(jnp.float32), inside
 
 
-PROBABILITY = "probability"
-WEIGHTS = {
-    "ngram_weight": (0.3, "weight of the n-gram"),
-    "word_bonus": (1.5, "nats that each word earns"),
-    "ilm_weight": (0.1, "share of the network's own language model that --ngram replaces"),
-}
 # Nats for each label of a phrase. Greedy search cannot go back from a phrase that it has begun to write.
 WITH_BEAM, WITH_GREEDY = 1.0, 0.25
+PROBABILITY = "probability"
+NGRAM = lambda search: search.ngram, "--ngram"
 
 
-def add_options(parser):
-    parser.add_argument(
-        "--beam",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="number of hypotheses that a beam search keeps; with 0, the search is greedy (%(default)s)",
+@dataclasses.dataclass(frozen=True)
+class Searching:
+    """What a command says of its search."""
+
+    beam: int = option(0, natural, "number of hypotheses that a beam search keeps; with 0, the search is greedy (0)")
+    ngram: Path | None = option(
+        None, Path, "file of a word n-gram in ARPA format, for --beam", metavar="FILE",
+        needs=(lambda search: search.beam, "--beam"),
+    )  # fmt: skip
+    ngram_weight: float = option(0.3, amount, "weight of the n-gram", metavar="W", needs=NGRAM)
+    word_bonus: float = option(1.5, amount, "nats that each word earns", metavar="W", needs=NGRAM)
+    ilm_weight: float = option(
+        0.1, amount, "share of the network's own language model that --ngram replaces", metavar="W", needs=NGRAM
     )
-    parser.add_argument("--ngram", type=Path, metavar="FILE", help="file of a word n-gram in ARPA format, for --beam")
-    for name, (default, help) in WEIGHTS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=amount, metavar="W", help=f"{help} ({default})")
-    help = "nats, before --ngram-weight, that a word costs which the n-gram lacks; 30 is usual (what the file says)"
-    parser.add_argument("--unknown-word", type=amount, metavar="W", help=help)
-    help = (
-        "file of texts to prefer, one on each line, perhaps with a tab and a weight: nats for each label "
-        f"({WITH_BEAM}; greedy: {WITH_GREEDY})"
-    )
-    parser.add_argument("--phrases", type=Path, metavar="FILE", help=help)
-    help = "write these of Unicode's scripts alone, beside digits and punctuation, as in latin,cyrillic"
-    scripts = parser.add_mutually_exclusive_group()
-    scripts.add_argument("--script", metavar="NAME,...", help=help)
-    scripts.add_argument("--only-characters", metavar="TEXT", help="write these characters and spaces alone")
-    help = "which head finds the labels, for a model with two (the transducer, if there is one)"
-    parser.add_argument("--head", choices=("transducer", "ctc"), help=help)
+    unknown_word: float | None = option(
+        None, amount, "nats, before --ngram-weight, that a word costs which the n-gram lacks; 30 is usual (what the "
+        "file says)", metavar="W", needs=NGRAM,
+    )  # fmt: skip
+    phrases: Path | None = option(
+        None, Path, "file of texts to prefer, one on each line, perhaps with a tab and a weight: nats for each label "
+        f"({WITH_BEAM}; greedy: {WITH_GREEDY})", metavar="FILE",
+    )  # fmt: skip
+    script: str = option(
+        "", str, "write these of Unicode's scripts alone, beside digits and punctuation, as in latin,cyrillic",
+        metavar="NAME,...",
+    )  # fmt: skip
+    only_characters: str = option(
+        "", str, "write these characters and spaces alone",
+        needs=(lambda search: not search.script, "all scripts, and no --script"),
+    )  # fmt: skip
+    head: str | None = option(
+        None, str, "which head finds the labels, for a model with two (the transducer, if there is one)",
+        choices=("transducer", "ctc"),
+    )  # fmt: skip
+    confidence: str = option(
+        PROBABILITY, str, "how confidence in words is measured: by the least probability of their labels, or by an "
+        "entropy over all labels, of this kind", choices=(PROBABILITY, "tsallis", "renyi", "gibbs"),
+    )  # fmt: skip
+    prompt: str = option("", str, "language of the recordings, for a model that takes one", metavar="NAME")
 
-
-def check(args):
-    """Raises where options of a search contradict each other, or there is no n-gram."""
-    if not args.ngram:
-        for name in (*WEIGHTS, "unknown_word"):
-            if getattr(args, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} needs --ngram")
-    elif not args.beam:
-        raise UserError("--ngram needs --beam")
-    for name in ("ngram", "phrases"):
-        file = getattr(args, name)
-        if file and not file.is_file():
-            raise UserError(f"--{name} {file} is no file")
+    def checked(self):
+        """Itself; raises where a file is missing."""
+        for name in ("ngram", "phrases"):
+            file = getattr(self, name)
+            if file and not file.is_file():
+                raise UserError(f"--{name} {file} is no file")
+        return self
 
 
 def read(path, model, unknown=None):
@@ -133,35 +138,35 @@ def phrases(path, model, usual):
         raise UserError(f"--phrases {path}: {error}") from None
 
 
-def decoding_of(args, model):
-    """The Decoding that the options ask for."""
-    kind, fusion, ilm = getattr(args, "confidence", PROBABILITY), (), 0.0
-    if args.ngram:
-        chosen = {name: getattr(args, name) for name in WEIGHTS}
-        weight, bonus, ilm = (WEIGHTS[name][0] if x is None else x for name, x in chosen.items())
-        fusion = (read(args.ngram, model, args.unknown_word), weight), (word_bonus(model), bonus)
-    if args.phrases:
-        fusion += ((phrases(args.phrases, model, WITH_BEAM if args.beam else WITH_GREEDY), 1.0),)
+def decoding_of(options, model):
+    """The Decoding that a Searching asks for."""
+    fusion, ilm, kind = (), 0.0, options.confidence
+    if options.ngram:
+        ngram, bonus = read(options.ngram, model, options.unknown_word), word_bonus(model)
+        fusion, ilm = ((ngram, options.ngram_weight), (bonus, options.word_bonus)), options.ilm_weight
+    if options.phrases:
+        fusion += ((phrases(options.phrases, model, WITH_BEAM if options.beam else WITH_GREEDY), 1.0),)
     alone = model.config.head.loss == "ctc"
-    ctc, language = alone if args.head is None else args.head == "ctc", None
+    ctc = alone if options.head is None else options.head == "ctc"
     if ctc != alone and (alone or "ctc" not in model.shapes):
-        raise UserError(f"--head {args.head}: the model has no such head")
-    if ctc and (args.beam or fusion or kind != PROBABILITY):
+        raise UserError(f"--head {options.head}: the model has no such head")
+    if ctc and (options.beam or fusion or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
-    if getattr(args, "prompt", ""):
-        language = model.language(args.prompt)
-    kind = None if kind == PROBABILITY else decode.Entropy(kind)
-    return Decoding(args.beam, ilm, fusion, kind, ctc, language, allowed(model, args.script, args.only_characters))
+    language = model.language(options.prompt) if options.prompt else None
+    kind, mask = None if kind == PROBABILITY else decode.Entropy(kind), allowed(model, options.script, options.only_characters)
+    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask)
 
 
-def allowed(model, names=None, characters=None):
+def allowed(model, names="", characters=""):
     """The mask of labels of scripts, by their names, or of characters; None: all labels are allowed."""
+    if not names and not characters:
+        return None
     tokens, classes = model.tokens, model.blank + 1
     if names:
         found = scripts.mask_of_scripts(tokens, classes, scripts.codes(names))
-    elif characters:
+    else:
         found = scripts.mask_of_characters(tokens, classes, characters)
-    return jnp.asarray(found) if (names or characters) and not found.all() else None
+    return None if found.all() else jnp.asarray(found)
 
 
 def of_language(model, decoding, language):
@@ -172,8 +177,7 @@ def of_language(model, decoding, language):
     found = scripts.of_language(language)
     if found is None:
         return None
-    mask = allowed(model, ",".join(found))
-    prompt = model.prompt_of(language)
+    mask, prompt = allowed(model, ",".join(found)), model.prompt_of(language)
     chosen = {"allowed": decoding.allowed if mask is None else mask}
     if prompt is not None:
         chosen["language"] = prompt

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import html
 import io
 import itertools
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_rnnt import timing
+from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.manifests import Entry, later
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import unheard
@@ -154,31 +156,40 @@ def transcript(model, entry, result, nbest=0, speaker=""):
 # ------------------------------------------------------------------------------------------------------------- options
 
 
-def add_options(parser, formats=FORMATS):
-    parser.add_argument("--format", choices=formats, default=formats[0], help="format of what is written (%(default)s)")
-    help = (
-        "file that is written, or replaced; with --format srt, vtt and textgrid also a folder, for a file of each "
-        "recording; default: the screen, on which these formats and ctm show one recording"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help=help)
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What is written, and where."""
 
+    format: str = option(FORMATS[0], str, "format of what is written", choices=FORMATS)
+    output: Path | None = option(
+        None, Path, "file that is written, or replaced; with --format srt, vtt and textgrid also a folder, for a file "
+        "of each recording; default: the screen, on which these formats and ctm show one recording", metavar="FILE",
+    )  # fmt: skip
 
-def alone(args):
-    """Whether --output is the file of one recording."""
-    return args.output.suffix.lower() == SUFFIXES[args.format].lower()
+    @property
+    def alone(self):
+        """Whether --output is the file of one recording."""
+        return self.output.suffix.lower() == SUFFIXES[self.format].lower()
 
+    def checked(self, sources, entries=()):
+        """Itself; raises where the output has no place."""
+        if self.output:
+            outputs.check(self.output, sources, self.format in SUFFIXES and not self.alone)
+        elif sys.stdout is None:
+            raise UserError("the standard output is closed: name --output")
+        self.check_names(names_of(entries))
+        return self
 
-def check(args, sources, entries=()):
-    """Raises where options contradict each other, or the output has no place."""
-    if args.output:
-        outputs.check(args.output, sources, args.format in SUFFIXES and not alone(args))
-    elif sys.stdout is None:
-        raise UserError("the standard output is closed: name --output")
-    check_names(args, names_of(entries))
-    if getattr(args, "nbest", 0) and (not args.beam or args.format not in ("json", "jsonl")):
-        raise UserError("--nbest needs --beam, and --format json or jsonl")
-    if getattr(args, "nbest", 0) > getattr(args, "beam", 0):
-        raise UserError(f"--nbest {args.nbest}: --beam {args.beam} has fewer hypotheses")
+    def check_names(self, names):
+        """Raises where the output has no place for so many recordings."""
+        count = len(set(names.values()))
+        if count < 2 or self.format in LINES:
+            return
+        if not self.output:
+            kind = "a folder" if self.format in SUFFIXES else "a file"
+            raise UserError(f"--format {self.format} of {count} recordings needs --output, {kind}")
+        if self.format in SUFFIXES and self.alone:
+            raise UserError(f"--output {self.output} is the file of one recording, got {count}: name a folder")
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -214,34 +225,22 @@ def names_of(entries, clean=str, together=False):
     return names
 
 
-def check_names(args, names):
-    """Raises where the output has no place for so many recordings."""
-    count = len(set(names.values()))
-    if count < 2 or args.format in LINES:
-        return
-    if not args.output:
-        kind = "a folder" if args.format in SUFFIXES else "a file"
-        raise UserError(f"--format {args.format} of {count} recordings needs --output, {kind}")
-    if args.format in SUFFIXES and alone(args):
-        raise UserError(f"--output {args.output} is the file of one recording, got {count}: name a folder")
-
-
 def column(name):
     """A name as one column of CTM."""
     return "_".join(shown(name).split())
 
 
 @contextlib.contextmanager
-def writer(args, entries):
-    """A function of (place in entries, Transcript) that writes what --format says; None: there is no transcript.
+def writer(to, entries):
+    """A function of (place in entries, Transcript) that writes what an Output says; None: there is no transcript.
 
     All is on the disk as it comes, in files that programs can read; JSON's list is closed at the end, whatever ends it.
     Raises where no transcript came.
     """
-    clean = column if args.format == "ctm" else shown
-    names = names_of(entries, clean, together=bool(getattr(args, "segments", None)))
-    check_names(args, names)
-    files = {"ctm": Rows}.get(args.format, Lines if args.format in LINES else Files)(args, entries, names)
+    clean = column if to.format == "ctm" else shown
+    names = names_of(entries, clean, together=bool(getattr(to, "segments", None)))
+    to.check_names(names)
+    files = {"ctm": Rows}.get(to.format, Lines if to.format in LINES else Files)(to, entries, names)
     count = 0
 
     def write(i, x):
@@ -256,7 +255,7 @@ def writer(args, entries):
             raise UserError("no recording could be used")
     except KeyboardInterrupt:
         files.close()
-        where = args.output or "the screen"
+        where = to.output or "the screen"
         raise KeyboardInterrupt(f"interrupted: {count} of {len(names)} recordings are written to {where}") from None
     except BaseException:
         with contextlib.suppress(UserError, OSError):
@@ -275,8 +274,8 @@ def in_order(words):
 class Lines:
     """A line for each Transcript, in the order of their entries: each once it is known what those before it are."""
 
-    def __init__(self, args, entries, names):
-        self.args, self.entries, self.names, self.file, self.known = args, entries, names, None, {}
+    def __init__(self, to, entries, names):
+        self.to, self.entries, self.names, self.file, self.known = to, entries, names, None, {}
         self.waiting = collections.defaultdict(list)  # places in entries that are to come, the first one last
         for i in sorted(names, key=self.place, reverse=True):
             self.waiting[self.group(i)].append(i)
@@ -300,21 +299,21 @@ class Lines:
         with in_a_line(shown(self.entries[i].name)):
             text = self.text(i, x)
         if self.file is None:  # an earlier file stays until there is something to write
-            self.file = outputs.Growing(self.args.output) if self.args.output else outputs.Screen()
-            text = text.removeprefix(",\n").join(["[", ""]) if self.args.format == "json" else text
+            self.file = outputs.Growing(self.to.output) if self.to.output else outputs.Screen()
+            text = text.removeprefix(",\n").join(["[", ""]) if self.to.format == "json" else text
         self.file.write(text)
 
     def text(self, i, x):
-        if self.args.format == "text":
+        if self.to.format == "text":
             return f"{shown(self.entries[i].name)}\t{x.text}\n"
         line = json.dumps(x.object(self.entries[i]), ensure_ascii=False)
-        return f"{line}\n" if self.args.format == "jsonl" else f",\n{line}"
+        return f"{line}\n" if self.to.format == "jsonl" else f",\n{line}"
 
     def close(self):
         try:
             for i in sorted(self.known, key=self.place):
                 self.release(i)
-            if self.file is not None and self.args.format == "json":
+            if self.file is not None and self.to.format == "json":
                 self.file.write("]\n")
         finally:
             if self.file is not None:
@@ -332,7 +331,7 @@ class Rows(Lines):
 
     def text(self, i, x):
         rows = io.StringIO()
-        with in_a_line(f"--format {self.args.format}"):
+        with in_a_line(f"--format {self.to.format}"):
             timing.write_ctm(rows, {self.names[i]: x.words})
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
         return rows.getvalue().replace("\n", more)
@@ -341,8 +340,8 @@ class Rows(Lines):
 class Files:
     """A file for each recording. While segments of it come, it is written again from time to time."""
 
-    def __init__(self, args, entries, names):
-        self.args, self.entries, self.names = args, entries, names
+    def __init__(self, to, entries, names):
+        self.to, self.entries, self.names = to, entries, names
         self.missing = collections.Counter(names.values())  # segments of each recording
         self.found = collections.defaultdict(list)  # (second in which it begins, Transcript) of each recording
         self.next = {}  # when to write the file of a recording again
@@ -353,7 +352,7 @@ class Files:
             self.found[name].append((self.entries[i].start, x))
         self.missing[name] -= 1
         done, began = not self.missing[name], time.monotonic()
-        if name in self.found and (done or (self.args.output and x is not None and began >= self.next.get(name, 0))):
+        if name in self.found and (done or (self.to.output and x is not None and began >= self.next.get(name, 0))):
             self.write(name)
             self.next[name] = time.monotonic() + SHARE * (time.monotonic() - began)
         if done:
@@ -361,13 +360,13 @@ class Files:
             self.next.pop(name, None)
 
     def write(self, name):
-        with in_a_line(f"--format {self.args.format}"):
+        with in_a_line(f"--format {self.to.format}"):
             text = self.text(sorted(self.found[name], key=lambda x: x[0]))
-        if not self.args.output:
+        if not self.to.output:
             outputs.Screen().write(text)
             return
-        single = alone(self.args)
-        path = self.args.output if single else self.args.output / f"{name}{SUFFIXES[self.args.format]}"
+        single = self.to.alone
+        path = self.to.output if single else self.to.output / f"{name}{SUFFIXES[self.to.format]}"
         with outputs.writing(path):
             path.parent.mkdir(exist_ok=True)
         with outputs.whole(path) as part:
@@ -375,21 +374,21 @@ class Files:
 
     def text(self, parts):
         end, speakers = max(start + x.duration for start, x in parts), {x.speaker for _, x in parts}
-        if speakers != {""} and self.args.format != "textgrid":
-            return spoken_captions(self.args.format, parts, end)
+        if speakers != {""} and self.to.format != "textgrid":
+            return spoken_captions(self.to.format, parts, end)
         if speakers != {""}:
             file = io.StringIO()
             tiers = {y: in_order(word for _, x in parts if x.speaker == y for word in x.words) for y in sorted(speakers)}
             timing.write_textgrid(file, {name or "words": words for name, words in tiers.items()}, end)
             return file.getvalue()
         spoken = in_order(word for _, x in parts for word in x.words)
-        if self.args.format == "textgrid":
+        if self.to.format == "textgrid":
             file = io.StringIO()
             timing.write_textgrid(file, {"words": spoken}, end)
             return file.getvalue()
         space = parts[0][1].space
         texts = space.join(x.text for _, x in parts if x.words)
-        return captioned(self.args.format, captions(spoken, end, space, texts))
+        return captioned(self.to.format, captions(spoken, end, space, texts))
 
     def close(self):
         for name in [*self.found]:

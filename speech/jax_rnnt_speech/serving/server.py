@@ -12,7 +12,6 @@ import json
 import logging
 import sys
 import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
@@ -117,11 +116,10 @@ class Asked(NamedTuple):
 
 
 class Server:
-    """`options`: those of the command."""
+    """`options`: a `serving.options.Serving` with a name."""
 
     def __init__(self, model, decoding, options):
         self.model, self.decoding, self.options = model, decoding, options
-        self.name, self.origins = options.name or Path(options.model).resolve().name, getattr(options, "cors", [])
         self.languages = {}  # (Decoding, whether the language decides anything) of those that forms have named
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
@@ -146,7 +144,7 @@ class Server:
     async def answered(self, request, handler):
         """Errors as objects, in OpenAI's form."""
         try:
-            if request.method == "OPTIONS" and self.allowed(request) in self.origins:
+            if request.method == "OPTIONS" and self.allowed(request) in self.options.cors:
                 return web.Response(status=204)
             return await handler(request)
         except Problem as error:
@@ -162,13 +160,13 @@ class Server:
 
     def allowed(self, request):
         """The origin whose pages may read the answer, if it is one of --cors."""
-        return "*" if "*" in self.origins else request.headers.get("Origin")
+        return "*" if "*" in self.options.cors else request.headers.get("Origin")
 
     async def allow(self, request, response):
         """Adds the headers of CORS."""
-        if self.origins:
+        if self.options.cors:
             response.headers["Vary"] = "Origin"
-        if (origin := self.allowed(request)) not in self.origins:
+        if (origin := self.allowed(request)) not in self.options.cors:
             return
         response.headers["Access-Control-Allow-Origin"] = origin
         if request.method == "OPTIONS":
@@ -179,13 +177,13 @@ class Server:
 
     async def health(self, _):
         counts = {"files": self.uploads, "streams": len(self.sockets), "connections": self.options.connections}
-        return web.json_response({"status": "ok", "model": self.name} | counts)
+        return web.json_response({"status": "ok", "model": self.options.name} | counts)
 
     def described(self, name):
         return {"id": name, "object": "model", "created": 0, "owned_by": "jax_rnnt_speech"}
 
     async def models(self, _):
-        return web.json_response({"object": "list", "data": [self.described(self.name)]})
+        return web.json_response({"object": "list", "data": [self.described(self.options.name)]})
 
     async def one_model(self, request):
         name = request.match_info["name"]
@@ -193,8 +191,8 @@ class Server:
         return web.json_response(self.described(name))
 
     def check_name(self, name):
-        if name != self.name and name not in ALIASES:
-            raise Problem(404, f"no model {shown(name)}: there is {self.name}", "model", "model_not_found")
+        if name != self.options.name and name not in ALIASES:
+            raise Problem(404, f"no model {shown(name)}: there is {self.options.name}", "model", "model_not_found")
 
     async def translation(self, _):
         raise Problem(404, "nothing is translated: /v1/audio/transcriptions writes what is said")
@@ -556,10 +554,11 @@ def segments(captions, labels):
     return found
 
 
-def run(server, options):
+def run(server):
     """Serves until it is interrupted."""
+    options = server.options
     ways = "POST /v1/audio/transcriptions" + (", WebSocket /v1/stream" if server.slots else "")
-    print(f"{server.name} at http://{options.host}:{options.port}: {ways}", flush=True)
+    print(f"{options.name} at http://{options.host}:{options.port}: {ways}", flush=True)
     # Handlers end with their clients, which makes their places free.
     quiet = {"access_log": None, "print": None, "handler_cancellation": True}
     web.run_app(server.application(), host=options.host, port=options.port, **quiet)

@@ -16,24 +16,24 @@ from tqdm import tqdm
 from jax_rnnt_speech.system import UserError
 
 
-def join(args):
+def join(platform, count, coordinator=None, processes=None, process=None, heartbeat=60):
     """Waits for the other processes. Errors and warnings of all but the first then begin with their number."""
-    numbers = args.processes, args.process
-    if args.coordinator in (None, "auto"):
+    numbers = processes, process
+    if coordinator in (None, "auto"):
         if numbers != (None, None):
             raise UserError("--processes and --process need --coordinator HOST:PORT")
-    elif None in numbers or args.process >= args.processes:
-        raise UserError(f"--coordinator {args.coordinator} needs --processes N and --process I, with I from 0 to N - 1")
-    if args.coordinator:
-        if args.process:
-            wait_for(args.coordinator, args.heartbeat)
-        known = {"coordinator_address": args.coordinator, "num_processes": args.processes, "process_id": args.process}
-        more = {"initialization_timeout": max(60, args.heartbeat), "heartbeat_timeout_seconds": args.heartbeat}
+    elif None in numbers or process >= processes:
+        raise UserError(f"--coordinator {coordinator} needs --processes N and --process I, with I from 0 to N - 1")
+    if coordinator:
+        if process:
+            wait_for(coordinator, heartbeat)
+        known = {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
+        more = {"initialization_timeout": max(60, heartbeat), "heartbeat_timeout_seconds": heartbeat}
         try:
-            jax.distributed.initialize(**(known if args.coordinator != "auto" else {}), **more)
+            jax.distributed.initialize(**(known if coordinator != "auto" else {}), **more)
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"--coordinator {args.coordinator}: {str(error).splitlines()[0]}") from None
-    devices(args.platform, args.devices)
+            raise UserError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}") from None
+    devices(platform, count)
     if jax.process_index():
         sys.stderr = Numbered(sys.stderr, f"process {jax.process_index()}: ")
 

@@ -35,8 +35,8 @@ def training(data, config, buckets, part, texts=None):
         whole = batches.mixed(bucket.members, data.corpus, config).random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]
         parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
-    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.optimiser.seed)
-    return whole.seed(config.optimiser.seed).random_map(with_texts) if texts else whole
+    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.run.seed)
+    return whole.seed(config.run.seed).random_map(with_texts) if texts else whole
 
 
 def read(epoch, first, end):

@@ -29,7 +29,7 @@ def mean_loss(model, params, batch, step, layers=None):
     network = model.network(params, step)
     x = model.encoded(network, x, batch, layers)
     x = x._replace(frame_lengths=jnp.maximum(x.frame_lengths, 1))
-    values = model.variant.compute(model.loss, network, x, config.objective.joint == "tiles")
+    values = model.variant.compute(model.loss, network, x, config.network.joint == "tiles")
     if config.objective.ctc:
         values += config.objective.ctc * losses.of_ctc(None, network, x, None)
     value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
@@ -45,7 +45,7 @@ def evaluated(model, params, batch, decoding):
     """Sum of losses, and labels [B, L] with their numbers [B]."""
     network = model.network(params)
     x = model.encoded(network, model.inputs(batch), batch, language=decoding.language)
-    values = model.variant.compute(model.loss, network, x, model.config.objective.joint == "tiles")
+    values = model.variant.compute(model.loss, network, x, model.config.network.joint == "tiles")
     hypotheses = search(model, network, x.frames, x.frame_lengths, decoding)
     return jnp.where(batch["valid"], values, 0).sum(), hypotheses.labels, hypotheses.counts
 

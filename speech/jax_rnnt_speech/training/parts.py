@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_rnnt_speech.system import UserError
 
@@ -64,7 +63,7 @@ class Parts:
         if not any(self.trained):
             raise UserError(f"--freeze {config.optimiser.freeze} leaves nothing to train")
         free = (path for path, trained in zip(self.paths, self.trained) if trained)
-        if config.objective.batch_norm == "batch" and not any(path.endswith(STATISTICS) for path in free):
+        if config.network.batch_norm == "batch" and not any(path.endswith(STATISTICS) for path in free):
             raise UserError(f"--batch-norm batch: --freeze {config.optimiser.freeze} leaves no batch norm to train")
         matching = {p: [(len(x), factor) for x, factor in rates if within(p, x)] for p in self.paths}
         factors = [max(matching[path])[1] if matching[path] else 1.0 for path in self.paths]
@@ -82,7 +81,7 @@ class Parts:
     def statistics(self, config, frozen):
         """Paths of batch norms' statistics that --batch-norm freezes, beside the prefixes that --freeze names."""
         found = [path for path in self.paths if path.endswith(STATISTICS)]
-        if config.objective.batch_norm == "frozen":
+        if config.network.batch_norm == "frozen":
             return found
         if not found:
             raise UserError("--batch-norm batch: the encoder has no batch norm")
@@ -110,22 +109,3 @@ class Parts:
         for name, group in self.groups.items():
             leaves |= zip(group, unstacked(known[name]) if len(group) > 1 else [known[name]])
         return jax.tree_util.tree_unflatten(self.tree, [leaves[i] for i in range(len(self.paths))])
-
-
-def placed(mesh, tree, shard):
-    """Where each array lies: on all devices, or with `shard` in parts, along its largest dimension that allows it."""
-
-    def place(x):
-        axes = [i for i, size in enumerate(np.shape(x)) if size and size % mesh.size == 0]
-        if not shard or not axes:
-            return NamedSharding(mesh, PartitionSpec())
-        axis = max(axes, key=lambda i: np.shape(x)[i])
-        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
-
-    return jax.tree.map(place, tree)
-
-
-def shapes_in_place(mesh, tree, shard=False):
-    """Shapes of these arrays, which may be shapes themselves, where `placed` has them."""
-    places = placed(mesh, tree, shard)
-    return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), tree, places)

@@ -10,13 +10,13 @@ from jax_rnnt_speech.training import objective
 from jax_rnnt_speech.training.parts import STATISTICS
 
 
-def make_optimizer(options, factors=None):
+def make_optimizer(options, steps, factors=None):
     """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
 
     `options`: a `config.Optimiser`. `factors` of the learning rate, by the path of a parameter; None: weights are any
     tree, and learn alike.
     """
-    updates = max(1, options.steps // options.accumulate)
+    updates = max(1, steps // options.accumulate)
     warmup = 1 + int(options.warmup * updates)
     schedule = optax.warmup_cosine_decay_schedule(0, options.learning_rate, warmup, max(updates, warmup) + 1)
     optimizer = optax.adamw(schedule, b2=0.98, weight_decay=options.decay)
@@ -53,6 +53,11 @@ def first_state(options, optimizer, weights):
     if options.average:
         state |= {"average": jax.tree.map(jnp.copy, weights), "updates": jnp.zeros((), jnp.int32)}
     return state
+
+
+def used(options):
+    """The name in a state of the weights that are tested and used."""
+    return "average" if options.average else "weights"
 
 
 def averaged(options, before, state):

@@ -53,5 +53,5 @@ def make(config, inputs, fields, *, dtype, rngs):
         known = {field.name for field in dataclasses.fields(sizes)}
         encoder = kind(sizes(**{name: x for name, x in fields.items() if name in known}), dtype=dtype, rngs=rngs)
     encoder.remat, encoder.scan = config.compute.remat, config.compute.scan
-    encoder.set_attributes(use_running_average=config.objective.batch_norm == "frozen", raise_if_not_found=False)
+    encoder.set_attributes(use_running_average=config.network.batch_norm == "frozen", raise_if_not_found=False)
     return encoder

@@ -125,7 +125,7 @@ class Block(nnx.Module):
     whole = None, None  # the state of whole utterances, in which every frame sees all others
 
     def __init__(self, config, *, dtype, rngs):
-        more, sizes, dropout = {"dtype": dtype, "rngs": rngs}, config.blocks, config.objective.dropout
+        more, sizes, dropout = {"dtype": dtype, "rngs": rngs}, config.blocks, config.network.dropout
         self.first = FeedForward(sizes.width, sizes.expansion * sizes.width, dropout, **more)
         chunks = config.encoder.chunk, config.encoder.past
         self.attention = Attention(sizes.width, sizes.heads, *chunks, dropout, **more)

@@ -17,7 +17,7 @@ class Residual(nnx.Module):
         self.norm = layer_norm(width, dtype=dtype, rngs=rngs)
         shape = {"kernel_size": (config.blocks.convolution,), "kernel_dilation": dilation, "padding": "VALID"}
         self.conv = nnx.Conv(width, width, **shape, dtype=dtype, rngs=rngs)
-        self.dropout = nnx.Dropout(config.objective.dropout, rngs=rngs)
+        self.dropout = nnx.Dropout(config.network.dropout, rngs=rngs)
 
     def initial(self, batch):
         return jnp.zeros((batch, self.reach - 1, self.conv.in_features))

@@ -1,0 +1,88 @@
+"""What a training writes into its run: checkpoints with what it takes to go on from them, and the best one."""
+
+import dataclasses
+import hashlib
+import json
+
+import jax
+
+from jax_rnnt_speech import models, runs
+from jax_rnnt_speech.config.files import to_json
+from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.training.evaluation import Rates
+
+
+@dataclasses.dataclass
+class Progress:
+    """The best test so far, and how many came after it. It is stored with each checkpoint."""
+
+    step: int = 0
+    rates: Rates | list | None = None  # None: there was no test
+    since: int = 0
+
+    def better(self, step, rates):
+        """Whether these are the best rates, by WER and then by CER; takes note of them."""
+        self.since += 1
+        if self.rates is None or (rates.wer, rates.cer) < (self.rates.wer, self.rates.cer):
+            self.step, self.rates, self.since = step, rates, 0
+        return self.since == 0
+
+    @classmethod
+    def of(cls, stored):
+        return cls(**stored | {"rates": stored["rates"] and Rates(*stored["rates"])})
+
+
+def digest(corpus):
+    """What tells that a corpus has other utterances."""
+    return hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
+
+
+class Record:
+    """The checkpoints of a run with these corpora, and its `model`."""
+
+    def __init__(self, run, train, valid):
+        self.run, self.progress, self.corpus, self.model = run, Progress(), train, None
+        self.stored = {"utterances": digest(train), "held_out": digest(valid)}
+
+    def open(self, config, devices, start):
+        """The model, new or restored. An earlier run is opened now, and a new one once all is checked."""
+        more = {"implementation": start.implementation}
+        if self.run.last is None:
+            self.model = models.fresh(config, self.corpus, **more)
+            return self.model
+        self.run.open()
+        setup = self.run.setup("params", "training")
+        changed = [name for name, x in self.stored.items() if setup.get(name) not in (None, x)]
+        if changed and not start.change:
+            kind = "training" if "utterances" in changed else "held-out"
+            raise UserError(f"{start.workdir} holds a run with other {kind} utterances: --change allows that")
+        self.model = Model.from_setup(setup | {"config": to_json(config)}, **more)
+        (params,) = self.run.restore(params=devices.shapes(self.model.shapes))
+        self.model.params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        if "held_out" not in changed:  # rates of other utterances say nothing about those to come
+            self.progress = Progress.of(setup["progress"])
+        return self.model
+
+    def setup(self):
+        return self.model.setup() | self.stored | {"progress": dataclasses.asdict(self.progress)}
+
+    def best(self, devices):
+        """(step, parameters) of the best checkpoint."""
+        folder = self.run.whole(["params"], runs.BEST_FIRST)
+        (params,) = self.run.restore(folder, params=devices.shapes(self.model.shapes))
+        return int(folder.name), params
+
+    def tested(self, step, rates, params):
+        """Saves parameters if they are the best so far."""
+        if self.progress.better(step, rates):
+            self.run.save(step, self.setup(), best=True, params=params)
+
+    def save(self, step, params, training):
+        """Saves all that the steps after this one need."""
+        self.run.save(step, self.setup(), params=params, training=training)
+
+    def impatient(self):
+        """Whether the run ends because no test of late was better."""
+        patience = self.model.config.run.patience
+        return patience and self.progress.since >= patience
