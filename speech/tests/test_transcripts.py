@@ -408,7 +408,9 @@ def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):
     for form, (ann, bo) in names.items():
         cues = said(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")
         lines = [x.split("\n")[form == "srt" :] for x in cues]
-        texts = {name: " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name)) for name in (ann, bo)}
+        texts = {
+            name: " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name)) for name in (ann, bo)
+        }
         for name, who in ((ann, "Ann <&>"), (bo, "Bo")):
             assert "".join(texts[name].split()) == "".join(word for speaker, word, _ in words if speaker == who)
         begins = [x[0][:12] for x in lines]
@@ -418,17 +420,29 @@ def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):
     grid = said("textgrid").out
     assert [x.split('"')[1] for x in grid.splitlines() if "name = " in x] == ["Ann <&>", "Bo"]
     rttm = ["SPKR-INFO a 1 <NA> <NA> <NA> unknown Bo <NA>", "SPEAKER a 1 0.75 0.5 <NA> <NA> Bo <NA> <NA>"]
-    rttm += ["SPEAKER a 1 1.0 0.5 <NA> <NA> Bo <NA> <NA>", "SPEAKER a 1 0 -1 <NA> <NA> Bo", "SPEAKER b 1 0 1 <NA> <NA> Bo <NA>"]
+    rttm += [
+        "SPEAKER a 1 1.0 0.5 <NA> <NA> Bo <NA> <NA>",
+        "SPEAKER a 1 0 -1 <NA> <NA> Bo",
+        "SPEAKER b 1 0 1 <NA> <NA> Bo <NA>",
+    ]
     (tmp_path / "a.rttm").write_text("\n".join(rttm))
     out, error = said("text", "a.rttm", 1)
     assert out.split("\t")[1] == f"{alone[1].text}\n"
-    for x in ("SPKR-INFO are not used: 1", "a.rttm, line 4: it must end after it begins", "b: no recording has this name"):
+    for x in (
+        "SPKR-INFO are not used: 1",
+        "a.rttm, line 4: it must end after it begins",
+        "b: no recording has this name",
+    ):
         assert x in error
     (tmp_path / "a.ctm").write_text("a 1 0.75 0.3 so 0.9 lex Bo\na 1 1.25 0.25 be 0.9 lex Bo\na 1 9 1 it NA lex Bo\n")
     out, error = said("text", "a.ctm", 1)
     assert out.split("\t")[1] == f"{alone[1].text}\n" and "a segment beyond the end of its file" in error
     (tmp_path / "b.rttm").write_text(rttm[-1])
-    for file, message in (("b.rttm", "has no segment of"), ("none.rttm", "is no file"), ("a.flac", "must end in .rttm")):
+    for file, message in (
+        ("b.rttm", "has no segment of"),
+        ("none.rttm", "is no file"),
+        ("a.flac", "must end in .rttm"),
+    ):
         refused([*command, tmp_path / file], message)
 
 

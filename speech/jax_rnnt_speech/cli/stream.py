@@ -13,6 +13,7 @@ from jax_rnnt_speech.config.options import amount, option
 from jax_rnnt_speech.data.audio import AudioError
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import streams, unheard
+from jax_rnnt_speech.recognition.live import Windowed
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError
 
@@ -24,9 +25,25 @@ class Live:
     endpoint: float = option(
         0.0, amount, "seconds of silence that end an utterance and its line; with 0, none does (0)", metavar="S"
     )
+    left: float | None = option(
+        None, amount, "for a model that sees whole utterances: seconds that it hears before each chunk (10)", metavar="S"
+    )
+    chunk: float | None = option(None, amount, "seconds that become final at once, likewise (2)", metavar="S")
+    right: float | None = option(
+        None, amount, "seconds that it hears behind each chunk, likewise, for which final words wait (2)", metavar="S"
+    )
     json: bool = option(
         False, bool, "print a JSON object on each line: words, text that may change, endpoints", action="store_true"
     )
+
+    def stream(self, model, decoding):
+        """A Stream of the model."""
+        sizes = {name: x for name in ("left", "chunk", "right") if (x := getattr(self, name)) is not None}
+        if sizes:
+            return Windowed(model, decoding, self.endpoint, **sizes)
+        if not model.chunk:
+            raise UserError(f"{streams.WHOLE}, or any with --left, --chunk and --right, such as 10, 2 and 2")
+        return streams.Stream(model, decoding, self.endpoint)
 
 
 def stream(args):
@@ -34,7 +51,7 @@ def stream(args):
     model = command_line.taken(args, Computing).opened()
     decoding, bad = decoding_of(searching, model), 0
     for file in args.files or [None]:
-        live = streams.Stream(model, decoding, options.endpoint)
+        live = options.stream(model, decoding)
         try:
             show = show_events if options.json else show_words
             show(live, events_of(live, file), file, len(args.files) > 1)
@@ -59,7 +76,7 @@ def events_of(live, file):
 
 
 def show_words(live, events, file, named):
-    """A line for each utterance, as its words come; an empty one if there are none. `named`: it begins with the file."""
+    """A line for each utterance, as its words come; an empty one if there are none. `named`: they begin with the file."""
     begin, said, inside = f"{file}\t" if named else "", False, False
     for x in events:
         if x["type"] == "unheard":

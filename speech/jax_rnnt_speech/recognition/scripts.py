@@ -64,11 +64,18 @@ def mask_of_scripts(tokens, classes, scripts):
     written = {unicode.script(x) for text in tokens.texts for x in text}
     # Bytes are needed for a script of which no label writes a character.
     bare = [x for x in scripts if x not in written]
-    characters = (chr(i) for i in itertools.chain(range(0xD800), range(0xE000, 0x110000)))
-    missing = {x for x in characters if unicode.script(x) in bare} if bare and has_bytes(tokens) else set()
+    missing = set(characters_of(bare)) if has_bytes(tokens) else set()
     if lost := [x for x in bare if not any(unicode.script(y) == x for y in missing)]:
         raise UserError(f"the model's vocabulary has no label of the script {', '.join(map(name_of, lost))}")
     return mask(tokens, classes, lambda x: unicode.script(x) in wanted, missing)
+
+
+def characters_of(scripts):
+    """All characters of some scripts."""
+    ends = [*unicode.Scripts.RANGES[1:], 0x110000]
+    for begin, end, script in zip(unicode.Scripts.RANGES, ends, unicode.Scripts.VALUES):
+        if script in scripts:
+            yield from map(chr, range(begin, end))
 
 
 def mask_of_characters(tokens, classes, characters):

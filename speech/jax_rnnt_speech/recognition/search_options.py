@@ -107,10 +107,10 @@ def word_bonus(model):
     return WordBonus(jnp.array(separates + none), jnp.array(spells + none))
 
 
-def phrases(path, model, usual):
-    """The Phrases of a file, spelled as the vocabulary spells texts; what it cannot spell is named, and left out.
+def spelled(path, model, usual):
+    """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
 
-    `usual`: the weight of lines without one.
+    What it cannot spell is named, and left out. `usual`: the number of lines without one.
     """
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
     try:
@@ -127,13 +127,19 @@ def phrases(path, model, usual):
         if not text.strip() or not math.isfinite(weight):
             raise UserError(f"--phrases {path}, line {i}: expected TEXT, or TEXT, a tab and a number, got {line!r}")
         if labels := model.tokens.encode(normalize(text)):
-            found.append((labels, weight))
+            found.append((text, labels, weight))
         else:
             print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
     if not found:
         raise UserError(f"--phrases {path} has no phrase that the model's vocabulary can spell")
+    return found
+
+
+def phrases(path, model, usual):
+    """The Phrases of a file, whose numbers are weights."""
+    _, labels, weights = map(list, zip(*spelled(path, model, usual)))
     try:
-        return decode.Phrases(*map(list, zip(*found)), classes=model.blank + 1)
+        return decode.Phrases(labels, weights, classes=model.blank + 1)
     except ValueError as error:
         raise UserError(f"--phrases {path}: {error}") from None
 
@@ -153,7 +159,10 @@ def decoding_of(options, model):
     if ctc and (options.beam or fusion or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     language = model.language(options.prompt) if options.prompt else None
-    kind, mask = None if kind == PROBABILITY else decode.Entropy(kind), allowed(model, options.script, options.only_characters)
+    kind, mask = (
+        None if kind == PROBABILITY else decode.Entropy(kind),
+        allowed(model, options.script, options.only_characters),
+    )
     return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask)
 
 

@@ -27,6 +27,7 @@ from jax_rnnt_speech.system import UserError, programs
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
 CONTEXT = 8  # labels before others that may change what those write: a space, or none
+WHOLE = "the model sees whole utterances: only one that was trained with --chunk can stream"
 PART = "\ufffd"  # what a tokenizer writes for a part of a character
 
 
@@ -71,7 +72,7 @@ class Slots:
 
     def __init__(self, model, count=1, decoding=GREEDY):
         if not model.chunk:
-            raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
+            raise UserError(WHOLE)
         self.model, self.count, self.decoding, self.free = model, count, decoding, list(range(count))
         encoder = model.network(model.params).encoder
         self.sizes = [encoder.frames_of_step(first) for first in (False, True)]

@@ -378,7 +378,9 @@ class Files:
             return spoken_captions(self.to.format, parts, end)
         if speakers != {""}:
             file = io.StringIO()
-            tiers = {y: in_order(word for _, x in parts if x.speaker == y for word in x.words) for y in sorted(speakers)}
+            tiers = {
+                y: in_order(word for _, x in parts if x.speaker == y for word in x.words) for y in sorted(speakers)
+            }
             timing.write_textgrid(file, {name or "words": words for name, words in tiers.items()}, end)
             return file.getvalue()
         spoken = in_order(word for _, x in parts for word in x.words)

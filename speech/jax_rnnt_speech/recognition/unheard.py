@@ -154,5 +154,3 @@ def line(name, found):
     """What a person is told."""
     times = ", ".join(f"{a:.1f} to {b:.1f} s" for a, b in found)
     return f"{name}: speech without words: {times}"
-
-
