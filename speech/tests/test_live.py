@@ -1,4 +1,4 @@
-"""Live text by encoders that see whole windows: where each window has all that a row sees, it is the text of the whole."""
+"""Live text by encoders that see whole windows: that of the whole where each window has all that a row sees."""
 
 import numpy as np
 import pytest

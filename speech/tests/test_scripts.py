@@ -19,7 +19,8 @@ def test_labels_of_scripts():
     """Digits, marks and punctuation are of all scripts, mixed pieces of none; bytes are for scripts without labels."""
     tokens = asr.data.tokens.Characters("Aäжб今はハ가1.ー\u0301 ")
     for names, expected in (
-        ("latin", "Aä"), ("Cyrillic", "жб"), ("latin,Cyrl", "Aäжб"), ("Jpan", "今はハ"), ("han", "今"), ("kore", "今가"),
+        ("latin", "Aä"), ("Cyrillic", "жб"), ("latin,Cyrl", "Aäжб"), ("Jpan", "今はハ"), ("han", "今"),
+        ("kore", "今가"),
     ):  # fmt: skip
         mask = scripts.mask_of_scripts(tokens, 14, scripts.codes(names))
         assert kept(tokens, mask) == [x for x in tokens.pieces if x in expected + "1.ー\u0301 "] and mask[13]

@@ -152,8 +152,8 @@ def test_second_texts():
     )
     second, seconds = labels("CC C", [5, 6, 7, 8]), model.seconds
     for first, sure, text in (
-        ("", 0.9, "CC C"), ("A|B", 0.9, None), ("A |B", 0.9, "A CC C B"), ("A| B", 0.9, "A CC C B"), ("A |B", 0.4, None),
-        ("A|", 0.9, "A CC C"), ("|B", 0.9, "CC C B"),
+        ("", 0.9, "CC C"), ("A|B", 0.9, None), ("A |B", 0.9, "A CC C B"), ("A| B", 0.9, "A CC C B"),
+        ("A |B", 0.4, None), ("A|", 0.9, "A CC C"), ("|B", 0.9, "CC C B"),
     ):  # fmt: skip
         before, _, after = first.partition("|")
         known = labels(before + after, [*range(len(before)), *range(40, 40 + len(after))])

@@ -26,7 +26,10 @@ class Live:
         0.0, amount, "seconds of silence that end an utterance and its line; with 0, none does (0)", metavar="S"
     )
     left: float | None = option(
-        None, amount, "for a model that sees whole utterances: seconds that it hears before each chunk (10)", metavar="S"
+        None,
+        amount,
+        "for a model that sees whole utterances: seconds that it hears before each chunk (10)",
+        metavar="S",
     )
     chunk: float | None = option(None, amount, "seconds that become final at once, likewise (2)", metavar="S")
     right: float | None = option(
@@ -76,7 +79,7 @@ def events_of(live, file):
 
 
 def show_words(live, events, file, named):
-    """A line for each utterance, as its words come; an empty one if there are none. `named`: they begin with the file."""
+    """A line for each utterance, as its words come; an empty one if there are none. `named`: with the file."""
     begin, said, inside = f"{file}\t" if named else "", False, False
     for x in events:
         if x["type"] == "unheard":

@@ -1,4 +1,4 @@
-"""Words of a recording as it arrives, by an encoder that sees whole windows: left, chunk and right (as NeMo calls them).
+"""Words of a recording as it arrives, by an encoder that sees whole windows: left, chunk and right, as in NeMo.
 
 Each window is a chunk with what comes before and after it. Labels of the chunk are final, as one search goes on from
 chunk to chunk, and so are frames that a label of TDT reads beyond one. Those of the right part are open: the next

@@ -43,7 +43,7 @@ def best(hypotheses):
 
 
 def in_float32(joint):
-    """A LinearJoint whose sums and logits are float32 where its products are of fewer bits: rounded logits have ties."""
+    """A LinearJoint whose logits are float32, also where its products have fewer bits: rounded logits have ties."""
     if joint.weight.dtype == jnp.float32:
         return joint
 

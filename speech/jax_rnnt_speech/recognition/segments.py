@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np

@@ -40,15 +40,16 @@ def scored(model, params, rows, lengths, targets, counts):
     network = model.network(params)
     rows = model.prompted(network, rows)
     states = network.predictor(targets)  # [P, U + 1, E]
-    logits = network.joint.logits(rows, states[:, None])
-    return model.loss.spot(logits, targets[:, None], lengths, counts[:, None])
+    logits = network.joint.logits(rows[None], states[:, None])
+    return model.loss.spot(logits, targets[:, None], lengths[None], counts[:, None])
 
 
 def windows_of(model, recording, overlap):
     """(number of the first row, rows [N, E] on the device, how many count, whether they are the last) of a Recording."""
     frames = model.extractor.count(recording.size)
     while not recording.error and recording.frames:
-        x, first, last = model.features(recording.samples[: recording.size]), recording.row - recording.begin, recording.last
+        x, first = model.features(recording.samples[: recording.size]), recording.row - recording.begin
+        last = recording.last
         if not recording.long and not recording.row:
             frames = 1 << max(9, (len(x) - 1).bit_length())
         batch = np.pad(x, ((0, frames - len(x)), (0, 0)))[None]

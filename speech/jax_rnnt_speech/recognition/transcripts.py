@@ -198,8 +198,8 @@ class Output:
 def names_of(entries, clean=str, together=False):
     """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
 
-    Where segments of a file overlap, each has its own name, unless all are `together`, as those of speakers are. `clean`
-    makes a text one that can be written.
+    Where segments of a file overlap, each has its own name, unless all are `together`, as those of speakers are.
+    `clean` makes a text one that can be written.
     """
     files = collections.defaultdict(list)
     for i, x in enumerate(entries):

@@ -138,11 +138,16 @@ def joined(model, first, second, rows, begin, end):
         return None
     else:
         space = [[], []]
-    gap = lambda labels, frame: Labels(labels, *([x] * len(labels) for x in (frame, 0.0, 1.0, 0)))
-    pieces = (
-        first.part(place), gap(space[0], more.frames[0]), more, gap(space[1], more.frames[-1]), first.part(place, None),
-    )  # fmt: skip
-    return Labels(*(sum((list(x) for x in parts), []) for parts in zip(*pieces)))
+    found = Labels(*map(list, first.part(place)))
+    for part in (spaces(space[0], more.frames[0]), more, spaces(space[1], more.frames[-1]), first.part(place, None)):
+        for x, y in zip(found, part):
+            x.extend(y)
+    return found
+
+
+def spaces(labels, frame):
+    """Labels that nobody said, in a frame."""
+    return Labels(labels, *([x] * len(labels) for x in (frame, 0.0, 1.0, 0)))
 
 
 def rounded(found):

@@ -354,8 +354,10 @@ class Server:
         found = {}
         for decoding in {id(x.decoding): x.decoding for x in files}.values():  # files of a language are a batch
             some = [x for x in files if x.decoding is decoding]
-            watch = lambda i, labels, some=some: some[i].watch(labels)
-            results = recognise.transcribe(self.model, map(self.samples, some), decoding, watch)
+            watches = [x.watch for x in some]
+            results = recognise.transcribe(
+                self.model, map(self.samples, some), decoding, lambda i, labels, of=watches: of[i](labels)
+            )
             found |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
         return [found[id(x)] for x in files]
 
