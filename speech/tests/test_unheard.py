@@ -68,7 +68,7 @@ def near(spans, truth):
 @pytest.fixture(scope="module")
 def deaf():
     """(model, taken): a function in the place of `windows.taken` that finds nothing in windows of so many rows."""
-    model, taken = random_model(**CONVOLUTIONAL), windows.taken
+    model, taken = random_model(**CONVOLUTIONAL, chunk=0), windows.taken
 
     def missing(least):
         def found(model, params, rows, lengths, *more):

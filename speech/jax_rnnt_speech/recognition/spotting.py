@@ -15,7 +15,7 @@ from jax_rnnt_speech.recognition.windows import Recording, window
 from jax_rnnt_speech.system import UserError, programs
 
 HALF = 2.0  # seconds: a longer phrase may be missed
-NODES = 2**22  # logits that a program computes at once, at most
+NODES, MOST = 2**24, 16  # logits that a program computes at once, and stretches, at most
 
 
 class Phrase(NamedTuple):
@@ -41,11 +41,13 @@ def scored(model, params, rows, lengths, targets, counts):
     rows = model.prompted(network, rows)
     states = network.predictor(targets)  # [P, U + 1, E]
     logits = network.joint.logits(rows[None], states[:, None])
-    return model.loss.spot(logits, targets[:, None], lengths[None], counts[:, None])
+    shape = len(targets), len(rows)
+    targets = jnp.broadcast_to(targets[:, None], (*shape, targets.shape[1]))
+    return model.loss.spot(logits, targets, jnp.broadcast_to(lengths, shape), jnp.broadcast_to(counts[:, None], shape))
 
 
 def windows_of(model, recording, overlap):
-    """(number of the first row, rows [N, E] on the device, how many count, whether they are the last) of a Recording."""
+    """(number of the first row, rows [N, E] on the device, how many count, whether they end it) of a Recording."""
     frames = model.extractor.count(recording.size)
     while not recording.error and recording.frames:
         x, first = model.features(recording.samples[: recording.size]), recording.row - recording.begin
@@ -69,7 +71,7 @@ def spot(model, name, samples, phrases):
     recording, open_ = Recording(name, samples, model, again=True), []
     counts = np.array([len(x.labels) for x in phrases], np.int32)
     targets = np.array([np.pad(x.labels, (0, counts.max() - len(x.labels))) for x in phrases], np.int32)
-    size = max(1, NODES // (2 * half * (counts.max() + 1) * model.classes * len(phrases)))
+    size = max(1, min(MOST, NODES // (2 * half * (counts.max() + 1) * model.classes * len(phrases))))
     for row, rows, count, last in windows_of(model, recording, 2 * half):
         starts = np.arange(0, max(count - half, 1), half)
         for some in np.split(starts, range(size, len(starts), size)):
