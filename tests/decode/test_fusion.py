@@ -99,9 +99,9 @@ def models_of(model, forbidden=None, memory=-0.4):
 
 
 def adjust(model):
-    """Options of a search, traced, that the truth now has too."""
-    model.temperature, model.penalty = np.float64(1.7), np.float64(0.8)
-    return dict(temperature=model.temperature, blank_penalty=model.penalty)
+    """Options of a search, traced, that the truth now has too: they act before fusion."""
+    model.temperature, model.penalty, model.threshold = np.float64(1.7), np.float64(0.8), np.float64(0.9)
+    return dict(temperature=model.temperature, blank_penalty=model.penalty, blank_threshold=model.threshold)
 
 
 # -------------------------------------------------------------------------------------- plain loops and enumeration

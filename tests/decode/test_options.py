@@ -46,14 +46,16 @@ TEMPERATURE = Number("temperature", (SMALLEST, 1.0, 1.7, LARGEST), (0.0, -1.0, S
 WEIGHT = Number("weight", (-1e300, 0.0, 0.3, 1e300), NOT_FINITE, "fusion[0] weight")
 INTERNAL = Number("ilm_weight", (-1e300, 0.0, 0.3, 1e300), NOT_FINITE)
 THRESHOLD = Number("threshold", (0.0, 3.0, math.inf), (-SMALLEST, -1.0, -math.inf, math.nan))
+SURE = Number("blank_threshold", (1.0, 0.0, 0.9), (-0.1, 1.5, *NOT_FINITE))
+TOP_P = Number("top_p", (1.0, SMALLEST, 0.7), (0.0, -0.5, 1.5, *NOT_FINITE))
 NORM = Number("length_norm", (-1e300, 0.0, 0.7, 1e300), NOT_FINITE)
 ARC = Number("arc_weights", (-math.inf, 0.0, 0.2, 1e300), (math.nan, math.inf), "Weighted.decoding() arc_weights[1]")
 FUSED = (WEIGHT, INTERNAL)
 NUMBERS = {
-    "greedy": (PENALTY, TEMPERATURE, ARC, *FUSED),
-    "beam": (PENALTY, TEMPERATURE, ARC, *FUSED, THRESHOLD, NORM),
-    "sample": (TEMPERATURE, ARC),
-    "parallel": (PENALTY, TEMPERATURE, ARC),
+    "greedy": (PENALTY, TEMPERATURE, SURE, ARC, *FUSED),
+    "beam": (PENALTY, TEMPERATURE, SURE, ARC, *FUSED, THRESHOLD, NORM),
+    "sample": (TEMPERATURE, TOP_P, ARC),
+    "parallel": (PENALTY, TEMPERATURE, SURE, ARC),
 }
 COUNTS = {
     "greedy": ("max_labels", "max_symbols", "window"),
@@ -92,7 +94,7 @@ def traced(name):
 
 def ordinary(name):
     """A value of each option with which a search finds labels."""
-    usual = {"temperature": 1.7, "threshold": 9.0}
+    usual = {"temperature": 1.7, "threshold": 9.0, "blank_threshold": 0.95}
     return {option.name: usual.get(option.name, 0.3) for option in NUMBERS[name]}
 
 
@@ -101,7 +103,23 @@ def test_the_table_is_complete():
     tried = {option.name for options in NUMBERS.values() for option in options} | {
         x for y in COUNTS.values() for x in y
     }
-    assert tried == {*_options.RANGES}
+    assert tried | {"top_k"} == {*_options.RANGES}
+
+
+def test_top_k():
+    """The one number that is an integer and may be traced."""
+    scores = jax.jit(lambda top_k: search("sample", {}, top_k=top_k).scores)
+    for value in (1, MODEL.tokens, 2**31 - 1):
+        assert not np.isnan(scores(value)).any(), value
+    for value in (0, -3):
+        assert np.isnan(scores(value)).all(), value
+        with pytest.raises(ValueError, match=f"sample: top_k must be 1 or more, got {value}"):
+            search("sample", {}, top_k=value)
+    for value in (1.0, True, "1", jnp.float32(2)):
+        with pytest.raises(TypeError, match="sample: top_k must be an integer, a scalar integer Array or None, got"):
+            search("sample", {}, top_k=value)
+    with pytest.raises(ValueError, match="sample: top_k must be a scalar, got shape"):
+        search("sample", {}, top_k=np.array([1]))
 
 
 PAIRS = [(name, option) for name, options in NUMBERS.items() for option in options]

@@ -1,6 +1,7 @@
 """Do phrases earn what their definition says, sequence by sequence?"""
 
 import functools
+import math
 
 import chex
 import jax
@@ -17,7 +18,13 @@ V = 4
 SIZE = 64  # of lists, so that they share a program
 
 
-def worth(labels, phrases, weights, finished):
+def earned(n, weight, depth):
+    """n labels of a match, as NeMo's context score has them with depth_scaling = 1 + depth."""
+    each = [weight] + [weight * (1 + depth) + (math.log(k) if depth else 0) for k in range(2, n + 1)]
+    return math.fsum(each)
+
+
+def worth(labels, phrases, weights, finished, depth=0):
     """The definition: every place of every phrase, and the longest end that begins a phrase."""
     best = {}
     for phrase, weight in zip(map(tuple, phrases), weights):
@@ -25,11 +32,11 @@ def worth(labels, phrases, weights, finished):
     total, labels = 0.0, tuple(labels)
     for phrase, weight in best.items():
         n = len(phrase)
-        total += n * weight * sum(labels[i : i + n] == phrase for i in range(len(labels) - n + 1))
+        total += earned(n, weight, depth) * sum(labels[i : i + n] == phrase for i in range(len(labels) - n + 1))
     for n in range(len(labels), 0, -1):
         begun = [weight for phrase, weight in best.items() if len(phrase) > n and phrase[:n] == labels[-n:]]
         if begun:
-            return total + (0 if finished else n * max(begun))
+            return total + (0 if finished else earned(n, max(begun), depth))
     return total
 
 
@@ -54,15 +61,16 @@ def run(model, labels, rows):
     return [jnp.swapaxes(x, 0, 1) for x in found]
 
 
-def check(model, labels, lists):
+def check(model, labels, lists, depth=0):
     """`lists`: (phrases, weights) of each row."""
+    value = functools.partial(worth, depth=depth)
     taken, rows, final = map(np.asarray, run(model, labels, len(labels)))
     for n, (phrases, weights) in enumerate(lists):
         for i in range(len(labels[n])):
-            now = worth(labels[n][:i], phrases, weights, finished=False)
+            now = value(labels[n][:i], phrases, weights, finished=False)
             np.testing.assert_allclose(taken[n, :i].sum(), now, atol=1e-5)
-            np.testing.assert_allclose(now + final[n, i], worth(labels[n][:i], phrases, weights, True), atol=1e-5)
-            expected = [worth([*labels[n][:i], x], phrases, weights, False) - now for x in range(model.start)]
+            np.testing.assert_allclose(now + final[n, i], value(labels[n][:i], phrases, weights, True), atol=1e-5)
+            expected = [value([*labels[n][:i], x], phrases, weights, False) - now for x in range(model.start)]
             np.testing.assert_allclose(rows[n, i], expected, atol=1e-5)
 
 
@@ -71,10 +79,11 @@ def test_scores_are_the_definition(seed):
     """One list for all rows: overlaps, phrases in phrases, equal ones, negative weights."""
     rng = np.random.default_rng(seed)
     phrases, weights = random_phrases(rng, 3 * seed + 2, classes=2 if seed % 2 else V)
-    model = decode.Phrases(phrases, weights, classes=V, size=SIZE)
+    depth = (0, 0.5, 1, 3)[seed]
+    model = decode.Phrases(phrases, weights, classes=V, size=SIZE, depth=depth)
     assert (model.start, model.symbols, model.utterances) == (V, V + 1, None)
     labels = rng.integers(0, 2 if seed % 2 else V, (20, 12))
-    check(model, labels, [(phrases, weights)] * 20)
+    check(model, labels, [(phrases, weights)] * 20, depth)
     assert repr(model) == f"Phrases(one list, classes=4, size={SIZE})"
 
 
@@ -203,6 +212,10 @@ def test_searches():
         ),
         ([[0]], dict(size=0), ValueError, "size must be 1 or more, got 0"),
         ([[0]], dict(classes=0), ValueError, "classes must be 1 or more, got 0"),
+        ([[0]], dict(depth=-0.1), ValueError, "depth must be known, 0 or more, and at most 1e.30, got -0.1"),
+        ([[0]], dict(depth=np.nan), ValueError, "depth must be known, 0 or more, and at most 1e.30, got nan"),
+        ([[0]], dict(depth="1"), TypeError, "depth must be a real number, got '1'"),
+        ([[0]], dict(depth=1e20, weights=-1e20), ValueError, r"depth must be so small .*, got 1e\+20 beside 1e\+20"),
     ],
 )
 def test_errors(phrases, options, error, message):

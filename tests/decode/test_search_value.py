@@ -29,12 +29,13 @@ VERBS = {
 # What each verb does not use, with values that differ from the defaults.
 OTHERS = {
     "max_symbols": 3, "window": 2, "fusion": ((LM, 0.5),), "ilm_weight": 0.1, "blank_penalty": 0.1,
-    "temperature": 1.5, "duration_choice": "token_first", "confidence": decode.Entropy(), "start": 0,
+    "temperature": 1.5, "blank_threshold": 0.9, "duration_choice": "token_first", "confidence": decode.Entropy(),
+    "start": 0,
 }  # fmt: skip
 UNUSED = {
     "greedy": (),
     "beam": ("window", "duration_choice"),
-    "sample": ("ilm_weight", "blank_penalty", "duration_choice", "confidence"),
+    "sample": ("ilm_weight", "blank_penalty", "blank_threshold", "duration_choice", "confidence"),
     "parallel": ("max_symbols", "window", "ilm_weight", "confidence"),
 }
 

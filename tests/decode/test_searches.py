@@ -17,7 +17,7 @@ import meshes
 import reference_numpy as truth
 from decoding import EXACT, MOST, NAMED, Model, allowed, assert_same, trimmed
 from jax_rnnt import Composition, RNNTLoss, TDTLoss, TransducerLoss, decode, emissions, lattices
-from jax_rnnt.decode.search import _sample
+from jax_rnnt.decode.search import _problem, _sample
 from jax_rnnt.decode.search._symbols import checked_scoring, symbols_of
 
 # ------------------------------------------------------------------------------------- penalty and temperature
@@ -168,10 +168,54 @@ def test_token_first_of_ones_own():
     np.testing.assert_allclose(found.scores[0], 3 * np.log(0.1 * 0.5), rtol=EXACT)
 
 
+# ----------------------------------------------------------------------------------------------------- blank first
+
+
+def test_blank_first(monkeypatch):
+    """Greedy search of a HAT needs no labels where the blank has 1/2; products for labels are counted."""
+    count = []
+
+    def counted(x):
+        jax.debug.callback(lambda: count.append(None))
+        return x
+
+    model = Model(NAMED["hat"], batch=1, frames=40, seed=3)
+    plain = model.search(decode.greedy, 90, window=2)
+    monkeypatch.setattr(_problem, "unchanged", counted)
+    products = {}
+    for threshold in (1.0, 0.5, 0.0):
+        count.clear()
+        found = model.search(decode.greedy, 90, window=2, blank_threshold=np.float64(threshold))
+        jax.effects_barrier()
+        products[threshold] = len(count)
+        if threshold:
+            assert_same(found[:3], plain[:3])
+            np.testing.assert_allclose(found.scores, plain.scores, rtol=EXACT)
+    assert plain.counts[0] > 20 and (found.counts == 0).all()
+    steps = {threshold: products[threshold] / 2 for threshold in (1.0, 0.5)}  # the column of the blank and all others
+    steps[0.0] = products[0.0]  # no product but that of the blank, once in two frames
+    assert steps[0.0] == 20 < steps[0.5] < steps[1.0], products
+
+
 # --------------------------------------------------------------------------------------------------- samples
 
 
-def draws(model, b, **options):
+def among(choices, mask, top_k, top_p):
+    """The moves (label, frames, log-probability) that may be drawn, with a mask of labels."""
+    choices = [x for x in choices if x[0] is None or mask[x[0]]]
+    classes = Counter()  # the blank, None, counts as a class below all
+    for label, _, gain in choices:
+        classes[-1 if label is None else label] += math.exp(gain)
+    best = sorted(classes, key=lambda label: (-classes[label], label))[:top_k]
+    total, reached, kept = sum(classes[label] for label in best), 0.0, set()
+    for label in best:
+        if top_p == 1 or reached < top_p * total:
+            kept.add(label)
+        reached += classes[label]
+    return [x for x in choices if (-1 if x[0] is None else x[0]) in kept]
+
+
+def draws(model, b, mask, top_k, top_p, **options):
     """[(labels, frames, durations, log-probability of the draw)] of all alignments; allowed moves share everything."""
     found = []
 
@@ -180,7 +224,7 @@ def draws(model, b, **options):
             found.append((labels, frames, lasts, score))
             return
         may_write = lambda limit: written < limit and len(labels) < MOST
-        choices = list(allowed(model, b, t, labels, may_write, **options))
+        choices = among(allowed(model, b, t, labels, may_write, **options), mask, top_k, top_p)
         total = np.logaddexp.reduce([gain for *_, gain in choices])
         for label, reads, gain in choices:
             if label is None:
@@ -196,12 +240,20 @@ def draws(model, b, **options):
 
 @pytest.mark.parametrize("loss", [NAMED["tdt"], family.slow(NAMED["split"])], ids=str)
 def test_samples(loss):
-    """Alignments come as often as enumeration says, each with the log-probability of its draw."""
-    model, count, exact = Model(loss, batch=4), 4000, np.array([True, True, False, False])
+    """Alignments come as often as enumeration says, each with the log-probability of its draw.
+
+    Of all classes, of the most probable ones, and with a mask of labels for each utterance.
+    """
+    model, count, exact = Model(loss, batch=4), 2500, np.array([True, True, False, False])
     model.temperature = 4.0  # many alignments are probable
-    found = model.search(sampled, MOST, count, temperature=4.0, exact_end=exact, max_symbols=2)
-    for b in range(4):
-        paths = draws(model, b, exact_end=exact[b], max_symbols=2)
+    number = {}
+    masks = np.array([[True, True, False], [True, False, True], [True, True, True], [False, True, False]])
+    options = dict(temperature=4.0, exact_end=exact, max_symbols=2, fusion=((decode.Labels(masks), 0.5),))
+    for (top_k, top_p), b in itertools.product(((3, 1.0), (2, 0.8), (9, 0.7)), range(4)):
+        if b == 0:
+            few = dict(top_k=np.int32(top_k), top_p=np.float64(top_p))
+            found = model.search(sampled, MOST, count, **few, **options)
+        paths = draws(model, b, masks[b], top_k, top_p, exact_end=exact[b], max_symbols=2)
         # Blanks that read the same frames may differ: then the score tells alignments apart.
         name_of = lambda labels, frames, lasts, score: (labels, frames, lasts, round(float(score), 9))
         expected = Counter()
@@ -213,7 +265,9 @@ def test_samples(loss):
         pairs = [(seen[path], expected[path]) for path in often]
         pairs.append((count - sum(x for x, _ in pairs), count - sum(y for _, y in pairs)))
         chi = sum((x - y) ** 2 / y for x, y in pairs if y > 1)
-        assert len(often) > 2 and chi < len(often) + 5 * math.sqrt(2 * len(often))
+        assert chi < len(often) + 5 * math.sqrt(2 * len(often))
+        number[top_k, top_p] = number.get((top_k, top_p), 0) + len(often)
+    assert 8 < number[2, 0.8] < number[3, 1.0] and 8 < number[9, 0.7] < number[3, 1.0], number
 
 
 def sampled(*arguments, **options):
@@ -246,6 +300,7 @@ def test_samples_are_functions_of_their_keys():
     whole = few(model, model.encoder, model.lengths)
     assert whole.labels.shape == (4, 5, MOST) and whole.state is None
     compare.assert_close(few(model, model.encoder, model.lengths, window=1)[:-1], whole[:-1], rtol=EXACT)
+    compare.assert_same_bits(few(model, model.encoder, model.lengths, top_k=model.tokens)[:-1], whole[:-1])
     rows = np.array([2, 0, 2, 2])
     turned = few(model, model.encoder[rows], model.lengths[rows], KEYS[rows])
     compare.assert_close(turned[:-1], jax.tree.map(lambda x: x[rows], whole[:-1]), rtol=EXACT)

@@ -82,7 +82,7 @@ class Parameters(NamedTuple):
 class Model:
     """Both networks, here in NumPy, and a batch to decode."""
 
-    temperature, penalty = 1.0, 0.0  # of the truth; a search takes its own as options
+    temperature, penalty, threshold = 1.0, 0.0, 1.0  # of the truth; a search takes its own as options
 
     def __init__(self, loss, batch=2, frames=T, seed=0):
         rng = np.random.default_rng((seed, batch, frames))
@@ -175,14 +175,23 @@ def unpenalized(model, *node):
 def allowed(model, b, t, prefix, may_write, *, exact_end, max_symbols):
     """The moves that may leave a node, and where they lead."""
     limit = 1 if model.loss.name == "constrained" else max_symbols
+    sure = math.exp(blank_log_prob(model, b, t, prefix)) >= model.threshold < 1
     length = model.lengths[b]
     for (label, reads), score in moves(model, b, t, prefix).items():
         after = t + reads
         ends = label is None or model.loss.name not in ("tdt", "monotonic_final_blank")
         if exact_end and not (after < length or (after == length and ends)):
             continue
-        if label is None or may_write(limit):
+        if label is None or (may_write(limit) and not sure):
             yield label, reads, score
+
+
+def blank_log_prob(model, b, t, prefix):
+    """Log-probability of all blanks together, whatever frames they read, by hand."""
+    row = model.logits(b, t, prefix)
+    if model.loss.name == "hat":
+        return -np.logaddexp(0, -row[model.tokens - 1])
+    return np.logaddexp.reduce(truth.log_softmax(row[: model.tokens])[LABELS:])
 
 
 def label_log_prob(model, b, t, prefix, label):

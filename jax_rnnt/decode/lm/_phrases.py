@@ -33,10 +33,17 @@ class Phrases(Automaton):
       a phrase and is shorter than it. Of several such phrases the largest weight counts. A match that breaks gives it
       back, and so does `final`; what a shorter match has earned it keeps.
 
-    So the score of a finished sequence is the first sum. A state is one integer, the match in progress: hypotheses with
-    equal states share their rows. It is a pytree of arrays, whose shapes depend on `classes`, `size` and the number of
-    utterances alone: as an argument of a jitted function, new lists compile nothing. A match in progress belongs to its
-    list: give an utterance of a stream another list only where it begins.
+    So the score of a finished sequence is the first sum. With `depth`, labels earn more the longer the match is. In
+    both sums, n labels of a phrase of weight w then earn, in place of n w, ::
+
+        w + sum over k = 2 ... n of (w (1 + depth) + ln k)
+
+    so a long match is hard to leave, and a first label costs little where nothing follows it.
+
+    A state is one integer, the match in progress: hypotheses with equal states share their rows. It is a pytree of
+    arrays, whose shapes depend on `classes`, `size` and the number of utterances alone: as an argument of a jitted
+    function, new lists compile nothing. A match in progress belongs to its list: give an utterance of a stream another
+    list only where it begins.
 
     Parameters
     ----------
@@ -51,16 +58,21 @@ class Phrases(Automaton):
     size : int, optional
         Room for the phrases of an utterance, in labels; beginnings that phrases share count once. By default, what the
         largest list needs.
+    depth : float, default 0.0
+        How much more a label earns from the second one of a match on, 0 or more. NeMo's `depth_scaling` is 1 + depth.
 
     Raises
     ------
     TypeError, ValueError
         A phrase without labels or with others than those of [0, V), weights beyond 1e30 or not one of each
-        phrase, a list beyond `size`. In a search: lists of another number of utterances than the batch has.
+        phrase, a `depth` below 0, a list beyond `size`. In a search: lists of another number of utterances than the
+        batch has.
 
     References
     ----------
     Aho and Corasick, "Efficient String Matching: An Aid to Bibliographic Search", 1975.
+    Andrusenko et al., "TurboBias: Universal ASR Context-Biasing Powered by GPU-Accelerated Phrase-Boosting Tree", 2025,
+    arXiv:2508.07014: weights that grow with the depth.
     Zhao et al., "Shallow-Fusion End-to-End Contextual Biasing", Interspeech 2019: weights given back.
 
     Examples
@@ -81,7 +93,7 @@ class Phrases(Automaton):
     shared: bool = _pytree.static()
 
     @keywords
-    def __init__(self, phrases: Any, weights: Any = 1.0, *, classes: int, size: int | None = None):
+    def __init__(self, phrases: Any, weights: Any = 1.0, *, classes: int, size: int | None = None, depth: float = 0.0):
         classes = _checks.positive("Phrases", "classes", classes)
         shared, lists = lists_of(phrases)
         flat = [phrase for phrases in lists for phrase in phrases]
@@ -92,7 +104,9 @@ class Phrases(Automaton):
         if wrong := labels[(labels < 0) | (labels >= classes)][:5].tolist():
             raise ValueError(f"Phrases: phrases must have labels in [0, {classes}), got {wrong}.")
         utterances = np.repeat(np.arange(len(lists)), [*map(len, lists)])
-        tree = Tree(utterances, lengths, labels, weights_of(weights, shared, lists), len(lists), classes)
+        weights = weights_of(weights, shared, lists)
+        depth = depth_of(depth, weights)
+        tree = Tree(utterances, lengths, labels, weights, len(lists), classes, depth)
         size = None if size is None else _checks.positive("Phrases", "size", size)
         object.__setattr__(self, "arcs", tree.arcs(size))
         object.__setattr__(self, "shared", shared)
@@ -172,14 +186,35 @@ def weights_of(weights, shared: bool, lists) -> np.ndarray:
     return np.array(known if is_list(weights) else known * count, np.float64)
 
 
+def depth_of(depth, weights) -> float:
+    known = _checks.known(_checks.scalar("Phrases", "depth", depth))
+    if known is None or not 0 <= known <= LARGEST:
+        raise ValueError(f"Phrases: depth must be known, 0 or more, and at most {LARGEST:g}, got {depth!r}.")
+    if (np.abs(weights) * (1 + known) > LARGEST).any():
+        expected = f"so small that weights times 1 + depth are {LARGEST:g} at most"
+        raise ValueError(f"Phrases: depth must be {expected}, got {depth!r} beside {np.abs(weights).max():g}.")
+    return float(known)
+
+
+def earned(labels, weights, depth: float):
+    """float64 [n]: what so many matched labels of phrases with these weights earn."""
+    if depth == 0:
+        return labels * weights
+    logs = np.cumsum(np.log(np.arange(1, np.max(labels, initial=1) + 1)))  # of factorials
+    return labels * weights + (labels - 1) * depth * weights + logs[labels - 1]
+
+
 # ---------------------------------------------------------------------------------------------------------- trees
 
 
 class Tree:
     """The trees of all utterances. Arrays are [nodes]; edge i leads to node B + i."""
 
-    def __init__(self, utterances, lengths, labels, weights, batch: int, classes: int):
-        """The phrases, one after another: `utterances`, `lengths`, `weights` [P], `labels` [sum of the lengths]."""
+    def __init__(self, utterances, lengths, labels, weights, batch: int, classes: int, more: float):
+        """The phrases, one after another: `utterances`, `lengths`, `weights` [P], `labels` [sum of the lengths].
+
+        `more`: `depth` of `Phrases`.
+        """
         self.batch, self.classes = batch, classes
         offset = np.cumsum(lengths) - lengths
         node, count = utterances.astype(np.int64), batch
@@ -188,7 +223,7 @@ class Tree:
             longer = np.flatnonzero(lengths > depth)
             if depth:  # what a phrase that goes on gives here
                 weight = np.full(count, -math.inf)
-                np.maximum.at(weight, node[longer], depth * weights[longer])
+                np.maximum.at(weight, node[longer], earned(depth, weights[longer], more))
                 best.append(weight[self.depths[-1]])
             key, place = np.unique(node[longer] * classes + labels[offset[longer] + depth], return_inverse=True)
             node[longer] = count + place.ravel()
@@ -199,7 +234,7 @@ class Tree:
         self.keys = np.concatenate([*keys, np.zeros(0, np.int64)])  # ascending, as parents are
         self.parent, self.label = self.keys // classes, self.keys % classes
         whole = np.full(count, -math.inf)
-        np.maximum.at(whole, node, lengths * weights)
+        np.maximum.at(whole, node, earned(lengths, weights, more))
         self.link(np.where(np.isneginf(whole), 0, whole), np.concatenate(best))
 
     def link(self, whole, best):

@@ -25,6 +25,8 @@ AT_LEAST_1, AT_LEAST_0 = Range("1 or more", lambda x: x >= 1), Range("0 or more"
 FINITE = Range("finite", lambda x: abs(x) < np.inf)
 # A subnormal temperature counts as 0: some devices round it to 0, and its inverse is infinite.
 ABOVE_0 = Range("finite and above 0", lambda x: (x >= np.finfo(x.dtype).tiny) & (x < np.inf))
+PROBABILITY = Range("above 0 and at most 1", lambda x: (x > 0) & (x <= 1))
+UP_TO_1 = Range("0 or more and at most 1", lambda x: (x >= 0) & (x <= 1))
 NOT_INFINITE = Range("finite or -inf", lambda x: x < np.inf)
 
 RANGES = {
@@ -38,13 +40,16 @@ RANGES = {
     "length_norm": FINITE,
     "blank_penalty": FINITE,
     "temperature": ABOVE_0,
+    "blank_threshold": UP_TO_1,
     "ilm_weight": FINITE,
     "weight": FINITE,  # of a model of fusion
+    "top_k": AT_LEAST_1,
+    "top_p": PROBABILITY,
     "arc_weights": NOT_INFINITE,  # of `DecodingRules`
 }
 
 # Numbers of a `Search`, and where they change nothing. `_symbols.Scoring` has those that change what moves score.
-OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0}
+OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0, "blank_threshold": 1.0}
 
 LIMITS = (
     "max_symbols",

@@ -15,6 +15,7 @@ from jax_rnnt.decode._gather import take
 from jax_rnnt.decode._model import checked_joint, scores_dtype
 from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._symbols import Symbols, symbols_of
+from jax_rnnt.layouts import LinearJoint
 
 
 class Problem(typing.NamedTuple):
@@ -119,10 +120,40 @@ def prepare(function, search, encoder_out, lengths, exact_end, scoring, width=1,
     def paired(encoder, predictor):
         if encoder.shape[0] == 0:
             return jnp.zeros((0, layout.classes), dtype)
+        if scoring.skips and symbols.emission.bernoulli and isinstance(layout.joint, LinearJoint):
+            return blank_first(symbols, layout.joint, encoder, predictor)
         return layout.joint(encoder, predictor)
 
     arrays = encoder_out, lengths, bad, ends_here
     return Problem(function, symbols, paired, predictor, *arrays, layout.classes, labels, dtype), start, first
+
+
+def blank_first(symbols: Symbols, joint: LinearJoint, encoder, predictor):
+    """Logits [N, V] of rows; -inf for labels where the blank is sure in all rows, without their product.
+
+    The blank's logit comes from a product of its own, of one column.
+    """
+    (blank,) = symbols.emission.blanks
+    wide = scores_dtype(joint.weight.dtype)
+    hidden = joint.activation(encoder.astype(wide) + predictor.astype(wide))
+    nothing = jnp.zeros_like(hidden[:, :1])
+    weight, bias = joint.weight, joint.bias
+    column = weight[:, blank, None], None if bias is None else bias[blank, None]
+    of_blank = LinearJoint(*column, unchanged)(hidden, nothing)
+    score = jax.nn.log_sigmoid(symbols.scoring.tempered(of_blank, True).astype(scores_dtype(of_blank.dtype)))
+
+    def every(hidden):
+        return LinearJoint(weight, bias, unchanged)(hidden, nothing)
+
+    def none(hidden):
+        return jnp.full_like(hidden, -jnp.inf, of_blank.dtype, (hidden.shape[0], weight.shape[1]))
+
+    logits = jax.lax.cond(jnp.all(symbols.is_sure([score])), none, every, hidden)
+    return jnp.where(symbols.is_blank(logits), of_blank, logits)
+
+
+def unchanged(x):
+    return x
 
 
 def beyond_the_end(problem, exact_end, reached):

@@ -6,12 +6,15 @@ own, and those of a node that is not reached decide nothing.
 """
 
 import functools
+import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
+from jax_rnnt.decode import _model
 from jax_rnnt.decode._gather import pick
 from jax_rnnt.decode._hypotheses import Hypotheses, shared
 from jax_rnnt.decode.search import _greedy, _options
@@ -20,9 +23,21 @@ from jax_rnnt.decode.search._largest import peak
 from jax_rnnt.decode.search._problem import checked, on_devices, prepare
 
 
-def run(search, encoder_out, lengths, key, samples, exact_end) -> Hypotheses:
+class Truncation(typing.NamedTuple):
+    """Which classes of a node may be drawn; None: all."""
+
+    top_k: Any
+    top_p: Any
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return {name: x for name, x in self._asdict().items() if x is not None}
+
+
+def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end) -> Hypotheses:
     """`Search.sample`."""
     function = "sample"
+    few = truncation(function, top_k, top_p)
     sizes = dict(max_labels=search.max_labels, samples=samples, window=search.window)
     (max_labels, samples, window), scoring = _options.sizes(function, **sizes), search._scoring(function)
     models = search._models(function)
@@ -33,7 +48,8 @@ def run(search, encoder_out, lengths, key, samples, exact_end) -> Hypotheses:
 
     def of_device(encoder_out, lengths, exact_end, seeds):
         batch = encoder_out, lengths, exact_end
-        problem, label, first = prepare(function, search, *batch, scoring, samples, models.numbers)
+        numbers = models.numbers | few.numbers
+        problem, label, first = prepare(function, search, *batch, scoring, samples, numbers)
         lengths, bad, ends_here = (
             x if isinstance(x, bool) else jnp.repeat(x, samples, 0)
             for x in (problem.lengths, problem.bad, problem.ends_here)
@@ -42,7 +58,7 @@ def run(search, encoder_out, lengths, key, samples, exact_end) -> Hypotheses:
         stream = _greedy.first_stream(problem, models, label, first)
         keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
         keys = jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(samples)))(keys)
-        choose = functools.partial(draw, keys.reshape(-1))
+        choose = functools.partial(draw, keys.reshape(-1), few)
         rules = _greedy.Rules(problem, models, stream.first, window, max_labels, choose)
         state = _greedy.run_steps(rules, stream)
         drawn = _greedy.result(rules._replace(fusion=NO_FUSION), state, False)._replace(state=None)
@@ -69,9 +85,20 @@ def seeds_of(function: str, key, batch: int):
     return jax.random.key_data(jax.vmap(functools.partial(jax.random.fold_in, one))(jnp.arange(batch)))
 
 
-def draw(keys, symbols, scores, labels, allowed, frame, count_here):
+def truncation(function: str, top_k, top_p) -> Truncation:
+    top_p = _checks.scalar(function, "top_p", top_p)
+    if top_k is not None:
+        if isinstance(top_k, bool) or not jnp.issubdtype(getattr(top_k, "dtype", type(top_k)), np.integer):
+            raise TypeError(f"{function}: top_k must be an integer, a scalar integer Array or None, got {top_k!r}.")
+        top_k = _checks.scalar(function, "top_k", top_k)
+    return Truncation(top_k, None if _checks.is_number(top_p) and top_p == 1 else top_p)
+
+
+def draw(keys, few, symbols, scores, labels, allowed, frame, count_here):
     """As `most_probable`, but drawn; the score is the log-probability of the draw. `keys` [B N]."""
     moves, model, labels = scores.shape[-1], labels, labels.rows()
+    if few.numbers:
+        scores, labels = truncated(few, symbols, jnp.where(allowed, scores, -jnp.inf), labels)
 
     def noise(key, frame, count):
         node = jax.random.fold_in(jax.random.fold_in(key, frame), count)
@@ -90,3 +117,37 @@ def draw(keys, symbols, scores, labels, allowed, frame, count_here):
     everything = jax.nn.logsumexp(scores, -1)
     score = pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain
     return score, move, jnp.where(writes, label, -1), log_prob
+
+
+def truncated(few: Truncation, symbols, scores, labels):
+    """Scores of moves [..., moves] and of labels [..., V], with -inf where a class is not among the most probable.
+
+    A class has the summed probability of the moves that are allowed and write or read it. Numbers are those of `few`.
+    """
+    blanks = len(symbols.blanks)
+    mass = labels + jax.nn.logsumexp(scores[..., blanks:], -1, keepdims=True)
+    tokens = np.array([move.token for move in symbols.blanks])[None, None]
+    for token in symbols.emission.blanks:
+        of_blank = jax.nn.logsumexp(jnp.where(tokens == token, scores[..., :blanks], -jnp.inf), -1, keepdims=True)
+        mass = jnp.where(_model.is_class(token, mass), of_blank, mass)
+    classes = jax.lax.broadcasted_iota(jnp.int32, mass.shape, mass.ndim - 1)
+    is_label = jnp.broadcast_to(~symbols.is_blank(mass), mass.shape)
+    keys = -mass, is_label.astype(jnp.int32), classes  # of equal ones blanks are first
+    ordered = jax.lax.sort(keys, num_keys=3)
+    weights, kept = jnp.exp(ordered[0][..., :1] - ordered[0]), jnp.ones_like(is_label)
+    if few.top_k is not None:
+        kept = classes.astype(mass.dtype) < jnp.asarray(few.top_k, mass.dtype)
+    if few.top_p is not None:
+        top_p = jnp.asarray(few.top_p, mass.dtype)
+        rounding = 16 * jnp.finfo(mass.dtype).eps  # probabilities that add up to `top_p` but for it have reached it
+        weights = jnp.where(kept, weights, 0)
+        before = jnp.cumsum(weights, -1) - weights
+        enough = before >= (top_p - rounding) * jnp.sum(weights, -1, keepdims=True)
+        kept &= (classes == 0) | (top_p >= 1) | ~enough
+    last = jnp.maximum(jnp.sum(kept, -1, keepdims=True, dtype=jnp.int32) - 1, 0)
+    one, two, three = (jnp.take_along_axis(x, last, -1, mode="promise_in_bounds") for x in ordered)
+    behind = (keys[1] > two) | ((keys[1] == two) & (keys[2] > three))
+    dropped = (keys[0] > one) | ((keys[0] == one) & behind)
+    lost = [dropped[..., move.token] for move in symbols.blanks]
+    lost += [jnp.zeros_like(lost[0])] * len(symbols.labels)
+    return jnp.where(jnp.stack(lost, -1), -jnp.inf, scores), jnp.where(dropped, -jnp.inf, labels)

@@ -80,6 +80,12 @@ class Search:
     temperature : float or scalar Array, default 1.0
         Divides the logits before the softmax: those of tokens, of durations and of a HAT's blank. It counts in the
         scores. Rows that are log-probabilities already (`fused_log_softmax=False`) allow 1 alone.
+    blank_threshold : float or scalar Array, default 1.0
+        On a frame whose blanks have together at least this probability, at the temperature and before penalty and
+        fusion, no label may be written; 1 is off. So a search chooses, merges and reads fewer labels, of which it may
+        lose some. Of a `HATLoss` with a `LinearJoint`, the product for the labels is left out where the blanks of all
+        rows of a step are so probable; and from 0.5 on `greedy` finds exactly what it finds without, up to the rounding
+        of scores, as long as there is no fusion, internal language model or penalty. Of all verbs but `sample`.
     duration_choice : {"pair", "token_first"}, default "pair"
         "pair": the best move is the best pair of token and duration. "token_first": NeMo's and Hugging Face's rule for
         TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
@@ -130,6 +136,7 @@ class Search:
     ilm_weight: float | jax.Array = 0.0
     blank_penalty: float | jax.Array = 0.0
     temperature: float | jax.Array = 1.0
+    blank_threshold: float | jax.Array = 1.0
     duration_choice: typing.Literal["pair", "token_first"] = "pair"
     confidence: Entropy | None = None
     start: int | None = None
@@ -276,6 +283,8 @@ class Search:
         key: jax.Array,
         *,
         samples: int,
+        top_k: int | jax.Array | None = None,
+        top_p: float | jax.Array = 1.0,
         exact_end: bool | jax.Array = False,
     ) -> Hypotheses:
         """Alignments drawn from the model, move by move, with the exact log-probability of each draw.
@@ -299,25 +308,33 @@ class Search:
             not depend on the batch. Inside `jax.shard_map`, where numbers start anew on each device, give one of each.
         samples : int
             N. Samples are independent, so labels may repeat.
+        top_k : int or integer scalar Array, optional
+            At each node, draws are among the moves of the `top_k` most probable classes. Classes are those of the first
+            softmax, labels and blanks, each with the probability of its allowed moves at the temperature of the search;
+            of equal ones blanks come first, then lower classes. Durations are drawn in full. None: all classes.
+        top_p : float or scalar Array, default 1.0
+            Of these classes, whose probabilities are made to add up to 1 again, the most probable ones whose
+            probabilities reach `top_p`, and no more. Above 0 and at most 1, which keeps all.
 
         Returns
         -------
         Hypotheses
             [B, N], in the order of the draws. `scores` are log-probabilities, in nats, of drawing these alignments, not
-            of their labels. -inf: the draws met a dead end of the lattice (`exact_end`). `state` is None.
+            of their labels; `label_log_probs` are those of the model. -inf: the draws met a dead end of the lattice
+            (`exact_end`). `state` is None.
 
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; `key` is no random key; the search has an internal language model, a penalty, a confidence
-            or a `duration_choice`.
+            As for `greedy`; `key` is no random key; the search has an internal language model, a penalty, a
+            `blank_threshold`, a confidence or a `duration_choice`.
 
         See Also
         --------
         mwer_loss : The expected number of errors of a list.
         """
-        self._lacks("sample", "ilm_weight", "blank_penalty", "duration_choice", "confidence")
-        return _sample.run(self, encoder_out, lengths, key, samples, exact_end)
+        self._lacks("sample", "ilm_weight", "blank_penalty", "blank_threshold", "duration_choice", "confidence")
+        return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end)
 
     def parallel(
         self, encoder_out: jax.Array, lengths: jax.Array, *, rounds: int = 0, exact_end: bool | jax.Array = False
@@ -553,6 +570,8 @@ def sample(
     key: jax.Array,
     *,
     samples: int,
+    top_k: int | jax.Array | None = None,
+    top_p: float | jax.Array = 1.0,
     exact_end: bool | jax.Array = False,
     **options: Any,
 ) -> Hypotheses:
@@ -562,7 +581,7 @@ def sample(
     ----------
     loss, joint, predictor, max_labels, **options
         As for `Search`.
-    encoder_out, lengths, key, samples, exact_end
+    encoder_out, lengths, key, samples, top_k, top_p, exact_end
         As for `Search.sample`.
 
     Returns
@@ -585,7 +604,7 @@ def sample(
     [0.8, 0.16, 0.032]
     """
     search = _search("sample", loss, joint, predictor, max_labels, **options)
-    return search.sample(encoder_out, lengths, key, samples=samples, exact_end=exact_end)
+    return search.sample(encoder_out, lengths, key, samples=samples, top_k=top_k, top_p=top_p, exact_end=exact_end)
 
 
 @_with_options

@@ -31,6 +31,7 @@ class Scoring(typing.NamedTuple):
     max_symbols: int
     blank_penalty: Any = 0.0
     temperature: Any = 1.0
+    blank_threshold: Any = 1.0
     token_first: bool = False
     entropy: Entropy | None = None  # of `Symbols.confidence`
 
@@ -41,6 +42,10 @@ class Scoring(typing.NamedTuple):
     @property
     def tempers(self) -> bool:
         return not (_checks.is_number(self.temperature) and self.temperature == 1)
+
+    @property
+    def skips(self) -> bool:
+        return not (_checks.is_number(self.blank_threshold) and self.blank_threshold == 1)
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -180,10 +185,18 @@ class Symbols:
             score = score if move.duration is None else score + durations[move.duration]
             if all_labels is not None and is_label:
                 score = score - jnp.where(jnp.isneginf(all_labels), 0, all_labels)
+            if self.scoring.skips and is_label:
+                score = jnp.where(self.is_sure(blanks), -jnp.inf, score)
             move_scores.append(score)
         tokens = rows[..., : rows.shape[-1] - self.emission.num_durations].astype(_model.scores_dtype(rows.dtype))
         labels = Labels(jnp.where(self.is_blank(tokens), -jnp.inf, tokens), log_probability, all_labels)
         return jnp.stack(move_scores, -1), labels
+
+    def is_sure(self, blanks):
+        """bool [...]: where blanks have together the probability of the threshold; of their log-probabilities [...]."""
+        threshold = jnp.asarray(self.scoring.blank_threshold, blanks[0].dtype)
+        total = blanks[0] if len(blanks) == 1 else jax.nn.logsumexp(jnp.stack(blanks), 0)
+        return (total >= jnp.log(threshold)) & (threshold < 1)
 
     def confidence(self, logits):
         """Of labels in rows [..., V + D]: [...]; None without an entropy. A compiler shares the softmax of `scores`."""
