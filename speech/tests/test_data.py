@@ -239,7 +239,6 @@ def test_normalize(tmp_path, monkeypatch):
             normalizer(name)("x")
 
 
-UNSURE = "ee", "ff", "ga", "kk", "ky", "lt", "sl", "zu"  # whose rules lack the minus, decimals or large numbers
 LETTERS = "Ll", "Lo", "Mn", "Mc"  # the apostrophe is another one
 ZEROS = {"arab": "٠", "arabext": "۰", "cakm": "\U00011136", "deva": "०", "khmr": "០", "laoo": "໐", "mymr": "၀",
          "tamldec": "௦", "thai": "๐"}  # fmt: skip

@@ -8,8 +8,6 @@ import pathlib
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
 import sys
 import tracemalloc
 import types
@@ -357,53 +355,6 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
         ("n/lm.arpa", "t.txt", "n is no folder"),
     ):
         refused(["ngram", tmp_path / file, tmp_path / source], message)
-
-
-SLOTS = (
-    "The old man, My sister, A young dog, Our teacher, The captain, Somebody",
-    "saw, found, carried, painted, wanted, lost",
-    "a silver spoon, the yellow house, seven letters, his guitar, fresh bread, no money",
-)
-
-
-def make_speech(folder, hours):
-    """Three folders of recordings of made-up sentences."""
-    texts = [f"{' '.join(x)}." for x in itertools.product(*(x.split(", ") for x in SLOTS))]
-    text = folder / "sentences.txt"
-    text.write_text("\n".join(texts))
-    program = [
-        sys.executable,
-        pathlib.Path(__file__).parents[2] / "recipes/corpora/synthetic_speech.py",
-        folder / "speech",
-        "--hours",
-        str(hours),
-    ]
-    subprocess.run([*program, "--text", text], check=True)
-    return folder / "speech"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("espeak-ng"), reason="espeak-ng is missing")
-def test_a_small_real_run(tmp_path, capsys):
-    """Held-out sentences and voices are recognised, by greedy search and by beams. Subwords and two devices.
-
-    After so few steps, half of a sentence may be on one frame.
-    """
-    speech, workdir = make_speech(tmp_path, 0.07), tmp_path / "run"
-    run(["ngram", tmp_path / "words.arpa", speech / "train", "--lower"])
-    options = dict(
-        config="small", train=speech / "train", valid=speech / "valid", workdir=workdir, devices=2,
-        vocabulary=48, batch_seconds=32, buckets=1, encoder="convolutional", width=80, blocks=3, convolution=5, chunk=0,
-        past=64, time_masks=0, mel_masks=0, dropout=0.0, joint="logits", steps=200, save_every=1000,
-        learning_rate=0.005,
-    )  # fmt: skip
-    run(["train", *(x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value))])
-    rates = [float(re.search(r"held-out CER [\d.]+%, WER ([\d.]+)%", capsys.readouterr().out)[1])]
-    for more in ([], ["--ngram", tmp_path / "words.arpa"]):
-        run(["test", "--model", workdir, speech / "valid", "--json", "--beam", 4, *more])
-        rates.append(json.loads(capsys.readouterr().out)["wer"])
-    # Which search is best depends on the seed: 7 held-out sentences cannot tell.
-    assert max(rates) < 40, rates
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"

@@ -204,12 +204,10 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hosts, "agree", lambda name, x: seen.append(x))
     monkeypatch.setattr(train.Training, "main", lambda x: started.append(x) or evaluation.Rates(0, 0, 0))
     monkeypatch.chdir(corpus)
-    run(["train", "--resume", "--workdir", tmp_path / "run", "--train", "all.jsonl"])
-    assert (
-        started[0].record.progress.rates
-        and started[0].record.progress.step
-        and started[0].config.blocks.convolution == 3
-    )
+    run(["train", "--resume", "--workdir", tmp_path / "run", "--train", "all.jsonl", "--log-every", 7])
+    best, config = started[0].record.progress, started[0].config
+    assert best.rates and best.step and config.blocks.convolution == 3
+    assert (config.run.steps, config.run.log_every) == (6, 7)
     for name, kind in (("all.jsonl", "training"), ("held-out.jsonl", "held-out")):
         rows = (corpus / name).read_text()
         try:

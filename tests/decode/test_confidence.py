@@ -1,6 +1,4 @@
-"""Do decoders and losses say the same of a label? Are confidences those of its row, and free where they are off?"""
-
-import math
+"""Are confidences of labels those of their rows, and free where they are off?"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,7 @@ import pytest
 
 import family
 import reference_numpy as truth
-from decoding import EXACT, LABELS, NAMED, WAYS, Model, assert_same, lossless, select
+from decoding import EXACT, NAMED, Model, assert_same, select
 from jax_rnnt import decode
 
 KINDS = [
@@ -132,66 +130,6 @@ def test_off_costs_nothing(function, sizes, monkeypatch):
     assert (numbers[0] > numbers[1]) if function is decode.beam else (numbers[0] == numbers[1])
     with pytest.raises(AssertionError, match="was computed"):
         model.idle(function, *sizes, confidence=decode.Entropy("renyi"))
-
-
-# ---------------------------------------------------------------------------------- labels of decoders and of losses
-
-FRAMES, MOST = 6, 2
-AT = (1, 3)  # frames of the labels
-PROBABILITIES = np.array([[0.3, 0.7], [0.6, 0.4]])  # of each label at its node
-DURATIONS = [0.5, 0.2, 0.3]  # of a label; a blank reads one frame
-
-
-def table(loss):
-    """Logits [T, U + 1, V] with which all alignments of labels pass the same nodes, with the probability 1.
-
-    After a label of the constrained loss, its blank is not certain: the lattice asks for it anyhow.
-    """
-    tokens = LABELS + 1 + loss.first_blank
-    rows = np.full((FRAMES, MOST + 1, tokens + loss.extra_classes), -np.inf)
-    rows[..., tokens - 1] = 60.0 if loss.name == "hat" else 0.0
-    if loss.extra_classes:
-        rows[..., tokens + family.DURATIONS.index(1)] = 0.0
-    for u, (frame, row) in enumerate(zip(AT, np.log(PROBABILITIES))):
-        rows[frame, u, :LABELS], rows[frame, u, LABELS:tokens] = row, -np.inf
-        if loss.extra_classes:
-            rows[frame, u, tokens:] = np.log(DURATIONS)
-        if loss.name == "constrained":
-            rows[frame, u + 1, :LABELS], rows[frame, u + 1, -1] = np.log(0.05), np.log(0.9)
-    return rows
-
-
-@pytest.mark.parametrize(
-    "name", ["constrained", "tdt", "split", family.slow("hat"), family.slow("monotonic_final_blank")]
-)
-def test_one_alignment(name):
-    """Both are the probability of the label at its node, also at a temperature."""
-    loss, temperature = NAMED[name], 1.7
-    rows, columns = table(loss), MOST + 1
-    counter = lambda counts, labels: (counts[:, None].astype(float), counts + 1)  # the column of the lattice
-    networks = family.lookup(columns), decode.Predictor(lambda batch: jnp.zeros(batch, jnp.int32), counter)
-    encoder, value = rows.reshape(1, FRAMES, -1), loss.value(reduction="none")
-
-    @jax.jit
-    def run(temperature):
-        options = dict(exact_end=True, temperature=temperature)
-        found = decode.beam(value, *networks, temperature * encoder, [FRAMES], MOST, lossless(loss, MOST), **options)
-        labels, n = found.labels[0], found.labels.shape[1]
-        batch = jnp.maximum(labels, 0), jnp.full(n, FRAMES), found.counts[0]
-        logits = jnp.broadcast_to(jnp.asarray(rows), (n, *rows.shape))
-        return found, value.label_log_probs(logits, *batch), value(logits, *batch)
-
-    found, own, nll = jax.tree.map(np.asarray, run(temperature))
-    alive = np.flatnonzero(found.scores[0] > -np.inf)
-    assert {tuple(x) for x in found.labels[0, alive]} == {(a, b) for a in range(LABELS) for b in range(LABELS)}
-    more = math.log(sum(WAYS.values())) if name == "split" else 0.0
-    expected = np.log(PROBABILITIES)[[0, 1], found.labels[0, alive]] + more
-    np.testing.assert_allclose(found.label_log_probs[0, alive], expected, rtol=EXACT)
-    # To the loss, a blank belongs to the label after it.
-    blank = np.log(0.9) if name == "constrained" else 0.0
-    np.testing.assert_allclose(own[alive], expected + np.array([0, blank]), rtol=EXACT)
-    np.testing.assert_allclose(found.scores[0, alive], expected.sum(1) + 2 * blank, rtol=EXACT)
-    np.testing.assert_allclose(-nll[alive], expected.sum(1) + 2 * blank, rtol=EXACT)
 
 
 # ------------------------------------------------------------------------------------------------------- bad options

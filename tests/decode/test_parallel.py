@@ -1,13 +1,11 @@
 """Does the search without a predictor find what plain loops find, and a round what each label says by itself?"""
 
-import functools
 import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import compare
 import family
 from decoding import (
     EXACT,
@@ -42,25 +40,20 @@ class Masked(Model):
     def predictor(self):
         return self.parameters.predictor._replace(masked_row=jnp.asarray(ROW))
 
-    def find(self, room=ROOM, function=decode.parallel, predictor=None, **options):
+    def find(self, room=ROOM, predictor=None, **options):
         """As `search`, with this predictor in place of its own."""
-        search = masked(function) if predictor is None else through(function, predictor)
+        search = masked if predictor is None else through(predictor)
         return self.search(search, room, **options)._replace(state=None)
 
 
-def through(function, predictor):
+def through(predictor):
     """The search with another predictor than the given one."""
-    return lambda loss, joint, _, *batch, **options: function(loss, joint, predictor, *batch, **options)
+    return lambda loss, joint, _, *batch, **options: decode.parallel(loss, joint, predictor, *batch, **options)
 
 
-@functools.cache
-def masked(function):
+def masked(loss, joint, predictor, *batch, **options):
     """The search with `ROW` for the given predictor."""
-
-    def search(loss, joint, predictor, *batch, **options):
-        return function(loss, joint, predictor._replace(masked_row=jnp.asarray(ROW)), *batch, **options)
-
-    return search
+    return decode.parallel(loss, joint, predictor._replace(masked_row=jnp.asarray(ROW)), *batch, **options)
 
 
 @pytest.mark.parametrize("name", ["rnnt", "tdt", family.slow("split"), family.slow("constrained")])
@@ -73,17 +66,6 @@ def test_is_the_plain_loop(name):
         found = model.find(room, exact_end=exact, temperature=1.7, blank_penalty=0.4)
         assert found.counts.max() > 2 and (room > 3 or found.full.any())
         check_greedy(model, found, exact_end=exact, max_symbols=1, room=room)
-
-
-def test_token_first():
-    """As greedy search of a predictor that makes this row alone."""
-    model = Masked(family.tdt((2, 0, 1)))
-    constant = lambda state, labels: (jnp.broadcast_to(jnp.asarray(ROW), (len(labels), H)), state)
-    options, same = dict(duration_choice="token_first"), decode.Predictor(lambda batch: (), constant)
-    found = model.find(**options)
-    expected = model.find(function=decode.greedy, predictor=same, max_symbols=1, **options)
-    assert (found.durations == 0).any() and (found.labels != model.find().labels).any()
-    compare.assert_close(found[:-1], expected[:-1], rtol=EXACT)
 
 
 def chosen_again(model, b, labels, frames, among=range(LABELS)):

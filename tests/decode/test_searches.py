@@ -121,24 +121,6 @@ def test_token_first(durations):
     assert (others > 2 and forced > 5) if 0 in durations else others == 0, (others, forced)
 
 
-def test_token_first_in_a_stream():
-    model = Model(NAMED["tdt"], batch=8, frames=12)
-    options = dict(max_symbols=2, duration_choice="token_first")
-    whole, state, parts = model.search(decode.greedy, 40, **options), None, []
-    for start, end in itertools.pairwise((0, 1, 2, 2, 7, 12)):
-        encoder = np.full_like(model.encoder, np.nan)
-        encoder[:, : end - start] = model.encoder[:, start:end]
-        lengths = np.clip(model.lengths - start, 0, end - start).astype(np.int32)
-        parts.append(model.search(decode.greedy, 40, encoder=encoder, lengths=lengths, state=state, **options))
-        state = parts[-1].state
-    assert_same(parts[-1].scores, whole.scores)
-    for b in range(8):
-        joined = [[*itertools.chain(*rows)] for rows in zip(*(trimmed(part, b) for part in parts))]
-        assert joined == trimmed(whole, b)
-        log_probs = np.concatenate([part.label_log_probs[b, : part.counts[b]] for part in parts])
-        assert_same(log_probs, whole.label_log_probs[b, : whole.counts[b]])
-
-
 def test_token_first_without_durations():
     """It changes no move."""
     for loss in (x for name, x in NAMED.items() if name != "tdt"):

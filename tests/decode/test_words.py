@@ -107,17 +107,6 @@ def test_words_are_the_definition(labels, order, unk, options, tmp_path):
     np.testing.assert_allclose(got[alive], expected[alive], rtol=2e-6, atol=2e-5)
 
 
-def test_words_under_vmap(tmp_path):
-    """A batch of models of one row each."""
-    model, _ = word_model(tmp_path / "m.arpa", CHARACTERS, 3, True)
-    rows = [[1, 3, 0, 3, 1], [0, 1, 1, 3, 4]]
-    scores, _, states = run(model, rows, 1024, 5)
-    labels, before = jnp.array(rows, jnp.int32).ravel(), jax.tree.map(lambda x: jnp.asarray(x[:, :-1].ravel()), states)
-    found = jax.jit(jax.vmap(lambda *x: model.step(*jax.tree.map(lambda y: y[None], x))))(before, labels)
-    after = scores[:, 1:].reshape(10, 1, 9), jax.tree.map(lambda x: x[:, 1:].reshape(10, 1), states)
-    jax.tree.map(np.testing.assert_array_equal, found, after)
-
-
 def test_words_without_ends(tmp_path):
     """Files without <s> and </s>, compressed; a unigram model's end completes a word and adds nothing."""
     grams = {("ab",): (-0.5, 0.0), ("b",): (-1.0, 0.0)}

@@ -10,13 +10,11 @@ import pytest
 import batches
 import compare
 import family
-import hlo
 import jax_rnnt
 import reference_numpy as truth
 from jax_rnnt import AdditiveLogits
 from jax_rnnt.emissions._emission import NO_LABEL, Nodes
 from jax_rnnt.layouts._additive import Additive, Scores
-from meshes import at, mesh_of
 from slopes import STEP, WEIGHTS, assert_slopes, heads, small
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -157,17 +155,6 @@ def test_no_sequence_changes_another():
     mapped = jax.vmap(compiled(None))(*(x.reshape(4, 2, *x.shape[1:]) for x in arrays))
     compare.assert_same_bits([x[::2] for x in together], [x[::2] for x in ordinary])
     compare.assert_same_bits(together, [x.reshape(8, *x.shape[2:]) for x in mapped])
-
-
-def test_sharded_over_the_batch(devices):
-    """No device waits for another, though some need the loop over classes and others do not."""
-    expected = compiled(None)(*mixed())
-    arrays = [x.reshape(4, 2, *x.shape[1:]) for x in mixed()]
-    with mesh_of(devices, "auto", (4, 2), ("data", "model")) as mesh:
-        got, text = hlo.compiled(compiled(None), *at(mesh, arrays, "data", "model"))
-        assert not hlo.collectives(text)
-        got = jax.tree.map(lambda x, y: x.reshape(y.shape), got, expected)
-        compare.assert_close(got, expected, rtol=1e-6, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------------------- smoothing

@@ -8,7 +8,6 @@ import functools
 import itertools
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,22 +134,6 @@ def test_options(name):
         got, expected = compare.evaluate(loss, p, None, **given), family.RNNT.expected(q, **given)
         np.testing.assert_allclose(got[0], expected[0], rtol=EXACT)
         np.testing.assert_allclose(got[1], expected[1], atol=EXACT)
-
-
-@pytest.mark.parametrize("name", layout_table.NAMES[1:])
-def test_are_pytrees(name):
-    """Mapped leaf by leaf, arguments of jit; new leaves compile nothing. Shape and dtype are those of the logits."""
-    p, arrays = layout_table.problem(name=name)
-    made = layout_table.layout(p, name)(*map(jnp.asarray, arrays))
-    if name in ("JointLogits", "AdditiveLogits"):
-        assert made.shape == p.logits.shape and made.dtype == np.float64 and made.ndim == 4
-    other = jax.tree.map(lambda x: x if jnp.issubdtype(jnp.result_type(x), jnp.integer) else x * 1.0, made)
-    assert type(other) is type(made)
-    assert jax.tree.structure(other) == jax.tree.structure(made) and len(jax.tree.leaves(made)) > 0
-    if name == "BandLogits":
-        run = jax.jit(chex.assert_max_traces(lambda logits, loss: loss(logits, *p[1:]), n=1))
-        np.testing.assert_allclose(run(made, RNNT), RNNT(made, *p[1:]), rtol=1e-12)
-        run(other, RNNT)
 
 
 def test_hypotheses_of_each_utterance():

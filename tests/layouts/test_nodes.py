@@ -125,34 +125,24 @@ def test_layouts(names):
     check(got, of_all, [*(x for own in arrays for x in own), weights])
 
 
-@pytest.mark.parametrize("shared", [False, family.slow(True)])
-def test_joint_networks(shared):
-    """Two, with parameters of their own, in several tiles; and a scale that the function closes over.
-
-    `shared`: pairs of hypotheses have the encoder rows [B, 1, T, E] of the first network in common.
-    """
+def test_joint_networks():
+    """Two, with parameters of their own, in several tiles; and a scale that the function closes over."""
     a, b = Network(), Network(seed=1)
     p, weights = a.problem, some_weights(a.problem, 3)
 
-    def pairs(x):
-        return x.reshape(-1, 2, *x.shape[1:]) if shared else x
-
     def got(first, second, rows, others, scale, weights):
-        rows, others = (rows[0][:, None] if shared else rows[0], pairs(rows[1])), map(pairs, others)
         logits = JointLogits(linear(*first), *rows, 64), JointLogits(closure(*second), *others, 128)
-        function, given = functools.partial(mixed, scale=scale), {name: pairs(x) for name, x in lengths(p).items()}
-        return sum_over_nodes(function, *logits, **given, weights=pairs(weights), targets=pairs(p.targets)).ravel()
+        function = functools.partial(mixed, scale=scale)
+        return sum_over_nodes(function, *logits, **lengths(p), weights=weights, targets=p.targets)
 
     def of_all(first, second, rows, others, scale, weights):
-        rows = jnp.repeat(rows[0], 2 if shared else 1, 0), rows[1]
         made = [
             jnp.tanh(e[:, :, None] + q[:, None]) @ w + c[None, None, None]
             for (w, c), (e, q) in ((first, rows), (second, others))
         ]
         return total_of_all(mixed_of_all(p, *made, scale=scale), weights, batches.inside(p))
 
-    rows = a.rows[0][: 2 if shared else None], a.rows[1]
-    check(got, of_all, (a.parameters, b.parameters, rows, b.rows, np.array(0.7), weights), limit=1e-11)
+    check(got, of_all, (a.parameters, b.parameters, a.rows, b.rows, np.array(0.7), weights), limit=1e-11)
 
 
 # --------------------------------------------------------------------------------------- what is not read, and NaN
@@ -246,20 +236,6 @@ def test_nan_stays_in_its_sequence():
     compare.assert_close(gradient, expected, atol=EXACT)  # a masked sum that is NaN adds nothing
 
 
-@pytest.mark.slow
-def test_empty_batches():
-    for shape in ((0, 3, 2, 5), (2, 0, 2, 5)):
-        given = {name: np.zeros(shape[0], np.int32) for name in ("logit_lengths", "target_lengths")}
-        for make in (family.in_tiles, family.in_a_band):
-            x = jnp.zeros(shape)
-            total = lambda x, make=make, given=given: sum_over_nodes(entropy, make(x), **given).sum()
-            value, gradient = jax.jit(jax.value_and_grad(total))(x)
-            assert value == 0 and gradient.shape == shape
-    packed = PackedLogits(jnp.zeros((3, 5)), 2)
-    given = {name: np.zeros(0, np.int32) for name in ("logit_lengths", "target_lengths")}
-    assert sum_over_nodes(entropy, packed, **given, weights=np.zeros((0, 2, 1))).shape == (0,)
-
-
 def test_bands_that_differ():
     p = batches.problem(scale=1.0)
     first = layout_table.first_columns(p)
@@ -313,26 +289,6 @@ def test_blocks_without_weight_are_skipped(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------- programs
-
-
-@pytest.mark.slow
-def test_half_precision():
-    """Rows come in the dtype of the logits; sums are in float32."""
-    network, seen = Network(dtype=jnp.bfloat16), []
-
-    def function(rows, others):
-        seen.append((rows.dtype, others.dtype))
-        return entropy(rows.astype(np.float32)) * others[:, 0].astype(np.float32)
-
-    def total(parameters, rows):
-        first = JointLogits(LinearJoint(*parameters), *rows, 64)
-        second = JointLogits(jnp.add, *(x.astype(np.float32) for x in rows))
-        return sum_over_nodes(function, first, second, **lengths(network.problem))
-
-    summed = lambda *x: (jnp.sum(sums := total(*x)), sums)
-    gradient, sums = jax.jit(jax.grad(summed, (0, 1), has_aux=True))(network.parameters, network.rows)
-    assert set(seen) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(np.float32))} and sums.dtype == np.float32
-    assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def divergence(parameters, rows, rest, weights):

@@ -92,13 +92,6 @@ def test_single_path(kernel):
         np.testing.assert_allclose(gradient, -1.0 * np.isfinite(scores), atol=BOUND)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("optimized")
-def test_long_lattice_of_the_reference():
-    """Once, since it has no limit of its own in T or U."""
-    check(one_sequence(3900, 100, 4, 6.0), "reference")
-
-
 def test_peaked_and_flat(kernel):
     """Equal paths, one dominant path while the others underflow float32, and a path that starts with arcs of e^-200."""
     for scale in (0.0, 20.0, 100.0):

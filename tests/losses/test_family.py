@@ -31,16 +31,6 @@ def test_any_durations(kernel):
             door.check(loss, batches.poisoned(batches.problem(loss=loss, dtype=dtype)), clamp=0.5)
 
 
-SIGMA = family.tdt((0, 4, 2, 1, 3)), family.multiblank((4, 2, 9))
-
-
-@pytest.mark.parametrize("loss", SIGMA, ids=str)
-def test_sigma(loss, kernel):
-    p = batches.problem(loss=loss)
-    got = compare.evaluate(loss, batches.poisoned(p), kernel, clamp=0.5, sigma=0.3)
-    compare.assert_matches(got, loss.expected(p, clamp=0.5, sigma=0.3), np.float64, 11)
-
-
 @pytest.mark.parametrize(
     ("table", "implementation"),
     [(family.multiblank, "kernel"), (family.tdt, "kernel"), (family.tdt, "reference")],

@@ -24,23 +24,6 @@ def pull(loss, implementation, p, cotangents, clamp):
     return np.asarray(run(p.logits, cotangents))
 
 
-# The backward pass of kernels: test_targets.py. Here is what brings cotangents to it.
-@pytest.mark.parametrize(
-    ("loss", "implementation"),
-    [(family.RNNT, "kernel"), (family.TILES, "kernel"), (family.RNNT, "reference")],
-    ids=str,
-    indirect=["implementation"],
-)
-def test_cotangents(loss, implementation):
-    """Positive, negative, zero and large cotangents multiply the clamped gradient of their own sequence."""
-    p = batches.problem(loss=loss)
-    cotangents = np.array([2.0, -3.0, 0.0, 1e6])
-    expected = cotangents[:, None, None, None] * loss.expected(p, clamp=0.1)[1]
-    gradient = pull(loss, implementation, p, cotangents, 0.1)
-    np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-12)
-    assert not gradient[2].any()
-
-
 def pulls(loss, implementation, p, cotangents, clamp):
     """What `pull` gives, of kernels through the door where there is one for the loss."""
     if implementation == "reference" or loss not in door.LOSSES:
@@ -106,23 +89,3 @@ def test_vjp_called_twice(kernel):
     (first, *others), (second, *_) = vjp(jnp.ones_like(value)), vjp(2 * jnp.ones_like(value))
     compare.assert_same_bits(2 * first, second)
     assert all(x.dtype == jax.dtypes.float0 for x in others)
-
-
-def test_forward_mode_of_the_reference():
-    """test_derivatives.py has further derivatives."""
-    loss, p = family.RNNT, batches.problem(2, 3, 2, 4, scale=1.0, lengths=([3, 2], [2, 1]))
-    tangent = np.random.default_rng(9).normal(size=p.logits.shape)
-    expected = (loss.expected(p)[1] * tangent).sum((1, 2, 3))
-    call = lambda x: loss(x, *p[1:], reduction="none", implementation="reference")
-    np.testing.assert_allclose(jax.jit(lambda x, v: jax.jvp(call, (x,), (v,))[1])(p.logits, tangent), expected)
-
-
-@pytest.mark.slow
-def test_second_derivative_beside_rows_that_no_path_enters(kernel):
-    """The softmax of such rows must not be formed, since its exponentials may be infinite."""
-    x = np.zeros((4, 3, 5))
-    x[3, 0] = 1000
-    rest = np.array([1, 2], np.int32), np.int32(4), np.int32(2)
-    windows = np.array([[0, 1], [0, 2]], np.int32)
-    first = jax.grad(lambda x: family.RNNT(x, *rest, label_windows=windows, implementation=kernel))
-    assert np.isfinite(jax.jit(jax.grad(lambda x: (first(x) ** 2).sum()))(x)).all()

@@ -9,8 +9,6 @@ import pytest
 
 import compare
 import door
-import family
-import hlo
 import platforms
 import reference_numpy as truth
 import topologies
@@ -133,23 +131,6 @@ def test_derivatives_of_both_orders():
     np.testing.assert_allclose(second, covariance, atol=1e-13)
 
 
-def test_second_derivative_with_forbidden_arcs_and_no_path(kernel):
-    """The double `where` of a safe logaddexp must hold in the second derivative too, which is the reference's."""
-    arcs = arcs_of(truth.STANDARD, (2, 3, 3), seed=7)
-    arcs["label"][0, 1] = -np.inf
-    arcs["blank"][1, 0], arcs["label"][1, 0] = -np.inf, -np.inf
-    lengths = np.full(2, 3, np.int32), np.full(2, 2, np.int32)
-
-    def total(arcs, implementation=kernel):
-        value = lattices.log_likelihood(lattices.STANDARD, arcs, *lengths, implementation)
-        return jnp.where(jnp.isfinite(value), value, 0.0).sum()
-
-    expected = jax.jit(jax.jacfwd(jax.grad(functools.partial(total, implementation="reference"))))(arcs)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
-    for second in (jax.jacfwd(jax.grad(total)), jax.jacrev(jax.grad(total))):
-        compare.assert_close(jax.jit(second)(arcs), expected, 1e-12)
-
-
 def test_program_size_does_not_depend_on_the_lattice():
     """The program is a loop; unrolled steps would make compile time grow with the utterance."""
     topology = TOPOLOGIES["durations"]
@@ -162,14 +143,6 @@ def test_program_size_does_not_depend_on_the_lattice():
 
     assert size(400, 100) <= 1.1 * size(100, 100)
     assert size(100, 400) <= 1.2 * size(100, 100)  # scans over u may take log2(U) steps
-
-
-def test_one_custom_call(kernel):
-    """Value and gradient: the lattice's kernel, once."""
-    arcs = arcs_of(truth.STANDARD, (2, T, U + 1))
-    call = lambda arcs: lattices.log_likelihood([*lattices.STANDARD], arcs, np.full(2, T), np.full(2, U)).sum()
-    for f, target in ((jax.value_and_grad(call), "jax_rnnt_lattice_grad"), (call, "jax_rnnt_lattice_loss")):
-        assert hlo.custom_calls(hlo.compiled(f, arcs)[1]) == hlo.once([target])
 
 
 @pytest.mark.parametrize(("dtype", "batch"), [("float16", ()), ("bfloat16", (2, 3)), ("float32", (2, 1, 2))], ids=str)
@@ -232,33 +205,6 @@ def test_errors():
     for name, value in (("blanks", (1.5,)), ("normalize", 1), ("bernoulli", None), ("num_durations", 1.0)):
         with pytest.raises(TypeError, match=f"Softmax: {name} must be .*got"):
             emissions.Softmax(**{"blanks": (0,)} | {name: value})
-
-
-@family.reference_slow
-@pytest.mark.parametrize(
-    "table", [lattices.STANDARD, lattices.token_and_duration((0, 1, 2))], ids=["standard", "durations"]
-)
-def test_bad_arcs(table, implementation):
-    """NaN or +inf of one arc is NaN, beside arcs of any size; other sequences stay."""
-    arcs = {arc.slot: np.full((5, 4, 3), -1.0, np.float32) for arc in table}
-    bad = arcs[table[0].slot]
-    bad[:4, 1, 1], bad[2:4, 0, 0] = [np.inf, np.nan, np.inf, np.nan], -1e6
-    for answer in answers(table, implementation):
-        _, values, posteriors = answer(arcs, np.full(5, 4, np.int32), np.full(5, 2, np.int32))
-        assert np.isnan(values).tolist() == [True] * 4 + [False]
-        assert np.isfinite(np.stack([x[4] for x in posteriors.values()])).all()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("table", [lattices.STANDARD, lattices.MONOTONIC], ids=["standard", "monotonic"])
-def test_no_labels_in_many_frames(table, dtype, kernel):
-    """One path, so that each of its posteriors is 1; a mantissa that is not scaled overflows or underflows."""
-    arcs = {slot: np.full((1, 2400, 2), -0.34, dtype) for slot in ("blank", "label")}
-    for answer in answers(table, kernel):
-        _, value, posteriors = answer(arcs, np.array([2400], np.int32), np.array([0], np.int32))
-        np.testing.assert_allclose(value, -0.34 * 2400, rtol=1e-6)
-        np.testing.assert_allclose(posteriors["blank"][0], np.arange(2) == np.zeros((2400, 1)), atol=1e-3)
-        assert not np.any(posteriors["label"])
 
 
 def test_expanded_topologies():

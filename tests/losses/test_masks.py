@@ -1,7 +1,6 @@
 """Are answers right where logits or arcs are masked by finite numbers of any size?"""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -93,34 +92,6 @@ def label_failures(topology, rows, log_probs):
 
 
 # ------------------------------------------------------------------------------------------------------------- the arcs
-def test_masked_arcs(implementation):
-    """`lattices.log_likelihood` and its posteriors with arcs of any size, huge ones included."""
-    rng = np.random.default_rng(0)
-    planes, expected = [], []
-    for size in (1e5, 3e6, 1e9, 1e15, 1e30, 1e37):
-        for signs in ([-1], [1], [-1, 1]):
-            arcs = {slot: rng.normal(-1, 1, (T, U + 1)).astype(np.float32) for slot in ("blank", "label")}
-            for x in arcs.values():
-                x[:] = np.where(rng.random(x.shape) < 0.5, rng.choice(signs, x.shape) * np.float32(size), x)
-            planes.append(arcs)
-            exact = {slot: truth.fractions_of(x) for slot, x in arcs.items()}
-            expected.append(truth.sum_of_paths(truth.enumerate_paths(truth.STANDARD, T, U), exact))
-    batch = {slot: np.stack([x[slot] for x in planes]) for slot in ("blank", "label")}
-    lengths = np.full(len(planes), T, np.int32), np.full(len(planes), U, np.int32)
-
-    def run(arcs):
-        call = lambda arcs: lattices.log_likelihood(lattices.STANDARD, arcs, *lengths, implementation)
-        values, pull = jax.vjp(call, arcs)
-        return values, pull(jnp.ones_like(values))[0]
-
-    values, gradient = jax.jit(run)(batch)
-    for b, (_, value, posteriors) in enumerate(expected):
-        np.testing.assert_allclose(values[b], float(value), rtol=1e-6, atol=1e-5)
-        for slot, x in posteriors.items():
-            # Only float64 sums of 3e6 are right to 1 in 2^31, although the arcs themselves are exact.
-            np.testing.assert_allclose(gradient[slot][b], x, atol=1e-5, err_msg=f"{b}")
-
-
 @pytest.mark.parametrize("sign", [1, -1])
 def test_sums_beyond_64_bits(implementation, sign):
     """The exponents of three arcs of 3e18 nats add up to no 64-bit number: UndefinedBehaviorSanitizer looks on."""

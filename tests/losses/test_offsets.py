@@ -10,7 +10,7 @@ import pytest
 import compare
 import door
 import family
-from feeds import T, U, V, far, gradient_failures, lowest, none_of, problem_of, row_of, value_failures
+from feeds import T, U, V, far, lowest, none_of, problem_of, row_of
 
 # (offsets, parts of one in which the logits are counted): logit + offset is a float32.
 OFFSETS = (((1, 30, 1e3, 1e4), 64), ((1e6,), 8))
@@ -86,46 +86,3 @@ def test_common_offsets(loss, implementation):
     """The same in JAX."""
     rows, limits = shifted(loss, -1)
     none_of(offset_failures(rows, limits, *compare.evaluate(loss, problem_of(rows), implementation)))
-
-
-MAGNITUDES = (1e-30, 1e-3, 1.0, 1e2, 1e4, 1e8, 1e15, 1e30, 1e38)
-
-
-def rounded_normalizer(row, blank):
-    """Whether the row keeps a rounded log-sum-exp, since its anchor is nearly impossible."""
-    x = row.logits[: row.frames].astype(np.float64)[..., :V]
-    second, top = np.moveaxis(np.sort(x, -1)[..., -2:], -1, 0)
-    rounded = (top - x[..., blank] > 45) & (top - second < 20)
-    return min(float(np.max(np.where(rounded, np.abs(top), 0) * compare.eps(np.float32))), 1.0)
-
-
-@functools.cache
-def scaled(loss, fused):
-    rng = np.random.default_rng(0)
-    top = np.finfo(np.float32).max
-    rows = []
-    for magnitude in MAGNITUDES:
-        for frames in (T, T - 1, T):
-            logits = rng.normal(size=(T, U + 1, V + loss.extra_classes)) * magnitude
-            logits = np.clip(logits if fused else -np.abs(logits), -top, top).astype(np.float32)
-            row = row_of(loss, "float32", f"{magnitude:g}", logits, frames, fused_log_softmax=fused)
-            extra = rounded_normalizer(row, 0 if loss.name == "hat" else V - 1) if fused else 0
-            rows.append(dataclasses.replace(row, slack=row.slack + extra))
-    if loss is family.RNNT and not fused:  # huge positive scores: the loss is negative, and one path has posterior 1
-        for size in (1e4, 1e9, 1e30):
-            for logits in np.abs(rng.normal(size=(4, T, U + 1, V)) * size).astype(np.float32):
-                rows.append(row_of(loss, "float32", f"up to {size:g}", logits, T, fused_log_softmax=False))
-    return rows
-
-
-@family.every_kernel
-def test_magnitudes(loss, implementation):
-    """The loss is right to 1e-5, or +inf beyond float32. Gradients count if rounding cannot change the best paths.
-
-    Of log-probabilities too, but for steps between emission and lattice, which are the same.
-    """
-    for fused in (True,) if loss in family.SKIPPING else (True, False):
-        rows = scaled(loss, fused)
-        for values, gradient in door.answers(loss, problem_of(rows), implementation, fused_log_softmax=fused):
-            none_of(value_failures(rows, values, "float32", 1e-5))
-            none_of(gradient_failures(loss, rows, gradient, "float32", False))

@@ -345,21 +345,6 @@ def test_padding_of_many_draws(loss, native_kernel):
         compare.assert_same_bits(door.run(loss, p.take(slice(None, None, -1)))[0][::-1], door.run(loss, p)[0])
 
 
-@pytest.mark.parametrize("loss", [family.slow(loss) for loss in family.SKIPPING], ids=str)
-def test_padding_of_many_draws_of_skips(loss, kernel):
-    """Value and gradient by steps that XLA compiles, optimised. Posteriors are of the same steps."""
-
-    def one(p):
-        values, pull = jax.vjp(lambda logits: loss(logits, *p[1:], reduction="none"), p.logits)
-        return values, pull(jnp.ones_like(values))[0]
-
-    pairs = lambda p: jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), p)
-    several = jax.jit(lambda p: jax.lax.map(one, pairs(p)), compiler_options=OPTIMIZED)
-    run = lambda p: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several(p))
-    every = jax.tree.map(lambda *x: np.concatenate(x), *draws(loss))
-    assert_same_after_padding(run, every, [(27, 5)])
-
-
 SPLIT = {family.RNNT: "auto", family.TDT: "explicit", family.CONSTRAINED: "auto", family.WILDCARD: "explicit"}
 
 

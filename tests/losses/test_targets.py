@@ -47,36 +47,6 @@ def test_empty_dimensions(loss):
         door.check(loss, batches.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)][:B], [U, 0][:B])))
 
 
-def odd(classes, dtype):
-    """-inf classes, a NaN sequence, an impossible one, +inf, logits of +-1e4, and an ordinary sequence."""
-    p = batches.problem(6, 7, 4, classes, dtype=dtype, lengths=([7, 7, 7, 7, 5, 6], [4, 4, 4, 4, 2, 0]))
-    logits = p.logits.copy()
-    logits[0, :, :, ::3] = -np.inf
-    logits[0][..., p.targets[0]] = 0
-    logits[0, ..., -1] = 1
-    logits[1, 3, 2, classes - 2] = np.nan
-    logits[2, 4] = -np.inf
-    logits[3, 0, 0, 2] = np.inf
-    logits[4] = np.where(logits[4] > 0, 1e4, -1e4)
-    return batches.poisoned(p._replace(logits=logits))
-
-
-@pytest.mark.parametrize("classes", [4, 7, 8, 15, 16, 19, 33, 70, 130])
-@every_dtype
-def test_odd_values(classes, dtype):
-    """In vector and remainder lanes alike."""
-    p = odd(classes, dtype)
-    expected, exact = family.RNNT.expected(p)
-    relative, smallest = compare.rounding(dtype)
-    for target in door.TARGETS:
-        values, gradient = door.evaluate(family.RNNT, p, target=target)
-        np.testing.assert_allclose(values, expected, rtol=1e-6)
-        gradient = gradient.astype(np.float64)
-        np.testing.assert_allclose(gradient, exact, rtol=relative, atol=2e4 * 11 * compare.eps(np.float32))
-        limit = compare.tolerance(dtype, 11) + smallest
-        np.testing.assert_allclose(gradient[[0, 5]], exact[[0, 5]], rtol=relative, atol=limit)
-
-
 def test_the_last_column_is_scaled_too():
     """It has a vector of its own if labels fill whole ones. Unscaled, 350 factors of 1/3 leave the range of floats."""
     for U in (8, 16, 32):

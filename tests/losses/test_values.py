@@ -58,17 +58,6 @@ def test_every_loss(loss, implementation):
 WAYS = pytest.mark.parametrize("loss", [family.RNNT, family.TDT, family.TILES], ids=str)
 
 
-@WAYS
-def test_other_calls(loss, kernel):
-    """Without a gradient another kernel runs; by default, one of the implementations; and no option is an operand."""
-    p = batches.problem(loss=loss, dtype=np.float32)
-    expected = loss.expected(p)
-    default = jax.jit(jax.value_and_grad(lambda x: loss(x, *p[1:], reduction="sum")))(p.logits)
-    compare.assert_matches(default, (expected[0].sum(), expected[1]), np.float32, 11)
-    value = loss(*p, reduction="none", implementation=kernel)
-    np.testing.assert_allclose(value, expected[0], rtol=compare.tolerance(np.float32, 11))
-
-
 def test_torchaudio_s_call(kernel):
     """`rnnt_loss` is RNNTLoss with torchaudio's positional arguments; the others need names."""
     p = batches.problem()
@@ -120,19 +109,6 @@ def test_reductions(kernel):
             expected, weights = truth.reduce(per_sequence, q.target_lengths, reduction)
             np.testing.assert_allclose(value, expected, rtol=1e-12, err_msg=reduction)
             np.testing.assert_allclose(gradient, weights[:, None, None, None] * per_logit, atol=1e-13)
-
-
-@pytest.mark.parametrize(
-    ("loss", "implementation"),
-    [(family.TILES, "kernel"), (family.RNNT, "reference")],
-    indirect=["implementation"],
-    ids=str,
-)
-def test_empty_dimensions(loss, implementation):
-    """No frames, and no labels, in the arrays themselves. Kernels: test_targets.py."""
-    for B, T, U, V in ((2, 0, 2, 5), (2, 4, 0, 5)):
-        p = batches.problem(B, T, U, V, loss=loss, lengths=([T, max(T - 1, 0)], [U, 0]))
-        compare.assert_matches(compare.evaluate(loss, p, implementation), loss.expected(p), np.float64, 6)
 
 
 def test_no_sequences(implementation):

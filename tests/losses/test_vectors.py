@@ -9,7 +9,6 @@ import pytest
 import batches
 import compare
 import family
-import jax_rnnt
 import reference_numpy as truth
 from slopes import assert_slopes
 from vectors import BLANK_AMONG_LABELS, LABELS, LENGTHS, WEIGHTS, X, t, u
@@ -64,30 +63,6 @@ def test_vectors(source, loss):
         for head, check in zip(batches.heads(loss, gradient) if loss is DURATIONS else [gradient], checks, strict=True):
             found = (head * WEIGHTS[..., : head.shape[-1]]).sum()
             np.testing.assert_allclose(found, check, atol=1e-8, err_msg=name)
-
-
-def test_small_case(implementation):
-    """The test case of warp-rnnt and torchaudio, whole and cut to one frame, no labels and both."""
-    rows = [
-        [[0.1, 0.6, 0.1, 0.1, 0.1], [0.1, 0.1, 0.6, 0.1, 0.1], [0.1, 0.1, 0.2, 0.8, 0.1]],
-        [[0.1, 0.6, 0.1, 0.1, 0.1], [0.1, 0.1, 0.2, 0.1, 0.1], [0.7, 0.1, 0.2, 0.1, 0.1]],
-    ]
-    labels = np.array([[1, 2]] * 4, np.int32)
-    lengths = np.array([2, 1, 2, 1], np.int32), np.array([2, 2, 0, 0], np.int32)
-    values = RNNT(np.array([rows] * 4), labels, *lengths, blank=0, reduction="none", implementation=implementation)
-    np.testing.assert_allclose(values, [4.495666774, 4.274244594, 3.462858392, 1.731429196], rtol=1e-9)
-
-
-def test_alignment():
-    """The best path: numbers from the formula, since no other library has it. Latency: TransducerLoss.jl's formula."""
-    loss = jax_rnnt.RNNTLoss(blank=0)
-    score, frames = loss.align(X, LABELS, *LENGTHS)
-    np.testing.assert_allclose(score, -15.255785035, rtol=1e-9)
-    assert frames.dtype == np.int32 and frames.tolist() == [0, 2, 2]
-    expected = loss.label_frames(X, LABELS, *LENGTHS)
-    np.testing.assert_allclose((expected + 1).sum(), 8.678643171, rtol=1e-9)  # there frames count from 1
-    regularised = loss(X, LABELS, *LENGTHS) + 0.1 * loss.latency(X, LABELS, *LENGTHS)
-    np.testing.assert_allclose(regularised, 13.753066395, rtol=1e-9)
 
 
 TABLES = {"standard": truth.STANDARD, "durations_without_0_and_1": truth.token_durations((2, 3))}

@@ -53,9 +53,9 @@ NAMED["split"] = family.Loss("split", SplitLoss)
 LONGEST = {"multiblank": max(family.BIG), "tdt": max(family.DURATIONS)}  # frames that an arc reads; else 1
 
 
-def lossless(loss, most=MOST):
-    """The width of a beam that loses none of the label sequences, up to so many labels."""
-    return (1 + LONGEST.get(loss.name, 1)) * sum(LABELS**n for n in range(most + 1))
+def lossless(loss):
+    """The width of a beam that loses none of the label sequences, up to `MOST` labels."""
+    return (1 + LONGEST.get(loss.name, 1)) * sum(LABELS**n for n in range(MOST + 1))
 
 
 class Parameters(NamedTuple):

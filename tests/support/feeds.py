@@ -163,8 +163,8 @@ def possible(row, dtype):
     return row.solution.value != -INF and abs(row.solution.loss) <= float(jnp.finfo(working(dtype)).max)
 
 
-def value_failures(rows, values, dtype, relative=1e-6):
-    relative = 1e-12 if dtype == "float64" else relative
+def value_failures(rows, values, dtype):
+    relative = 1e-12 if dtype == "float64" else 1e-6
     for row, value in zip(rows, np.asarray(values)):
         expected, limit = row.solution.loss, compare.tolerance(working(dtype), T + U)
         if not possible(row, dtype):

@@ -28,16 +28,6 @@ def test_changing_lengths_and_labels_compiles_nothing(kernel):
         jax.value_and_grad(loss)(*p.take(slice(1, None)))
 
 
-def test_every_kind_of_number(kernel):
-    p = batches.problem(dtype=np.float32)
-    values, gradient = family.RNNT.expected(p, **dict.fromkeys(VALUES, 1))
-    for kind in (float, np.float32, np.float64, np.asarray, jnp.float32, jnp.asarray, int):
-        loss = jax_rnnt.RNNTLoss(**{option: kind(1) for option in VALUES}, reduction="sum", implementation=kernel)
-        value, got = jax.value_and_grad(loss)(*p)
-        np.testing.assert_allclose(value, values.sum(), rtol=1e-5)
-        np.testing.assert_allclose(got, gradient, atol=2e-5)
-
-
 @pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
 def test_inside_control_flow(loss, kernel):
     """scan, fori_loop and cond, with the gradient through those that have one; steps of descent in a scan."""

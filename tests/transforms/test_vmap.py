@@ -1,7 +1,6 @@
 """Does vmap only add a batch dimension, with the same numbers, one custom call and no loop?"""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -39,15 +38,6 @@ def test_vmap_and_nested_vmap(loss, implementation):
     check((values.ravel(), gradient.reshape(p.logits.shape)), p, loss)
 
 
-def test_in_axes_and_out_axes(kernel):
-    p = batches.problem()
-    for axis in (1, 2, -1):
-        moved = np.moveaxis(p.logits, 0, axis), np.moveaxis(p.targets, 0, 1), *p[2:]
-        call = value_and_gradient(family.RNNT, kernel)
-        values, gradient = jax.jit(jax.vmap(call, in_axes=(axis, 1, 0, 0), out_axes=(0, axis)))(*moved)
-        check((values, np.moveaxis(gradient, axis, 0)), p, family.RNNT)
-
-
 def test_one_argument_mapped(kernel):
     """The other three are shared: only logits, only targets (an n-best list), only lengths."""
     p = batches.problem(lengths=([7, 5, 6, 4], [4, 2, 3, 0]))
@@ -74,22 +64,6 @@ def test_options_mapped(kernel):
     for axes, given in (((0, 0, 0), windows), ((0, None, 0), windows[0])):
         got = jax.jit(jax.vmap(call, in_axes=axes))(p, given, options)
         compare.assert_matches(got, expected, np.float64, 11, scale=2)
-
-
-def test_reduction_inside_vmap(kernel):
-    """A mean over two sequences, mapped over two such pairs, a mean of all, and an empty mapped axis."""
-    p, loss = batches.problem(), family.RNNT
-    pairs = [x.reshape(2, 2, *x.shape[1:]) for x in p]
-    reductions = "mean", "mean_target", "mean_volume"
-    each = lambda *p: [loss(*p, reduction=r, implementation=kernel) for r in reductions]
-    several, one = jax.jit(jax.vmap(each))(*pairs), jax.jit(each)
-    for got, pair in zip(zip(*several), zip(*pairs), strict=True):
-        np.testing.assert_allclose(got, one(*pair), rtol=1e-13)
-    call = lambda *p: jax.lax.pmean(per_sequence(loss, kernel)(*p), "batch")
-    values = jax.jit(jax.vmap(call, axis_name="batch"))(*map(jnp.asarray, p))
-    np.testing.assert_allclose(values, np.full(4, loss.expected(p)[0].mean()), rtol=1e-12)
-    values, gradient = jax.jit(jax.vmap(value_and_gradient(loss, kernel)))(*(x[:0] for x in p))
-    assert values.shape == (0,) and gradient.shape == (0, *p.logits.shape[1:])
 
 
 @pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)

@@ -62,6 +62,10 @@ class Searching:
         None, Path, "file of texts to prefer, one on each line, perhaps with a tab and a weight: nats for each label "
         f"({WITH_BEAM}; greedy: {WITH_GREEDY})", metavar="FILE",
     )  # fmt: skip
+    phrase_depth: float = option(
+        0.0, amount, "how much more each label of a phrase earns from the second one on; NeMo's depth_scaling less 1",
+        metavar="D", needs=(lambda search: search.phrases, "--phrases"),
+    )  # fmt: skip
     script: str = option(
         "", str, "write these of Unicode's scripts alone, beside digits and punctuation, as in latin,cyrillic",
         metavar="NAME,...",
@@ -135,11 +139,11 @@ def spelled(path, model, usual):
     return found
 
 
-def phrases(path, model, usual):
+def phrases(path, model, usual, depth=0.0):
     """The Phrases of a file, whose numbers are weights."""
     _, labels, weights = map(list, zip(*spelled(path, model, usual)))
     try:
-        return decode.Phrases(labels, weights, classes=model.blank + 1)
+        return decode.Phrases(labels, weights, classes=model.blank + 1, depth=depth)
     except ValueError as error:
         raise UserError(f"--phrases {path}: {error}") from None
 
@@ -151,7 +155,8 @@ def decoding_of(options, model):
         ngram, bonus = read(options.ngram, model, options.unknown_word), word_bonus(model)
         fusion, ilm = ((ngram, options.ngram_weight), (bonus, options.word_bonus)), options.ilm_weight
     if options.phrases:
-        fusion += ((phrases(options.phrases, model, WITH_BEAM if options.beam else WITH_GREEDY), 1.0),)
+        usual = WITH_BEAM if options.beam else WITH_GREEDY
+        fusion += ((phrases(options.phrases, model, usual, options.phrase_depth), 1.0),)
     alone = model.config.head.loss == "ctc"
     ctc = alone if options.head is None else options.head == "ctc"
     if ctc != alone and (alone or "ctc" not in model.shapes):

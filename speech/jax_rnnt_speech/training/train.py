@@ -87,17 +87,17 @@ class Training:
 
     def begin(self, first):
         """The state of step `first`, the frozen parameters, and the jitted step."""
-        options, shard, devices = self.config.optimiser, self.config.compute.shard, self.devices
+        optimiser, shard, devices = self.config.optimiser, self.config.compute.shard, self.devices
         params = devices.put(self.model.params, shard)
         del self.model.params  # from now on they are in the state
         weights, frozen = self.parts.free(params), self.parts.frozen(params)
-        optimizer = steps.make_optimizer(options, self.config.run.steps, self.parts.factors)
-        make = functools.partial(steps.first_state, options, optimizer)
+        optimizer = steps.make_optimizer(optimiser, self.config.run.steps, self.parts.factors)
+        make = functools.partial(steps.first_state, optimiser, optimizer)
         state = devices.shapes(jax.eval_shape(make, weights), shard)
         places = jax.tree.map(lambda x: x.sharding, state)
         if first:
             (training,) = self.record.run.restore(training=self.unused(state))
-            state = training | {steps.used(options): weights}
+            state = training | {steps.used(optimiser): weights}
         else:
             state = jax.jit(make, out_shardings=places)(weights)
         step = steps.make_train_step(self.model, self.parts, optimizer, self.layers, places)
@@ -113,24 +113,24 @@ class Training:
         return {name: x for name, x in state.items() if name != steps.used(self.config.optimiser)}
 
     def loop(self, state, frozen, step_of, first, metrics, interrupted):
-        options, record, devices = self.config.run, self.record, self.devices
+        plan, record, devices = self.config.run, self.record, self.devices
         wait = devices.mesh.devices.flat[0].platform == "cpu"
-        bar = tqdm(total=options.steps, initial=first, unit="step", disable=bool(jax.process_index()),
+        bar = tqdm(total=plan.steps, initial=first, unit="step", disable=bool(jax.process_index()),
                    mininterval=0.2 if sys.stderr.isatty() else 20)  # fmt: skip
         with bar:
             lines = Lines(metrics, bar)
-            for step, batch in enumerate(epochs.read(self.epoch, first, options.steps), first + 1):
+            for step, batch in enumerate(epochs.read(self.epoch, first, plan.steps), first + 1):
                 batch.pop("index")
                 state, numbers = step_of(state, devices.split(batch), frozen, step)
                 lines.add(numbers)
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
-                last, stopped = step == options.steps, bool(interrupted)
-                if step % options.log_every == 0 or last or stopped:
+                last, stopped = step == plan.steps, bool(interrupted)
+                if step % plan.log_every == 0 or last or stopped:
                     lines.write(step)
                     record.run.check()
-                tested = step % (options.valid_every or options.save_every) == 0 or last
-                saved = step % options.save_every == 0 or last or stopped
+                tested = step % (plan.valid_every or plan.save_every) == 0 or last
+                saved = step % plan.save_every == 0 or last or stopped
                 params = self.used(state, frozen) if tested or saved else None
                 if tested:
                     record.tested(step, self.test(params, step, metrics), params)
@@ -141,7 +141,7 @@ class Training:
                 if tested:
                     lines.started = time.perf_counter()
                 if ends:
-                    hosts.say(f"step {step}: the last {options.patience} tests were not better: the run ends")
+                    hosts.say(f"step {step}: the last {plan.patience} tests were not better: the run ends")
                     return
                 if stopped and not last:
                     command = f"rnnt-speech train --workdir {shlex.quote(str(record.run.workdir))} --resume"
