@@ -284,6 +284,11 @@ def test_phrases(corpus, trained, tmp_path, capsys):
         expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(x, y)
+    file.write_text("AC\t2\n")
+    deep = search_options.decoding_of(search_options.Searching(phrases=file, phrase_depth=0.5), model).fusion[0][0]
+    _, state = deep.step(deep.initial(1), np.array([deep.start]))
+    scores, _ = deep.step(state, np.array([0]))
+    np.testing.assert_allclose(scores[0, 2], 2 * 1.5 + np.log(2), rtol=1e-6)
     file.write_text("C\t1e39\n")
     with pytest.raises(asr.system.UserError, match=r"--phrases .*weights must be known, and at most 1e\+30"):
         search_options.decoding_of(args, model)
