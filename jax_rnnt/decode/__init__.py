@@ -4,6 +4,9 @@ All of it runs under `jax.jit`, in batches and with static shapes, for every los
 (`TransducerLoss.decoding`). `search` has the searches, `lm` the models that add scores to labels.
 """
 
+from jax_rnnt.decode._ctc_phrases import FoundPhrase as FoundPhrase
+from jax_rnnt.decode._ctc_phrases import find_phrases as find_phrases
+from jax_rnnt.decode._ctc_phrases import phrase_scores as phrase_scores
 from jax_rnnt.decode._hypotheses import Hypotheses as Hypotheses
 from jax_rnnt.decode._modules import linen_predictor as linen_predictor
 from jax_rnnt.decode._modules import nnx_predictor as nnx_predictor
@@ -27,6 +30,7 @@ from jax_rnnt.decode.search._search import sample as sample
 
 __all__ = [
     "Entropy",
+    "FoundPhrase",
     "Hypotheses",
     "Labels",
     "NGram",
@@ -37,10 +41,12 @@ __all__ = [
     "beam",
     "commit_labels",
     "concatenate_streams",
+    "find_phrases",
     "greedy",
     "linen_predictor",
     "nnx_predictor",
     "parallel",
+    "phrase_scores",
     "predict",
     "reset_streams",
     "sample",

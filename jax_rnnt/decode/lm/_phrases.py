@@ -168,7 +168,7 @@ def lists_of(phrases) -> tuple[bool, list]:
     return shared, [phrases] if shared else [*phrases]
 
 
-def weights_of(weights, shared: bool, lists) -> np.ndarray:
+def weights_of(weights, shared: bool, lists, function: str = "Phrases") -> np.ndarray:
     """float64 [P]"""
     count = sum(map(len, lists))
     if not is_list(weights):
@@ -177,22 +177,22 @@ def weights_of(weights, shared: bool, lists) -> np.ndarray:
         nested = [weights] if shared else weights
         if not is_list(nested) or not all(map(is_list, nested)) or [*map(len, nested)] != [*map(len, lists)]:
             raise ValueError(
-                f"Phrases: weights must be a number, or one of each phrase as in phrases, got {weights!r}."
+                f"{function}: weights must be a number, or one of each phrase as in phrases, got {weights!r}."
             )
         flat = [*itertools.chain.from_iterable(nested)]
-    known = [_checks.known(_checks.scalar("Phrases", "weights", x)) for x in flat]
+    known = [_checks.known(_checks.scalar(function, "weights", x)) for x in flat]
     if not all(x is not None and abs(x) <= LARGEST for x in known):
-        raise ValueError(f"Phrases: weights must be known, and at most {LARGEST:g} in size, got {weights!r}.")
+        raise ValueError(f"{function}: weights must be known, and at most {LARGEST:g} in size, got {weights!r}.")
     return np.array(known if is_list(weights) else known * count, np.float64)
 
 
-def depth_of(depth, weights) -> float:
-    known = _checks.known(_checks.scalar("Phrases", "depth", depth))
+def depth_of(depth, weights, function: str = "Phrases") -> float:
+    known = _checks.known(_checks.scalar(function, "depth", depth))
     if known is None or not 0 <= known <= LARGEST:
-        raise ValueError(f"Phrases: depth must be known, 0 or more, and at most {LARGEST:g}, got {depth!r}.")
+        raise ValueError(f"{function}: depth must be known, 0 or more, and at most {LARGEST:g}, got {depth!r}.")
     if (np.abs(weights) * (1 + known) > LARGEST).any():
         expected = f"so small that weights times 1 + depth are {LARGEST:g} at most"
-        raise ValueError(f"Phrases: depth must be {expected}, got {depth!r} beside {np.abs(weights).max():g}.")
+        raise ValueError(f"{function}: depth must be {expected}, got {depth!r} beside {np.abs(weights).max():g}.")
     return float(known)
 
 
