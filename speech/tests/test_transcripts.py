@@ -17,7 +17,9 @@ from praatio import textgrid
 from jax_rnnt import decode, timing
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.recognition import recognise, search_options, transcripts
+from jax_rnnt_speech.recognition import recognise, search_options, spotter, transcripts
+from jax_rnnt_speech.recognition.results import Labels
+from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import outputs
 from support import CONVOLUTIONAL, asr, random_model, run, subwords
 
@@ -311,6 +313,35 @@ def test_phrases(corpus, trained, tmp_path, capsys):
         file.write_text(text)
         run([*command, "--phrases", file], 2)
         assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_phrases_of_a_ctc_head(tmp_path, capsys, monkeypatch, refused):
+    """They take the place of the words on their frames; what the search has, too, stays, and so do other words."""
+    model = random_model(**CONVOLUTIONAL, chunk=0, ctc=0.3)
+    spell = lambda text: [model.tokens.pieces.index(x) for x in text]
+    known = Labels(spell("AB C AAB"), [1, 2, 3, 10, 11, 20, 21, 22], *([x] * 8 for x in (-0.1, 0.9, 1)))
+    for text, start, end, expected in (
+        ("CC", 9, 11, "AB CC AAB"), ("CC", 0, 11, "CC AAB"), ("BB", 14, 16, "AB C BB AAB"), ("BB", 30, 31, "AB C AAB BB"),
+        ("AA", 20, 22, "AB C AAB"), ("C", 10, 11, "AB C AAB"), ("B C", 19, 23, "AB C B C"),
+    ):  # fmt: skip
+        chosen = spotter.Spotter((tuple(spell(text)),), (2.0,))
+        found = chosen.put(model, known, [decode.FoundPhrase(0, start, end, 2.0 * len(text) - 0.5)])
+        assert model.tokens.decode(found.labels) == expected and found.frames == sorted(found.frames)
+        if expected.count(text) > "AB C AAB".count(text):
+            np.testing.assert_allclose(min(found.log_probs), -0.5 / len(text))
+    deep = spotter.Spotter(((0, 1, 2),), (2.0,), 0.5)
+    assert deep.earned(0) == pytest.approx(2 + 3 + np.log(2) + 3 + np.log(3))
+    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
+    samples = np.random.default_rng(5).normal(0, 0.2, 8000).astype(np.float32)
+    heard, said = (next(recognise.transcribe(model, [("", samples)], Decoding(ctc=x))).text for x in (True, False))
+    word = next(x for x in heard.split() if x not in said)
+    audio.write(tmp_path / "a.flac", samples, 8000)
+    (tmp_path / "p.txt").write_text(f"{word}\n")
+    command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--phrases", tmp_path / "p.txt"]
+    run([*command, "--phrases-by", "ctc"])
+    assert word in capsys.readouterr().out.split("\t")[1].split()
+    model = random_model(**CONVOLUTIONAL, chunk=0)
+    refused([*command, "--phrases-by", "ctc"], "needs a model with a head for CTC")
 
 
 def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):

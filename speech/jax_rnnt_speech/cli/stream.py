@@ -41,6 +41,8 @@ class Live:
 
     def stream(self, model, decoding):
         """A Stream of the model."""
+        if decoding.spotter:
+            raise UserError("--phrases-by ctc: a stream has phrases by its search alone")
         sizes = {name: x for name in ("left", "chunk", "right") if (x := getattr(self, name)) is not None}
         if sizes:
             return Windowed(model, decoding, self.endpoint, **sizes)

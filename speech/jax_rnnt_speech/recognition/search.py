@@ -31,6 +31,7 @@ class Decoding:
     ctc: bool = dataclasses.field(default=False, metadata={"static": True})  # by that head
     language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
     allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
+    spotter: object = dataclasses.field(default=None, metadata={"static": True})  # a `spotter.Spotter` of whole windows
 
 
 GREEDY = Decoding()
@@ -59,6 +60,11 @@ def summed(x, kernel, bias):
     return jnp.dot(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32) + bias.astype(jnp.float32)
 
 
+def ctc_logits(network, rows):
+    """Logits [B, N, V] of the head for CTC."""
+    return summed(rows, network.ctc.kernel[...].astype(rows.dtype), network.ctc.bias[...])
+
+
 def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=False, more=0):
     """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`.
 
@@ -67,8 +73,7 @@ def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=Fal
     options = model.config.search
     room = rows.shape[1] * options.max_symbols + more
     if decoding.ctc or model.loss is None:
-        kernel, bias = network.ctc.kernel[...], network.ctc.bias[...]
-        return ctc.search(summed(rows, kernel.astype(rows.dtype), bias), lengths, room, state, decoding.allowed)
+        return ctc.search(ctc_logits(network, rows), lengths, room, state, decoding.allowed)
     joint, predictor, rows = network.joint.decoder_inputs(network.predictor, rows)
     # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
     limit = room if options.duration_choice == "token_first" else options.max_symbols

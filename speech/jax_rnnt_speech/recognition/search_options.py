@@ -13,6 +13,7 @@ from jax_rnnt_speech.config.options import amount, natural, option
 from jax_rnnt_speech.data import manifests, texts
 from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
+from jax_rnnt_speech.recognition.spotter import Spotter
 from jax_rnnt_speech.system import UserError
 
 
@@ -36,6 +37,7 @@ class WordBonus:
 
 # Nats for each label of a phrase. Greedy search cannot go back from a phrase that it has begun to write.
 WITH_BEAM, WITH_GREEDY = 1.0, 0.25
+WITH_CTC = 2.0  # nats that a label of a phrase may be worse than the head's best class
 PROBABILITY = "probability"
 NGRAM = lambda search: search.ngram, "--ngram"
 
@@ -60,7 +62,12 @@ class Searching:
     )  # fmt: skip
     phrases: Path | None = option(
         None, Path, "file of texts to prefer, one on each line, perhaps with a tab and a weight: nats for each label "
-        f"({WITH_BEAM}; greedy: {WITH_GREEDY})", metavar="FILE",
+        f"({WITH_BEAM}; greedy: {WITH_GREEDY}; by a head for CTC: {WITH_CTC})", metavar="FILE",
+    )  # fmt: skip
+    phrases_by: str = option(
+        "search", str, "what prefers phrases: the search; or a head for CTC, which finds them in the audio, and puts them "
+        "in the place of words", choices=("search", "ctc"),
+        needs=(lambda search: search.phrases, "--phrases"),
     )  # fmt: skip
     phrase_depth: float = option(
         0.0, amount, "how much more each label of a phrase earns from the second one on; NeMo's depth_scaling less 1",
@@ -154,7 +161,13 @@ def decoding_of(options, model):
     if options.ngram:
         ngram, bonus = read(options.ngram, model, options.unknown_word), word_bonus(model)
         fusion, ilm = ((ngram, options.ngram_weight), (bonus, options.word_bonus)), options.ilm_weight
-    if options.phrases:
+    spotter = None
+    if options.phrases and options.phrases_by == "ctc":
+        if model.chunk or "ctc" not in model.shapes:
+            raise UserError("--phrases-by ctc needs a model with a head for CTC that sees whole utterances")
+        _, labels, weights = zip(*spelled(options.phrases, model, WITH_CTC))
+        spotter = Spotter(tuple(map(tuple, labels)), weights, options.phrase_depth)
+    elif options.phrases:
         usual = WITH_BEAM if options.beam else WITH_GREEDY
         fusion += ((phrases(options.phrases, model, usual, options.phrase_depth), 1.0),)
     alone = model.config.head.loss == "ctc"
@@ -168,7 +181,7 @@ def decoding_of(options, model):
         None if kind == PROBABILITY else decode.Entropy(kind),
         allowed(model, options.script, options.only_characters),
     )
-    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask)
+    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter)
 
 
 def allowed(model, names="", characters=""):

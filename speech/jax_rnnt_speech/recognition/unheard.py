@@ -4,12 +4,11 @@
 by itself, with other samples before and after it and a search that begins anew.
 """
 
-import itertools
-
 import numpy as np
 
 from jax_rnnt_speech.recognition import activity
 from jax_rnnt_speech.recognition.results import Labels
+from jax_rnnt_speech.recognition.splicing import spliced, words_of
 
 LEAST = 1.0  # seconds of speech without a label that count, if no pause in them is longer than this
 AROUND = 0.5  # seconds before and after a label in which speech may be its own
@@ -93,14 +92,6 @@ class Ear:
                 self.jobs.append((a, b, *self.cut(a, b, step)))
 
 
-def words_of(tokens, labels):
-    """[first, last) of the labels of each word."""
-    if not tokens.separates:
-        return [(i, i + 1) for i in range(len(labels))]
-    starts = [i for i, x in enumerate(labels) if tokens.texts[x].startswith(tokens.separator)]
-    return [*itertools.pairwise(sorted({0, *starts, len(labels)}))]
-
-
 def joined(model, first, second, rows, begin, end):
     """Labels with those of another hearing, which began after so many rows; None: these have no words in [begin, end).
 
@@ -118,36 +109,7 @@ def joined(model, first, second, rows, begin, end):
     more = Labels(*([x[i] for i in chosen] for x in second))
     more = more._replace(frames=[x + rows for x in more.frames])
     place = sum(x * seconds < begin for x in first.frames)
-    before, after = (tokens.texts[x] if x is not None else None for x in (
-        first.labels[place - 1] if place else None, first.labels[place] if place < len(first.labels) else None
-    ))  # fmt: skip
-    mark = tokens.separator
-    if not tokens.separates:
-        space = [[], []]
-    elif mark in tokens.texts:  # a label that may be needed on both sides
-        label = tokens.texts.index(mark)
-        empty = tokens.texts[more.labels[0]].startswith(mark), tokens.texts[more.labels[-1]].endswith(mark)
-        inside = before is not None and after is not None and not (before.endswith(mark) or after.startswith(mark))
-        if inside:
-            return None  # a word goes on behind the gap
-        space = [
-            [label] * (before is not None and not before.endswith(mark) and not empty[0]),
-            [label] * (after is not None and not after.startswith(mark) and not empty[1]),
-        ]
-    elif after is not None and not after.startswith(mark):
-        return None
-    else:
-        space = [[], []]
-    found = Labels(*map(list, first.part(place)))
-    for part in (spaces(space[0], more.frames[0]), more, spaces(space[1], more.frames[-1]), first.part(place, None)):
-        for x, y in zip(found, part):
-            x.extend(y)
-    return found
-
-
-def spaces(labels, frame):
-    """Labels that nobody said, in a frame."""
-    return Labels(labels, *([x] * len(labels) for x in (frame, 0.0, 1.0, 0)))
+    return spliced(tokens, first, place, place, more)
 
 
 def rounded(found):

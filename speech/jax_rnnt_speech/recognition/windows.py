@@ -53,7 +53,7 @@ class Recording:
         self.ear = None if again else Ear(model.extractor.rate)  # what is heard again is heard no third time
         self.name, self.model, self.extractor, self.watch = name, model, model.extractor, watch
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
-        self.done = False
+        self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         step, rate = self.extractor.hop * model.subsampling, self.extractor.rate
         most = min(WINDOW, model.longest) * rate
@@ -188,6 +188,10 @@ def hear(model, recordings, decoding):
             x.found = found
             x.ear.found.remove((begin, end))
             x.wanted()
+    for x in recordings:
+        if x.spotted and not x.error:
+            x.found = decoding.spotter.put(model, x.found, x.spotted)
+            x.wanted()
 
 
 def hear_once(model, recordings, decoding):
@@ -245,7 +249,9 @@ def hear_windows(model, rows, frames, state, free, decoding):
         state = decode.reset_streams(state, free)
     *part, state, others = taken(model, model.params, encoded, cuts, state, decoding)
     part = jax.device_get((*part, others))
+    spotted = decoding.spotter.found(model, encoded, cuts) if decoding.spotter else [[]] * len(rows)
     for i, x in enumerate(rows):
         if x is not None:
+            x.spotted += [y._replace(start=x.row + y.start, end=x.row + y.end) for y in spotted[i]]
             x.take(i, int(cuts[i]), *part, decoding)
     return state
