@@ -65,8 +65,8 @@ class Searching:
         f"({WITH_BEAM}; greedy: {WITH_GREEDY}; by a head for CTC: {WITH_CTC})", metavar="FILE",
     )  # fmt: skip
     phrases_by: str = option(
-        "search", str, "what prefers phrases: the search; or a head for CTC, which finds them in the audio, and puts them "
-        "in the place of words", choices=("search", "ctc"),
+        "search", str, "what prefers phrases: the search; or a head for CTC, which finds them in the audio, in the place "
+        "of words", choices=("search", "ctc"),
         needs=(lambda search: search.phrases, "--phrases"),
     )  # fmt: skip
     phrase_depth: float = option(

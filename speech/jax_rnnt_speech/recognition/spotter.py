@@ -44,17 +44,9 @@ class Spotter:
         """Labels with the phrases of some places (FoundPhrase, with frames from the start of the recording)."""
         for place in places:
             labels, (a, b) = self.labels[place.phrase], (place.start, place.end)
-            middles = [
-                (i, j, (known.frames[i] + known.frames[j - 1] + max(known.durations[j - 1], 1) - 1) / 2)
-                for i, j in words_of(model.tokens, known.labels)
-                if model.tokens.decode(known.labels[i:j]).strip()
-            ]
-            over = [(i, j) for i, j, middle in middles if a - NEAR <= middle <= b + NEAR]
+            over = [(i, j) for i, j in self.spoken(model.tokens, known) if a - NEAR <= middle(known, i, j) <= b + NEAR]
             first = over[0][0] if over else sum(x < a for x in known.frames)
             last = over[-1][1] if over else first
-            mark = model.tokens.separator
-            while first < last and model.tokens.texts[known.labels[first]] == mark:  # the space before stays
-                first += 1
             text, written = (model.tokens.decode(x).strip() for x in (labels, known.labels[first:last]))
             if text in written:
                 continue  # the search has found it, with better times of its labels, perhaps within a longer word
@@ -63,6 +55,19 @@ class Spotter:
             same = [[x] * len(labels) for x in (worse, math.exp(worse), 1)]
             known = spliced(model.tokens, known, first, last, Labels([*labels], frames, *same)) or known
         return known
+
+    def spoken(self, tokens, known):
+        """[first, last) of the labels of each word, without a label before it that is a space."""
+        for i, j in words_of(tokens, known.labels):
+            while i < j and tokens.texts[known.labels[i]] == tokens.separator:
+                i += 1
+            if tokens.decode(known.labels[i:j]).strip():
+                yield i, j
+
+
+def middle(known, first, last):
+    """The frame in the middle of a word."""
+    return (known.frames[first] + known.frames[last - 1] + max(known.durations[last - 1], 1) - 1) / 2
 
 
 @programs.announced("a head for CTC")
