@@ -322,7 +322,8 @@ def test_phrases_of_a_ctc_head(tmp_path, capsys, monkeypatch, refused):
     known = Labels(spell("AB C AAB"), [1, 2, 3, 10, 11, 20, 21, 22], *([x] * 8 for x in (-0.1, 0.9, 1)))
     for text, start, end, expected in (
         ("CC", 9, 11, "AB CC AAB"), ("CC", 0, 11, "CC AAB"), ("BB", 14, 16, "AB C BB AAB"),
-        ("BB", 30, 31, "AB C AAB BB"), ("AA", 20, 22, "AB C AAB"), ("C", 10, 11, "AB C AAB"), ("B C", 19, 23, "AB C B C"),
+        ("BB", 30, 31, "AB C AAB BB"), ("AA", 20, 22, "AB C AAB"), ("C", 10, 11, "AB C AAB"),
+        ("B C", 19, 23, "AB C B C"),
     ):  # fmt: skip
         chosen = spotter.Spotter((tuple(spell(text)),), (2.0,))
         found = chosen.put(model, known, [decode.FoundPhrase(0, start, end, 2.0 * len(text) - 0.5)])

@@ -65,7 +65,7 @@ class Searching:
         f"({WITH_BEAM}; greedy: {WITH_GREEDY}; by a head for CTC: {WITH_CTC})", metavar="FILE",
     )  # fmt: skip
     phrases_by: str = option(
-        "search", str, "what prefers phrases: the search; or a head for CTC, which finds them in the audio, in the place "
+        "search", str, "what prefers phrases: the search; or a head for CTC, which finds them in the audio, instead "
         "of words", choices=("search", "ctc"),
         needs=(lambda search: search.phrases, "--phrases"),
     )  # fmt: skip
