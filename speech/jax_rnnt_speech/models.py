@@ -87,11 +87,24 @@ class Opening:
         return self.model or default()
 
     def opened(self, platform=None):
-        return open_model(self.folder, self.platform or platform, self.checkpoint)
+        return open_model(self.folder, self.platform or platform, self.checkpoint, getattr(self, "dtype", None))
 
 
-def open_model(folder=None, platform=None, checkpoint=None):
-    """The Model of a folder, with its parameters in `params`, to transcribe with. `checkpoint`: best or last."""
+@dataclasses.dataclass(frozen=True)
+class Computing(Opening):
+    """Which model a command opens to search with."""
+
+    dtype: str | None = option(
+        None, str, "type of matrix products, whose sums and search are float32; default: that of the training",
+        choices=("float32", "bfloat16"),
+    )  # fmt: skip
+
+
+def open_model(folder=None, platform=None, checkpoint=None, dtype=None):
+    """The Model of a folder, with its parameters in `params`, to transcribe with.
+
+    `checkpoint`: best or last; `dtype`: of matrix products, in the place of the training's.
+    """
     folder = folder or default()
     if checkpoint and kind_of(folder) != "run":
         raise UserError(f"--checkpoint {checkpoint}: {folder} is no folder of a training")
@@ -102,7 +115,15 @@ def open_model(folder=None, platform=None, checkpoint=None):
         raise UserError(f"{folder} holds a model of {len(model.mean)} features a frame that are not those of audio")
     if not model.tokens.pieces:
         raise UserError(f"{folder} has an encoder alone: rnnt-speech train --init {folder}")
-    return model
+    return model if dtype in (None, model.config.compute.dtype) else computing(model, dtype)
+
+
+def computing(model, dtype):
+    """The Model whose matrix products have a type, of the same parameters."""
+    config = model.config.replace(dtype=dtype)
+    other = Model(config, model.tokens, model.mean, model.deviation, model.source)
+    other.take(model.params)
+    return other
 
 
 def setup_of(folder):

@@ -18,7 +18,7 @@ import pytest
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import features, manifests
 from jax_rnnt_speech.recognition.search import Decoding
-from support import CONVOLUTIONAL, asr, random_model, run
+from support import CONVOLUTIONAL, asr, configuration, random_model, run
 
 pytest.importorskip("aiohttp")
 
@@ -28,7 +28,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from jax_rnnt import timing
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import recognise, transcripts
-from jax_rnnt_speech.serving import server
+from jax_rnnt_speech.serving import options, server
 
 ROUTE = "/v1/audio/transcriptions"
 # Required fields of openai-python 3.57: types.audio.TranscriptionVerbose, TranscriptionSegment, TranscriptionWord, the
@@ -213,6 +213,29 @@ def test_streams_that_come_and_go(served):
 
     talk(served, conversation)
     assert sorted(served.slots.free) == [0, 1, 2] and not served.sockets
+
+
+def test_languages():
+    """The language of a form decides the script of its labels; what decides nothing is not said, the unknown is 400."""
+    pieces = asr.data.tokens.Characters("ABБ1 ")
+    model = asr.model.Model(configuration(**CONVOLUTIONAL, chunk=0), pieces, [0.0] * 6, [1.0] * 6)
+    x = server.Server(model, Decoding(), options.Serving(name="tiny"))
+
+    def asked(**fields):
+        return x.checked({"model": ["tiny"]} | {name: [text] for name, text in fields.items()})
+
+    for language, allowed in (("ru", "Б1 "), ("Russian", "Б1 "), ("en", "AB1 "), ("pt-BR", "AB1 ")):
+        found = asked(language=language)
+        assert [y for y, z in zip(pieces.pieces, found.decoding.allowed) if z] == [*allowed]
+        assert found.language == language and asked(language=language).decoding is found.decoding
+    assert asked().decoding is x.decoding and asked().language == "" and asked(**{"languages": "ru"}).language == "ru"
+    for language, message in (("xx", "must be a code of ISO 639"), ("el", "no label of the script Greek")):
+        with pytest.raises(server.Problem) as caught:
+            asked(language=language)
+        assert caught.value.status == 400 and message in caught.value.error["message"]
+    x.model.tokens = asr.data.tokens.Characters("ABCD ")  # of one script: English and German differ in nothing
+    x.languages.clear()
+    assert asked(language="de").language == "" and asked(language="de").decoding == x.decoding
 
 
 def test_bad_requests(served, corpus):

@@ -15,11 +15,13 @@ import sentencepiece
 from praatio import textgrid
 
 from jax_rnnt import decode, timing
-from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.recognition import search_options, transcripts
+from jax_rnnt_speech.recognition import recognise, search_options, spotter, transcripts
+from jax_rnnt_speech.recognition.results import Labels
+from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import outputs
-from support import asr, run, subwords
+from support import CONVOLUTIONAL, asr, random_model, run, subwords
 
 
 @pytest.mark.parametrize("text", ["A AB  BA", " A", "B ", "", " ", "BAB"])
@@ -284,6 +286,11 @@ def test_phrases(corpus, trained, tmp_path, capsys):
         expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(x, y)
+    file.write_text("AC\t2\n")
+    deep = search_options.decoding_of(search_options.Searching(phrases=file, phrase_depth=0.5), model).fusion[0][0]
+    _, state = deep.step(deep.initial(1), np.array([deep.start]))
+    scores, _ = deep.step(state, np.array([0]))
+    np.testing.assert_allclose(scores[0, 2], 2 * 1.5 + np.log(2), rtol=1e-6)
     file.write_text("C\t1e39\n")
     with pytest.raises(asr.system.UserError, match=r"--phrases .*weights must be known, and at most 1e\+30"):
         search_options.decoding_of(args, model)
@@ -306,6 +313,36 @@ def test_phrases(corpus, trained, tmp_path, capsys):
         file.write_text(text)
         run([*command, "--phrases", file], 2)
         assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_phrases_of_a_ctc_head(tmp_path, capsys, monkeypatch, refused):
+    """They take the place of the words on their frames; what the search has, too, stays, and so do other words."""
+    model = random_model(**CONVOLUTIONAL, chunk=0, ctc=0.3)
+    spell = lambda text: [model.tokens.pieces.index(x) for x in text]
+    known = Labels(spell("AB C AAB"), [1, 2, 3, 10, 11, 20, 21, 22], *([x] * 8 for x in (-0.1, 0.9, 1)))
+    for text, start, end, expected in (
+        ("CC", 9, 11, "AB CC AAB"), ("CC", 0, 11, "CC AAB"), ("BB", 14, 16, "AB C BB AAB"),
+        ("BB", 30, 31, "AB C AAB BB"), ("AA", 20, 22, "AB C AAB"), ("C", 10, 11, "AB C AAB"),
+        ("B C", 19, 23, "AB C B C"),
+    ):  # fmt: skip
+        chosen = spotter.Spotter((tuple(spell(text)),), (2.0,))
+        found = chosen.put(model, known, [decode.FoundPhrase(0, start, end, 2.0 * len(text) - 0.5)])
+        assert model.tokens.decode(found.labels) == expected and found.frames == sorted(found.frames)
+        if expected.count(text) > "AB C AAB".count(text):
+            np.testing.assert_allclose(min(found.log_probs), -0.5 / len(text))
+    deep = spotter.Spotter(((0, 1, 2),), (2.0,), 0.5)
+    assert deep.earned(0) == pytest.approx(2 + 3 + np.log(2) + 3 + np.log(3))
+    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
+    samples = np.random.default_rng(5).normal(0, 0.2, 8000).astype(np.float32)
+    heard, said = (next(recognise.transcribe(model, [("", samples)], Decoding(ctc=x))).text for x in (True, False))
+    word = next(x for x in heard.split() if x not in said)
+    audio.write(tmp_path / "a.flac", samples, 8000)
+    (tmp_path / "p.txt").write_text(f"{word}\n")
+    command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--phrases", tmp_path / "p.txt"]
+    run([*command, "--phrases-by", "ctc"])
+    assert word in capsys.readouterr().out.split("\t")[1].split()
+    model = random_model(**CONVOLUTIONAL, chunk=0)
+    refused([*command, "--phrases-by", "ctc"], "needs a model with a head for CTC")
 
 
 def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
@@ -379,6 +416,71 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):
         run([*command, table])
     refused([*command, tmp_path / "m.tsv", "--audio-column", "file"], "must have the column file in its first line", 2)
+
+
+def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):
+    """Each is transcribed as if it were a recording, overlaps too; every form names its speaker."""
+    model, samples = random_model(**CONVOLUTIONAL), np.random.default_rng(5).normal(0, 0.2, 24000).clip(-1, 1)
+    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
+    audio.write(tmp_path / "a.flac", samples, 8000)
+    heard = audio.read(tmp_path / "a.flac", 8000)
+    turns = [("Ann <&>", 0.25, 1.0), ("Bo", 0.75, 1.5), ("Ann <&>", 2.0, 2.75)]  # a part of the second is also Ann's
+    cut = [(str(i), heard[int(8000 * a) : int(8000 * b)]) for i, (_, a, b) in enumerate(turns)]
+    alone = list(recognise.transcribe(model, cut))
+    assert len({x.text for x in alone}) == 3
+    listed = [{"speaker": who, "start": a, "end": b} for who, a, b in turns]
+    (tmp_path / "a.json").write_text(json.dumps({"output": {"diarization": listed}}))
+    command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--segments"]
+
+    def said(form, file="a.json", status=0):
+        run([*command, tmp_path / file, "--format", form], status)
+        return capsys.readouterr()
+
+    found = json.loads(said("json").out)
+    assert [(x["speaker"], x["start"], x["text"]) for x in found] == [(*x[:2], y.text) for x, y in zip(turns, alone)]
+    for x, (_, start, end) in zip(found, turns):
+        assert x["duration"] == end - start and all(start <= y["start"] < y["end"] <= end for y in x["words"])
+    words = [(x["speaker"], y["word"], y["start"]) for x in found for y in x["words"]]
+    names = {"srt": ("Ann <&>: ", "Bo: "), "vtt": ("<v Ann &lt;&amp;&gt;>", "<v Bo>")}
+    for form, (ann, bo) in names.items():
+        cues = said(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")
+        lines = [x.split("\n")[form == "srt" :] for x in cues]
+        texts = {
+            name: " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name)) for name in (ann, bo)
+        }
+        for name, who in ((ann, "Ann <&>"), (bo, "Bo")):
+            assert "".join(texts[name].split()) == "".join(word for speaker, word, _ in words if speaker == who)
+        begins = [x[0][:12] for x in lines]
+        assert begins == sorted(begins) and all(x[1].startswith((ann, bo)) for x in lines)
+    rows = [x.split() for x in said("ctm").out.splitlines()]
+    assert [(x[7].replace("_", " "), x[4], float(x[2])) for x in rows] == words and {x[6] for x in rows} == {"lex"}
+    grid = said("textgrid").out
+    assert [x.split('"')[1] for x in grid.splitlines() if "name = " in x] == ["Ann <&>", "Bo"]
+    rttm = ["SPKR-INFO a 1 <NA> <NA> <NA> unknown Bo <NA>", "SPEAKER a 1 0.75 0.5 <NA> <NA> Bo <NA> <NA>"]
+    rttm += [
+        "SPEAKER a 1 1.0 0.5 <NA> <NA> Bo <NA> <NA>",
+        "SPEAKER a 1 0 -1 <NA> <NA> Bo",
+        "SPEAKER b 1 0 1 <NA> <NA> Bo <NA>",
+    ]
+    (tmp_path / "a.rttm").write_text("\n".join(rttm))
+    out, error = said("text", "a.rttm", 1)
+    assert out.split("\t")[1] == f"{alone[1].text}\n"
+    for x in (
+        "SPKR-INFO are not used: 1",
+        "a.rttm, line 4: it must end after it begins",
+        "b: no recording has this name",
+    ):
+        assert x in error
+    (tmp_path / "a.ctm").write_text("a 1 0.75 0.3 so 0.9 lex Bo\na 1 1.25 0.25 be 0.9 lex Bo\na 1 9 1 it NA lex Bo\n")
+    out, error = said("text", "a.ctm", 1)
+    assert out.split("\t")[1] == f"{alone[1].text}\n" and "a segment beyond the end of its file" in error
+    (tmp_path / "b.rttm").write_text(rttm[-1])
+    for file, message in (
+        ("b.rttm", "has no segment of"),
+        ("none.rttm", "is no file"),
+        ("a.flac", "must end in .rttm"),
+    ):
+        refused([*command, tmp_path / file], message)
 
 
 def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypatch):

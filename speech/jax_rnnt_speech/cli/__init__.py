@@ -3,10 +3,10 @@
 import argparse
 import sys
 
-from jax_rnnt_speech.cli import align, check, convert, export, ngram, serve, stream, testing, train, transcribe
+from jax_rnnt_speech.cli import align, check, convert, export, ngram, serve, spot, stream, testing, train, transcribe
 from jax_rnnt_speech.system import UserError, outputs
 
-COMMANDS = check, train, testing, transcribe, stream, convert, align, ngram, export, serve
+COMMANDS = check, train, testing, transcribe, stream, spot, convert, align, ngram, export, serve
 
 
 class Parser(argparse.ArgumentParser):

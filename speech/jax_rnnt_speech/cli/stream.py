@@ -11,8 +11,9 @@ import numpy as np
 from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import amount, option
 from jax_rnnt_speech.data.audio import AudioError
-from jax_rnnt_speech.models import Opening
-from jax_rnnt_speech.recognition import streams
+from jax_rnnt_speech.models import Computing
+from jax_rnnt_speech.recognition import streams, unheard
+from jax_rnnt_speech.recognition.live import Windowed
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError
 
@@ -24,20 +25,41 @@ class Live:
     endpoint: float = option(
         0.0, amount, "seconds of silence that end an utterance and its line; with 0, none does (0)", metavar="S"
     )
+    left: float | None = option(
+        None,
+        amount,
+        "for a model that sees whole utterances: seconds that it hears before each chunk (10)",
+        metavar="S",
+    )
+    chunk: float | None = option(None, amount, "seconds that become final at once, likewise (2)", metavar="S")
+    right: float | None = option(
+        None, amount, "seconds that it hears behind each chunk, likewise, for which final words wait (2)", metavar="S"
+    )
     json: bool = option(
         False, bool, "print a JSON object on each line: words, text that may change, endpoints", action="store_true"
     )
 
+    def stream(self, model, decoding):
+        """A Stream of the model."""
+        if decoding.spotter:
+            raise UserError("--phrases-by ctc: a stream has phrases by its search alone")
+        sizes = {name: x for name in ("left", "chunk", "right") if (x := getattr(self, name)) is not None}
+        if sizes:
+            return Windowed(model, decoding, self.endpoint, **sizes)
+        if not model.chunk:
+            raise UserError(f"{streams.WHOLE}, or any with --left, --chunk and --right, such as 10, 2 and 2")
+        return streams.Stream(model, decoding, self.endpoint)
+
 
 def stream(args):
     searching, options = command_line.taken(args, Searching).checked(), command_line.taken(args, Live)
-    model = command_line.taken(args, Opening).opened()
+    model = command_line.taken(args, Computing).opened()
     decoding, bad = decoding_of(searching, model), 0
     for file in args.files or [None]:
-        live = streams.Stream(model, decoding, options.endpoint)
+        live = options.stream(model, decoding)
         try:
             show = show_events if options.json else show_words
-            show(live, events_of(live, file), file if len(args.files) > 1 else None)
+            show(live, events_of(live, file), file, len(args.files) > 1)
         except AudioError as error:
             print(error, file=sys.stderr)
             bad += 1
@@ -58,11 +80,13 @@ def events_of(live, file):
     yield {"type": "end", "duration": round(live.total / rate, 3)}
 
 
-def show_words(live, events, file):
-    """A line for each utterance, as its words come; an empty one if there are none."""
-    begin, said, inside = f"{file}\t" if file else "", False, False
+def show_words(live, events, file, named):
+    """A line for each utterance, as its words come; an empty one if there are none. `named`: with the file."""
+    begin, said, inside = f"{file}\t" if named else "", False, False
     for x in events:
-        if x["type"] == "words":
+        if x["type"] == "unheard":
+            print(unheard.line(file or "microphone", [(x["start"], x["end"])]), file=sys.stderr)
+        elif x["type"] == "words":
             print((" " * live.text[:1].isspace() if inside else begin) + x["text"], end="", flush=True)
             said = inside = True
         elif x["type"] == "endpoint" and inside:
@@ -72,10 +96,10 @@ def show_words(live, events, file):
         print("" if said else begin, flush=True)
 
 
-def show_events(live, events, file):
+def show_events(live, events, file, named):
     """An object for each event."""
     for x in events:
-        print(json.dumps(({"file": str(file)} if file else {}) | x, ensure_ascii=False), flush=True)
+        print(json.dumps(({"file": str(file)} if named else {}) | x, ensure_ascii=False), flush=True)
 
 
 def add_command(commands):
@@ -85,5 +109,5 @@ def add_command(commands):
     source.add_argument("--microphone", action="store_true", help="listen to the default microphone until Ctrl-C")
     command_line.add_fields(parser, Live)
     command_line.add_fields(parser, Searching, but=["confidence"])
-    command_line.add_fields(parser, Opening)
+    command_line.add_fields(parser, Computing)
     parser.set_defaults(run=stream)

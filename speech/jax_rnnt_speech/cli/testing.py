@@ -17,7 +17,7 @@ from jax_rnnt_speech.config import command_line, of_sections
 from jax_rnnt_speech.config.options import natural, option
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.models import Opening
+from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import errors, recognise
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError, outputs
@@ -134,7 +134,7 @@ class Shown:
 
 def test(args):
     searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Shown).checked(args.data)
-    opening = command_line.taken(args, Opening)
+    opening = command_line.taken(args, Computing)
     model = opening.opened()
     settings = command_line.changed(model.config, args, OPTIONS)
     result = Test(model, args.data, settings, decoding_of(searching, model))
@@ -159,7 +159,7 @@ def add_command(commands):
         "data", nargs="+", metavar="DATA", help="manifests or folders of recordings with their texts, as for train"
     )
     command_line.add_fields(parser, Shown)
-    command_line.add_fields(parser, Opening)
+    command_line.add_fields(parser, Computing)
     command_line.add_fields(parser, Searching, but=["confidence"])
     command_line.add_options(parser, OPTIONS, "as trained")
     parser.set_defaults(run=test)

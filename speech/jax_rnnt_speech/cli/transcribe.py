@@ -8,8 +8,8 @@ from tqdm import tqdm
 
 from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import natural, option
-from jax_rnnt_speech.models import Opening
-from jax_rnnt_speech.recognition import recognise, transcripts
+from jax_rnnt_speech.models import Computing
+from jax_rnnt_speech.recognition import recognise, segments, transcripts, unheard
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError, outputs
 
@@ -17,28 +17,40 @@ from jax_rnnt_speech.system import UserError, outputs
 @dataclasses.dataclass(frozen=True)
 class Texts(transcripts.Output):
     nbest: int = option(0, natural, "list so many hypotheses of --beam in --format json")
+    segments: Path | None = option(
+        None, Path, "segments of the recordings with their speakers, each of which is transcribed by itself: .rttm, "
+        ".ctm, or .json of pyannote", metavar="FILE",
+    )  # fmt: skip
 
 
 def transcribe(args):
     searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Texts)
+    if to.segments and not to.segments.is_file():
+        raise UserError(f"--segments {to.segments} is no file")
     to.checked(args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
     if to.nbest and (not searching.beam or to.format not in ("json", "jsonl")):
         raise UserError("--nbest needs --beam, and --format json or jsonl")
     if to.nbest > searching.beam:
         raise UserError(f"--nbest {to.nbest}: --beam {searching.beam} has fewer hypotheses")
-    model = command_line.taken(args, Opening).opened()
+    model = command_line.taken(args, Computing).opened()
     settings = command_line.changed(model.config, args, {"audio_column"})
-    entries = list(recognise.listed(args.files, settings.texts.audio_column))
+    entries, load = list(recognise.listed(args.files, settings.texts.audio_column)), recognise.loaded
+    if to.segments:
+        entries, load = segments.entries(to.segments, entries), segments.loaded
     quiet = True if not to.output and sys.stdout.isatty() else None  # a bar would be within the texts
     bad = 0
     with transcripts.writer(to, entries) as write:
-        recordings = recognise.loaded(entries, model.config.features.rate)
+        recordings = load(entries, model.config.features.rate)
         results = recognise.transcribe(model, recordings, decoding_of(searching, model))
         for i, x in enumerate(outputs.bar(results, "recordings", len(entries), disable=quiet)):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
                 bad += 1
-            write(i, None if x.error else transcripts.transcript(model, entries[i], x, to.nbest))
+            elif x.unheard:
+                spans = [(entries[i].start + a, entries[i].start + b) for a, b in x.unheard]
+                tqdm.write(unheard.line(x.name, spans), file=sys.stderr)
+            speaker = entries[i].speaker if to.segments and not x.error else ""
+            write(i, None if x.error else transcripts.transcript(model, entries[i], x, to.nbest, speaker))
     return 1 if bad else 0
 
 
@@ -47,7 +59,7 @@ def add_command(commands):
     parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="files of audio in any format, manifests, or folders"
     )
-    for kind in (Texts, Searching, Opening):
+    for kind in (Texts, Searching, Computing):
         command_line.add_fields(parser, kind)
     command_line.add_options(parser, {"audio_column"}, "as trained, or the usual ones")
     parser.set_defaults(run=transcribe)

@@ -124,6 +124,19 @@ class Model:
             raise UserError(f"--prompt {name}: expected one of {', '.join(names)}, or a number below {count}")
         return found
 
+    def prompt_of(self, language):
+        """The prompt of a language by its code, as de or de-DE; None: the model knows no prompts."""
+        if self.prompt is None:
+            return None
+        names = (self.source or {}).get("processor_config.json", {}).get("prompt_dictionary", {})
+        wanted = language.strip().replace("_", "-").lower()
+        known = {name.replace("_", "-").lower(): i for name, i in reversed(names.items())}
+        bases = {name.partition("-")[0]: i for name, i in reversed(known.items())}
+        found = next((x[y] for x, y in ((known, wanted), (bases, wanted.partition("-")[0])) if y in x), None)
+        if found is None:
+            raise UserError(f"the model has no prompt for {language}: it knows {', '.join(names)}")
+        return found
+
     def prompted(self, network, rows, language=None):
         """Rows with the prompt of a language, by default the usual one, for a network that has prompts."""
         return network.prompt(rows, self.prompt if language is None else language) if network.prompt else rows

@@ -56,8 +56,11 @@ class State(NamedTuple):
     scores: jax.Array
 
 
-def search(logits, lengths, room, state=None):
-    """`decode.Hypotheses` of the most probable class of each frame, without repetitions and blanks."""
+def search(logits, lengths, room, state=None, allowed=None):
+    """`decode.Hypotheses` of the most probable class of each frame, without repetitions and blanks.
+
+    `allowed`, bool [V]: labels that may be written, by the log-probabilities of all; blanks always may.
+    """
     batch, count, classes = logits.shape
     blank, zeros = classes - 1, jnp.zeros(batch, jnp.int32)
     if state is None:
@@ -67,6 +70,8 @@ def search(logits, lengths, room, state=None):
         for start, x in ((blank, state.last), (0, state.frames), (0.0, state.scores), (False, state.bad))
     )
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    if allowed is not None:
+        log_probs = jnp.where(allowed | (jnp.arange(classes) == blank), log_probs, -jnp.inf)
     here = jnp.arange(count) < lengths[:, None]
     best, values = jnp.where(here, jnp.argmax(log_probs, -1), blank), jnp.where(here, log_probs.max(-1), 0)
     past = jnp.concatenate([last[:, None], best], 1)

@@ -30,6 +30,8 @@ class Decoding:
     confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
     ctc: bool = dataclasses.field(default=False, metadata={"static": True})  # by that head
     language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
+    allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
+    spotter: object = dataclasses.field(default=None, metadata={"static": True})  # a `spotter.Spotter` of whole windows
 
 
 GREEDY = Decoding()
@@ -41,6 +43,28 @@ def best(hypotheses):
     return hypotheses._replace(**{name: x[:, 0] for name, x in found.items() if x is not None})
 
 
+def in_float32(joint):
+    """A LinearJoint whose logits are float32, also where its products have fewer bits: rounded logits have ties."""
+    if joint.weight.dtype == jnp.float32:
+        return joint
+
+    def logits(encoder, predictor):
+        hidden = joint.activation(encoder.astype(jnp.float32) + predictor.astype(jnp.float32))
+        return summed(hidden, joint.weight, joint.bias)
+
+    return logits
+
+
+def summed(x, kernel, bias):
+    """x kernel + bias, by products in the type of the kernel and sums in float32."""
+    return jnp.dot(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32) + bias.astype(jnp.float32)
+
+
+def ctc_logits(network, rows):
+    """Logits [B, N, V] of the head for CTC."""
+    return summed(rows, network.ctc.kernel[...].astype(rows.dtype), network.ctc.bias[...])
+
+
 def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=False, more=0):
     """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`.
 
@@ -49,13 +73,14 @@ def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=Fal
     options = model.config.search
     room = rows.shape[1] * options.max_symbols + more
     if decoding.ctc or model.loss is None:
-        return ctc.search(network.ctc(rows), lengths, room, state)
+        return ctc.search(ctc_logits(network, rows), lengths, room, state, decoding.allowed)
     joint, predictor, rows = network.joint.decoder_inputs(network.predictor, rows)
     # The rules of `transformers`, which chooses tokens first, have no limit for labels that stay in their frame.
     limit = room if options.duration_choice == "token_first" else options.max_symbols
-    chosen = {"max_symbols": limit, "fusion": decoding.fusion}
+    masks = () if decoding.allowed is None else ((decode.Labels(decoding.allowed), 1.0),)
+    chosen = {"max_symbols": limit, "fusion": decoding.fusion + masks}
     chosen |= {"ilm_weight": decoding.ilm_weight, "confidence": decoding.confidence}
-    networks = model.variant.loss, joint, predictor, room
+    networks = model.variant.loss, in_float32(joint), predictor, room
     if decoding.beam:
         hypotheses = decode.Search(*networks, **chosen).beam(rows, lengths, decoding.beam, state=state)
         return hypotheses if every else best(hypotheses)

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax_rnnt import decode
 from jax_rnnt_speech.config.options import amount, natural, option
 from jax_rnnt_speech.data import manifests, texts
+from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
+from jax_rnnt_speech.recognition.spotter import Spotter
 from jax_rnnt_speech.system import UserError
 
 
@@ -35,6 +37,7 @@ class WordBonus:
 
 # Nats for each label of a phrase. Greedy search cannot go back from a phrase that it has begun to write.
 WITH_BEAM, WITH_GREEDY = 1.0, 0.25
+WITH_CTC = 2.0  # nats that a label of a phrase may be worse than the head's best class
 PROBABILITY = "probability"
 NGRAM = lambda search: search.ngram, "--ngram"
 
@@ -59,7 +62,24 @@ class Searching:
     )  # fmt: skip
     phrases: Path | None = option(
         None, Path, "file of texts to prefer, one on each line, perhaps with a tab and a weight: nats for each label "
-        f"({WITH_BEAM}; greedy: {WITH_GREEDY})", metavar="FILE",
+        f"({WITH_BEAM}; greedy: {WITH_GREEDY}; by a head for CTC: {WITH_CTC})", metavar="FILE",
+    )  # fmt: skip
+    phrases_by: str = option(
+        "search", str, "what prefers phrases: the search; or a head for CTC, which finds them in the audio, instead "
+        "of words", choices=("search", "ctc"),
+        needs=(lambda search: search.phrases, "--phrases"),
+    )  # fmt: skip
+    phrase_depth: float = option(
+        0.0, amount, "how much more each label of a phrase earns from the second one on; NeMo's depth_scaling less 1",
+        metavar="D", needs=(lambda search: search.phrases, "--phrases"),
+    )  # fmt: skip
+    script: str = option(
+        "", str, "write these of Unicode's scripts alone, beside digits and punctuation, as in latin,cyrillic",
+        metavar="NAME,...",
+    )  # fmt: skip
+    only_characters: str = option(
+        "", str, "write these characters and spaces alone",
+        needs=(lambda search: not search.script, "all scripts, and no --script"),
     )  # fmt: skip
     head: str | None = option(
         None, str, "which head finds the labels, for a model with two (the transducer, if there is one)",
@@ -98,10 +118,10 @@ def word_bonus(model):
     return WordBonus(jnp.array(separates + none), jnp.array(spells + none))
 
 
-def phrases(path, model, usual):
-    """The Phrases of a file, spelled as the vocabulary spells texts; what it cannot spell is named, and left out.
+def spelled(path, model, usual):
+    """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
 
-    `usual`: the weight of lines without one.
+    What it cannot spell is named, and left out. `usual`: the number of lines without one.
     """
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
     try:
@@ -118,13 +138,19 @@ def phrases(path, model, usual):
         if not text.strip() or not math.isfinite(weight):
             raise UserError(f"--phrases {path}, line {i}: expected TEXT, or TEXT, a tab and a number, got {line!r}")
         if labels := model.tokens.encode(normalize(text)):
-            found.append((labels, weight))
+            found.append((text, labels, weight))
         else:
             print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
     if not found:
         raise UserError(f"--phrases {path} has no phrase that the model's vocabulary can spell")
+    return found
+
+
+def phrases(path, model, usual, depth=0.0):
+    """The Phrases of a file, whose numbers are weights."""
+    _, labels, weights = map(list, zip(*spelled(path, model, usual)))
     try:
-        return decode.Phrases(*map(list, zip(*found)), classes=model.blank + 1)
+        return decode.Phrases(labels, weights, classes=model.blank + 1, depth=depth)
     except ValueError as error:
         raise UserError(f"--phrases {path}: {error}") from None
 
@@ -135,8 +161,15 @@ def decoding_of(options, model):
     if options.ngram:
         ngram, bonus = read(options.ngram, model, options.unknown_word), word_bonus(model)
         fusion, ilm = ((ngram, options.ngram_weight), (bonus, options.word_bonus)), options.ilm_weight
-    if options.phrases:
-        fusion += ((phrases(options.phrases, model, WITH_BEAM if options.beam else WITH_GREEDY), 1.0),)
+    spotter = None
+    if options.phrases and options.phrases_by == "ctc":
+        if model.chunk or "ctc" not in model.shapes:
+            raise UserError("--phrases-by ctc needs a model with a head for CTC that sees whole utterances")
+        _, labels, weights = zip(*spelled(options.phrases, model, WITH_CTC))
+        spotter = Spotter(tuple(map(tuple, labels)), weights, options.phrase_depth)
+    elif options.phrases:
+        usual = WITH_BEAM if options.beam else WITH_GREEDY
+        fusion += ((phrases(options.phrases, model, usual, options.phrase_depth), 1.0),)
     alone = model.config.head.loss == "ctc"
     ctc = alone if options.head is None else options.head == "ctc"
     if ctc != alone and (alone or "ctc" not in model.shapes):
@@ -144,4 +177,35 @@ def decoding_of(options, model):
     if ctc and (options.beam or fusion or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     language = model.language(options.prompt) if options.prompt else None
-    return Decoding(options.beam, ilm, fusion, None if kind == PROBABILITY else decode.Entropy(kind), ctc, language)
+    kind, mask = (
+        None if kind == PROBABILITY else decode.Entropy(kind),
+        allowed(model, options.script, options.only_characters),
+    )
+    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter)
+
+
+def allowed(model, names="", characters=""):
+    """The mask of labels of scripts, by their names, or of characters; None: all labels are allowed."""
+    if not names and not characters:
+        return None
+    tokens, classes = model.tokens, model.blank + 1
+    if names:
+        found = scripts.mask_of_scripts(tokens, classes, scripts.codes(names))
+    else:
+        found = scripts.mask_of_characters(tokens, classes, characters)
+    return None if found.all() else jnp.asarray(found)
+
+
+def of_language(model, decoding, language):
+    """(the Decoding of a language that was asked for, whether that decides anything); None: it is unknown.
+
+    Its script decides the labels, and in a model with prompts it is the prompt.
+    """
+    found = scripts.of_language(language)
+    if found is None:
+        return None
+    mask, prompt = allowed(model, ",".join(found)), model.prompt_of(language)
+    chosen = {"allowed": decoding.allowed if mask is None else mask}
+    if prompt is not None:
+        chosen["language"] = prompt
+    return dataclasses.replace(decoding, **chosen), mask is not None or prompt is not None

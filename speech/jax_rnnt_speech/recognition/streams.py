@@ -18,14 +18,16 @@ import numpy as np
 from jax_rnnt import decode, timing
 from jax_rnnt_speech.data import audio, features
 from jax_rnnt_speech.data.tokens import ENDS
-from jax_rnnt_speech.recognition import transcripts
+from jax_rnnt_speech.recognition import transcripts, unheard
 from jax_rnnt_speech.recognition.results import Labels, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, next_part
+from jax_rnnt_speech.recognition.unheard import Ear
 from jax_rnnt_speech.system import UserError, programs
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
 CONTEXT = 8  # labels before others that may change what those write: a space, or none
+WHOLE = "the model sees whole utterances: only one that was trained with --chunk can stream"
 PART = "\ufffd"  # what a tokenizer writes for a part of a character
 
 
@@ -70,7 +72,7 @@ class Slots:
 
     def __init__(self, model, count=1, decoding=GREEDY):
         if not model.chunk:
-            raise UserError("the model sees whole utterances: only one that was trained with --chunk can stream")
+            raise UserError(WHOLE)
         self.model, self.count, self.decoding, self.free = model, count, decoding, list(range(count))
         encoder = model.network(model.params).encoder
         self.sizes = [encoder.frames_of_step(first) for first in (False, True)]
@@ -181,10 +183,14 @@ class Stream:
     seconds from the start. `open` is the text behind them, which may change; `ends` has the seconds of the utterances'
     ends in the last call.
 
+    `listens`: speech without words becomes an event `unheard`.
+
     A program with many streams gives them the same `slots`, and runs their `steps` together: `took` takes the results.
     """
 
-    def __init__(self, model, decoding=GREEDY, silence=0.0, slots=None):
+    def __init__(self, model, decoding=GREEDY, silence=0.0, slots=None, listens=True):
+        self.ear = Ear(model.extractor.rate) if listens else None
+        self.missed = []  # [begin, end) of unheard speech since the last events
         self.slots = slots or Slots(model, 1, decoding)
         self.slot, self.model, self.extractor = self.slots.free.pop(), model, model.extractor
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
@@ -214,6 +220,8 @@ class Stream:
         """Yields those of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
         samples = features.scaled(samples)
         if len(samples):
+            if self.ear:
+                self.ear.add(samples)
             self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
             self.total, self.last = self.total + len(samples), samples[-1]
         while len(self.samples) >= self.extractor.window + (self.size - 1) * self.extractor.hop:
@@ -226,11 +234,18 @@ class Stream:
     def took(self, part, unsure, rows):
         """(words that are final, whether an utterance ends) after the step that found these."""
         self.unsure = unsure
-        return self.words.add(part, rows, bool(unsure.labels))
+        found = self.words.add(part, rows, bool(unsure.labels))
+        if self.ear:
+            for labels in (part, unsure):
+                self.ear.wrote(labels, self.model.seconds)
+            self.missed += self.ear.check(self.words.rows * self.model.seconds)
+        return found
 
     def rest(self, seconds=None):
         """The words that are left at the end of a recording of so many seconds."""
         last, self.unsure = self.unsure, no_labels()
+        if self.ear:
+            self.missed += self.ear.check(self.words.rows * self.model.seconds, end=True)
         found, _ = self.words.add(last, 0)
         return found + self.words.take(LONGEST, self.total / self.extractor.rate if seconds is None else seconds)
 
@@ -258,6 +273,9 @@ class Stream:
         self.text, self.words.said = self.words.said, ""
         if found:
             yield {"type": "words", "text": self.text.strip(), "words": timing.to_json(found)} | time
+        missed, self.missed = self.missed, []
+        for x in unheard.rounded(missed):
+            yield {"type": "unheard"} | x | time
         if open_ not in ("", self.said):
             yield {"type": "partial", "text": open_} | time
         if ended:

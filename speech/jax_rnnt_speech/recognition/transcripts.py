@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import html
 import io
 import itertools
 import json
@@ -18,6 +19,7 @@ from jax_rnnt import timing
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.manifests import Entry, later
 from jax_rnnt_speech.data.utterances import shown
+from jax_rnnt_speech.recognition import unheard
 from jax_rnnt_speech.system import UserError, outputs
 
 LINES = "text", "json", "jsonl"  # written as they come
@@ -25,6 +27,7 @@ LINES = "text", "json", "jsonl"  # written as they come
 SUFFIXES = {"srt": ".srt", "vtt": ".vtt", "textgrid": ".TextGrid"}
 FORMATS = *LINES, "ctm", *SUFFIXES
 SHORTEST = 0.01  # seconds before the end of a recording in which a label can be spoken
+LEAST_COLUMNS = 20  # of a line of captions behind a long name
 DIGITS = 6  # of a confidence
 SHARE = 10  # times as long as it takes to write a file of some segments, nothing is written again
 
@@ -35,12 +38,18 @@ class Transcript(NamedTuple):
     words: list  # of timing.Interval, in seconds from the start of the file
     nbest: list | None = None  # of {"text", "score"}
     space: str = " "  # between words
+    speaker: str = ""  # of a segment, if one is to be named
+    unheard: tuple = ()  # [begin, end) of speech without words, in seconds from the start of the file
 
     def object(self, entry):
         x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
         if (entry.start, entry.end) != (0.0, None):
             x["start"] = entry.start  # of a segment, in seconds from the start of the file
+        if self.speaker:
+            x["speaker"] = self.speaker
         x["words"] = timing.to_json(self.words)
+        if self.unheard:
+            x["unheard"] = unheard.rounded(self.unheard)
         return x if self.nbest is None else x | {"nbest": self.nbest}
 
 
@@ -93,6 +102,24 @@ def captions(words, end, space=" ", text=None, **lines):
     return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in found]
 
 
+def spoken_captions(form, parts, end):
+    """Captions of (start, Transcript) as the text of a file that names speakers, whose captions may overlap."""
+    cues = []
+    for _, x in parts:
+        name = f"{x.speaker}: " if x.speaker and form == "srt" else ""
+        words = in_order(x.words)
+        for caption in captions(words, end, x.space, x.text, line_length=max(LEAST_COLUMNS, 42 - len(name))):
+            # The library checks and spells one caption at a time; in a list, it lets none overlap.
+            times, text = captioned(form, [caption]).removeprefix("WEBVTT\n\n").removeprefix("1\n").split("\n", 1)
+            if form == "vtt" and x.speaker:
+                name = f"<v {html.escape(x.speaker, quote=False)}>"
+            cues.append((caption[:2], f"{times}\n{name.replace('-->', '→')}{text}"))
+    cues = [text for _, text in sorted(cues, key=lambda x: x[0])]
+    if form == "vtt":
+        return "\n".join(["WEBVTT\n", *cues])
+    return "\n".join(f"{i}\n{text}" for i, text in enumerate(cues, 1))
+
+
 def segments(x):
     """The text of a Transcript in parts, with their times: captions of one line."""
     return captions(x.words, x.duration, x.space, x.text, line_length=84, lines=1)
@@ -116,13 +143,14 @@ def in_a_line(name):
         raise UserError(f"{name}: {error}") from None
 
 
-def transcript(model, entry, result, nbest=0):
+def transcript(model, entry, result, nbest=0, speaker=""):
     """The Transcript of a Result of an Entry."""
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with in_a_line(shown(entry.name)):
         timed = words(model, *heard, entry.start, result.duration)
-    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens))
+    missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
+    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens), speaker, missed)
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -167,10 +195,11 @@ class Output:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
-def names_of(entries, clean=str):
+def names_of(entries, clean=str, together=False):
     """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
 
-    Where segments of a file overlap, each has its own name. `clean` makes a text one that can be written.
+    Where segments of a file overlap, each has its own name, unless all are `together`, as those of speakers are.
+    `clean` makes a text one that can be written.
     """
     files = collections.defaultdict(list)
     for i, x in enumerate(entries):
@@ -189,11 +218,16 @@ def names_of(entries, clean=str):
         base = stem if stems[clean(stem)] == 1 else file
         pairs = itertools.pairwise(sorted((entries[i] for i in members), key=lambda x: x.start))
         overlap = any(later(math.inf if a.end is None else a.end, b.start) for a, b in pairs)
-        if overlap:
+        if overlap and not together:
             names |= {i: unused(entries[i].name.replace(file, base)) for i in members}
         else:
             names |= dict.fromkeys(members, unused(base))
     return names
+
+
+def column(name):
+    """A name as one column of CTM."""
+    return "_".join(shown(name).split())
 
 
 @contextlib.contextmanager
@@ -203,7 +237,8 @@ def writer(to, entries):
     All is on the disk as it comes, in files that programs can read; JSON's list is closed at the end, whatever ends it.
     Raises where no transcript came.
     """
-    names = names_of(entries, (lambda x: "_".join(shown(x).split())) if to.format == "ctm" else shown)
+    clean = column if to.format == "ctm" else shown
+    names = names_of(entries, clean, together=bool(getattr(to, "segments", None)))
     to.check_names(names)
     files = {"ctm": Rows}.get(to.format, Lines if to.format in LINES else Files)(to, entries, names)
     count = 0
@@ -298,7 +333,8 @@ class Rows(Lines):
         rows = io.StringIO()
         with in_a_line(f"--format {self.to.format}"):
             timing.write_ctm(rows, {self.names[i]: x.words})
-        return rows.getvalue()
+        more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
+        return rows.getvalue().replace("\n", more)
 
 
 class Files:
@@ -337,7 +373,16 @@ class Files:
             part.write_text(text, "utf-8")
 
     def text(self, parts):
-        end = max(start + x.duration for start, x in parts)
+        end, speakers = max(start + x.duration for start, x in parts), {x.speaker for _, x in parts}
+        if speakers != {""} and self.to.format != "textgrid":
+            return spoken_captions(self.to.format, parts, end)
+        if speakers != {""}:
+            file = io.StringIO()
+            tiers = {
+                y: in_order(word for _, x in parts if x.speaker == y for word in x.words) for y in sorted(speakers)
+            }
+            timing.write_textgrid(file, {name or "words": words for name, words in tiers.items()}, end)
+            return file.getvalue()
         spoken = in_order(word for _, x in parts for word in x.words)
         if self.to.format == "textgrid":
             file = io.StringIO()

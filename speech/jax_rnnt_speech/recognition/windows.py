@@ -20,6 +20,7 @@ from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels, Result, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, Decoding, next_part
 from jax_rnnt_speech.recognition.streams import Stream
+from jax_rnnt_speech.recognition.unheard import Ear, joined
 from jax_rnnt_speech.system import UserError, programs
 
 WINDOW = 30.0  # seconds of a window, margins included
@@ -48,10 +49,11 @@ def taken(model, params, rows, lengths, decoder=None, decoding=GREEDY):
 class Recording:
     """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
 
-    def __init__(self, name, samples, model, watch=None):
+    def __init__(self, name, samples, model, watch=None, again=False):
+        self.ear = None if again else Ear(model.extractor.rate)  # what is heard again is heard no third time
         self.name, self.model, self.extractor, self.watch = name, model, model.extractor, watch
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
-        self.done = False
+        self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         step, rate = self.extractor.hop * model.subsampling, self.extractor.rate
         most = min(WINDOW, model.longest) * rate
@@ -92,6 +94,8 @@ class Recording:
         except (UserError, ValueError) as error:
             return self.fail(error)
         self.total += 0 if piece is None else len(piece)
+        if self.ear and piece is not None:
+            self.ear.add(piece)
         return piece
 
     def fill(self):
@@ -126,7 +130,9 @@ class Recording:
     def take(self, i, rows, found, final, others, decoding):
         """What `search.next_part` found in so many rows, as row i of a batch."""
         self.done, before = self.last, list(self.found.labels)
-        self.found.extend(Labels.of(found, i, found.counts[i] if self.done else final[i], decoding))
+        known = Labels.of(found, i, found.counts[i], decoding)
+        self.found.extend(known if self.done else known.part(final[i]))
+        self.heard(known, self.row + rows)
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
@@ -136,16 +142,27 @@ class Recording:
             self.go_on(rows)
             self.done = bool(self.error)
 
+    def heard(self, labels, rows):
+        """Labels, also such as may change, of the rows until these."""
+        if self.ear:
+            self.ear.wrote(labels, self.model.seconds)
+            step = self.extractor.hop * self.model.subsampling
+            self.ear.take(rows * self.model.seconds, step, self.done)
+
     def stream(self, decoding):
         """Finds the labels as a `Stream` does, in the same programs."""
-        live, unsure, piece = Stream(self.model, decoding), no_labels(), self.samples
+        live, unsure, piece = Stream(self.model, decoding, listens=False), no_labels(), self.samples
         self.samples = self.samples[:0]
         while True:
             for step in live.steps(self.samples if piece is None else piece, piece is None):
-                ((part, unsure, _),) = live.slots.run([step])
+                ((part, unsure, rows),) = live.slots.run([step])
                 self.found.extend(part)
+                self.row += rows
+                self.heard(Labels(*(x + y for x, y in zip(part, unsure))), self.row)
             if piece is None:
                 self.found.extend(unsure)
+                self.done = True
+                self.heard(no_labels(), self.row)
             if not self.wanted() or piece is None:
                 return
             piece = self.read()
@@ -154,11 +171,30 @@ class Recording:
         if self.error:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
-        return Result(self.name, self.model.tokens.decode(self.found.labels), *self.found, seconds, self.nbest)
+        text, missed = self.model.tokens.decode(self.found.labels), self.ear.found if self.ear else ()
+        return Result(self.name, text, *self.found, seconds, self.nbest, unheard=missed)
 
 
 def hear(model, recordings, decoding):
-    """Finds the labels of Recordings."""
+    """Finds the labels of Recordings; speech for which there are none is heard once more, by itself."""
+    hear_once(model, recordings, decoding)
+    jobs = [(x, *job) for x in recordings if x.ear and not x.error for job in x.ear.jobs]
+    second = [Recording(x.name, samples, model, again=True) for x, *_, samples in jobs]
+    hear_once(model, second, decoding)
+    for (x, begin, end, first, _), other in zip(jobs, second):
+        rows = first // (x.extractor.hop * model.subsampling)
+        found = None if other.error else joined(model, x.found, other.found, rows, begin, end)
+        if found is not None:
+            x.found = found
+            x.ear.found.remove((begin, end))
+            x.wanted()
+    for x in recordings:
+        if x.spotted and not x.error:
+            x.found = decoding.spotter.put(model, x.found, x.spotted)
+            x.wanted()
+
+
+def hear_once(model, recordings, decoding):
     long = [x for x in recordings if x.long]
     if model.chunk:
         for x in long:
@@ -202,7 +238,8 @@ def hear_windows(model, rows, frames, state, free, decoding):
     encoded, cuts = window(model, model.params, batch, lengths, first)
     cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
-        probing = Decoding(ctc=decoding.ctc, language=decoding.language)  # greedy, whatever comes after it
+        same = {name: getattr(decoding, name) for name in ("ctc", "language", "allowed")}
+        probing = Decoding(**same)  # greedy, whatever comes after it
         probe = jax.device_get(taken(model, model.params, encoded, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
@@ -212,7 +249,9 @@ def hear_windows(model, rows, frames, state, free, decoding):
         state = decode.reset_streams(state, free)
     *part, state, others = taken(model, model.params, encoded, cuts, state, decoding)
     part = jax.device_get((*part, others))
+    spotted = decoding.spotter.found(model, encoded, cuts) if decoding.spotter else [[]] * len(rows)
     for i, x in enumerate(rows):
         if x is not None:
+            x.spotted += [y._replace(start=x.row + y.start, end=x.row + y.end) for y in spotted[i]]
             x.take(i, int(cuts[i]), *part, decoding)
     return state

@@ -23,7 +23,7 @@ class Serving:
     name: str = option("", str, "name by which requests call the model; default: that of its folder", metavar="NAME")
     language: str = option(
         "", str, "language of the model, such as en; a request that names another one is refused (default: any is "
-        "accepted)", metavar="CODE",
+        "accepted that the model can write)", metavar="CODE",
     )  # fmt: skip
     cors: tuple = option(
         (), origin, "origins of the pages whose browsers may read answers, such as http://localhost:3000, or * for all "

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import sys
 import zlib
 from typing import NamedTuple
 
@@ -22,8 +23,9 @@ from aiohttp.http_exceptions import BadHttpMessage
 from jax_rnnt import timing
 from jax_rnnt_speech.data import audio, features, manifests
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import recognise, streams, transcripts
+from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, unheard
 from jax_rnnt_speech.recognition.results import no_labels
+from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import UserError
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
@@ -93,7 +95,7 @@ class File(audio.Memory):
 
     def __init__(self, data, name):
         super().__init__(data, name)
-        self.heard, self.gone, self.listener = no_labels(), False, None
+        self.heard, self.gone, self.listener, self.decoding = no_labels(), False, None, None
 
     def watch(self, labels):
         self.heard = labels
@@ -110,6 +112,7 @@ class Asked(NamedTuple):
     language: str
     stream: bool
     log_probs: bool
+    decoding: Decoding
 
 
 class Server:
@@ -117,6 +120,7 @@ class Server:
 
     def __init__(self, model, decoding, options):
         self.model, self.decoding, self.options = model, decoding, options
+        self.languages = {}  # (Decoding, whether the language decides anything) of those that forms have named
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
         self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
@@ -207,6 +211,7 @@ class Server:
         try:
             file, fields = await flowing(request, self.form(request))
             asked = self.checked(fields)
+            file.decoding = asked.decoding
             if asked.stream:
                 return await self.told(request, file, asked)
             return answer(await self.files(file), *asked[:3], self.spelled(file.heard), asked.log_probs)
@@ -277,8 +282,23 @@ class Server:
             raise Problem(400, "stream must be true or false", "stream")
         if stream == "true" and form not in ("json", "text"):
             raise Problem(400, "stream has events with text alone: response_format must be json or text", "stream")
-        named = shown(one.get("language") or "")
-        return Asked(form, set(parts) or {"segment"}, language or named, stream == "true", bool(include))
+        decoding, named = self.decoding_of(one.get("language") or next(filter(None, named), ""))
+        return Asked(form, set(parts) or {"segment"}, language or named, stream == "true", bool(include), decoding)
+
+    def decoding_of(self, language):
+        """(the Decoding of a language that a form names, the language if that decides anything)."""
+        if not language:
+            return self.decoding, ""
+        if language not in self.languages:
+            try:
+                found = search_options.of_language(self.model, self.decoding, language)
+            except UserError as error:
+                raise Problem(400, f"language {shown(language)}: {error}", "language") from None
+            if found is None:
+                raise Problem(400, f"language must be a code of ISO 639 such as en, got {shown(language)}", "language")
+            self.languages[language] = found  # no more than CLDR has
+        decoding, decides = self.languages[language]
+        return decoding, shown(language) if decides else ""
 
     async def told(self, request, file, asked):
         """Server-sent events; what is wrong before the first one is an answer as usual."""
@@ -331,10 +351,15 @@ class Server:
 
     def transcribed(self, files):
         """A Transcript, or the Problem, of each File. Runs in a thread."""
-        results = recognise.transcribe(
-            self.model, map(self.samples, files), self.decoding, lambda i, labels: files[i].watch(labels)
-        )
-        return [self.transcript(file, result) for file, result in zip(files, results)]
+        found = {}
+        for decoding in {id(x.decoding): x.decoding for x in files}.values():  # files of a language are a batch
+            some = [x for x in files if x.decoding is decoding]
+            watches = [x.watch for x in some]
+            results = recognise.transcribe(
+                self.model, map(self.samples, some), decoding, lambda i, labels, of=watches: of[i](labels)
+            )
+            found |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
+        return [found[id(x)] for x in files]
 
     def samples(self, file):
         """Its name, and its samples in pieces, as it is decoded."""
@@ -355,6 +380,8 @@ class Server:
         try:
             if result.error:
                 raise UserError(result.error)
+            if result.unheard:
+                print(unheard.line(file, result.unheard), file=sys.stderr, flush=True)
             return transcripts.transcript(self.model, manifests.Entry(str(file), str(file), ""), result)
         except UserError as error:
             return Problem(400, str(error), "file")
@@ -488,15 +515,16 @@ def answer(transcript, form, granularities, language, labels=(), include=False):
     """The response in a form. `labels`: -> `Server.spelled`; `include`: their log-probabilities."""
     if form == "text":
         return web.Response(text=f"{transcript.text}\n")
+    missed = {"unheard": unheard.rounded(transcript.unheard)} if transcript.unheard else {}
     if form == "json":
         more = {"logprobs": log_probs(labels)} if include else {}
-        return web.json_response({"text": transcript.text} | more)
+        return web.json_response({"text": transcript.text} | more | missed)
     if form != "verbose_json":
         captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
         return web.Response(text=transcripts.captioned(form, captions))
     # "und" is ISO 639's code of a language that is not known.
     whole = {"task": "transcribe", "language": language or "und"}
-    whole |= {"duration": float(transcript.duration), "text": transcript.text}
+    whole |= {"duration": float(transcript.duration), "text": transcript.text} | missed
     if "word" in granularities:
         whole["words"] = timing.to_json(transcript.words)
     if "segment" in granularities:

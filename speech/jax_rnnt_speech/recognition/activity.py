@@ -1,0 +1,107 @@
+"""Where a recording has speech, whatever a model wrote: the network of Silero VAD (MIT licence), in NumPy.
+
+Its weights are those of silero-vad 6.2.3 for 16 kHz, in float16: activity.safetensors, with their licence beside them.
+A chunk of 512 samples gets the probability that somebody speaks in it; an LSTM goes from chunk to chunk.
+"""
+
+import functools
+from pathlib import Path
+
+import av
+import numpy as np
+from safetensors.numpy import load_file
+
+RATE, CHUNK, CONTEXT = 16000, 512, 64  # samples a second, of a chunk, and before it
+SECONDS = CHUNK / RATE
+BEGINS, ENDS = 0.5, 0.35  # probabilities at which speech begins and ends
+PAUSE = 0.1  # seconds below ENDS that end speech
+FILTER, HOP = 256, 128  # samples of a spectrum
+ROWS = 2048  # chunks whose convolutions are computed at once
+
+
+@functools.cache
+def weights():
+    return {
+        name: x.astype(np.float32) for name, x in load_file(Path(__file__).with_name("activity.safetensors")).items()
+    }
+
+
+def convolved(x, name, stride=1):
+    """relu of a convolution of x [N, T, C] with three taps, and a zero at both ends."""
+    kernel = weights()[f"{name}.weight"]  # [D, C, 3]
+    x = np.pad(x, ((0, 0), (1, 1), (0, 0)))
+    count = (x.shape[1] - 3) // stride + 1
+    windows = np.stack([x[:, i * stride : i * stride + 3] for i in range(count)], 1)  # [N, count, 3, C]
+    flat = windows.reshape(len(x), count, -1) @ kernel.transpose(2, 1, 0).reshape(-1, len(kernel))
+    return np.maximum(flat + weights()[f"{name}.bias"], 0)
+
+
+def spectra(x):
+    """Magnitudes [N, T, 129] of chunks [N, CONTEXT + CHUNK], whose end is mirrored."""
+    x = np.concatenate([x, x[:, -2 : -CONTEXT - 2 : -1]], 1)
+    basis = weights()["stft_conv.weight"][:, 0].T  # [FILTER, 258]
+    frames = np.lib.stride_tricks.sliding_window_view(x, FILTER, 1)[:, ::HOP] @ basis
+    return np.hypot(*np.split(frames, 2, 2))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+class Detector:
+    """Probabilities of speech in the chunks of a recording, whose samples come at a rate, in pieces of any size."""
+
+    def __init__(self, rate):
+        self.rate, self.state = rate, np.zeros((2, 128), np.float32)
+        self.resampler = None if rate == RATE else av.AudioResampler("flt", "mono", RATE)
+        self.samples = np.zeros(CONTEXT, np.float32)
+        self.probabilities, self.first = [], 0  # of the chunks from the first on that are not forgotten
+
+    def add(self, samples):
+        """More samples float32 [S]."""
+        if self.resampler is not None and len(samples):
+            frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples)[None], "flt", "mono")
+            frame.sample_rate = self.rate
+            samples = np.concatenate(
+                [np.zeros(0, np.float32), *(x.to_ndarray()[0] for x in self.resampler.resample(frame))]
+            )
+        self.samples = np.concatenate([self.samples, samples])
+        while (count := min((len(self.samples) - CONTEXT) // CHUNK, ROWS)) > 0:
+            x = np.lib.stride_tricks.sliding_window_view(self.samples, CONTEXT + CHUNK)[: count * CHUNK : CHUNK]
+            self.probabilities += self.of(x)
+            self.samples = self.samples[count * CHUNK :]
+
+    def of(self, x):
+        """Probabilities of the next chunks [N, CONTEXT + CHUNK]."""
+        x = convolved(spectra(x), "conv1")
+        for name, stride in (("conv2", 2), ("conv3", 2), ("conv4", 1)):
+            x = convolved(x, name, stride)
+        known = weights()
+        inputs = x[:, 0] @ known["lstm_cell.weight_ih"].T + known["lstm_cell.bias_ih"] + known["lstm_cell.bias_hh"]
+        again, (hidden, cell), found = np.ascontiguousarray(known["lstm_cell.weight_hh"].T), self.state, []
+        for row in inputs:
+            i, f, g, o = np.split(row + hidden @ again, 4)
+            cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(g)
+            hidden = sigmoid(o) * np.tanh(cell)
+            found.append(hidden)
+        self.state = np.stack([hidden, cell])
+        last = np.maximum(found, 0) @ known["final_conv.weight"][0, :, 0] + known["final_conv.bias"][0]
+        return sigmoid(last).tolist()
+
+    def forget(self, seconds):
+        """Drops the chunks before a time."""
+        count = max(0, int(seconds / SECONDS) - self.first)
+        del self.probabilities[:count]
+        self.first += count
+
+    def speech(self):
+        """[begin, end) in seconds of the stretches with speech."""
+        found, begin, quiet = [], None, 0
+        for i, x in enumerate([*self.probabilities, *[0.0] * round(PAUSE / SECONDS + 1)], self.first):
+            quiet = 0 if x >= ENDS else quiet + 1
+            if begin is None and x >= BEGINS:
+                begin = i
+            elif begin is not None and quiet * SECONDS > PAUSE:
+                found.append((begin * SECONDS, (i + 1 - quiet) * SECONDS))
+                begin = None
+        return found

@@ -1,0 +1,103 @@
+"""Words of a recording as it arrives, by an encoder that sees whole windows: left, chunk and right, as in NeMo.
+
+Each window is a chunk with what comes before and after it. Labels of the chunk are final, as one search goes on from
+chunk to chunk, and so are frames that a label of TDT reads beyond one. Those of the right part are open: the next
+window hears them again.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_rnnt import decode
+from jax_rnnt_speech.data import features
+from jax_rnnt_speech.recognition.results import Labels
+from jax_rnnt_speech.recognition.search import GREEDY
+from jax_rnnt_speech.recognition.streams import Stream
+from jax_rnnt_speech.recognition.windows import taken, window
+from jax_rnnt_speech.system import UserError
+
+
+class Window(NamedTuple):
+    """Features [T, F] of a window, rows before its chunk, and rows of the chunk; None: all that follow."""
+
+    x: np.ndarray
+    first: int
+    count: int | None
+
+
+class Windows:
+    """What hears them, one after the other, in programs of one size: -> `streams.Slots`."""
+
+    def __init__(self, model, decoding, frames):
+        self.model, self.decoding, self.frames, self.state, self.free = model, decoding, frames, None, [0]
+
+    def run(self, steps):
+        """(Labels that are final, others, rows) of a window."""
+        ((x, first, count),) = steps
+        batch = np.pad(x, ((0, self.frames - len(x)), (0, 0)))[None]
+        encoded, lengths = window(
+            self.model, self.model.params, batch, np.array([len(x)], np.int32), np.array([first], np.int32)
+        )
+        there = int(lengths[0])
+        count = there if count is None else min(count, there)
+        found, final = self.search(encoded, count, keep=True)
+        labels = Labels.of(found, 0, found.counts[0], self.decoding)
+        known, unsure = labels.part(final[0]), labels.part(final[0], None)
+        if count < there:
+            found, _ = self.search(jnp.roll(encoded, -count, 1), there - count)
+            unsure = Labels.of(found, 0, found.counts[0], self.decoding)
+        return [(known, unsure, count)]
+
+    def search(self, rows, count, keep=False):
+        """(Hypotheses, how many labels are final) of the first rows behind the state; `keep`: it goes on there."""
+        counts = np.array([count], np.int32)
+        if self.state is None:
+            shapes = jax.eval_shape(
+                functools.partial(taken, self.model), self.model.params, rows, counts, None, self.decoding
+            )
+            self.state = decode.reset_streams(shapes[2], np.ones(1, bool))
+        found, final, state, _ = taken(self.model, self.model.params, rows, counts, self.state, self.decoding)
+        if keep:
+            self.state = state
+        return jax.device_get((found, final))
+
+
+class Windowed(Stream):
+    """`Stream` for an encoder without a chunk of its own. `left`, `chunk` and `right` are seconds.
+
+    A word is final `right` seconds after its chunk. Where a recording is no longer than chunk and right, it is heard
+    as `transcribe` hears it.
+    """
+
+    def __init__(self, model, decoding=GREEDY, silence=0.0, left=10.0, chunk=2.0, right=2.0):
+        if model.chunk:
+            raise UserError("--left, --chunk and --right are for models that see whole utterances: this one streams")
+        self.rows = {name: round(x / model.seconds) for name, x in (("left", left), ("chunk", chunk), ("right", right))}
+        if not self.rows["chunk"]:
+            raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")
+        if left + chunk + right > model.longest:
+            raise UserError(f"--left, --chunk and --right: the model hears {model.longest:g} s at most")
+        self.step = model.extractor.hop * model.subsampling
+        frames = model.extractor.count(sum(self.rows.values()) * self.step)
+        super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames))
+        self.samples, self.row, self.begin = np.zeros(0, np.float32), 0, 0  # rows done, and before the samples
+
+    def steps(self, samples, end=False):
+        """Yields the Windows of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
+        samples = features.scaled(samples)
+        self.samples, self.total = np.concatenate([self.samples, samples]), self.total + len(samples)
+        if self.ear:
+            self.ear.add(samples)
+        chunk, size = self.rows["chunk"], self.rows["chunk"] + self.rows["right"]
+        # More samples than the window has: the last one takes all that is left.
+        while len(self.samples) > (stop := (self.row - self.begin + size) * self.step):
+            yield Window(self.model.features(self.samples[:stop]), self.row - self.begin, chunk)
+            self.row += chunk
+            begin = max(0, self.row - self.rows["left"])
+            self.samples, self.begin = self.samples[(begin - self.begin) * self.step :], begin
+        if end and self.model.extractor.count(len(self.samples)):
+            yield Window(self.model.features(self.samples), self.row - self.begin, None)

@@ -1,0 +1,242 @@
+"""Segments of recordings that others have found, such as the turns of speakers: RTTM, CTM, and JSON of pyannote.
+
+Each becomes an Entry of its own, overlaps too, so that the encoder hears nothing but the segment.
+"""
+
+import collections
+import itertools
+import json
+import math
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data.utterances import shown
+from jax_rnnt_speech.system import UserError, reason
+
+GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
+HELD = 60  # seconds of a segment that is decoded with its neighbours; a longer one is decoded by itself
+MISSING = "", "<NA>", "NA", "-"
+
+
+class Segment(NamedTuple):
+    recording: str  # "": the only one
+    channel: str  # as the file says it
+    start: float
+    end: float
+    speaker: str = ""
+
+
+class LineError(ValueError):
+    """Why a line is no segment."""
+
+
+def times(start, end):
+    try:
+        start, end = float(start), float(end)
+    except (TypeError, ValueError):
+        raise LineError("its times are no numbers") from None
+    if not 0 <= start < end < math.inf:
+        raise LineError(f"it must end after it begins, got {start:g} to {end:g} s")
+    return start, end
+
+
+def of_rttm(line):
+    """A Segment of a line, or None: lines of other types than SPEAKER."""
+    fields = line.split()
+    if fields[0] != "SPEAKER":
+        return None
+    if len(fields) < 8:
+        raise LineError(f"SPEAKER has 9 or 10 columns, got {len(fields)}")
+    start, end = times(fields[3], plus(fields[3], fields[4]))
+    return Segment(fields[1], fields[2], start, end, "" if fields[7] in MISSING else fields[7])
+
+
+def of_ctm(line):
+    """The last one of eight columns is the speaker of a word; with fewer columns, the token is that of a segment."""
+    fields = line.split()
+    if len(fields) < 5:
+        raise LineError(f"CTM has 5 to 8 columns, got {len(fields)}")
+    start, end = times(fields[2], plus(fields[2], fields[3]))
+    speaker = fields[7] if len(fields) > 7 else fields[4]
+    return Segment(fields[0], fields[1], start, end, "" if speaker in MISSING else speaker)
+
+
+def plus(start, duration):
+    """Their sum, to a microsecond; None: one is no number."""
+    try:
+        return round(float(start) + float(duration), 6)
+    except ValueError:
+        return None
+
+
+def of_lines(path, read):
+    """(line, its Segment or LineError)"""
+    others = collections.Counter()
+    for i, line in manifests.lines_of(path):
+        if line.lstrip().startswith(";;"):  # a comment
+            continue
+        try:
+            found = read(line)
+        except LineError as error:
+            found = error
+        if found is None:
+            others[line.split()[0]] += 1
+        else:
+            yield f"line {i}", found
+    for name, count in others.items():
+        print(f"--segments {path}: lines of type {shown(name)} are not used: {count}", file=sys.stderr)
+
+
+def of_json(path, _):
+    """Of pyannote: an annotation's `for_json`, a result's `serialize`, what its API answers, or the list within."""
+    try:
+        x = json.loads(manifests.text_of(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--segments {path} is no JSON: {error}") from None
+    x = x.get("output", x) if isinstance(x, dict) else x
+    name = x.get("uri") if isinstance(x, dict) else None
+    if isinstance(x, dict):
+        x = next((x[key] for key in ("diarization", "content", "segments") if isinstance(x.get(key), list)), None)
+    if not isinstance(x, list):
+        expected = "a list of segments, or an object with one under diarization, content or segments"
+        raise UserError(f"--segments {path}: expected {expected}")
+    for i, segment in enumerate(x, 1):
+        try:
+            if not isinstance(segment, dict):
+                raise LineError("it is no object")
+            place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
+            speaker = next((str(segment[key]) for key in ("speaker", "label") if segment.get(key) is not None), "")
+            start, end = times(place.get("start"), place.get("end"))
+            yield f"segment {i}", Segment(str(segment.get("uri", name) or ""), "1", start, end, speaker)
+        except LineError as error:
+            yield f"segment {i}", error
+
+
+FORMATS = {".rttm": (of_lines, of_rttm), ".ctm": (of_lines, of_ctm), ".json": (of_json, None)}
+
+
+def read(path):
+    """Segments of a file, and Faults of what is none."""
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"--segments {path} must end in {', '.join(FORMATS)}")
+    rows, form = FORMATS[path.suffix.lower()]
+    found, faults = [], []
+    try:
+        for line, x in rows(path, form):
+            if isinstance(x, LineError):
+                faults.append(manifests.Fault(str(x), f"--segments {path}, {line}"))
+            else:
+                found.append(x._replace(speaker=shown(x.speaker)))
+    except OSError as error:
+        raise UserError(f"--segments {path} is not readable: {reason(error)}") from None
+    gap = GAP if form is of_ctm else 0
+    return joined(found, gap), faults
+
+
+def joined(segments, gap):
+    """Each of a speaker's segments, in order of time; those that overlap, or have no `gap` between them, are one."""
+    found = []
+    for _, group in itertools.groupby(sorted(segments, key=key), key):
+        last = None
+        for x in sorted(group, key=lambda x: x.start):
+            if last and (x.start < last.end or (gap and x.start - last.end <= gap)):
+                last = found[-1] = last._replace(end=max(last.end, x.end))
+            else:
+                found.append(last := x)
+    return sorted(found, key=lambda x: (x.recording, x.start, x.end, x.speaker))
+
+
+def key(x):
+    return x.recording, x.channel, x.speaker
+
+
+def entries(path, recordings):
+    """Entries of the segments of recordings, which are whole Entries or Faults; and Faults of what has no place."""
+    found, faults = read(path)
+    known, used = collections.defaultdict(list), set()
+    for x in found:
+        known[x.recording].append(x)
+    whole = [x for x in recordings if isinstance(x, manifests.Entry)]
+    results = [x for x in recordings if not isinstance(x, manifests.Entry)]
+    for x in whole:
+        if (x.start, x.end) != (0.0, None):
+            raise UserError(f"--segments needs whole recordings, got {x.name}")
+        names = [x.audio.stem, x.audio.name, str(x.audio)] + [""] * (len(whole) == 1)
+        name = next((name for name in names if name in known), None)
+        if name is None:
+            faults.append(manifests.Fault(f"{path} has no segment of it", x.name))
+            continue
+        used.add(name)
+        channels = {y.channel for y in known[name]}
+        for y in known[name]:
+            # Tools write 1 for recordings of any number of channels.
+            chosen = x.channel if channels == {"1"} else number_of(y.channel)
+            about = f" from {y.start:g} s to {y.end:g} s" + (f", {y.speaker}" if y.speaker else "")
+            results.append(x._replace(name=x.name + about, start=y.start, end=y.end, speaker=y.speaker, channel=chosen))
+    faults += [manifests.Fault(f"no recording has this name, as {path} has it", shown(x)) for x in known.keys() - used]
+    if whole and not used:
+        raise UserError(f"--segments {path} has no segment of {whole[0].audio}; it names "
+                        f"{', '.join(sorted(map(shown, known))) or 'no recording'}")  # fmt: skip
+    return results + faults
+
+
+def number_of(channel):
+    """Of a channel, the first being 0; RTTM and CTM count from 1, or have letters from A."""
+    if channel.isdecimal() and int(channel) > 0:
+        return int(channel) - 1
+    letters = len(channel) == 1 and channel.upper().isascii() and channel.isalpha()
+    return ord(channel.upper()) - ord("A") if letters else None
+
+
+def loaded(entries, rate):
+    """(name, samples, their pieces, or the UserError that there are none) of each Entry.
+
+    Segments of a recording that follow each other in time are cut out of it as it is decoded, once.
+    """
+    for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and (x.audio, x.channel)):
+        group = list(group)
+        if isinstance(group[0], manifests.Fault):
+            for x in group:
+                yield x.name, UserError(f"{x.name}: {x.reason}")
+            continue
+        source = Cutting(group[0], rate)
+        for x in group:
+            if x.end - x.start > HELD:
+                yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
+            else:
+                yield x.name, source.cut(x)
+
+
+class Cutting:
+    """Samples of a recording as it is decoded, from the start of the last segment on."""
+
+    def __init__(self, entry, rate):
+        self.rate, self.held, self.begin, self.failed = rate, np.zeros(0, np.float32), 0, None
+        self.pieces = audio.pieces(entry.audio, rate, 0.0, None, entry.channel)
+
+    def cut(self, entry):
+        """The samples of a segment that begins no earlier than the one before, or a UserError."""
+        first, last = (round(x * self.rate) for x in (entry.start, entry.end))
+        held, size = [self.held], len(self.held)
+        while self.begin + size < last and self.pieces is not None:
+            try:
+                piece = next(self.pieces, None)
+            except UserError as error:
+                self.failed, piece = error, None
+            if piece is None:
+                self.pieces = None
+                break
+            held.append(piece)
+            size += len(piece)
+            if self.begin + size <= first:  # all of it is before the segment
+                self.begin, held, size = self.begin + size, [], 0
+        self.held = np.concatenate([np.zeros(0, np.float32), *held])
+        dropped = min(max(0, first - self.begin), size)
+        self.held, self.begin = self.held[dropped:], self.begin + dropped
+        found, missing = self.held[: max(0, last - self.begin)], last - self.begin - len(self.held)
+        if self.pieces is None and (not len(found) or missing > audio.SLACK * self.rate):
+            return self.failed or audio.AudioError(entry.audio, "a segment beyond the end of its file")
+        return found

@@ -1,0 +1,123 @@
+"""Speech of a recording for which a search wrote nothing: it is found, and heard once more from another cut.
+
+`activity` says where somebody speaks, and the labels say where something was written. What lies between is heard again
+by itself, with other samples before and after it and a search that begins anew.
+"""
+
+import numpy as np
+
+from jax_rnnt_speech.recognition import activity
+from jax_rnnt_speech.recognition.results import Labels
+from jax_rnnt_speech.recognition.splicing import spliced, words_of
+
+LEAST = 1.0  # seconds of speech without a label that count, if no pause in them is longer than this
+AROUND = 0.5  # seconds before and after a label in which speech may be its own
+BEFORE = 0.4  # seconds before and after unheard speech that are heard with it
+LONGEST = 20.0  # seconds that are heard again at once
+MOST = 600.0  # seconds of a recording that are heard again, at most
+CONFIDENCE = 0.5  # of a word, by its least probable label, from which on it shows that the second text is one
+
+
+def without(speech, spans):
+    """Speech [begin, end) that is not `AROUND` spans of labels, in parts of `LONGEST`; both are in order of time."""
+    for begin, end in speech:
+        for a, b in spans:
+            if b + AROUND <= begin or a - AROUND >= end:
+                continue
+            if a - AROUND > begin:
+                yield begin, a - AROUND
+            begin = max(begin, b + AROUND)
+        while begin < end:
+            yield begin, min(end, begin + LONGEST)
+            begin += LONGEST
+
+
+def gaps(speech, spans, until):
+    """([begin, end) of unheard speech, the time from which on nothing is decided), as far as labels are known."""
+    until -= AROUND  # a label may come behind its speech
+    groups, found, decided = [], [], until
+    for begin, end in without(((a, min(b, until)) for a, b in speech if a < until), spans):
+        if groups and begin - groups[-1][-1][1] <= LEAST and end - groups[-1][0][0] <= LONGEST:
+            groups[-1].append((begin, end))
+        else:
+            groups.append([(begin, end)])
+    for group in groups:
+        if group[-1][1] > until - LEAST and group[-1][1] - group[0][0] < LONGEST:  # it may go on
+            decided = min(decided, group[0][0])
+        elif sum(b - a for a, b in group) > LEAST:
+            found.append((group[0][0], group[-1][1]))
+    return found, decided
+
+
+class Ear:
+    """Hears a recording beside its search, and keeps samples as long as it is not known what was written for them."""
+
+    def __init__(self, rate):
+        self.detector, self.rate = activity.Detector(rate), rate
+        self.samples, self.begin, self.decided = np.zeros(0, np.float32), 0, 0.0
+        self.spans, self.jobs, self.found = [], [], []
+
+    def add(self, samples):
+        self.detector.add(samples)
+        self.samples = np.concatenate([self.samples, samples])
+
+    def wrote(self, labels, seconds):
+        """Labels of some frames, which last so many seconds; the same ones may come again."""
+        spans = ((x * seconds, (x + max(n, 1)) * seconds) for x, n in zip(labels.frames, labels.durations))
+        self.spans = sorted({*self.spans, *spans})
+
+    def check(self, until, end=False):
+        """Yields [begin, end) of unheard speech, where labels until then are known; each once."""
+        speech = [(max(a, self.decided), b) for a, b in self.detector.speech() if b > self.decided]
+        found, self.decided = gaps(speech, self.spans, until + LEAST + LONGEST if end else until)
+        for a, b in found:
+            self.decided = max(self.decided, b)
+            yield a, b
+        self.spans = [x for x in self.spans if x[1] + AROUND > self.decided]
+        self.detector.forget(self.decided - LEAST)
+        kept = max(0, round((self.decided - 2 * BEFORE) * self.rate) - self.begin)
+        self.samples, self.begin = self.samples[kept:], self.begin + kept
+
+    def cut(self, begin, end, step):
+        """(first sample, a multiple of `step`, samples) around unheard speech."""
+        first = max(self.begin, round((begin - BEFORE) * self.rate))
+        first = -(-first // step) * step
+        return first, self.samples[first - self.begin : round((end + BEFORE) * self.rate) - self.begin].copy()
+
+    def take(self, until, step, end=False):
+        """Puts unheard speech into `found`, and what is to be heard again into `jobs`."""
+        for a, b in self.check(until, end):
+            self.found.append((a, b))
+            if sum(y - x for x, y, *_ in self.jobs) < MOST:
+                self.jobs.append((a, b, *self.cut(a, b, step)))
+
+
+def joined(model, first, second, rows, begin, end):
+    """Labels with those of another hearing, which began after so many rows; None: these have no words in [begin, end).
+
+    Whole words are taken, and only between words: the second text counts if one of them is sure.
+    """
+    tokens, seconds = model.tokens, model.seconds
+    chosen, sure = [], 0.0
+    for a, b in words_of(tokens, second.labels):
+        middle = (second.frames[a] + second.frames[b - 1] + 1) / 2 + rows
+        if begin - seconds <= middle * seconds < end + seconds and tokens.decode(second.labels[a:b]).strip():
+            chosen += range(a, b)
+            sure = max(sure, min(np.exp(second.log_probs[a:b])))
+    if sure < CONFIDENCE:
+        return None
+    more = Labels(*([x[i] for i in chosen] for x in second))
+    more = more._replace(frames=[x + rows for x in more.frames])
+    place = sum(x * seconds < begin for x in first.frames)
+    return spliced(tokens, first, place, place, more)
+
+
+def rounded(found):
+    """Unheard speech as JSON has it."""
+    return [{"start": round(a, 3), "end": round(b, 3)} for a, b in found]
+
+
+def line(name, found):
+    """What a person is told."""
+    times = ", ".join(f"{a:.1f} to {b:.1f} s" for a, b in found)
+    return f"{name}: speech without words: {times}"

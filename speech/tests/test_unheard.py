@@ -1,0 +1,189 @@
+"""Speech for which a search wrote nothing: found where the test put it, heard once more, and never where there is none.
+
+golden/speech.flac is 3.2 s of LibriSpeech (1272-128104-0000, CC BY 4.0); activity.npz are the probabilities that
+onnxruntime found in it with silero_vad_16k_op15.onnx of silero-vad 6.2.3.
+"""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jax_rnnt_speech.data import audio
+from jax_rnnt_speech.recognition import activity, recognise, streams, unheard, windows
+from jax_rnnt_speech.recognition.results import Labels
+from support import CONVOLUTIONAL, arrays, asr, random_model, run
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+RATE = 8000
+
+
+def test_detector():
+    """The probabilities of the original, however the samples are cut; forgetting changes nothing."""
+    samples, expected = audio.read(GOLDEN / "speech.flac", 16000), arrays(GOLDEN / "activity.npz")["probabilities"]
+    whole, parts = activity.Detector(16000), activity.Detector(16000)
+    whole.add(samples)
+    np.testing.assert_allclose(whole.probabilities, expected, atol=0.01)
+    for x in np.split(samples, [100, 5000, 5001, 30000]):
+        parts.add(x)
+    np.testing.assert_allclose(parts.probabilities, whole.probabilities, atol=1e-5)
+    whole.forget(1.0)
+    assert len(whole.probabilities) == len(expected) - 31 and whole.speech()[0][0] == 31 * activity.SECONDS
+
+
+def test_gaps():
+    """Speech counts from 1 s on, half a second apart from labels; what may go on waits; long speech has parts."""
+    for speech, spans, until, expected in (
+        ([(1, 3)], [], 9, [(1, 3)]), ([(1, 1.9)], [], 9, []), ([(1, 3)], [(1.2, 1.4), (2.2, 2.4)], 9, []),
+        ([(1, 1.6), (2, 2.6)], [], 9, [(1, 2.6)]), ([(1, 1.6), (3, 3.6)], [], 9, []), ([(1, 3)], [], 3.2, []),
+        ([(1, 9)], [(4, 4.5)], 99, [(1, 3.5), (5, 9)]), ([(0, 45)], [], 99, [(0, 20), (20, 40), (40, 45)]),
+    ):  # fmt: skip
+        assert unheard.gaps(speech, spans, until)[0] == expected, (speech, spans, until)
+    assert unheard.gaps([(1, 3)], [], 3.2)[1] == 1 and unheard.gaps([], [], 3.2)[1] == pytest.approx(2.7)
+
+
+def speech():
+    return audio.read(GOLDEN / "speech.flac", RATE)
+
+
+def music(seconds):
+    """Chords of decaying tones over a drum of noise."""
+    rng, found = np.random.default_rng(0), np.zeros(int(seconds * RATE), np.float32)
+    for i, chord in enumerate([(262, 330, 392), (220, 262, 330), (175, 220, 262), (196, 247, 294)] * int(seconds / 2)):
+        t = np.arange(RATE // 2) / RATE
+        tones = sum(np.sin(2 * np.pi * f * k * t) / k for f in chord for k in (1, 2, 3))
+        found[i * RATE // 2 :][: len(t)] += tones * np.exp(-3 * t) / 12 + 0.05 * rng.normal(size=len(t)) * np.exp(
+            -20 * t
+        )
+    return found
+
+
+def near(spans, truth):
+    assert len(spans) == len(truth), (spans, truth)
+    np.testing.assert_allclose(spans, truth, atol=0.3)
+
+
+@pytest.fixture(scope="module")
+def deaf():
+    """(model, taken): a function in the place of `windows.taken` that finds nothing in windows of so many rows."""
+    model, taken = random_model(**CONVOLUTIONAL, chunk=0), windows.taken
+
+    def missing(least):
+        def found(model, params, rows, lengths, *more):
+            hypotheses, final, *rest = taken(model, params, rows, lengths, *more)
+            heard = np.asarray(lengths) < least
+            return hypotheses._replace(counts=hypotheses.counts * heard), final * heard, *rest
+
+        return found
+
+    return model, missing
+
+
+@pytest.mark.parametrize("silence", [0.2, 30.0])
+def test_speech_behind_silence(deaf, silence, monkeypatch):
+    """A model that misses it says so; one that hears it from another cut writes what it finds there."""
+    model, missing = deaf
+    noise = np.random.default_rng(0).normal(0, 1e-4, int((silence + 4.5) * RATE)).astype(np.float32)
+    begin = int(silence * RATE)
+    noise[begin : begin + len(speech())] += speech()
+    truth = [(silence, silence + 3.2)]
+    monkeypatch.setattr(windows, "taken", missing(0))
+    (lost,) = recognise.transcribe(model, [("", noise)])
+    near(lost.unheard, truth)
+    assert not lost.labels
+    monkeypatch.setattr(windows, "taken", missing(4.2 / model.seconds))
+    (found,) = recognise.transcribe(model, [("", noise)])
+    assert not found.unheard and found.text.strip()
+    times = np.array(found.frames) * model.seconds
+    assert (times > silence - 0.5).all() and (times < silence + 3.8).all() and (np.diff(times) >= 0).all()
+
+
+def test_no_false_alarms(deaf, monkeypatch):
+    """Neither noise nor music is speech, at any loudness; nor is speech that has its labels."""
+    model, missing = deaf
+    rng, sounds = np.random.default_rng(1), [music(12), 0.1 * music(12)]
+    sounds += [(level * rng.normal(size=12 * RATE)).astype(np.float32) for level in (0.001, 0.03, 0.3)]
+    slow = np.cumsum(rng.normal(size=12 * RATE))
+    sounds.append((0.3 * (slow - np.convolve(slow, np.ones(999) / 999, "same")) / 30).clip(-1, 1).astype(np.float32))
+    monkeypatch.setattr(windows, "taken", missing(0))
+    assert [x.unheard for x in recognise.transcribe(model, enumerate(sounds))] == [[]] * len(sounds)
+    monkeypatch.undo()
+    (whole,) = recognise.transcribe(model, [("", speech())])
+    assert whole.unheard == [] and len(whole.labels) > 10
+
+
+def test_gaps_between_words(deaf, monkeypatch):
+    """Each is a gap of its own; the texts before and after stay, and what is found comes between them."""
+    model, _ = deaf
+    pause = np.zeros(2 * RATE, np.float32)
+    samples, taken = np.concatenate([speech(), pause, speech(), pause, speech()]), windows.taken
+    (whole,) = recognise.transcribe(model, [("", samples)])
+
+    def found(model, params, rows, lengths, *more):
+        hypotheses, final, *rest = taken(model, params, rows, lengths, *more)
+        if lengths.max() * model.seconds > 5:  # the first hearing: what the middle says is dropped
+            times, count = np.asarray(hypotheses.frames[0]) * model.seconds, int(hypotheses.counts[0])
+            kept = [i for i in range(count) if not 4.5 < times[i] < 9.5]
+            pick = lambda x: x if x is None or x.ndim < 2 else x[:, np.array(kept + [0] * (x.shape[1] - len(kept)))]
+            hypotheses = jax.tree.map(pick, hypotheses)._replace(counts=np.array([len(kept)]))
+        return hypotheses, final, *rest
+
+    monkeypatch.setattr(windows, "taken", found)
+    (result,) = recognise.transcribe(model, [("", samples)])
+    inside = [i for i, x in enumerate(result.frames) if 4.5 < x * model.seconds < 9.5]
+    before = [x for x, y in zip(whole.labels, whole.frames) if y * model.seconds <= 4.5]
+    after = [x for x, y in zip(whole.labels, whole.frames) if y * model.seconds >= 9.5]
+    assert result.unheard == [] and len(inside) > 5
+    assert result.labels[: inside[0]] == before and result.labels[inside[-1] + 1 :] == after
+    assert result.text.startswith(model.tokens.decode(before).strip())
+
+
+def test_second_texts():
+    """They count if a word is sure, and never cut one in two; spaces that are labels of their own are added."""
+    model = random_model(**CONVOLUTIONAL)
+    labels = lambda text, frames, sure=0.9: Labels(
+        ["ABC ".index(x) for x in text],
+        list(frames),
+        [float(np.log(sure))] * len(text),
+        [sure] * len(text),
+        [1] * len(text),
+    )
+    second, seconds = labels("CC C", [5, 6, 7, 8]), model.seconds
+    for first, sure, text in (
+        ("", 0.9, "CC C"), ("A|B", 0.9, None), ("A |B", 0.9, "A CC C B"), ("A| B", 0.9, "A CC C B"),
+        ("A |B", 0.4, None), ("A|", 0.9, "A CC C"), ("|B", 0.9, "CC C B"),
+    ):  # fmt: skip
+        before, _, after = first.partition("|")
+        known = labels(before + after, [*range(len(before)), *range(40, 40 + len(after))])
+        other = second._replace(log_probs=[float(np.log(sure))] * 4)
+        found = unheard.joined(model, known, other, 10, 12 * seconds, 20 * seconds)
+        assert (found and model.tokens.decode(found.labels)) == text, first
+        if found:
+            assert all(len(x) == len(found.labels) for x in found) and found.frames == sorted(found.frames)
+            assert found.labels.count(2) == 3 and 15 in found.frames
+
+
+def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
+    """In JSON, in a line for people, and in events of streams; times count from the start of the file."""
+    model, missing = deaf
+    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
+    monkeypatch.setattr(windows, "taken", missing(0))
+    samples = np.concatenate([np.zeros(RATE, np.float32), speech()])
+    audio.write(tmp_path / "a.flac", samples, RATE)
+    (tmp_path / "m.jsonl").write_text(json.dumps({"audio": "a.flac", "offset": 0.5, "text": ""}))
+    for source in ("a.flac", "m.jsonl"):
+        run(["transcribe", "--model", tmp_path, tmp_path / source, "--format", "json"])
+        out, error = capsys.readouterr()
+        ((spans,),) = [[[tuple(y.values()) for y in x["unheard"]] for x in json.loads(out)]]
+        near(spans, [(1.0, 4.2)])
+        assert "speech without words: 1.0 to 4." in error or "speech without words: 0.9 to 4." in error
+    live = streams.Stream(random_model(**CONVOLUTIONAL, max_symbols=1))
+    monkeypatch.setattr(live.slots, "run", lambda steps: [(labels_of_nothing(), labels_of_nothing(), 4)] * len(steps))
+    events = [y for x in live.heard(np.concatenate([samples, np.zeros(3 * RATE)]), end=True) for y in live.events(*x)]
+    near([(x["start"], x["end"]) for x in events if x["type"] == "unheard"], [(1.0, 4.2)])
+
+
+def labels_of_nothing():
+    return Labels([], [], [], [], [])
