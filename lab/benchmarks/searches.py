@@ -96,6 +96,15 @@ def trigram(labels):
         return decode.NGram.from_arpa(path, [None, *map(str, range(1, labels))])
 
 
+def phrases(labels):
+    """300 phrases of three labels each."""
+    rng = np.random.default_rng(0)
+    return decode.Phrases(rng.integers(1, labels, (300, 3)).tolist(), classes=labels)
+
+
+MODELS = {"trigram": trigram, "phrases": phrases}
+
+
 def search(name, predictor="LSTM", batch=16, classes=V, width=0, tdt=False, model=None):
     """(function, shapes of its arguments) of a search in one program."""
     make, layers = PREDICTORS[predictor]
@@ -124,13 +133,14 @@ def searches():
     large = dict(predictor="two LSTMs", batch=16, classes=8193, tdt=True)
     found |= {"greedy TDT, V = 8193, two LSTMs": large, "beam 4 TDT, V = 8193, two LSTMs": large | {"width": 4}}
     for name, width in (("greedy", 0), ("beam 4", 4)):
-        found[f"{name}, trigram"] = dict(predictor="LSTM", batch=16, width=width, model=True)
+        for model in MODELS:
+            found[f"{name}, {model}"] = dict(predictor="LSTM", batch=16, width=width, model=model)
     return found
 
 
 def compiled(device, name, options, graphs=False):
     """(the program of a search for a device, the name of its module)"""
-    options = options | ({"model": trigram(V)} if options.get("model") else {})
+    options = options | ({"model": MODELS[options["model"]](V)} if options.get("model") else {})
     run, floats, integers = search(name, **options)
     if DEVICES[device] == "tpu":
         topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
