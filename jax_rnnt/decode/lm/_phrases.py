@@ -314,7 +314,9 @@ class Tree:
         source = np.zeros(len(to_root), np.int64)
         source[slot] = begin
         paid = np.where(arcs < 0, 0, to_root[source[arcs]])
-        fields = [np.full(2 * len(to_root), x, kind) for x, kind in ((2**31 - 1, np.int32), (-1, np.int32), (0, np.float32))]
+        fields = [
+            np.full(2 * len(to_root), x, kind) for x, kind in ((2**31 - 1, np.int32), (-1, np.int32), (0, np.float32))
+        ]
         for field, values in zip(fields, (places, arcs, paid)):
             field[: len(key)] = values
         first = np.searchsorted(key, np.arange(self.batch * columns)).reshape(self.batch, columns).astype(np.int32)

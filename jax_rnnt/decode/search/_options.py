@@ -31,6 +31,7 @@ RANGES = {
     "max_labels": AT_LEAST_1,
     "max_symbols": AT_LEAST_1,
     "window": AT_LEAST_1,
+    "frames_at_once": AT_LEAST_1,
     "width": AT_LEAST_1,
     "samples": AT_LEAST_1,
     "rounds": AT_LEAST_0,
@@ -49,6 +50,7 @@ OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0}
 LIMITS = (
     "max_symbols",
     "window",
+    "frames_at_once",
 )  # larger ones than int32 holds are none; the other counts are sizes of arrays and loops
 
 
