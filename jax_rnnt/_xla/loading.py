@@ -19,6 +19,7 @@ TARGETS = (
     "jax_rnnt_lattice_loss",
     "jax_rnnt_lattice_grad",
 )
+STEPS = "jax_rnnt_search_walk", "jax_rnnt_search_choice"  # of searches: kernels for CUDA alone
 # JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
 PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
 
@@ -134,4 +135,4 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     ...     return 2 * x
     >>> exported = jax.export.export(jax.jit(double), disabled_checks=jax_rnnt.export_checks())(1.0)
     """
-    return [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+    return [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS + STEPS]

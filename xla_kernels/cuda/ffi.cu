@@ -8,6 +8,7 @@
 #include "xla_kernels/common/registration.h"
 #include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/cuda/lattice.h"
+#include "xla_kernels/cuda/search_ffi.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 
 namespace jax_rnnt {
@@ -51,6 +52,24 @@ struct Cuda {
   }
 };
 
+ffi::Error WalkHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                       int64_t labels_per_frame, int64_t token_first, int64_t reach) {
+  WalkArgs args{};
+  if (auto error = Read(arguments, results, labels_per_frame, token_first, reach, &args); error.failure()) return error;
+  LoadKernelsHere();
+  return Status(Walk(args, CudaStream(stream)), "step of a greedy search");
+}
+
+ffi::Error ChoiceHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t window,
+                         int64_t merge, int64_t blanks, ffi::Span<const int64_t> frames,
+                         ffi::Span<const int64_t> may_end) {
+  ChoiceArgs args{};
+  if (auto error = Read(arguments, results, {window, merge, blanks, frames, may_end}, &args); error.failure())
+    return error;
+  LoadKernelsHere();
+  return Status(Choose(args, CudaStream(stream)), "step of a beam search");
+}
+
 // Some versions of XLA pass operands and results to this stage, some do not.
 ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   LoadKernels();
@@ -65,6 +84,9 @@ XLA_FFI_DEFINE_HANDLER(kEmissionBackward, On::EmissionBackward, BindEmissionBack
 XLA_FFI_DEFINE_HANDLER(kLatticeLoss, On::Lattice<false>, BindLattice<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kLatticeGradient, On::Lattice<true>, BindLattice<Context>(), JAX_RNNT_TRAITS);
 
+XLA_FFI_DEFINE_HANDLER(kChoice, ChoiceHandler, BindChoice<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kWalk, WalkHandler, BindWalk<Context>(), JAX_RNNT_TRAITS);
+
 }  // namespace
 }  // namespace cuda
 
@@ -78,6 +100,8 @@ std::vector<Registration> Registrations() {
       stages("jax_rnnt_softmax_emission_bwd", cuda::kEmissionBackward),
       stages("jax_rnnt_lattice_loss", cuda::kLatticeLoss),
       stages("jax_rnnt_lattice_grad", cuda::kLatticeGradient),
+      stages("jax_rnnt_search_choice", cuda::kChoice),
+      stages("jax_rnnt_search_walk", cuda::kWalk),
   };
 }
 

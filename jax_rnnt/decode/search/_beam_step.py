@@ -145,6 +145,7 @@ class Scores(typing.NamedTuple):
     model_row: jax.Array  # [B, W K]
     confidence: jax.Array | None  # [R]: of the model alone
     bad: jax.Array  # [B, W K]: NaN or +inf has been met
+    places: jax.Array | None = None  # [R, V]: the labels of the columns; None: their numbers
 
 
 class Nodes(typing.NamedTuple):
@@ -238,8 +239,11 @@ def running(rules: Rules, state: State):
     return jnp.any(state.frame < rules.problem.lengths)
 
 
-def few_steps(rules: Rules, state: State) -> State:
-    """Steps to the end of these frames, or as many as may come before the table has the new labels."""
+def few_steps(rules: Rules, inner, state: State) -> State:
+    """Steps to the end of these frames, or as many as may come before the table has the new labels.
+
+    ``inner(rules, state, room, plain)`` is the loop over steps; ``plain(state)`` is that of `step`.
+    """
     problem, beam = rules.problem, state.beam
     room = min(STEPS, rules.max_labels)
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], beam.counts.shape)
@@ -252,7 +256,10 @@ def few_steps(rules: Rules, state: State) -> State:
     def more(state):
         return jnp.any((state.frame < problem.lengths) & (state.recent.steps[:, 0] < room))
 
-    state = jax.lax.while_loop(more, functools.partial(step, rules), state)
+    def plain(state):
+        return jax.lax.while_loop(more, functools.partial(step, rules), state)._replace(results=None)
+
+    state = inner(rules, state, room, plain)
     beam, (_, written) = state.beam, state.recent
     place = np.arange(rules.max_labels, dtype=np.int32)[None, None]
     is_new = (place >= written[:, :, 1, -1:]) & (place < beam.counts[..., None])
@@ -266,7 +273,8 @@ def step(rules: Rules, state: State) -> State:
     state, active = advance(rules, state)
     state, scores = score(rules, state, active)
     # Behind the barriers of this step nothing reads the old beam, which a GPU then need not copy.
-    candidates = jax.lax.optimization_barrier(expand(rules, state, active, scores))
+    gains = gains_of(rules, state, scores)
+    candidates = jax.lax.optimization_barrier(expand(rules, state, active, scores, gains))
     alive = candidates.score > -jnp.inf
     if rules.merge:
         candidates = merge(candidates)
@@ -334,8 +342,8 @@ def first_equal(wanted, key, label=None):
 # ------------------------------------------------------------------------------------------------------ score
 
 
-def score(rules: Rules, state: State, active):
-    """(state, `Scores`) after the joint network has seen the active hypotheses [B, W]."""
+def score(rules: Rules, state: State, active, in_packs: bool = True):
+    """(state, `Scores`) after the joint network has seen the active hypotheses [B, W], perhaps in packs."""
     problem, networks, slot = rules.problem, state.networks, state.beam.slot
     frame, bad_before = jnp.broadcast_to(state.frame[:, None], active.shape), state.bad
     if rules.window > 1:
@@ -350,7 +358,10 @@ def score(rules: Rules, state: State, active):
         return score_rows(problem, encoder, hypothesis_rows(networks.rows, slot, rows))
 
     source = first_equal(active, keys(networks, slot), frame if rules.window > 1 else None)
-    results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
+    if in_packs:
+        results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
+    else:
+        results, row = score_pack(None), jnp.arange(rules.nodes, dtype=jnp.int32)
     moves, labels, bad, confidence = results
     moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
     row = row.reshape(shape)
@@ -379,17 +390,21 @@ def score_rows(problem: Problem, encoder, rows):
 # ----------------------------------------------------------------------------------------------------- expand
 
 
-def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
-    """All candidates for the next beam."""
-    problem, now = rules.problem, state.beam
-    symbols, blanks = problem.symbols, len(problem.symbols.blanks)
+def gains_of(rules: Rules, state: State, scores: Scores):
+    """[B, W K, moves]: log-probabilities of the moves that are allowed, without those of labels; else -inf."""
+    problem, now, symbols = rules.problem, state.beam, rules.problem.symbols
     may_write = (now.count_here < symbols.labels_per_frame) & (now.counts < rules.max_labels)
     if rules.window > 1:  # no label is on a later frame of the window yet
         more = jnp.broadcast_to((now.counts < rules.max_labels)[..., None], (*now.counts.shape, rules.window - 1))
         may_write = jnp.concatenate([may_write[..., None], more], 2).reshape(scores.active.shape)
     allowed = symbols.allowed(scores.frame, problem.lengths[:, None], may_write, problem.ends_here)
-    gains = jnp.where(allowed & scores.active[..., None] & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
-    moves = [gains[..., i] for i in range(len(symbols.moves))]
+    return jnp.where(allowed & scores.active[..., None] & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
+
+
+def expand(rules: Rules, state: State, active, scores: Scores, gains) -> Candidates:
+    """All candidates for the next beam."""
+    problem, now, blanks = rules.problem, state.beam, len(rules.problem.symbols.blanks)
+    moves = [gains[..., i] for i in range(gains.shape[2])]
 
     none = jnp.zeros(active.shape, jnp.int32)
     waits = jnp.where(active, -jnp.inf, 0).astype(problem.dtype)
@@ -402,14 +417,16 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
     if rules.window == 1:
         kinds = [Expansion(itself, gain, none - 1) for gain in (waits, *moves[:blanks])]
     else:
-        nodes, node = nodes_of_window(rules, state, scores, moves[:blanks])
+        nodes, node = nodes_of_window(rules, state, moves[:blanks])
         of_each = nodes.score.shape[1] // rules.width
         kinds = [Expansion(itself * of_each, waits, none - 1)]
         behind = [itself * of_each + rules.window + i for i in range(rules.longest_blank)]
         kinds += [Expansion(x, jnp.where(active, 0, -jnp.inf).astype(problem.dtype), none - 1) for x in behind]
-        begin = take(nodes.score, jnp.broadcast_to(node, scores.active.shape))
+        begin = take(nodes.score, jnp.broadcast_to(node, scores.row.shape))
     for gain in moves[blanks:]:
         parent, label, best = largest_sums(scores.labels, scores.row, begin + gain, rules.width)
+        if scores.places is not None:
+            label = scores.places[take(scores.row, parent), label]
         gain = take(gain, parent) + best
         kinds.append(Expansion(parent if node is None else rows_at(node[0], parent), gain, label))
     move = jax.tree.map(lambda *x: one_after_another(x), *kinds)
@@ -430,7 +447,7 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
     )
 
 
-def nodes_of_window(rules: Rules, state: State, scores: Scores, blanks):
+def nodes_of_window(rules: Rules, state: State, blanks):
     """(`Nodes`, places there of the nodes [1, W K] of `Scores`): sums over runs of `blanks`, [B, W K] of each blank.
 
     The nodes behind a window are that of its last frame for a blank of 1 frame, 2 and so on.
@@ -539,7 +556,11 @@ def moved(rules: Rules, state: State, scores: Scores, moves: Candidates, reads):
     places = np.arange(room + 1, dtype=np.int32)[None, None]
     here = (places == (moves.counts[..., None] - 1) % room) & writes[..., None]
     row = take(scores.model_row, node)
-    numbers = [scores.model_labels.at[row, label].get(mode="clip")]
+    if scores.places is None:
+        numbers = [scores.model_labels.at[row, label].get(mode="clip")]
+    else:
+        here_in_list = rows_at(scores.places, row) == label[..., None]
+        numbers = [jnp.sum(jnp.where(here_in_list, rows_at(scores.model_labels, row), 0), -1)]
     if scores.confidence is not None:
         numbers.append(rows_at(scores.confidence, row))
     new = jnp.stack([label, rules.first[:, None] + moves.frame - reads, reads], 2)
