@@ -78,7 +78,7 @@ def stateless(weights):
 
 LAYER = 2 * H, 4 * H
 PREDICTORS = {"stateless": (stateless, [(2 * H, H)]), "LSTM": (lstm, [LAYER]), "two LSTMs": (lstm, [LAYER, LAYER])}
-SEARCHES = {"greedy": {}, "greedy TDT": {"tdt": True}, "beam 4": {"width": 4}, "beam 8": {"width": 8}}
+SEARCHES = {"greedy": {}, "greedy TDT": {"tdt": True}, "beam 4": {"width": 4}, "beam 6": {"width": 6}, "beam 8": {"width": 8}}
 
 
 def trigram(labels):
@@ -94,6 +94,15 @@ def trigram(labels):
         path = pathlib.Path(folder) / "trigram.arpa"
         path.write_text("\n".join(text))
         return decode.NGram.from_arpa(path, [None, *map(str, range(1, labels))])
+
+
+def phrases(labels):
+    """300 phrases of three labels each."""
+    rng = np.random.default_rng(0)
+    return decode.Phrases(rng.integers(1, labels, (300, 3)).tolist(), classes=labels)
+
+
+MODELS = {"trigram": trigram, "phrases": phrases}
 
 
 def search(name, predictor="LSTM", batch=16, classes=V, width=0, tdt=False, model=None):
@@ -124,13 +133,14 @@ def searches():
     large = dict(predictor="two LSTMs", batch=16, classes=8193, tdt=True)
     found |= {"greedy TDT, V = 8193, two LSTMs": large, "beam 4 TDT, V = 8193, two LSTMs": large | {"width": 4}}
     for name, width in (("greedy", 0), ("beam 4", 4)):
-        found[f"{name}, trigram"] = dict(predictor="LSTM", batch=16, width=width, model=True)
+        for model in MODELS:
+            found[f"{name}, {model}"] = dict(predictor="LSTM", batch=16, width=width, model=model)
     return found
 
 
 def compiled(device, name, options, graphs=False):
     """(the program of a search for a device, the name of its module)"""
-    options = options | ({"model": trigram(V)} if options.get("model") else {})
+    options = options | ({"model": MODELS[options["model"]](V)} if options.get("model") else {})
     run, floats, integers = search(name, **options)
     if DEVICES[device] == "tpu":
         topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")

@@ -45,10 +45,20 @@ def random_phrases(rng, number, longest=5, classes=V):
     return phrases, rng.choice([0.5, 1.0, 1.25, 2.0, -0.75], number).tolist()  # exact in float32
 
 
-@functools.partial(jax.jit, static_argnames="rows")
-@chex.assert_max_traces(n=1)
-def run(model, labels, rows):
-    """(scores of the labels given [N, L], sums of the row [N, L], final scores [N, L]) before each label [N, L]."""
+@functools.partial(jax.jit, static_argnames=("rows", "gpu"))
+@chex.assert_max_traces(n=2)
+def run(model, labels, rows, gpu):
+    """(scores of the labels given [N, L], sums of the row [N, L], final scores [N, L]) before each label [N, L].
+
+    `gpu`: as a program for a GPU does it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu:
+            patch.setattr(jax.lax, "platform_dependent", lambda *x, cuda, **_: cuda(*x))
+        return rows_of(model, labels, rows)
+
+
+def rows_of(model, labels, rows):
     start = jnp.full((rows, 1), model.start, jnp.int32)
     given = jnp.asarray(labels, jnp.int32)
 
@@ -64,7 +74,9 @@ def run(model, labels, rows):
 def check(model, labels, lists, depth=0):
     """`lists`: (phrases, weights) of each row."""
     value = functools.partial(worth, depth=depth)
-    taken, rows, final = map(np.asarray, run(model, labels, len(labels)))
+    taken, rows, final = map(np.asarray, run(model, labels, len(labels), gpu=False))
+    on_gpu = run(model, labels, len(labels), gpu=True)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), on_gpu, [taken, rows, final])
     for n, (phrases, weights) in enumerate(lists):
         for i in range(len(labels[n])):
             now = value(labels[n][:i], phrases, weights, finished=False)

@@ -11,6 +11,7 @@
 
 #include "xla_kernels/cuda/joint.h"
 #include "xla_kernels/cuda/lattice.h"
+#include "xla_kernels/cuda/search.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 #if defined(__CUDACC__)
 #include <cuda.h>
@@ -105,8 +106,16 @@ void LoadJoint() {
   }
 }
 
+void LoadSearches() {
+  (void)Walk({}, nullptr);
+  ChoiceArgs choice{};
+  choice.batch = choice.width = choice.window = choice.best_labels = choice.room = choice.blanks = choice.labels = 1;
+  (void)Choose(choice, nullptr);
+}
+
 void LoadOnThisDevice() {
   const Loading loading;
+  LoadSearches();
   LoadEmission();
   LoadLattice();
   LoadJoint();

@@ -9,6 +9,7 @@
 #include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/cuda/joint_calls.h"
 #include "xla_kernels/cuda/lattice.h"
+#include "xla_kernels/cuda/search_ffi.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 
 namespace jax_rnnt {
@@ -64,6 +65,24 @@ struct Cuda {
   }
 };
 
+ffi::Error WalkHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                       int64_t labels_per_frame, int64_t token_first, int64_t reach) {
+  WalkArgs args{};
+  if (auto error = Read(arguments, results, labels_per_frame, token_first, reach, &args); error.failure()) return error;
+  LoadKernelsHere();
+  return Status(Walk(args, CudaStream(stream)), "step of a greedy search");
+}
+
+ffi::Error ChoiceHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t window,
+                         int64_t merge, int64_t blanks, ffi::Span<const int64_t> frames,
+                         ffi::Span<const int64_t> may_end) {
+  ChoiceArgs args{};
+  if (auto error = Read(arguments, results, {window, merge, blanks, frames, may_end}, &args); error.failure())
+    return error;
+  LoadKernelsHere();
+  return Status(Choose(args, CudaStream(stream)), "step of a beam search");
+}
+
 // Some versions of XLA pass operands and results to this stage, some do not.
 ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   LoadKernels();
@@ -82,6 +101,9 @@ XLA_FFI_DEFINE_HANDLER(kJointForward, OnJoint::Forward, BindJointForward<Context
 XLA_FFI_DEFINE_HANDLER(kJointGradient, OnJoint::Gradient, BindJointGradient<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kJointSums, OnJoint::Sums, BindJointSums<Context>(), JAX_RNNT_TRAITS);
 
+XLA_FFI_DEFINE_HANDLER(kChoice, ChoiceHandler, BindChoice<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kWalk, WalkHandler, BindWalk<Context>(), JAX_RNNT_TRAITS);
+
 }  // namespace
 }  // namespace cuda
 
@@ -98,6 +120,8 @@ std::vector<Registration> Registrations() {
       stages("jax_rnnt_joint_fwd", cuda::kJointForward),
       stages("jax_rnnt_joint_bwd", cuda::kJointGradient),
       stages("jax_rnnt_joint_sums", cuda::kJointSums),
+      stages("jax_rnnt_search_choice", cuda::kChoice),
+      stages("jax_rnnt_search_walk", cuda::kWalk),
   };
 }
 

@@ -36,6 +36,20 @@ class Arcs(typing.NamedTuple):
         return self.suffixes.shape[0] // self.root_scores.shape[0]
 
 
+class Tour(typing.NamedTuple):
+    """For states that a tour of the tree of suffixes numbers, parents first: which arc of a label serves which states.
+
+    An arc serves its state and all below, whose numbers follow, but for those below a longer context with such an arc.
+    So the arcs of one label are a function of the state that changes at twice as many places as there are arcs.
+    """
+
+    first: jax.Array  # [R, V + 2]: the first of these places of each label, up to that of the next one
+    states: jax.Array  # [2 A]: ascending for each label: from this state on
+    arcs: jax.Array  # [2 A]: this arc; -1: that of the root
+    paid: jax.Array  # [2 A]: `to_root` of the state of the arc; 0 for the root
+    to_root: jax.Array  # [S]: what backing off to the root adds
+
+
 def one_root(scores, targets, arcs, backoffs, suffixes) -> Arcs:
     """The states of one root, with its row of scores and targets [V + 1].
 
@@ -70,11 +84,11 @@ class Automaton:
         return self.start + 1
 
 
-def follow(arcs: Arcs, state, label, depth: int | None = None):
+def follow(arcs: Arcs, state, label, depth: int | None = None, tour: Tour | None = None):
     """(scores, states) [...] of one label [...] after each state [...]; label V: the end.
 
-    `depth`: the most suffixes from a state to its root, if that is known before the program runs. A GPU then has no
-    loops, after each turn of which its host would have to look whether there is another one.
+    `depth`: the most suffixes from a state to its root, if that is known before the program runs. With it, or a `tour`,
+    a GPU has no loops, after each turn of which its host would have to look whether there is another one.
     """
 
     def at_once(arcs, state, label):
@@ -84,13 +98,16 @@ def follow(arcs: Arcs, state, label, depth: int | None = None):
         found = jnp.where(has_arc, at, -1)
         return _taken(arcs, suffixes[-1], label, *_longest(arcs, suffixes, found))
 
+    def by_tour(arcs, state, label):
+        return _taken(arcs, state, label, *_toured(arcs, tour, state, label))
+
     state, label, *_ = _xla.vary_together(state, label, *arcs)
-    on_gpu = _follow if depth is None else at_once
+    on_gpu = by_tour if tour is not None else _follow if depth is None else at_once
     return jax.lax.platform_dependent(arcs, state, label, cuda=on_gpu, rocm=on_gpu, default=_follow)
 
 
-def score_rows(arcs: Arcs, state, depth: int | None = None):
-    """[N, V]: the scores of all labels after each state [N]; `depth` as for `follow`."""
+def score_rows(arcs: Arcs, state, depth: int | None = None, tour: Tour | None = None):
+    """[N, V]: the scores of all labels after each state [N]; `depth` and `tour` as for `follow`."""
     columns = arcs.root_scores.shape[1]
 
     def at_once(arcs, state):
@@ -107,8 +124,13 @@ def score_rows(arcs: Arcs, state, depth: int | None = None):
         suffixes = [jnp.broadcast_to(x[:, None], label.shape) for x in suffixes]
         return _taken(arcs, suffixes[-1], label, *_longest(arcs, suffixes, found))[0][:, :-1]
 
+    def by_tour(arcs, state):
+        shape = state.shape[0], columns - 1
+        state, label = jnp.broadcast_to(state[:, None], shape), jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        return _taken(arcs, state, label, *_toured(arcs, tour, state, label))[0]
+
     state, *_ = _xla.vary_together(state, *arcs)
-    on_gpu = _filled_rows if depth is None else at_once
+    on_gpu = by_tour if tour is not None else _filled_rows if depth is None else at_once
     return jax.lax.platform_dependent(arcs, state, cuda=on_gpu, rocm=on_gpu, default=_filled_rows)
 
 
@@ -183,6 +205,27 @@ def _longest(arcs, states, found):
     for i in reversed(range(len(states) - 1)):
         total, arc = jnp.where(found[i] >= 0, added[i], total), jnp.where(found[i] >= 0, found[i], arc)
     return total, arc
+
+
+def _toured(arcs, tour, state, label):
+    """The same as of `_longest` for a label [...] after each state [...], by the last place of the tour up to it.
+
+    Two sums find it, as in `_by_blocks`; halvings would be a kernel each.
+    """
+    root, size = state // arcs.states, math.isqrt(2 * arcs.states) + 1  # an utterance has two places for each arc
+    first, end = tour.first[root, label], tour.first[root, label + 1]
+    places = jax.lax.broadcasted_iota(jnp.int32, (*label.shape, size), label.ndim)
+
+    def number(first, step):
+        at = first[..., None] + step * places
+        begun = rows_at(tour.states, jnp.minimum(at, tour.states.shape[0] - 1)) <= state[..., None]
+        return jnp.sum((at < end[..., None]) & begun, -1, dtype=jnp.int32)
+
+    block = first + size * jnp.maximum(number(first, size) - 1, 0)
+    at = block + number(block, 1)
+    place, some = jnp.maximum(at - 1, 0), at > first
+    paid = jnp.where(some, rows_at(tour.paid, place), 0)
+    return rows_at(tour.to_root, state) - paid, jnp.where(some, rows_at(tour.arcs, place), -1)
 
 
 def _taken(arcs, state, label, added, arc):

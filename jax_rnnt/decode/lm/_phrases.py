@@ -17,7 +17,7 @@ import numpy as np
 from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode.lm._arpa import LARGEST
-from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, score_rows
+from jax_rnnt.decode.lm._automaton import Arcs, Automaton, Tour, follow, score_rows
 
 
 @_pytree.register
@@ -90,6 +90,7 @@ class Phrases(Automaton):
     ([-1.0, 0.0, -1.0, 0.5, -1.0], [-1.5, -0.5, -1.5, -1.5, 0.5], [-1.5])
     """
 
+    tour: Tour
     shared: bool = _pytree.static()
 
     @keywords
@@ -108,7 +109,9 @@ class Phrases(Automaton):
         depth = depth_of(depth, weights)
         tree = Tree(utterances, lengths, labels, weights, len(lists), classes, depth)
         size = None if size is None else _checks.positive("Phrases", "size", size)
-        object.__setattr__(self, "arcs", tree.arcs(size))
+        arcs, tour = tree.arcs(size)
+        object.__setattr__(self, "arcs", arcs)
+        object.__setattr__(self, "tour", tour)
         object.__setattr__(self, "shared", shared)
 
     def __repr__(self) -> str:
@@ -138,13 +141,13 @@ class Phrases(Automaton):
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(scores float32 [N, V] of labels after one more label [N], states)."""
         labels = jnp.asarray(labels, jnp.int32)
-        _, after = follow(self.arcs, state, jnp.clip(labels, 0, self.start - 1))
+        _, after = follow(self.arcs, state, jnp.clip(labels, 0, self.start - 1), tour=self.tour)
         state = jnp.where(labels == self.start, state - state % self.arcs.states, after)
-        return score_rows(self.arcs, state), state
+        return score_rows(self.arcs, state, tour=self.tour), state
 
     def final(self, state: jax.Array) -> jax.Array:
         """[N]: gives back what the match in progress has earned."""
-        return follow(self.arcs, state, jnp.full_like(state, self.start))[0]
+        return follow(self.arcs, state, jnp.full_like(state, self.start), tour=self.tour)[0]
 
 
 # ----------------------------------------------------------------------------------------------------- arguments
@@ -270,17 +273,16 @@ class Tree:
             todo = todo[~hit & (suffix[todo] >= self.batch)]
         return np.where(at < 0, self.utterance[parent], at)
 
-    def arcs(self, size: int | None) -> Arcs:
-        """The automaton, with room for `size` nodes, roots apart, of each utterance."""
+    def arcs(self, size: int | None) -> tuple[Arcs, Tour]:
+        """The automaton, with room for `size` nodes, roots apart, of each utterance, and the tour of its suffixes."""
         batch, classes = self.batch, self.classes
         needed = np.bincount(self.utterance[batch:], minlength=batch)
         size = max(int(needed.max(initial=1)), 1) if size is None else size
         if (needed > size).any():
             many, place = needed.max(), f" of utterance {needed.argmax()}" if batch > 1 else ""
             raise ValueError(f"Phrases: size must be {many} or more, as the phrases{place} need so much, got {size}.")
-        state = np.zeros(len(self.inner), np.int64)
-        inner = np.flatnonzero(self.inner)
-        state[inner] = self.utterance[inner] * size + ranks(self.utterance[inner])
+        up = self.state_of[self.suffix]
+        state, below = self.tour_of_suffixes(up, size)
         state = state[self.state_of]
 
         child = np.arange(batch, len(state))
@@ -292,6 +294,7 @@ class Tree:
         targets[self.parent[top], self.label[top]] = state[child[top]]
 
         deep = np.flatnonzero(~top)
+        deep = deep[np.lexsort((self.label[deep], state[self.parent[deep]]))]
         slot = self.utterance[child[deep]] * size + ranks(self.utterance[child[deep]])
         columns = [np.full(batch * size, classes + 1, np.int32), np.zeros(batch * size, np.float32)]
         columns.append(np.zeros(batch * size, np.int32))
@@ -301,11 +304,58 @@ class Tree:
         first = np.arange(batch)[:, None] * size + np.cumsum(number, 1) - number
         backoffs = np.zeros(batch * size, np.float32)
         suffixes = np.repeat(size * np.arange(batch, dtype=np.int32), size)  # to the root, even from what is no state
-        after = self.state_of[self.suffix[inner]]
-        backoffs[state[inner]] = self.progress[after] - self.progress[inner]
-        suffixes[state[inner]] = state[after]
+        inner = np.flatnonzero(self.inner)
+        backoffs[state[inner]] = self.progress[up[inner]] - self.progress[inner]
+        suffixes[state[inner]] = state[up[inner]]
         first = np.append(first.ravel(), batch * size).astype(np.int32)
-        return Arcs(*map(jnp.asarray, (scores, targets, first, *columns, backoffs, suffixes)))
+        arcs = Arcs(*map(jnp.asarray, (scores, targets, first, *columns, backoffs, suffixes)))
+
+        to_root = np.zeros(batch * size, np.float32)
+        to_root[state[inner]] = -self.progress[inner]
+        return arcs, self.tour(deep, slot, state, below, to_root)
+
+    def tour_of_suffixes(self, up, size: int):
+        """(numbers of states, how many states have a state as a suffix, itself included) by node; `up`: suffixes."""
+        below = self.inner.astype(np.int64)
+        levels = [np.arange(x.start, x.stop)[self.inner[x]] for x in self.depths[1:]]
+        for nodes in reversed(levels):
+            np.add.at(below, up[nodes], below[nodes])
+        nodes = np.concatenate([np.zeros(0, np.int64), *levels])
+        nodes = nodes[np.argsort(up[nodes], kind="stable")]
+        before = np.cumsum(below[nodes]) - below[nodes]
+        state = np.zeros(len(up), np.int64)
+        state[: self.batch] = size * np.arange(self.batch)
+        # Behind the suffix, and the states below those of its that come before.
+        behind = np.zeros(len(up), np.int64)
+        behind[nodes] = 1 + before - before[np.searchsorted(up[nodes], up[nodes])]
+        for nodes in levels:
+            state[nodes] = state[up[nodes]] + behind[nodes]
+        return state, below
+
+    def tour(self, deep, slot, state, below, to_root) -> Tour:
+        """Where arcs begin and end to serve states: of the edges `deep`, which have these `slot`s."""
+        columns, node, parent = self.classes + 2, self.batch + deep, self.parent[deep]
+        slot_of = np.full(len(state), -1)
+        slot_of[node] = slot
+        # At its end an arc leaves its states to that of the longest suffix with one, and of ends at one place the last
+        # is that of the shortest context; a beginning comes after them.
+        begin, longer = state[parent], slot_of[self.suffix[node]]
+        places = np.concatenate([begin + below[parent], begin])
+        key = np.tile(self.utterance[node] * columns + self.label[deep], 2)
+        order = np.lexsort((np.concatenate([-begin, 0 * begin + 1]), places, key))
+        key, places, arcs = key[order], places[order], np.concatenate([longer, slot])[order]
+        last = np.append((key[1:] != key[:-1]) | (places[1:] != places[:-1]), True)[: len(key)]
+        key, places, arcs = key[last], places[last], arcs[last]
+        source = np.zeros(len(to_root), np.int64)
+        source[slot] = begin
+        paid = np.where(arcs < 0, 0, to_root[source[arcs]])
+        fields = [
+            np.full(2 * len(to_root), x, kind) for x, kind in ((2**31 - 1, np.int32), (-1, np.int32), (0, np.float32))
+        ]
+        for field, values in zip(fields, (places, arcs, paid)):
+            field[: len(key)] = values
+        first = np.searchsorted(key, np.arange(self.batch * columns)).reshape(self.batch, columns).astype(np.int32)
+        return Tour(*map(jnp.asarray, (first, *fields, to_root)))
 
 
 def ranks(groups):

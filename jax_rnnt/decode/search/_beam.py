@@ -15,7 +15,8 @@ from jax_rnnt import _checks
 from jax_rnnt.decode._gather import flat, hypothesis_rows, take
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
-from jax_rnnt.decode.search import _beam_step, _fusion, _options
+from jax_rnnt.decode.search import _beam_step, _fusion, _greedy, _options
+from jax_rnnt.decode.search._beam_kernel import by_kernel
 from jax_rnnt.decode.search._beam_step import Beam, Rules, State
 from jax_rnnt.decode.search._fusion import Fusion, Networks, check_utterances
 from jax_rnnt.decode.search._hashing import append_label
@@ -35,11 +36,17 @@ class Stream(typing.NamedTuple):
     networks: Networks
 
 
-def run(search, encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state) -> Hypotheses:
+def run(
+    search, encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state, frames_at_once
+) -> Hypotheses:
     """`Search.beam`."""
     function = "beam"
     sizes = _options.size(function, "width", width), _options.size(function, "max_labels", search.max_labels)
     merge = _checks.boolean(function, "merge", merge)
+    window = _options.size(function, "frames_at_once", frames_at_once)
+    if window > 1 and not merge:
+        raise ValueError(f"{function}: frames_at_once must be 1 with merge=False, got {window}.")
+    window = _greedy.frames_at_once(window, encoder_out)
     numbers = {"length_norm": _checks.scalar(function, "length_norm", length_norm)}
     if threshold is not None:
         numbers["threshold"] = _checks.scalar(function, "threshold", threshold)
@@ -56,6 +63,7 @@ def run(search, encoder_out, lengths, width, merge, threshold, length_norm, exac
             stream = stream._replace(networks=_fusion.placed(models, function, stream.networks))
         beyond = beyond_the_end(problem, exact_end, stream.reached)
         rules = Rules(problem, models, _beam_step.recurrent(stream.networks), stream.first, *sizes, merge, threshold)
+        rules = rules._replace(window=window)
         return result(rules, stream.committed, run_steps(rules, stream, beyond), length_norm)
 
     return on_devices(of_device, encoder_out, lengths, exact_end, state)
@@ -89,7 +97,10 @@ def run_steps(rules: Rules, stream: Stream, bad) -> State:
     problem, beam, networks = rules.problem, stream.beam, stream.networks
     bad = jnp.broadcast_to((stream.bad | problem.bad | bad)[:, None], beam.score.shape)
     state = problem.vary(State(stream.reached, beam, networks, bad))
-    running, few_steps = functools.partial(_beam_step.running, rules), functools.partial(_beam_step.few_steps, rules)
+    running, few_steps = (
+        functools.partial(_beam_step.running, rules),
+        functools.partial(_beam_step.few_steps, rules, by_kernel),
+    )
     return jax.lax.while_loop(running, few_steps, state)
 
 

@@ -47,21 +47,50 @@ class Rules(typing.NamedTuple):
     max_labels: int
     merge: bool
     threshold: Any
+    window: int = 1  # K
 
     @property
     def rows(self):
         return self.first.shape[0] * self.width
 
     @property
+    def nodes(self):
+        """Rows of the joint network: a hypothesis has K nodes."""
+        return self.first.shape[0] * self.width * self.window
+
+    @property
     def usual_rows(self):
         """Rows of the joint network that a step usually computes."""
-        return self.rows // (1 if self.recurrent else 4)
+        return self.nodes // (1 if self.recurrent else 4)
+
+    @property
+    def kinds(self):
+        """Of each W candidates: (frames that the move reads, frames that it needs), from where it begins.
+
+        Blanks that leave a window of several frames count from its last one.
+        """
+        symbols = self.problem.symbols
+        blanks = [(move.frames, move.needs) for move in symbols.blanks]
+        if self.window > 1:
+            beyond = 0 if all(move.may_end for move in symbols.blanks) else 1
+            blanks = [(1 + i, 1 + i + beyond) for i in range(self.longest_blank)]
+        return [(0, 0), *blanks, *((move.frames, move.needs) for move in symbols.labels)]
+
+    @property
+    def longest_blank(self):
+        return max(move.frames for move in self.problem.symbols.blanks)
 
     @property
     def reads(self):
         """[C]: frames that each of the candidates reads."""
-        moves = self.problem.symbols.moves
-        return np.repeat([0, *(move.frames for move in moves)], self.width).astype(np.int32)
+        return np.repeat([reads for reads, _ in self.kinds], self.width).astype(np.int32)
+
+    def end(self, frame):
+        """[B]: behind the window of these first frames [B]. Windows begin at multiples of K frames of the stream."""
+        if self.window == 1:
+            return frame + 1
+        end = frame + self.window - (self.first + frame) % self.window
+        return jnp.minimum(end, self.problem.lengths)
 
 
 class Beam(typing.NamedTuple):
@@ -105,21 +134,35 @@ class State(typing.NamedTuple):
 
 
 class Scores(typing.NamedTuple):
-    """Log-probabilities out of the nodes of hypotheses; rows of labels are shared by those of an utterance."""
+    """Log-probabilities out of the K nodes of each hypothesis; rows of labels are shared by those of an utterance."""
 
-    moves: jax.Array  # [B, W, moves]: without those of labels
+    frame: jax.Array  # [B, W K]: of the node
+    active: jax.Array  # [B, W K]: a live hypothesis may move from it
+    moves: jax.Array  # [B, W K, moves]: without those of labels
     labels: jax.Array  # [R, V]: with fusion
-    row: jax.Array  # [B, W]: of each hypothesis in `labels`
+    row: jax.Array  # [B, W K]: of each node in `labels`
     model_labels: jax.Array  # [R, V]: of the model alone
-    model_row: jax.Array  # [B, W]
+    model_row: jax.Array  # [B, W K]
     confidence: jax.Array | None  # [R]: of the model alone
-    bad: jax.Array  # [B, W]: NaN or +inf has been met
+    bad: jax.Array  # [B, W K]: NaN or +inf has been met
+    places: jax.Array | None = None  # [R, V]: the labels of the columns; None: their numbers
+
+
+class Nodes(typing.NamedTuple):
+    """Where moves begin, M of each hypothesis: its own node; in a window those of its K frames, then those behind."""
+
+    score: jax.Array  # [B, W M]: of the way there
+    path_score: jax.Array  # [B, W M]
+    frame: jax.Array  # [B, W M]: of a node behind the window, its last one
+    counts: jax.Array  # [B, W M]: as of `Beam`
+    count_here: jax.Array  # [B, W M]
+    key: tuple
 
 
 class Expansion(typing.NamedTuple):
     """Hypotheses, and the move that each takes."""
 
-    parent: jax.Array  # [B, C]: the hypothesis
+    parent: jax.Array  # [B, C]: the node
     gain: jax.Array  # [B, C]: log-probability
     label: jax.Array  # [B, C]: -1 for none
 
@@ -127,7 +170,8 @@ class Expansion(typing.NamedTuple):
 class Candidates(typing.NamedTuple):
     """Moves of hypotheses, and hypotheses that wait for their frame: the next beam is chosen from them.
 
-    W that wait, then W of each blank, then W of each arc with a label, as no more than these can stay.
+    W that wait, then W of each blank (that leaves a window, for each frame behind it that one reaches), then W of each
+    arc with a label, as no more than these can stay.
     """
 
     score: Any  # [B, C]
@@ -195,21 +239,27 @@ def running(rules: Rules, state: State):
     return jnp.any(state.frame < rules.problem.lengths)
 
 
-def few_steps(rules: Rules, state: State) -> State:
-    """Steps to the end of these frames, or as many as may come before the table has the new labels."""
+def few_steps(rules: Rules, inner, state: State) -> State:
+    """Steps to the end of these frames, or as many as may come before the table has the new labels.
+
+    ``inner(rules, state, room, plain)`` is the loop over steps; ``plain(state)`` is that of `step`.
+    """
     problem, beam = rules.problem, state.beam
     room = min(STEPS, rules.max_labels)
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], beam.counts.shape)
     origin = jnp.stack([itself, beam.counts, *(beam.written.shape[2] - 2) * [itself]], 2)
     recent = Recent(jnp.zeros_like(itself), jnp.repeat(origin[..., None], room + 1, 3))
     scored = functools.partial(score_rows, problem)
-    results = empty_results(rules.rows, scored, problem.encoder_out, state.networks.rows)
+    results = empty_results(rules.nodes, scored, problem.encoder_out, state.networks.rows)
     state = state._replace(recent=problem.vary(recent), results=problem.vary(results))
 
     def more(state):
         return jnp.any((state.frame < problem.lengths) & (state.recent.steps[:, 0] < room))
 
-    state = jax.lax.while_loop(more, functools.partial(step, rules), state)
+    def plain(state):
+        return jax.lax.while_loop(more, functools.partial(step, rules), state)._replace(results=None)
+
+    state = inner(rules, state, room, plain)
     beam, (_, written) = state.beam, state.recent
     place = np.arange(rules.max_labels, dtype=np.int32)[None, None]
     is_new = (place >= written[:, :, 1, -1:]) & (place < beam.counts[..., None])
@@ -223,7 +273,8 @@ def step(rules: Rules, state: State) -> State:
     state, active = advance(rules, state)
     state, scores = score(rules, state, active)
     # Behind the barriers of this step nothing reads the old beam, which a GPU then need not copy.
-    candidates = jax.lax.optimization_barrier(expand(rules, state, active, scores))
+    gains = gains_of(rules, state, scores)
+    candidates = jax.lax.optimization_barrier(expand(rules, state, active, scores, gains))
     alive = candidates.score > -jnp.inf
     if rules.merge:
         candidates = merge(candidates)
@@ -241,7 +292,10 @@ def advance(rules: Rules, state: State):
     """
     now, networks, lengths = state.beam, state.networks, rules.problem.lengths
     going = state.frame < lengths
-    active = (now.frame == state.frame[:, None]) & going[:, None] & (now.score > -jnp.inf)
+    here = now.frame == state.frame[:, None]
+    if rules.window > 1:
+        here = now.frame < rules.end(state.frame)[:, None]
+    active = here & going[:, None] & (now.score > -jnp.inf)
     label = jnp.where(active, now.unread, -1)
     may_wait = WAITING * jnp.sum(jnp.any(label >= 0, 1)) < jnp.sum(going)
     source = first_equal(label >= 0, keys(networks, now.slot), label)
@@ -288,18 +342,26 @@ def first_equal(wanted, key, label=None):
 # ------------------------------------------------------------------------------------------------------ score
 
 
-def score(rules: Rules, state: State, active):
-    """(state, `Scores`) after the joint network has seen the active hypotheses [B, W]."""
+def score(rules: Rules, state: State, active, in_packs: bool = True):
+    """(state, `Scores`) after the joint network has seen the active hypotheses [B, W], perhaps in packs."""
     problem, networks, slot = rules.problem, state.networks, state.beam.slot
+    frame, bad_before = jnp.broadcast_to(state.frame[:, None], active.shape), state.bad
+    if rules.window > 1:
+        ahead = np.tile(np.arange(rules.window, dtype=np.int32), rules.width)[None]
+        each = [jnp.repeat(x, rules.window, 1) for x in (slot, state.beam.frame, active, state.bad)]
+        slot, frame, active, bad_before = each[0], each[1] + ahead, each[2], each[3]
+        active &= frame < rules.end(state.frame)[:, None]
     shape = active.shape
-    frame = jnp.broadcast_to(state.frame[:, None], shape)
 
     def score_pack(rows):
         encoder = hypothesis_rows(problem.encoder_out, problem.inside(frame), rows)
         return score_rows(problem, encoder, hypothesis_rows(networks.rows, slot, rows))
 
-    source = first_equal(active, keys(networks, slot))
-    results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
+    source = first_equal(active, keys(networks, slot), frame if rules.window > 1 else None)
+    if in_packs:
+        results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
+    else:
+        results, row = score_pack(None), jnp.arange(rules.nodes, dtype=jnp.int32)
     moves, labels, bad, confidence = results
     moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
     row = row.reshape(shape)
@@ -308,9 +370,9 @@ def score(rules: Rules, state: State, active):
         labels = rows_at(labels, flat(row)) + hypothesis_rows(networks.bonus, slot, None)
         bad |= ~(jnp.max(labels, -1) < jnp.inf).reshape(shape)
         labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
-        row = jnp.arange(rules.rows, dtype=jnp.int32).reshape(shape)
+        row = jnp.arange(rules.nodes, dtype=jnp.int32).reshape(shape)
     state = state._replace(results=results)
-    return state, Scores(moves, labels, row, *model, confidence, state.bad | (bad & active))
+    return state, Scores(frame, active, moves, labels, row, *model, confidence, bad_before | (bad & active))
 
 
 def score_rows(problem: Problem, encoder, rows):
@@ -328,27 +390,48 @@ def score_rows(problem: Problem, encoder, rows):
 # ----------------------------------------------------------------------------------------------------- expand
 
 
-def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
-    """All candidates for the next beam."""
-    problem, now = rules.problem, state.beam
-    symbols, dtype = problem.symbols, problem.dtype
-    frame = jnp.broadcast_to(state.frame[:, None], active.shape)
+def gains_of(rules: Rules, state: State, scores: Scores):
+    """[B, W K, moves]: log-probabilities of the moves that are allowed, without those of labels; else -inf."""
+    problem, now, symbols = rules.problem, state.beam, rules.problem.symbols
     may_write = (now.count_here < symbols.labels_per_frame) & (now.counts < rules.max_labels)
-    allowed = symbols.allowed(frame, problem.lengths[:, None], may_write, problem.ends_here) & active[..., None]
-    gains = jnp.where(allowed & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
-    moves = [gains[..., i] for i in range(len(symbols.moves))]
+    if rules.window > 1:  # no label is on a later frame of the window yet
+        more = jnp.broadcast_to((now.counts < rules.max_labels)[..., None], (*now.counts.shape, rules.window - 1))
+        may_write = jnp.concatenate([may_write[..., None], more], 2).reshape(scores.active.shape)
+    allowed = symbols.allowed(scores.frame, problem.lengths[:, None], may_write, problem.ends_here)
+    return jnp.where(allowed & scores.active[..., None] & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
 
-    itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
+
+def expand(rules: Rules, state: State, active, scores: Scores, gains) -> Candidates:
+    """All candidates for the next beam."""
+    problem, now, blanks = rules.problem, state.beam, len(rules.problem.symbols.blanks)
+    moves = [gains[..., i] for i in range(gains.shape[2])]
+
     none = jnp.zeros(active.shape, jnp.int32)
-    blanks = [jnp.where(active, -jnp.inf, 0).astype(dtype), *moves[: len(symbols.blanks)]]
-    kinds = [Expansion(itself, gain, none - 1) for gain in blanks]
-    for gain in moves[len(symbols.blanks) :]:
-        parent, label, best = largest_sums(scores.labels, scores.row, now.score + gain, rules.width)
-        kinds.append(Expansion(parent, take(gain, parent) + best, label))
+    waits = jnp.where(active, -jnp.inf, 0).astype(problem.dtype)
+    itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
+    nodes, node, begin = (
+        Nodes(now.score, now.path_score, now.frame, now.counts, now.count_here, now.key),
+        None,
+        now.score,
+    )
+    if rules.window == 1:
+        kinds = [Expansion(itself, gain, none - 1) for gain in (waits, *moves[:blanks])]
+    else:
+        nodes, node = nodes_of_window(rules, state, moves[:blanks])
+        of_each = nodes.score.shape[1] // rules.width
+        kinds = [Expansion(itself * of_each, waits, none - 1)]
+        behind = [itself * of_each + rules.window + i for i in range(rules.longest_blank)]
+        kinds += [Expansion(x, jnp.where(active, 0, -jnp.inf).astype(problem.dtype), none - 1) for x in behind]
+        begin = take(nodes.score, jnp.broadcast_to(node, scores.row.shape))
+    for gain in moves[blanks:]:
+        parent, label, best = largest_sums(scores.labels, scores.row, begin + gain, rules.width)
+        if scores.places is not None:
+            label = scores.places[take(scores.row, parent), label]
+        gain = take(gain, parent) + best
+        kinds.append(Expansion(parent if node is None else rows_at(node[0], parent), gain, label))
     move = jax.tree.map(lambda *x: one_after_another(x), *kinds)
 
-    before = now.score, now.path_score, now.frame, now.counts, now.count_here, now.key
-    score, path_score, frame, counts, count_here, key = take_each(before, move.parent)
+    score, path_score, frame, counts, count_here, key = take_each(tuple(nodes), move.parent)
     writes, reads = move.label >= 0, rules.reads[None]
     written = writes.astype(jnp.int32)
     return Candidates(
@@ -362,6 +445,48 @@ def expand(rules: Rules, state: State, active, scores: Scores) -> Candidates:
         key=tuple(jnp.where(writes, x, y) for x, y in zip(append_label(key, move.label), key)),
         bad=jnp.broadcast_to(over_hypotheses(jnp.logical_or, scores.bad)[:, None], writes.shape),
     )
+
+
+def nodes_of_window(rules: Rules, state: State, blanks):
+    """(`Nodes`, places there of the nodes [1, W K] of `Scores`): sums over runs of `blanks`, [B, W K] of each blank.
+
+    The nodes behind a window are that of its last frame for a blank of 1 frame, 2 and so on.
+    """
+    now, window, longest = state.beam, rules.window, rules.longest_blank
+    shape = *now.score.shape, window
+    gains = [x.reshape(shape) for x in blanks]
+    dead = jnp.full(now.score.shape, -jnp.inf, now.score.dtype)
+    score, path = [now.score], [now.path_score]
+    for k in range(1, window + longest):
+        ends = [(k - move.frames, gain) for move, gain in zip(rules.problem.symbols.blanks, gains)]
+        ends = [(i, gain[..., i]) for i, gain in ends if 0 <= i < window]
+        score.append(sum_of([score[i] + gain for i, gain in ends] or [dead]))
+        path.append(functools.reduce(jnp.maximum, [path[i] + gain for i, gain in ends] or [dead]))
+    # The frames of the window that are left to a hypothesis, 1 to K; what its runs reach beyond comes from these alone.
+    left = rules.end(state.frame)[:, None] - now.frame
+    behind = [[x[i + 1] for i in range(longest)] for x in (score, path)]
+    for k in range(2, window + 1):
+        behind = [[jnp.where(left == k, x[k + i], y) for i, y in enumerate(z)] for x, z in zip((score, path), behind)]
+    score, path = (jnp.stack([*x[:window], *z], 2) for x, z in zip((score, path), behind))
+    of_each, first = window + longest, np.arange(window + longest) == 0
+    ahead = np.minimum(np.arange(of_each), window).astype(np.int32)
+    last = rules.end(state.frame)[:, None, None] - 1
+    frame = jnp.where(ahead < window, now.frame[..., None] + ahead, last)
+    counts, *key = (jnp.broadcast_to(x[..., None], score.shape) for x in (now.counts, *now.key))
+    count_here = jnp.where(first, now.count_here[..., None], 0)
+    nodes = [x.reshape(x.shape[0], -1) for x in (score, path, frame, counts, count_here, *key)]
+    places = np.arange(rules.width, dtype=np.int32)[:, None] * of_each + np.arange(window, dtype=np.int32)
+    return Nodes(*nodes[:5], tuple(nodes[5:])), jnp.asarray(places.reshape(1, -1))
+
+
+def sum_of(terms):
+    """log of the sum of exponentials of arrays; of one alone, or one that is not -inf, without rounding."""
+    peak = functools.reduce(jnp.maximum, terms)
+    if len(terms) == 1:
+        return peak
+    finite = jnp.where(jnp.isneginf(peak), 0, peak)
+    total = functools.reduce(jnp.add, [jnp.exp(x - finite) for x in terms])
+    return jnp.where(total > 1, peak + jnp.log(total), peak)
 
 
 # ------------------------------------------------------------------------------------------------------ merge
@@ -419,15 +544,23 @@ def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates
 
 def moved(rules: Rules, state: State, scores: Scores, moves: Candidates, reads):
     """(beam, `Recent.written`) after these moves [B, W] of the hypotheses, which read so many frames [B, W]."""
-    beam, parent, label = state.beam, moves.parent, moves.label
+    beam, parent, label, node = state.beam, moves.parent, moves.label, moves.parent
+    if rules.window > 1:
+        of_each = rules.window + rules.longest_blank
+        parent, place = parent // of_each, parent % of_each
+        node = parent * rules.window + jnp.minimum(place, rules.window - 1)
     slot, unread = take_each((beam.slot, beam.unread), parent)
     writes = label >= 0
     before = state.recent.written
     room = before.shape[-1] - 1
     places = np.arange(room + 1, dtype=np.int32)[None, None]
     here = (places == (moves.counts[..., None] - 1) % room) & writes[..., None]
-    row = take(scores.model_row, parent)
-    numbers = [scores.model_labels.at[row, label].get(mode="clip")]
+    row = take(scores.model_row, node)
+    if scores.places is None:
+        numbers = [scores.model_labels.at[row, label].get(mode="clip")]
+    else:
+        here_in_list = rows_at(scores.places, row) == label[..., None]
+        numbers = [jnp.sum(jnp.where(here_in_list, rows_at(scores.model_labels, row), 0), -1)]
     if scores.confidence is not None:
         numbers.append(rows_at(scores.confidence, row))
     new = jnp.stack([label, rules.first[:, None] + moves.frame - reads, reads], 2)
@@ -447,8 +580,7 @@ def moved(rules: Rules, state: State, scores: Scores, moves: Candidates, reads):
 
 def frames_needed(rules: Rules, candidates: Candidates, alive, chosen):
     """[B, W]: frames that the utterance must have for the moves of the chosen candidates, and of those merged there."""
-    moves = rules.problem.symbols.moves
-    needs = np.repeat([0, *(move.needs for move in moves)], rules.width).astype(np.int32)[None]
+    needs = np.repeat([needs for _, needs in rules.kinds], rules.width).astype(np.int32)[None]
     reads = rules.reads[None]
     frame = candidates.frame
     needed = take(jnp.where(needs > 0, frame - reads + needs, 0), chosen)

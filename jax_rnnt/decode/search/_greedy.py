@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _xla
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
@@ -131,7 +131,23 @@ def run_steps(rules: Rules, stream: Stream) -> State:
     written = none, none, none, sure, sure if rules.problem.symbols.scoring.entropy else None
     state = State(stream.skip, zeros, zeros, stream.reached, stream.scores, *written, stream.networks)
     state = rules.problem.vary(state)
-    return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
+
+    def plain(state):
+        return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
+
+    def with_kernel(state):
+        """The kernel tells whether there is another step."""
+
+        def turn(carry):
+            state, label, going = walk_by_kernel(rules, carry[0], *best_moves(rules, carry[0])[:-1])
+            return advance(rules, state, label), going
+
+        return jax.lax.while_loop(lambda carry: carry[1], turn, (state, running(rules, state)))[0]
+
+    known = all(isinstance(x, int) for x in state.labels.shape)
+    if rules.problem.dtype != np.float32 or state.confidences is not None or not known:
+        return plain(state)
+    return _xla.where_steps(with_kernel, plain, state)
 
 
 def result(rules: Rules, state: State, bad) -> Hypotheses:
@@ -155,8 +171,25 @@ def running(rules: Rules, state: State):
 
 def step(rules: Rules, state: State) -> State:
     """Every utterance goes on to its next label, or to the end of its window."""
-    walk = walk_to_label(rules, state, *best_moves(rules, state))
-    return advance(rules, *write(rules, state, walk))
+    limits = limits_of(rules)
+    walk = walk_to_label(limits, state, *best_moves(rules, state))
+    return advance(rules, *write(limits, state, walk))
+
+
+class Limits(typing.NamedTuple):
+    """What a walk has to know."""
+
+    lengths: jax.Array  # [B]
+    first: jax.Array  # [B]: as of `Rules`
+    labels_per_frame: int
+    token_first: bool
+    reach: bool
+
+
+def limits_of(rules: Rules) -> Limits:
+    symbols = rules.problem.symbols
+    token_first, reach = symbols.scoring.token_first, symbols.reach > 0
+    return Limits(rules.problem.lengths, rules.first, symbols.labels_per_frame, token_first, reach)
 
 
 def best_moves(rules: Rules, state: State):
@@ -197,44 +230,63 @@ def most_probable(symbols, scores, labels, allowed, *_):
     return best, move, jnp.where(move >= len(symbols.blanks), label, -1), log_prob
 
 
-def walk_to_label(rules: Rules, state: State, score, reads, needs, label, log_prob, confidence) -> Walk:
+def walk_to_label(limits: Limits, state: State, score, reads, needs, label, log_prob, confidence) -> Walk:
     """The best moves up to the first label, or out of the window."""
-    problem = rules.problem
-    zeros = jnp.zeros_like(state.frame)
-    sure = [jax.tree.map(lambda x, k=k: x[:, k], confidence) for k in range(rules.window)]
+    window, zeros = score.shape[1], jnp.zeros_like(state.frame)
+    sure = [jax.tree.map(lambda x, k=k: x[:, k], confidence) for k in range(window)]
     walk = Walk(zeros, state.reached, state.scores, zeros - 1, log_prob[:, 0], zeros, zeros, sure[0])
-    for k in range(rules.window):
+    for k in range(window):
         frame = state.frame + k
-        here = (walk.ahead == k) & (walk.label < 0) & (frame < problem.lengths)
-        reached = frame + needs[:, k] if problem.symbols.reach else walk.reached
+        here = (walk.ahead == k) & (walk.label < 0) & (frame < limits.lengths)
+        reached = frame + needs[:, k] if limits.reach else walk.reached
         score_after, at = walk.score + score[:, k], zeros + k
         move = Walk(k + reads[:, k], reached, score_after, label[:, k], log_prob[:, k], at, reads[:, k], sure[k])
         walk = replace_rows(here, move, walk)
     return walk
 
 
-def write(rules: Rules, state: State, walk: Walk):
+def write(limits: Limits, state: State, walk: Walk):
     """(the state after the walk, its label [B]), which the networks have not read yet."""
     writes = walk.label >= 0
-    going = state.frame < rules.problem.lengths
+    going = state.frame < limits.lengths
     before = jnp.where(walk.at == 0, state.count_here, 0)
     after = jnp.where(going, 0, state.count_here)
     count_here = jnp.where(writes & (walk.reads == 0), before + 1, after)
-    frame, symbols = state.frame + walk.ahead, rules.problem.symbols
-    if symbols.scoring.token_first:  # the last label of a frame leaves it
-        leaves = count_here >= symbols.labels_per_frame
+    frame = state.frame + walk.ahead
+    if limits.token_first:  # the last label of a frame leaves it
+        leaves = count_here >= limits.labels_per_frame
         frame, count_here = frame + leaves.astype(jnp.int32), jnp.where(leaves, 0, count_here)
-    counts, at = state.counts + writes.astype(jnp.int32), rules.first + state.frame + walk.at
+    counts, at = state.counts + writes.astype(jnp.int32), limits.first + state.frame + walk.at
     fields: dict[str, Any] = dict(frame=frame, count_here=count_here, counts=counts)
     fields |= dict(reached=walk.reached, scores=walk.score)
     new = dict(labels=walk.label, frames=at, durations=walk.reads, log_probs=walk.log_prob)
     new |= {} if walk.confidence is None else {"confidences": walk.confidence}
     # The walk is computed once, and what follows reads no array of the old state that it replaces: no copies.
     fields, new = jax.lax.optimization_barrier((fields, new))
-    places = np.arange(1, rules.max_labels + 1, dtype=np.int32)[None]
+    places = np.arange(1, state.labels.shape[1] + 1, dtype=np.int32)[None]
     here = (places == fields["counts"][:, None]) & (new["labels"] >= 0)[:, None]
     fields |= {name: jnp.where(here, x[:, None], getattr(state, name)) for name, x in new.items()}
     return state._replace(**fields), new["labels"]
+
+
+def walk(*operands, labels_per_frame: int, token_first: int, reach: int):
+    """The walk of a step as the kernel has it; operands as `walk_by_kernel` gives them."""
+    best, arrays, (lengths, first) = operands[:5], operands[5:14], operands[14:]
+    limits = Limits(lengths, first, labels_per_frame, bool(token_first), bool(reach))
+    state = State(*arrays, None, None)
+    state, label = write(limits, state, walk_to_label(limits, state, *best, None))
+    return [*state[:9], label, jnp.any(state.frame < lengths)]
+
+
+_walk = _xla.Step("jax_rnnt_search_walk", walk, {5 + i: i for i in range(9)})
+
+
+def walk_by_kernel(rules: Rules, state: State, *best):
+    """(state, label [B], whether any utterance goes on): as `write` of `walk_to_label` of these `best_moves`."""
+    limits = limits_of(rules)
+    attributes = {name: int(getattr(limits, name)) for name in ("labels_per_frame", "token_first", "reach")}
+    *after, label, going = _walk(*best, *state[:9], limits.lengths, limits.first, **attributes)
+    return State(*after, None, state.networks), label, going
 
 
 def advance(rules: Rules, state: State, label) -> State:

@@ -33,6 +33,7 @@ RANGES = {
     "max_labels": AT_LEAST_1,
     "max_symbols": AT_LEAST_1,
     "window": AT_LEAST_1,
+    "frames_at_once": AT_LEAST_1,
     "width": AT_LEAST_1,
     "samples": AT_LEAST_1,
     "rounds": AT_LEAST_0,
@@ -54,6 +55,7 @@ OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0, "blank_thres
 LIMITS = (
     "max_symbols",
     "window",
+    "frames_at_once",
 )  # larger ones than int32 holds are none; the other counts are sizes of arrays and loops
 
 

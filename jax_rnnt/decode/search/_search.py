@@ -231,6 +231,7 @@ class Search:
         length_norm: float | jax.Array = 0.0,
         exact_end: bool | jax.Array = False,
         state: Any = None,
+        frames_at_once: int = 1,
     ) -> Hypotheses:
         """The N best label sequences of each utterance, by time-synchronous beam search.
 
@@ -253,6 +254,13 @@ class Search:
         state : pytree, optional
             `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole
             stream.
+        frames_at_once : int, default 1
+            K frames of a window. More make fewer and larger steps, for a GPU. A window begins at each K-th frame of an
+            utterance or stream; a step takes every hypothesis in it to its next label on any frame of the window, or by
+            blanks out of the window, and keeps the `width` best of all. So one sequence of labels may occupy several
+            places, for ends on several frames, until it leaves the window, where they are merged. A beam that loses
+            none finds the same scores for each K; others may find other lists. Parts of a stream find the lists of the
+            whole if all but the last have a multiple of K frames.
 
         Returns
         -------
@@ -262,7 +270,7 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; the search has a `window` or a `duration_choice`.
+            As for `greedy`; the search has a `window` or a `duration_choice`; `frames_at_once` without `merge`.
 
         See Also
         --------
@@ -274,7 +282,8 @@ class Search:
         Saon, Tüske and Audhkhasi, "Alignment-Length Synchronous Decoding for RNN Transducer", ICASSP 2020.
         """
         self._lacks("beam", "window", "duration_choice")
-        return _beam.run(self, encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state)
+        more = merge, threshold, length_norm, exact_end, state, frames_at_once
+        return _beam.run(self, encoder_out, lengths, width, *more)
 
     def sample(
         self,
@@ -529,6 +538,7 @@ def beam(
     length_norm: float | jax.Array = 0.0,
     exact_end: bool | jax.Array = False,
     state: Any = None,
+    frames_at_once: int = 1,
     **options: Any,
 ) -> Hypotheses:
     """``Search(loss, joint, predictor, max_labels, **options).beam(encoder_out, lengths, width, ...)``.
@@ -537,7 +547,7 @@ def beam(
     ----------
     loss, joint, predictor, max_labels, **options
         As for `Search`.
-    encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state
+    encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state, frames_at_once
         As for `Search.beam`.
 
     Returns
@@ -556,7 +566,7 @@ def beam(
     """
     search = _search("beam", loss, joint, predictor, max_labels, **options)
     more = dict(merge=merge, threshold=threshold, length_norm=length_norm, exact_end=exact_end, state=state)
-    return search.beam(encoder_out, lengths, width, **more)
+    return search.beam(encoder_out, lengths, width, **more, frames_at_once=frames_at_once)
 
 
 @_with_options
