@@ -21,6 +21,11 @@ from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, struct_like, var
 from jax_rnnt._xla.over_devices import Devices, device_of, lower_plain, unpartitioned
 from jax_rnnt._xla.primitive import new_primitive, no_pallas, no_parts
 
+if hasattr(jax, "enable_x64"):
+    enable_x64 = jax.enable_x64
+else:  # before jax 0.8
+    from jax.experimental import enable_x64  # type: ignore[no-redef]
+
 
 def _groups(count, devices: int) -> int:
     """Groups of a batch; a symbolic one (`jax.export`) is not split."""
@@ -194,7 +199,7 @@ class Grouped:
 
         def narrow(*operands):
             mesh = contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh)
-            with mesh, contextlib.nullcontext() if kernel.keywords["interpret"] else jax.enable_x64(False):
+            with mesh, contextlib.nullcontext() if kernel.keywords["interpret"] else enable_x64(False):
                 return run(*operands)
 
         plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])

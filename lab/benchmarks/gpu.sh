@@ -12,8 +12,8 @@
 # git does not know it; LIMIT, seconds of all parts together (585).
 #
 # Parts come in the order of what they teach first. Every part has its own time limit and runs even if others fail; the
-# exit code is 1 if any failed. Results: joint.json, joint.txt, bench.txt, librispeech.json, counters.txt, parts.tsv (part, seconds, exit code),
-# gpu.log.
+# exit code is 1 if any failed. Results: joint.json, joint.txt, bench.txt, librispeech.json, counters.txt, parts.tsv
+# (part, seconds, exit code), gpu.log.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 

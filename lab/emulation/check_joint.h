@@ -123,9 +123,16 @@ class JointProblem {
     const int per_block = o_.rows / kJointColumns;
     const int high = (o_.frames + per_block - 1) / per_block, wide = (o_.columns + kJointColumns - 1) / kJointColumns;
     JointShape& s = shape_;
-    s = {o_.encoders, o_.copies, o_.frames, o_.columns, o_.units, o_.classes, padded_, o_.others, o_.blanks, o_.rows,
-         BitsOf(high), BitsOf(o_.copies), BitsOf(wide), int64_t(sequences_) * high * wide, o_.slab, o_.activation,
-         o_.exact, o_.normalize, o_.bernoulli};
+    s = {o_.encoders,  o_.copies,
+         o_.frames,    o_.columns,
+         o_.units,     o_.classes,
+         padded_,      o_.others,
+         o_.blanks,    o_.rows,
+         BitsOf(high), BitsOf(o_.copies),
+         BitsOf(wide), int64_t(sequences_) * high * wide,
+         o_.slab,      o_.activation,
+         o_.exact,     o_.normalize,
+         o_.bernoulli};
     for (int b = 0; b < o_.encoders; ++b) {
       for (int f = 0; f < high; ++f) {
         for (int k = 0; k < o_.copies; ++k) {
@@ -162,7 +169,7 @@ class JointProblem {
       Buffer<Row> encoder(encoder_.size()), predictor(predictor_.size());
       Convert(encoder_, &encoder);
       Convert(predictor_, &predictor);
-      JointInputs inputs = {Traits<T>::kDType, o_.rows_dtype, list_->data(), count_.data(), num_frames_.data(),
+      JointInputs inputs = {Traits<T>::kDType,  o_.rows_dtype, list_->data(),  count_.data(),   num_frames_.data(),
                             num_labels_.data(), label_.data(), encoder.data(), predictor.data()};
       f(inputs);
     };
@@ -174,7 +181,9 @@ class JointProblem {
   struct Place {
     int sequence, frame, column;
   };
-  bool Inside(const Place& p, int t, int u) const { return t < num_frames_[p.sequence] && u <= num_labels_[p.sequence]; }
+  bool Inside(const Place& p, int t, int u) const {
+    return t < num_frames_[p.sequence] && u <= num_labels_[p.sequence];
+  }
   int64_t Node(int sequence, int t, int u) const { return (int64_t(sequence) * o_.frames + t) * o_.columns + u; }
   double Sum(int sequence, int t, int u, int h) const {
     return double(encoder_[(int64_t(sequence / o_.copies) * o_.frames + t) * o_.units + h]) +
@@ -222,12 +231,14 @@ class JointProblem {
           for (int k = 0; k < o_.others; ++k) Compare("other head", k, node, z[k], tolerance);
           for (int k = 0; k < o_.blanks; ++k) Compare("kept logit", o_.others + k, node, z[start_ + k], tolerance);
           Compare("peak", planes_ - 3, node, peak, tolerance);
-          const double lse = double(result_[(planes_ - 3) * nodes_ + node]) +
-                             std::log(double(result_[(planes_ - 2) * nodes_ + node]));
+          const double lse =
+              double(result_[(planes_ - 3) * nodes_ + node]) + std::log(double(result_[(planes_ - 2) * nodes_ + node]));
           problem_.Compare("log of the sum", node, lse, peak + std::log(total), tolerance, sizeof(T) == 4);
           const int label = label_[p.sequence * o_.columns + u];
-          if (label >= 0) Compare("label", planes_ - 1, node, z[label], tolerance);
-          else if (!std::isnan(result_[(planes_ - 1) * nodes_ + node])) problem_.Say("a label that is none");
+          if (label >= 0)
+            Compare("label", planes_ - 1, node, z[label], tolerance);
+          else if (!std::isnan(result_[(planes_ - 1) * nodes_ + node]))
+            problem_.Say("a label that is none");
         }
       }
     }
@@ -245,7 +256,8 @@ class JointProblem {
     for (int64_t node = 0; node < nodes_; ++node) {
       for (int k = 0; k <= of_label; ++k) numbers_[k * nodes_ + node] = float(random_.Uniform(-1, 1));
       const int kind = random_.Below(4);  // the softmax adds nothing; base is the anchor, or a number
-      numbers_[(of_label + 1) * nodes_ + node] = kind == 0 ? 0 : float(random_.Uniform(-1, 1) * (kind == 1 ? 0.1 : 0.02));
+      numbers_[(of_label + 1) * nodes_ + node] =
+          kind == 0 ? 0 : float(random_.Uniform(-1, 1) * (kind == 1 ? 0.1 : 0.02));
       numbers_[(of_label + 2) * nodes_ + node] = kind == 0 ? float(kInfinity) : kind == 1 ? -float(kInfinity) : 3;
     }
   }
@@ -271,9 +283,9 @@ class JointProblem {
       Buffer<T> of_hidden(rows * padded_);
       number[0] = slab;
       WithInputs([&](const JointInputs& inputs) {
-        const JointGradientArgs args = {shape_, inputs, weight_.data(), bias_.data(), numbers_.data(), bound_.data(),
-                                        number.data(), Added(), hidden.data(), gradient.data(), of_bias.data(),
-                                        here.data()};
+        const JointGradientArgs args = {shape_,          inputs,          weight_.data(), bias_.data(),
+                                        numbers_.data(), bound_.data(),   number.data(),  Added(),
+                                        hidden.data(),   gradient.data(), of_bias.data(), here.data()};
         problem_.Succeeded(OnDevice([&] { return JointGradient(args, nullptr); }));
       });
       if (here[0] != slab) problem_.Say("the number of the slab");
@@ -283,8 +295,16 @@ class JointProblem {
       }
       cuda::Sum(hidden), cuda::Sum(gradient);
       WithInputs([&](const JointInputs& inputs) {
-        const JointSumsArgs args = {shape_, inputs, here.data(), of_hidden.data(), of_bias.data(), encoder_sum.data(),
-                                    predictor_sum.data(), bias_sum.data(), next.data(), more.data()};
+        const JointSumsArgs args = {shape_,
+                                    inputs,
+                                    here.data(),
+                                    of_hidden.data(),
+                                    of_bias.data(),
+                                    encoder_sum.data(),
+                                    predictor_sum.data(),
+                                    bias_sum.data(),
+                                    next.data(),
+                                    more.data()};
         problem_.Succeeded(OnDevice([&] { return JointSums(args, nullptr); }));
       });
       if (next[0] != slab + 1 || more[0] != (slab + 1 < slabs)) problem_.Say("the next slab");
@@ -345,8 +365,8 @@ class JointProblem {
     for (int h = 0; h < padded_; ++h) {
       const double x = h < o_.units ? Sum(p.sequence, t, u, h) : 0;
       const double value = ActivationOf(o_.activation, x, false);
-      problem_.Compare("hidden unit", place * padded_ + h, is_hidden(h), value, (Epsilon() + 1e-6) * (1 + std::fabs(value)),
-                       sizeof(T) == 4);
+      problem_.Compare("hidden unit", place * padded_ + h, is_hidden(h), value,
+                       (Epsilon() + 1e-6) * (1 + std::fabs(value)), sizeof(T) == 4);
       T& into = (*of_hidden)[place * padded_ + h];
       into = Narrow<T>(float(random_.Uniform(-1, 1)));
       if (h >= o_.units) continue;

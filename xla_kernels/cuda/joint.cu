@@ -57,7 +57,8 @@ __global__ __launch_bounds__(kJointThreads, 1) void JointForwardKernel(JointTabl
       w, hidden, shared, [&] { MakeHidden<T, kExact, kRows>(table, block, w.row_bytes, hidden); }, use);
 
   const RowTotal row = Combine<kRows>(parts, numbers);
-  const int t = block.frame + int(threadIdx.x) / kJointColumns, column = block.column + int(threadIdx.x) % kJointColumns;
+  const int t = block.frame + int(threadIdx.x) / kJointColumns,
+            column = block.column + int(threadIdx.x) % kJointColumns;
   if (int(threadIdx.x) < kRows && block.Inside(t, column)) {
     const int64_t node = block.Node(table, t, column);
     planes[(w.others + w.kept) * table.nodes + node] = row.peak;
@@ -83,7 +84,8 @@ __device__ __forceinline__ void Clear(unsigned char* to, size_t bytes) {
 }
 
 template <class T, bool kExact, int kRows>
-__global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTable table, JointWeight w, GradientTable g) {
+__global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTable table, JointWeight w,
+                                                                        GradientTable g) {
   JAX_RNNT_AT_MOST(kJointThreads);
   JAX_RNNT_DYNAMIC_SHARED(unsigned char, shared);
   using Tile = JointTile<kRows>;
@@ -201,7 +203,8 @@ __global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTab
       if (chunk * kJointClasses == w.start) {
         const int end = w.start + g.blanks;
 #pragma unroll 1
-        for (int s = 0; s < 8 && first + Tile::Offset(s) < end; ++s) add(w.others + first + Tile::Offset(s) - w.start, s);
+        for (int s = 0; s < 8 && first + Tile::Offset(s) < end; ++s)
+          add(w.others + first + Tile::Offset(s) - w.start, s);
       }
     }
 #pragma unroll
@@ -236,8 +239,7 @@ __global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTab
     const int units = w.row_bytes / 16;
     for (int i = int(threadIdx.x); i < kRows * units; i += kJointThreads) {
       const int row = i / units, unit = i % units;
-      Store16(to_hidden + size_t(row) * w.row_bytes + unit * 16,
-              Load16(hidden + row * (w.row_bytes + 16) + unit * 16));
+      Store16(to_hidden + size_t(row) * w.row_bytes + unit * 16, Load16(hidden + row * (w.row_bytes + 16) + unit * 16));
     }
   };
   ForEachChunk<T, kExact, kRows>(w, hidden, shared, make_hidden, use);
@@ -297,7 +299,8 @@ __global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table,
   const uint32_t frame_mask = ((1u << table.frame_bits) - 1) << of_block;
   const uint32_t mask = of_encoder ? ~((1u << of_block) - 1) : ~frame_mask;
   for (int i = int(threadIdx.x); i < (live + 31) / 32 * 32; i += kSumThreads) {
-    const uint32_t word = __ballot_sync(0xffffffffu, i < live && ((uint32_t(list[i < live ? i : 0]) ^ code) & mask) == 0);
+    const uint32_t word =
+        __ballot_sync(0xffffffffu, i < live && ((uint32_t(list[i < live ? i : 0]) ^ code) & mask) == 0);
     if (threadIdx.x % 32 == 0) same[i / 32] = word;
   }
   __syncthreads();
@@ -448,18 +451,10 @@ cudaError_t JointGradient(const JointGradientArgs& args, cudaStream_t stream) {
 cudaError_t JointSums(const JointSumsArgs& args, cudaStream_t stream) {
   const JointShape& shape = args.shape;
   const JointTable table(shape, args.inputs);
-  const SumsTable sums = {args.slab,
-                          int(shape.slab),
-                          int(shape.rows),
-                          int(shape.padded_units),
-                          int(shape.classes),
-                          args.of_hidden,
-                          args.of_bias,
-                          args.encoder_gradient,
-                          args.predictor_gradient,
-                          args.bias_gradient,
-                          args.next,
-                          args.more};
+  const SumsTable sums = {
+      args.slab,      int(shape.slab), int(shape.rows),       int(shape.padded_units), int(shape.classes),
+      args.of_hidden, args.of_bias,    args.encoder_gradient, args.predictor_gradient, args.bias_gradient,
+      args.next,      args.more};
   const int64_t parts = (shape.units + kSumUnits - 1) / kSumUnits;
   const dim3 grid(unsigned(2 * shape.slab * parts + shape.classes / 32));
   const size_t shared_bytes = max(size_t(shape.slab + 31) / 32, size_t(kSumThreads)) * 4;

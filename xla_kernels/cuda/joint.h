@@ -2,8 +2,8 @@
 // logits in memory; its gradient, slab by slab. jax_rnnt/layouts/_joint_cuda.py has the rest: lists, planes, products.
 //
 // B encoders with N sequences each, T frames, U1 columns, H units. Nodes are cut into blocks of R / 8 frames by 8
-// columns, R rows. Classes have an order of their own (`Classes` in jax_rnnt/layouts/_joint_plan.py): those of other heads
-// in the first 128, if there are any, then blanks, then all others, V' in all, a multiple of 128.
+// columns, R rows. Classes have an order of their own (`Classes` in jax_rnnt/layouts/_joint_plan.py): those of other
+// heads in the first 128, if there are any, then blanks, then all others, V' in all, a multiple of 128.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,8 @@ struct JointGradientArgs {
   int32_t* here;         // []: the number of the slab, for `JointSums`
 };
 
-// of_hidden, multiplied by the derivative of the activation, added to the gradients of rows; of_bias to that of the bias.
+// of_hidden, multiplied by the derivative of the activation, added to the gradients of rows; of_bias to that of the
+// bias.
 struct JointSumsArgs {
   JointShape shape;
   JointInputs inputs;

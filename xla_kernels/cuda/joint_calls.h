@@ -10,14 +10,15 @@ namespace jax_rnnt::cuda {
 // The attribute `shape`: the fields of JointShape in order, then `added_blanks`.
 inline ffi::Error ReadJointShape(ffi::Span<const int64_t> x, JointShape* shape, int64_t* added_blanks) {
   if (x.size() != 20) return Invalid("the shape of a joint network has 20 numbers");
-  *shape = {x[0], x[1], x[2],  x[3],  x[4],  x[5],  x[6],  x[7], x[8], x[9],
-            x[10], x[11], x[12], x[13], x[14], Activation(x[15]), x[16] != 0, x[17] != 0, x[18] != 0};
+  *shape = {x[0],       x[1],       x[2],      x[3],  x[4],  x[5],  x[6],  x[7],
+            x[8],       x[9],       x[10],     x[11], x[12], x[13], x[14], Activation(x[15]),
+            x[16] != 0, x[17] != 0, x[18] != 0};
   *added_blanks = x[19];
-  const bool fits = shape->classes % kJointClasses == 0 && shape->classes < INT32_MAX && shape->padded_units < 1 << 24 &&
-                    shape->units <= shape->padded_units && shape->slab >= 1 && shape->blocks < INT32_MAX &&
-                    shape->frame_bits + shape->copy_bits + shape->column_bits < 31 && x[15] >= 0 && x[15] <= 4 &&
-                    shape->others >= 0 && shape->others <= kJointClasses && shape->blanks >= 1 &&
-                    *added_blanks >= 0 && *added_blanks <= shape->blanks &&
+  const bool fits = shape->classes % kJointClasses == 0 && shape->classes < INT32_MAX &&
+                    shape->padded_units < 1 << 24 && shape->units <= shape->padded_units && shape->slab >= 1 &&
+                    shape->blocks < INT32_MAX && shape->frame_bits + shape->copy_bits + shape->column_bits < 31 &&
+                    x[15] >= 0 && x[15] <= 4 && shape->others >= 0 && shape->others <= kJointClasses &&
+                    shape->blanks >= 1 && *added_blanks >= 0 && *added_blanks <= shape->blanks &&
                     shape->blanks <= kJointClasses && 2 * shape->slab * shape->padded_units / 32 < INT32_MAX;
   return fits ? ffi::Error::Success() : Invalid("no kernel has such a joint network");
 }
@@ -110,8 +111,8 @@ struct JointHandlers {
 
   static bool Is(const Result& x, ffi::DataType type, int64_t elements) { return Holds(*x, type, elements); }
 
-  static ffi::Error Forward(Stream stream, Buffer list, Buffer count, Buffer num_frames, Buffer num_labels, Buffer label,
-                            Buffer encoder, Buffer predictor, Buffer weight, Buffer bias, Result planes,
+  static ffi::Error Forward(Stream stream, Buffer list, Buffer count, Buffer num_frames, Buffer num_labels,
+                            Buffer label, Buffer encoder, Buffer predictor, Buffer weight, Buffer bias, Result planes,
                             ffi::Span<const int64_t> sizes) {
     JointForwardArgs args = {};
     int64_t blanks;
@@ -121,9 +122,9 @@ struct JointHandlers {
                                      predictor, &args.inputs);
         error.failure())
       return error;
-    if (!Holds(weight, weight.element_type(), s.classes * s.padded_units) || !Holds(bias, ffi::DataType::F32, s.classes) ||
-        !Is(planes, ffi::DataType::F32,
-            Product({s.others + s.blanks + 3, s.encoders, s.copies, s.frames, s.columns})))
+    if (!Holds(weight, weight.element_type(), s.classes * s.padded_units) ||
+        !Holds(bias, ffi::DataType::F32, s.classes) ||
+        !Is(planes, ffi::DataType::F32, Product({s.others + s.blanks + 3, s.encoders, s.copies, s.frames, s.columns})))
       return Invalid("weight, bias or planes of a joint network have another shape");
     args.weight = weight.untyped_data();
     args.bias = static_cast<const float*>(bias.untyped_data());
@@ -139,8 +140,8 @@ struct JointHandlers {
     JointShape& s = args.shape;
     if (auto error = ReadJointShape(sizes, &s, &args.added_blanks); error.failure()) return error;
     const auto type = weight.element_type(), f32 = ffi::DataType::F32;
-    if (auto error = ReadJointInputs(s, type, list, count, num_frames, num_labels, label, encoder, predictor,
-                                     &args.inputs);
+    if (auto error =
+            ReadJointInputs(s, type, list, count, num_frames, num_labels, label, encoder, predictor, &args.inputs);
         error.failure())
       return error;
     const int64_t rows = Product({s.slab, s.rows});
@@ -163,16 +164,16 @@ struct JointHandlers {
   }
 
   static ffi::Error Sums(Stream stream, Buffer list, Buffer count, Buffer num_frames, Buffer num_labels, Buffer label,
-                         Buffer encoder, Buffer predictor, Buffer here, Buffer of_hidden, Buffer of_bias, Buffer, Buffer,
-                         Buffer, Buffer, Result of_encoder, Result of_predictor, Result of_bias_sum, Result next, Result more,
-                         ffi::Span<const int64_t> sizes) {
+                         Buffer encoder, Buffer predictor, Buffer here, Buffer of_hidden, Buffer of_bias, Buffer,
+                         Buffer, Buffer, Buffer, Result of_encoder, Result of_predictor, Result of_bias_sum,
+                         Result next, Result more, ffi::Span<const int64_t> sizes) {
     JointSumsArgs args = {};
     JointShape& s = args.shape;
     int64_t blanks;
     if (auto error = ReadJointShape(sizes, &s, &blanks); error.failure()) return error;
     const auto type = of_hidden.element_type(), f32 = ffi::DataType::F32;
-    if (auto error = ReadJointInputs(s, type, list, count, num_frames, num_labels, label, encoder, predictor,
-                                     &args.inputs);
+    if (auto error =
+            ReadJointInputs(s, type, list, count, num_frames, num_labels, label, encoder, predictor, &args.inputs);
         error.failure())
       return error;
     if (!Holds(here, ffi::DataType::S32, 1) || !Holds(of_hidden, type, Product({s.slab, s.rows, s.padded_units})) ||

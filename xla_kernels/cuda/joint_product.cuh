@@ -1,8 +1,8 @@
 // Logits of a block, 128 classes at a time, in registers.
 //
-// Hidden units of all rows lie in shared memory, and three stages of the weight, each 128 classes by 128 bytes of units.
-// A row of either has 16 bytes more than its units, so that eight rows meet all banks. Of 4 N warps, four take 32
-// classes each, and N take a part of the rows each.
+// Hidden units of all rows lie in shared memory, and three stages of the weight, each 128 classes by 128 bytes of
+// units. A row of either has 16 bytes more than its units, so that eight rows meet all banks. Of 4 N warps, four take
+// 32 classes each, and N take a part of the rows each.
 #pragma once
 
 #include "xla_kernels/cuda/joint_rows.cuh"
@@ -116,8 +116,8 @@ __device__ __forceinline__ void MakeHidden(const JointTable& table, const JointB
 // Starts the copies of a stage, and makes them a group; an empty one past the last stage.
 __device__ __forceinline__ void StartStage(const JointWeight& w, int stage, int steps, unsigned char* stages) {
   if (stage < w.chunks * steps) {
-    const unsigned char* const from = w.weight + size_t(stage / steps) * kJointClasses * w.row_bytes +
-                                      stage % steps * kJointBytes;
+    const unsigned char* const from =
+        w.weight + size_t(stage / steps) * kJointClasses * w.row_bytes + stage % steps * kJointBytes;
     unsigned char* const to = stages + stage % kStages * kStageBytes;
     constexpr int kUnits = kJointBytes / 16;
 #pragma unroll
@@ -137,8 +137,7 @@ __device__ __forceinline__ void MultiplyStage(JointTile<kRows>& tile, SharedAddr
   using Tile = JointTile<kRows>;
   const int lane = Tile::Lane();
   const auto of_rows = hidden + ((Tile::RowWarp() * (kRows / kRowWarps) + lane % 16) * hidden_pitch + lane / 16 * 16);
-  const auto of_classes =
-      stage + ((Tile::ClassWarp() * 32 + lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16);
+  const auto of_classes = stage + ((Tile::ClassWarp() * 32 + lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16);
 #pragma unroll
   for (int k = 0; k < kJointBytes; k += 32) {
     uint32_t b[4][2];
@@ -227,8 +226,8 @@ struct RowTotal {
   }
 };
 
-// That of row threadIdx.x, if there is one, from the parts that lanes have of their rows; of four lanes with the same rows
-// the first one's sum counts. `numbers`: [2, 4, R] in shared memory.
+// That of row threadIdx.x, if there is one, from the parts that lanes have of their rows; of four lanes with the same
+// rows the first one's sum counts. `numbers`: [2, 4, R] in shared memory.
 template <int kRows>
 __device__ __forceinline__ RowTotal Combine(RowTotal (&parts)[JointTile<kRows>::kOwn], float* numbers) {
   using Tile = JointTile<kRows>;

@@ -63,8 +63,8 @@ void MultiplyByLanes(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&
 #endif
 
 // sums += a b for a[16, 32 bytes] and b[8, 32 bytes]. Words of a: rows 0-7 and 8-15 of the first 16 bytes, then of the
-// others; of b: the first 16 bytes, then the others. Sums: columns 2 (lane % 4) and the next of row lane / 4, then of row
-// lane / 4 + 8. Elements of float32 are cut to TF32.
+// others; of b: the first 16 bytes, then the others. Sums: columns 2 (lane % 4) and the next of row lane / 4, then of
+// row lane / 4 + 8. Elements of float32 are cut to TF32.
 template <class T>
 __device__ __forceinline__ void MultiplyAdd(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
@@ -72,14 +72,16 @@ __device__ __forceinline__ void MultiplyAdd(float (&sums)[4], const uint32_t (&a
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #define JAX_RNNT_MMA(shape, types)
 #else
-#define JAX_RNNT_MMA(shape, types)                                                                                    \
-  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "  \
-               "{%0, %1, %2, %3};"                                                                                    \
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                           \
+#define JAX_RNNT_MMA(shape, types)                                          \
+  asm volatile("mma.sync.aligned." shape ".row.col.f32." types              \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "        \
+               "{%0, %1, %2, %3};"                                          \
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 #endif
 template <>
-__device__ __forceinline__ void MultiplyAdd<BFloat16>(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ __forceinline__ void MultiplyAdd<BFloat16>(float (&sums)[4], const uint32_t (&a)[4],
+                                                      const uint32_t (&b)[2]) {
   JAX_RNNT_MMA("m16n8k16", "bf16.bf16");
 }
 template <>
