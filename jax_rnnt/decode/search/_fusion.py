@@ -173,7 +173,7 @@ def internal_scores(problem: Problem, rows):
     """Log-probabilities [N, V] of labels in the internal language model: the joint network without an encoder."""
     symbols = problem.symbols
     silence = jnp.zeros((rows.shape[0], problem.encoder_out.shape[-1]), problem.encoder_out.dtype)
-    logits = problem.joint(silence, rows).astype(problem.dtype)[:, : problem.tokens]
+    logits = problem.whole_joint(silence, rows).astype(problem.dtype)[:, : problem.tokens]
     logits = symbols.scoring.tempered(jnp.where(symbols.is_blank(logits), -jnp.inf, logits))
     return log_softmax(logits) if symbols.emission.normalize else logits
 

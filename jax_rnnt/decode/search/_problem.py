@@ -23,7 +23,8 @@ class Problem(typing.NamedTuple):
 
     function: str
     symbols: Symbols
-    joint: Callable
+    joint: Callable  # may leave labels out where the blank is sure (`blank_first`)
+    whole_joint: Callable
     predictor: Any
     encoder_out: jax.Array  # [B, T, E]
     lengths: jax.Array  # [B], 0 where out of range
@@ -117,15 +118,16 @@ def prepare(function, search, encoder_out, lengths, exact_end, scoring, width=1,
     lengths = jnp.where(bad, 0, lengths)
     ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
 
-    def paired(encoder, predictor):
-        if encoder.shape[0] == 0:
-            return jnp.zeros((0, layout.classes), dtype)
-        if scoring.skips and symbols.emission.bernoulli and isinstance(layout.joint, LinearJoint):
-            return blank_first(symbols, layout.joint, encoder, predictor)
-        return layout.joint(encoder, predictor)
+    def paired(joint, encoder, predictor):
+        return joint(encoder, predictor) if encoder.shape[0] else jnp.zeros((0, layout.classes), dtype)
+
+    joint = layout.joint
+    if scoring.skips and symbols.emission.bernoulli and isinstance(joint, LinearJoint):
+        joint = functools.partial(blank_first, symbols, joint)
+    pair, whole = functools.partial(paired, joint), functools.partial(paired, layout.joint)
 
     arrays = encoder_out, lengths, bad, ends_here
-    return Problem(function, symbols, paired, predictor, *arrays, layout.classes, labels, dtype), start, first
+    return Problem(function, symbols, pair, whole, predictor, *arrays, layout.classes, labels, dtype), start, first
 
 
 def blank_first(symbols: Symbols, joint: LinearJoint, encoder, predictor):
