@@ -14,6 +14,7 @@ import pytest
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech.data import archives, audio, corpora, index, manifests, on_the_fly, order
+from jax_rnnt_speech.recognition import recognise
 from support import configuration, losses, run
 
 RATE = 8000
@@ -106,7 +107,10 @@ def test_what_is_read(packed, kind, tmp_path):
         assert [x.text for x in entries] == TEXTS
         for i, x in enumerate(entries):
             np.testing.assert_array_equal(audio.read(x.audio, RATE, x.start, x.end, x.channel), samples(i))
-        assert archives.wanted([str(packed / name)]) and manifests.is_list(packed / name)
+        heard = recognise.loaded(recognise.listed([packed / name]), RATE)  # as transcribe does
+        for i, (_, pieces) in enumerate(heard):
+            np.testing.assert_array_equal(np.concatenate([*pieces]), samples(i))
+        assert i == COUNT - 1 and archives.wanted([str(packed / name)]) and manifests.is_list(packed / name)
     corpus = corpora.Recordings([packed / kind], configuration())
     assert len(corpus.utterances) == COUNT and not corpus.report.names
     keys = on_the_fly.keys_of(configuration().texts)[1]
