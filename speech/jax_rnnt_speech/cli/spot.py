@@ -20,12 +20,12 @@ class Spotting:
     """What is spotted, and how it is shown."""
 
     phrases: Path | None = option(
-        None, Path, "file of phrases to find, one on each line, perhaps with a tab and the least log-odds that count",
+        None, Path, "file of phrases to find, one on each line, perhaps with a tab and the least score that counts",
         metavar="FILE",
     )  # fmt: skip
     threshold: float = option(
-        0.0, number(float, -1000), "least log-odds that count, in nats: the larger, the fewer false alarms (0)",
-        metavar="W",
+        -1.0, number(float, -1000), "least score that counts, the log-probability of the labels: the nearer to 0, the "
+        "fewer false alarms", metavar="W",
     )  # fmt: skip
     json: bool = option(False, bool, "print a JSON object for each phrase that is found", action="store_true")
 

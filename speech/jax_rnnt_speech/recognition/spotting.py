@@ -1,7 +1,9 @@
-"""Where phrases are said in recordings of any length, by `loss.spot`: without a search, which may write something else.
+"""Where phrases are said in recordings of any length: `loss.spot` finds places, and the text before decides.
 
 The encoder hears a recording in windows, as for a transcript. Each is divided into stretches that overlap by half, so
-that a phrase of half a stretch is in one as a whole, and one program scores all phrases in all of them.
+that a phrase of half a stretch is in one as a whole. `loss.spot` says where in a stretch each phrase is most probably
+said, as if the stretch began with it. Its odds are those against silence, which other words have, too; so a place
+counts by the probability that the labels of the phrase come next, behind what greedy search wrote before it.
 """
 
 import functools
@@ -11,21 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_rnnt_speech.recognition.search import search
 from jax_rnnt_speech.recognition.windows import Recording, window
 from jax_rnnt_speech.system import UserError, programs
 
 HALF = 2.0  # seconds: a longer phrase may be missed
 NODES, MOST = 2**24, 16  # logits that a program computes at once, and stretches, at most
+TOGETHER = 16  # places that are scored at once
 
 
 class Phrase(NamedTuple):
     text: str
     labels: list
-    threshold: float  # least log-odds that count
+    threshold: float  # the least log-probability that counts
 
 
 class Found(NamedTuple):
-    """A phrase, in seconds from the start of a recording. `score`: its log-odds against saying nothing."""
+    """A phrase, in seconds from the start of a recording. `score`: the log-probability of its labels there."""
 
     text: str
     start: float
@@ -35,15 +39,49 @@ class Found(NamedTuple):
 
 @programs.announced("a spotter")
 @functools.partial(jax.jit, static_argnums=0)
-def scored(model, params, rows, lengths, targets, counts):
-    """(score, start, end) [P, K] of phrases [P, U] in stretches of rows [K, N, E]."""
+def placed(model, params, rows, lengths, targets, counts):
+    """((score, start, end) [P, K] of phrases [P, U], (labels, frames, counts) [K, L] of a greedy search).
+
+    Of stretches of rows [K, N, E].
+    """
     network = model.network(params)
     rows = model.prompted(network, rows)
-    states = network.predictor(targets)  # [P, U + 1, E]
-    logits = network.joint.logits(rows[None], states[:, None])
+    found = search(model, network, rows, lengths)
     shape = len(targets), len(rows)
+    logits = network.joint.logits(rows[None], network.predictor(targets)[:, None])
     targets = jnp.broadcast_to(targets[:, None], (*shape, targets.shape[1]))
-    return model.loss.spot(logits, targets, jnp.broadcast_to(lengths, shape), jnp.broadcast_to(counts[:, None], shape))
+    places = model.loss.spot(logits, targets, *(jnp.broadcast_to(x, shape) for x in (lengths, counts[:, None])))
+    return places, (found.labels, found.frames, found.counts)
+
+
+@programs.announced("scores of phrases")
+@functools.partial(jax.jit, static_argnums=0)
+def scored(model, params, rows, lengths, targets, counts):
+    """Log-probabilities [M, U] of labels behind those before them, in stretches [M, N, E]."""
+    network = model.network(params)
+    logits = network.joint.logits(model.prompted(network, rows), network.predictor(targets))
+    return model.loss.label_log_probs(logits, targets, lengths, counts)
+
+
+def scores_of(model, rows, lengths, places, greedy, phrases):
+    """[P, K] of phrases in stretches: the best one behind the labels before its place, one fewer or one more."""
+    tried = []
+    for i, k in np.argwhere(places.score > 0):
+        labels, frames = (x[k, : greedy[2][k]].tolist() for x in greedy[:2])
+        before = sum(x < places.start[i, k] for x in frames)
+        tried += [(i, k, labels[:n]) for n in range(max(0, before - 1), min(len(labels), before + 1) + 1)]
+    result = np.full(places.score.shape, -np.inf)
+    room = 1 << max(3, max((len(x) + len(phrases[i].labels) for i, _, x in tried), default=1).bit_length())
+    for some in (tried[n : n + TOGETHER] for n in range(0, len(tried), TOGETHER)):
+        whole = [x + list(phrases[i].labels) for i, _, x in some]
+        targets, counts = np.zeros((TOGETHER, room), np.int32), np.zeros(TOGETHER, np.int32)
+        for row, x in enumerate(whole):
+            targets[row, : len(x)], counts[row] = x, len(x)
+        chosen = np.array([k for _, k, _ in some] + [0] * (TOGETHER - len(some)))
+        found = np.asarray(scored(model, model.params, rows[chosen], lengths[chosen], targets, counts), np.float64)
+        for (i, k, x), row, y in zip(some, found, whole):
+            result[i, k] = max(result[i, k], row[len(x) : len(y)].sum())
+    return result
 
 
 def windows_of(model, recording, overlap):
@@ -78,14 +116,15 @@ def spot(model, name, samples, phrases):
             padded = np.pad(some, (0, size - len(some)))
             place = np.minimum(padded[:, None] + np.arange(2 * half), rows.shape[0] - 1)
             lengths = np.where(np.arange(size) < len(some), np.clip(count - padded, 0, 2 * half), 0).astype(np.int32)
+            stretches = rows[jnp.asarray(place)]
             try:
-                results = scored(model, model.params, rows[jnp.asarray(place)], lengths, targets, counts)
+                places, greedy = jax.device_get(placed(model, model.params, stretches, lengths, targets, counts))
             except TypeError as error:
                 raise UserError(f"--loss {model.config.head.loss}: {error}") from None
-            scores, begins, ends = map(np.asarray, results)
+            scores = scores_of(model, stretches, lengths, places, greedy, phrases)
             for i, phrase in enumerate(phrases):
                 for k in np.flatnonzero(scores[i, : len(some)] >= phrase.threshold):
-                    a, b = (row + some[k] + x[i, k] for x in (begins, ends))
+                    a, b = (row + some[k] + x[i, k] for x in (places.start, places.end))
                     found = Found(phrase.text, a * model.seconds, (b + 1) * model.seconds, float(scores[i, k]))
                     put(open_, found)
         until = np.inf if last else (row + count - 2 * half) * model.seconds
