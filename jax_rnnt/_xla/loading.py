@@ -19,7 +19,7 @@ TARGETS = (
     "jax_rnnt_lattice_loss",
     "jax_rnnt_lattice_grad",
 )
-STEPS = "jax_rnnt_search_walk", "jax_rnnt_search_choice"  # of searches: kernels for CUDA alone
+STEPS = "jax_rnnt_search_walk", "jax_rnnt_search_rows", "jax_rnnt_search_choice"  # of searches: kernels for CUDA alone
 # JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
 PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
 

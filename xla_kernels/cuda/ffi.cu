@@ -19,15 +19,13 @@ namespace {
 using Context = ffi::PlatformStream<cudaStream_t>;
 using Stream = cudaStream_t;
 cudaStream_t CudaStream(Stream stream) { return stream; }
-#define JAX_RNNT_TRAITS {ffi::Traits::kCmdBufferCompatible}
 #else
 using Context = ffi::ThreadPool;
 using Stream = ffi::ThreadPool;
 cudaStream_t CudaStream(const Stream&) { return nullptr; }
-#define JAX_RNNT_TRAITS \
-  {                     \
-  }
 #endif
+// Also in the emulation, whose handlers are those of CUDA where a program is compiled for a GPU and not run.
+#define JAX_RNNT_TRAITS {ffi::Traits::kCmdBufferCompatible}
 
 ffi::Error Status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return ffi::Error::Success();
@@ -70,6 +68,14 @@ ffi::Error ChoiceHandler(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
   return Status(Choose(args, CudaStream(stream)), "step of a beam search");
 }
 
+ffi::Error RowsHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                       ffi::Span<const int64_t> blanks, int64_t durations, int64_t best) {
+  RowsArgs args{};
+  if (auto error = Read(arguments, results, blanks, durations, best, &args); error.failure()) return error;
+  LoadKernelsHere();
+  return Status(Rows(args, CudaStream(stream)), "rows of a search");
+}
+
 // Some versions of XLA pass operands and results to this stage, some do not.
 ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   LoadKernels();
@@ -85,6 +91,7 @@ XLA_FFI_DEFINE_HANDLER(kLatticeLoss, On::Lattice<false>, BindLattice<Context>(),
 XLA_FFI_DEFINE_HANDLER(kLatticeGradient, On::Lattice<true>, BindLattice<Context>(), JAX_RNNT_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(kChoice, ChoiceHandler, BindChoice<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler, BindRows<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kWalk, WalkHandler, BindWalk<Context>(), JAX_RNNT_TRAITS);
 
 }  // namespace
@@ -101,6 +108,7 @@ std::vector<Registration> Registrations() {
       stages("jax_rnnt_lattice_loss", cuda::kLatticeLoss),
       stages("jax_rnnt_lattice_grad", cuda::kLatticeGradient),
       stages("jax_rnnt_search_choice", cuda::kChoice),
+      stages("jax_rnnt_search_rows", cuda::kRows),
       stages("jax_rnnt_search_walk", cuda::kWalk),
   };
 }
