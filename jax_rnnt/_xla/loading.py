@@ -21,7 +21,8 @@ TARGETS = (
 )
 # Of GPUs alone, and without a batch dimension.
 JOINT = "jax_rnnt_joint_fwd", "jax_rnnt_joint_bwd", "jax_rnnt_joint_sums"
-STEPS = "jax_rnnt_search_walk", "jax_rnnt_search_choice"  # of searches: kernels for CUDA alone
+# Of searches, on GPUs alone.
+STEPS = "jax_rnnt_search_walk", "jax_rnnt_search_rows", "jax_rnnt_search_choice"
 # JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
 PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
 

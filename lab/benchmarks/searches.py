@@ -32,7 +32,7 @@ os.environ |= dict(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     JAX_PLATFORMS="cpu",
 )
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # after an installed one, with names of kernels
 
 import jax
 import jax.numpy as jnp

@@ -46,12 +46,12 @@ def test_greedy_is_the_plain_loop(name):
 
 @pytest.mark.parametrize(("name", "kind"), [("rnnt", "exact"), ("tdt", "open")])
 def test_beam_is_the_enumeration(name, kind, monkeypatch):
-    """Open ends are ranked by normalised scores. (test_fusion has the whole family.)"""
+    """Open ends are ranked by normalised scores, in windows of two frames. (test_fusion has the whole family.)"""
     monkeypatch.setattr(_beam_step, "STEPS", 2)  # fewer than labels, which lie one over the other after too many steps
     model, search, rank = Model(NAMED[name]), {}, lambda scores, counts: scores
     rules = dict(max_symbols=MOST, exact_end=True)
     if kind == "open":
-        rules, search = dict(max_symbols=2), dict(length_norm=0.5)
+        rules, search = dict(max_symbols=2), dict(length_norm=0.5, frames_at_once=2)
         rank = lambda scores, counts: scores / np.sqrt(counts + 1)
     found = model.search(decode.beam, MOST, lossless(model.loss), **search, **rules)
     check_all(model, found, rank=rank, **rules)

@@ -35,7 +35,7 @@ from jax_rnnt.losses import _call
 
 # ----------------------------------------------------------------------------------------- structs of XLA's C interface
 _int, _int64, _size, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
-DTYPES = {"int32": 4, "int64": 5, "float16": 10, "float32": 11, "float64": 12, "bfloat16": 16}
+DTYPES = {"bool": 1, "int32": 4, "int64": 5, "float16": 10, "float32": 11, "float64": 12, "bfloat16": 16}
 ARRAY, SCALAR, BUFFER = 1, 3, 1  # kinds of attributes, and the kind of arguments and results
 EXECUTE = 3  # the stage
 

@@ -108,6 +108,9 @@ void LoadJoint() {
 
 void LoadSearches() {
   (void)Walk({}, nullptr);
+  RowsArgs rows{};
+  rows.rows = 1;
+  (void)Rows(rows, nullptr);
   ChoiceArgs choice{};
   choice.batch = choice.width = choice.window = choice.best_labels = choice.room = choice.blanks = choice.labels = 1;
   (void)Choose(choice, nullptr);

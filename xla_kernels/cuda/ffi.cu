@@ -20,15 +20,13 @@ namespace {
 using Context = ffi::PlatformStream<cudaStream_t>;
 using Stream = cudaStream_t;
 cudaStream_t CudaStream(Stream stream) { return stream; }
-#define JAX_RNNT_TRAITS {ffi::Traits::kCmdBufferCompatible}
 #else
 using Context = ffi::ThreadPool;
 using Stream = ffi::ThreadPool;
 cudaStream_t CudaStream(const Stream&) { return nullptr; }
-#define JAX_RNNT_TRAITS \
-  {                     \
-  }
 #endif
+// Also in the emulation, whose handlers are those of CUDA where a program is compiled for a GPU and not run.
+#define JAX_RNNT_TRAITS {ffi::Traits::kCmdBufferCompatible}
 
 ffi::Error Status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return ffi::Error::Success();
@@ -83,6 +81,14 @@ ffi::Error ChoiceHandler(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
   return Status(Choose(args, CudaStream(stream)), "step of a beam search");
 }
 
+ffi::Error RowsHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                       ffi::Span<const int64_t> blanks, int64_t durations, int64_t best) {
+  RowsArgs args{};
+  if (auto error = Read(arguments, results, blanks, durations, best, &args); error.failure()) return error;
+  LoadKernelsHere();
+  return Status(Rows(args, CudaStream(stream)), "rows of a search");
+}
+
 // Some versions of XLA pass operands and results to this stage, some do not.
 ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   LoadKernels();
@@ -102,6 +108,7 @@ XLA_FFI_DEFINE_HANDLER(kJointGradient, OnJoint::Gradient, BindJointGradient<Cont
 XLA_FFI_DEFINE_HANDLER(kJointSums, OnJoint::Sums, BindJointSums<Context>(), JAX_RNNT_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(kChoice, ChoiceHandler, BindChoice<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler, BindRows<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kWalk, WalkHandler, BindWalk<Context>(), JAX_RNNT_TRAITS);
 
 }  // namespace
@@ -121,6 +128,7 @@ std::vector<Registration> Registrations() {
       stages("jax_rnnt_joint_bwd", cuda::kJointGradient),
       stages("jax_rnnt_joint_sums", cuda::kJointSums),
       stages("jax_rnnt_search_choice", cuda::kChoice),
+      stages("jax_rnnt_search_rows", cuda::kRows),
       stages("jax_rnnt_search_walk", cuda::kWalk),
   };
 }

@@ -65,6 +65,130 @@ __global__ void __launch_bounds__(kWalkThreads) WalkKernel(const __grid_constant
   if (threadIdx.x == 0) *args.going = going;
 }
 
+// ---- rows of a joint network ----
+
+constexpr int kRowThreads = 256;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// The maximum over the block. `parts` has a float for each warp.
+__device__ float BlockMax(float x, float* parts) {
+  for (int step = 16; step > 0; step /= 2) x = Max(x, __shfl_xor_sync(kAllLanes, x, step));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = parts[0];
+  for (int i = 1; i < kRowThreads / 32; ++i) x = Max(x, parts[i]);
+  return x;
+}
+__device__ float BlockSum(float x, float* parts) {
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = parts[0];
+  for (int i = 1; i < kRowThreads / 32; ++i) x += parts[i];
+  return x;
+}
+
+__device__ __forceinline__ bool Above(float x, int32_t i, float y, int32_t j) { return x > y || (x == y && i < j); }
+
+// A block takes a row.
+__global__ void __launch_bounds__(kRowThreads) RowsKernel(const __grid_constant__ RowsArgs args) {
+  JAX_RNNT_AT_MOST(kRowThreads);
+  JAX_RNNT_SHARED_ARRAY(float, parts, kRowThreads / 32);
+  JAX_RNNT_SHARED_ARRAY(int32_t, places, kRowThreads / 32);
+  const int64_t row = blockIdx.x;
+  const float* x = args.logits + row * (args.classes + args.durations);
+  float peak = -INFINITY;
+  bool bad = false;
+  for (int32_t i = threadIdx.x; i < args.classes; i += kRowThreads) {
+    bad |= !(x[i] < INFINITY);
+    peak = Max(peak, x[i]);
+  }
+  bad = __syncthreads_or(bad) != 0;
+  peak = BlockMax(peak, parts);
+  const bool dead = peak == -INFINITY;
+  float total = 0;
+  for (int32_t i = threadIdx.x; i < args.classes && !dead && !bad; i += kRowThreads) total += expf(x[i] - peak);
+  total = BlockSum(total, parts);
+  const float log_total = dead ? 0.f : logf(total);
+  const auto log_probability = [&](float logit) { return dead ? -INFINITY : logit - peak - log_total; };
+
+  if (threadIdx.x == 0) {
+    const int32_t heads = args.blanks + args.durations;
+    for (int32_t i = 0; i < args.blanks; ++i) {
+      args.heads[row * heads + i] = bad ? NAN : log_probability(x[args.blank[i]]);
+    }
+    const float* y = x + args.classes;
+    float most = -INFINITY, sum = 0;
+    bool wrong = false;
+    for (int32_t i = 0; i < args.durations; ++i) {
+      wrong |= !(y[i] < INFINITY);
+      most = Max(most, y[i]);
+    }
+    const bool none = most == -INFINITY;
+    for (int32_t i = 0; i < args.durations && !none && !wrong; ++i) sum += expf(y[i] - most);
+    for (int32_t i = 0; i < args.durations; ++i) {
+      args.heads[row * heads + args.blanks + i] = wrong ? NAN : none ? -INFINITY : y[i] - most - logf(sum);
+    }
+    args.bad[row] = bad || wrong;
+  }
+
+  const auto score = [&](int32_t i) {
+    bool blank = bad;
+    for (int32_t j = 0; j < args.blanks; ++j) blank |= args.blank[j] == i;
+    return blank ? -INFINITY : log_probability(x[i]);
+  };
+  // The best of this thread's labels behind the last one that was chosen.
+  float last = INFINITY, mine = -INFINITY;
+  int32_t last_place = -1, my_place = INT32_MAX;
+  const auto find = [&] {
+    mine = -INFINITY;
+    my_place = INT32_MAX;
+    for (int32_t i = threadIdx.x; i < args.classes; i += kRowThreads) {
+      const float y = score(i);
+      if (Above(last, last_place, y, i) && Above(y, i, mine, my_place)) {
+        mine = y;
+        my_place = i;
+      }
+    }
+  };
+  find();
+  for (int32_t k = 0; k < args.best_labels; ++k) {
+    float y = mine;
+    int32_t place = my_place;
+    for (int step = 16; step > 0; step /= 2) {
+      const float other = __shfl_xor_sync(kAllLanes, y, step);
+      const int32_t other_place = __shfl_xor_sync(kAllLanes, place, step);
+      if (Above(other, other_place, y, place)) {
+        y = other;
+        place = other_place;
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+      parts[threadIdx.x / 32] = y;
+      places[threadIdx.x / 32] = place;
+    }
+    __syncthreads();
+    y = parts[0];
+    place = places[0];
+    for (int i = 1; i < kRowThreads / 32; ++i) {
+      if (Above(parts[i], places[i], y, place)) {
+        y = parts[i];
+        place = places[i];
+      }
+    }
+    if (threadIdx.x == 0) {
+      args.best[row * args.best_labels + k] = y;
+      args.places[row * args.best_labels + k] = place;
+    }
+    last = y;
+    last_place = place;
+    if (my_place == place) find();
+  }
+}
+
 // ---- the choice of a beam ----
 
 constexpr int kChoiceThreads = 128;
@@ -106,7 +230,7 @@ __device__ __forceinline__ int32_t WindowEnd(const ChoiceArgs& args, int64_t b, 
 // Scores of the nodes of a hypothesis: of those in the window, then of those behind it.
 __device__ void RunBlanks(const ChoiceArgs& args, const float* gains, int32_t left, float score, float path,
                           float* scores, float* paths) {
-  const int32_t window = args.window, longest = args.longest(), moves = args.blanks + args.labels;
+  const int32_t window = args.window, longest = args.longest(), moves = args.blanks + args.labels + 1;
   // Node k of the run; nodes from `left` on lie behind the window and begin nothing.
   for (int32_t place = 0; place < window + longest; ++place) {
     const bool behind = place >= window;
@@ -177,11 +301,11 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_cons
   for (int i = thread; i < width * kBeamFloats; i += threads) floats[i] = args.floats[b * width * kBeamFloats + i];
   for (int i = thread; i < width * kBeamInts; i += threads) ints[i] = args.ints[b * width * kBeamInts + i];
   for (int i = thread; i < width * row; i += threads) written[i] = args.written[b * width * row + i];
-  int bad = 0;
-  for (int i = thread; i < nodes; i += threads) bad |= args.bad[b * nodes + i];
+  const float* gains = args.gains + b * nodes * (moves + 1);
+  bool bad = false;
+  for (int i = thread; i < nodes; i += threads) bad |= gains[int64_t(i) * (moves + 1) + moves] != 0;
   bad = __syncthreads_or(bad) != 0;
   const auto at = [&](int w, BeamInt i) { return ints[w * kBeamInts + i]; };
-  const float* gains = args.gains + b * nodes * moves;
   const int32_t begin = at(0, kFirst), end = WindowEnd(args, b, begin);
 
   // Scores of nodes.
@@ -191,7 +315,7 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_cons
       node_path[w] = floats[w * kBeamFloats + 1];
     } else {
       const int32_t more = end - at(w, kFrame), left = more < 1 || more > window ? 1 : more;
-      RunBlanks(args, gains + int64_t(w) * window * moves, left, floats[w * kBeamFloats], floats[w * kBeamFloats + 1],
+      RunBlanks(args, gains + int64_t(w) * window * (moves + 1), left, floats[w * kBeamFloats], floats[w * kBeamFloats + 1],
                 node_score + w * of_each, node_path + w * of_each);
     }
   }
@@ -200,7 +324,7 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_cons
   // The best labels of each arc: ranks among all, of equal ones the first is the best.
   for (int i = thread; i < args.labels * nodes; i += threads) {
     const int arc = i / nodes, n = i % nodes;
-    base[i] = node_score[n / window * of_each + n % window] + gains[int64_t(n) * moves + args.blanks + arc];
+    base[i] = node_score[n / window * of_each + n % window] + gains[int64_t(n) * (moves + 1) + args.blanks + arc];
   }
   __syncthreads();
   const int32_t all = nodes * best_labels;
@@ -227,7 +351,7 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_cons
       gain = at(w, kActive) != 0 ? Dead() : 0.f;
     } else if (kind <= blank_kinds) {
       if (window == 1) {
-        gain = gains[int64_t(w) * moves + kind - 1];
+        gain = gains[int64_t(w) * (moves + 1) + kind - 1];
         reads = args.moves[kind - 1].frames;
       } else {
         gain = at(w, kActive) != 0 ? 0.f : Dead();
@@ -240,7 +364,7 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_cons
       const int64_t i = b * all + place;
       node = n / window * of_each + n % window;
       reads = args.moves[args.blanks + arc].frames;
-      gain = gains[int64_t(n) * moves + args.blanks + arc] + args.best[i];
+      gain = gains[int64_t(n) * (moves + 1) + args.blanks + arc] + args.best[i];
       written_label = args.places[i];
       model = args.sure[i];
     }
@@ -385,6 +509,11 @@ cudaError_t Choose(const ChoiceArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   return Launch(ChoiceKernel, dim3(unsigned(args.batch)), dim3(kChoiceThreads), size_t(SharedWords(args)) * 4, stream,
                 args);
+}
+
+cudaError_t Rows(const RowsArgs& args, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  return Launch(RowsKernel, dim3(unsigned(args.rows)), dim3(kRowThreads), 0, stream, args);
 }
 
 cudaError_t Walk(const WalkArgs& args, cudaStream_t stream) {

@@ -51,11 +51,10 @@ struct ChoiceArgs {
   const float* floats;     // [B, W, 2]
   const int32_t* ints;     // [B, W, 14]
   const int32_t* written;  // [B, W, 4, room + 1]
-  const float* gains;      // [B, N, M]
+  const float* gains;      // [B, N, M + 1]: last, not 0 where a row is bad
   const float* best;       // [B, N, k]: descending
   const int32_t* places;   // [B, N, k]: their labels
   const float* sure;       // [B, N, k]: in the model alone
-  const bool* bad;         // [B, N]
   const int32_t *lengths, *first;
   const float* threshold;  // [B]
   float* floats_after;     // these may be the arrays before
@@ -77,6 +76,21 @@ struct ChoiceArgs {
   __host__ __device__ int32_t nodes_of_each() const { return window == 1 ? 1 : window + longest(); }
   __host__ __device__ int32_t candidates() const { return width * (1 + blank_kinds() + labels); }
 };
+
+// Rows of the joint network [R, V + D]: log-probabilities of blanks and durations, and the best labels in order.
+constexpr int kMaxHeads = 64;
+struct RowsArgs {
+  int64_t rows;
+  int32_t classes, durations, best_labels, blanks;  // V, D, k
+  int32_t blank[kMaxHeads];
+  const float* logits;
+  float* heads;     // [R, blanks + D]; NaN where one of their logits is NaN or +inf
+  float* best;      // [R, k]
+  int32_t* places;  // [R, k]
+  bool* bad;        // [R]: where a logit is NaN or +inf
+};
+
+cudaError_t Rows(const RowsArgs& args, cudaStream_t stream);
 
 cudaError_t Choose(const ChoiceArgs& args, cudaStream_t stream);
 

@@ -126,11 +126,10 @@ inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::Remaining
   args->floats = buffers.In<float>(of_each * cuda::kBeamFloats);
   args->ints = buffers.In<int32_t>(of_each * cuda::kBeamInts);
   args->written = buffers.In<int32_t>(table);
-  args->gains = buffers.In<float>(all * moves);
+  args->gains = buffers.In<float>(all * (moves + 1));
   args->best = buffers.In<float>(all * best);
   args->places = buffers.In<int32_t>(all * best);
   args->sure = buffers.In<float>(all * best);
-  args->bad = buffers.In<bool>(all);
   args->lengths = buffers.In<int32_t>(batch);
   args->first = buffers.In<int32_t>(batch);
   args->threshold = buffers.In<float>(batch);
@@ -139,6 +138,42 @@ inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::Remaining
   args->written_after = buffers.Out<int32_t>(table);
   if (args->candidates() > cuda::kMaxCandidates) return Invalid("a beam has too many candidates");
   return buffers.fit() ? ffi::Error::Success() : Invalid("arguments and results of a choice do not fit each other");
+}
+
+inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results,
+                       ffi::Span<const int64_t> blanks, int64_t durations, int64_t best, cuda::RowsArgs* args) {
+  Buffers buffers(arguments, results);
+  const int64_t rows = buffers.Dimension(0, 1), outputs = buffers.Dimension(0, 0), heads = blanks.size() + durations;
+  const int64_t classes = outputs - durations;
+  if (durations < 0 || classes < 1 || outputs > INT32_MAX || heads > cuda::kMaxHeads || rows > INT32_MAX || best < 1 ||
+      best > classes)
+    return Invalid("rows of a joint network have wrong sizes");
+  args->rows = rows;
+  args->classes = int32_t(classes);
+  args->durations = int32_t(durations);
+  args->best_labels = int32_t(best);
+  args->blanks = int32_t(blanks.size());
+  for (size_t i = 0; i < blanks.size(); ++i) {
+    if (blanks.begin()[i] < 0 || blanks.begin()[i] >= classes) return Invalid("blank must lie in [0, V)");
+    args->blank[i] = int32_t(blanks.begin()[i]);
+  }
+  args->logits = buffers.In<float>(rows * outputs);
+  args->heads = buffers.Out<float>(rows * heads);
+  args->best = buffers.Out<float>(rows * best);
+  args->places = buffers.Out<int32_t>(rows * best);
+  args->bad = buffers.Out<bool>(rows);
+  return buffers.fit() ? ffi::Error::Success() : Invalid("arguments and results of rows do not fit each other");
+}
+
+template <class Context>
+auto BindRows() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<ffi::Span<const int64_t>>("blanks")
+      .template Attr<int64_t>("durations")
+      .template Attr<int64_t>("best");
 }
 
 template <class Context>

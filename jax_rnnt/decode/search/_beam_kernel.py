@@ -17,7 +17,8 @@ from jax_rnnt.decode.search import _beam_step
 from jax_rnnt.decode.search._beam_step import Beam, Recent, Rules, Scores, State
 from jax_rnnt.decode.search._fusion import Networks
 from jax_rnnt.decode.search._packing import free_slots
-from jax_rnnt.decode.search._symbols import Move
+from jax_rnnt.decode.search._symbols import Move, Symbols
+from jax_rnnt.emissions import Softmax
 
 WIDEST, MOST_SUMS = 16, 8192  # hypotheses; sums of labels that a block has in shared memory
 
@@ -62,6 +63,11 @@ def by_kernel(rules: Rules, state: State, room: int, plain) -> State:
 def run(rules: Rules, room: int, state: State) -> State:
     """The loop with the kernel."""
     lengths, key = rules.problem.lengths, state.networks.key
+    threshold = jnp.inf if rules.threshold is None else rules.threshold
+    threshold = jnp.broadcast_to(jnp.asarray(threshold, jnp.float32), rules.first.shape)
+    # XLA would make constants anew in each step.
+    first, threshold = jax.lax.optimization_barrier((rules.first, threshold))
+    rules = rules._replace(first=first, threshold=threshold)
 
     def more(turn):
         going = turn.packed.first[:, 0] < lengths
@@ -88,7 +94,7 @@ def step(rules: Rules, turn: Turn) -> Turn:
     state = unpacked(now)
     beam = state.beam._replace(slot=jnp.where(reads, now.target, now.slot), unread=jnp.where(reads, -1, now.unread))
     state = state._replace(beam=beam, networks=networks)
-    _, scores = _beam_step.score(rules, state, now.active != 0, in_packs=False)
+    scores = score(rules, state, now.active != 0)
     return Turn(Packed(*_choose(*operands(rules, now, state, scores), **attributes(rules))), networks)
 
 
@@ -114,18 +120,39 @@ def unpacked(x: Packed) -> State:
     return State(x.reached[:, 0], beam, none, x.bad != 0, Recent(x.steps, x.written))
 
 
-def operands(rules: Rules, now: Packed, state: State, scores: Scores):
-    """Those of `choose`."""
-    shape = *scores.active.shape, -1
-    best, places = jax.lax.top_k(scores.labels, min(rules.width, scores.labels.shape[1]))
+def score(rules: Rules, state: State, active) -> Scores:
+    """As `_beam_step.score`, of the best labels of each node alone."""
+    problem, symbols = rules.problem, rules.problem.symbols
+    labels = min(rules.width, problem.tokens)
+    slot, frame, active_nodes, bad_before = _beam_step.spread(rules, state, active)
+    shape, row = active_nodes.shape, jnp.arange(rules.nodes, dtype=jnp.int32).reshape(active_nodes.shape)
+    emission = symbols.emission
+    simple = emission.normalize and not (emission.bernoulli or symbols.scoring.tempers or rules.fusion.adds)
+    if simple and not symbols.weighs_labels:
+        encoder = hypothesis_rows(problem.encoder_out, problem.inside(frame), None)
+        logits = problem.joint(encoder, hypothesis_rows(state.networks.rows, slot, None))
+        if logits.dtype == jnp.float32:
+            heads, best, places, bad = _rows(
+                logits, blanks=tuple(emission.blanks), durations=emission.num_durations, best=labels
+            )
+            heads, blanks = [heads[:, i] for i in range(heads.shape[1])], len(emission.blanks)
+            moves = symbols.scores_of_moves(heads[:blanks], heads[blanks:]).reshape(*shape, -1)
+            bad = bad_before | (bad.reshape(shape) & active_nodes)
+            return Scores(frame, active_nodes, moves, best, row, best, row, None, bad, places)
+    _, scores = _beam_step.score(rules, state, active, in_packs=False)
+    best, places = jax.lax.top_k(scores.labels, labels)
     sure = best
     if rules.fusion.adds:
         sure = jnp.take_along_axis(scores.model_labels, places, 1, mode="promise_in_bounds")
-    lists = [x.reshape(shape) for x in (best, places.astype(jnp.int32), sure)]
+    return scores._replace(labels=best, model_labels=sure, places=places.astype(jnp.int32))
+
+
+def operands(rules: Rules, now: Packed, state: State, scores: Scores):
+    """Those of `choose`."""
     gains = _beam_step.gains_of(rules, state, scores)
-    threshold = jnp.inf if rules.threshold is None else rules.threshold
-    threshold = jnp.broadcast_to(jnp.asarray(threshold, jnp.float32), rules.first.shape)
-    return *now, gains, *lists, scores.bad, rules.problem.lengths, rules.first, threshold
+    gains = jnp.concatenate([gains, scores.bad[..., None].astype(gains.dtype)], 2)
+    lists = [x.reshape(*scores.bad.shape, -1) for x in (scores.labels, scores.places, scores.model_labels)]
+    return *now, gains, *lists, rules.problem.lengths, rules.first, rules.threshold
 
 
 def attributes(rules: Rules):
@@ -138,11 +165,12 @@ def attributes(rules: Rules):
 def choose(*arrays, window: int, merge: int, blanks: int, frames: tuple, may_end: tuple):
     """The next beam of B utterances, in plain JAX: arrays of `Packed`.
 
-    Operands: those of `Packed`; gains of moves [B, W K, moves], -inf where one is not allowed; the best labels of each
-    node by their scores with fusion, their numbers, and their scores in the model alone [B, W K, k]; whether rows are
-    bad [B, W K]; lengths, first and threshold [B].
+    Operands: those of `Packed`; gains of moves, -inf where one is not allowed, and whether the row is bad
+    [B, W K, moves + 1]; the best labels of each node by their scores with fusion, their numbers, and their scores in
+    the model alone [B, W K, k]; lengths, first and threshold [B].
     """
-    before, (gains, best, places, sure, bad, lengths, first, threshold) = Packed(*arrays[:3]), arrays[3:]
+    before, (gains, best, places, sure, lengths, first, threshold) = Packed(*arrays[:3]), arrays[3:]
+    gains, bad = gains[..., :-1], gains[..., -1] != 0
     moves = [Move(0 if i < blanks else None, None, *x) for i, x in enumerate(zip(frames, map(bool, may_end)))]
     reach = max(move.needs for move in moves) - 1
     symbols = types.SimpleNamespace(moves=moves, blanks=moves[:blanks], labels=moves[blanks:], reach=reach)
@@ -165,4 +193,20 @@ def choose(*arrays, window: int, merge: int, blanks: int, frames: tuple, may_end
     return [*packed(rules, _beam_step.keep_best(rules, state, scores, candidates, alive))]
 
 
+def rows(logits, *, blanks: tuple, durations: int, best: int):
+    """Of rows of logits [R, V + D]: log-probabilities of blanks and durations [R, ...], the best labels in order, their
+    log-probabilities and numbers [R, best], and whether a logit is NaN or +inf [R].
+    """
+    emission = Softmax(blanks, num_durations=durations, slots=tuple(f"blank{i}" for i in range(len(blanks))))
+    log_probability, of_blanks, of_durations = emission.heads(logits)
+    tokens = logits[:, : logits.shape[1] - durations]
+    labels = log_probability(
+        jnp.where(Symbols.is_blank(types.SimpleNamespace(emission=emission), tokens), -jnp.inf, tokens)
+    )
+    labels, places = jax.lax.top_k(jnp.where(labels < jnp.inf, labels, -jnp.inf), best)
+    bad = jnp.any(~(logits < jnp.inf), 1)
+    return [jnp.stack([*of_blanks, *of_durations], 1), labels, places.astype(jnp.int32), bad]
+
+
+_rows = _xla.Step("jax_rnnt_search_rows", rows, {})
 _choose = _xla.Step("jax_rnnt_search_choice", choose, {i: i for i in range(3)})

@@ -344,13 +344,8 @@ def first_equal(wanted, key, label=None):
 
 def score(rules: Rules, state: State, active, in_packs: bool = True):
     """(state, `Scores`) after the joint network has seen the active hypotheses [B, W], perhaps in packs."""
-    problem, networks, slot = rules.problem, state.networks, state.beam.slot
-    frame, bad_before = jnp.broadcast_to(state.frame[:, None], active.shape), state.bad
-    if rules.window > 1:
-        ahead = np.tile(np.arange(rules.window, dtype=np.int32), rules.width)[None]
-        each = [jnp.repeat(x, rules.window, 1) for x in (slot, state.beam.frame, active, state.bad)]
-        slot, frame, active, bad_before = each[0], each[1] + ahead, each[2], each[3]
-        active &= frame < rules.end(state.frame)[:, None]
+    problem, networks = rules.problem, state.networks
+    slot, frame, active, bad_before = spread(rules, state, active)
     shape = active.shape
 
     def score_pack(rows):
@@ -373,6 +368,16 @@ def score(rules: Rules, state: State, active, in_packs: bool = True):
         row = jnp.arange(rules.nodes, dtype=jnp.int32).reshape(shape)
     state = state._replace(results=results)
     return state, Scores(frame, active, moves, labels, row, *model, confidence, bad_before | (bad & active))
+
+
+def spread(rules: Rules, state: State, active):
+    """(slot, frame, active, bad) [B, W K] of the nodes of hypotheses."""
+    if rules.window == 1:
+        return state.beam.slot, jnp.broadcast_to(state.frame[:, None], active.shape), active, state.bad
+    ahead = np.tile(np.arange(rules.window, dtype=np.int32), rules.width)[None]
+    each = [jnp.repeat(x, rules.window, 1) for x in (state.beam.slot, state.beam.frame, active, state.bad)]
+    slot, frame, active, bad = each[0], each[1] + ahead, each[2], each[3]
+    return slot, frame, active & (frame < rules.end(state.frame)[:, None]), bad
 
 
 def score_rows(problem: Problem, encoder, rows):
@@ -468,8 +473,8 @@ def nodes_of_window(rules: Rules, state: State, blanks):
     for k in range(2, window + 1):
         behind = [[jnp.where(left == k, x[k + i], y) for i, y in enumerate(z)] for x, z in zip((score, path), behind)]
     score, path = (jnp.stack([*x[:window], *z], 2) for x, z in zip((score, path), behind))
-    of_each, first = window + longest, np.arange(window + longest) == 0
-    ahead = np.minimum(np.arange(of_each), window).astype(np.int32)
+    of_each, first = window + longest, (np.arange(window + longest) == 0)[None, None]
+    ahead = np.minimum(np.arange(of_each), window).astype(np.int32)[None, None]
     last = rules.end(state.frame)[:, None, None] - 1
     frame = jnp.where(ahead < window, now.frame[..., None] + ahead, last)
     counts, *key = (jnp.broadcast_to(x[..., None], score.shape) for x in (now.counts, *now.key))

@@ -136,10 +136,12 @@ def run_steps(rules: Rules, stream: Stream) -> State:
         return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
 
     def with_kernel(state):
-        """The kernel tells whether there is another step."""
+        """The kernel tells whether there is another step. XLA would make a constant anew in each one."""
+        first = jax.lax.optimization_barrier(rules.first)
 
         def turn(carry):
-            state, label, going = walk_by_kernel(rules, carry[0], *best_moves(rules, carry[0])[:-1])
+            best = best_moves(rules, carry[0])[:-1]
+            state, label, going = walk_by_kernel(rules._replace(first=first), carry[0], *best)
             return advance(rules, state, label), going
 
         return jax.lax.while_loop(lambda carry: carry[1], turn, (state, running(rules, state)))[0]

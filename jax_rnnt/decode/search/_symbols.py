@@ -174,6 +174,12 @@ class Symbols:
         if self.scoring.token_first:  # the best duration alone
             best = peak(jnp.stack(durations, -1))[1]
             durations = [jnp.where(best == i, x, -jnp.inf) for i, x in enumerate(durations)]
+        tokens = rows[..., : rows.shape[-1] - self.emission.num_durations].astype(_model.scores_dtype(rows.dtype))
+        labels = Labels(jnp.where(self.is_blank(tokens), -jnp.inf, tokens), log_probability, all_labels)
+        return self.scores_of_moves(blanks, durations, all_labels), labels
+
+    def scores_of_moves(self, blanks, durations, all_labels=None):
+        """[..., moves]: as of `scores`, of log-probabilities [...] of each blank and each duration."""
         move_scores = []
         for move in self.moves:
             is_label = move.token is None
@@ -188,9 +194,7 @@ class Symbols:
             if self.scoring.skips and is_label:
                 score = jnp.where(self.is_sure(blanks), -jnp.inf, score)
             move_scores.append(score)
-        tokens = rows[..., : rows.shape[-1] - self.emission.num_durations].astype(_model.scores_dtype(rows.dtype))
-        labels = Labels(jnp.where(self.is_blank(tokens), -jnp.inf, tokens), log_probability, all_labels)
-        return jnp.stack(move_scores, -1), labels
+        return jnp.stack(move_scores, -1)
 
     def is_sure(self, blanks):
         """bool [...]: where blanks have together the probability of the threshold; of their log-probabilities [...]."""
@@ -213,14 +217,19 @@ class Symbols:
         tempered = [self.scoring.tempered(heads[0], apart)]
         return jnp.concatenate(tempered + [self.scoring.tempered(heads[1])] * (heads[1].shape[-1] > 0), -1)
 
+    @property
+    def weighs_labels(self) -> bool:
+        """Whether the weights of the moves that write one label may add up to another number than 1."""
+        every = sorted(-1 if move.duration is None else move.duration for move in self.labels)
+        weighted = not all(_checks.is_zero(move.weight) for move in self.labels)
+        return weighted or every not in ([-1], [*range(self.emission.num_durations)])
+
     def all_labels(self, durations, nothing):
         """log of the summed weight of the moves that write one label [...], without the label; None: exactly 0.
 
         `nothing` [...]: zeros.
         """
-        every = sorted(-1 if move.duration is None else move.duration for move in self.labels)
-        weighted = not all(_checks.is_zero(move.weight) for move in self.labels)
-        if not weighted and every in ([-1], [*range(self.emission.num_durations)]):
+        if not self.weighs_labels:
             return None
         parts = [nothing if move.duration is None else durations[move.duration] for move in self.labels]
         parts = [x + jnp.asarray(move.weight, x.dtype) for x, move in zip(parts, self.labels)]
