@@ -7,13 +7,12 @@ A HAT and an RNN-T are trained (`recipes/_shared.py`). Then held-out lines are s
 as a share of those with a threshold of 1. Nothing is timed.
 """
 
-import pathlib
 import sys
+from pathlib import Path
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-sys.path.insert(0, str(ROOT / "speech"))
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "speech"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 import jax.numpy as jnp

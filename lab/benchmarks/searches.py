@@ -78,7 +78,13 @@ def stateless(weights):
 
 LAYER = 2 * H, 4 * H
 PREDICTORS = {"stateless": (stateless, [(2 * H, H)]), "LSTM": (lstm, [LAYER]), "two LSTMs": (lstm, [LAYER, LAYER])}
-SEARCHES = {"greedy": {}, "greedy TDT": {"tdt": True}, "beam 4": {"width": 4}, "beam 6": {"width": 6}, "beam 8": {"width": 8}}
+SEARCHES = {
+    "greedy": {},
+    "greedy TDT": {"tdt": True},
+    "beam 4": {"width": 4},
+    "beam 6": {"width": 6},
+    "beam 8": {"width": 8},
+}
 
 
 def trigram(labels):
