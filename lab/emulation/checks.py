@@ -21,7 +21,9 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulation-check"
-KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in ("softmax_emission", "lattice", "skip_lattice", "search", "devices"))
+KERNELS = tuple(
+    f"xla_kernels/cuda/{name}.cu" for name in ("softmax_emission", "lattice", "skip_lattice", "search", "devices")
+)
 OTHERS = ("lab/emulation/cuda_emulation.cc", "lab/emulation/check.cc")
 TEST = "lab/emulation/cuda_emulation_test.cc"
 HEADERS = [
