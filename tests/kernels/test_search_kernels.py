@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import door
+import jax_rnnt
 import platforms
+from decoding import NAMED, Model
+from jax_rnnt import decode
 from jax_rnnt.decode.search import _beam_kernel, _greedy
 
 pytestmark = pytest.mark.skipif(
@@ -101,6 +104,26 @@ def beams(rng, batch, width, window, labels, room, kind):
     ]
 
 
+@pytest.mark.parametrize(("name", "frames_at_once"), [("rnnt", 1), ("tdt", 3)])
+def test_searches(name, frames_at_once, monkeypatch):
+    """Whole searches of random models find what the plain steps find."""
+    model = Model(NAMED[name], batch=5, frames=9)
+    parameters = jax.tree.map(np.float32, model.parameters)
+
+    def run(encoder, lengths):
+        batch = model.loss.value(), parameters.joint, parameters.predictor, encoder, lengths, 12
+        beam = decode.beam(*batch, 3, frames_at_once=frames_at_once, threshold=6.0)
+        return decode.greedy(*batch)[:6], beam[:6]
+
+    given = np.float32(model.encoder), model.lengths
+    program = jax.jit(run).lower(*given)
+    assert "jax_rnnt_search_choice" in program.as_text()
+    found = program.compile()(*given)
+    monkeypatch.setattr(jax_rnnt._xla, "where_steps", lambda with_kernels, plain, *arguments: plain(*arguments))
+    expected = jax.jit(lambda *x: run(*x))(*given)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6), found, expected)
+
+
 @pytest.mark.parametrize(("blanks", "durations", "classes"), [((0,), 0, 600), ((7, 2), 5, 40)], ids=str)
 def test_rows(blanks, durations, classes):
     """Log-probabilities are within 2e-6 of those of float64; labels come in the order of the kernel's numbers."""
@@ -114,12 +137,12 @@ def test_rows(blanks, durations, classes):
     wide = logits[4:].astype(np.float64)
     tokens, others = (x - np.logaddexp.reduce(x, 1, keepdims=True) for x in np.split(wide, [classes], 1))
     np.testing.assert_allclose(heads[4:], np.concatenate([tokens[:, list(blanks)], others], 1), atol=2e-6, rtol=2e-7)
+    plain = jax.jit(functools.partial(_beam_kernel.rows, **attributes))(logits.copy())
     logits[:, list(blanks)] = -np.inf
     tokens[:, list(blanks)] = -np.inf
     expected = np.argsort(-logits[4:, :classes], 1, kind="stable")[:, :best]
     np.testing.assert_array_equal(places[4:], expected)
     np.testing.assert_allclose(scores[4:], np.take_along_axis(tokens, expected, 1), atol=2e-6, rtol=2e-7)
-    plain = jax.jit(functools.partial(_beam_kernel.rows, **attributes))(logits)
     for x, y in zip((heads, scores, places, bad), plain, strict=True):
         np.testing.assert_allclose(x[4:], np.asarray(y)[4:], atol=2e-6, rtol=2e-7)
     assert np.isneginf(scores[[0, 1, 3]]).all() and np.isnan(heads[1, : len(blanks)]).all()

@@ -13,28 +13,30 @@ import jax.numpy as jnp
 
 from jax_rnnt import _xla
 from jax_rnnt.decode._gather import flat, hypothesis_rows, put_hypothesis_rows
+from jax_rnnt.decode._model import is_class
 from jax_rnnt.decode.search import _beam_step
 from jax_rnnt.decode.search._beam_step import Beam, Recent, Rules, Scores, State
 from jax_rnnt.decode.search._fusion import Networks
 from jax_rnnt.decode.search._packing import free_slots
-from jax_rnnt.decode.search._symbols import Move, Symbols
+from jax_rnnt.decode.search._symbols import Move
 from jax_rnnt.emissions import Softmax
 
 WIDEST, MOST_SUMS = 16, 8192  # hypotheses; sums of labels that a block has in shared memory
+
+
+NAMES = "frame", "counts", "count_here", "unread", "slot", "key", "other_key", "bad"
+NAMES += "active", "label", "target", "steps", "reached", "first"
 
 
 class Packed(typing.NamedTuple):
     """A beam as the kernel has it, and what the networks read in the next step."""
 
     floats: jax.Array  # [B, W, 2]: score and path_score
-    ints: jax.Array  # [B, W, 14]: `names`
+    ints: jax.Array  # [B, W, 14]: `NAMES`
     written: jax.Array  # as of `Recent`
 
-    names = "frame", "counts", "count_here", "unread", "slot", "key", "other_key", "bad"
-    names += "active", "label", "target", "steps", "reached", "first"
-
-    def __getattr__(self, name):
-        return self.ints[..., Packed.names.index(name)]
+    def __getattr__(self, name: str):
+        return self.ints[..., NAMES.index(name)]
 
 
 class Turn(typing.NamedTuple):
@@ -114,9 +116,9 @@ def packed(rules: Rules, state: State) -> Packed:
 
 def unpacked(x: Packed) -> State:
     """Without the plan and networks."""
-    keys = x.key, x.other_key
-    beam = Beam(x.floats[..., 0], x.floats[..., 1], x.frame, x.counts, x.count_here, x.unread, x.slot, keys, None)
     none: Any = None
+    keys = x.key, x.other_key
+    beam = Beam(x.floats[..., 0], x.floats[..., 1], x.frame, x.counts, x.count_here, x.unread, x.slot, keys, none)
     return State(x.reached[:, 0], beam, none, x.bad != 0, Recent(x.steps, x.written))
 
 
@@ -151,7 +153,8 @@ def operands(rules: Rules, now: Packed, state: State, scores: Scores):
     """Those of `choose`."""
     gains = _beam_step.gains_of(rules, state, scores)
     gains = jnp.concatenate([gains, scores.bad[..., None].astype(gains.dtype)], 2)
-    lists = [x.reshape(*scores.bad.shape, -1) for x in (scores.labels, scores.places, scores.model_labels)]
+    lists: Any = scores.labels, scores.places, scores.model_labels
+    lists = [x.reshape(*scores.bad.shape, -1) for x in lists]
     return *now, gains, *lists, rules.problem.lengths, rules.first, rules.threshold
 
 
@@ -201,7 +204,7 @@ def rows(logits, *, blanks: tuple, durations: int, best: int):
     log_probability, of_blanks, of_durations = emission.heads(logits)
     tokens = logits[:, : logits.shape[1] - durations]
     labels = log_probability(
-        jnp.where(Symbols.is_blank(types.SimpleNamespace(emission=emission), tokens), -jnp.inf, tokens)
+        jnp.where(functools.reduce(jnp.logical_or, [is_class(i, tokens) for i in blanks]), -jnp.inf, tokens)
     )
     labels, places = jax.lax.top_k(jnp.where(labels < jnp.inf, labels, -jnp.inf), best)
     bad = jnp.any(~(logits < jnp.inf), 1)

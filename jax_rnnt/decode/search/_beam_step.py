@@ -414,11 +414,9 @@ def expand(rules: Rules, state: State, active, scores: Scores, gains) -> Candida
     none = jnp.zeros(active.shape, jnp.int32)
     waits = jnp.where(active, -jnp.inf, 0).astype(problem.dtype)
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], active.shape)
-    nodes, node, begin = (
-        Nodes(now.score, now.path_score, now.frame, now.counts, now.count_here, now.key),
-        None,
-        now.score,
-    )
+    nodes = Nodes(now.score, now.path_score, now.frame, now.counts, now.count_here, now.key)
+    node: Any = None
+    begin = now.score
     if rules.window == 1:
         kinds = [Expansion(itself, gain, none - 1) for gain in (waits, *moves[:blanks])]
     else:
@@ -461,27 +459,28 @@ def nodes_of_window(rules: Rules, state: State, blanks):
     shape = *now.score.shape, window
     gains = [x.reshape(shape) for x in blanks]
     dead = jnp.full(now.score.shape, -jnp.inf, now.score.dtype)
-    score, path = [now.score], [now.path_score]
+    sums, paths = [now.score], [now.path_score]
     for k in range(1, window + longest):
         ends = [(k - move.frames, gain) for move, gain in zip(rules.problem.symbols.blanks, gains)]
         ends = [(i, gain[..., i]) for i, gain in ends if 0 <= i < window]
-        score.append(sum_of([score[i] + gain for i, gain in ends] or [dead]))
-        path.append(functools.reduce(jnp.maximum, [path[i] + gain for i, gain in ends] or [dead]))
+        sums.append(sum_of([sums[i] + gain for i, gain in ends] or [dead]))
+        paths.append(functools.reduce(jnp.maximum, [paths[i] + gain for i, gain in ends] or [dead]))
     # The frames of the window that are left to a hypothesis, 1 to K; what its runs reach beyond comes from these alone.
     left = rules.end(state.frame)[:, None] - now.frame
-    behind = [[x[i + 1] for i in range(longest)] for x in (score, path)]
+    behind = [[x[i + 1] for i in range(longest)] for x in (sums, paths)]
     for k in range(2, window + 1):
-        behind = [[jnp.where(left == k, x[k + i], y) for i, y in enumerate(z)] for x, z in zip((score, path), behind)]
-    score, path = (jnp.stack([*x[:window], *z], 2) for x, z in zip((score, path), behind))
+        behind = [[jnp.where(left == k, x[k + i], y) for i, y in enumerate(z)] for x, z in zip((sums, paths), behind)]
+    score, path = (jnp.stack([*x[:window], *z], 2) for x, z in zip((sums, paths), behind))
     of_each, first = window + longest, (np.arange(window + longest) == 0)[None, None]
     ahead = np.minimum(np.arange(of_each), window).astype(np.int32)[None, None]
     last = rules.end(state.frame)[:, None, None] - 1
     frame = jnp.where(ahead < window, now.frame[..., None] + ahead, last)
     counts, *key = (jnp.broadcast_to(x[..., None], score.shape) for x in (now.counts, *now.key))
     count_here = jnp.where(first, now.count_here[..., None], 0)
-    nodes = [x.reshape(x.shape[0], -1) for x in (score, path, frame, counts, count_here, *key)]
+    every: list[Any] = [score, path, frame, counts, count_here, *key]
+    score, path, frame, counts, count_here, *key = (x.reshape(x.shape[0], -1) for x in every)
     places = np.arange(rules.width, dtype=np.int32)[:, None] * of_each + np.arange(window, dtype=np.int32)
-    return Nodes(*nodes[:5], tuple(nodes[5:])), jnp.asarray(places.reshape(1, -1))
+    return Nodes(score, path, frame, counts, count_here, tuple(key)), jnp.asarray(places.reshape(1, -1))
 
 
 def sum_of(terms):
