@@ -157,7 +157,7 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
     slab = min(problem.slab, _blocks(cut))
     call = functools.partial(_xla.custom_call, shape=problem.shape(inputs, cut, slab))
     nodes, lanes, units = slab * problem.rows, classes.lanes, problem.padded
-    of_slab = ((nodes, units), problem.factor), ((nodes, lanes), problem.factor), ((slab, 2, lanes), jnp.float32)
+    of_slab: tuple = ((nodes, units), problem.factor), ((nodes, lanes), problem.factor), ((slab, 2, lanes), jnp.float32)
     of_slab += (((), jnp.int32),)
 
     def turn(state):
