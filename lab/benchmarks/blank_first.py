@@ -10,10 +10,9 @@ as a share of those with a threshold of 1. Nothing is timed.
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-sys.path.insert(0, str(ROOT / "speech"))
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "recipes"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "speech"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp
