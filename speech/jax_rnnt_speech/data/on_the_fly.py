@@ -174,7 +174,7 @@ class OnTheFly:
         self.own = range(part * self.readers // processes, (part + 1) * self.readers // processes)
         self.list()
         self.utterances, self.places = self.sample()
-        self.texts = hosts.told([x.text for x in self.utterances])
+        self.texts = [text for some in hosts.each([x.text for x in self.utterances]) for text in some]
 
     def wished(self, processes):
         count = self.config.data.readers
@@ -228,17 +228,20 @@ class OnTheFly:
         return [self.chosen(place) for place in range(len(self.own))]
 
     def sample(self):
-        """Utterances of the first process, and (reader, number) of each that this process can load."""
+        """Utterances of this process, and (reader, number) of each."""
         if not hosts.gathered(np.array([[sum(len(x) for some in self.items for x in some)]])).sum():
             raise UserError(f"{', '.join(x.name for x in self.named)}: no usable utterance{self.report.summary()}")
-        every = [np.stack([np.full(len(x), place), x], 1) for place, some in enumerate(self.items) for x in some]
-        every = np.concatenate(every)
-        step = max(1, -(-len(every) // SAMPLE))
+        every = []  # of each reader as many, so that the number of processes does not matter
+        self.whole_sample = True
+        for place, some in enumerate(self.items):
+            numbers = np.sort(np.concatenate(some))
+            step = max(1, -(-len(numbers) * self.readers // SAMPLE))
+            self.whole_sample &= step == 1
+            every += [(place, i) for i in numbers[::step].tolist()]
         normalize, loader, found, places = (
             texts.normalizer(self.config.texts.normalize, self.config.texts.lower), self.loader(), [], [],
         )  # fmt: skip
-        self.whole_sample = step == 1
-        for place, i in every[::step].tolist():
+        for place, i in every:
             x = loader.entry(place, i, False)
             if not isinstance(x, manifests.Fault) and (text := normalize(x.text)):
                 seconds = float(abs(self.indices[place].seconds[i]))

@@ -117,14 +117,14 @@ def agree(name, x):
             raise UserError(f"{name} differ between the processes")
 
 
-def told(x):
-    """JSON of the first process."""
+def each(x):
+    """JSON of every process, in a list."""
     if jax.process_count() == 1:
-        return x
+        return [x]
     data = np.frombuffer(json.dumps(x).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.array(len(data))))
-    data = data if not jax.process_index() else np.zeros(size, np.uint8)
-    return json.loads(multihost_utils.broadcast_one_to_all(data).tobytes())
+    sizes = multihost_utils.process_allgather(np.array(len(data)))
+    every = multihost_utils.process_allgather(np.pad(data, (0, int(sizes.max()) - len(data))))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(every, sizes)]
 
 
 def gathered(tree):

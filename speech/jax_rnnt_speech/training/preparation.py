@@ -76,8 +76,13 @@ def prepared(config, start, searching):
     else:
         train = Side.of(known[0], model, devices)
     if run.last is None and not config.run.init:
-        objective.standardise(model, train.data)
-        model.mean, model.deviation = np.array(hosts.told([model.mean.tolist(), model.deviation.tolist()]), np.float32)
+        some = train.data
+        if fly:  # of the first reader, whichever process has it
+            some = some._replace(labels={i: x for i, x in some.labels.items() if not known[0].places[i][0]})
+        objective.standardise(model, some)
+        if fly:
+            first = hosts.each([model.mean.tolist(), model.deviation.tolist()])[0]
+            model.mean, model.deviation = np.array(first, np.float32)
     valid = Side.of(known[1], model, devices, held_out=True)
     report(model, parts, train, valid)
     layers = parts.layers if isinstance(known[0], cache.Stored) else None
