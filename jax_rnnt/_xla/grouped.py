@@ -24,7 +24,7 @@ from jax_rnnt._xla.primitive import new_primitive, no_pallas, no_parts
 if hasattr(jax, "enable_x64"):
     enable_x64 = jax.enable_x64
 else:  # before jax 0.8
-    from jax.experimental import enable_x64  # type: ignore[no-redef, attr-defined, unused-ignore]
+    from jax.experimental import enable_x64  # type: ignore[attr-defined,no-redef]
 
 
 def _groups(count, devices: int) -> int:

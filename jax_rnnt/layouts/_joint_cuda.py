@@ -24,7 +24,7 @@ from jax_rnnt.layouts._joint_rows import numbers, planes
 from jax_rnnt.layouts._tile_blocks import Blocks
 
 CLASSES, BYTES = 128, 128  # of a stage of the weight
-_COLUMNS, _STAGES, _NUMBERS, _PAD = 8, 3, 10, 16  # as in `joint_product.cuh`
+_COLUMNS, _STAGES, _NUMBERS, _PAD = 8, 3, 12, 16  # as in `joint_product.cuh`
 SLAB = 175e6  # bytes of a slab
 _LEAST = 132  # blocks of a slab: a block for each multiprocessor of an H100
 _MOST_BLOCKS = 1 << 24  # of a list
@@ -157,8 +157,8 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
     slab = min(problem.slab, _blocks(cut))
     call = functools.partial(_xla.custom_call, shape=problem.shape(inputs, cut, slab))
     nodes, lanes, units = slab * problem.rows, classes.lanes, problem.padded
-    of_slab: tuple = ((nodes, units), problem.factor), ((nodes, lanes), problem.factor), ((slab, 2, lanes), jnp.float32)
-    of_slab += (((), jnp.int32),)
+    factors = [((nodes, width), problem.factor) for width in (units, lanes)]
+    of_slab = [*factors, ((slab, 2, lanes), jnp.float32), ((), jnp.int32)]
 
     def turn(state):
         i, _, of_weight, *sums = state

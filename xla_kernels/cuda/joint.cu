@@ -104,7 +104,8 @@ __global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTab
   }
   const JointBlock block(table, uint32_t(table.inputs.list[place]));
   float* const numbers = reinterpret_cast<float*>(shared + kStages * kStageBytes);
-  float* const of_rows = numbers + 2 * kClassWarps * kRows;  // [2, R]
+  float* const of_rows = numbers + 2 * kClassWarps * kRows;               // [2, R]
+  float *const base = of_rows + 2 * kRows, *const factor = base + kRows;  // [R]: registers are few
   unsigned char* const hidden = shared + kStages * kStageBytes + kRows * kNumbers * 4;
 
   const JointNodes<kRows> nodes(table, block);
@@ -112,11 +113,13 @@ __global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTab
   const auto number = [&](int k, int i) { return nodes.Inside(i) ? g.numbers[nodes.At(k, i)] : 0.f; };
   const int of_label = w.others + g.blanks;
   const float bound = g.bound[block.sequence];
-  float factor[kOwn], base[kOwn];
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    factor[i] = number(of_label + 1, i);
-    base[i] = nodes.Inside(i) ? number(of_label + 2, i) : INFINITY;
+  if (int(threadIdx.x) < kRows) {
+    const int t = block.frame + int(threadIdx.x) / kJointColumns;
+    const int column = block.column + int(threadIdx.x) % kJointColumns;
+    const bool inside = block.Inside(t, column);
+    const float* const of_node = g.numbers + (inside ? block.Node(table, t, column) : 0);
+    factor[threadIdx.x] = inside ? of_node[(of_label + 1) * table.nodes] : 0;
+    base[threadIdx.x] = inside ? of_node[(of_label + 2) * table.nodes] : INFINITY;
   }
 
   // The gradient of other heads in place of their logits.
@@ -183,11 +186,12 @@ __global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTab
       if (chunk * kJointClasses == w.start) {  // the anchor is its first class
         if (first == w.start) {
 #pragma unroll
-          for (int i = 0; i < kOwn; ++i) of_rows[Tile::Row(i)] = tile.At(i, 0);
+          for (int i = 0; i < kOwn; ++i) {
+            float& row = base[Tile::Row(i)];
+            row = row == -INFINITY ? tile.At(i, 0) : row;
+          }
         }
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) base[i] = base[i] == -INFINITY ? of_rows[Tile::Row(i)] : base[i];
       }
       const auto add = [&](int k, int slot) {
 #pragma unroll
@@ -195,8 +199,9 @@ __global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTab
       };
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
+        const float from = base[Tile::Row(i)], times = factor[Tile::Row(i)];
 #pragma unroll
-        for (int s = 0; s < 8; ++s) tile.At(i, s) = RowTotal::Exp(tile.At(i, s) - base[i]) * factor[i];
+        for (int s = 0; s < 8; ++s) tile.At(i, s) = RowTotal::Exp(tile.At(i, s) - from) * times;
       }
       const int slot = Tile::Slot(nodes.label - first);
       if (slot >= 0) add(of_label, slot);

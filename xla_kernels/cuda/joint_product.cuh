@@ -35,7 +35,7 @@ struct JointWeight {
 };
 
 // Shared memory of a block, in bytes from its beginning: stages, numbers of rows, hidden units.
-constexpr int kNumbers = 2 * kClassWarps + 2;  // of a row
+constexpr int kNumbers = 2 * kClassWarps + 4;  // of a row
 constexpr size_t JointBytes(int64_t rows, int64_t row_bytes) {
   return size_t(kStages * kStageBytes + rows * (kNumbers * 4 + row_bytes + 16));
 }
