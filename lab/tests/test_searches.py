@@ -17,8 +17,8 @@ PROGRAM = project.ROOT / "lab/benchmarks/searches.py"
 # Most launches of a step, with B = 16, V = 1025 and jax 0.12. The host waits once, for the loop.
 AIMS = {
     "greedy, LSTM, B = 16": 8,
-    "greedy TDT, LSTM, B = 16": 11,
-    "greedy, stateless, B = 16": 11,
+    "greedy TDT, LSTM, B = 16": 9,
+    "greedy, stateless, B = 16": 9,
     "greedy TDT, stateless, B = 16": 12,
     "beam 6, LSTM, B = 16": 11,
     "greedy, trigram": 19,
