@@ -275,8 +275,8 @@ def walk(*operands, labels_per_frame: int, token_first: int, reach: int):
     """The walk of a step as the kernel has it; operands as `walk_by_kernel` gives them."""
     best, arrays, (lengths, first) = operands[:5], operands[5:14], operands[14:]
     limits = Limits(lengths, first, labels_per_frame, bool(token_first), bool(reach))
-    state = State(*arrays, None, None)
-    state, label = write(limits, state, walk_to_label(limits, state, *best, None))
+    state = State(*[*arrays, None, None])
+    state, label = write(limits, state, walk_to_label(limits, state, *[*best, None]))
     return [*state[:9], label, jnp.any(state.frame < lengths)]
 
 
@@ -288,7 +288,7 @@ def walk_by_kernel(rules: Rules, state: State, *best):
     limits = limits_of(rules)
     attributes = {name: int(getattr(limits, name)) for name in ("labels_per_frame", "token_first", "reach")}
     *after, label, going = _walk(*best, *state[:9], limits.lengths, limits.first, **attributes)
-    return State(*after, None, state.networks), label, going
+    return State(*[*after, None, state.networks]), label, going
 
 
 def advance(rules: Rules, state: State, label) -> State:
