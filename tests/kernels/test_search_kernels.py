@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -111,7 +112,8 @@ def test_searches(name, frames_at_once, monkeypatch):
     parameters = jax.tree.map(np.float32, model.parameters)
 
     def run(encoder, lengths):
-        batch = model.loss.value(), parameters.joint, parameters.predictor, encoder, lengths, 12
+        predictor = parameters.predictor._replace(initial=lambda n: jnp.zeros((n, len(parameters.mix)), jnp.float32))
+        batch = model.loss.value(), parameters.joint, predictor, encoder, lengths, 12
         beam = decode.beam(*batch, 3, frames_at_once=frames_at_once, threshold=6.0)
         return decode.greedy(*batch)[:6], beam[:6]
 

@@ -217,7 +217,8 @@ struct Room {
 inline int64_t SharedWords(const ChoiceArgs& a) {
   const int64_t nodes = int64_t(a.width) * a.window, every = int64_t(a.width) * a.nodes_of_each();
   return a.width * (kBeamFloats + kBeamInts + kWritten * (int64_t(a.room) + 1)) + 2 * every +
-         int64_t(a.labels) * nodes * (1 + a.best_labels) + int64_t(a.labels) * a.width + 11 * int64_t(a.candidates()) + 3 * a.width + 4;
+         int64_t(a.labels) * nodes * (1 + a.best_labels) + int64_t(a.labels) * a.width + 11 * int64_t(a.candidates()) +
+         3 * a.width + 4;
 }
 
 // Behind the window of this first frame.
@@ -315,8 +316,8 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_cons
       node_path[w] = floats[w * kBeamFloats + 1];
     } else {
       const int32_t more = end - at(w, kFrame), left = more < 1 || more > window ? 1 : more;
-      RunBlanks(args, gains + int64_t(w) * window * (moves + 1), left, floats[w * kBeamFloats], floats[w * kBeamFloats + 1],
-                node_score + w * of_each, node_path + w * of_each);
+      RunBlanks(args, gains + int64_t(w) * window * (moves + 1), left, floats[w * kBeamFloats],
+                floats[w * kBeamFloats + 1], node_score + w * of_each, node_path + w * of_each);
     }
   }
   __syncthreads();

@@ -34,7 +34,23 @@ cudaError_t Walk(const WalkArgs& args, cudaStream_t stream);
 
 // Of the arrays of a beam [B, W, ...]: score and score of the best path; the others as in Python.
 constexpr int kBeamFloats = 2;
-enum BeamInt { kFrame, kCounts, kCountHere, kUnread, kSlot, kKey, kOtherKey, kBad, kActive, kRead, kTarget, kSteps, kReached, kFirst, kBeamInts };
+enum BeamInt {
+  kFrame,
+  kCounts,
+  kCountHere,
+  kUnread,
+  kSlot,
+  kKey,
+  kOtherKey,
+  kBad,
+  kActive,
+  kRead,
+  kTarget,
+  kSteps,
+  kReached,
+  kFirst,
+  kBeamInts
+};
 constexpr int kMaxWidth = 32, kMaxBeamNodes = 512, kMaxCandidates = 1024, kMaxMoves = 32, kWritten = 4;
 
 // A move of a node.

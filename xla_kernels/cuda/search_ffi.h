@@ -52,8 +52,8 @@ class Buffers {
   bool fits_ = true;
 };
 
-inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results,
-                       int64_t labels_per_frame, int64_t token_first, int64_t reach, cuda::WalkArgs* args) {
+inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results, int64_t labels_per_frame,
+                       int64_t token_first, int64_t reach, cuda::WalkArgs* args) {
   Buffers buffers(arguments, results);
   const int64_t batch = buffers.Dimension(0, 1), window = buffers.Dimension(0, 0), labels = buffers.Dimension(10, 0);
   const int64_t nodes = Product({batch, window}), table = Product({batch, labels});

@@ -23,8 +23,11 @@ from jax_rnnt.emissions import Softmax
 
 WIDEST, MOST_SUMS = 16, 8192  # hypotheses; sums of labels that a block has in shared memory
 
-NAMES: tuple[str, ...] = "frame", "counts", "count_here", "unread", "slot", "key", "other_key", "bad"
-NAMES += "active", "label", "target", "steps", "reached", "first"
+
+NAMES = (
+    *("frame", "counts", "count_here", "unread", "slot", "key", "other_key", "bad"),
+    *("active", "label", "target", "steps", "reached", "first"),
+)
 
 
 class Packed(typing.NamedTuple):
