@@ -48,6 +48,8 @@ def spot(args):
                 raise samples
             for x in spotting.spot(model, name, samples, phrases):
                 show(entry, x, options.json)
+        except spotting.LossError:
+            raise
         except UserError as error:
             tqdm.write(str(error), file=sys.stderr)
             bad += 1

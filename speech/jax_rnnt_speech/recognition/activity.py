@@ -45,7 +45,7 @@ def spectra(x):
 
 
 def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
+    return (1 + np.tanh(x / 2)) / 2  # exp would overflow
 
 
 class Detector:

@@ -22,6 +22,10 @@ NODES, MOST = 2**24, 16  # logits that a program computes at once, and stretches
 TOGETHER = 16  # places that are scored at once
 
 
+class LossError(UserError):
+    """Why no recording can be spotted with a model."""
+
+
 class Phrase(NamedTuple):
     text: str
     labels: list
@@ -104,7 +108,7 @@ def windows_of(model, recording, overlap):
 def spot(model, name, samples, phrases):
     """Yields each Found in a recording, in order of its windows; raises where its samples cannot be had."""
     if model.loss is None:
-        raise UserError("spot needs a transducer: the model is a CTC alone")
+        raise LossError("spot needs a transducer: the model is a CTC alone")
     half = round(HALF / model.seconds)
     recording, open_ = Recording(name, samples, model, again=True), []
     counts = np.array([len(x.labels) for x in phrases], np.int32)
@@ -120,7 +124,7 @@ def spot(model, name, samples, phrases):
             try:
                 places, greedy = jax.device_get(placed(model, model.params, stretches, lengths, targets, counts))
             except TypeError as error:
-                raise UserError(f"--loss {model.config.head.loss}: {error}") from None
+                raise LossError(f"--loss {model.config.head.loss}: {error}") from None
             scores = scores_of(model, stretches, lengths, places, greedy, phrases)
             for i, phrase in enumerate(phrases):
                 for k in np.flatnonzero(scores[i, : len(some)] >= phrase.threshold):
