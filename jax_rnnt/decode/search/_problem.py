@@ -122,7 +122,9 @@ def prepare(function, search, encoder_out, lengths, exact_end, scoring, width=1,
         return joint(encoder, predictor) if encoder.shape[0] else jnp.zeros((0, layout.classes), dtype)
 
     joint = layout.joint
-    if scoring.skips and symbols.emission.bernoulli and isinstance(joint, LinearJoint):
+    # Not with a traced threshold: 1 must be off by value, and XLA rounds the products of another program otherwise.
+    known = scoring.skips and _checks.is_number(scoring.blank_threshold)
+    if known and symbols.emission.bernoulli and isinstance(joint, LinearJoint):
         joint = functools.partial(blank_first, symbols, joint)
     pair, whole = functools.partial(paired, joint), functools.partial(paired, layout.joint)
 
@@ -136,26 +138,22 @@ def blank_first(symbols: Symbols, joint: LinearJoint, encoder, predictor):
     The blank's logit comes from a product of its own, of one column.
     """
     (blank,) = symbols.emission.blanks
-    wide = scores_dtype(joint.weight.dtype)
-    hidden = joint.activation(encoder.astype(wide) + predictor.astype(wide))
-    nothing = jnp.zeros_like(hidden[:, :1])
     weight, bias = joint.weight, joint.bias
-    column = weight[:, blank, None], None if bias is None else bias[blank, None]
-    of_blank = LinearJoint(*column, unchanged)(hidden, nothing)
+    column = LinearJoint(weight[:, blank, None], None if bias is None else bias[blank, None], joint.activation)
+    of_blank = column(encoder, predictor)
     score = jax.nn.log_sigmoid(symbols.scoring.tempered(of_blank, True).astype(scores_dtype(of_blank.dtype)))
 
-    def every(hidden):
-        return LinearJoint(weight, bias, unchanged)(hidden, nothing)
+    def none(encoder, predictor):
+        return jnp.full_like(encoder, -jnp.inf, of_blank.dtype, (encoder.shape[0], weight.shape[1]))
 
-    def none(hidden):
-        return jnp.full_like(hidden, -jnp.inf, of_blank.dtype, (hidden.shape[0], weight.shape[1]))
-
-    logits = jax.lax.cond(jnp.all(symbols.is_sure([score])), none, every, hidden)
+    every = functools.partial(product, joint)
+    logits = jax.lax.cond(jnp.all(symbols.is_sure([score])), none, every, encoder, predictor)
     return jnp.where(symbols.is_blank(logits), of_blank, logits)
 
 
-def unchanged(x):
-    return x
+def product(joint: LinearJoint, encoder, predictor):
+    """All logits; a function of this module, so that its calls can be counted."""
+    return joint(encoder, predictor)
 
 
 def beyond_the_end(problem, exact_end, reached):

@@ -83,9 +83,10 @@ class Search:
     blank_threshold : float or scalar Array, default 1.0
         On a frame whose blanks have together at least this probability, at the temperature and before penalty and
         fusion, no label may be written; 1 is off. So a search chooses, merges and reads fewer labels, of which it may
-        lose some. Of a `HATLoss` with a `LinearJoint`, the product for the labels is left out where the blanks of all
-        rows of a step are so probable; and from 0.5 on `greedy` finds exactly what it finds without, up to the rounding
-        of scores, as long as there is no fusion, internal language model or penalty. Of all verbs but `sample`.
+        lose some. Of a `HATLoss` with a `LinearJoint` and a number that is not traced, the product for the labels is
+        left out where the blanks of all rows of a step are so probable; and from 0.5 on `greedy` finds exactly what it
+        finds without, up to the rounding of scores, as long as there is no fusion, internal language model or penalty.
+        Of all verbs but `sample`.
     duration_choice : {"pair", "token_first"}, default "pair"
         "pair": the best move is the best pair of token and duration. "token_first": NeMo's and Hugging Face's rule for
         TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
