@@ -53,7 +53,8 @@ def test_beam_is_the_enumeration(name, kind, monkeypatch):
     if kind == "open":
         rules, search = dict(max_symbols=2), dict(length_norm=0.5, frames_at_once=2)
         rank = lambda scores, counts: scores / np.sqrt(counts + 1)
-    found = model.search(decode.beam, MOST, lossless(model.loss), **search, **rules)
+    width = lossless(model.loss) * (2 if kind == "open" else 1)  # in windows, hypotheses of several frames compete
+    found = model.search(decode.beam, MOST, width, **search, **rules)
     check_all(model, found, rank=rank, **rules)
     assert kind != "open" or (found.scores[:, 1:] > found.scores[:, :-1]).any()
 

@@ -59,7 +59,7 @@ NUMBERS = {
 }
 COUNTS = {
     "greedy": ("max_labels", "max_symbols", "window"),
-    "beam": ("max_labels", "max_symbols", "width"),
+    "beam": ("max_labels", "max_symbols", "width", "frames_at_once"),
     "sample": ("max_labels", "max_symbols", "window", "samples"),
     "parallel": ("max_labels", "rounds"),
 }
