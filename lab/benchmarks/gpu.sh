@@ -17,11 +17,11 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-PARTS=(build joint check selftest librispeech benchmark counters decode suite large memcheck racecheck example)
+PARTS=(build joint searches check selftest librispeech benchmark counters decode suite large memcheck racecheck example)
 SETTLED=' benchmark counters decode example ' # have a record: they run only where they are named
 TOGETHER=' suite large memcheck racecheck example ' # time nothing, so they run side by side, at the end
 # Time limits in seconds. Those of the others and the longest of these add up to less than ten minutes.
-declare -A SECONDS_OF=([build]=110 [joint]=150 [check]=30 [selftest]=30 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
+declare -A SECONDS_OF=([build]=110 [joint]=150 [searches]=70 [check]=30 [selftest]=30 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
   [large]=120 [memcheck]=60 [racecheck]=120 [example]=120)
 # B, T, U, V: the first stands for LibriSpeech; the second has the narrowest rows. There XLA compiles plain JAX for two
 # minutes, so the last alone has the other contestants.
@@ -100,6 +100,11 @@ run_part() {
       local options=(--limit "$((SECONDS_OF[joint] - 30))" --budget 1 --repeat 20)
       if [[ $DRY_RUN ]]; then options=(--shrink 40 --share 0.04 --limit 30 --budget 0.1 --repeat 1); fi
       "$PYTHON" benchmarks/joint.py --products "${options[@]}" --output "$OUT/joint.json" | tee "$OUT/joint.txt"
+      ;;
+    searches) # at the sizes of Parakeet TDT 0.6B
+      local options=()
+      if [[ $DRY_RUN ]]; then options=(--batch 1 --frames 10 --repeat 1); fi
+      "$PYTHON" lab/benchmarks/parakeet_search.py "${options[@]}" --json "$OUT/parakeet-search.json"
       ;;
     decode) # loops that the host steps, and loops on the device
       local options=(--only 'lstm 16' 'stateless 128' --frames 200 --budget 1 --repeat 5) buffers
