@@ -16,7 +16,7 @@ HOUSES = {
     "recipes": {LIBRARY, SPEECH},
     "benchmarks": {LIBRARY, "tests"},
     "tests": {LIBRARY, "benchmarks"},
-    "lab": {LIBRARY, SPEECH, "benchmarks", "tests"},
+    "lab": {LIBRARY, SPEECH, "benchmarks", "recipes", "tests"},
 }
 
 
