@@ -31,7 +31,7 @@ def test_windows(beam, options):
     assert [x.text for x in found[0]] == whole.text.split() and len(whole.labels) > 20
     assert found[0] == found[1] == found[2]
     counted = [x for part, *_ in opened for x in part.labels]
-    assert counted == whole.labels[: len(counted)] and len(opened) > 10
+    assert counted == whole.labels[: len(counted)] and len(opened) > 5
     if not beam:  # each window's open labels are what the next ones make final
         frames = np.array(whole.frames)
         for part, unsure, _ in opened[:-1]:

@@ -48,4 +48,4 @@ class Result(NamedTuple):
     duration: float = 0.0  # seconds of the recording
     nbest: list = ()  # of a beam: (text, score), the best one first
     error: str = ""
-    unheard: list = ()  # [begin, end) in seconds of speech without words, also after another try
+    unheard: tuple = ()  # [begin, end) in seconds of speech without words, also after another try

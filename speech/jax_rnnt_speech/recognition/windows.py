@@ -172,7 +172,7 @@ class Recording:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
         text, missed = self.model.tokens.decode(self.found.labels), self.ear.found if self.ear else ()
-        return Result(self.name, text, *self.found, seconds, self.nbest, unheard=missed)
+        return Result(self.name, text, *self.found, seconds, self.nbest, unheard=tuple(missed))
 
 
 def hear(model, recordings, decoding):
