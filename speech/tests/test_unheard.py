@@ -7,7 +7,6 @@ onnxruntime found in it with silero_vad_16k_op15.onnx of silero-vad 6.2.3.
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 
