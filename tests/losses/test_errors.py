@@ -204,7 +204,7 @@ def test_arguments_of_a_subclass():
 
 def test_unknown_arguments_of_every_name():
     """Of functions, classes and methods alike."""
-    results = jax_rnnt.Alignment, jax_rnnt.Spot, decode.Hypotheses, decode.Predictor
+    results = jax_rnnt.Alignment, jax_rnnt.Spot, decode.FoundPhrase, decode.Hypotheses, decode.Predictor
     made = [getattr(module, name) for module in (jax_rnnt, decode, timing) for name in module.__all__]
     made += [getattr(jax_rnnt.RNNTLoss(), name) for name in QUESTIONS]
     skipped = jax_rnnt.Composition, jax_rnnt.DecodingRules, decode.NGram, decode.WordNGram, decode.linen_predictor
