@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compare
 import door
 import family
 import reference_numpy as truth
@@ -242,3 +243,20 @@ def check_shifted_arcs(implementation, topology, frames, labels):
             np.testing.assert_allclose(values[row], values[first] + more, rtol=1e-5, atol=1e-3, err_msg=name)
             for slot, x in posteriors.items():
                 np.testing.assert_allclose(x[row], x[first], atol=1e-5, err_msg=f"{name} {slot}")
+
+
+def test_second_derivative_with_forbidden_arcs_and_no_path(kernel):
+    """The double `where` of a safe logaddexp must hold in the second derivative too, which is the reference's."""
+    arcs = arcs_of(truth.STANDARD, (2, 3, 3), seed=7)
+    arcs["label"][0, 1] = -np.inf
+    arcs["blank"][1, 0], arcs["label"][1, 0] = -np.inf, -np.inf
+    lengths = np.full(2, 3, np.int32), np.full(2, 2, np.int32)
+
+    def total(arcs, implementation=kernel):
+        value = lattices.log_likelihood(lattices.STANDARD, arcs, *lengths, implementation)
+        return jnp.where(jnp.isfinite(value), value, 0.0).sum()
+
+    expected = jax.jit(jax.jacfwd(jax.grad(functools.partial(total, implementation="reference"))))(arcs)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+    for second in (jax.jacfwd(jax.grad(total)), jax.jacrev(jax.grad(total))):
+        compare.assert_close(jax.jit(second)(arcs), expected, 1e-12)

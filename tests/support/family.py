@@ -138,7 +138,7 @@ every_kernel = _parametrized(LOSSES)
 every_kind = _parametrized((TDT, CONSTRAINED, *SKIPPING))
 
 # With a reference of one loss and of one with two heads. test_emissions and test_lattices have those of the others.
-every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=[TDT])
+every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=[TDT, HAT])
 
 
 def _few(*rows):
