@@ -286,6 +286,7 @@ def test_tokens(kind):
     assert stored.encode("THE CAT?") is None
 
 
+@pytest.mark.slow
 def test_buckets_with_synthetic_speech():
     """Batches have their share of it, and epochs all recordings, wherever the lengths of both lie."""
     lengths = [*range(10, 20), 90, 91, *range(40, 80), *range(80, 140)]  # recordings are 0 to 11

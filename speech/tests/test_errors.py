@@ -58,6 +58,7 @@ def test_interval():
     assert errors.interval([errors.Counts(1, 0, 0, 0)] * 2) == [200, 200]  # no words: per cent of one
 
 
+@pytest.mark.slow
 def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
     """Figures are those of the texts that `transcribe` prints, also of utterances that no training takes."""
     (tmp_path / "a.py").write_text("def plain(x): return x.replace('!', '')\n")

@@ -75,6 +75,7 @@ def ctc(tmp_path):
     return relative(tmp_path / "ctc", "ctc", "tdt", HEADS)
 
 
+@pytest.mark.slow
 def test_parakeet_ctc(ctc, tmp_path, refused):
     """Losses, labels and frames of `transformers`; what is written is what was read; options that it has not."""
     ctc, golden = ctc
@@ -101,6 +102,7 @@ def test_parakeet_ctc(ctc, tmp_path, refused):
         refused(["transcribe", "--model", ctc, tmp_path / "a.wav", *more], message)
 
 
+@pytest.mark.slow
 def test_beams_of_tdt_lose_no_words():
     """Long blanks have few factors; still the best hypothesis beats greedy's, and none is silent but by the loss."""
     model = asr.models.open_model(GOLDEN / "tdt")
@@ -134,7 +136,7 @@ def changed(path, fields, weights=None):
             new.addfile(member, io.BytesIO(x))
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "eou"])
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("eou", marks=pytest.mark.slow)])
 def test_archives_of_nemo(kind):
     """Logits, labels and those of a head for CTC are what NeMo computed; a stream has them too, and ends at <EOU>."""
     golden = {k.removeprefix(f"{kind}/"): x for k, x in arrays(GOLDEN / "archives.npz").items() if k.startswith(kind)}
@@ -191,6 +193,7 @@ def test_other_archives(tmp_path, capsys):
     assert asr.models.open_model(tmp_path / "b.nemo").tokens.encode("BAD") == [1, 0, 3]
 
 
+@pytest.mark.slow
 def test_prompts(tmp_path):
     """Logits of `transformers` for a language each; the usual one is auto."""
     folder, golden = relative(tmp_path / "prompted", "prompted", "streaming")

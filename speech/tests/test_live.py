@@ -9,7 +9,9 @@ from jax_rnnt_speech.recognition.search import Decoding
 from support import CONVOLUTIONAL, asr, random_model
 
 
-@pytest.mark.parametrize(("beam", "options"), [(0, {"loss": "tdt", "durations": (0, 1, 4)}), (3, {})])
+@pytest.mark.parametrize(
+    ("beam", "options"), [(0, {"loss": "tdt", "durations": (0, 1, 4)}), pytest.param(3, {}, marks=pytest.mark.slow)]
+)
 def test_windows(beam, options):
     """Also where durations reach over a cut; whatever pieces samples come in; short ones are one window."""
     model = random_model(**CONVOLUTIONAL, chunk=0, **options)

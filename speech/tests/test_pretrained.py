@@ -168,6 +168,7 @@ def choices(model, samples, results):
         yield known
 
 
+@pytest.mark.slow
 def test_products_in_bfloat16(case):
     """Where labels are not those of float32, the first choice that differs was a close one."""
     model, samples = case[0], [*cuts(12)]
@@ -191,6 +192,7 @@ GRADIENTS = {"joint.encoder.kernel": "encoder_projector.weight", "joint.output.b
 GRADIENTS |= {f"encoder.blocks.{KEYS}.kernel": f"encoder.{KEYS}.weight"}
 
 
+@pytest.mark.slow
 def test_gradients(streaming):
     """Loss and gradients of a training step, without dropout, of single blocks and of scanned ones."""
     golden = arrays(GOLDEN / "streaming/golden.npz")
@@ -342,6 +344,7 @@ def test_what_is_written_is_read(kind, tmp_path, capsys):
     assert not (tmp_path / "nan").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["transformers", "own"])
 def test_disks_without_room(form, tmp_path, refused):
     """A conversion that fails says so in a line, and leaves the model before it; one that works leaves other files."""
@@ -596,6 +599,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_transcribe_command(files, monkeypatch, capsys):
     """Any format, rate and channels, in the order of the arguments; bad files are named; status 2 if all are bad."""
     monkeypatch.chdir(files)

@@ -49,6 +49,7 @@ def test_stream_is_transcribe(corpus, trained, capsys, refused):
     refused(["transcribe", "--model", corpus, *files], "has no checkpoint")
 
 
+@pytest.mark.slow
 def test_start_from_a_run(corpus, trained):
     """A run's encoder is a start, with its head or a new one for other labels; it decides what it hears."""
     options = {"train": str(corpus), "valid": str(corpus), "init": str(trained[0])}
@@ -72,7 +73,11 @@ def random_sound(count):
 
 
 @pytest.mark.parametrize(
-    ("beam", "options"), [(0, {"loss": "tdt", "blocks": 2}), (3, {"loss": "rnnt", "encoder": "convolutional"})]
+    ("beam", "options"),
+    [
+        (0, {"loss": "tdt", "blocks": 2}),
+        pytest.param(3, {"loss": "rnnt", "encoder": "convolutional"}, marks=pytest.mark.slow),
+    ],
 )
 def test_streams_of_random_weights(beam, options, monkeypatch):
     """Samples in odd pieces give what other pieces give, bit for bit, and the words of the whole; so does letting go.
@@ -152,7 +157,7 @@ def whole():
     return random_model(loss="rnnt", encoder="convolutional", chunk=0, ctc=0.3)
 
 
-@pytest.mark.parametrize("options", [{}, {"beam": 3}, {"ctc": True}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"beam": 3}, {"ctc": True}], ids=str)
 def test_long_recordings(whole, options, monkeypatch):
     """Windows find what the whole finds, labels, frames and all hypotheses, where margins hold all that a row sees.
 
@@ -233,7 +238,7 @@ def test_few_programs(whole, monkeypatch):
             x.done = True
 
     monkeypatch.setattr(windows, "hear_windows", hear)
-    for count in [*range(1, 40), *[8] * 40, 200]:
+    for count in [*range(1, 40, 6), *[8] * 4, 40]:
         heard, lengths = [], rng.uniform(0.1, rng.uniform(0.2, 30), count)
         some = [windows.Recording(i, np.zeros(int(8000 * x), np.float32), whole) for i, x in enumerate(lengths)]
         windows.hear(whole, some, None)
@@ -241,6 +246,7 @@ def test_few_programs(whole, monkeypatch):
     assert len(shapes) <= 20, shapes
 
 
+@pytest.mark.slow
 def test_memory(whole, monkeypatch):
     """It depends neither on the length of a recording nor on the number of recordings."""
     monkeypatch.setattr(windows, "WINDOW", 2.5)

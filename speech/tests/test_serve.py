@@ -169,6 +169,7 @@ def test_texts_of_files(served, corpus, tmp_path):
     talk(served, conversation)
 
 
+@pytest.mark.slow
 def test_streams_that_come_and_go(served):
     """Seven streams in three slots: the words of each are those of its recording, and a fourth at once is refused.
 
@@ -536,6 +537,7 @@ print(json.dumps(texts))
 """
 
 
+@pytest.mark.slow
 def test_export(served, folder, tmp_path):
     """A process that cannot import the packages finds the same texts, whatever is behind the samples."""
     pytest.importorskip("flatbuffers")

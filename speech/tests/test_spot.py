@@ -4,6 +4,7 @@ import json
 
 import jax
 import numpy as np
+import pytest
 
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import recognise, spotting, windows
@@ -24,6 +25,7 @@ def log_prob_next(log_probs, labels, count):
     return found[-1] - found[-1 - count]
 
 
+@pytest.mark.slow
 def test_phrases(tmp_path, monkeypatch, capsys, refused):
     """Also in several windows; a phrase that greedy search wrote is where it wrote it."""
     model = random_model(**CONVOLUTIONAL, chunk=0, max_symbols=1)

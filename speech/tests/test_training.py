@@ -148,6 +148,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
     """CTC, averaged weights, speeds, noise, masks, dropout, accumulation, cached rows, bfloat16, rates, subwords.
 

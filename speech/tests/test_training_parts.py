@@ -189,6 +189,7 @@ def test_frozen_parts_rates_and_average(corpus):
         asr.training.parts.Parts(model.config.replace(freeze="decoder"), model.params)
 
 
+@pytest.mark.slow
 def test_sharded(corpus):
     """Parameters in parts over two devices give the weights of a plain step."""
     model, batch = prepared(corpus, warmup=0.0, steps=100, **CONVOLUTIONAL)
@@ -200,6 +201,7 @@ def test_sharded(corpus):
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
 
 
+@pytest.mark.slow
 def test_computed_again(corpus):
     """Blocks that are computed again, or also one program on one array of parameters, have the loss and gradient of
     plain ones; bfloat16's loss is near, as one program too. All with dropout, and beside a predictor that is a scan.
@@ -337,6 +339,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     assert sum(share) == 18 and len(data.labels) == 22
 
 
+@pytest.mark.slow
 def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     """A step on rows of the cache has the loss of one on features: frozen blocks have no dropout. Rows in bfloat16 are
     within its rounding of them."""

@@ -273,6 +273,7 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
     assert (tmp_path / "grown").read_text() == "whole\n"
 
 
+@pytest.mark.slow
 def test_phrases(corpus, trained, tmp_path, capsys):
     """A file's texts are spelled as the model spells them, with their weights; a large one decides what is heard."""
     file = tmp_path / "phrases.txt"

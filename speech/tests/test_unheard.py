@@ -80,7 +80,7 @@ def deaf():
     return model, missing
 
 
-@pytest.mark.parametrize("silence", [0.2, 30.0])
+@pytest.mark.parametrize("silence", [0.2, pytest.param(30.0, marks=pytest.mark.slow)])
 def test_speech_behind_silence(deaf, silence, monkeypatch):
     """A model that misses it says so; one that hears it from another cut writes what it finds there."""
     model, missing = deaf
@@ -99,6 +99,7 @@ def test_speech_behind_silence(deaf, silence, monkeypatch):
     assert (times > silence - 0.5).all() and (times < silence + 3.8).all() and (np.diff(times) >= 0).all()
 
 
+@pytest.mark.slow
 def test_no_false_alarms(deaf, monkeypatch):
     """Neither noise nor music is speech, at any loudness; nor is speech that has its labels."""
     model, missing = deaf

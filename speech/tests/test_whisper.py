@@ -99,6 +99,7 @@ def as_hugging_face(arrays):
     return {name: np.ascontiguousarray(x) for name, x in tensors.items()} | {"model.decoder.x": np.zeros(1)}
 
 
+@pytest.mark.slow
 def test_whisper(tmp_path, refused):
     """A random encoder, from both formats, with padding of NaN, against its definition in float64."""
     arrays = arrays_of_whisper()

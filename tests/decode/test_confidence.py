@@ -78,7 +78,7 @@ def expected_confidences(model, b, labels, frames, entropy):
         yield by_definition(entropy, np.exp(log_probs))
 
 
-PAIRS = [("rnnt", decode.greedy), ("hat", decode.greedy), ("tdt", decode.beam)]
+PAIRS = [("rnnt", decode.greedy), ("hat", decode.greedy), family.slow("tdt", decode.beam)]
 
 
 @pytest.mark.parametrize(("name", "function"), PAIRS)

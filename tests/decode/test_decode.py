@@ -89,6 +89,7 @@ def test_no_labels_stand_twice():
     assert np.isnan(broken.scores[0]).all() and broken.stable[0] == 0 and broken.stable.dtype == np.int32
 
 
+@pytest.mark.slow
 def test_weights_of_zero():
     """A Python 0 runs no language model; a traced one adds nothing, whatever the model says, and has its derivative."""
     model, calls = Model(NAMED["rnnt"]), []
@@ -162,6 +163,7 @@ def test_packs_are_of_the_platform():
     assert packed == {"cpu": True, "cuda": False, "tpu": False}
 
 
+@pytest.mark.slow
 def test_utterances_in_one_program(monkeypatch):
     """A batch whose rows are packed, shared and wait for each other finds what each utterance finds alone."""
     monkeypatch.setattr(_beam_step, "WAITING", 1)  # wait as long as one goes on

@@ -149,6 +149,7 @@ class Blankless(jax_rnnt.HATLoss):
         return jax_rnnt.Composition(super().compose().emission, steps=(lambda planes, *lengths: planes,))
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own():
     """Its arcs are its moves; steps need rules, and those of another loss will not do."""
     model = Model(family.RNNT)

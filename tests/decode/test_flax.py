@@ -247,6 +247,7 @@ def check_decoder_inputs(joint, predictor, rows, *, every=False):
     compare.assert_close(found, plain, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_decoder_inputs():
     """Of Linen; adapters are of NNX."""
     predictor, _ = make("linen", "StatelessPredictor", V, P)

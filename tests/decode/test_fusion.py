@@ -130,6 +130,7 @@ def test_beam_is_the_enumeration(name):
     check_all(model, found, **rules, **added)
 
 
+@pytest.mark.slow
 def test_shared_rows():
     """Hypotheses share rows of a predictor that sees one label; 4-grams tell them apart."""
     model = Model(family.HAT)
@@ -147,6 +148,7 @@ def test_shared_rows():
 # ------------------------------------------------------------------------------------------------------- streams
 
 
+@pytest.mark.slow
 def test_streams():
     """Each part ends as an utterance would end there; the last one as the whole does, bit for bit."""
     model = Model(family.TDT, batch=3, frames=13)
@@ -180,6 +182,7 @@ class Tables:
         return self.tables[state], state
 
 
+@pytest.mark.slow
 def test_utterances_with_models_of_their_own():
     """They find what each finds alone, also in a stream of which some are left out."""
     model = Model(family.RNNT, batch=3, frames=8)
@@ -232,6 +235,7 @@ def test_split_batches(devices):
 # ------------------------------------------------------------------------------------------------------- weights
 
 
+@pytest.mark.slow
 def test_weights():
     """Traced ones share a program: 0 adds nothing; NaN and +inf of a model spoil an utterance."""
     model = Model(family.RNNT)
@@ -267,6 +271,7 @@ def test_weights():
 # --------------------------------------------------------------------------------------------------------- masks
 
 
+@pytest.mark.slow
 def test_masks():
     """Forbidden labels are missing, and no other score changes; traced masks share a program, and so do weights.
 

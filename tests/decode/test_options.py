@@ -176,6 +176,7 @@ def test_counts(name, option):
             search(name, {}, **{option: value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "beam"])
 def test_durations_beyond_any_length(name):
     """They end the search of an utterance as a duration of 2^30 frames does; some exceed int64."""

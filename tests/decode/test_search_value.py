@@ -141,6 +141,7 @@ def test_errors_come_when_a_search_is_made():
     assert repr(search(window=2)).endswith(", max_labels=4, window=2)")
 
 
+@pytest.mark.slow
 def test_a_module_of_nnx_is_its_parameters():
     """Those that it has when the search is made: later ones are another search, and no other program."""
     nnx = pytest.importorskip("flax.nnx")

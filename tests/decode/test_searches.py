@@ -97,6 +97,7 @@ def token_first_loop(model, b, durations, max_symbols, room):
     return labels, frames, lasts, score
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durations", [(2, 0, 1), (3, 1)], ids=str)
 def test_token_first(durations):
     """As the plain loop, in windows; without a duration 0 it is the rule of pairs."""
@@ -276,6 +277,7 @@ def five(loss, options):
     return lambda *arrays: jax.jit(run)(*arrays, traced)
 
 
+@pytest.mark.slow
 def test_samples_are_functions_of_their_keys():
     """Neither the window, nor other utterances, nor the number of samples matters; keys of any kind do."""
     model = Model(NAMED["tdt"], batch=4, frames=9)

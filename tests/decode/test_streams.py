@@ -78,7 +78,9 @@ def alone(model, b):
     yield from [[]] * (max(-(-model.lengths[b] // PART), 1) - 1)
 
 
-@pytest.mark.parametrize(("name", "search"), [("multiblank", "greedy"), ("tdt", "beam"), ("hat", "wide")])
+@pytest.mark.parametrize(
+    ("name", "search"), [("multiblank", "greedy"), ("tdt", "beam"), pytest.param("hat", "wide", marks=pytest.mark.slow)]
+)
 def test_a_server(name, search):
     """Every utterance has, bit for bit, what it has alone, in one program; captions that are stable never change."""
     model = Model(NAMED[name], batch=10, frames=17)
@@ -150,6 +152,7 @@ def test_reset(function):
     assert_same(part(rows, 6, moved).labels, found.labels[rows])
 
 
+@pytest.mark.slow
 def test_commit_labels():
     """Labels that are stable leave the beam, which goes on bit for bit, and in a room for the others alone.
 
@@ -202,6 +205,7 @@ def test_rows_out_of_range(function):
     assert np.isnan(found.scores[2:]).all() and not np.isnan(found.scores[:2]).any()
 
 
+@pytest.mark.slow
 def test_errors():
     model, lengths = Model(NAMED["rnnt"], batch=2), np.zeros(2, np.int32)
     greedy, beam = (model.idle(search, MOST, lengths=lengths) for search in (decode.greedy, BEAM))

@@ -126,6 +126,7 @@ def test_words_without_ends(tmp_path):
     np.testing.assert_allclose(final, [0, -inf, 0, 0, 0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_searches(tmp_path):
     """With a trigram of labels, and bigrams of the words that they spell: N-best lists are the enumeration.
 
@@ -193,6 +194,7 @@ def test_accents_that_are_labels(tmp_path):
             np.testing.assert_allclose(total, word - 8, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bytes_that_are_labels(tmp_path):
     """Labels that are parts of characters score as the labels of whole characters that they spell."""
     halves = [x.decode("utf-8", "surrogateescape") for x in (b"\xc3", b"\xa9", b"\xa8", "\u2581\u00e9".encode()[:-1])]

@@ -183,6 +183,7 @@ print(float(np.sum(value)) / ((T + U) * math.log(V) - math.log(math.comb(T - 1 +
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_loaded_at_the_first_execution(tmp_path, kernel):
     """XLA instantiates no handler of a program that it reads from a cache, nor does the door."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

@@ -215,6 +215,7 @@ def test_other_reasons(monkeypatch, tmp_path):
         assert reason in explain(gone) and cure in explain(gone)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_note_of_the_build(tmp_path, monkeypatch):
     """CMake installs a note if there is no compiler, and looks again in the same build folder. Of the wheel without
@@ -354,6 +355,7 @@ def test_status_of_the_selftest(capsys, monkeypatch, arguments):
     assert json.loads(out)["error"] == "a reason" if in_json else out.endswith("a reason\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "dtype", "classes"), [("rnnt", "bfloat16", 9), ("tdt", "float32", 9 + 5)])
 def test_bench(capsys, monkeypatch, loss, dtype, classes):
     """A row for each implementation, with figures that fit the shape."""

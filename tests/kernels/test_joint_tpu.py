@@ -142,6 +142,7 @@ def test_activations():
         assert plans.activation_of(function) is None
 
 
+@pytest.mark.slow
 def test_order_of_classes():
     """Blanks, other heads, all others: each class has one lane, and labels know theirs."""
     counts, blanks, heads = (2, 700), ((), (0,), (1, 0)), (0, 5)

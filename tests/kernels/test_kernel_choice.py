@@ -207,6 +207,7 @@ def fake(monkeypatch, kernel):
     return lambda answer: monkeypatch.setattr(loading, "module", lambda platform: answer)
 
 
+@pytest.mark.slow
 def test_unfit_devices_run_the_reference(fake):
     """One warning for all kernels; the result is right, and no custom call is left in the program."""
     fake(module(V100))  # what else is unfit: `test_reason_and_cure`
@@ -246,6 +247,7 @@ def some_kinds(monkeypatch, step):
         monkeypatch.setattr(_selftest, name, dict([*getattr(_selftest, name).items()][::step]))
 
 
+@pytest.mark.slow
 def test_selftest(kernel, capsys, monkeypatch):
     """One line a kernel and kind, with every dtype, returned and not printed, all within rounding.
 

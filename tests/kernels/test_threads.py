@@ -69,6 +69,7 @@ def test_threads_compile_and_run_at_once():
         jax.tree.map(np.testing.assert_array_equal, found, alone[i % 4])
 
 
+@pytest.mark.slow
 def test_threads_share_a_program(kernel):
     """All call at once, the first call that compiles included. Each problem is large enough for several threads."""
     p = batches.problem(32, 60, 19, 40, dtype=np.float32)  # 38,400 nodes, 6 MB of logits
@@ -88,6 +89,7 @@ def test_threads_share_a_program(kernel):
     at_once(call)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_devices_at_once(kernel, devices):
     """Eight devices share one pool of threads; none waits for another, and all give the same bits."""

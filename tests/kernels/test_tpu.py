@@ -43,6 +43,7 @@ def check(topology, arcs, lengths, limit, **options):
     topologies.check(topology, arcs, *lengths, [answer], {dtype: limit})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["standard", slow("durations")])
 def test_several_groups_and_unrolled_steps(name):
     """Ten sequences are two groups with padding: without frames, labels, a path, and with forbidden arcs."""
@@ -54,6 +55,7 @@ def test_several_groups_and_unrolled_steps(name):
     check(topology, arcs, lengths, 1e-13, interpret=True, unroll=2)
 
 
+@pytest.mark.slow
 def test_without_blanks():
     """Labels alone read the frames, so one column of a diagonal is reached."""
     topology = [(arc("label", 1, 1), arc("longer", 2, 1)) for arc in (lattices.Arc, truth.Arc)]

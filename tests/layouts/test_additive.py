@@ -147,6 +147,7 @@ def mixed():
     return am, lm, *p[1:]
 
 
+@pytest.mark.slow
 def test_no_sequence_changes_another():
     """An ordinary sequence has the same bits alone, beside others, and under vmap."""
     arrays = mixed()
@@ -200,6 +201,7 @@ WEIGHTS_OF_SMOOTHING = ((0.0, 0.0), (0.2, 0.0), (0.0, 1.0), (1.0, 0.0), (0.6, 0.
 UNIGRAMS = {"own_unigram": None, "unigram_of_each": (2, 6)}  # their shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", UNIGRAMS.values(), ids=UNIGRAMS)
 def test_slopes_at_every_weight(shape):
     """Scales that are 0, that add up to 1, or lie outside [0, 1]; a unigram that is 0 at a class that no arc reads."""

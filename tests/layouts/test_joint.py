@@ -143,6 +143,7 @@ def test_half_precision():
     check_half_precision(joint=closure, chunk=1)
 
 
+@pytest.mark.slow
 def test_as_on_other_platforms(elsewhere):
     check_value_and_gradient(made=gradients_anew)
     check_half_precision(gradients_anew)
@@ -373,6 +374,7 @@ def test_what_is_clipped_is_skipped_for_less(monkeypatch):
     assert_only_rounding(gradients(tiles, clamp=clamp)(confident()), without_skipping(monkeypatch, clamp=clamp))
 
 
+@pytest.mark.slow
 def test_small_cotangents_are_not_skipped():
     """The gradient of a latency is linear in its weight, however small."""
     parameters, rows, rest = Network(dtype=np.float32).arguments
@@ -385,6 +387,7 @@ def test_small_cotangents_are_not_skipped():
         np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("batch", "encoders", "labels", "classes", "planes", "limit"),
@@ -407,6 +410,7 @@ def test_workspace(batch, encoders, labels, classes, planes, limit):
     assert beyond <= limit, f"{beyond / 1e6:.0f} MB, {planes} planes and the gradients"
 
 
+@pytest.mark.slow
 def test_hypotheses_are_summed_in_float32():
     """16 equal hypotheses of an utterance, of weights 256, 1, 1, ...: a sum in bfloat16 would stay at 256 of 271."""
     network, weights = Network(dtype=jnp.bfloat16), np.ones((B, 16), np.float32)

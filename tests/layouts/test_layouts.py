@@ -94,8 +94,8 @@ def answers_of_array(kind, name, questions):
 
 
 # Every layout; a second head, and a step that reads the next column.
-PAIRS = [("RNNTLoss", name) for name in layout_table.NAMES[1:]]
-PAIRS += [("TDTLoss", "JointLogits"), ("ConstrainedRNNTLoss", "BandLogits")]
+PAIRS = [(family.slow if name == "PackedLogits" else lambda *x: x)("RNNTLoss", name) for name in layout_table.NAMES[1:]]
+PAIRS += [family.slow("TDTLoss", "JointLogits"), ("ConstrainedRNNTLoss", "BandLogits")]
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
@@ -190,6 +190,7 @@ def test_no_known_clamp_where_there_are_no_logits():
         assert jax.eval_shape(lambda off=off: off(AdditiveLogits(*scores), *p[1:])).shape == ()
 
 
+@pytest.mark.slow
 def test_additive_logits_with_a_traced_clamp():
     """NaN if it is on. Where it is off, gradients of scores and scales stay."""
     p, scores = layout_table.problem(name="AdditiveLogits")
@@ -234,6 +235,7 @@ def test_validation_of_rows_that_are_missing():
             jax_rnnt.RNNTLoss().validate(made, *rest)
 
 
+@pytest.mark.slow
 def test_padding_of_nan_under_debug_nans(kernel):
     """jax_debug_nans looks at every operation outside of jit: the library runs none on padding.
 

@@ -259,6 +259,7 @@ def products(network, teacher, learned):
     return len(re.findall(r" dot\(|__onednn\$matmul|custom_call_target=\"__cublas", text))
 
 
+@pytest.mark.slow
 def test_a_fixed_teacher_is_not_differentiated():
     """It lacks the products that make the gradients of its weight and of its hidden units."""
     fixed, both = (products(Network(), Network(seed=1), learned) for learned in (0, (0, 1)))
@@ -314,6 +315,7 @@ def step_alone(batch):
     return network, weights, jax.jit(jax.value_and_grad(mean, (0, 1, 3)))(*network.arguments, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["shard_map", family.slow("vmap")])
 def test_programs(way, devices):
     network, weights, expected = step_alone(16)

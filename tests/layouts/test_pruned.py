@@ -20,6 +20,7 @@ UNIT_STEPS = {"standard": family.RNNT, "monotonic": family.MONOTONIC, "constrain
 
 
 # --------------------------------------------------------------------------------------------------------- vectors
+@pytest.mark.slow
 def test_vectors_of_the_simple_loss():
     """fast_rnnt."""
 

@@ -95,6 +95,7 @@ print("ok")
 """
 
 
+@pytest.mark.slow
 def test_without_x64():
     """In JAX's default configuration there is no 64-bit type, and no warning about one."""
     strict = {"PYTHONWARNINGS": "error", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

@@ -82,6 +82,7 @@ def test_sizes(topology, kernel):
         check(topology, arcs, *lengths, kernel, {np.float32: 1e-5, np.float64: 1e-12})
 
 
+@pytest.mark.slow
 def test_derivatives_of_both_orders():
     """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration.
 
@@ -245,6 +246,7 @@ def check_shifted_arcs(implementation, topology, frames, labels):
                 np.testing.assert_allclose(x[row], x[first], atol=1e-5, err_msg=f"{name} {slot}")
 
 
+@pytest.mark.slow
 def test_second_derivative_with_forbidden_arcs_and_no_path(kernel):
     """The double `where` of a safe logaddexp must hold in the second derivative too, which is the reference's."""
     arcs = arcs_of(truth.STANDARD, (2, 3, 3), seed=7)

@@ -183,6 +183,7 @@ def test_ties_prefer_blank():
         assert found.frames.tolist() == [expected[0], *expected], loss
 
 
+@pytest.mark.slow
 @pytest.mark.no_kernel
 def test_best_path_of_a_long_utterance():
     """float32 scores of thousands: the path is that of float64, even if paths differ by less than float32 resolves."""
@@ -321,6 +322,7 @@ def test_losses_that_spot_nothing():
 # ---------------------------------------------------------------------------------------------- log-probabilities
 
 
+@pytest.mark.slow
 def test_long_utterance(kernel):
     """Logs of prefixes reach 2000, where float32 resolves 1e-4: ratios stay exact, and so do gradients.
 

@@ -19,6 +19,7 @@ def values(skip_frame, skip_label, p, implementation):
     )(*p)
 
 
+@pytest.mark.slow
 def test_weights(kernel):
     """Loss and the derivatives by both weights, against float64 sums and their differences."""
     p, names, h = batches.problem(), ("skip_frame", "skip_label"), 1e-5

@@ -43,6 +43,7 @@ def value(skips, implementation=None, **options):
     return WildcardRNNTLoss(skip_start=skips[0], skip_end=skips[1], implementation=implementation, **options)
 
 
+@pytest.mark.slow
 def test_every_arc(kernel):
     """Loss, and its derivatives by both weights: minus the expected numbers of skips. Every (T_b, U_b)."""
 
@@ -84,6 +85,7 @@ def test_questions(skips):
         assert frames[b].tolist() == [*best, *[-1] * (U - m)]
 
 
+@pytest.mark.slow
 def test_blanks_that_are_impossible(kernel):
     """A skip passes a frame whose blank is impossible, and counts only there."""
     p = batches.problem(1, 4, 2, 5, lengths=([4], [2]))
@@ -95,6 +97,7 @@ def test_blanks_that_are_impossible(kernel):
     assert np.isfinite(jax.grad(lambda x: loss(x, *p[1:]))(p.logits)).all()
 
 
+@pytest.mark.slow
 def test_long_utterance():
     """In float32 at T = 1000, values and gradients by the weights are those of float64.
 

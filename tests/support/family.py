@@ -141,14 +141,14 @@ every_kind = _parametrized((TDT, CONSTRAINED, *SKIPPING))
 every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=[TDT, HAT])
 
 
-def _few(*rows):
-    cases = [*((loss, "kernel") for loss in rows), (RNNT, "reference")]
+def _few(*rows, others=()):
+    cases = [*((loss, "kernel") for loss in rows), *(slow(loss, "kernel") for loss in others), (RNNT, "reference")]
     return pytest.mark.parametrize(("loss", "implementation"), cases, indirect=["implementation"], ids=str)
 
 
 # Of what a loss does not change by itself: the two lattice kernels, one with two heads, and the reference; with steps
 # between the kernels, tiles and a band.
-heads, kinds = _few(RNNT, TDT), _few(RNNT, TDT, WILDCARD, TILES, BAND)
+heads, kinds = _few(RNNT, TDT), _few(RNNT, TDT, BAND, others=(WILDCARD, TILES))
 
 # Decorator of a test that takes `implementation`; without it, both are quick.
 reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)

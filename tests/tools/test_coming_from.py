@@ -116,6 +116,7 @@ def test_reductions_of_nemo():
             np.testing.assert_allclose(jax_rnnt.RNNTLoss(reduction=found[name])(*p), expected[name], rtol=EXACT)
 
 
+@pytest.mark.slow
 def test_tdt_of_nemo():
     """Its kernels' numbers for the problem of `vectors`: FastEmit and clamp leave durations alone."""
     names, _ = code_of("docs/coming_from/nemo.md", "def on_tokens_alone")
@@ -130,6 +131,7 @@ def test_tdt_of_nemo():
             np.testing.assert_allclose(found, expected, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_no_path_in_ctc():
     """Three labels in two frames: +inf without a gradient here; about 1e5 with a gradient there."""
     optax = pytest.importorskip("optax")

@@ -122,9 +122,9 @@ def check(loss, implementation, several, layout=None, dtype=np.float64, sizes=(1
 
 # Options that are off are another program than numbers that switch them off: `test_sizes`.
 OPTIONS = {"all": [ALL], "one by one": [ALL, OFF | {"clamp": 0.125}, OFF | {"fastemit_lambda": 0.75}]}
-CASES = [(RNNT, x, "one by one", None) for x in ("kernel", "reference")]
-CASES += [(RNNT, "kernel", "all", layout) for layout in ("BandLogits", "PackedLogits")]
-CASES += [(loss, "kernel", "all", None) for loss in (TDT, family.HAT)]
+CASES = [(RNNT, "kernel", "one by one", None), slow(RNNT, "reference", "one by one", None)]
+CASES += [slow(RNNT, "kernel", "all", layout) for layout in ("BandLogits", "PackedLogits")]
+CASES += [slow(loss, "kernel", "all", None) for loss in (TDT, family.HAT)]
 CASES += [slow(family.ROBUST, "kernel", "all", None)]  # steps between logits and lattice
 
 
@@ -134,6 +134,7 @@ def test_second_derivatives(loss, implementation, options, layout):
     check(loss, implementation, OPTIONS[options], layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_sizes(kernel, dtype):
     """Nothing underflows and nothing overflows that its dtype can hold."""
@@ -185,6 +186,7 @@ def assert_products(got, expected, operands, forward_alone=False):
     return forward
 
 
+@pytest.mark.slow
 def test_joint_networks():
     """Through a joint network, by the reference, as through its logits: half with a linear output layer."""
     p, loss = two(), jax_rnnt.RNNTLoss(reduction="none", implementation="reference")
@@ -201,6 +203,7 @@ def test_joint_networks():
     assert_products(got, lambda *operands: loss(logits(*operands), *p[1:]), operands)
 
 
+@pytest.mark.slow
 def test_additive():
     """With a smoothed loss. What sequences share gets nothing from a masked one that is NaN."""
     p = two()._replace(target_lengths=np.full(2, 2, np.int32))
@@ -224,6 +227,7 @@ def test_additive():
 
 
 # ------------------------------------------------------------------------------------------- leaves, orders, zeros
+@pytest.mark.slow
 def test_leaves(kernel):
     """Derivatives of the gradient with respect to options, and of the options' own gradients."""
     p, loss = small(TDT), TDT
@@ -255,6 +259,7 @@ def test_leaves(kernel):
         np.testing.assert_allclose(of_others[k], each(WEIGHTS) * slope(first, others[k], 1.0), atol=1e-8)
 
 
+@pytest.mark.slow
 def test_gradient_that_is_zero(kernel):
     """At equal logits of two classes some gradients are exactly 0, but not their derivatives."""
     lengths = np.array([2], np.int32), np.array([1], np.int32)

@@ -90,7 +90,7 @@ def check_symbolic(f, shapes, arrays):
     compare.assert_close(found, jax.jit(f)(*arrays), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("linear", ("b", 7, 4)), ("function", ("b", "t", "u"))])
+@pytest.mark.parametrize(("kind", "sizes"), [("linear", ("b", 7, 4)), family.slow("function", ("b", "t", "u"))])
 def test_symbolic_joint(kind, sizes):
     p = batches.problem(dtype=np.float32)
     rng = np.random.default_rng(0)
@@ -106,6 +106,7 @@ def test_symbolic_joint(kind, sizes):
     check_symbolic(jax.value_and_grad(f, argnums=(0, 1, 2)), shapes, arrays)
 
 
+@pytest.mark.slow
 def test_symbolic_rows_and_posteriors():
     """Packed rows of any number; a derivative of the lattice's kernel, whose operands are integers, too."""
     p = batches.problem(dtype=np.float32)
@@ -118,7 +119,10 @@ def test_symbolic_rows_and_posteriors():
 
 @pytest.mark.parametrize(
     ("search", "kind"),
-    [("greedy", "StatelessPredictor"), ("beam", "LSTMPredictor"), family.slow("parallel", "StatelessPredictor")],
+    [
+        ("greedy", "StatelessPredictor"),
+        *(family.slow(*x) for x in (("beam", "LSTMPredictor"), ("parallel", "StatelessPredictor"))),
+    ],
 )
 def test_symbolic_search(search, kind):
     nnx = pytest.importorskip("flax.nnx")

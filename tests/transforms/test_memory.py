@@ -41,7 +41,7 @@ def matmul(kernel):
         pytest.skip("XLA's matmuls have temporaries of their own")
 
 
-@pytest.mark.parametrize("loss", [family.RNNT, family.TDT, family.WILDCARD], ids=str)
+@pytest.mark.parametrize("loss", [family.RNNT, family.slow(family.TDT), family.slow(family.WILDCARD)], ids=str)
 def test_training_step(loss, kernel, matmul):
     """Logits from a 2-D joint matmul share one buffer with their gradient, under vmap and packed too."""
     value = loss.value(implementation=kernel)
@@ -63,6 +63,7 @@ def test_training_step(loss, kernel, matmul):
     assert max(sizes) <= 1.15 * LOGITS, [f"{size / LOGITS:.2f} logits" for size in sizes]
 
 
+@pytest.mark.slow
 def test_joints_as_people_write_them(kernel, matmul):
     """The table of docs/memory.md: a bias costs one more copy of the logits, hidden units H / V, tiles a third."""
     batch, frames, columns, classes, units = 4, 100, 25, 1024, 640
@@ -86,6 +87,7 @@ def test_joints_as_people_write_them(kernel, matmul):
     assert np.all(np.array(sizes) <= [2.65, 3.65, 0.4, 2.05]), sizes
 
 
+@pytest.mark.slow
 def test_token_weighted_step(kernel, matmul):
     """One buffer for logits and gradient; the recursion keeps about 26 planes."""
     loss = jax_rnnt.RNNTLoss(implementation=kernel)
@@ -109,6 +111,7 @@ def test_pruned_training_step(kernel, matmul):
     assert size <= 1.05 * band + 10 * PLANE, f"{size / band:.2f} bands"
 
 
+@pytest.mark.slow
 def test_simple_loss_forms_no_logits(kernel):
     """Its gradient needs the memory of the two scores and the planes, and nothing of the logits' size."""
     gradient = jax.value_and_grad(lambda am, lm, *rest: jax_rnnt.RNNTLoss()(AdditiveLogits(am, lm), *rest), (0, 1))
@@ -140,6 +143,7 @@ def test_donated_logits(kernel):
     compare.assert_same_bits(jax.jit(step)(*p), donated(jnp.array(p.logits), *p[1:]))
 
 
+@pytest.mark.slow
 def test_reference_uses_a_few_copies(kernel):
     """The reference needs a few copies of the logits, but not [T, U1, V] for each step of a scan."""
     step = jax.value_and_grad(jax_rnnt.RNNTLoss(implementation="reference").__call__)

@@ -41,7 +41,7 @@ def test_checkpoint(kernel):
         check(jax.jit(jax.value_and_grad(call))(weight_of(p)), p, family.RNNT, clamp=0.5)
 
 
-@pytest.mark.parametrize("loss", [family.RNNT, family.TILES], ids=str)
+@pytest.mark.parametrize("loss", [family.RNNT, family.slow(family.TILES)], ids=str)
 def test_checkpoint_in_a_scan_over_microbatches(loss, kernel):
     """Gradient accumulation: each step recomputes its own logits, of sequences under vmap."""
     p = batches.problem(loss=loss)

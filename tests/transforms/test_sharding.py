@@ -114,7 +114,8 @@ def test_uneven_batch(kernel, devices):
 
 # --------------------------------------------------------------------------------------------------------- shard_map
 IN_SHARD_MAP = [(*LOSSES[0], y, z) for y, z in ((False, "sharded"), (True, "replicated"), (True, "vmap"))]
-IN_SHARD_MAP += [(*x, True, "sharded") for x in LOSSES] + [(*LOSSES[2], False, "vmap")]
+IN_SHARD_MAP += [(*x, True, "sharded") for x in LOSSES[:2]]
+IN_SHARD_MAP += [family.slow(*x, True, "sharded") for x in LOSSES[2:]] + [family.slow(*LOSSES[2], False, "vmap")]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,7 @@ def test_other_dimensions(implementation, devices, name, kind):
             assert set(hlo.exchanged(text, "all-reduce")) <= {(4, 8, 6), (4, 8, 6, 1), ()}
 
 
+@pytest.mark.slow
 def test_split_output_layer_of_a_joint(native_kernel, devices):
     """One tile of logits is gathered at a time."""
     rng = np.random.default_rng(0)
@@ -304,7 +306,7 @@ def expected_of_all_methods():
     return jax.jit(all_methods)(*batches.problem(16, dtype=np.float32))
 
 
-@pytest.mark.parametrize("way", ["auto", "shard_map", "explicit_replicated"])
+@pytest.mark.parametrize("way", [family.slow("auto"), family.slow("shard_map"), "explicit_replicated"])
 def test_other_methods(way, devices):
     """All results are per sequence: each device computes its own, without communication; under vmap in `shard_map`.
 

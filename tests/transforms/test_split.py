@@ -52,7 +52,7 @@ RNNT, BOTH = family.RNNT, VOCAB | FRAMES
 CASES = [(RNNT, axes, "shard_map", "kernel") for axes in (VOCAB, FRAMES)]
 CASES += [(RNNT, axes, kind, "kernel") for axes, kind in ((VOCAB, "auto"), (FRAMES, "explicit"), (BOTH, "unchecked"))]
 CASES += [(family.TDT, BOTH, "shard_map", "kernel"), (RNNT, BOTH, "auto", "kernel")]
-CASES += [(family.HAT, BOTH, "explicit", "kernel"), (RNNT, BOTH, "shard_map", "reference")]
+CASES += [(family.HAT, BOTH, "explicit", "kernel"), family.slow(RNNT, BOTH, "shard_map", "reference")]
 
 
 @pytest.mark.parametrize(("loss", "axes", "kind", "implementation"), CASES, ids=str, indirect=["implementation"])
@@ -141,10 +141,10 @@ def of_whole_joint(loss, hypotheses=None):
 # Loss, axes, hypotheses of each utterance, kind of mesh, implementation.
 WHOLE, DURATIONS = RNNTLoss(), TDTLoss((0, 2))
 OF_JOINTS = [(WHOLE, VOCAB, None, "auto", "kernel"), (WHOLE, FRAMES, None, "shard_map", "kernel")]
-OF_JOINTS += [(WHOLE, BOTH, None, kind, "kernel") for kind in ("explicit", "unchecked")]
-OF_JOINTS += [(WHOLE, BOTH, 3, "shard_map", "kernel"), (WHOLE, BOTH, 3, "explicit", "kernel")]
-OF_JOINTS += [(WHOLE, BOTH, None, "shard_map", "reference")]
-OF_JOINTS += [(loss, BOTH, None, "auto", "kernel") for loss in (DURATIONS, jax_rnnt.HATLoss())]
+OF_JOINTS += [(WHOLE, BOTH, None, "explicit", "kernel"), family.slow(WHOLE, BOTH, None, "unchecked", "kernel")]
+OF_JOINTS += [family.slow(WHOLE, BOTH, 3, kind, "kernel") for kind in ("shard_map", "explicit")]
+OF_JOINTS += [family.slow(WHOLE, BOTH, None, "shard_map", "reference")]
+OF_JOINTS += [family.slow(loss, BOTH, None, "auto", "kernel") for loss in (DURATIONS, jax_rnnt.HATLoss())]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,8 @@ def odd_logits(loss, blank):
 
 # Loss, blank, axes, implementation.
 ODD = [(RNNT, -1, axes, "kernel") for axes in (VOCAB, FRAMES)] + [(RNNT, 12, BOTH, "kernel")]
-ODD += [(loss, -1, BOTH, "kernel") for loss in (family.TDT, family.HAT)] + [(RNNT, -1, BOTH, "reference")]
+ODD += [family.slow(loss, -1, BOTH, "kernel") for loss in (family.TDT, family.HAT)]
+ODD += [family.slow(RNNT, -1, BOTH, "reference")]
 
 
 @pytest.mark.parametrize(("loss", "blank", "axes", "implementation"), ODD, ids=str, indirect=["implementation"])
@@ -220,6 +221,7 @@ def test_odd_logits(loss, blank, axes, implementation, devices):
             np.testing.assert_allclose(gradient[good], of_whole[good], atol=1e-11, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
 def test_accuracy(dtype, native_kernel, devices):
     """In float32 the split costs no digits, also where all logits share an offset."""
@@ -252,6 +254,7 @@ def test_vmap_remat_and_second_derivatives(devices):
         compare.assert_close(curve(RNNTLoss(**BOTH)), want, 1e-12)
 
 
+@pytest.mark.slow
 @SET_MESH
 def test_any_batch(devices):
     """No batch dimension, fewer sequences than devices, two batch dimensions."""
@@ -264,6 +267,7 @@ def test_any_batch(devices):
             compare.assert_close(step(RNNTLoss(reduction="none", **axes), *p), want, 1e-12)
 
 
+@pytest.mark.slow
 def test_memory(native_kernel, devices, optimized):
     """A device needs its part of the logits; gradients take their place."""
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
