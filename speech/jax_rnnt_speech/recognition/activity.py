@@ -78,8 +78,8 @@ class Detector:
         for name, stride in (("conv2", 2), ("conv3", 2), ("conv4", 1)):
             x = convolved(x, name, stride)
         known = weights()
-        # Gates i, f, o, g: a sigmoid is half a tanh of half, so one tanh serves all four. A chunk takes 12 us so, and 60
-        # where gates come one by one.
+        # Gates i, f, o, g: a sigmoid is half a tanh of half, so one tanh serves all of them: 12 us a chunk in place
+        # of 60.
         order, half = np.r_[0:256, 384:512, 256:384], np.repeat(np.float32([0.5, 1]), (384, 128))
         biases = known["lstm_cell.bias_ih"] + known["lstm_cell.bias_hh"]
         inputs = (x[:, 0] @ known["lstm_cell.weight_ih"].T + biases)[:, order] * half
