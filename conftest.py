@@ -71,6 +71,19 @@ def pytest_itemcollected(item):
         item.add_marker("no_kernel")
 
 
+def pytest_collection_modifyitems(config, items):
+    """`quick(ID, ...)` names the cases that `make test` has; the others are slow."""
+    named = set()
+    for item in items:
+        for mark in item.iter_markers("quick"):
+            named |= {(item.path, item.originalname, x) for x in mark.args}
+            if item.callspec.id not in mark.args:
+                item.add_marker("slow")
+    named -= {(item.path, item.originalname, item.callspec.id) for item in items if hasattr(item, "callspec")}
+    if named and not any("::" in x for x in config.args):
+        raise pytest.UsageError(f"quick(...) names cases that no test has: {sorted(map(str, named))}")
+
+
 def require_kernel():
     reason = platforms.missing_kernel()
     if reason is None:

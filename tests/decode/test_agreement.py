@@ -118,6 +118,7 @@ def call(function, predictor, start=None, **options):
     ).scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["greedy", "predict"])
 def test_start_of_the_call(function):
     """It counts for a predictor without a start; a negative one counts from the end of the symbols."""
@@ -170,6 +171,7 @@ def test_symbols(name):
         call("beam", decode.Predictor(enough.initial, enough.step, None, V - 1))
 
 
+@pytest.mark.slow
 def test_start_of_a_language_model():
     """Its own; without one it gets the predictor's."""
 
@@ -194,6 +196,7 @@ class NoisyJoint(nnx.Module):
         return self.noise(self.norm(self.project(encoder + predictor).astype(jnp.float32)))  # its statistics' dtype
 
 
+@pytest.mark.slow
 def test_training_mode():
     """Decoders see the evaluation mode and leave the module as it is; closures and tiles are told the way out."""
     joint, eval_joint = NoisyJoint(), NoisyJoint()

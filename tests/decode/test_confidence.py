@@ -81,6 +81,7 @@ def expected_confidences(model, b, labels, frames, entropy):
 PAIRS = [("rnnt", decode.greedy), ("hat", decode.greedy), family.slow("tdt", decode.beam)]
 
 
+@pytest.mark.quick("rnnt-greedy")
 @pytest.mark.parametrize(("name", "function"), PAIRS)
 def test_searches(name, function):
     """Bit for bit the hypotheses without it; each label has the row of its node, at the temperature of the search, in
@@ -115,6 +116,7 @@ def test_searches(name, function):
     assert len(jax.tree.leaves(one)) == len(jax.tree.leaves(first.state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "sizes"), [(decode.greedy, (16,)), (decode.beam, (16, 4))])
 def test_off_costs_nothing(function, sizes, monkeypatch):
     """Without it no entropy is computed, and the state of no search has a number more."""

@@ -31,6 +31,7 @@ from jax_rnnt.decode.search import _beam_step, _hashing, _largest, _packing
 # ------------------------------------------------------------------------------------------------ greedy search
 
 
+@pytest.mark.quick("rnnt", "tdt", "hat")
 @pytest.mark.parametrize("name", NAMED)
 def test_greedy_is_the_plain_loop(name):
     """With exact ends and open ones, in windows of one frame and more, with room for some labels a frame."""
@@ -44,6 +45,7 @@ def test_greedy_is_the_plain_loop(name):
 # -------------------------------------------------------------------------------------------------- beam search
 
 
+@pytest.mark.quick("tdt-open")
 @pytest.mark.parametrize(("name", "kind"), [("rnnt", "exact"), ("tdt", "open")])
 def test_beam_is_the_enumeration(name, kind, monkeypatch):
     """Open ends are ranked by normalised scores, in windows of two frames. (test_fusion has the whole family.)"""
@@ -149,6 +151,7 @@ def test_fingerprints():
         assert len(found) == 3
 
 
+@pytest.mark.slow
 def test_packs_are_of_the_platform():
     """For which a program is lowered, whatever this process runs on; others have no trace of the packs."""
     model, rows = Model(family.RNNT, batch=4), 4 * 11

@@ -80,6 +80,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
     assert kept > batch
 
 
+@pytest.mark.quick("greedy")
 @ALL
 def test_padding_and_batch(function, sizes):
     """What stands outside the lengths, and other utterances, change no bit; an empty utterance is empty."""
@@ -96,6 +97,7 @@ def test_padding_and_batch(function, sizes):
     assert empty[0] == 0 and (empty[1:] == -np.inf).all() and (whole.counts[2] == 0).all()
 
 
+@pytest.mark.quick("greedy-None-2-0", "greedy-None-0-3")
 @pytest.mark.parametrize(("batch", "frames"), [(2, 0), (0, 3)])
 @pytest.mark.parametrize(("function", "width"), [(decode.greedy, None), (decode.beam, 40)])
 def test_nothing_to_decode(batch, frames, function, width):
@@ -248,6 +250,7 @@ def test_rules(message):
         run(loss=RulesOf(rules=RULES[message]()))
 
 
+@pytest.mark.quick("beam", "greedy")
 @ALL
 def test_bad_data_spoils_itself_alone(function, sizes):
     """A traced length out of range, NaN or +inf of the blank or of a label: the score of that utterance is NaN."""
@@ -266,6 +269,7 @@ def test_bad_data_spoils_itself_alone(function, sizes):
     assert (log_probs == 0).all() and (stable == 0).all()
 
 
+@pytest.mark.quick("greedy")
 @BOTH
 def test_dead_ends(function, sizes):
     """No path of the lattice: the score is -inf, there are no labels, and the search ends."""

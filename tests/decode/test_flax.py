@@ -56,6 +56,7 @@ def by_hand(parameters, rows, activation=np.tanh):
     return np.asarray(hidden @ output["kernel"] + output["bias"])
 
 
+@pytest.mark.quick("linen")
 @FLAVOURS
 def test_joint(flavour):
     """All logits by one formula; the loss of the tiles is that of these logits, for N hypotheses too."""
@@ -68,6 +69,7 @@ def test_joint(flavour):
     assert joint.logits(rows[0][:, None], jnp.stack([rows[1]] * 2, 1)).shape == (B, 2, T, U + 1, V)
 
 
+@pytest.mark.quick("linen-StatelessPredictor")
 @SOME
 def test_steps_equal_the_whole(flavour, name):
     """Column u is what the steps give after the start label and u labels; padding of any value changes no other."""
@@ -147,6 +149,7 @@ def test_training():
     assert all(np.any(x) for x in jax.tree.leaves(of_tiles))
 
 
+@pytest.mark.quick("masking-nnx")
 @FLAVOURS
 @pytest.mark.parametrize("option", ["dropout", "masking"])
 def test_dropout(flavour, option):
@@ -259,6 +262,7 @@ def test_decoder_inputs():
     np.testing.assert_array_equal(joint.decoder_inputs(predictor, rows[0])[2], expected)
 
 
+@pytest.mark.quick("in place")
 @pytest.mark.parametrize("kind", ["around", "in place"])
 def test_adapters(kind):
     """In place of a projection they count, in evaluation mode; in place of the output they are an error."""
@@ -292,6 +296,7 @@ def test_adapters(kind):
             call()
 
 
+@pytest.mark.slow
 @SOME
 def test_bfloat16(flavour, name):
     """Products, rows, state and logits; parameters stay float32."""

@@ -107,6 +107,7 @@ def adjust(model):
 # -------------------------------------------------------------------------------------- plain loops and enumeration
 
 
+@pytest.mark.quick("tdt")
 @pytest.mark.parametrize("loss", [family.HAT, family.TDT], ids=str)
 def test_greedy_is_the_plain_loop(loss):
     """With a penalty and a temperature; also in exact ends, where a forbidden label may leave no path."""
@@ -119,6 +120,7 @@ def test_greedy_is_the_plain_loop(loss):
     assert sum(x != y for x, y in zip(expected, plain)) > 4
 
 
+@pytest.mark.quick("tdt")
 @pytest.mark.parametrize("name", ["tdt", "hat", *map(family.slow, ("multiblank", "split", "monotonic_final_blank"))])
 def test_beam_is_the_enumeration(name):
     """With a penalty and a temperature, which the internal language model has too."""
@@ -327,6 +329,7 @@ def test_masks_are_checked():
 # ----------------------------------------------------------------------------------------- modules, and wrong models
 
 
+@pytest.mark.slow
 def test_modules():
     """Functions of an NNX module run in evaluation mode, that of the end too."""
     nnx = pytest.importorskip("flax.nnx")

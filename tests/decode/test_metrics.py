@@ -63,6 +63,7 @@ def test_edit_distance(metrics):
         jax.jit(lambda *pairs: metrics.label_errors(*pairs).total)(*pairs)
 
 
+@pytest.mark.slow
 def test_mwer_in_one_program(metrics):
     """Search, edit distances and loss under one jit have the gradient of the two steps with the host's distances."""
     rng = np.random.default_rng(0)

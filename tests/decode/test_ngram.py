@@ -27,6 +27,7 @@ def token_of(grams, label):
     return label if (label,) in grams else "<unk>"
 
 
+@pytest.mark.quick("2-closed", "3-pruned")
 @pytest.mark.parametrize(("order", "kind"), CASES)
 def test_scores_are_the_definition(order, kind, tmp_path):
     """All labels after all prefixes of random sentences; several classes are <unk>, one is no label."""
@@ -89,6 +90,7 @@ def test_the_file(tmp_path):
     assert model.final(jnp.zeros(3, jnp.int32)).tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_chunks(monkeypatch, tmp_path):
     """Rows of more arcs than are put there at once, files of more lines than are read at once, and a GPU's way."""
     path = written(tmp_path / "m.arpa", arpa(random_arpa(0, 4)))

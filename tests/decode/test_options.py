@@ -125,6 +125,7 @@ def test_top_k():
 PAIRS = [(name, option) for name, options in NUMBERS.items() for option in options]
 
 
+@pytest.mark.quick("sample-temperature", "greedy-blank_penalty")
 @pytest.mark.parametrize(("name", "option"), PAIRS, ids=str)
 def test_traced(name, option):
     """In the range there is no NaN; beyond it each score is NaN, and there are no labels."""
@@ -148,6 +149,7 @@ def test_static_errors(name, option):
             search(name, ordinary(name) | {option.name: given})
 
 
+@pytest.mark.quick("greedy")
 @pytest.mark.parametrize("name", SEARCHES)
 def test_static_is_traced(name):
     """The same labels and, up to rounding, the same scores, with all options at once."""
@@ -214,6 +216,7 @@ FRAMES = np.array([[[0.5, 0.2, -0.3], [0.1, 0.7, 0.3], [0.6, 0.5, 0.9]]])  # the
 COLD = [("beam", "monotonic"), ("greedy", "tdt"), ("greedy", "hat")]
 
 
+@pytest.mark.quick("greedy-tdt")
 @pytest.mark.parametrize(("name", "kind"), COLD)
 def test_cold(name, kind):
     """The most probable class of each frame has the probability 1, whatever the size of the logits: the score is 0.

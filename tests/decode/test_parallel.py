@@ -63,6 +63,7 @@ def masked(function):
     return search
 
 
+@pytest.mark.quick("rnnt")
 @pytest.mark.parametrize("name", ["rnnt", "tdt", family.slow("split"), family.slow("constrained")])
 def test_is_the_plain_loop(name):
     """With exact ends and open ones, a penalty and a temperature; also where room ends."""
@@ -75,6 +76,7 @@ def test_is_the_plain_loop(name):
         check_greedy(model, found, exact_end=exact, max_symbols=1, room=room)
 
 
+@pytest.mark.slow
 def test_token_first():
     """As greedy search of a predictor that makes this row alone."""
     model = Masked(family.tdt((2, 0, 1)))

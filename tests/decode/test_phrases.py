@@ -117,6 +117,7 @@ def test_lists_of_utterances():
     assert decode.Phrases([], classes=V).utterances is None
 
 
+@pytest.mark.slow
 def test_long_phrases_and_many(monkeypatch):
     """More arcs than are put into rows at once; a phrase that is its own suffix again and again."""
     monkeypatch.setattr(_automaton, "CHUNK", 7)
@@ -125,6 +126,7 @@ def test_long_phrases_and_many(monkeypatch):
     check(decode.Phrases(phrases, 0.5, classes=9), labels, [(phrases, [0.5] * len(phrases))] * 5)
 
 
+@pytest.mark.slow
 def test_a_list_without_room():
     """Of one phrase, whose states and arcs fill the arrays in different places."""
     labels, model = np.random.default_rng(8).integers(0, 3, (30, 5)), decode.Phrases([[0, 1, 2]], 1.0, classes=V)
@@ -165,6 +167,7 @@ def test_a_match_that_other_lists_do_not_know():
 LISTS = [([[0, 1, 0], [1, 1]], [1.5, 0.5]), ([[0, 0], [1], [0, 0, 1]], [2.0, -0.75, 1.0])]
 
 
+@pytest.mark.slow
 def test_searches():
     """Each utterance with its own list: N-best lists are the enumeration.
 

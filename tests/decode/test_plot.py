@@ -34,6 +34,7 @@ def ax():
     return given
 
 
+@pytest.mark.quick("RNNTLoss()")
 @pytest.mark.parametrize("of", [RNNT, TDT], ids=repr)
 def test_lattice(ax, of):
     """Segments are the probable arcs, thick as they are probable; dots are the best path's labels."""
@@ -91,6 +92,7 @@ def test_latencies(ax):
     assert plot.draw_latencies(first, second, np.array([7, 8])) is current
 
 
+@pytest.mark.slow
 def test_arcs_that_share_a_slot(ax):
     """Each has its own posterior: the share of the paths through it."""
     p = batches.problem(1, 4, 2, 5).take(0)
@@ -108,6 +110,7 @@ def test_arcs_that_share_a_slot(ax):
     assert drawn == [np.sum(np.asarray(found[name]) > plot.FAINT) for name in names]
 
 
+@pytest.mark.slow
 def test_no_labels_and_no_path(ax):
     plot.draw_lattice(RNNT, np.zeros((3, 1, 4)), np.zeros(0, int), ax=ax)
     plot.draw_emissions(np.zeros((3, 2)), np.zeros((3, 1)), np.zeros(0, int), ax=ax)

@@ -57,6 +57,7 @@ def primitives(function, *arguments):
     return collections.Counter(re.findall(r"= (\w+)[\[ ]", str(jax.make_jaxpr(function)(*arguments))))
 
 
+@pytest.mark.quick("greedy")
 @pytest.mark.parametrize("verb", ["greedy", "beam"])
 def test_an_argument_has_the_program_of_a_closure(verb):
     """Numbers that are off are no leaves: neither those of the loss, nor those of the search."""

@@ -78,6 +78,7 @@ def alone(model, b):
     yield from [[]] * (max(-(-model.lengths[b] // PART), 1) - 1)
 
 
+@pytest.mark.quick("tdt-beam")
 @pytest.mark.parametrize(
     ("name", "search"), [("multiblank", "greedy"), ("tdt", "beam"), pytest.param("hat", "wide", marks=pytest.mark.slow)]
 )
@@ -120,6 +121,7 @@ def whole_and_half(function):
     return part, part([0, 1, 2, 3], 0, idle)
 
 
+@pytest.mark.slow
 def test_select_and_concatenate():
     """They are those of NumPy, array by array, and rows go on in another batch as in their own."""
     part, half = whole_and_half(decode.greedy)
@@ -134,6 +136,7 @@ def test_select_and_concatenate():
     assert_same(select(half.state, np.zeros(0, int)), jax.tree.map(lambda x: x[:0], half.state))
 
 
+@pytest.mark.quick("greedy")
 @BOTH
 def test_reset(function):
     """Marked rows start anew bit for bit, marked twice or moved; others go on."""

@@ -25,6 +25,7 @@ def test_the_file_is_what_its_program_writes():
     }
 
 
+@pytest.mark.quick("rnnt", "tdt, pair")
 @pytest.mark.parametrize("name", TRACES)
 def test_greedy_search(name):
     case, blank = TRACES[name], TRACES[name]["blank"]

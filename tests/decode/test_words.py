@@ -107,6 +107,7 @@ def test_words_are_the_definition(labels, order, unk, options, tmp_path):
     np.testing.assert_allclose(got[alive], expected[alive], rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_words_without_ends(tmp_path):
     """Files without <s> and </s>, compressed; a unigram model's end completes a word and adds nothing."""
     grams = {("ab",): (-0.5, 0.0), ("b",): (-1.0, 0.0)}

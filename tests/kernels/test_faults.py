@@ -34,6 +34,7 @@ STRICT += [(family.ROBUST, "kernel", "debug_infs"), (family.RNNT, "kernel", "dis
 STRICT += [family.slow(family.WILDCARD, "kernel", "disable_jit")]
 
 
+@pytest.mark.quick("rnnt-kernel-checks", "tdt-kernel-checks", "constrained-kernel-checks")
 @pytest.mark.parametrize(("loss", "implementation", "setting"), STRICT, ids=str, indirect=["implementation"])
 def test_strict_settings(loss, implementation, setting):
     """Value and gradient are right under JAX's settings that look for mistakes, beside padding of NaN.
@@ -59,6 +60,7 @@ def test_strict_settings(loss, implementation, setting):
     compare.assert_matches((values, gradient), expected, np.float64, 11)
 
 
+@pytest.mark.quick("kernel")
 def test_debug_nans_finds_a_nan(implementation):
     """The setting still sees a NaN that the loss returns."""
     p = batches.problem()

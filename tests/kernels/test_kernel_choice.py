@@ -116,6 +116,7 @@ BEYOND = {
 }
 
 
+@pytest.mark.quick("nodes", "labels", "classes", "diagonals")
 @pytest.mark.parametrize("case", BEYOND.values(), ids=BEYOND)
 def test_problems_beyond_the_kernels(case, kernel, monkeypatch):
     """Such stages run on the reference, and a warning says why; with implementation="kernel" this is the error."""

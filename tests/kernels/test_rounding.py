@@ -23,6 +23,7 @@ def compile_program(compiler, source, path, *flags):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.quick("-ffast-math-g++", "-O2-g++")
 @pytest.mark.skipif(not COMPILERS, reason="no C++ compiler")
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast", "-ffinite-math-only", "-O2"])

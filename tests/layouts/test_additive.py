@@ -230,6 +230,7 @@ def test_slopes_at_every_weight(shape):
     np.testing.assert_allclose(got, 4 * half - whole - 3 * none, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_impossible_classes_of_smoothing():
     """A log-probability of -inf adds 0 at weight 0, and its weight then has no derivative there: 0."""
     p, (am, lm) = small(), heads()
@@ -244,6 +245,7 @@ def test_impossible_classes_of_smoothing():
     assert np.isposinf(smoothed_truth(p, am, lm, 0.25, 0.0, unigram)[0])
 
 
+@pytest.mark.slow
 def test_smoothing_of_large_scores():
     """In float32, where softmax(lm) underflows; sums of the log-probabilities are rounded relative to their size."""
     scales = np.float32(0.25), np.float32(0.15)

@@ -119,6 +119,7 @@ def check_value_and_gradient(joint=linear, made=gradients, **options):
     compare.assert_close(got, expected, 1e-12)
 
 
+@pytest.mark.quick("1000000")
 @pytest.mark.parametrize("chunk", [None, 10**6])
 def test_any_chunk(chunk):
     check_value_and_gradient(chunk=chunk)
@@ -139,6 +140,7 @@ def check_half_precision(made=gradients, **options):
     assert all(jax.tree.leaves(jax.tree.map(close, gradient, peer, expected)))
 
 
+@pytest.mark.slow
 def test_half_precision():
     check_half_precision(joint=closure, chunk=1)
 
@@ -179,6 +181,7 @@ def test_parameters_where_nothing_is_read():
         assert value == 0 and not any(np.any(g) for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_parameters_of_two_dtypes():
     network, narrow = Network(), Network(dtype=np.float32)
     _, (expected, _) = gradients(materialized)(network)
@@ -190,6 +193,7 @@ def test_parameters_of_two_dtypes():
 
 
 # ---------------------------------------------------------------------------------------------- sequences of a batch
+@pytest.mark.quick("linear-kernel", "function-kernel")
 @WAYS
 def test_sequences(implementation, joint):
     """Good ones have the values and gradients of their logits, for any weight; one without weight is skipped.
@@ -286,6 +290,7 @@ def test_linear_joint():
         assert "jnp.tanh" in text and " at 0x" not in text
 
 
+@pytest.mark.slow
 def test_complex_parameters():
     network, loss = Network(), jax_rnnt.RNNTLoss()
     phases = np.exp(1j * np.random.default_rng(4).normal(size=H))
@@ -368,6 +373,7 @@ def test_skipped_blocks_change_nothing_but_rounding(monkeypatch):
     assert_only_rounding(got, without_skipping(monkeypatch))
 
 
+@pytest.mark.slow
 def test_what_is_clipped_is_skipped_for_less(monkeypatch):
     """Clipping makes the kept gradients small, so the skipped ones must be smaller still."""
     clamp = 1e-7

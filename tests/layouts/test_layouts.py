@@ -94,10 +94,11 @@ def answers_of_array(kind, name, questions):
 
 
 # Every layout; a second head, and a step that reads the next column.
-PAIRS = [(family.slow if name == "PackedLogits" else lambda *x: x)("RNNTLoss", name) for name in layout_table.NAMES[1:]]
-PAIRS += [family.slow("TDTLoss", "JointLogits"), ("ConstrainedRNNTLoss", "BandLogits")]
+PAIRS = [("RNNTLoss", name) for name in layout_table.NAMES[1:]]
+PAIRS += [("TDTLoss", "JointLogits"), ("ConstrainedRNNTLoss", "BandLogits")]
 
 
+@pytest.mark.quick("RNNTLoss-JointLogits", "RNNTLoss-BandLogits", "ConstrainedRNNTLoss-BandLogits")
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_answers(kind, name):
     """They have the values and gradients of the array."""
@@ -125,6 +126,7 @@ def test_table(kind, name):
             ask(loss, question, make(*arrays), p[1:])
 
 
+@pytest.mark.quick("BandLogits", "JointLogits")
 @pytest.mark.parametrize("name", layout_table.OF_LOGITS)
 def test_options(name):
     """All at once; clamp clips the gradient of a logit, which only a tile knows. Then log-probabilities."""

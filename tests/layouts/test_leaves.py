@@ -40,6 +40,7 @@ OFF = {"clamp": -1.0, "fastemit_lambda": 0.0}  # traced: nothing knows that they
 DRAWN = {"omega": 0.0}  # TDT's coin
 
 
+@pytest.mark.quick("rnnt-array-kernel", "tdt-array-kernel", "tdt-JointLogits-kernel")
 @pytest.mark.parametrize(("loss", "name", "implementation"), [*cases()], ids=str, indirect=["implementation"])
 def test_leaves(loss, name, implementation):
     """Numbers that act on arcs have their slope, at exactly 0 and beside a clamp too; settings have exactly 0.
@@ -110,6 +111,7 @@ def test_operands_of_a_step(kernel):
     np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(total)))(risk), wanted, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_on_a_mesh(devices, kernel):
     """A loss is replicated, its batch is split: the gradient of its leaves is the sum over devices."""
     p = batches.problem(16, loss=family.TDT)

@@ -91,6 +91,7 @@ def check(got, expected, arguments, cotangent=(1.0, -2.0, 0.5, 3.0), limit=EXACT
 SIDE_BY_SIDE = ("AdditiveLogits", "JointLogits"), ("PackedLogits", "PackedLogits"), ("BandLogits",)
 
 
+@pytest.mark.quick("BandLogits")
 @pytest.mark.parametrize("names", SIDE_BY_SIDE, ids="-".join)
 def test_layouts(names):
     """V of the two differs."""
@@ -151,6 +152,7 @@ def singular(rows):
     return jnp.sqrt(jnp.sum((rows - jnp.mean(rows, -1, keepdims=True)) ** 2, -1))
 
 
+@pytest.mark.slow
 def test_nodes_without_weight():
     """Bad rows there change no bit, whatever the function makes of them: nor of shared arrays."""
     p, weights = batches.problem(scale=1.0), some_weights(batches.problem(scale=1.0))
@@ -175,6 +177,7 @@ def test_nodes_without_weight():
     assert np.abs(of_weights[batches.inside(p) & (weights != 0)]).min() > 1e-3
 
 
+@pytest.mark.slow
 def test_joint_network_without_weight():
     """NaN in frames and columns without weight, and a joint whose derivative is infinite in nodes without weight."""
     network = Network()
@@ -236,6 +239,7 @@ def test_nan_stays_in_its_sequence():
     compare.assert_close(gradient, expected, atol=EXACT)  # a masked sum that is NaN adds nothing
 
 
+@pytest.mark.slow
 def test_bands_that_differ():
     p = batches.problem(scale=1.0)
     first = layout_table.first_columns(p)

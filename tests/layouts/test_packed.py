@@ -25,6 +25,7 @@ def evaluate(p, rows, implementation, max_frames=7):
     return values, pull(jnp.ones_like(values))[0]
 
 
+@pytest.mark.slow
 def test_max_frames(kernel):
     """It is given, or known from concrete lengths that a trace may close over, or N. A longer sequence is NaN."""
     p = batches.problem()

@@ -17,6 +17,7 @@ DTYPES = "float16", "bfloat16", "float32", "float64"
 WINDOWS = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4)
 
 
+@pytest.mark.quick("bfloat16-kernel", "float32-kernel", "float64-kernel")
 @pytest.mark.parametrize(
     ("dtype", "implementation"),
     [*((x, "kernel") for x in DTYPES), ("float16", "reference")],

@@ -21,6 +21,7 @@ def certain(loss, frames):
     return p
 
 
+@pytest.mark.quick("kernel")
 def test_never_negative(implementation):
     """The loss is not below 0, not even by a bit, nor is a label's probability above 1. (Those that skip add some.)"""
     kernel = implementation == "kernel"
@@ -38,6 +39,7 @@ def test_never_negative(implementation):
         assert (found <= 0).all() and (found > -1e-5).all(), (found.max(), found.min())
 
 
+@pytest.mark.quick("rnnt-kernel")
 @pytest.mark.parametrize(
     ("loss", "implementation"),
     [(family.RNNT, "kernel"), (family.TILES, "kernel"), family.slow(family.RNNT, "reference")],

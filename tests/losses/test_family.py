@@ -31,6 +31,7 @@ def test_any_durations(kernel):
             door.check(loss, batches.poisoned(batches.problem(loss=loss, dtype=dtype)), clamp=0.5)
 
 
+@pytest.mark.quick("multiblank", "tdt")
 @pytest.mark.parametrize(
     ("table", "implementation"),
     [(family.multiblank, "kernel"), (family.tdt, "kernel"), (family.tdt, "reference")],

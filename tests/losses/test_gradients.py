@@ -33,6 +33,7 @@ def pulls(loss, implementation, p, cotangents, clamp):
         yield door.evaluate(loss, p, target=target, scale=cotangents, clamp=clamp)[1]
 
 
+@pytest.mark.quick("kernel")
 def test_cotangents_that_are_not_finite(implementation):
     """Exact zeros stay 0: sequences without a path, impossible classes, padding."""
     kernel = implementation == "kernel"

@@ -111,6 +111,7 @@ def test_derivatives_of_both_orders():
     np.testing.assert_allclose(second, covariance, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_program_size_does_not_depend_on_the_lattice():
     """The program is a loop; unrolled steps would make compile time grow with the utterance."""
     topology = TOPOLOGIES["durations"]

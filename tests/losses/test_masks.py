@@ -20,6 +20,7 @@ def check(loss, implementation, dtype="float32", fused=True):
         none_of(feeds.all_failures(loss, rows, got, dtype, implementation, fused))
 
 
+@pytest.mark.quick("tdt-kernel")
 @family.every_kernel
 def test_masks(loss, implementation):
     check(loss, implementation)
@@ -40,6 +41,7 @@ def test_masked_log_probabilities(loss, kernel):
     check(loss, kernel, fused=False)
 
 
+@pytest.mark.slow
 def test_masked_bias():
     """A class that the bias of a `LinearJoint` forbids does not matter: the other weights get the same gradient."""
     rng = np.random.default_rng(0)
@@ -62,6 +64,7 @@ def test_masked_bias():
 
 
 # Posteriors are gradients, and `best_path` adds up without rounding: test_questions.py.
+@pytest.mark.quick("rnnt")
 @pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
 def test_label_log_probs(loss, kernel):
     rows = table(loss)

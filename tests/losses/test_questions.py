@@ -47,6 +47,7 @@ def by_enumeration(topology, arcs, num_frames, num_labels):
         yield total - before if total > -np.inf else -np.inf
 
 
+@pytest.mark.quick("standard", "two_labels", "monotonic")
 @pytest.mark.no_kernel
 @pytest.mark.parametrize("name", NAMES)
 def test_topologies(name):

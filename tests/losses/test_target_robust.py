@@ -42,6 +42,7 @@ def test_weights(kernel):
             np.testing.assert_allclose(gradient[name], expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_traced_weights_of_nothing(kernel):
     """At -inf: the gradients of the RNN-T loss, an impossible blank included, and 0 for the weights."""
     p = batches.problem()

@@ -61,6 +61,7 @@ def test_every_arc(kernel):
             np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
+@pytest.mark.quick("(None, 0.0)")
 @pytest.mark.parametrize("skips", [SKIPS[1], SKIPS[4]], ids=str)
 def test_questions(skips):
     """Posteriors by path; the best path is the best of the labels' frames, over whose skips its score adds up."""

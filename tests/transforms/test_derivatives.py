@@ -291,6 +291,7 @@ def test_cotangent_of_a_plane_that_is_zero(kernel):
     np.testing.assert_array_equal(product[..., :-1], 0)
 
 
+@pytest.mark.slow
 def test_masked_loss_that_is_nan(kernel):
     """Forward over reverse it stays 0, and the others are right. What sequences share gets nothing from it."""
     p, clamp = small(), 0.125

@@ -306,7 +306,8 @@ def expected_of_all_methods():
     return jax.jit(all_methods)(*batches.problem(16, dtype=np.float32))
 
 
-@pytest.mark.parametrize("way", [family.slow("auto"), family.slow("shard_map"), "explicit_replicated"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["auto", "shard_map", "explicit_replicated"])
 def test_other_methods(way, devices):
     """All results are per sequence: each device computes its own, without communication; under vmap in `shard_map`.
 
