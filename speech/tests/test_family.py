@@ -170,7 +170,7 @@ def test_archives_of_nemo(kind):
         for step in live.steps(samples, end=True):
             ((part, *rest),) = slots.run([step])
             found, ended = found + part.labels, end in part.labels
-            assert live.took(part, *rest)[1] == ended
+            assert streams.finished(live.taking(part, *rest))[1] == ended
             ends += ended
         assert found == expected and (ends > 0) == (end in expected)
 

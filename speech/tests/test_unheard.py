@@ -12,7 +12,8 @@ import pytest
 
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import activity, recognise, streams, unheard, windows
-from jax_rnnt_speech.recognition.results import Labels
+from jax_rnnt_speech.recognition.live import Windowed, Windows
+from jax_rnnt_speech.recognition.results import Labels, no_labels
 from support import CONVOLUTIONAL, arrays, asr, random_model, run
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -40,6 +41,7 @@ def test_gaps():
         ([(1, 9)], [(4, 4.5)], 99, [(1, 3.5), (5, 9)]), ([(0, 45)], [], 99, [(0, 20), (20, 40), (40, 45)]),
     ):  # fmt: skip
         assert unheard.gaps(speech, spans, until)[0] == expected, (speech, spans, until)
+    assert unheard.gaps([(1, 3)], [(3.6, 3.7)], 3.8, 3.6)[0] == [(1, 3)] and not unheard.gaps([(1, 3)], [], 3.8)[0]
     assert unheard.gaps([(1, 3)], [], 3.2)[1] == 1 and unheard.gaps([], [], 3.2)[1] == pytest.approx(2.7)
 
 
@@ -140,7 +142,7 @@ def test_second_texts():
 
 
 def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
-    """In JSON, in a line for people, and in events of streams; times count from the start of the file."""
+    """In JSON and in a line for people; times count from the start of the file."""
     model, missing = deaf
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
     monkeypatch.setattr(windows, "taken", missing(0))
@@ -153,11 +155,43 @@ def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
         ((spans,),) = [[[tuple(y.values()) for y in x["unheard"]] for x in json.loads(out)]]
         near(spans, [(1.0, 4.2)])
         assert "speech without words: 1.0 to 4." in error or "speech without words: 0.9 to 4." in error
-    live = streams.Stream(random_model(**CONVOLUTIONAL, max_symbols=1))
-    monkeypatch.setattr(live.slots, "run", lambda steps: [(labels_of_nothing(), labels_of_nothing(), 4)] * len(steps))
-    events = [y for x in live.heard(np.concatenate([samples, np.zeros(3 * RATE)]), end=True) for y in live.events(*x)]
-    near([(x["start"], x["end"]) for x in events if x["type"] == "unheard"], [(1.0, 4.2)])
 
 
-def labels_of_nothing():
-    return Labels([], [], [], [], [])
+@pytest.mark.parametrize("whole", [True, False])
+def test_streams(deaf, whole, monkeypatch):
+    """They hear missed speech once more: its words come in their place. Where that finds none, an event says so."""
+    model = deaf[0] if whole else random_model(**CONVOLUTIONAL, max_symbols=1)
+    samples = np.concatenate([np.zeros(RATE, np.float32), speech(), np.zeros(3 * RATE, np.float32)])
+    silent = lambda run: lambda self, steps: [(no_labels(), no_labels(), rows) for *_, rows in run(self, steps)]
+
+    def without(part, rows):
+        kept = [i for i, x in enumerate(part.frames) if x >= rows]
+        return Labels(*([x[i] for i in kept] for x in part))
+
+    def live(slots=None):
+        """A stream that hears nothing until 4.4 s."""
+        made = Windowed(model, chunk=0.5, right=0.5) if whole else streams.Stream(model, slots=slots)
+        run, begin = made.slots.run, 4.4 / model.seconds
+
+        def found(steps):
+            own = whole or steps[0].slot == made.slot
+            return [(without(x, begin), without(y, begin), n) for x, y, n in run(steps)] if own else run(steps)
+
+        made.slots.run = found
+        return made
+
+    def events(live):
+        return [y for x in live.heard(samples, end=True) for y in live.events(*x)]
+
+    for slots in (None, None if whole else streams.Slots(model, 3)):
+        found = events(stream := live(slots))
+        words = [word for x in found if x["type"] == "words" for word in x["words"]]
+        times = np.array([x["start"] for x in words])
+        assert (np.diff(times) >= 0).all() and (times < 0.5).sum() == 0 and (times > 4.4).any()
+        assert ((times > 0.5) & (times < 4.4)).sum() > 2 and not [x for x in found if x["type"] == "unheard"]
+        assert slots is None or len(stream.slots.free) == 2
+    lost = [] if whole else [live(streams.Slots(model, 1))]  # no room for another stream
+    for kind in (streams.Slots, Windows):
+        monkeypatch.setattr(kind, "run", silent(kind.run))
+    for stream in [*lost, live()]:
+        near([(x["start"], x["end"]) for x in events(stream) if x["type"] == "unheard"], [(1.0, 4.2)])

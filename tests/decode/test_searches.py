@@ -181,19 +181,23 @@ def test_blank_first(monkeypatch):
 # --------------------------------------------------------------------------------------------------- samples
 
 
-def among(choices, mask, top_k, top_p):
-    """The moves (label, frames, log-probability) that may be drawn, with a mask of labels."""
+def among(choices, mask, top_k, top_p, big):
+    """The moves (label, frames, log-probability) that may be drawn, with a mask of labels.
+
+    `big`: blanks that read other numbers of frames are other classes.
+    """
     choices = [x for x in choices if x[0] is None or mask[x[0]]]
-    classes = Counter()  # the blank, None, counts as a class below all
-    for label, _, gain in choices:
-        classes[-1 if label is None else label] += math.exp(gain)
+    class_of = lambda label, reads: label if label is not None else -reads if big else -1  # blanks are below labels
+    classes = Counter()
+    for label, reads, gain in choices:
+        classes[class_of(label, reads)] += math.exp(gain)
     best = sorted(classes, key=lambda label: (-classes[label], label))[:top_k]
     total, reached, kept = sum(classes[label] for label in best), 0.0, set()
     for label in best:
         if top_p == 1 or reached < top_p * total:
             kept.add(label)
         reached += classes[label]
-    return [x for x in choices if (-1 if x[0] is None else x[0]) in kept]
+    return [x for x in choices if class_of(*x[:2]) in kept]
 
 
 def draws(model, b, mask, top_k, top_p, **options):
@@ -205,7 +209,8 @@ def draws(model, b, mask, top_k, top_p, **options):
             found.append((labels, frames, lasts, score))
             return
         may_write = lambda limit: written < limit and len(labels) < MOST
-        choices = among(allowed(model, b, t, labels, may_write, **options), mask, top_k, top_p)
+        big = model.loss.name == "multiblank"
+        choices = among(allowed(model, b, t, labels, may_write, **options), mask, top_k, top_p, big)
         total = np.logaddexp.reduce([gain for *_, gain in choices])
         for label, reads, gain in choices:
             if label is None:
@@ -219,7 +224,9 @@ def draws(model, b, mask, top_k, top_p, **options):
     return found
 
 
-@pytest.mark.parametrize("loss", [NAMED["tdt"], family.slow(NAMED["split"])], ids=str)
+@pytest.mark.parametrize(
+    "loss", [*(NAMED[name] for name in ("tdt", "multiblank", "hat")), family.slow(NAMED["split"])], ids=str
+)
 def test_samples(loss):
     """Alignments come as often as enumeration says, each with the log-probability of its draw.
 

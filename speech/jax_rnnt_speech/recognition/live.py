@@ -73,7 +73,7 @@ class Windowed(Stream):
     as `transcribe` hears it.
     """
 
-    def __init__(self, model, decoding=GREEDY, silence=0.0, left=10.0, chunk=2.0, right=2.0):
+    def __init__(self, model, decoding=GREEDY, silence=0.0, left=10.0, chunk=2.0, right=2.0, listens=True):
         if model.chunk:
             raise UserError("--left, --chunk and --right are for models that see whole utterances: this one streams")
         self.rows = {name: round(x / model.seconds) for name, x in (("left", left), ("chunk", chunk), ("right", right))}
@@ -81,9 +81,9 @@ class Windowed(Stream):
             raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")
         if left + chunk + right > model.longest:
             raise UserError(f"--left, --chunk and --right: the model hears {model.longest:g} s at most")
-        self.step = model.extractor.hop * model.subsampling
-        frames = model.extractor.count(sum(self.rows.values()) * self.step)
-        super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames))
+        self.sizes = {"left": left, "chunk": chunk, "right": right}
+        frames = model.extractor.count(sum(self.rows.values()) * model.extractor.hop * model.subsampling)
+        super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames), listens=listens)
         self.samples, self.row, self.begin = np.zeros(0, np.float32), 0, 0  # rows done, and before the samples
 
     def steps(self, samples, end=False):
@@ -101,3 +101,7 @@ class Windowed(Stream):
             self.samples, self.begin = self.samples[(begin - self.begin) * self.step :], begin
         if end and self.model.extractor.count(len(self.samples)):
             yield Window(self.model.features(self.samples), self.row - self.begin, None)
+
+    def other(self):
+        """-> `Stream.other`."""
+        return Windowed(self.model, self.slots.decoding, **self.sizes, listens=False)

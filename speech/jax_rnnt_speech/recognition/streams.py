@@ -183,14 +183,17 @@ class Stream:
     seconds from the start. `open` is the text behind them, which may change; `ends` has the seconds of the utterances'
     ends in the last call.
 
-    `listens`: speech without words becomes an event `unheard`.
+    `listens`: speech without words is heard once more, by a stream of its own, and becomes an event `unheard` where
+    that finds no words, either. Words of it come before those of later labels, which wait for it.
 
-    A program with many streams gives them the same `slots`, and runs their `steps` together: `took` takes the results.
+    A program with many streams gives them the same `slots`, and runs their `steps` together: `taking` takes the
+    results.
     """
 
     def __init__(self, model, decoding=GREEDY, silence=0.0, slots=None, listens=True):
         self.ear = Ear(model.extractor.rate) if listens else None
         self.missed = []  # [begin, end) of unheard speech since the last events
+        self.shares, self.step = slots is not None, model.extractor.hop * model.subsampling
         self.slots = slots or Slots(model, 1, decoding)
         self.slot, self.model, self.extractor = self.slots.free.pop(), model, model.extractor
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
@@ -231,30 +234,73 @@ class Stream:
             while remaining := self.extractor.count(self.total) - self.taken:
                 yield self.cut(min(remaining, self.size))
 
-    def took(self, part, unsure, rows):
-        """(words that are final, whether an utterance ends) after the step that found these."""
-        self.unsure = unsure
-        found = self.words.add(part, rows, bool(unsure.labels))
-        if self.ear:
-            for labels in (part, unsure):
-                self.ear.wrote(labels, self.model.seconds)
-            self.missed += self.ear.check(self.words.rows * self.model.seconds)
-        return found
+    def taking(self, part, unsure, rows):
+        """(words that are final, whether an utterance ends) after the step that found these.
 
-    def rest(self, seconds=None):
-        """The words that are left at the end of a recording of so many seconds."""
+        A generator: it yields a Stream and a step of it, which hear missed speech again, and wants what that found.
+        """
+        self.unsure = unsure
+        if self.ear:
+            seconds = self.model.seconds
+            for labels in (part, unsure):
+                self.ear.wrote(labels, seconds)
+            final = part.frames[-1] * seconds if part.labels else -np.inf
+            self.ear.take((self.words.rows + rows) * seconds, self.step, final=final)
+            part = yield from self.with_missed(part)
+        return self.words.add(part, rows, bool(unsure.labels))
+
+    def resting(self, seconds=None):
+        """The words that are left at the end of a recording of so many seconds; a generator like `taking`."""
         last, self.unsure = self.unsure, no_labels()
         if self.ear:
-            self.missed += self.ear.check(self.words.rows * self.model.seconds, end=True)
+            self.ear.take(self.words.rows * self.model.seconds, self.step, end=True)
+            last = yield from self.with_missed(last)
         found, _ = self.words.add(last, 0)
         return found + self.words.take(LONGEST, self.total / self.extractor.rate if seconds is None else seconds)
 
+    def with_missed(self, part):
+        """Labels that are to become final, with those of missed speech where they are found."""
+        jobs, missed = self.ear.jobs, self.ear.found
+        self.ear.jobs, self.ear.found = [], []
+        for begin, end, first, samples in jobs:
+            before = len(self.words.before)
+            known = Labels(self.words.before, [-1] * before, [0.0] * before, [1.0] * before, [0] * before)
+            known = Labels(*(x + y + z for x, y, z in zip(known, self.words.waiting, part)))
+            second = yield from self.again(samples)
+            found = unheard.joined(self.model, known, second, first // self.step, begin, end)
+            if found is not None:
+                self.words.waiting, part = no_labels(), found.part(before, None)
+                missed.remove((begin, end))
+        self.missed += missed
+        return part
+
+    def again(self, samples):
+        """The labels of samples that are heard by themselves; none if all slots but one are busy."""
+        other, found = self.other(), no_labels()
+        if other is None:
+            return found
+        try:
+            for step in other.steps(samples, end=True):
+                part, unsure, _ = yield other, step
+                found.extend(part)
+            found.extend(unsure)
+        finally:
+            other.slots.free.append(other.slot)
+        kept = [i for i, x in enumerate(found.labels) if x not in self.words.last_labels]
+        return Labels(*([x[i] for i in kept] for x in found))
+
+    def other(self):
+        """A Stream with the same programs."""
+        if self.shares and len(self.slots.free) < 2:  # the last one is for a recording of its own
+            return None
+        return Stream(self.model, self.slots.decoding, slots=self.slots if self.shares else None, listens=False)
+
     def heard(self, samples, end=False):
-        """Yields what `took` returns for each step of more samples [S]; `end`: they are the last ones."""
+        """Yields what `taking` returns for each step of more samples [S]; `end`: they are the last ones."""
         for step in self.steps(samples, end):
-            yield self.took(*self.slots.run([step])[0])
+            yield finished(self.taking(*self.slots.run([step])[0]))
         if end:
-            yield self.rest(), False
+            yield finished(self.resting()), False
 
     def feed(self, samples, end=False):
         """`samples` [S]: floats in [-1, 1], or integers."""
@@ -281,6 +327,17 @@ class Stream:
         if ended:
             yield {"type": "endpoint"} | time
         self.said = open_
+
+
+def finished(taking):
+    """What a generator of a Stream returns, whose steps run at once."""
+    found = None
+    while True:
+        try:
+            stream, step = taking.send(found)
+        except StopIteration as end:
+            return end.value
+        (found,) = stream.slots.run([step])
 
 
 def blocks_of_file(path, rate):

@@ -32,8 +32,11 @@ def without(speech, spans):
             begin += LONGEST
 
 
-def gaps(speech, spans, until):
-    """([begin, end) of unheard speech, the time from which on nothing is decided), as far as labels are known."""
+def gaps(speech, spans, until, final=-np.inf):
+    """([begin, end) of unheard speech, the time from which on nothing is decided), as far as labels are known.
+
+    `final`: the time of a label that stays, and before which there will be no others.
+    """
     until -= AROUND  # a label may come behind its speech
     groups, found, decided = [], [], until
     for begin, end in without(((a, min(b, until)) for a, b in speech if a < until), spans):
@@ -42,7 +45,8 @@ def gaps(speech, spans, until):
         else:
             groups.append([(begin, end)])
     for group in groups:
-        if group[-1][1] > until - LEAST and group[-1][1] - group[0][0] < LONGEST:  # it may go on
+        # It may go on, unless a label comes first: no group has speech before and after one.
+        if group[-1][1] > max(until - LEAST, final) and group[-1][1] - group[0][0] < LONGEST:
             decided = min(decided, group[0][0])
         elif sum(b - a for a, b in group) > LEAST:
             found.append((group[0][0], group[-1][1]))
@@ -66,10 +70,10 @@ class Ear:
         spans = ((x * seconds, (x + max(n, 1)) * seconds) for x, n in zip(labels.frames, labels.durations))
         self.spans = sorted({*self.spans, *spans})
 
-    def check(self, until, end=False):
-        """Yields [begin, end) of unheard speech, where labels until then are known; each once."""
+    def check(self, until, end=False, final=-np.inf):
+        """Yields [begin, end) of unheard speech, where labels until then are known; each once. `final`: of `gaps`."""
         speech = [(max(a, self.decided), b) for a, b in self.detector.speech() if b > self.decided]
-        found, self.decided = gaps(speech, self.spans, until + LEAST + LONGEST if end else until)
+        found, self.decided = gaps(speech, self.spans, until + LEAST + LONGEST if end else until, final)
         for a, b in found:
             self.decided = max(self.decided, b)
             yield a, b
@@ -84,9 +88,9 @@ class Ear:
         first = -(-first // step) * step
         return first, self.samples[first - self.begin : round((end + BEFORE) * self.rate) - self.begin].copy()
 
-    def take(self, until, step, end=False):
+    def take(self, until, step, end=False, final=-np.inf):
         """Puts unheard speech into `found`, and what is to be heard again into `jobs`."""
-        for a, b in self.check(until, end):
+        for a, b in self.check(until, end, final):
             self.found.append((a, b))
             if sum(y - x for x, y, *_ in self.jobs) < MOST:
                 self.jobs.append((a, b, *self.cut(a, b, step)))

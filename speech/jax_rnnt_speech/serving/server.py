@@ -435,11 +435,21 @@ class Server:
             if not end and message.type is not aiohttp.WSMsgType.BINARY:
                 return
             for step in stream.steps(samples.rest() if end else samples(message.data), end):
-                await self.send(socket, stream.events(*stream.took(*await self.steps(step))))
+                await self.send(socket, stream.events(*await self.finished(stream.taking(*await self.steps(step)))))
         seconds = samples.count / samples.rate
-        await self.send(socket, stream.events(stream.rest(seconds)))
+        await self.send(socket, stream.events(await self.finished(stream.resting(seconds))))
         await self.send(socket, [{"type": "end", "duration": round(seconds, 3)}])
         await socket.close()
+
+    async def finished(self, taking):
+        """As `streams.finished`, by steps that run with those of other streams."""
+        found = None
+        while True:
+            try:
+                _, step = taking.send(found)
+            except StopIteration as end:
+                return end.value
+            found = await self.steps(step)
 
     async def send(self, socket, events):
         async with asyncio.timeout(PATIENCE):
