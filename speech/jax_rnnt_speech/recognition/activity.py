@@ -5,6 +5,7 @@ A chunk of 512 samples gets the probability that somebody speaks in it; an LSTM 
 """
 
 import functools
+import math
 from pathlib import Path
 
 import av
@@ -53,10 +54,20 @@ class Detector:
     """Probabilities of speech in the chunks of a recording, whose samples come at a rate, in pieces of any size."""
 
     def __init__(self, rate):
-        self.rate, self.state = rate, np.zeros((2, 128), np.float32)
-        self.resampler = None if rate == RATE else av.AudioResampler("flt", "mono", RATE)
+        self.rate, self.probabilities, self.first = rate, [], 0  # of chunks from the first on that are not forgotten
+        self.begin()
+
+    def begin(self):
+        self.state = np.zeros((2, 128), np.float32)
+        self.resampler = None if self.rate == RATE else av.AudioResampler("flt", "mono", RATE)
         self.samples = np.zeros(CONTEXT, np.float32)
-        self.probabilities, self.first = [], 0  # of the chunks from the first on that are not forgotten
+
+    def skip(self, seconds):
+        """Goes on at the chunk that begins then or later, as at the start of a recording; -> its first sample."""
+        chunk = max(math.ceil(seconds / SECONDS), self.first + len(self.probabilities))
+        self.probabilities += [0.0] * (chunk - self.first - len(self.probabilities))
+        self.begin()
+        return round(chunk * SECONDS * self.rate)
 
     def add(self, samples):
         """More samples float32 [S]."""
