@@ -273,7 +273,7 @@ struct SumsTable {
 // Thread blocks in three parts: for each block of the slab and some of the units, the rows of its frames; the same with
 // its columns; sums of the bias.
 template <class T>
-__global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table, SumsTable s) {
+__global__ __launch_bounds__(kSumThreads, 4) void JointSumsKernel(JointTable table, SumsTable s) {
   JAX_RNNT_AT_MOST(kSumThreads);
   JAX_RNNT_DYNAMIC_SHARED(uint32_t, same);
   const int slab = *s.slab, count = *table.inputs.count;
@@ -339,28 +339,31 @@ __global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table,
   const auto same_frames = [&](int64_t position) {
     return position >= 0 && position < count && ((uint32_t(table.inputs.list[position]) ^ code) & mask) == 0;
   };
-  const int64_t begin = int64_t(slab) * s.blocks;
-  const bool begun = of_encoder && mine == 0 && same_frames(begin - 1),
-             unfinished = of_encoder && same_frames(begin + live);
-  float* const carried = s.carry + int64_t(slab % 2) * table.frames_of_block * table.units;
-  float* const carry = s.carry + int64_t((slab + 1) % 2) * table.frames_of_block * table.units;
-  const auto finish = [&](int unit, int row, int64_t place, float sum) {
+  const auto finish_encoder = [&](int unit, int row, int64_t place, float sum) {
     if (unit >= table.units) return;
-    place = place * table.units + unit;
-    const int64_t at = int64_t(row) * table.units + unit;
-    if (!of_encoder) {
-      s.predictor[place] += sum;
+    const int64_t begin = int64_t(slab) * s.blocks;
+    const auto carry = [&](int k) -> float& {
+      return s.carry[(int64_t(k % 2) * table.frames_of_block + row) * table.units + unit];
+    };
+    if (mine == 0 && same_frames(begin - 1)) sum += carry(slab);
+    if (same_frames(begin + live)) {
+      carry(slab + 1) = sum;
       return;
     }
-    sum += begun ? carried[at] : 0;
-    if (unfinished) {
-      carry[at] = sum;
-    } else if (table.inputs.rows == DType::kF32) {
+    place = place * table.units + unit;
+    if (table.inputs.rows == DType::kF32) {
       static_cast<float*>(s.encoder)[place] = sum;
     } else if (table.inputs.rows == DType::kBF16) {
       static_cast<BFloat16*>(s.encoder)[place] = Narrow<BFloat16>(sum);
     } else {
       static_cast<Half*>(s.encoder)[place] = Narrow<Half>(sum);
+    }
+  };
+  const auto finish = [&](auto frames, int unit, int row, int64_t place, float sum) {
+    if constexpr (decltype(frames)::value != 0) {
+      finish_encoder(unit, row, place, sum);
+    } else {
+      if (unit < table.units) s.predictor[place * table.units + unit] += sum;
     }
   };
   if (unit >= s.padded_units) return;
@@ -388,7 +391,7 @@ __global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table,
         }
       });
       if (at >= (kFrames ? table.frames : table.columns)) continue;
-      finish(unit, i, place, sum.x), finish(unit + 1, i, place, sum.y);
+      finish(frames, unit, i, place, sum.x), finish(frames, unit + 1, i, place, sum.y);
     }
   };
   ForActivation(table.activation, [&](const auto& activation) {
