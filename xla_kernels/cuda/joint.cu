@@ -273,7 +273,7 @@ struct SumsTable {
 // Thread blocks in three parts: for each block of the slab and some of the units, the rows of its frames; the same with
 // its columns; sums of the bias.
 template <class T>
-__global__ __launch_bounds__(kSumThreads, 4) void JointSumsKernel(JointTable table, SumsTable s) {
+__global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable table, SumsTable s) {
   JAX_RNNT_AT_MOST(kSumThreads);
   JAX_RNNT_DYNAMIC_SHARED(uint32_t, same);
   const int slab = *s.slab, count = *table.inputs.count;
@@ -339,32 +339,27 @@ __global__ __launch_bounds__(kSumThreads, 4) void JointSumsKernel(JointTable tab
   const auto same_frames = [&](int64_t position) {
     return position >= 0 && position < count && ((uint32_t(table.inputs.list[position]) ^ code) & mask) == 0;
   };
-  const auto finish_encoder = [&](int unit, int row, int64_t place, float sum) {
-    if (unit >= table.units) return;
+  const auto of_frames = [&](int row, int64_t place, const Two& sum) {
     const int64_t begin = int64_t(slab) * s.blocks;
-    const auto carry = [&](int k) -> float& {
-      return s.carry[(int64_t(k % 2) * table.frames_of_block + row) * table.units + unit];
-    };
-    if (mine == 0 && same_frames(begin - 1)) sum += carry(slab);
-    if (same_frames(begin + live)) {
-      carry(slab + 1) = sum;
-      return;
-    }
-    place = place * table.units + unit;
-    if (table.inputs.rows == DType::kF32) {
-      static_cast<float*>(s.encoder)[place] = sum;
-    } else if (table.inputs.rows == DType::kBF16) {
-      static_cast<BFloat16*>(s.encoder)[place] = Narrow<BFloat16>(sum);
-    } else {
-      static_cast<Half*>(s.encoder)[place] = Narrow<Half>(sum);
+    const bool begun = mine == 0 && same_frames(begin - 1), unfinished = same_frames(begin + live);
+    const auto carry = [&](int k) { return s.carry + (int64_t(k % 2) * table.frames_of_block + row) * table.units; };
+#pragma unroll 1
+    for (int k = unit; k < min(unit + 2, table.units); ++k) {
+      const float x = (k == unit ? sum.x : sum.y) + (begun ? carry(slab)[k] : 0);
+      if (unfinished) {
+        carry(slab + 1)[k] = x;
+      } else if (table.inputs.rows == DType::kF32) {
+        static_cast<float*>(s.encoder)[place + k] = x;
+      } else if (table.inputs.rows == DType::kBF16) {
+        static_cast<BFloat16*>(s.encoder)[place + k] = Narrow<BFloat16>(x);
+      } else {
+        static_cast<Half*>(s.encoder)[place + k] = Narrow<Half>(x);
+      }
     }
   };
-  const auto finish = [&](auto frames, int unit, int row, int64_t place, float sum) {
-    if constexpr (decltype(frames)::value != 0) {
-      finish_encoder(unit, row, place, sum);
-    } else {
-      if (unit < table.units) s.predictor[place * table.units + unit] += sum;
-    }
+  const auto of_columns = [&](int64_t place, const Two& sum) {
+    if (unit < table.units) s.predictor[place + unit] += sum.x;
+    if (unit + 1 < table.units) s.predictor[place + unit + 1] += sum.y;
   };
   if (unit >= s.padded_units) return;
   // Of rows of the encoder, or of the predictor: a warp takes a row of the block at a time.
@@ -391,7 +386,11 @@ __global__ __launch_bounds__(kSumThreads, 4) void JointSumsKernel(JointTable tab
         }
       });
       if (at >= (kFrames ? table.frames : table.columns)) continue;
-      finish(frames, unit, i, place, sum.x), finish(frames, unit + 1, i, place, sum.y);
+      if constexpr (kFrames) {
+        of_frames(i, place * table.units, sum);
+      } else {
+        of_columns(place * table.units, sum);
+      }
     }
   };
   ForActivation(table.activation, [&](const auto& activation) {
