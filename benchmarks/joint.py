@@ -2,11 +2,12 @@
 
     python benchmarks/joint.py                # by shape
     python benchmarks/joint.py --librispeech  # batches of LibriSpeech's lengths; a GPU takes them whole
-    python benchmarks/joint.py --products     # on a GPU: kernels, tiles, and the matrix products of both alone
+    python benchmarks/joint.py --products     # on a GPU: kernels, tiles, and the bare matrix products
 
 All contestants take turns in one run and compute the gradients of encoder and predictor output, weight and bias.
 """
 
+import dataclasses
 import functools
 import math
 import os
@@ -133,16 +134,23 @@ def batch_contestants(batch, worker, limit):
         "LinearJoint": lambda name: program(name, functools.partial(linear, loss=SUM)),
     }
     if worker and "torchaudio, joint" in worker.names:
-        makers["torchaudio, joint"] = lambda name: worker.contestant(name, "librispeech", *batch)
+        options = {"blank": SUM.blank, "reduction": SUM.reduction}
+        makers["torchaudio, joint"] = lambda name: worker.contestant(name, "librispeech", *batch, **options)
+    timed = made(makers)
+    for contestant in timed:  # torchaudio's rows are not padded: the gradient of the weight is compared
+        contestant.check = contestant.check[0], contestant.check[1][: measure.samples(sources[:1]).size]
+    measure.agree(timed[0], timed[1:], loss=limit, gradient=limit * np.abs(timed[0].check[1]).max())
+    return timed
+
+
+def made(makers):
+    """The contestants that can be made."""
     timed = []
     for name, make in makers.items():
         try:
             timed.append(make(name))
         except Exception as error:  # of memory; which one depends on the library
             print(f"left out: {name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-    for contestant in timed:  # torchaudio's rows are not padded: the gradient of the weight is compared
-        contestant.check = contestant.check[0], contestant.check[1][: measure.samples(sources[:1]).size]
-    measure.agree(timed[0], timed[1:], loss=limit, gradient=limit * np.abs(timed[0].check[1]).max())
     return timed
 
 
@@ -204,66 +212,113 @@ def products(weight, hidden, turns):
     return jax.lax.fori_loop(0, turns, turn, (hidden, jnp.zeros(weight.shape, jnp.float32)))[1]
 
 
-def with_products(sources, sequences, loss, dtype, nodes):
-    """Kernels, tiles, and the bare products of so many nodes."""
-    weight, bias, *rows = (jnp.asarray(x, dtype) for x in sources)
-    start = functools.partial(measure.program, gradient=ALL, arguments=(weight, bias, *rows, *sequences))
-    linear_of_loss = functools.partial(linear, loss=loss)
-    timed = [start("kernels", linear_of_loss)]
-    with mock.patch.object(_tiles, "not_skipped", return_value=jnp.bool_(True)):
-        timed.append(start("kernels, nothing skipped", lambda *arguments: linear_of_loss(*arguments)))
-    with mock.patch.dict(loading.JOINTS, clear=True):
-        timed.append(start("tiles", lambda *arguments: linear_of_loss(*arguments)))
-    measure.agree(timed[0], timed[1:], loss=2e-2, gradient=2e-2 * np.abs(timed[0].check[1]).max())
-    units, classes = weight.shape
-    hidden = jnp.ones((min(nodes, NODES), units), dtype)
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Of `problems`: its function there, and the arguments of a peer, whose rows need not be padded."""
+
+    function: str
+    arguments: tuple
+    loss: object
+    dtype: object
+    padding: tuple = ()  # further arguments of ours
+
+    @property
+    def options(self):
+        """Of a peer, in JSON."""
+        options = {"dtype": jnp.dtype(self.dtype).name, "blank": self.loss.blank, "reduction": self.loss.reduction}
+        return options | ({"durations": durations} if (durations := durations_of(self.loss)) else {})
+
+
+def durations_of(loss):
+    return list(getattr(loss, "durations", ()))
+
+
+def with_products(problem, worker):
+    """Kernels, tiles, peers, and the bare products of all nodes inside the lengths; and what disagrees."""
+    sources, sequences = getattr(problems, problem.function)(*problem.arguments, *problem.padding)
+    weight, bias, *rows = (jnp.asarray(x, problem.dtype) for x in sources)
+    program = functools.partial(
+        measure.program, gradient=ALL, arguments=(weight, bias, *rows, *sequences), whole=True
+    )
+    loss = functools.partial(linear, loss=problem.loss)
+
+    def nothing_skipped(name):
+        with mock.patch.object(_tiles, "not_skipped", return_value=jnp.bool_(True)):
+            return program(name, lambda *arguments: loss(*arguments))
+
+    def tiles(name):
+        with mock.patch.dict(loading.JOINTS, clear=True):
+            return program(name, lambda *arguments: loss(*arguments))
+
+    makers = {"kernels": lambda name: program(name, loss), "kernels, nothing skipped": nothing_skipped, "tiles": tiles}
+    for name in worker.joints(durations_of(problem.loss)) if worker else ():
+        makers[name] = lambda name: worker.contestant(name, problem.function, *problem.arguments, **problem.options)
+    timed, wrong = made(makers), []
+    if not np.isfinite(timed[0].check[0]):
+        wrong.append(f"the loss of {timed[0].name} is {timed[0].check[0]}")
+    if problem.padding:  # rows of peers are not padded: the gradient of the weight is compared
+        for contestant in timed:
+            contestant.check = contestant.check[0], contestant.check[1][: measure.samples(sources[:1]).size]
+    for contestant in timed[1:]:
+        try:
+            measure.agree(timed[0], [contestant], loss=2e-2, gradient=2e-2 * np.abs(timed[0].check[1]).max())
+        except AssertionError as error:  # says so at the end, with the times of all
+            wrong.append(f"{contestant.name} and {timed[0].name}: {' '.join(str(error).split())[:300]}")
+    nodes, (units, classes) = int(np.dot(sequences[1], sequences[2] + 1.0)), weight.shape
+    hidden = jnp.ones((min(nodes, NODES), units), problem.dtype)
     run = jax.jit(functools.partial(products, turns=-(-nodes // len(hidden))))
-    weight = weight * jnp.asarray((units / classes) ** 0.5, dtype)  # so that nothing grows from turn to turn
+    weight = weight * jnp.asarray((units / classes) ** 0.5, problem.dtype)  # so that nothing grows from turn to turn
     jax.block_until_ready(run(weight, hidden))
-    return [*timed, measure.calls("products", run, weight, hidden)]
+    return [*timed, measure.calls("products", run, weight, hidden)], wrong
 
 
-def beside_products(args):
-    budget, results, checks, deadline = measure.settle(args), {}, [], time.monotonic() + args.limit
-    makers = {name: functools.partial(of_case, args, *rest) for name, rest in LARGE.items()}
-    for dtype in (jnp.float32, jnp.bfloat16):
-        makers[f"LibriSpeech, {jnp.dtype(dtype)}"] = functools.partial(of_librispeech, args, dtype)
-    for name, make in makers.items():
+def beside_products(args, peers):
+    deadline, budget, wrong, results, checks = time.monotonic() + args.limit, measure.settle(args), [], {}, []
+    worker = peers and peers(0 if jax.default_backend() == "gpu" else args.threads)
+    chosen = {name: of_case(args, *rest) for name, rest in LARGE.items()}
+    chosen |= {f"LibriSpeech, {dtype}": of_librispeech(args, dtype) for dtype in ("float32", "bfloat16")}
+    for name, problem in chosen.items():
         if results and time.monotonic() > deadline:
             print(f"left out: {name}: no time left", file=sys.stderr)
             continue
-        timed = results[name] = with_products(*make())
+        timed, different = with_products(problem, worker)
+        wrong += [f"{name}: {x}" for x in different]
         measure.take_turns(timed, budget, args.repeat, deadline)
-        measure.report(name, timed, ["products", "kernels"])
-        checks += [measure.aim(f"{name}: {c.name} / products", c, timed[-1], "<= 2") for c in timed[:2]]
+        results[name] = timed
+        by_name = {c.name: c for c in timed}
+        measure.report(name, timed, [x for x in ("products", "kernels") if x in by_name])
+        ours = [c for c in timed if c.name.startswith("kernels")]
+        checks += [measure.aim(f"{name}: {c.name} / products", c, by_name["products"], "<= 2") for c in ours]
+        # After each case: what ends the program loses none of those before.
+        measure.save(args, "-joint-products", checks, results, versions=worker.versions if worker else {})
     measure.report_aims(checks)
-    measure.save(args, "-joint-products", checks, results)
+    if wrong:
+        sys.exit("\n".join(["Not all is right:", *wrong]))
 
 
 def of_case(args, case, loss, dtype):
     if args.shrink > 1:
         case = cases.Case("", 2, case.T // args.shrink, case.U // args.shrink, 40, 32)
-    return *problems.joint(case, args.seed), loss, dtype, case.B * case.T * (case.U + 1)
+    return Problem("joint", (dataclasses.asdict(case), args.seed, len(durations_of(loss))), loss, dtype)
 
 
 def of_librispeech(args, dtype):
-    sources, sequences = problems.librispeech("file order", 0, args.share or 1.0, args.shrink, FRAMES, COLUMNS)
-    nodes = int(np.dot(sequences[1], sequences[2] + 1.0))
-    return sources, sequences, SUM, dtype, nodes
+    arguments = "file order", 0, args.share or 1.0, args.shrink
+    return Problem("librispeech", arguments, SUM, dtype, (FRAMES, COLUMNS))
 
 
 def main(argv=None, peers=None):
-    """`peers` starts a worker with so many threads, whose contestants join in --librispeech."""
+    """`peers` starts a worker with so many threads, whose contestants join in --librispeech and --products."""
     parser = measure.options(__doc__, [case.name for case in cases.JOINT])
     parser.add_argument("--librispeech", action="store_true")
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--batches", type=int, default=3, help="of --librispeech, of each order (%(default)s)")
     parser.add_argument("--share", type=float, help="of the utterances of each batch (GPU: 1, CPU: 0.1)")
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for trials (%(default)s)")
-    parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech (%(default)s)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech, and of --products (%(default)s)")
     args = parser.parse_args(argv)
     if args.products:
-        beside_products(args)
+        beside_products(args, peers)
     elif args.librispeech:
         librispeech(args, peers)
     else:

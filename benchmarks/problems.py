@@ -29,8 +29,12 @@ def logits(case, seed):
     return (x,), batch
 
 
-def joint(case, seed):
-    """Weight [H, V], bias, encoder and predictor rows. As newly initialised: logits have unit variance."""
+def joint(case, seed, durations=0):
+    """Weight [H, V], bias, encoder and predictor rows. As newly initialised: logits have unit variance.
+
+    `case`: or the fields of one. `durations`: so many of the last classes are no labels.
+    """
+    case = cases.Case(**case) if isinstance(case, dict) else case
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
@@ -38,7 +42,7 @@ def joint(case, seed):
 
     weight = draw(case.H, case.V) * np.float32(case.H**-0.5)
     rows = draw(case.B, case.T, case.H), draw(case.B, case.U + 1, case.H)
-    targets = rng.integers(0, case.V - 1, (case.B, case.U), np.int32)
+    targets = rng.integers(0, case.V - durations - 1, (case.B, case.U), np.int32)
     return (weight, np.zeros(case.V, np.float32), *rows), (targets, *case.lengths)
 
 

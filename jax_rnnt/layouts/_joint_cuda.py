@@ -145,7 +145,9 @@ def forward(problem, parameters, inputs, interpret=False):
 
 
 def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags, interpret=False):
-    """(gradient of the encoder [B, T, H], of the predictor [B N, U1, H], those of the parameters), in float32.
+    """(gradient of the encoder [B, T, H], of the predictor [B N, U1, H], those of the parameters).
+
+    They are in float32, but that of the encoder may have its type.
 
     `flags`: bool [B N, blocks of frames, blocks of columns], the blocks that count.
     """
@@ -174,9 +176,11 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
         *sums, i, more = call("jax_rnnt_joint_sums", results, operands, aliases=aliases)
         return i, more, of_weight, *sums
 
-    shapes = (lanes, units), inputs.encoder.shape, inputs.predictor.shape, (lanes,)
-    zeros = [jnp.zeros(shape, jnp.float32) for shape in shapes]
+    carry = 2, problem.blocks.frames, problem.units  # of rows of the encoder whose blocks are in two slabs
+    shapes = (lanes, units), inputs.encoder.shape, inputs.predictor.shape, (lanes,), carry
+    dtypes = jnp.float32, table[5].dtype, jnp.float32, jnp.float32, jnp.float32
+    zeros = [jnp.zeros(*of_array) for of_array in zip(shapes, dtypes)]
     state = lax.while_loop(lambda state: state[1], turn, (jnp.int32(0), listed[1] > 0, *zeros))
-    of_weight, of_encoder, of_predictor, of_bias = state[2:]
+    of_weight, of_encoder, of_predictor, of_bias, _ = state[2:]
     of_parameters = [classes.restore(of_weight.T[: problem.units]), classes.restore(of_bias)]
     return of_encoder, of_predictor, of_parameters[: len(parameters)]

@@ -209,7 +209,7 @@ def _largest(plane):
     return jnp.maximum(jnp.max(plane, (1, 2), initial=0), -jnp.min(plane, (1, 2), initial=0))
 
 
-def _negligible(cotangents, scale, clamp):
+def _negligible(size, largest, scale, clamp):
     """bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
 
     The cotangents of a node are minus the posteriors of its arcs, so a row of logits has a gradient of the size of the
@@ -225,13 +225,12 @@ def _negligible(cotangents, scale, clamp):
 
     A clamp lowers the limit, since clipped sums are smaller. So does a small largest cotangent: those of a latency have
     any size, and the bound is linear in them.
+
+    `size`: the largest absolute value of the cotangents of a node [B, T, U1], `largest`: of a sequence [B].
     """
-    first = cotangents[0]
-    size = functools.reduce(jnp.maximum, map(jnp.abs, cotangents))
-    most = jnp.minimum(functools.reduce(jnp.maximum, map(_largest, cotangents)), 1)
-    limit = most * jnp.where(clamp > 0, jnp.minimum(clamp, 1), 1).astype(first.dtype)
-    limit = limit[:, None, None] * (jnp.finfo(first.dtype).eps / sum(first.shape[1:]))
-    return size * (scale != 0).astype(first.dtype)[:, None, None] <= limit  # not where it is NaN
+    limit = jnp.minimum(largest, 1) * jnp.where(clamp > 0, jnp.minimum(clamp, 1), 1).astype(size.dtype)
+    limit = limit[:, None, None] * (jnp.finfo(size.dtype).eps / sum(size.shape[1:]))
+    return size * (scale != 0).astype(size.dtype)[:, None, None] <= limit  # not where it is NaN
 
 
 class Sums(typing.NamedTuple):
@@ -363,7 +362,8 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
         )
         inputs = inputs._replace(predictor=predictor, arrays=arrays)
     else:
-        flags &= not_skipped(blocks, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
+        largest = functools.reduce(jnp.maximum, map(_largest, cotangents.values()))
+        flags &= not_skipped(blocks, _size(cotangents), largest, scale, clamp) & ~off[:, None, None]
     work, planes = blocks.work(flags, grouped), jax.tree.map(blocks.cut, planes)
     per_sequence = scale, clamp
     backward = Backward(tiled, strict, platforms, parameters, inputs, counts, planes, per_sequence, off, work)
@@ -372,10 +372,15 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
     return backward.finish(sums, bad)
 
 
-def not_skipped(blocks, cotangents, scale, clamp):
+def _size(cotangents):
+    """[B, T, U1]: the largest absolute value of the cotangents of a node."""
+    return functools.reduce(jnp.maximum, map(jnp.abs, cotangents.values()))
+
+
+def not_skipped(blocks, size, largest, scale, clamp):
     """bool [B, blocks of frames, blocks of columns]: blocks whose gradient counts."""
-    kept = blocks.cut(~_negligible(cotangents, scale, clamp))
-    return jnp.any(kept, -1).reshape(-1, *blocks.grid(cotangents[0].shape[1:]))
+    kept = blocks.cut(~_negligible(size, largest, scale, clamp))
+    return jnp.any(kept, -1).reshape(-1, *blocks.grid(size.shape[1:]))
 
 
 def _forward_kernel(kernels, plan, static, parameters, batched, interpret):
@@ -388,12 +393,14 @@ def _forward_kernel(kernels, plan, static, parameters, batched, interpret):
 def _backward_kernel(kernels, plan, static, parameters, batched, interpret):
     """As `_backward_tiles`, by the kernel."""
     inputs, cotangents, norm, scale, clamp = _without_copies(batched, static[2])
+    # One reduction of all cotangents, since each is some launches on a GPU. The largest is NaN if one is.
+    size = _size(cotangents)
+    largest = jnp.max(size, (1, 2))
     # Gradients of a scale near the end of float32 would be infinite in sums that sequences share.
-    most = jnp.abs(scale) * functools.reduce(jnp.maximum, map(_largest, cotangents.values()))
-    off = has_nan(cotangents) | (scale == 0) | ~(most < 2.0**106)
+    off = (scale == 0) | ~(jnp.abs(scale) * largest < 2.0**106)
     blocks = plan.blocks
     flags, _ = _flags(blocks, inputs)
-    flags &= not_skipped(blocks, [*cotangents.values()], scale, clamp) & ~off[:, None, None]
+    flags &= not_skipped(blocks, size, largest, scale, clamp) & ~off[:, None, None]
     operands = parameters, inputs, cotangents, norm, scale, clamp, flags
     of_encoder, of_predictor, totals = kernels.backward(plan, *operands, interpret)
     gradients = _of_states(inputs, of_encoder, of_predictor, off & (scale != 0))

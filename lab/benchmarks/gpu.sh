@@ -6,10 +6,12 @@
 #   lab/benchmarks/gpu.sh --dry-run          the same without a GPU: emulated kernels, tiny sizes, nothing kept
 #
 # Needs Python with jax for CUDA, pytest, pytest-xdist, chex, flatbuffers, pybind11 and scikit-build-core, the packages of
-# speech/, cmake, ninja, nvcc; torch and torchaudio for the comparison, compute-sanitizer for memcheck and
+# speech/, cmake, ninja, nvcc; torch, torchaudio and transformers for the comparison, compute-sanitizer for memcheck and
 # racecheck, ncu for counters.
 # Environment, with defaults: PYTHON (python3); OUT, the folder of results (lab/benchmarks/results); COMMIT, the commit, if
-# git does not know it; LIMIT, seconds of all parts together (585).
+# git does not know it; LIMIT, seconds of all parts together (585); TORCH_PYTHON (PYTHON), which has torch, torchaudio and
+# transformers, where these have another environment than JAX; FLASH (build/flash), a folder with three files of NeMo's
+# Flash RNN-T of 2026-08: flash_rnnt.py, rnnt_joint.py and rnnt_loss.py.
 #
 # Parts come in the order of what they teach first. Every part has its own time limit and runs even if others fail; the
 # exit code is 1 if any failed. Results: joint.json, joint.txt, bench.txt, librispeech.json, counters.txt, parts.tsv
@@ -21,7 +23,7 @@ PARTS=(build joint searches check selftest librispeech benchmark counters decode
 SETTLED=' benchmark counters decode example ' # have a record: they run only where they are named
 TOGETHER=' suite large memcheck racecheck example ' # time nothing, so they run side by side, at the end
 # Time limits in seconds. Those of the others and the longest of these add up to less than ten minutes.
-declare -A SECONDS_OF=([build]=110 [joint]=150 [searches]=70 [check]=30 [selftest]=30 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
+declare -A SECONDS_OF=([build]=110 [joint]=170 [searches]=70 [check]=30 [selftest]=30 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
   [large]=120 [memcheck]=60 [racecheck]=120 [example]=120)
 # B, T, U, V: the first stands for LibriSpeech; the second has the narrowest rows. There XLA compiles plain JAX for two
 # minutes, so the last alone has the other contestants.
@@ -96,10 +98,12 @@ run_part() {
         profile "$COUNTERS" "${steps[@]}" $shape --dtype bfloat16 || return
       done
       ;;
-    joint) # ours, tiles, and the products of both alone
+    joint) # ours, tiles, those of others, and the bare products
       local options=(--limit "$((SECONDS_OF[joint] - 30))" --budget 1 --repeat 20)
       if [[ $DRY_RUN ]]; then options=(--shrink 40 --share 0.04 --limit 30 --budget 0.1 --repeat 1); fi
-      "$PYTHON" benchmarks/joint.py --products "${options[@]}" --output "$OUT/joint.json" | tee "$OUT/joint.txt"
+      if [[ -d $FLASH ]]; then options+=(--flash "$FLASH"); fi
+      "$PYTHON" lab/benchmarks/peers.py joint --products --torch-python "$TORCH_PYTHON" "${options[@]}" \
+        --output "$OUT/joint.json" | tee "$OUT/joint.txt"
       ;;
     searches) # at the sizes of Parakeet TDT 0.6B
       local options=()
@@ -117,7 +121,7 @@ run_part() {
     librispeech)
       local options=(--limit "$((SECONDS_OF[librispeech] - 15))" --budget 1 --repeat 5)
       if [[ $DRY_RUN ]]; then options=(--batches 1 --repeat 1 --share 0.1 --shrink 20); fi
-      "$PYTHON" lab/benchmarks/peers.py joint --torch-python "$PYTHON" --librispeech "${options[@]}" --output "$OUT/librispeech.json"
+      "$PYTHON" lab/benchmarks/peers.py joint --torch-python "$TORCH_PYTHON" --librispeech "${options[@]}" --output "$OUT/librispeech.json"
       ;;
   esac
 }
@@ -186,7 +190,8 @@ mkdir -p "$OUT" build/gpu
 PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
 export DRY_RUN ARCHITECTURE CHECK JAX_PLATFORMS JAX_RNNT_REQUIRE PYTHONPATH PYTHONUNBUFFERED=1 JAX_RNNT_INSTALLED=$SITE
 OUT=$(cd "$OUT" && pwd)
-export OUT PYTHON=${PYTHON:-python3} XLA_PYTHON_CLIENT_PREALLOCATE=false
+export OUT PYTHON=${PYTHON:-python3} FLASH=${FLASH:-build/flash} XLA_PYTHON_CLIENT_PREALLOCATE=false
+export TORCH_PYTHON=${TORCH_PYTHON:-$PYTHON}
 LIMIT=${LIMIT:-$((DRY_RUN ? 9000 : 585))}
 
 chosen=("$@")

@@ -214,7 +214,7 @@ void CheckJoints() {
   CheckJoint<float>("joint, durations", [](O o) { o.exact = true; o.classes = 256; o.others = 5; o.activation = Activation::kExactGelu; });
   CheckJoint<float>("joint, durations of log-probabilities", [](O o) { o.classes = 256; o.others = 3; o.normalize = false; o.blanks = 2; });
   CheckJoint<BFloat16>("joint, Bernoulli blank", [](O o) { o.classes = 384; o.others = 1; o.bernoulli = true; o.slab = 50; });
-  CheckJoint<float>("joint, 64 rows", [](O o) { o.rows = 64; o.exact = true; o.frames = 19; o.columns = 17; o.copies = 2; });
+  CheckJoint<float>("joint, 64 rows", [](O o) { o.rows = 64; o.exact = true; o.frames = 19; o.columns = 17; o.copies = 2; o.slab = 1; });
   CheckJoint<BFloat16>("joint, 128 rows", [](O o) { o.rows = 128; o.frames = 37; o.columns = 12; o.units = 130; o.slab = 2; });
   CheckJoint<float>("joint, one node", [](O o) { o.frames = o.columns = o.units = o.encoders = 1; o.exact = true; });
 }

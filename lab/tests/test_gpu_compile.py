@@ -217,7 +217,7 @@ def launches(compiled):
 JOINTS = {  # and the most launches of all blocks, at most MB of workspace
     "rnnt": (family.RNNT, BATCH, V, 200, 256),
     "hat": (family.HAT, BATCH, V, 200, 256),
-    "tdt": (family.tdt((0, 1, 2, 3, 4)), BATCH, V, 220, 300),
+    "tdt": (family.tdt((0, 1, 2, 3, 4)), BATCH, V, 200, 256),
     "tdt, many classes": (family.tdt((0, 1, 2, 3, 4)), 4, 8193, 200, 400),
     "one slab": (family.RNNT, 1, V, 60, 256),
 }

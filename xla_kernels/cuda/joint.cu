@@ -252,6 +252,11 @@ __global__ __launch_bounds__(kJointThreads, 1) void JointGradientKernel(JointTab
 
 // ------------------------------------------------------------------------------------------------------------- sums
 
+template <int n>
+struct Number {
+  static constexpr int value = n;
+};
+
 constexpr int kSumThreads = 256, kSumUnits = 64;  // units of a thread block: a lane takes two, a warp a row
 
 struct SumsTable {
@@ -259,7 +264,8 @@ struct SumsTable {
   int blocks, rows, padded_units, classes;  // blocks of a slab
   const void* of_hidden;
   const float* of_bias;
-  float *encoder, *predictor, *bias;
+  void* encoder;
+  float *predictor, *bias, *carry;
   int32_t* next;
   bool* more;
 };
@@ -267,7 +273,7 @@ struct SumsTable {
 // Thread blocks in three parts: for each block of the slab and some of the units, the rows of its frames; the same with
 // its columns; sums of the bias.
 template <class T>
-__global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table, SumsTable s) {
+__global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable table, SumsTable s) {
   JAX_RNNT_AT_MOST(kSumThreads);
   JAX_RNNT_DYNAMIC_SHARED(uint32_t, same);
   const int slab = *s.slab, count = *table.inputs.count;
@@ -329,50 +335,69 @@ __global__ __launch_bounds__(kSumThreads) void JointSumsKernel(JointTable table,
       return Two{from[0], from[1]};
     }
   };
-  const auto add = [&](float* to, int64_t row, const Two& sum) {
-    if (unit < table.units) to[row * table.units + unit] += sum.x;
-    if (unit + 1 < table.units) to[row * table.units + unit + 1] += sum.y;
+  // Of frames whose blocks another slab has, too, the sum goes from slab to slab in `s.carry`.
+  const auto same_frames = [&](int64_t position) {
+    return position >= 0 && position < count && ((uint32_t(table.inputs.list[position]) ^ code) & mask) == 0;
+  };
+  const auto of_frames = [&](int row, int64_t place, const Two& sum) {
+    const int64_t begin = int64_t(slab) * s.blocks;
+    const bool begun = mine == 0 && same_frames(begin - 1), unfinished = same_frames(begin + live);
+    const auto carry = [&](int k) { return s.carry + (int64_t(k % 2) * table.frames_of_block + row) * table.units; };
+#pragma unroll 1
+    for (int k = unit; k < min(unit + 2, table.units); ++k) {
+      const float x = (k == unit ? sum.x : sum.y) + (begun ? carry(slab)[k] : 0);
+      if (unfinished) {
+        carry(slab + 1)[k] = x;
+      } else if (table.inputs.rows == DType::kF32) {
+        static_cast<float*>(s.encoder)[place + k] = x;
+      } else if (table.inputs.rows == DType::kBF16) {
+        static_cast<BFloat16*>(s.encoder)[place + k] = Narrow<BFloat16>(x);
+      } else {
+        static_cast<Half*>(s.encoder)[place + k] = Narrow<Half>(x);
+      }
+    }
+  };
+  const auto of_columns = [&](int64_t place, const Two& sum) {
+    if (unit < table.units) s.predictor[place + unit] += sum.x;
+    if (unit + 1 < table.units) s.predictor[place + unit + 1] += sum.y;
   };
   if (unit >= s.padded_units) return;
+  // Of rows of the encoder, or of the predictor: a warp takes a row of the block at a time.
+  const auto add_rows = [&](auto frames, const auto& activation) {
+    constexpr bool kFrames = decltype(frames)::value != 0;
+    const int end = kFrames ? table.frames_of_block : kJointColumns;
+    const int others = kFrames ? kJointColumns : table.frames_of_block;
+    for (int i = warp; i < end; i += kSumThreads / 32) {
+      Two sum = {0, 0};
+      int at = 0;
+      int64_t place = 0;
+      each([&](int position) {
+        const JointBlock block(table, uint32_t(list[position]));
+        at = (kFrames ? block.frame : block.column) + i;
+        place = kFrames ? int64_t(block.encoder) * table.frames + at : int64_t(block.sequence) * table.columns + at;
+        if (at >= (kFrames ? block.frames : block.columns)) return;
+        const JointRows rows(table, block);
+        const Two x = kFrames ? rows.Encoder(at, unit) : rows.Predictor(at, unit);
+#pragma unroll(kFrames ? kJointColumns : 4)
+        for (int k = 0; k < others; ++k) {  // the gradient of rows outside the lengths is 0
+          const Two y = kFrames ? rows.Predictor(block.column + k, unit) : rows.Encoder(block.frame + k, unit);
+          const Two g = of_row(position, kFrames ? i * kJointColumns + k : k * kJointColumns + i);
+          sum.x += g.x * activation.Derivative(x.x + y.x), sum.y += g.y * activation.Derivative(x.y + y.y);
+        }
+      });
+      if (at >= (kFrames ? table.frames : table.columns)) continue;
+      if constexpr (kFrames) {
+        of_frames(i, place * table.units, sum);
+      } else {
+        of_columns(place * table.units, sum);
+      }
+    }
+  };
   ForActivation(table.activation, [&](const auto& activation) {
     if (of_encoder) {
-      for (int i = warp; i < table.frames_of_block; i += kSumThreads / 32) {
-        Two sum = {0, 0};
-        int t = 0;
-        int64_t place = 0;
-        each([&](int position) {
-          const JointBlock block(table, uint32_t(list[position]));
-          t = block.frame + i, place = int64_t(block.encoder) * table.frames + t;
-          if (t >= block.frames) return;
-          const JointRows rows(table, block);
-          const Two x = rows.Encoder(t, unit);
-#pragma unroll
-          for (int c = 0; c < kJointColumns; ++c) {  // the gradient of rows outside the lengths is 0
-            const Two y = rows.Predictor(block.column + c, unit), g = of_row(position, i * kJointColumns + c);
-            sum.x += g.x * activation.Derivative(x.x + y.x), sum.y += g.y * activation.Derivative(x.y + y.y);
-          }
-        });
-        if (t < table.frames) add(s.encoder, place, sum);
-      }
+      add_rows(Number<1>(), activation);
     } else {
-      for (int c = warp; c < kJointColumns; c += kSumThreads / 32) {
-        Two sum = {0, 0};
-        int u = 0;
-        int64_t place = 0;
-        each([&](int position) {
-          const JointBlock block(table, uint32_t(list[position]));
-          u = block.column + c, place = int64_t(block.sequence) * table.columns + u;
-          if (u >= block.columns) return;
-          const JointRows rows(table, block);
-          const Two y = rows.Predictor(u, unit);
-#pragma unroll 4
-          for (int i = 0; i < table.frames_of_block; ++i) {
-            const Two x = rows.Encoder(block.frame + i, unit), g = of_row(position, i * kJointColumns + c);
-            sum.x += g.x * activation.Derivative(x.x + y.x), sum.y += g.y * activation.Derivative(x.y + y.y);
-          }
-        });
-        if (u < table.columns) add(s.predictor, place, sum);
-      }
+      add_rows(Number<0>(), activation);
     }
   });
 }
@@ -387,10 +412,6 @@ bool HasTensorCores() {
 }
 
 // f(T, exact, rows as types) of the kernel for the problem.
-template <int n>
-struct Number {
-  static constexpr int value = n;
-};
 template <class F>
 cudaError_t ForKernel(DType dtype, const JointShape& shape, const F& f) {
   const auto of_rows = [&](auto t, auto exact) {
@@ -456,10 +477,19 @@ cudaError_t JointGradient(const JointGradientArgs& args, cudaStream_t stream) {
 cudaError_t JointSums(const JointSumsArgs& args, cudaStream_t stream) {
   const JointShape& shape = args.shape;
   const JointTable table(shape, args.inputs);
-  const SumsTable sums = {
-      args.slab,      int(shape.slab), int(shape.rows),       int(shape.padded_units), int(shape.classes),
-      args.of_hidden, args.of_bias,    args.encoder_gradient, args.predictor_gradient, args.bias_gradient,
-      args.next,      args.more};
+  const SumsTable sums = {args.slab,
+                          int(shape.slab),
+                          int(shape.rows),
+                          int(shape.padded_units),
+                          int(shape.classes),
+                          args.of_hidden,
+                          args.of_bias,
+                          args.encoder_gradient,
+                          args.predictor_gradient,
+                          args.bias_gradient,
+                          args.carry,
+                          args.next,
+                          args.more};
   const int64_t parts = (shape.units + kSumUnits - 1) / kSumUnits;
   const dim3 grid(unsigned(2 * shape.slab * parts + shape.classes / 32));
   const size_t shared_bytes = max(size_t(shape.slab + 31) / 32, size_t(kSumThreads)) * 4;

@@ -75,17 +75,19 @@ struct JointGradientArgs {
   int32_t* here;         // []: the number of the slab, for `JointSums`
 };
 
-// of_hidden, multiplied by the derivative of the activation, added to the gradients of rows; of_bias to that of the
-// bias.
+// of_hidden, multiplied by the derivative of the activation, summed to the gradients of rows, and of_bias to that of
+// the bias. Blocks with the same frames follow each other in the list, so a row of the encoder is written once, in the
+// type of the rows, by the slab with its last block; `carry` has the sum of those before.
 struct JointSumsArgs {
   JointShape shape;
   JointInputs inputs;
   const int32_t* slab;        // []
   const void* of_hidden;      // [slab R, H']
   const float* of_bias;       // [slab, 2, V']
-  float* encoder_gradient;    // [B, T, H], added to
+  void* encoder_gradient;     // [B, T, H], as encoder; frames of no block are left as they are
   float* predictor_gradient;  // [B N, U1, H], added to
   float* bias_gradient;       // [V'], added to
+  float* carry;               // [2, R / 8, H]: read by an even slab, and by an odd one
   int32_t* next;              // []: the number of the next slab; not the memory of `slab`
   bool* more;                 // []: whether there is one
 };

@@ -90,10 +90,14 @@ auto BindJointSums() {
       .template Arg<ffi::AnyBuffer>()  // here       []             s32
       .template Arg<ffi::AnyBuffer>()  // of_hidden  [slab R, H']   as weight
       .template Arg<ffi::AnyBuffer>()  // of_bias    [slab, 2, V']  f32
-      .template Arg<ffi::AnyBuffer>()  // gradients of encoder [B, T, H], predictor [B N, U1, H], bias [V']: f32, and
-      .template Arg<ffi::AnyBuffer>()  // slab [], whose memory the results but the last take
+      .template Arg<ffi::AnyBuffer>()  // gradients of encoder [B, T, H], as encoder, predictor [B N, U1, H] and bias
+                                       // [V'],
+      .template Arg<ffi::AnyBuffer>()  // carry [2, R / 8, H]: f32, and slab [], whose memory the results but the last
+                                       // take
       .template Arg<ffi::AnyBuffer>()
       .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
@@ -109,7 +113,8 @@ struct JointHandlers {
   using Buffer = ffi::AnyBuffer;
   using Result = ffi::Result<ffi::AnyBuffer>;
 
-  static bool Is(const Result& x, ffi::DataType type, int64_t elements) { return Holds(*x, type, elements); }
+  // Not const, which has no * in jaxlib 0.6.
+  static bool Is(Result x, ffi::DataType type, int64_t elements) { return Holds(*x, type, elements); }
 
   static ffi::Error Forward(Stream stream, Buffer list, Buffer count, Buffer num_frames, Buffer num_labels,
                             Buffer label, Buffer encoder, Buffer predictor, Buffer weight, Buffer bias, Result planes,
@@ -165,8 +170,8 @@ struct JointHandlers {
 
   static ffi::Error Sums(Stream stream, Buffer list, Buffer count, Buffer num_frames, Buffer num_labels, Buffer label,
                          Buffer encoder, Buffer predictor, Buffer here, Buffer of_hidden, Buffer of_bias, Buffer,
-                         Buffer, Buffer, Buffer, Result of_encoder, Result of_predictor, Result of_bias_sum,
-                         Result next, Result more, ffi::Span<const int64_t> sizes) {
+                         Buffer, Buffer, Buffer, Buffer, Result of_encoder, Result of_predictor, Result of_bias_sum,
+                         Result carry, Result next, Result more, ffi::Span<const int64_t> sizes) {
     JointSumsArgs args = {};
     JointShape& s = args.shape;
     int64_t blanks;
@@ -178,16 +183,18 @@ struct JointHandlers {
       return error;
     if (!Holds(here, ffi::DataType::S32, 1) || !Holds(of_hidden, type, Product({s.slab, s.rows, s.padded_units})) ||
         !Holds(of_bias, f32, Product({s.slab, 2, s.classes})) ||
-        !Is(of_encoder, f32, Product({s.encoders, s.frames, s.units})) ||
+        !Is(of_encoder, encoder.element_type(), Product({s.encoders, s.frames, s.units})) ||
         !Is(of_predictor, f32, Product({s.encoders, s.copies, s.columns, s.units})) ||
-        !Is(of_bias_sum, f32, s.classes) || !Is(next, ffi::DataType::S32, 1) || !Is(more, ffi::DataType::PRED, 1))
+        !Is(of_bias_sum, f32, s.classes) || !Is(carry, f32, Product({2, s.rows / kJointColumns, s.units})) ||
+        !Is(next, ffi::DataType::S32, 1) || !Is(more, ffi::DataType::PRED, 1))
       return Invalid("operands of a joint network's sums have another shape");
     args.slab = static_cast<const int32_t*>(here.untyped_data());
     args.of_hidden = of_hidden.untyped_data();
     args.of_bias = static_cast<const float*>(of_bias.untyped_data());
-    args.encoder_gradient = static_cast<float*>(of_encoder->untyped_data());
+    args.encoder_gradient = of_encoder->untyped_data();
     args.predictor_gradient = static_cast<float*>(of_predictor->untyped_data());
     args.bias_gradient = static_cast<float*>(of_bias_sum->untyped_data());
+    args.carry = static_cast<float*>(carry->untyped_data());
     args.next = static_cast<int32_t*>(next->untyped_data());
     args.more = static_cast<bool*>(more->untyped_data());
     return Platform::Run(stream, args);

@@ -22,7 +22,7 @@ class Buffers {
   }
   template <class T>
   T* Out(int64_t elements) {
-    const auto buffer = results_.get<ffi::AnyBuffer>(out_++);
+    auto buffer = results_.get<ffi::AnyBuffer>(out_++);  // const has no * in jaxlib 0.6
     return buffer.has_value() && Check<T>(**buffer, elements) ? static_cast<T*>((*buffer)->untyped_data()) : nullptr;
   }
   // The dimension of an argument from the end, 0 if there is none.
