@@ -160,7 +160,7 @@ def test_damaged_archives(packed, tmp_path, capsys, refused):
         "between": (whole[: places["a/u3.txt"][0]], 3, {cut: ["x.tar after a/u3.flac"], "no text": ["x.tar/a/u3"]}),
         "header": (bytes(flipped), 3, {damaged: ["x.tar after a/u2.json"]}),
         "none": (b"no tar at all" * 100, 0, {"no tar archive": ["x.tar after the start"]}),
-        "alone": (None, 1, {"no text": ["x.tar/b"], "a text without its audio": ["x.tar/c"], "not JSON": ["x.tar/d"],
+        "alone": (None, 2, {"no text": ["x.tar/b"], "a text without its audio": ["x.tar/c"], "not JSON": ["x.tar/d"],
                             "no audio that FFmpeg knows": ["x.tar/e.flac"]}),
     }  # fmt: skip
     for name, (data, count, left_out) in cases.items():
@@ -168,7 +168,8 @@ def test_damaged_archives(packed, tmp_path, capsys, refused):
         flac = (packed / "files/u0.flac").read_bytes()
         if data is None:
             pack(path, [("a.flac", flac), ("a.txt", b"A"), ("b.flac", flac), ("c.txt", b"A"), ("d.flac", flac),
-                        ("d.json", b"{"), ("e.flac", b"flac"), ("e.txt", b"A")])  # fmt: skip
+                        ("d.json", b"{"), ("e.flac", b"flac"), ("e.txt", b"A"),
+                        ("f.g.flac", flac), ("f.txt", TEXTS[1].encode())])  # fmt: skip
         else:
             path.parent.mkdir()
             path.write_bytes(data)
