@@ -130,7 +130,8 @@ class EmissionProblem {
       }
       const double share = random.Uniform(0, 1);
       if (options_.fault == Fault::kMinusInfinity && share < 0.5) set(i, random.Below(int(R)), -kInfinity);
-      for (int64_t k = 0; options_.fault == Fault::kDeadRow && share < 0.1 && k < R; ++k) set(i, k, -kInfinity);
+      const int64_t dead = share < 0.1 ? 0 : share < 0.3 ? V : R;  // a row, its durations alone, or nothing
+      for (int64_t k = dead; options_.fault == Fault::kDeadRow && k < R; ++k) set(i, k, -kInfinity);
       if (options_.fault == Fault::kFarAnchor && share < 0.7) {
         const double below[] = {50, 70, 5000, kInfinity};
         set(i, Anchor(), options_.shift - below[random.Below(4)]);

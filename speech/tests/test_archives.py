@@ -70,8 +70,8 @@ def packed(tmp_path_factory):
         pack(folder / f"shar/recording.00000{k}.tar", files)
         with gzip.open(folder / f"shar/cuts.00000{k}.jsonl.gz", "wt") as file:
             file.write("\n".join(map(json.dumps, cuts)))
-    lines = [{"audio_filepath": f"u{i}.flac", "text": TEXTS[i], "duration": SECONDS[i], "shard_id": int(i >= 7)}
-             for i in range(COUNT)]  # fmt: skip
+    lines = [{"audio_filepath": f"u{i}{'-sub1' * (i == 3)}.flac", "text": TEXTS[i], "duration": SECONDS[i],
+              "shard_id": int(i >= 7)} for i in range(COUNT)]  # fmt: skip
     (folder / "nemo/tarred_audio_manifest.json").write_text("\n".join(map(json.dumps, lines)))
     try:
         import pyarrow
@@ -138,6 +138,10 @@ def test_rows_of_other_lists(packed, tmp_path):
     shards = archives.of(tmp_path / "m.csv", keys, readers=2)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.seconds, SECONDS, atol=1e-4)
+    rows = [{"audio": f"{packed}/files/u{i}.wav", "text": "A", "offset": 0.1} for i in range(COUNT)]  # to their ends
+    (tmp_path / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = index.indexed(archives.of(tmp_path / "parts.jsonl", keys), keys, tmp_path)
+    np.testing.assert_allclose(found.seconds, np.subtract(SECONDS, 0.1), atol=1e-4)
     (tmp_path / "bad.jsonl").write_text('{"audio": "a.wav", "text": "A"}\nno\n{"text": "A", "duration": 1}\n')
     found = index.indexed(archives.of(tmp_path / "bad.jsonl", keys), keys, tmp_path)
     assert sorted(found.faults) == [
@@ -160,7 +164,7 @@ def test_damaged_archives(packed, tmp_path, capsys, refused):
         "between": (whole[: places["a/u3.txt"][0]], 3, {cut: ["x.tar after a/u3.flac"], "no text": ["x.tar/a/u3"]}),
         "header": (bytes(flipped), 3, {damaged: ["x.tar after a/u2.json"]}),
         "none": (b"no tar at all" * 100, 0, {"no tar archive": ["x.tar after the start"]}),
-        "alone": (None, 1, {"no text": ["x.tar/b"], "a text without its audio": ["x.tar/c"], "not JSON": ["x.tar/d"],
+        "alone": (None, 2, {"no text": ["x.tar/b"], "a text without its audio": ["x.tar/c"], "not JSON": ["x.tar/d"],
                             "no audio that FFmpeg knows": ["x.tar/e.flac"]}),
     }  # fmt: skip
     for name, (data, count, left_out) in cases.items():
@@ -168,7 +172,8 @@ def test_damaged_archives(packed, tmp_path, capsys, refused):
         flac = (packed / "files/u0.flac").read_bytes()
         if data is None:
             pack(path, [("a.flac", flac), ("a.txt", b"A"), ("b.flac", flac), ("c.txt", b"A"), ("d.flac", flac),
-                        ("d.json", b"{"), ("e.flac", b"flac"), ("e.txt", b"A")])  # fmt: skip
+                        ("d.json", b"{"), ("e.flac", b"flac"), ("e.txt", b"A"),
+                        ("f.g.flac", flac), ("f.txt", TEXTS[1].encode())])  # fmt: skip
         else:
             path.parent.mkdir()
             path.write_bytes(data)

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -47,23 +48,43 @@ def test_padding_and_the_future(chunk):
 
 def test_steps_that_are_not_finite(corpus):
     """A NaN changes neither weights nor optimiser, and is counted; of an update, it is left out alone."""
-    model, batch = prepared(corpus, accumulate=2, warmup=0.0, **CONVOLUTIONAL)
+    model, batch = prepared(corpus, accumulate=2, warmup=0.0, average=0.9, **CONVOLUTIONAL)
     _, state, frozen, step = steps_of(model)
     bad = batch | {"features": np.where(np.arange(batch["features"].shape[1])[:, None] == 3, np.nan, batch["features"])}
-    results, weights = [], []
+    results, weights, averages = [], [], []
     for one in (batch, batch, batch, bad, batch, batch, batch):  # warm-up: the first update has the rate 0
         state, numbers = step(state, one, frozen, 1)
         results.append(int(numbers["skipped"]))
-        weights.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state["weights"]))]))
+        for name, found in ("weights", weights), ("average", averages):
+            found.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(state[name]))]))
     assert results == [0, 0, 0, 1, 1, 1, 1] and np.isfinite(weights).all()
     moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
     assert moved == [False, False, False, True, False, True]
+    assert (averages[4] == averages[5]).all() and (averages[5] != averages[6]).any()  # it follows updates alone
+
+
+def test_statistics_of_a_step_that_is_not_finite(monkeypatch):
+    """Those of norms come in the place of a gradient, and stay as they were before."""
+    loss = lambda model, params, batch, *_: batch * (params["weight"] + params["x/norm/mean"])
+    monkeypatch.setattr(objective, "mean_loss", loss)
+    model, parts = types.SimpleNamespace(config=configuration()), types.SimpleNamespace(whole=lambda free, _: free)
+    optimizer = steps.make_optimizer(model.config.optimiser, 9)
+    weights = {name: jax.numpy.zeros(()) for name in ("weight", "x/norm/mean")}
+    state = steps.first_state(model.config.optimiser, optimizer, weights)
+    step = steps.make_train_step(model, parts, optimizer)
+    for batch in (3.0, np.nan):
+        state, _ = step(state, batch, {}, 1)
+        assert state["weights"]["x/norm/mean"] == 3
 
 
 def test_dropout_follows_the_step(corpus):
     model, batch = prepared(corpus, dropout=0.5)
-    loss = jax.jit(lambda step: objective.mean_loss(model, model.params, batch, step))
-    assert loss(1) == loss(1) != loss(2)
+    loss = jax.jit(lambda step, valid: objective.mean_loss(model, model.params, batch | {"valid": valid}, step))
+    every = batch["valid"]
+    assert loss(1, every) == loss(1, every) != loss(2, every)
+    first = every & (np.arange(len(every)) == 0)  # means are of the rows that count
+    total = sum(float(loss(1, some)) * some.sum() for some in (first, every & ~first))
+    assert every.sum() > 1 and float(loss(1, every)) == pytest.approx(total / every.sum(), rel=1e-5)
 
 
 def test_a_run(trained):

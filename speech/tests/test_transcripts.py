@@ -461,6 +461,7 @@ def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):
     rttm += [
         "SPEAKER a 1 1.0 0.5 <NA> <NA> Bo <NA> <NA>",
         "SPEAKER a 1 0 -1 <NA> <NA> Bo",
+        "SPEAKER a 1 0.8 0.1 <NA> <NA> Bo <NA> <NA>",
         "SPEAKER b 1 0 1 <NA> <NA> Bo <NA>",
     ]
     (tmp_path / "a.rttm").write_text("\n".join(rttm))

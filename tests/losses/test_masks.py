@@ -11,6 +11,7 @@ import jax_rnnt
 import reference_numpy as truth
 from feeds import INF, T, U, V, none_of, problem_of, table
 from jax_rnnt import lattices
+from jax_rnnt.lattices import _extended as extended
 
 
 # ------------------------------------------------------------------------------------------------ values and gradients
@@ -102,3 +103,16 @@ def test_sums_beyond_64_bits(implementation, sign):
     arcs = {slot: np.full((3, 1), sign * 3e18) for slot in {arc.slot for arc in topology}}
     got = lattices.log_likelihood(topology, arcs, 3, 0, implementation=implementation)
     np.testing.assert_allclose(got, 9e18 if sign > 0 else -6e18, rtol=1e-12)  # of most arcs, or of fewest
+
+
+def test_sums_beyond_any_float():
+    """No float holds the sum of 4,096 masks of the lowest float on either path; what differs beside them counts."""
+
+    @jax.jit
+    def difference(*arcs):
+        masks, arc = map(extended.from_log, arcs)
+        for _ in range(12):
+            masks = extended.normalize(extended.multiply(masks, masks))
+        return extended.log_of_ratio(extended.multiply(masks, arc), masks)
+
+    np.testing.assert_allclose(difference(np.float32(feeds.lowest(np.float32)), np.float32(-2)), -2, rtol=1e-6)
