@@ -70,6 +70,10 @@ def test_phrases(tmp_path, monkeypatch, capsys, refused):
     assert [(x["phrase"], x["start"]) for x in told] == [(x.text, round(x.start, 3)) for x in found]
     assert "cannot spell 'AZ'" in error and "none.wav: no such file" in error
     refused([*command[:3], tmp_path / "a.flac"], "--phrases is missing")
-    model = random_model(**CONVOLUTIONAL, chunk=0, loss="tdt")
+    model = random_model(**CONVOLUTIONAL, chunk=0, loss="tdt", durations=(0, 1, 3))
+    found = [*spotting.spot(model, "a", samples, phrases)]
+    assert {x.text for x in found} == {x.text for x in phrases}
+    assert all(-60 <= x.score <= 0 <= x.start < x.end <= 2.1 for x in found)
+    model = random_model(**CONVOLUTIONAL, chunk=0, loss="robust")
     run([*command, tmp_path / "a.flac"], 2)
-    assert "rnnt-speech: --loss tdt: TDTLoss.spot: the loss must have arcs" in capsys.readouterr().err
+    assert "rnnt-speech: --loss robust: TargetRobustRNNTLoss.spot: the loss must have arcs" in capsys.readouterr().err
