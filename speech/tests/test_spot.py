@@ -68,7 +68,9 @@ def test_phrases(tmp_path, monkeypatch, capsys, refused):
     monkeypatch.setattr(spotting, "placed", seen)
     many = [*spotting.spot(model, "a", samples, phrases)]
     half = len(stretches[0][0]) // 2
-    for x, y in ((x, y) for some in stretches for x, y in itertools.pairwise(some)):
+    pairs = [pair for some in stretches for pair in itertools.pairwise(some)]
+    assert len(pairs) > 1
+    for x, y in pairs:
         np.testing.assert_array_equal(x[half:], y[:half])  # so that half a stretch is in one as a whole
     least = float(np.median([x.score for x in many]))
     fewer = [*spotting.spot(model, "a", samples, [x._replace(threshold=least) for x in phrases])]

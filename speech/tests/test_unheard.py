@@ -16,6 +16,7 @@ from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import activity, recognise, streams, unheard, windows
 from jax_rnnt_speech.recognition.live import Windowed, Windows
 from jax_rnnt_speech.recognition.results import Labels, no_labels
+from jax_rnnt_speech.recognition.search import Decoding
 from support import CONVOLUTIONAL, arrays, asr, random_model, run
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -207,6 +208,10 @@ def test_streams(deaf, whole, monkeypatch):
         assert (np.diff(times) >= 0).all() and (times < 0.5).sum() == 0 and (times > 4.59).sum() > 2
         assert ((times > 0.5) & (times < 4.59)).sum() > 2 and not [x for x in found if x["type"] == "unheard"]
         assert slots is None or len(stream.slots.free) == 2
+    if whole:  # as a recording of its own, also by a beam, whose last labels are open until the end
+        (alone,) = recognise.transcribe(model, [("", speech())], Decoding(2))
+        found = streams.finished(Windowed(model, Decoding(2), chunk=0.5, right=0.5).again(speech()))
+        assert found.labels[:100] == alone.labels[:100] and found.frames[-1] >= alone.frames[-1] - 1
     lost = lambda stream: [(x["start"], x["end"]) for x in events(stream) if x["type"] == "unheard"]
     if not whole:
         near(lost(live(streams.Slots(model, 2))), [(1.0, 4.2)])  # the last slot is for another recording
