@@ -198,7 +198,7 @@ def test_streams(deaf, whole, monkeypatch):
         program = SimpleNamespace(steps=run)
         for step in live.steps(samples, end=True):
             found += live.events(*await Server.finished(program, live.taking(*await run(step))))
-        return found + [*live.events(await Server.finished(program, live.resting()))]
+        return [*found, *live.events(await Server.finished(program, live.resting()))]
 
     for slots in (None, None if whole else streams.Slots(model, 3)):
         stream = live(slots)

@@ -313,7 +313,7 @@ def test_phrases_against_recordings():
 
 def spot_over_frames(topology, arcs, num_frames, num_labels):
     """(score, start, end) by sums over all paths, where arcs read any number of frames."""
-    blanks, labels = ([arc for arc in topology if arc.du == du] for du in (0, 1))
+    blanks = [arc for arc in topology if not arc.du]
     silent = np.zeros(num_frames + 1)  # of the paths of blanks: whether they enter a frame at all or pass it by
 
     def pause(t, score):
@@ -327,12 +327,12 @@ def spot_over_frames(topology, arcs, num_frames, num_labels):
     pause(0, 0.0)
     paths = {}  # (end, first frame, the path but its beginning in column 0): [log-probability]
 
-    def walk(t, u, score, first, path, end=None):
+    def walk(t, u, score, first, path):
         for arc in topology:
-            if end is None and t < num_frames and u + arc.du <= num_labels:
+            if t < num_frames and u + arc.du <= num_labels:
                 more, here = score + arcs[arc.slot][t, u], t if arc.du else first
                 first_frame = first if first is not None else here
-                rest = path + ((arc.slot, t, u),) if u or arc.du else path
+                rest = (*path, (arc.slot, t, u)) if u or arc.du else path
                 if u + arc.du == num_labels:
                     odds = more - np.log(silent[min(t + arc.dt, num_frames)])
                     paths.setdefault((t, first_frame, rest[:-1]), []).append(odds)
