@@ -13,10 +13,10 @@ from jax.typing import ArrayLike
 from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt._pytree import option, static
-from jax_rnnt.lattices._topology import MONOTONIC, STANDARD, Topology, expanded
+from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import _call, _methods, _validation
-from jax_rnnt.losses._adjustments import forbid_final_label
+from jax_rnnt.losses._adjustments import UnderNormalize, forbid_final_label
 from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules, Spot
 from jax_rnnt.sharding._device import devices_of
 
@@ -499,18 +499,26 @@ class TransducerLoss(metaclass=_Once):
         label that reads its frame, as in `MonotonicRNNTLoss`, is divided by the blank of that frame, too; the blank
         that ends a frame of `ConstrainedRNNTLoss` is part of all labels but the last.
 
+        Arcs of `TDTLoss` and `MultiblankRNNTLoss` read several frames. Let s(t) be the probability that nothing is said
+        in the frames before t, whether blanks stop at t or pass it by, and alpha(t, u) that of the paths to a node,
+        from the first frame on. Then, with all durations d of the last label, ::
+
+            e(t) = alpha(t, U_b - 1) times the sum over d of exp l[t, U_b - 1, targets[U_b - 1], d] / s(min(t + d, T_b))
+
+        which is the same number where blanks read one frame.
+
         Scores of several phrases and recordings can be compared with one threshold, which held-out recordings give.
         Batch dimensions are any: phrases against recordings are [N, B, ...] of `JointLogits`.
 
         Arguments and errors are those of the call; delay penalty and windows act on arcs. The recursion is plain JAX.
-        Losses whose arcs read several frames, or that skip, are an error: their silence is no product over frames. A
-        band must hold column 0 in all frames.
+        Losses of known targets, which skip frames or labels, are an error, and so is `omega` of `TDTLoss`. A band must
+        hold column 0 in all frames.
 
         Returns
         -------
         score : Array, float32 (float64 for float64 logits) [...]
-            0 for U_b = 0, -inf where no path exists; NaN where a blank of column 0 has the probability 0, a length or a
-            label is out of range, or logits inside the lengths are NaN or +inf. It has a gradient.
+            0 for U_b = 0, -inf where no path exists; NaN where the blanks of column 0 have the probability 0 in a
+            frame, a length or a label is out of range, or logits inside the lengths are NaN or +inf. It has a gradient.
         start : Array, int32 [...]
             The frame of the first label on the most probable path that ends there; of equal ones the latest. -1
             without labels, a path or a score.
@@ -526,13 +534,14 @@ class TransducerLoss(metaclass=_Once):
         >>> int(start), int(end)
         (1, 3)
         """
-        composition = _call.switched_off(self).compose()
-        steps = [step for step in composition.steps if step is not forbid_final_label]
-        if steps or composition.topology not in (STANDARD, MONOTONIC):
-            name = type(self).__name__
-            expected = "arcs that read one frame at most, and no steps, as those of RNNTLoss"
-            got = "steps that change its arcs" if steps else f"arcs over {[arc.dt for arc in composition.topology]}"
-            raise TypeError(f"{name}.spot: the loss must have {expected}, got {got}.")
+        composition = _call.switched_off(_pytree.replace(self, fastemit_lambda=None)).compose()
+        known = {0: "blank", 1: "label"}  # by labels that an arc writes
+        wrong = [arc for arc in composition.topology if arc.slot.partition("+")[0] != known.get(arc.du)]
+        wrong += [x for x in composition.steps if x is not forbid_final_label and not isinstance(x, UnderNormalize)]
+        if wrong:
+            expected = "arcs of blanks and of single labels, and no steps, as those of RNNTLoss"
+            got = ", ".join(str(x) for x in wrong)
+            raise TypeError(f"{type(self).__name__}.spot: the loss must have {expected}, got {got}.")
         return self._run(_methods.SPOT, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     @keywords

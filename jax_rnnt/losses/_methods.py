@@ -34,7 +34,7 @@ from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.lattices import _order as order
 from jax_rnnt.lattices import _reference as reference
 from jax_rnnt.lattices._spot import spotted
-from jax_rnnt.lattices._topology import expanded
+from jax_rnnt.lattices._topology import bounded, expanded
 from jax_rnnt.lattices._viterbi import best_path
 from jax_rnnt.losses._adjustments import adjust, frame
 from jax_rnnt.losses._composition import Alignment, Spot
@@ -296,11 +296,14 @@ def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengt
 
 @_jit
 def spot(loss, emission, *problem):
-    """The odds of a phrase, and where it is; the topology is one of two arcs, "blank" and "label"."""
-    topology, arcs, num_frames, num_labels, bad, ends = _lattice_and_ends(loss, emission, *problem)
-    reads = any(arc.dt > 0 for arc in topology if arc.slot == "label")
-    last = arcs["label"] if ends is None else ends["label"]
-    score, start, end, impossible = spotted(reads, arcs["blank"], arcs["label"], last, num_frames, num_labels)
+    """The odds of a phrase, and where it is; the topology has blanks, and labels one by one."""
+    topology, planes, num_frames, num_labels, bad, ends = _lattice_and_ends(loss, emission, *problem)
+    each = [arc.of(planes) for arc in topology]
+    topology = bounded(topology, each[0].shape[-2])
+    # What must follow a label pays for its frame.
+    last = [(arc.dt, x) if ends is None else (0, arc.of(ends)) for arc, x in zip(topology, each) if arc.du]
+    arcs = [(arc.dt, arc.du) for arc in topology]
+    score, start, end, impossible = spotted(arcs, each, last, num_frames, num_labels)
     bad |= impossible
     missing = bad | jnp.isneginf(score)
     found = jnp.where(bad, jnp.nan, score), *(jnp.where(missing, -1, frame) for frame in (start, end))

@@ -42,6 +42,7 @@ def test_windows(beam, options):
                 assert unsure.labels[:2] == whole.labels[place:][:2] or unsure.frames[0] in part.frames
     live = Windowed(model, Decoding(beam), left=1, chunk=1, right=1)
     assert [x.text for x in live.feed(samples) + live.finish()] == whole.text.split()
+    assert live.row == 0  # all of it was the last window
     for more, message in (({"chunk": 0.001}, "which is the least chunk"),):
         with pytest.raises(asr.system.UserError, match=message):
             Windowed(model, **more)

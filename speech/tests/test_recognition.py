@@ -13,12 +13,14 @@ import tracemalloc
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_rnnt import LinearJoint
 from jax_rnnt_speech.data import utterances
 from jax_rnnt_speech.recognition import recognise, results, search_options, streams, transcripts, windows
-from jax_rnnt_speech.recognition.search import Decoding
+from jax_rnnt_speech.recognition.search import Decoding, in_float32
 from jax_rnnt_speech.system import hosts
 from support import asr, random_model, run, subwords
 
@@ -112,6 +114,17 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
     pieces = iter(np.split(samples, [5000, 6000]))
     (long,) = recognise.transcribe(model, [("a", pieces)], decoding, lambda *_: False)
     assert "nobody waits" in long.error and len([*pieces]) == 2
+
+
+def test_sums_in_float32():
+    """Products of a joint network in bfloat16 have sums, and a hidden row, of float32."""
+    rng, half = np.random.default_rng(0), lambda x: jnp.asarray(x, jnp.bfloat16)
+    wide = lambda x: np.asarray(x.astype(jnp.float32), np.float64)
+    encoder, predictor, weight, bias = (half(rng.normal(size=shape)) for shape in ((8, 16), (8, 16), (16, 40), 40))
+    logits = in_float32(LinearJoint(weight, bias, lambda x: jnp.sin(40 * x)))(encoder, predictor)
+    hidden = wide(half(np.sin(40 * (wide(encoder) + wide(predictor)))))
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits, hidden @ wide(weight) + wide(bias), atol=1e-4)
 
 
 def test_words_of_streams():

@@ -1,5 +1,6 @@
 """Phrases in recordings: scores are those of sums over all alignments that the test writes, behind a greedy text."""
 
+import itertools
 import json
 
 import jax
@@ -60,7 +61,28 @@ def test_phrases(tmp_path, monkeypatch, capsys, refused):
         assert a.end <= b.start or b.end <= a.start
     monkeypatch.setattr(windows, "WINDOW", 1.2)
     monkeypatch.setattr(spotting, "HALF", 0.24)
+    placed, stretches = spotting.placed, []
+
+    def seen(model, params, rows, lengths, *more):
+        stretches.append([np.asarray(x) for x, n in zip(rows, lengths) if n == rows.shape[1]])
+        return placed(model, params, rows, lengths, *more)
+
+    monkeypatch.setattr(spotting, "placed", seen)
     many = [*spotting.spot(model, "a", samples, phrases)]
+    half = len(stretches[0][0]) // 2
+    pairs = [pair for some in stretches for pair in itertools.pairwise(some)]
+    assert len(pairs) > 1
+    for x, y in pairs:
+        np.testing.assert_array_equal(x[half:], y[:half])  # so that half a stretch is in one as a whole
+    least = float(np.median([x.score for x in many]))
+    fewer = [*spotting.spot(model, "a", samples, [x._replace(threshold=least) for x in phrases])]
+    assert len(fewer) < len(many) and all(x.score >= least for x in fewer)
+    good, bad, apart = (spotting.Found("", *x) for x in ((0.0, 1.0, -1.0), (0.5, 1.5, -2.0), (1.5, 2.0, -3.0)))
+    for order in itertools.permutations([good, bad]):
+        known = [apart]
+        for x in order:
+            spotting.put(known, x)
+        assert known == [apart, good]
     assert max(x.end for x in many) > 1.5 and all(0 <= x.start < x.end <= 2.1 for x in many)
     monkeypatch.undo()
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
@@ -72,6 +94,10 @@ def test_phrases(tmp_path, monkeypatch, capsys, refused):
     assert [(x["phrase"], x["start"]) for x in told] == [(x.text, round(x.start, 3)) for x in found]
     assert "cannot spell 'AZ'" in error and "none.wav: no such file" in error
     refused([*command[:3], tmp_path / "a.flac"], "--phrases is missing")
-    model = random_model(**CONVOLUTIONAL, chunk=0, loss="tdt")
+    model = random_model(**CONVOLUTIONAL, chunk=0, loss="tdt", durations=(0, 1, 3))
+    found = [*spotting.spot(model, "a", samples, phrases)]
+    assert {x.text for x in found} == {x.text for x in phrases}
+    assert all(-60 <= x.score <= 0 <= x.start < x.end <= 2.1 for x in found)
+    model = random_model(**CONVOLUTIONAL, chunk=0, loss="robust")
     run([*command, tmp_path / "a.flac"], 2)
-    assert "rnnt-speech: --loss tdt: TDTLoss.spot: the loss must have arcs" in capsys.readouterr().err
+    assert "rnnt-speech: --loss robust: TargetRobustRNNTLoss.spot: the loss must have arcs" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from praatio import textgrid
 from jax_rnnt import decode, timing
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.recognition import recognise, search_options, spotter, transcripts
+from jax_rnnt_speech.recognition import recognise, search_options, segments, spotter, transcripts
 from jax_rnnt_speech.recognition.results import Labels
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.system import outputs
@@ -417,6 +417,15 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):
         run([*command, table])
     refused([*command, tmp_path / "m.tsv", "--audio-column", "file"], "must have the column file in its first line", 2)
+
+
+def test_turns():
+    """Segments of a speaker that overlap are one, those that touch are two; channels count from 1, or are letters."""
+    turns = [segments.Segment("a", "1", *x) for x in ((0, 1, "A"), (1, 2, "A"), (1.5, 3, "A"), (2, 4, "B"))]
+    assert [x[2:] for x in segments.joined(turns, 0)] == [(0, 1, "A"), (1, 3, "A"), (2, 4, "B")]
+    assert [x[2:4] for x in segments.joined(turns[:2], 0.5)] == [(0, 2)]
+    numbers = {"1": 0, "2": 1, "12": 11, "A": 0, "b": 1, "0": None, "-1": None, "<NA>": None}
+    assert {x: segments.number_of(x) for x in numbers} == numbers
 
 
 def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):

@@ -4,8 +4,10 @@ golden/speech.flac is 3.2 s of LibriSpeech (1272-128104-0000, CC BY 4.0); activi
 onnxruntime found in it with silero_vad_16k_op15.onnx of silero-vad 6.2.3.
 """
 
+import asyncio
 import json
 import pathlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import activity, recognise, streams, unheard, windows
 from jax_rnnt_speech.recognition.live import Windowed, Windows
 from jax_rnnt_speech.recognition.results import Labels, no_labels
+from jax_rnnt_speech.recognition.search import Decoding
 from support import CONVOLUTIONAL, arrays, asr, random_model, run
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -164,6 +167,8 @@ def test_second_texts():
         if found:
             assert all(len(x) == len(found.labels) for x in found) and found.frames == sorted(found.frames)
             assert found.labels.count(2) == 3 and 15 in found.frames
+    unsure = second._replace(log_probs=np.log([0.9, 0.4, 0.9, 0.4]).tolist())  # a label of each word
+    assert unheard.joined(model, labels("", []), unsure, 10, 12 * seconds, 20 * seconds) is None
 
 
 def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
@@ -186,7 +191,8 @@ def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
 def test_streams(deaf, whole, monkeypatch):
     """They hear missed speech once more: its words come in their place. Where that finds none, an event says so."""
     model = deaf[0] if whole else random_model(**CONVOLUTIONAL, max_symbols=1)
-    samples = np.concatenate([np.zeros(RATE, np.float32), speech(), np.zeros(3 * RATE, np.float32)])
+    pauses = [np.zeros(int(x * RATE), np.float32) for x in (1, 0.4, 2)]
+    samples = np.concatenate([pauses[0], speech(), pauses[1], speech(), pauses[2]])
     silent = lambda run: lambda self, steps: [(no_labels(), no_labels(), rows) for *_, rows in run(self, steps)]
 
     def without(part, rows):
@@ -194,9 +200,9 @@ def test_streams(deaf, whole, monkeypatch):
         return Labels(*([x[i] for i in kept] for x in part))
 
     def live(slots=None):
-        """A stream that hears nothing until 5 s."""
+        """A stream that hears nothing until 4.6 s."""
         made = Windowed(model, chunk=0.5, right=0.5) if whole else streams.Stream(model, slots=slots)
-        run, begin = made.slots.run, 5 / model.seconds
+        run, begin = made.slots.run, 4.6 / model.seconds
 
         def found(steps):
             own = whole or steps[0].slot == made.slot
@@ -208,15 +214,33 @@ def test_streams(deaf, whole, monkeypatch):
     def events(live):
         return [y for x in live.heard(samples, end=True) for y in live.events(*x)]
 
+    async def served(live):
+        """As `serve` has it."""
+        Server, found = pytest.importorskip("jax_rnnt_speech.serving.server").Server, []
+
+        async def run(step):
+            return live.slots.run([step])[0]
+
+        program = SimpleNamespace(steps=run)
+        for step in live.steps(samples, end=True):
+            found += live.events(*await Server.finished(program, live.taking(*await run(step))))
+        return [*found, *live.events(await Server.finished(program, live.resting()))]
+
     for slots in (None, None if whole else streams.Slots(model, 3)):
-        found = events(stream := live(slots))
+        stream = live(slots)
+        found = asyncio.run(served(stream)) if slots else events(stream)
         words = [word for x in found if x["type"] == "words" for word in x["words"]]
         times = np.array([x["start"] for x in words])
-        assert (np.diff(times) >= 0).all() and (times < 0.5).sum() == 0 and (times > 4.9).any()
-        assert ((times > 0.5) & (times < 4.4)).sum() > 2 and not [x for x in found if x["type"] == "unheard"]
+        assert (np.diff(times) >= 0).all() and (times < 0.5).sum() == 0 and (times > 4.59).sum() > 2
+        assert ((times > 0.5) & (times < 4.59)).sum() > 2 and not [x for x in found if x["type"] == "unheard"]
         assert slots is None or len(stream.slots.free) == 2
-    lost = [] if whole else [live(streams.Slots(model, 1))]  # no room for another stream
+    if whole:  # as a recording of its own, also by a beam, whose last labels are open until the end
+        (alone,) = recognise.transcribe(model, [("", speech())], Decoding(2))
+        found = streams.finished(Windowed(model, Decoding(2), chunk=0.5, right=0.5).again(speech()))
+        assert found.labels[:100] == alone.labels[:100] and found.frames[-1] >= alone.frames[-1] - 1
+    lost = lambda stream: [(x["start"], x["end"]) for x in events(stream) if x["type"] == "unheard"]
+    if not whole:
+        near(lost(live(streams.Slots(model, 2))), [(1.0, 4.2)])  # the last slot is for another recording
     for kind in (streams.Slots, Windows):
         monkeypatch.setattr(kind, "run", silent(kind.run))
-    for stream in [*lost, live()]:
-        near([(x["start"], x["end"]) for x in events(stream) if x["type"] == "unheard"], [(1.0, 4.2)])
+    near(lost(live()), [(1.0, 7.8)])

@@ -236,6 +236,7 @@ def test_samples(loss):
     model.temperature = 4.0  # many alignments are probable
     number = {}
     masks = np.array([[True, True, False], [True, False, True], [True, True, True], [False, True, False]])
+    masks = np.pad(masks, ((0, 0), (0, model.tokens - 3)))  # blanks are not read
     options = dict(temperature=4.0, exact_end=exact, max_symbols=2, fusion=((decode.Labels(masks), 0.5),))
     for (top_k, top_p), b in itertools.product(((3, 1.0), (2, 0.8), (9, 0.7)), range(4)):
         if b == 0:
@@ -255,7 +256,7 @@ def test_samples(loss):
         chi = sum((x - y) ** 2 / y for x, y in pairs if y > 1)
         assert chi < len(often) + 5 * math.sqrt(2 * len(often))
         number[top_k, top_p] = number.get((top_k, top_p), 0) + len(often)
-    assert 8 < number[2, 0.8] < number[3, 1.0] and 8 < number[9, 0.7] < number[3, 1.0], number
+    assert 6 < number[2, 0.8] < number[3, 1.0] and 6 < number[9, 0.7] < number[3, 1.0], number
 
 
 def sampled(*arguments, **options):

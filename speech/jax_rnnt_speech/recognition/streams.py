@@ -263,13 +263,11 @@ class Stream:
         jobs, missed = self.ear.jobs, self.ear.found
         self.ear.jobs, self.ear.found = [], []
         for begin, end, first, samples in jobs:
-            before = len(self.words.before)
-            known = Labels(self.words.before, [-1] * before, [0.0] * before, [1.0] * before, [0] * before)
-            known = Labels(*(x + y + z for x, y, z in zip(known, self.words.waiting, part)))
+            known = Labels(*(x + y for x, y in zip(self.words.waiting, part)))
             second = yield from self.again(samples)
             found = unheard.joined(self.model, known, second, first // self.step, begin, end)
             if found is not None:
-                self.words.waiting, part = no_labels(), found.part(before, None)
+                self.words.waiting, part = no_labels(), found
                 missed.remove((begin, end))
         self.missed += missed
         return part
