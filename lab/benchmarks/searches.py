@@ -169,7 +169,7 @@ def compiled(device, name, options, graphs=False):
 
 
 def steps(only):
-    """{search: steps} for 4 utterances of 250 frames with about 75 labels, the planted model of benchmarks/decode.py, made smaller.
+    """{search: steps} for 4 utterances of 250 frames with about 75 labels: a small model of benchmarks/decode.py.
 
     Rows are too few to be packed on a CPU, so a GPU takes as many.
     """

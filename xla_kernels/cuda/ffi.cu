@@ -95,8 +95,8 @@ ffi::Error MovesHandler(Stream stream, ffi::RemainingArgs arguments, ffi::Remain
                         ffi::Span<const int64_t> may_end, int64_t window, int64_t labels_per_frame, int64_t max_labels,
                         int64_t token_first) {
   MovesArgs args{};
-  const MovesKind kind = {blanks, durations,        tokens,     of_durations, frames, may_end,
-                          window, labels_per_frame, max_labels, token_first};
+  const MovesKind kind = {blanks,  durations, tokens,           of_durations, frames,
+                          may_end, window,    labels_per_frame, max_labels,   token_first};
   if (auto error = Read(arguments, results, kind, &args); error.failure()) return error;
   LoadKernelsHere();
   return Status(Moves(args, CudaStream(stream)), "moves of a greedy search");

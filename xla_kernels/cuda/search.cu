@@ -110,7 +110,8 @@ struct Row {
 // A block reads its row.
 __device__ Row ReadRow(const JointRows& joint, float* parts) {
   const int64_t outputs = joint.classes + joint.durations;
-  Row row{joint.logits + blockIdx.x * outputs, joint.bias, joint.parts, joint.rows * outputs, -INFINITY, 0, false, false};
+  Row row{
+      joint.logits + blockIdx.x * outputs, joint.bias, joint.parts, joint.rows * outputs, -INFINITY, 0, false, false};
   for (int32_t i = threadIdx.x; i < joint.classes; i += kRowThreads) {
     const float logit = row.Logit(i);
     row.bad |= !(logit < INFINITY);

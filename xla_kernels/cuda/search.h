@@ -108,10 +108,10 @@ struct JointRows {
 struct RowsArgs {
   JointRows joint;
   int32_t best_labels;  // k
-  float* heads;     // [R, blanks + D]; NaN where one of their logits is NaN or +inf
-  float* best;      // [R, k]
-  int32_t* places;  // [R, k]
-  bool* bad;        // [R]: where a logit is NaN or +inf
+  float* heads;         // [R, blanks + D]; NaN where one of their logits is NaN or +inf
+  float* best;          // [R, k]
+  int32_t* places;      // [R, k]
+  bool* bad;            // [R]: where a logit is NaN or +inf
 };
 
 cudaError_t Rows(const RowsArgs& args, cudaStream_t stream);

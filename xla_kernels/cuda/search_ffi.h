@@ -145,7 +145,8 @@ inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::Remaining
 inline bool ReadRows(Buffers* buffers, ffi::Span<const int64_t> blanks, int64_t durations, cuda::JointRows* joint) {
   const int64_t rows = buffers->Dimension(0, 1), outputs = buffers->Dimension(0, 0), classes = outputs - durations;
   const int64_t heads = int64_t(blanks.size()) + durations, parts = buffers->Dimension(0, 2);
-  if (parts < 1 || durations < 0 || classes < 1 || outputs > INT32_MAX || heads > cuda::kMaxHeads || rows > INT32_MAX) return false;
+  if (parts < 1 || durations < 0 || classes < 1 || outputs > INT32_MAX || heads > cuda::kMaxHeads || rows > INT32_MAX)
+    return false;
   joint->rows = rows;
   joint->parts = parts;
   joint->classes = int32_t(classes);
