@@ -482,7 +482,7 @@ class ChoiceProblem {
     const int width = o_.width, window = o_.window;
     const auto at = [&](int w, int i) { return ints[(int64_t(b) * width + w) * kBeamInts + i]; };
     const auto gain = [&](int node, int i) { return double(gains_[(int64_t(b) * nodes_ + node) * (moves_ + 1) + i]); };
-    const int begin = at(0, kFirst), end = End(b, begin), length = lengths_[b];
+    const int begin = at(0, kFirst), length = lengths_[b], end = End(b, begin < length ? begin : 0);
     int longest = 1, open = 0;
     bool bad = false, reaches = false;
     for (const BeamMove& x : o_.blanks) longest = std::max(longest, int(x.frames)), open |= !x.may_end;
@@ -677,6 +677,8 @@ inline void CheckSearches() {
   choice("choice, open ends in a window", o);
   o = {}, o.batch = 0;
   choice("choice of nothing", o);
+  o = {}, o.blanks = {{1, 1}, {1, 0}}, o.labels = {{0, 0}};
+  choice("choice, a blank that may not end", o);
 }
 
 }  // namespace jax_rnnt::cuda

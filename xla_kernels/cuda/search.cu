@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_cons
   for (int i = thread; i < nodes; i += threads) bad |= gains[int64_t(i) * (moves + 1) + moves] != 0;
   bad = __syncthreads_or(bad) != 0;
   const auto at = [&](int w, BeamInt i) { return ints[w * kBeamInts + i]; };
-  const int32_t begin = at(0, kFirst), end = WindowEnd(args, b, begin);
+  const int32_t begin = at(0, kFirst), end = WindowEnd(args, b, begin < length ? begin : 0);
 
   // Scores of nodes.
   for (int w = thread; w < width; w += threads) {
