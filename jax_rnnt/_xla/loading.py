@@ -22,7 +22,7 @@ TARGETS = (
 # Of GPUs alone, and without a batch dimension.
 JOINT = "jax_rnnt_joint_fwd", "jax_rnnt_joint_bwd", "jax_rnnt_joint_sums"
 # Of searches, on GPUs alone.
-STEPS = "jax_rnnt_search_walk", "jax_rnnt_search_rows", "jax_rnnt_search_choice"
+STEPS = tuple(f"jax_rnnt_search_{name}" for name in ("moves", "walk", "rows", "choice"))
 # JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
 PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
 

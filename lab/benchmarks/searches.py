@@ -4,6 +4,7 @@
     python lab/benchmarks/searches.py h100 --only greedy  # searches whose names hold this text
     python lab/benchmarks/searches.py --json FILE         # the counts as JSON
     python lab/benchmarks/searches.py --graphs            # with the option that puts loops into CUDA graphs
+    python lab/benchmarks/searches.py --steps             # how many steps searches take, which the CPU runs
 
 `lab/run.sh searches` installs what it compiles with. Programs are compiled ahead of time and their parts counted;
 nothing runs, and nothing is timed. A GPU's program is XLA's sequence of thunks after the pass that makes CUDA graphs. A
@@ -15,7 +16,10 @@ graph.
 
 import argparse
 import contextlib
+import dataclasses
 import functools
+import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -161,6 +165,40 @@ def compiled(device, name, options, graphs=False):
     return jax.jit(run).lower(*arguments).compile(gpu if DEVICES[device] == "cuda" else {}), run.__name__
 
 
+# ------------------------------------------------------------------------------------------------------- steps
+
+
+def steps(only):
+    """{search: steps} for 4 utterances of 250 frames with about 75 labels: a small model of benchmarks/decode.py.
+
+    Rows are too few to be packed on a CPU, so a GPU takes as many.
+    """
+    sys.path.append(str(FOLDER / "benchmarks"))
+    model, calls = importlib.import_module("decode"), []
+    model.SHARE, model.V, model.H = 0.33, 256, 256
+    network, encoder, directions = model.plant(4, T, 0)
+    predictor, lengths = model.make_predictor("lstm", directions, 0), jnp.full(4, T, jnp.int32)
+
+    def joint(*rows):  # a step calls it once
+        jax.debug.callback(lambda: calls.append(1))
+        return network(*rows)
+
+    search = decode.Search(model.LOSS, joint, predictor, LABELS, max_symbols=3)
+    searches = {f"greedy, window {k}": dataclasses.replace(search, window=k).greedy for k in (1, 4, 8)}
+    for width, k in itertools.product((4, 6), (1, 4)):
+        searches[f"beam {width}, {k} frames at once"] = functools.partial(search.beam, width=width, frames_at_once=k)
+    found = {}
+    for name, verb in searches.items():
+        if any(text in name for text in only or [""]):
+            calls.clear()
+            labels = jax.block_until_ready(jax.jit(verb)(encoder, lengths).counts)
+            jax.effects_barrier()
+            best = labels if labels.ndim == 1 else labels[:, 0]
+            found[name] = {"steps": len(calls), "labels": float(jnp.mean(best))}
+            print(name, found[name], flush=True)
+    return found
+
+
 # ------------------------------------------------------------------------------------------------ reading programs
 
 
@@ -279,7 +317,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="TEXT", help="searches whose names hold it, or another one")
     parser.add_argument("--graphs", action="store_true", help="loops in CUDA graphs")
+    parser.add_argument("--steps", action="store_true", help="how many steps searches take, and nothing else")
     options, counts = device_options(parser, DEVICES), {}
+    if options.steps:
+        found = {"jax": jax.__version__, "steps": steps(options.only)}
+        return options.json.write_text(json.dumps(found, indent=1) + "\n") if options.json else None
     with dumped() as dump:
         for name, program in searches().items():
             if any(text in name for text in options.only or [""]):

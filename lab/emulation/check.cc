@@ -10,6 +10,7 @@
 #include "lab/emulation/check_emission.h"
 #include "lab/emulation/check_joint.h"
 #include "lab/emulation/check_lattice.h"
+#include "lab/emulation/check_search.h"
 #include "xla_kernels/cuda/devices.h"
 
 namespace jax_rnnt::cuda {
@@ -297,6 +298,7 @@ int main(int count, char** arguments) {
   LoadKernels();  // from here on the emulation runs no kernel that this did not find
   CheckEmissions();
   CheckJoints();
+  CheckSearches();
   CheckUnitSteps();
   CheckSkips();
   CheckSizes();

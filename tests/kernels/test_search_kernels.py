@@ -119,11 +119,76 @@ def test_searches(name, frames_at_once, monkeypatch):
 
     given = np.float32(model.encoder), model.lengths
     program = jax.jit(run).lower(*given)
-    assert "jax_rnnt_search_choice" in program.as_text()
+    assert all(f"jax_rnnt_search_{name}" in program.as_text() for name in ("moves", "walk", "rows", "choice"))
     found = program.compile()(*given)
     monkeypatch.setattr(jax_rnnt._xla, "where_steps", lambda with_kernels, plain, *arguments: plain(*arguments))
     expected = jax.jit(lambda *x: run(*x))(*given)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6), found, expected)
+
+
+def log_softmaxes(logits, classes):
+    """In float64, of tokens and of durations."""
+    parts = np.split(logits.astype(np.float64), [classes], 1)
+    return [x - np.logaddexp.reduce(x, 1, keepdims=True) for x in parts]
+
+
+@pytest.mark.parametrize(("token_first", "biased"), [(0, True), (1, False)], ids=str)
+def test_moves(token_first, biased):
+    """The best move of each row; where two are as good up to rounding, one of them with the score of the best."""
+    rng, (batch, window, classes, durations) = np.random.default_rng(token_first), (300, 3, 300, 3)
+    kind = dict(tokens=(0, 0, 1, -1, -1, -1), of_durations=(1, 2, 0, 0, 1, 2), frames=(1, 2, 1, 0, 1, 2))
+    kind |= dict(may_end=(1, 1, 1, 0, 0, 0), blanks=(7, 2), durations=durations, window=window)
+    kind |= dict(labels_per_frame=2, max_labels=6, token_first=token_first)
+    logits = (4 * rng.normal(size=(batch * window, classes + durations))).round(1).astype(np.float32)
+    logits[:, [7, 2]] += rng.integers(0, 20, (batch * window, 1)).astype(np.float32)
+    logits[0, 5], logits[1, -1], logits[2, :classes] = np.nan, np.inf, -np.inf
+    bias = [rng.integers(-2, 3, classes + durations).astype(np.float32)] if biased else []
+    frame, count_here, counts = (integers(rng, batch, high=n) for n in (9, 3, 8))
+    lengths, ends = integers(rng, batch, low=4, high=12), integers(rng, batch, high=2)
+    parts = integers(rng, 2, *logits.shape).astype(np.float32) if biased else np.zeros((0, *logits.shape), np.float32)
+    operands = [np.stack([logits, *parts]), frame, count_here, counts, lengths, ends, *bias]
+    results = [((batch, window), dtype) for dtype in ("float32", "int32", "int32", "int32", "float32")]
+    found = [x.reshape(-1) for x in door.call("jax_rnnt_search_moves", operands, kind, results)]
+    expected = jax.jit(functools.partial(_greedy.moves, **kind))(*operands)
+    np.testing.assert_allclose(found[0][:3], expected[0].reshape(-1)[:3], rtol=1e-6)
+    assert np.isnan(found[0][:2]).all() and np.isneginf(found[0][2])
+    score, reads, needs, label, log_prob = found
+    logits[:3] = 0
+    tokens, of_durations = log_softmaxes(sum((*parts, *(x[None] for x in bias)), logits), classes)
+    of_labels = tokens.copy()
+    of_labels[:, [7, 2]] = -np.inf
+    unlike = 0
+    for i in range(3, batch * window):
+        b, k = divmod(i, window)
+        best = int(of_labels[i].argmax())
+        np.testing.assert_allclose(log_prob[i], tokens[i, best], atol=2e-6, rtol=2e-7)
+        may_write = (count_here[b] if k == 0 else 0) < 2 and counts[b] < 6
+        longest = of_durations[i].argmax()
+        moves = {}
+        for j, (token, d, reading, end) in enumerate(
+            zip(*(kind[x] for x in ("tokens", "of_durations", "frames", "may_end")))
+        ):
+            after = frame[b] + k + reading
+            if ends[b] and (after > lengths[b] or (after == lengths[b] and not end)):
+                continue
+            if (token >= 0 or may_write) and not (token_first and d != longest):
+                moves[j] = of_durations[i, d] + tokens[i, kind["blanks"][token] if token >= 0 else best]
+        if not moves:
+            assert np.isneginf(score[i])
+            continue
+        top = max(moves.values())
+        np.testing.assert_allclose(score[i], top, atol=4e-6, rtol=2e-7)
+        good = [j for j, x in moves.items() if x > top - 1e-5]
+        unlike += len(good) > 1
+        assert (reads[i], needs[i], label[i]) in [
+            (
+                kind["frames"][j],
+                max(kind["frames"][j] + 1 - kind["may_end"][j], 1),
+                -1 if kind["tokens"][j] >= 0 else best,
+            )
+            for j in good
+        ]
+    assert unlike < batch / 10
 
 
 @pytest.mark.parametrize(("blanks", "durations", "classes"), [((0,), 0, 600), ((7, 2), 5, 40)], ids=str)
@@ -134,12 +199,14 @@ def test_rows(blanks, durations, classes):
     logits[0], logits[1, 3], logits[2, -1], logits[3, :classes] = -np.inf, np.nan, np.inf, -np.inf
     attributes = dict(blanks=blanks, durations=durations, best=best)
     results = [((300, len(blanks) + durations), "float32"), ((300, best), "float32"), ((300, best), "int32")]
-    heads, scores, places, bad = door.call("jax_rnnt_search_rows", [logits], attributes, [*results, ((300,), "bool")])
+    bias = rng.integers(-2, 3, classes + durations).astype(np.float32)
+    operands, results = [(logits - bias[None])[None], bias], [*results, ((300,), "bool")]
+    heads, scores, places, bad = door.call("jax_rnnt_search_rows", operands, attributes, results)
+    logits = operands[0][0] + bias[None]
     np.testing.assert_array_equal(bad, np.isin(np.arange(300), (1, 2)))
-    wide = logits[4:].astype(np.float64)
-    tokens, others = (x - np.logaddexp.reduce(x, 1, keepdims=True) for x in np.split(wide, [classes], 1))
+    tokens, others = log_softmaxes(logits[4:], classes)
     np.testing.assert_allclose(heads[4:], np.concatenate([tokens[:, list(blanks)], others], 1), atol=2e-6, rtol=2e-7)
-    plain = jax.jit(functools.partial(_beam_kernel.rows, **attributes))(logits.copy())
+    plain = jax.jit(functools.partial(_beam_kernel.rows, **attributes))(*operands)
     logits[:, list(blanks)] = -np.inf
     tokens[:, list(blanks)] = -np.inf
     expected = np.argsort(-logits[4:, :classes], 1, kind="stable")[:, :best]

@@ -109,8 +109,11 @@ void LoadJoint() {
 void LoadSearches() {
   (void)Walk({}, nullptr);
   RowsArgs rows{};
-  rows.rows = 1;
+  rows.joint.rows = 1;
   (void)Rows(rows, nullptr);
+  MovesArgs moves{};
+  moves.joint.rows = 1;
+  (void)Moves(moves, nullptr);
   ChoiceArgs choice{};
   choice.batch = choice.width = choice.window = choice.best_labels = choice.room = choice.blanks = choice.labels = 1;
   (void)Choose(choice, nullptr);

@@ -89,6 +89,19 @@ ffi::Error RowsHandler(Stream stream, ffi::RemainingArgs arguments, ffi::Remaini
   return Status(Rows(args, CudaStream(stream)), "rows of a search");
 }
 
+ffi::Error MovesHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                        ffi::Span<const int64_t> blanks, int64_t durations, ffi::Span<const int64_t> tokens,
+                        ffi::Span<const int64_t> of_durations, ffi::Span<const int64_t> frames,
+                        ffi::Span<const int64_t> may_end, int64_t window, int64_t labels_per_frame, int64_t max_labels,
+                        int64_t token_first) {
+  MovesArgs args{};
+  const MovesKind kind = {blanks,  durations, tokens,           of_durations, frames,
+                          may_end, window,    labels_per_frame, max_labels,   token_first};
+  if (auto error = Read(arguments, results, kind, &args); error.failure()) return error;
+  LoadKernelsHere();
+  return Status(Moves(args, CudaStream(stream)), "moves of a greedy search");
+}
+
 // Some versions of XLA pass operands and results to this stage, some do not.
 ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
   LoadKernels();
@@ -108,6 +121,7 @@ XLA_FFI_DEFINE_HANDLER(kJointGradient, OnJoint::Gradient, BindJointGradient<Cont
 XLA_FFI_DEFINE_HANDLER(kJointSums, OnJoint::Sums, BindJointSums<Context>(), JAX_RNNT_TRAITS);
 
 XLA_FFI_DEFINE_HANDLER(kChoice, ChoiceHandler, BindChoice<Context>(), JAX_RNNT_TRAITS);
+XLA_FFI_DEFINE_HANDLER(kMoves, MovesHandler, BindMoves<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler, BindRows<Context>(), JAX_RNNT_TRAITS);
 XLA_FFI_DEFINE_HANDLER(kWalk, WalkHandler, BindWalk<Context>(), JAX_RNNT_TRAITS);
 
@@ -128,6 +142,7 @@ std::vector<Registration> Registrations() {
       stages("jax_rnnt_joint_bwd", cuda::kJointGradient),
       stages("jax_rnnt_joint_sums", cuda::kJointSums),
       stages("jax_rnnt_search_choice", cuda::kChoice),
+      stages("jax_rnnt_search_moves", cuda::kMoves),
       stages("jax_rnnt_search_rows", cuda::kRows),
       stages("jax_rnnt_search_walk", cuda::kWalk),
   };

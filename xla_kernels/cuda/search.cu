@@ -92,52 +92,110 @@ __device__ float BlockSum(float x, float* parts) {
 
 __device__ __forceinline__ bool Above(float x, int32_t i, float y, int32_t j) { return x > y || (x == y && i < j); }
 
+// What all threads of a block know of its row.
+struct Row {
+  const float *x, *bias;
+  int64_t parts, size;  // from part to part
+  float peak, log_total;
+  bool bad, dead;  // a logit of a class is NaN or +inf; all are -inf
+
+  __device__ float Logit(int32_t i) const {
+    float sum = x[i];
+    for (int64_t k = 1; k < parts; ++k) sum += x[k * size + i];
+    return bias != nullptr ? sum + bias[i] : sum;
+  }
+  __device__ float LogProbability(float logit) const { return dead ? -INFINITY : logit - peak - log_total; }
+};
+
+// A block reads its row.
+__device__ Row ReadRow(const JointRows& joint, float* parts) {
+  const int64_t outputs = joint.classes + joint.durations;
+  Row row{
+      joint.logits + blockIdx.x * outputs, joint.bias, joint.parts, joint.rows * outputs, -INFINITY, 0, false, false};
+  for (int32_t i = threadIdx.x; i < joint.classes; i += kRowThreads) {
+    const float logit = row.Logit(i);
+    row.bad |= !(logit < INFINITY);
+    row.peak = Max(row.peak, logit);
+  }
+  row.bad = __syncthreads_or(row.bad) != 0;
+  row.peak = BlockMax(row.peak, parts);
+  row.dead = row.peak == -INFINITY;
+  float total = 0;
+  for (int32_t i = threadIdx.x; i < joint.classes && !row.dead && !row.bad; i += kRowThreads) {
+    total += expf(row.Logit(i) - row.peak);
+  }
+  total = BlockSum(total, parts);
+  row.log_total = row.dead ? 0.f : logf(total);
+  return row;
+}
+
+// Log-probabilities of the durations of a row; returns whether one of their logits is NaN or +inf.
+__device__ bool ReadDurations(const JointRows& joint, const Row& row, float* log_probs) {
+  float most = -INFINITY, sum = 0;
+  bool wrong = false;
+  for (int32_t i = 0; i < joint.durations; ++i) {
+    log_probs[i] = row.Logit(joint.classes + i);
+    wrong |= !(log_probs[i] < INFINITY);
+    most = Max(most, log_probs[i]);
+  }
+  const bool none = most == -INFINITY;
+  for (int32_t i = 0; i < joint.durations && !none && !wrong; ++i) sum += expf(log_probs[i] - most);
+  for (int32_t i = 0; i < joint.durations; ++i) {
+    log_probs[i] = wrong ? NAN : none ? -INFINITY : log_probs[i] - most - logf(sum);
+  }
+  return wrong;
+}
+
+__device__ __forceinline__ bool IsBlank(const JointRows& joint, int32_t i) {
+  bool blank = false;
+  for (int32_t j = 0; j < joint.blanks; ++j) blank |= joint.blank[j] == i;
+  return blank;
+}
+
+// The best of the pairs of all threads, of equal ones the first.
+__device__ void BlockBest(float* y, int32_t* place, float* parts, int32_t* places) {
+  for (int step = 16; step > 0; step /= 2) {
+    const float other = __shfl_xor_sync(kAllLanes, *y, step);
+    const int32_t other_place = __shfl_xor_sync(kAllLanes, *place, step);
+    if (Above(other, other_place, *y, *place)) {
+      *y = other;
+      *place = other_place;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    parts[threadIdx.x / 32] = *y;
+    places[threadIdx.x / 32] = *place;
+  }
+  __syncthreads();
+  *y = parts[0];
+  *place = places[0];
+  for (int i = 1; i < kRowThreads / 32; ++i) {
+    if (Above(parts[i], places[i], *y, *place)) {
+      *y = parts[i];
+      *place = places[i];
+    }
+  }
+}
+
 // A block takes a row.
 __global__ void __launch_bounds__(kRowThreads) RowsKernel(const __grid_constant__ RowsArgs args) {
   JAX_RNNT_AT_MOST(kRowThreads);
   JAX_RNNT_SHARED_ARRAY(float, parts, kRowThreads / 32);
   JAX_RNNT_SHARED_ARRAY(int32_t, places, kRowThreads / 32);
-  const int64_t row = blockIdx.x;
-  const float* x = args.logits + row * (args.classes + args.durations);
-  float peak = -INFINITY;
-  bool bad = false;
-  for (int32_t i = threadIdx.x; i < args.classes; i += kRowThreads) {
-    bad |= !(x[i] < INFINITY);
-    peak = Max(peak, x[i]);
-  }
-  bad = __syncthreads_or(bad) != 0;
-  peak = BlockMax(peak, parts);
-  const bool dead = peak == -INFINITY;
-  float total = 0;
-  for (int32_t i = threadIdx.x; i < args.classes && !dead && !bad; i += kRowThreads) total += expf(x[i] - peak);
-  total = BlockSum(total, parts);
-  const float log_total = dead ? 0.f : logf(total);
-  const auto log_probability = [&](float logit) { return dead ? -INFINITY : logit - peak - log_total; };
-
+  const JointRows& joint = args.joint;
+  const int64_t number = blockIdx.x;
+  const Row row = ReadRow(joint, parts);
   if (threadIdx.x == 0) {
-    const int32_t heads = args.blanks + args.durations;
-    for (int32_t i = 0; i < args.blanks; ++i) {
-      args.heads[row * heads + i] = bad ? NAN : log_probability(x[args.blank[i]]);
+    float* const heads = args.heads + number * (joint.blanks + joint.durations);
+    for (int32_t i = 0; i < joint.blanks; ++i) {
+      heads[i] = row.bad ? NAN : row.LogProbability(row.Logit(joint.blank[i]));
     }
-    const float* y = x + args.classes;
-    float most = -INFINITY, sum = 0;
-    bool wrong = false;
-    for (int32_t i = 0; i < args.durations; ++i) {
-      wrong |= !(y[i] < INFINITY);
-      most = Max(most, y[i]);
-    }
-    const bool none = most == -INFINITY;
-    for (int32_t i = 0; i < args.durations && !none && !wrong; ++i) sum += expf(y[i] - most);
-    for (int32_t i = 0; i < args.durations; ++i) {
-      args.heads[row * heads + args.blanks + i] = wrong ? NAN : none ? -INFINITY : y[i] - most - logf(sum);
-    }
-    args.bad[row] = bad || wrong;
+    args.bad[number] = ReadDurations(joint, row, heads + joint.blanks) || row.bad;
   }
 
   const auto score = [&](int32_t i) {
-    bool blank = bad;
-    for (int32_t j = 0; j < args.blanks; ++j) blank |= args.blank[j] == i;
-    return blank ? -INFINITY : log_probability(x[i]);
+    return row.bad || IsBlank(joint, i) ? -INFINITY : row.LogProbability(row.Logit(i));
   };
   // The best of this thread's labels behind the last one that was chosen.
   float last = INFINITY, mine = -INFINITY;
@@ -145,7 +203,7 @@ __global__ void __launch_bounds__(kRowThreads) RowsKernel(const __grid_constant_
   const auto find = [&] {
     mine = -INFINITY;
     my_place = INT32_MAX;
-    for (int32_t i = threadIdx.x; i < args.classes; i += kRowThreads) {
+    for (int32_t i = threadIdx.x; i < joint.classes; i += kRowThreads) {
       const float y = score(i);
       if (Above(last, last_place, y, i) && Above(y, i, mine, my_place)) {
         mine = y;
@@ -155,38 +213,72 @@ __global__ void __launch_bounds__(kRowThreads) RowsKernel(const __grid_constant_
   };
   find();
   for (int32_t k = 0; k < args.best_labels; ++k) {
-    float y = mine;
-    int32_t place = my_place;
-    for (int step = 16; step > 0; step /= 2) {
-      const float other = __shfl_xor_sync(kAllLanes, y, step);
-      const int32_t other_place = __shfl_xor_sync(kAllLanes, place, step);
-      if (Above(other, other_place, y, place)) {
-        y = other;
-        place = other_place;
-      }
-    }
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) {
-      parts[threadIdx.x / 32] = y;
-      places[threadIdx.x / 32] = place;
-    }
-    __syncthreads();
-    y = parts[0];
-    place = places[0];
-    for (int i = 1; i < kRowThreads / 32; ++i) {
-      if (Above(parts[i], places[i], y, place)) {
-        y = parts[i];
-        place = places[i];
-      }
-    }
+    last = mine;
+    last_place = my_place;
+    BlockBest(&last, &last_place, parts, places);
     if (threadIdx.x == 0) {
-      args.best[row * args.best_labels + k] = y;
-      args.places[row * args.best_labels + k] = place;
+      args.best[number * args.best_labels + k] = last;
+      args.places[number * args.best_labels + k] = last_place;
     }
-    last = y;
-    last_place = place;
-    if (my_place == place) find();
+    if (my_place == last_place) find();
   }
+}
+
+// A block takes the move out of a node. Blanks come first among equal moves.
+__global__ void __launch_bounds__(kRowThreads) MovesKernel(const __grid_constant__ MovesArgs args) {
+  JAX_RNNT_AT_MOST(kRowThreads);
+  JAX_RNNT_SHARED_ARRAY(float, parts, kRowThreads / 32);
+  JAX_RNNT_SHARED_ARRAY(int32_t, places, kRowThreads / 32);
+  const JointRows& joint = args.joint;
+  const Row row = ReadRow(joint, parts);
+  float logit = -INFINITY;
+  int32_t label = INT32_MAX;
+  for (int32_t i = threadIdx.x; i < joint.classes && !row.bad; i += kRowThreads) {
+    const float x = IsBlank(joint, i) ? -INFINITY : row.Logit(i);
+    if (Above(x, i, logit, label)) {
+      logit = x;
+      label = i;
+    }
+  }
+  BlockBest(&logit, &label, parts, places);
+  if (threadIdx.x != 0) return;
+
+  float durations[kMaxHeads];
+  ReadDurations(joint, row, durations);
+  if (args.token_first) {  // the best duration alone
+    int32_t best = 0;
+    for (int32_t i = 1; i < joint.durations; ++i) best = durations[i] > durations[best] ? i : best;
+    for (int32_t i = 0; i < joint.durations; ++i) durations[i] = i == best ? durations[i] : -INFINITY;
+  }
+  const int64_t number = blockIdx.x, b = number / args.window, k = number % args.window;
+  const int32_t frame = args.frame[b] + int32_t(k), length = args.lengths[b];
+  const int64_t here = k == 0 ? args.count_here[b] : 0;
+  const bool may_write = here < args.labels_per_frame && args.counts[b] < args.max_labels;
+  const float of_label = row.bad ? NAN : row.LogProbability(logit);
+  float best = -INFINITY;
+  int32_t chosen = 0;
+  for (int32_t i = 0; i < args.moves; ++i) {
+    const GreedyMove move = args.move[i];
+    const bool writes = move.blank < 0;
+    float score = of_label;
+    if (!writes) score = row.bad ? NAN : row.LogProbability(row.Logit(joint.blank[move.blank]));
+    if (move.duration >= 0) score = writes ? durations[move.duration] + score : score + durations[move.duration];
+    const int32_t after = frame + move.frames;
+    const bool inside = args.ends[b] == 0 || after < length || (after == length && move.may_end != 0);
+    if (!inside || (writes && !may_write)) score = -INFINITY;
+    if (best != best) continue;
+    if (score > best || score != score) {
+      best = score;
+      chosen = i;
+    }
+  }
+  const GreedyMove move = args.move[chosen];
+  const int32_t needs = move.frames + (move.may_end == 0);
+  args.score[number] = best;
+  args.reads[number] = move.frames;
+  args.needs[number] = needs < 1 ? 1 : needs;
+  args.label[number] = move.blank < 0 ? label : -1;
+  args.log_prob[number] = of_label;
 }
 
 // ---- the choice of a beam ----
@@ -307,7 +399,7 @@ __global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_cons
   for (int i = thread; i < nodes; i += threads) bad |= gains[int64_t(i) * (moves + 1) + moves] != 0;
   bad = __syncthreads_or(bad) != 0;
   const auto at = [&](int w, BeamInt i) { return ints[w * kBeamInts + i]; };
-  const int32_t begin = at(0, kFirst), end = WindowEnd(args, b, begin);
+  const int32_t begin = at(0, kFirst), end = WindowEnd(args, b, begin < length ? begin : 0);
 
   // Scores of nodes.
   for (int w = thread; w < width; w += threads) {
@@ -513,8 +605,13 @@ cudaError_t Choose(const ChoiceArgs& args, cudaStream_t stream) {
 }
 
 cudaError_t Rows(const RowsArgs& args, cudaStream_t stream) {
-  if (args.rows == 0) return cudaSuccess;
-  return Launch(RowsKernel, dim3(unsigned(args.rows)), dim3(kRowThreads), 0, stream, args);
+  if (args.joint.rows == 0) return cudaSuccess;
+  return Launch(RowsKernel, dim3(unsigned(args.joint.rows)), dim3(kRowThreads), 0, stream, args);
+}
+
+cudaError_t Moves(const MovesArgs& args, cudaStream_t stream) {
+  if (args.joint.rows == 0) return cudaSuccess;
+  return Launch(MovesKernel, dim3(unsigned(args.joint.rows)), dim3(kRowThreads), 0, stream, args);
 }
 
 cudaError_t Walk(const WalkArgs& args, cudaStream_t stream) {

@@ -93,20 +93,48 @@ struct ChoiceArgs {
   __host__ __device__ int32_t candidates() const { return width * (1 + blank_kinds() + labels); }
 };
 
-// Rows of the joint network [R, V + D]: log-probabilities of blanks and durations, and the best labels in order.
+// Rows of logits of the joint network: softmax over V classes with some blanks, softmax over D durations.
 constexpr int kMaxHeads = 64;
-struct RowsArgs {
+struct JointRows {
   int64_t rows;
-  int32_t classes, durations, best_labels, blanks;  // V, D, k
+  int32_t classes, durations, blanks;  // V, D
   int32_t blank[kMaxHeads];
-  const float* logits;
-  float* heads;     // [R, blanks + D]; NaN where one of their logits is NaN or +inf
-  float* best;      // [R, k]
-  int32_t* places;  // [R, k]
-  bool* bad;        // [R]: where a logit is NaN or +inf
+  int64_t parts;        // S
+  const float* logits;  // [S, R, V + D], whose sum the logits are
+  const float* bias;    // [V + D], to be added; or null
+};
+
+// Beam search: log-probabilities of blanks and durations, and the best labels in order.
+struct RowsArgs {
+  JointRows joint;
+  int32_t best_labels;  // k
+  float* heads;         // [R, blanks + D]; NaN where one of their logits is NaN or +inf
+  float* best;          // [R, k]
+  int32_t* places;      // [R, k]
+  bool* bad;            // [R]: where a logit is NaN or +inf
 };
 
 cudaError_t Rows(const RowsArgs& args, cudaStream_t stream);
+
+// A move of greedy search: which of the blanks, or -1 for a label, and which duration, or -1.
+struct GreedyMove {
+  int32_t blank, duration, frames, may_end;
+};
+
+// Greedy search: the best move out of each row, R = B K rows of windows of K frames. Blanks come first.
+struct MovesArgs {
+  JointRows joint;
+  int64_t batch, window, labels_per_frame, max_labels;
+  int32_t moves;
+  bool token_first;
+  GreedyMove move[kMaxMoves];
+  const int32_t *frame, *count_here, *counts, *lengths, *ends;  // [B]; ends: not 0 where the utterance ends here
+  float* score;                                                 // [B, K], as those of `WalkArgs`
+  int32_t *reads, *needs, *label;
+  float* log_prob;
+};
+
+cudaError_t Moves(const MovesArgs& args, cudaStream_t stream);
 
 cudaError_t Choose(const ChoiceArgs& args, cudaStream_t stream);
 

@@ -32,6 +32,7 @@ class Buffers {
     const auto dimensions = buffer->dimensions();
     return dimensions.size() <= from_end ? (fits_ = false) : dimensions[dimensions.size() - 1 - from_end];
   }
+  bool more() const { return in_ < arguments_.size(); }
   bool fit() const { return fits_ && in_ == arguments_.size() && out_ == results_.size(); }
 
  private:
@@ -140,29 +141,109 @@ inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::Remaining
   return buffers.fit() ? ffi::Error::Success() : Invalid("arguments and results of a choice do not fit each other");
 }
 
+// Parts [S, R, V + D] of logits, the first argument, as far as attributes tell: false if they have a wrong size.
+inline bool ReadRows(Buffers* buffers, ffi::Span<const int64_t> blanks, int64_t durations, cuda::JointRows* joint) {
+  const int64_t rows = buffers->Dimension(0, 1), outputs = buffers->Dimension(0, 0), classes = outputs - durations;
+  const int64_t heads = int64_t(blanks.size()) + durations, parts = buffers->Dimension(0, 2);
+  if (parts < 1 || durations < 0 || classes < 1 || outputs > INT32_MAX || heads > cuda::kMaxHeads || rows > INT32_MAX)
+    return false;
+  joint->rows = rows;
+  joint->parts = parts;
+  joint->classes = int32_t(classes);
+  joint->durations = int32_t(durations);
+  joint->blanks = int32_t(blanks.size());
+  for (size_t i = 0; i < blanks.size(); ++i) {
+    if (blanks.begin()[i] < 0 || blanks.begin()[i] >= classes) return false;
+    joint->blank[i] = int32_t(blanks.begin()[i]);
+  }
+  joint->logits = buffers->In<float>(Product({parts, rows, outputs}));
+  return true;
+}
+
+// The bias is the last argument, and may be missing.
+inline void ReadBias(Buffers* buffers, cuda::JointRows* joint) {
+  joint->bias = buffers->more() ? buffers->In<float>(joint->classes + joint->durations) : nullptr;
+}
+
 inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results,
                        ffi::Span<const int64_t> blanks, int64_t durations, int64_t best, cuda::RowsArgs* args) {
   Buffers buffers(arguments, results);
-  const int64_t rows = buffers.Dimension(0, 1), outputs = buffers.Dimension(0, 0), heads = blanks.size() + durations;
-  const int64_t classes = outputs - durations;
-  if (durations < 0 || classes < 1 || outputs > INT32_MAX || heads > cuda::kMaxHeads || rows > INT32_MAX || best < 1 ||
-      best > classes)
-    return Invalid("rows of a joint network have wrong sizes");
-  args->rows = rows;
-  args->classes = int32_t(classes);
-  args->durations = int32_t(durations);
+  const bool right = ReadRows(&buffers, blanks, durations, &args->joint);
+  if (!right || best < 1 || best > args->joint.classes) return Invalid("rows of a joint network have wrong sizes");
+  ReadBias(&buffers, &args->joint);
+  const int64_t rows = args->joint.rows;
   args->best_labels = int32_t(best);
-  args->blanks = int32_t(blanks.size());
-  for (size_t i = 0; i < blanks.size(); ++i) {
-    if (blanks.begin()[i] < 0 || blanks.begin()[i] >= classes) return Invalid("blank must lie in [0, V)");
-    args->blank[i] = int32_t(blanks.begin()[i]);
-  }
-  args->logits = buffers.In<float>(rows * outputs);
-  args->heads = buffers.Out<float>(rows * heads);
+  args->heads = buffers.Out<float>(rows * (args->joint.blanks + durations));
   args->best = buffers.Out<float>(rows * best);
   args->places = buffers.Out<int32_t>(rows * best);
   args->bad = buffers.Out<bool>(rows);
   return buffers.fit() ? ffi::Error::Success() : Invalid("arguments and results of rows do not fit each other");
+}
+
+// The attributes of the moves of greedy search, one number of each move: `cuda::GreedyMove`.
+struct MovesKind {
+  ffi::Span<const int64_t> blanks;
+  int64_t durations;
+  ffi::Span<const int64_t> tokens, of_durations, frames, may_end;
+  int64_t window, labels_per_frame, max_labels, token_first;
+};
+
+inline ffi::Error Read(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results, const MovesKind& kind,
+                       cuda::MovesArgs* args) {
+  Buffers buffers(arguments, results);
+  const size_t moves = kind.frames.size();
+  if (!ReadRows(&buffers, kind.blanks, kind.durations, &args->joint) || kind.window < 1 ||
+      args->joint.rows % kind.window != 0)
+    return Invalid("rows of a joint network have wrong sizes");
+  if (moves < 1 || moves > size_t(cuda::kMaxMoves) || kind.tokens.size() != moves ||
+      kind.of_durations.size() != moves || kind.may_end.size() != moves)
+    return Invalid("greedy search has wrong moves");
+  for (size_t i = 0; i < moves; ++i) {
+    const int64_t blank = kind.tokens.begin()[i], duration = kind.of_durations.begin()[i];
+    const int64_t frames = kind.frames.begin()[i];
+    if (blank < -1 || blank >= args->joint.blanks || duration < -1 || duration >= kind.durations || frames < 0 ||
+        frames > INT32_MAX)
+      return Invalid("greedy search has a wrong move");
+    args->move[i] = {int32_t(blank), int32_t(duration), int32_t(frames), int32_t(kind.may_end.begin()[i])};
+  }
+  const int64_t rows = args->joint.rows, batch = rows / kind.window;
+  args->batch = batch;
+  args->window = kind.window;
+  args->labels_per_frame = kind.labels_per_frame;
+  args->max_labels = kind.max_labels;
+  args->moves = int32_t(moves);
+  args->token_first = kind.token_first != 0;
+  args->frame = buffers.In<int32_t>(batch);
+  args->count_here = buffers.In<int32_t>(batch);
+  args->counts = buffers.In<int32_t>(batch);
+  args->lengths = buffers.In<int32_t>(batch);
+  args->ends = buffers.In<int32_t>(batch);
+  ReadBias(&buffers, &args->joint);
+  args->score = buffers.Out<float>(rows);
+  args->reads = buffers.Out<int32_t>(rows);
+  args->needs = buffers.Out<int32_t>(rows);
+  args->label = buffers.Out<int32_t>(rows);
+  args->log_prob = buffers.Out<float>(rows);
+  return buffers.fit() ? ffi::Error::Success() : Invalid("arguments and results of moves do not fit each other");
+}
+
+template <class Context>
+auto BindMoves() {
+  using Numbers = ffi::Span<const int64_t>;
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<Numbers>("blanks")
+      .template Attr<int64_t>("durations")
+      .template Attr<Numbers>("tokens")
+      .template Attr<Numbers>("of_durations")
+      .template Attr<Numbers>("frames")
+      .template Attr<Numbers>("may_end")
+      .template Attr<int64_t>("window")
+      .template Attr<int64_t>("labels_per_frame")
+      .template Attr<int64_t>("max_labels")
+      .template Attr<int64_t>("token_first");
 }
 
 template <class Context>

@@ -18,6 +18,7 @@ from jax_rnnt.decode.search import _beam_step
 from jax_rnnt.decode.search._beam_step import Beam, Recent, Rules, Scores, State
 from jax_rnnt.decode.search._fusion import Networks
 from jax_rnnt.decode.search._packing import free_slots
+from jax_rnnt.decode.search._problem import of_parts
 from jax_rnnt.decode.search._symbols import Move
 from jax_rnnt.emissions import Softmax
 
@@ -130,15 +131,13 @@ def score(rules: Rules, state: State, active) -> Scores:
     labels = min(rules.width, problem.tokens)
     slot, frame, active_nodes, bad_before = _beam_step.spread(rules, state, active)
     shape, row = active_nodes.shape, jnp.arange(rules.nodes, dtype=jnp.int32).reshape(active_nodes.shape)
-    emission = symbols.emission
-    simple = emission.normalize and not (emission.bernoulli or symbols.scoring.tempers or rules.fusion.adds)
-    if simple and not symbols.weighs_labels:
+    emission, (joint, bias) = symbols.emission, problem.parts
+    if symbols.of_softmax and not rules.fusion.adds:
         encoder = hypothesis_rows(problem.encoder_out, problem.inside(frame), None)
-        logits = problem.joint(encoder, hypothesis_rows(state.networks.rows, slot, None))
+        logits = joint(encoder, hypothesis_rows(state.networks.rows, slot, None))
         if logits.dtype == jnp.float32:
-            heads, best, places, bad = _rows(
-                logits, blanks=tuple(emission.blanks), durations=emission.num_durations, best=labels
-            )
+            kind = dict(blanks=tuple(emission.blanks), durations=emission.num_durations, best=labels)
+            heads, best, places, bad = _rows(logits, *([] if bias is None else [bias]), **kind)
             heads, blanks = [heads[:, i] for i in range(heads.shape[1])], len(emission.blanks)
             moves = symbols.scores_of_moves(heads[:blanks], heads[blanks:]).reshape(*shape, -1)
             bad = bad_before | (bad.reshape(shape) & active_nodes)
@@ -198,10 +197,11 @@ def choose(*arrays, window: int, merge: int, blanks: int, frames: tuple, may_end
     return [*packed(rules, _beam_step.keep_best(rules, state, scores, candidates, alive))]
 
 
-def rows(logits, *, blanks: tuple, durations: int, best: int):
-    """Of rows of logits [R, V + D]: log-probabilities of blanks and durations [R, ...], the best labels in order, their
+def rows(logits, *bias, blanks: tuple, durations: int, best: int):
+    """Of rows of logits in parts: log-probabilities of blanks and durations [R, ...], the best labels in order, their
     log-probabilities and numbers [R, best], and whether a logit is NaN or +inf [R].
     """
+    logits = of_parts(logits, *bias)
     emission = Softmax(blanks, num_durations=durations, slots=tuple(f"blank{i}" for i in range(len(blanks))))
     log_probability, of_blanks, of_durations = emission.heads(logits)
     tokens = logits[:, : logits.shape[1] - durations]

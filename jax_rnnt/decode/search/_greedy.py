@@ -23,7 +23,9 @@ from jax_rnnt.decode._streams import begin_part
 from jax_rnnt.decode.search import _fusion, _options
 from jax_rnnt.decode.search._fusion import Fusion, Networks, check_utterances
 from jax_rnnt.decode.search._packing import any_or_always
-from jax_rnnt.decode.search._problem import Problem, beyond_the_end, checked, on_devices, prepare
+from jax_rnnt.decode.search._problem import Problem, beyond_the_end, checked, of_parts, on_devices, prepare
+from jax_rnnt.decode.search._symbols import Move, Scoring, Symbols
+from jax_rnnt.emissions import Softmax
 
 
 class Stream(typing.NamedTuple):
@@ -137,10 +139,11 @@ def run_steps(rules: Rules, stream: Stream) -> State:
 
     def with_kernel(state):
         """The kernel tells whether there is another step. XLA would make a constant anew in each one."""
-        first = jax.lax.optimization_barrier(rules.first)
+        ends = jnp.broadcast_to(rules.problem.ends_here, (zeros.shape[0], 1))[:, 0].astype(jnp.int32)
+        first, ends = jax.lax.optimization_barrier((rules.first, rules.problem.vary(ends)))
 
         def turn(carry):
-            best = best_moves(rules, carry[0])[:-1]
+            best = best_by_kernel(rules, carry[0], ends)
             state, label, going = walk_by_kernel(rules._replace(first=first), carry[0], *best)
             return advance(rules, state, label), going
 
@@ -198,22 +201,35 @@ def best_moves(rules: Rules, state: State):
     """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1, and its
     log-probability and confidence in the model alone.
     """
-    problem, window, offsets = rules.problem, rules.window, rules.offsets
-    symbols = problem.symbols
-    frame = state.frame[:, None] + offsets
-    batch = frame.shape[0]
-    encoder = problem.frame(frame).reshape(batch * window, problem.encoder_out.shape[-1])
-    logits = problem.joint(encoder, jnp.repeat(state.networks.rows, window, 0)).reshape(batch, window, problem.classes)
-    scores, labels = symbols.scores(logits)
-    count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
-    may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
-    allowed = symbols.allowed(frame, problem.lengths[:, None], may_write, problem.ends_here)
-    if rules.fusion.adds:
-        labels = labels._replace(bonus=state.networks.bonus[:, None])
-    score, move, label, log_prob = rules.choose(symbols, scores, labels, allowed, frame, count_here)
-    reads, needs = (symbols.of_move(move, x) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
+    problem = rules.problem
+    logits = window_rows(rules, state, problem.joint).reshape(-1, rules.window, problem.classes)
+    bonus = state.networks.bonus[:, None] if rules.fusion.adds else None
+    now = state.frame, state.count_here, state.counts, problem.lengths, problem.ends_here
+    best = moves_out(problem.symbols, rules.max_labels, rules.choose, logits, *now, bonus)
     # Computed once: the walk reads single numbers of each frame.
-    return jax.lax.optimization_barrier((score, reads, needs, label, log_prob, symbols.confidence(logits)))
+    return jax.lax.optimization_barrier((*best, problem.symbols.confidence(logits)))
+
+
+def window_rows(rules: Rules, state: State, joint):
+    """What `joint` makes of the frames of the windows, [B K, ...]."""
+    problem, window = rules.problem, rules.window
+    encoder = problem.frame(state.frame[:, None] + rules.offsets)
+    encoder = encoder.reshape(encoder.shape[0] * window, problem.encoder_out.shape[-1])
+    return joint(encoder, jnp.repeat(state.networks.rows, window, 0))
+
+
+def moves_out(symbols: Symbols, max_labels, choose, logits, frame, count_here, counts, lengths, ends_here, bonus=None):
+    """`best_moves` of logits [B, K, V + D], without the confidence; `ends_here` as of `Problem`."""
+    offsets = np.arange(logits.shape[1], dtype=np.int32)[None]
+    frame = frame[:, None] + offsets
+    scores, labels = symbols.scores(logits)
+    count_here = jnp.where(offsets == 0, count_here[:, None], 0)
+    may_write = (count_here < symbols.labels_per_frame) & (counts < max_labels)[:, None]
+    allowed = symbols.allowed(frame, lengths[:, None], may_write, ends_here)
+    labels = labels if bonus is None else labels._replace(bonus=bonus)
+    score, move, label, log_prob = choose(symbols, scores, labels, allowed, frame, count_here)
+    reads, needs = (symbols.of_move(move, x) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
+    return score, reads, needs, label, log_prob
 
 
 def most_probable(symbols, scores, labels, allowed, *_):
@@ -289,6 +305,55 @@ def walk_by_kernel(rules: Rules, state: State, *best):
     attributes = {name: int(getattr(limits, name)) for name in ("labels_per_frame", "token_first", "reach")}
     *after, label, going = _walk(*best, *state[:9], limits.lengths, limits.first, **attributes)
     return State(*after, None, state.networks), label, going  # type: ignore[call-arg]
+
+
+def moves(
+    *operands,
+    blanks: tuple,
+    durations: int,
+    tokens: tuple,
+    of_durations: tuple,
+    frames: tuple,
+    may_end: tuple,
+    window: int,
+    labels_per_frame: int,
+    max_labels: int,
+    token_first: int,
+):
+    """`moves_out` as the kernel has it; operands and attributes as `best_by_kernel` gives them."""
+    (logits, frame, count_here, counts, lengths, ends), bias = operands[:6], operands[6:]
+    emission = Softmax(blanks, num_durations=durations, slots=tuple(f"blank{i}" for i in range(len(blanks))))
+    each = zip((*(None if i < 0 else blanks[i] for i in tokens),), of_durations, frames, map(bool, may_end))
+    every = tuple(Move(token, None if i < 0 else i, *more) for token, i, *more in each)
+    kinds = [tuple(x for x in every if (x.token is None) == writes) for writes in (False, True)]
+    scoring = Scoring(labels_per_frame, token_first=bool(token_first))
+    symbols = Symbols(emission, *kinds, labels_per_frame, scoring, {})
+    logits = of_parts(logits, *bias).reshape(-1, window, logits.shape[-1])
+    now = frame, count_here, counts, lengths, (ends != 0)[:, None]
+    return [*moves_out(symbols, max_labels, most_probable, logits, *now)]
+
+
+_moves = _xla.Step("jax_rnnt_search_moves", moves, {})
+
+
+def best_by_kernel(rules: Rules, state: State, ends):
+    """`best_moves` without the confidence, by the kernel if it knows such moves; `ends` int32 [B]: who ends here."""
+    problem, symbols = rules.problem, rules.problem.symbols
+    scoring, emission = symbols.scoring, symbols.emission
+    weighted = not all(_checks.is_zero(move.weight) for move in symbols.moves)
+    own = weighted or scoring.penalizes or scoring.skips or rules.fusion.adds or rules.choose is not most_probable
+    joint, bias = problem.parts
+    logits = None if own or not symbols.of_softmax else window_rows(rules, state, joint)
+    if logits is None or logits.dtype != np.float32:
+        return best_moves(rules, state)[:-1]
+    tokens = tuple(-1 if x.token is None else emission.blanks.index(x.token) for x in symbols.moves)
+    of_durations = tuple(-1 if x.duration is None else x.duration for x in symbols.moves)
+    frames, may_end = (tuple(int(getattr(x, name)) for x in symbols.moves) for name in ("frames", "may_end"))
+    kinds = dict(tokens=tokens, of_durations=of_durations, frames=frames, may_end=may_end, window=rules.window)
+    kinds |= dict(blanks=tuple(emission.blanks), durations=emission.num_durations, max_labels=rules.max_labels)
+    kinds |= dict(labels_per_frame=symbols.labels_per_frame, token_first=int(scoring.token_first))
+    now = state.frame, state.count_here, state.counts, problem.lengths, ends
+    return _moves(logits, *now, *([] if bias is None else [bias]), **kinds)
 
 
 def advance(rules: Rules, state: State, label) -> State:
