@@ -27,15 +27,8 @@ import re
 import sys
 import tempfile
 
-# Else libtpu asks a metadata server, and waits.
-os.environ |= dict(
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_WORKER_ID="0",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    JAX_PLATFORMS="cpu",
-)
+import without_tpu  # noqa: F401, before JAX
+
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # after an installed one, with names of kernels
 
 import jax

@@ -67,8 +67,9 @@ def lowered(device, layers):
     chosen = parts.Parts(model.config, model.shapes)
     optimizer = steps.make_optimizer(model.config.optimiser, model.config.run.steps, chosen.factors)
     state = jax.eval_shape(lambda x: steps.first_state(model.config.optimiser, optimizer, chosen.free(x)), model.shapes)
-    state = devices.shapes_in_place(mesh, state, shard)
-    frozen = devices.shapes_in_place(mesh, jax.eval_shape(chosen.frozen, model.shapes), shard)
+    place = devices.Devices(mesh)
+    state = place.shapes(state, shard)
+    frozen = place.shapes(jax.eval_shape(chosen.frozen, model.shapes), shard)
     places = jax.tree.map(lambda x: x.sharding, state)
     shapes = {"features": (FRAMES, model.config.features.mels), "targets": (TARGETS,), "spans": (4, 2)}
     kinds = {"features": np.float32, "valid": bool}

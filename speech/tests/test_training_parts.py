@@ -125,7 +125,8 @@ def test_ctc_is_that_of_all_paths():
 
 
 def test_options_of_losses():
-    """Durations, sigma, the blank and the number of logits of five labels."""
+    """Durations, sigma, the blank and the number of logits of five labels; what may be named is there."""
+    assert losses.LOSSES.keys() == {*asr.config.LOSSES}
     for name, loss, outputs in (
         ("tdt", jax_rnnt.TDTLoss((0, 1, 3), sigma=0.2), (5, 9)),
         ("multiblank", jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2), (8, 9)),

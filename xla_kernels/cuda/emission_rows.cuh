@@ -236,13 +236,6 @@ __device__ __forceinline__ Words Pack(const Accumulator<T> (&x)[kElements<T>]) {
   }
   return v;
 }
-template <class T>
-__device__ __forceinline__ Words Fill(Accumulator<T> x) {
-  Accumulator<T> all[kElements<T>];
-#pragma unroll
-  for (int i = 0; i < kElements<T>; ++i) all[i] = x;
-  return Pack<T>(all);
-}
 
 // `v` with -inf as element i.
 template <class T>

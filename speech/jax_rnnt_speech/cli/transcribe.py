@@ -15,7 +15,9 @@ from jax_rnnt_speech.system import UserError, outputs
 
 
 @dataclasses.dataclass(frozen=True)
-class Texts(transcripts.Output):
+class Writing(transcripts.Output):
+    """Which texts are written, and how."""
+
     nbest: int = option(0, natural, "list so many hypotheses of --beam in --format json")
     segments: Path | None = option(
         None, Path, "segments of the recordings with their speakers, each of which is transcribed by itself: .rttm, "
@@ -24,7 +26,7 @@ class Texts(transcripts.Output):
 
 
 def transcribe(args):
-    searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Texts)
+    searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Writing)
     if to.segments and not to.segments.is_file():
         raise UserError(f"--segments {to.segments} is no file")
     to.checked(args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
@@ -59,7 +61,7 @@ def add_command(commands):
     parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="files of audio in any format, manifests, or folders"
     )
-    for kind in (Texts, Searching, Computing):
+    for kind in (Writing, Searching, Computing):
         command_line.add_fields(parser, kind)
     command_line.add_options(parser, {"audio_column"}, "as trained, or the usual ones")
     parser.set_defaults(run=transcribe)

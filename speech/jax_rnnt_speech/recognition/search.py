@@ -19,7 +19,7 @@ NEVER = 2**30  # rows before which no deadline is
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """How labels are searched for.
+    """What a `search_options.Searching` asks of a model, with its files read: how labels are searched for.
 
     An argument of jitted functions: the n-gram is arrays, the rest decides the program.
     """

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data.manifests import LineError
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.system import UserError, reason
 
@@ -27,10 +28,6 @@ class Segment(NamedTuple):
     start: float
     end: float
     speaker: str = ""
-
-
-class LineError(ValueError):
-    """Why a line is no segment."""
 
 
 def times(start, end):

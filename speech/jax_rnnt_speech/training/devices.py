@@ -20,12 +20,6 @@ def placed(mesh, tree, shard):
     return jax.tree.map(place, tree)
 
 
-def shapes_in_place(mesh, tree, shard=False):
-    """Shapes of these arrays, which may be shapes themselves, where `placed` has them."""
-    places = placed(mesh, tree, shard)
-    return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), tree, places)
-
-
 @dataclasses.dataclass(frozen=True)
 class Devices:
     """Those of all processes."""
@@ -44,7 +38,9 @@ class Devices:
         return jax.device_put(tree, placed(self.mesh, tree, shard))
 
     def shapes(self, tree, shard=False):
-        return shapes_in_place(self.mesh, tree, shard)
+        """Shapes of these arrays, which may be shapes themselves, where `placed` has them."""
+        places = placed(self.mesh, tree, shard)
+        return jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), tree, places)
 
     def whole(self, tree):
         """Arrays of which devices have parts, now all of them on every device."""
