@@ -273,7 +273,7 @@ struct SumsTable {
 // Thread blocks in three parts: for each block of the slab and some of the units, the rows of its frames; the same with
 // its columns; sums of the bias.
 template <class T>
-__global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable table, SumsTable s) {
+__global__ __launch_bounds__(kSumThreads, 4) void JointSumsKernel(JointTable table, SumsTable s) {
   JAX_RNNT_AT_MOST(kSumThreads);
   JAX_RNNT_DYNAMIC_SHARED(uint32_t, same);
   const int slab = *s.slab, count = *table.inputs.count;
@@ -378,7 +378,7 @@ __global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable tab
         if (at >= (kFrames ? block.frames : block.columns)) return;
         const JointRows rows(table, block);
         const Two x = kFrames ? rows.Encoder(at, unit) : rows.Predictor(at, unit);
-#pragma unroll(kFrames ? kJointColumns : 4)
+#pragma unroll 4
         for (int k = 0; k < others; ++k) {  // the gradient of rows outside the lengths is 0
           const Two y = kFrames ? rows.Predictor(block.column + k, unit) : rows.Encoder(block.frame + k, unit);
           const Two g = of_row(position, kFrames ? i * kJointColumns + k : k * kJointColumns + i);
