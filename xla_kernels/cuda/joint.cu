@@ -273,7 +273,7 @@ struct SumsTable {
 // Thread blocks in three parts: for each block of the slab and some of the units, the rows of its frames; the same with
 // its columns; sums of the bias.
 template <class T>
-__global__ __launch_bounds__(kSumThreads, 4) void JointSumsKernel(JointTable table, SumsTable s) {
+__global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable table, SumsTable s) {
   JAX_RNNT_AT_MOST(kSumThreads);
   JAX_RNNT_DYNAMIC_SHARED(uint32_t, same);
   const int slab = *s.slab, count = *table.inputs.count;
