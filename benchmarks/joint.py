@@ -237,9 +237,7 @@ def with_products(problem, worker):
     """Kernels, tiles, peers, and the bare products of all nodes inside the lengths; and what disagrees."""
     sources, sequences = getattr(problems, problem.function)(*problem.arguments, *problem.padding)
     weight, bias, *rows = (jnp.asarray(x, problem.dtype) for x in sources)
-    program = functools.partial(
-        measure.program, gradient=ALL, arguments=(weight, bias, *rows, *sequences), whole=True
-    )
+    program = functools.partial(measure.program, gradient=ALL, arguments=(weight, bias, *rows, *sequences), whole=True)
     loss = functools.partial(linear, loss=problem.loss)
 
     def nothing_skipped(name):
@@ -315,7 +313,7 @@ def main(argv=None, peers=None):
     parser.add_argument("--batches", type=int, default=3, help="of --librispeech, of each order (%(default)s)")
     parser.add_argument("--share", type=float, help="of the utterances of each batch (GPU: 1, CPU: 0.1)")
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for trials (%(default)s)")
-    parser.add_argument("--limit", type=float, default=600, help="seconds of --librispeech, and of --products (%(default)s)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of either (%(default)s)")
     args = parser.parse_args(argv)
     if args.products:
         beside_products(args, peers)

@@ -83,8 +83,6 @@ def flash(folder):
 
     NeMo's own modules import all of NeMo; these three need one name more.
     """
-    import torch
-
     asr = "nemo.collections.asr"
     for name in ("nemo", "nemo.collections", asr, f"{asr}.losses", f"{asr}.parts", f"{asr}.parts.triton"):
         sys.modules[name] = types.ModuleType(name)

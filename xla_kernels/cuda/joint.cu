@@ -378,7 +378,7 @@ __global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable tab
         if (at >= (kFrames ? block.frames : block.columns)) return;
         const JointRows rows(table, block);
         const Two x = kFrames ? rows.Encoder(at, unit) : rows.Predictor(at, unit);
-#pragma unroll(kFrames ? kJointColumns : 4)
+#pragma unroll 4
         for (int k = 0; k < others; ++k) {  // the gradient of rows outside the lengths is 0
           const Two y = kFrames ? rows.Predictor(block.column + k, unit) : rows.Encoder(block.frame + k, unit);
           const Two g = of_row(position, kFrames ? i * kJointColumns + k : k * kJointColumns + i);
