@@ -325,9 +325,9 @@ def moves(
     emission = Softmax(blanks, num_durations=durations, slots=tuple(f"blank{i}" for i in range(len(blanks))))
     each = zip((*(None if i < 0 else blanks[i] for i in tokens),), of_durations, frames, map(bool, may_end))
     every = tuple(Move(token, None if i < 0 else i, *more) for token, i, *more in each)
-    kinds = [tuple(x for x in every if (x.token is None) == writes) for writes in (False, True)]
+    of_blanks, of_labels = (tuple(x for x in every if (x.token is None) == writes) for writes in (False, True))
     scoring = Scoring(labels_per_frame, token_first=bool(token_first))
-    symbols = Symbols(emission, *kinds, labels_per_frame, scoring, {})
+    symbols = Symbols(emission, of_blanks, of_labels, labels_per_frame, scoring, {})
     logits = of_parts(logits, *bias).reshape(-1, window, logits.shape[-1])
     now = frame, count_here, counts, lengths, (ends != 0)[:, None]
     return [*moves_out(symbols, max_labels, most_probable, logits, *now)]
