@@ -5,6 +5,7 @@ import gzip
 import io
 import itertools
 import json
+import pickle
 import shutil
 import tarfile
 import types
@@ -283,7 +284,13 @@ def test_the_same_whoever_works(source, tmp_path):
     whole |= dict(enumerate(found.read(3, None, until=2), 3))
     end = len(whole)
     assert [x.pop("last", False) for x in whole.values()] == [False] * (end - 1) + [True]
-    equal(heard(opened(config, tmp_path / "other", workers=2), 1, end), {i: x for i, x in whole.items() if i})
+    # Two workers have copies of their own, and find headers that nobody has read.
+    again = opened(config, tmp_path / "other")
+    work = on_the_fly.Work(order.Batches(again.order, 0, 0, 0), again.loads)
+    copies = [pickle.loads(pickle.dumps(work)) for _ in range(2)]
+    made = {i: copies[i % 2][i] for i in reversed(range(end))}
+    assert [x.pop("left_out") for x in made.values()] == [[]] * end
+    equal(dict(sorted(made.items())), whole)
     equal(heard(opened(config, tmp_path, known=state, step=3), 3, end), {i: x for i, x in whole.items() if i >= 3})
     tones = {len(x) for x, _ in rows_of(whole.values())}
     assert len(tones) > COUNT  # other speeds in other epochs
@@ -388,11 +395,27 @@ def test_the_buffer():
 
 
 @pytest.mark.slow
-def test_a_run(packed, tmp_path, capsys, refused):
-    """Two epochs from tars; a run by a worker that is stopped within one goes on without it, with the same losses."""
+def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
+    """Two epochs; a run by a worker that is stopped within one goes on without it, with the same losses.
+
+    Once from tars, and once in windows of utterances whose lengths nothing tells.
+    """
     usual = ["--valid", packed / "all.jsonl", "--rate", RATE, "--mels", 6, "--encoder", "convolutional", "--width", 8]
     usual += ["--blocks", 1, "--convolution", 3, "--channels", 2, "--batch", 4, "--buckets", 1, "--epochs", 2]
     usual += ["--save-every", 3, "--log-every", 1, "--devices", 1, "--joint", "logits", "--learning-rate", 0.01]
+    command = ["train", "--train", packed / "bare.jsonl", *usual, "--buffer", 5]
+    monkeypatch.setattr(order, "LEAST", 5)
+    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    run([*command, "--workdir", tmp_path / "windows", "--on-the-fly"])
+    out = capsys.readouterr().out
+    whole = losses(tmp_path / "windows")
+    assert "2 epochs of about 5 batches" in out and "within windows of 5 utterances" in out and len(whole) == 10
+    for step in (9, 10):
+        shutil.rmtree(tmp_path / f"windows/checkpoints/{step}")
+    again = ["train", "--workdir", tmp_path / "windows", "--resume", "--devices", 1]
+    run([*again, "--workers", 1])  # in the second epoch's first window
+    run(again)
+    assert losses(tmp_path / "windows") == whole and "best test" not in capsys.readouterr().out.rpartition("CER")[2]
     command = ["train", "--train", packed / "web", *usual]
     run([*command, "--workdir", tmp_path / "a"])
     out = capsys.readouterr().out

@@ -16,6 +16,7 @@ import os
 import re
 import tarfile
 import time
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,7 +125,8 @@ def usual(block, place):
     except ValueError:
         return None
     name = name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-    if sum(header) - sum(header[148:156]) + 256 != told or name.endswith("/"):
+    total = told + sum(block[148:156]) - 256  # of all bytes, which Adler's sum has by one call
+    if (total + 1) % 65521 != zlib.adler32(header) % 2**16 or name.endswith("/"):
         return None
     return Info(name, place, place + 512, size, block[512 : 512 + size])
 
@@ -215,15 +217,36 @@ class Tar:
     def files(self):
         return [self.path]
 
-    def read(self, keys):
+    def read(self, keys, brief=False):
+        """`brief`: of the usual utterances, (name, seconds or None) will do."""
         for x in samples(members(self.path)):
             if isinstance(x, Fault):
                 yield x
                 continue
             infos = [*x[1].values()]
+            begin, end = infos[0].offset, infos[-1].end
+            if brief and (known := self.plain(x[1], keys)):
+                yield (begin, end, 0, 0, 0), known
+                continue
             for part, entry in enumerate(self.entries(*x, keys)):
-                row = infos[0].offset, infos[-1].end, 0, 0, part
-                yield entry if isinstance(entry, Fault) else (row, entry)
+                yield entry if isinstance(entry, Fault) else ((begin, end, 0, 0, part), entry)
+
+    def plain(self, infos, keys):
+        """What `manifests.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
+        (kind, sound), (other, text) = [*infos.items()] if len(infos) == 2 else [("", None)] * 2
+        if kind in TEXTS:
+            (kind, sound), (other, text) = (other, text), (kind, sound)
+        if not is_audio(kind) or other not in TEXTS:
+            return None
+        data, seconds = data_of(self.path, text), headers.seconds(sound.start[:HEAD], sound.size)
+        if other == "json":
+            known = manifests.plain(data, keys, sound.name)
+            return known and (known[0], known[1] or seconds)
+        try:
+            data.decode("utf-8-sig")
+        except UnicodeError:
+            return None
+        return sound.name, seconds
 
     def entries(self, key, infos, keys):
         """Entries or Faults of one key."""
@@ -283,7 +306,7 @@ class Paired:
         for begin, size in lines_in(text) if self.places is None else zip(*self.places):
             yield begin, size, text[begin : begin + size]
 
-    def read(self, keys):
+    def read(self, keys, brief=False):
         found = {}
         for x in members(self.path):
             if isinstance(x, Fault):
@@ -409,7 +432,7 @@ class Parquet:
             raise ListError(self.path, f"must have one of the columns {', '.join(keys[0])}, got {names}"[:1000])
         return sound, [x for x in names if x != sound]
 
-    def read(self, keys):
+    def read(self, keys, brief=False):
         sound, names = self.columns(keys)
         try:
             others, cells = rows_of(self.path, self.group, tuple(names)), cells_of(self.path, self.group, sound)
@@ -489,7 +512,7 @@ class Lines:
     def files(self):
         return [self.path]
 
-    def read(self, keys):
+    def read(self, keys, brief=True):
         """Entries whose audio is a name; for the usual lines, these are (name, seconds or None)."""
         place, data = self.begin, bytes_of(self.path, self.begin, self.end - self.begin)
         for number, line in enumerate(data.split(b"\n"), self.number):
@@ -520,7 +543,7 @@ class Listed:
     def files(self):
         return [self.path]
 
-    def read(self, keys):
+    def read(self, keys, brief=False):
         for i, x in enumerate(self.entries):
             yield x if isinstance(x, Fault) else ((i, 0, 0, 0, 0), x)
 

@@ -155,7 +155,7 @@ class Named:
 def scanned(shard, keys):
     """(rows, seconds, faults) of a shard."""
     rows, seconds, faults = [], [], []
-    for x in shard.read(keys):
+    for x in shard.read(keys, brief=True):
         if isinstance(x, Fault):
             faults.append([x.reason, x.name])
             continue

@@ -23,6 +23,7 @@ from jax_rnnt_speech.system import UserError, hosts
 SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
 ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
 SOUGHT = 1000  # lengths among which limits of buckets are chosen
+NEAR = 0.9  # of the longest utterances that are used, where a bucket for longer ones is not worth it
 LEAST = 1000  # utterances of a window, for each reader
 
 
@@ -136,9 +137,17 @@ def limits(readers, epoch, count, window):
     if not amount.any():
         return [most]
     share = np.cumsum(amount) / amount.sum()
-    found = {int(np.searchsorted(share, (k + 1) / count - 1e-9)) for k in range(count)}
-    found = sorted(float(edges[min(i, SOUGHT - 1) + 1]) for i in found)
-    return [*found[:-1], most] if window else found  # others may be longer
+
+    def parts(count):
+        found = {int(np.searchsorted(share, (k + 1) / count - 1e-9)) for k in range(count)}
+        return sorted(float(edges[min(i, SOUGHT - 1) + 1]) for i in found)
+
+    found = parts(count)
+    if not window:
+        return found
+    if found[-1] > NEAR * most or count == 1:  # other windows may have longer ones
+        return [*found[:-1], most]
+    return [*parts(count - 1), most]
 
 
 class Order:
