@@ -46,10 +46,13 @@ def steadily(act, path):
     for wait in (*WAITS, None):
         try:
             return act()
-        except OSError as error:
+        except (OSError, audio.AudioError) as error:
+            if not getattr(error, "passing", True):
+                raise
             if wait is None:
-                tried = f"tried {len(WAITS) + 1} times"
-                raise StorageError(f"{error.filename or path} cannot be read ({reason(error)}; {tried})") from None
+                tried, known = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
+                what = f"{error} (" if known else f"{error.filename or path} cannot be read ({reason(error)}; "
+                raise StorageError(f"{what}{tried})") from None
             time.sleep(wait)
 
 
@@ -341,7 +344,8 @@ class Paired:
         info = next(walked(self.path, begin, end), Fault(DAMAGED, Path(self.path).name))
         if isinstance(info, Fault):
             return info
-        return nth(described(line, functools.partial(same, member_of(self.path, info)), "", keys), part)
+        name, where = f"{Path(self.lines).name} byte {place}", functools.partial(same, member_of(self.path, info))
+        return nth(described(line, where, name, keys), part)
 
 
 def described(line, where, name, keys):
@@ -501,7 +505,7 @@ def cells_of(path, group, column):
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """A part of a manifest of JSON lines. Rows: (0, 0), (start, size) of a line."""
+    """A part of a manifest of JSON lines. Rows: (number, 0), (start, size) of a line."""
 
     path: str
     begin: int
@@ -518,18 +522,18 @@ class Lines:
         for number, line in enumerate(data.split(b"\n"), self.number):
             if line.strip():
                 if known := manifests.plain(line, keys):
-                    yield (0, 0, place, len(line), 0), known
+                    yield (number, 0, place, len(line), 0), known
                 else:
                     name = f"{Path(self.path).name} line {number}"
                     for part, entry in enumerate(described(line, lambda x: x, name, keys)):
-                        yield entry if isinstance(entry, Fault) else ((0, 0, place, len(line), part), entry)
+                        yield entry if isinstance(entry, Fault) else ((number, 0, place, len(line), part), entry)
             place += len(line) + 1
 
     def entry(self, row, keys, sought=True):
         """`sought`: whether its audio is a path, and not a name."""
-        _, _, place, size, part = row
-        where = Path(self.path) if sought else lambda name: name
-        return nth(described(bytes_of(self.path, place, size), where, "", keys), part)
+        number, _, place, size, part = row
+        where, name = Path(self.path) if sought else lambda name: name, f"{Path(self.path).name} line {number}"
+        return nth(described(bytes_of(self.path, place, size), where, name, keys), part)
 
 
 @dataclasses.dataclass(frozen=True)

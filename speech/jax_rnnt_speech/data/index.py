@@ -106,9 +106,7 @@ def by_header(entry):
         return np.nan
     try:
         whole = archives.steadily(functools.partial(of_header, entry.audio), entry.audio)
-    except audio.AudioError as error:
-        if error.passing:
-            raise archives.StorageError(str(error)) from None
+    except audio.AudioError:
         return np.nan
     return np.copysign(max(abs(whole) - entry.start, LITTLE), whole)
 
@@ -121,16 +119,10 @@ def of_header(recording):
         data = recording.loaded()
         size = data.getbuffer().nbytes
         return headers.seconds(data.read(archives.HEAD), size) or probed(recording, data, 0, size)
-    name = recording.archive if member else str(recording)
-    try:
-        with open(name, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size if size is None else size
-            file.seek(place)
-            return headers.seconds(file.read(archives.HEAD), size) or probed(recording, file, place, place + size)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise audio.AudioError(recording, "no such file") from None
-    except IsADirectoryError:
-        raise audio.AudioError(recording, "a folder, not a file") from None
+    with audio.opened(recording.archive if member else recording) as file:
+        size = os.fstat(file.fileno()).st_size if size is None else size
+        file.seek(place)
+        return headers.seconds(file.read(archives.HEAD), size) or probed(recording, file, place, place + size)
 
 
 def probed(recording, file, begin, end):

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -153,16 +152,9 @@ class Loader:
 
 
 def read(entry, rate):
-    """Samples of an utterance. Storage that fails is tried again, and then ends the run."""
-    for wait in (*archives.WAITS, None):
-        try:
-            return audio.read(entry.audio, rate, entry.start, entry.end, entry.channel)
-        except audio.AudioError as error:
-            if not error.passing:
-                raise
-            if wait is None:
-                raise archives.StorageError(f"{error}; tried {len(archives.WAITS) + 1} times") from None
-            time.sleep(wait)
+    """Samples of an utterance."""
+    where = entry.audio, rate, entry.start, entry.end, entry.channel
+    return archives.steadily(lambda: audio.read(*where), entry.audio)
 
 
 class Work:
