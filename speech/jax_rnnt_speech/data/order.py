@@ -119,6 +119,12 @@ class Reader:
         versions = np.where(plain, versions - versions % len(self.speeds), versions)  # without another speed
         return versions, lengths / self.speeds[versions % len(self.speeds)]
 
+    def most_heard(self):
+        """Seconds that its items are heard at most, in any version and epoch; all lengths must be known."""
+        items = np.concatenate([x.items for x in self.sources])
+        found = [self.heard(items, np.full(len(items), i))[1].max(initial=0) for i in range(len(self.speeds))]
+        return float(max(found))
+
     @property
     def varies(self):
         """Whether epochs have other numbers of batches."""
@@ -143,8 +149,9 @@ def limits(readers, epoch, count, window):
         return sorted(float(edges[min(i, SOUGHT - 1) + 1]) for i in found)
 
     found = parts(count)
-    if not window:
-        return found
+    if not window:  # other epochs may have longer ones
+        longest = hosts.gathered(np.array([[max(x.most_heard() for x in readers)]])).max()
+        return [*found[:-1], max(found[-1], float(longest))]
     if found[-1] > NEAR * most or count == 1:  # other windows may have longer ones
         return [*found[:-1], most]
     return [*parts(count - 1), most]
