@@ -5,6 +5,7 @@ import gzip
 import io
 import itertools
 import json
+import pickle
 import shutil
 import tarfile
 import types
@@ -116,7 +117,8 @@ def test_what_is_read(packed, kind, tmp_path):
     keys = on_the_fly.keys_of(configuration().texts)[1]
     shards = archives.of(packed / kind, keys)
     found = index.indexed(shards, keys, tmp_path)
-    np.testing.assert_allclose(found.seconds, SECONDS, atol=1e-3)
+    np.testing.assert_allclose(found.lengths(np.arange(COUNT)), SECONDS, atol=1e-3)
+    assert found.seconds.all() == (kind != "parquet")  # what is in tars was read with them
     again = [shards[k].entry(row.tolist(), keys) for k, row in zip(found.shards, found.rows)]
     assert [x.text for x in again] == TEXTS and [str(x.audio) for x in again] == [str(x.audio) for x in entries]
     np.testing.assert_array_equal(audio.read(again[8].audio, RATE), samples(8))
@@ -125,11 +127,12 @@ def test_what_is_read(packed, kind, tmp_path):
 def test_rows_of_other_lists(packed, tmp_path):
     """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
     keys = on_the_fly.keys_of(configuration().texts)[1]
-    for name, seconds in (("all.jsonl", SECONDS), ("bare.jsonl", SECONDS)):
+    for name, written in (("all.jsonl", SECONDS), ("bare.jsonl", [0] * COUNT)):
         shards = archives.of(packed / name, keys, readers=2)
         assert 2 < len(shards) <= COUNT
         found = index.indexed(shards, keys, tmp_path)
-        np.testing.assert_allclose(found.seconds, seconds, atol=1e-4)
+        np.testing.assert_allclose(found.seconds, written, atol=1e-4)
+        np.testing.assert_allclose(found.lengths(np.arange(COUNT)), SECONDS, atol=1e-4)
         entries = [shards[k].entry(row.tolist(), keys) for k, row in zip(found.shards, found.rows)]
         assert [x.text for x in entries] == TEXTS
     (tmp_path / "m.csv").write_text(
@@ -137,16 +140,18 @@ def test_rows_of_other_lists(packed, tmp_path):
     )
     shards = archives.of(tmp_path / "m.csv", keys, readers=2)
     found = index.indexed(shards, keys, tmp_path)
-    np.testing.assert_allclose(found.seconds, SECONDS, atol=1e-4)
+    np.testing.assert_allclose(found.lengths(np.array([3, 1, 3])), np.array(SECONDS)[[3, 1, 3]], atol=1e-4)
+    assert [*np.flatnonzero(index.indexed(shards, keys, tmp_path).later)] == [1, 3]  # as another start finds
     rows = [{"audio": f"{packed}/files/u{i}.wav", "text": "A", "offset": 0.1} for i in range(COUNT)]  # to their ends
     (tmp_path / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = index.indexed(archives.of(tmp_path / "parts.jsonl", keys), keys, tmp_path)
-    np.testing.assert_allclose(found.seconds, np.subtract(SECONDS, 0.1), atol=1e-4)
+    np.testing.assert_allclose(found.lengths(np.arange(COUNT)), np.subtract(SECONDS, 0.1), atol=1e-4)
     (tmp_path / "bad.jsonl").write_text('{"audio": "a.wav", "text": "A"}\nno\n{"text": "A", "duration": 1}\n')
     found = index.indexed(archives.of(tmp_path / "bad.jsonl", keys), keys, tmp_path)
     assert sorted(found.faults) == [
-        ["no name of an audio file", "bad.jsonl line 3"], ["no such file", "a.wav"], ["not JSON", "bad.jsonl line 2"],
+        ["no name of an audio file", "bad.jsonl line 3"], ["not JSON", "bad.jsonl line 2"],
     ]  # fmt: skip
+    assert np.isnan(found.lengths(np.array([0])))
 
 
 def test_damaged_archives(packed, tmp_path, capsys, refused):
@@ -243,14 +248,25 @@ def rows_of(batches):
             for x in batches for i in np.flatnonzero(x["valid"])]  # fmt: skip
 
 
-def test_epochs_are_exact(packed, tmp_path):
+@pytest.fixture(params=["web", "bare.jsonl"])
+def source(request, packed, monkeypatch):
+    """One whose lengths are known at the start, and one whose headers are read within windows of 5 utterances."""
+    monkeypatch.setattr(order, "LEAST", 5)
+    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    return str(packed / request.param)
+
+
+def test_epochs_are_exact(source, tmp_path):
     """Each epoch has each utterance once, with its features and labels; in another order each time."""
-    config = configuration(train=str(packed / "web"), on_the_fly=True, batch=4, buffer=5)
+    config = configuration(train=source, on_the_fly=True, batch=4, buffer=5)
     found = opened(config, tmp_path)
-    length = found.order.steps(1)
+    assert found.written == source.endswith("web") and found.order.windows == (1 if found.written else 3)
     expected = [found.extractor(samples(i)) for i in range(COUNT)]
     orders = []
-    for batches in (heard(found, 0, length), heard(found, length, 2 * length)):
+    for epoch in (1, 2):
+        batches = dict(enumerate(found.read(found.place[0], None, until=epoch)))
+        assert [x.pop("last") for x in batches.values()] == [False] * (len(batches) - 1) + [True]
+        assert not found.written or found.steps(epoch) == found.place[0]
         rows = rows_of(batches.values())
         which = [next(i for i, x in enumerate(expected) if len(x) == len(row)) for row, _ in rows]
         assert sorted(which) == [*range(COUNT)]
@@ -261,17 +277,25 @@ def test_epochs_are_exact(packed, tmp_path):
     assert orders[0] != orders[1] and not found.report.names
 
 
-def test_the_same_whoever_works(packed, tmp_path):
+def test_the_same_whoever_works(source, tmp_path):
     """Batches do not depend on workers, on where a run resumed, on the process that makes them; but on the epoch."""
     (tmp_path / "noise").mkdir()
     audio.write(tmp_path / "noise/n.wav", np.sin(np.arange(4000)), RATE)
     more = {"speeds": [0.9, 1.1], "noise": str(tmp_path / "noise"), "gain": 6.0, "batch": 4, "buffer": 3}
-    config = configuration(train=str(packed / "web"), on_the_fly=True, readers=2, **more)
+    config = configuration(train=source, on_the_fly=True, readers=2, **more)
     found = opened(config, tmp_path)
-    end = found.order.steps(2)
-    whole = heard(found, 0, end)
-    equal(heard(opened(config, tmp_path, workers=2), 1, end), {i: x for i, x in whole.items() if i})
+    whole = heard(found, 0, 3)
     state = found.at(3)
+    whole |= dict(enumerate(found.read(3, None, until=2), 3))
+    end = len(whole)
+    assert [x.pop("last", False) for x in whole.values()] == [False] * (end - 1) + [True]
+    # Two workers have copies of their own, and find headers that nobody has read.
+    again = opened(config, tmp_path / "other")
+    work = on_the_fly.Work(order.Batches(again.order, 0, 0, 0), again.loads)
+    copies = [pickle.loads(pickle.dumps(work)) for _ in range(2)]
+    made = {i: copies[i % 2][i] for i in reversed(range(end))}
+    assert [x.pop("left_out") for x in made.values()] == [[]] * end
+    equal(dict(sorted(made.items())), whole)
     equal(heard(opened(config, tmp_path, known=state, step=3), 3, end), {i: x for i, x in whole.items() if i >= 3})
     tones = {len(x) for x, _ in rows_of(whole.values())}
     assert len(tones) > COUNT  # other speeds in other epochs
@@ -282,17 +306,17 @@ def test_the_same_whoever_works(packed, tmp_path):
             patch.setattr(on_the_fly.hosts, "part", lambda part=part: (part, 2))
             both.append(on_the_fly.OnTheFly(config, tmp_path, 0, state, 3))
     assert [list(x.own) for x in both] == [[0], [1]]
-    files = [{x for shard in one.shards[0] for x in shard.files} for one in both]
-    assert not files[0] & files[1] and len(files[0] | files[1]) == 2
+    shards = [set(one.indices[0].listed) for one in both]
+    assert not shards[0] & shards[1] and shards[0] | shards[1] == {x for one in found.indices for x in one.listed}
     rows = whole[0]["features"].shape[0] // 2
     for one, half in zip(both, (slice(0, rows), slice(rows, None))):
         readers = [x for x in found.order.readers if x.number == one.own[0]]
-        mine = order.Order(readers, found.order.shapes, config.run.seed)
-        mine.batches = found.order.batches  # of both, as they tell each other
+        mine = order.Order(readers, found.order.shapes, config.run.seed, found.order.window)
         loaded = one.loader(
             types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4), mine.shapes
         )
-        batch = loaded(mine[0])
+        (shape, *_), (number, *_) = found.order.sequence(0, 0, found.order.most(0, 0))
+        batch = loaded(*mine.batch(0, 0, shape, number))
         for name in ("features", "spans", "targets", "valid"):
             np.testing.assert_array_equal(batch[name], whole[0][name][half])
     # With other readers or options the epoch begins anew, from the step at which the run is.
@@ -322,7 +346,7 @@ def test_what_breaks_on_the_way(packed, tmp_path):
         "damaged audio": ["a.tar/u3.flac"],
     }
     found = opened(config, tmp_path)
-    batches = heard(found, 0, found.order.steps(1))
+    batches = heard(found, 0, found.steps(1))
     assert {k: sorted(x) for k, x in found.report.names.items()} == expected
     assert len(rows_of(batches.values())) == COUNT - 4
 
@@ -376,11 +400,26 @@ def test_the_buffer():
 
 
 @pytest.mark.slow
-def test_a_run(packed, tmp_path, capsys, refused):
-    """Two epochs from tars; a run by a worker that is stopped within one goes on without it, with the same losses."""
+def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
+    """Two epochs; a run by a worker that is stopped within one goes on without it, with the same losses.
+
+    Once from tars, and once in windows of utterances whose lengths nothing tells.
+    """
     usual = ["--valid", packed / "all.jsonl", "--rate", RATE, "--mels", 6, "--encoder", "convolutional", "--width", 8]
     usual += ["--blocks", 1, "--convolution", 3, "--channels", 2, "--batch", 4, "--buckets", 1, "--epochs", 2]
     usual += ["--save-every", 3, "--log-every", 1, "--devices", 1, "--joint", "logits", "--learning-rate", 0.01]
+    command = ["train", "--train", packed / "bare.jsonl", *usual, "--buffer", 5, "--save-every", 2]
+    monkeypatch.setattr(order, "LEAST", 5)
+    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    run([*command, "--workdir", tmp_path / "windows", "--on-the-fly"])
+    out = capsys.readouterr().out
+    whole = losses(tmp_path / "windows")
+    assert "2 epochs of about 5 batches" in out and "within windows of 5 utterances" in out and len(whole) == 10
+    shutil.rmtree(tmp_path / "windows/checkpoints/10")
+    again = ["train", "--workdir", tmp_path / "windows", "--resume", "--devices", 1]
+    run([*again, "--workers", 1])  # from step 8, in the second window of the second epoch
+    run(again)
+    assert losses(tmp_path / "windows") == whole and "best test" not in capsys.readouterr().out.rpartition("CER")[2]
     command = ["train", "--train", packed / "web", *usual]
     run([*command, "--workdir", tmp_path / "a"])
     out = capsys.readouterr().out

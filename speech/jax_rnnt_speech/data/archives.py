@@ -11,15 +11,16 @@ import dataclasses
 import functools
 import glob
 import gzip
-import io
 import itertools
 import os
 import re
 import tarfile
 import time
+import zlib
 from pathlib import Path
+from typing import NamedTuple
 
-from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data import audio, headers, manifests
 from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
 from jax_rnnt_speech.system import UserError, reason
 
@@ -27,6 +28,8 @@ WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
 CUT = "an archive that is cut off; what comes before was read"
 DAMAGED = "a damaged archive; what comes before was read"
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+BLOCK = 4096  # bytes of a tar that are read with a header
+HEAD = 256  # bytes of audio that tell its seconds
 LINES = 2**20  # bytes of a manifest that are one shard
 LISTED = 1000  # utterances of other lists that are one shard
 TEXTS = "txt", "json"
@@ -43,10 +46,13 @@ def steadily(act, path):
     for wait in (*WAITS, None):
         try:
             return act()
-        except OSError as error:
+        except (OSError, audio.AudioError) as error:
+            if not getattr(error, "passing", True):
+                raise
             if wait is None:
-                tried = f"tried {len(WAITS) + 1} times"
-                raise StorageError(f"{error.filename or path} cannot be read ({reason(error)}; {tried})") from None
+                tried, known = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
+                what = f"{error} (" if known else f"{error.filename or path} cannot be read ({reason(error)}; "
+                raise StorageError(f"{what}{tried})") from None
             time.sleep(wait)
 
 
@@ -72,6 +78,7 @@ class Member:
     place: int
     size: int
     name: str
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # by its header, if that was read
 
     def __str__(self):
         return f"{self.archive}/{self.name}"
@@ -97,31 +104,83 @@ class Cell(Member):
 # What is in tars.
 
 
+class Info(NamedTuple):
+    """A file in a tar."""
+
+    name: str
+    offset: int  # of its header
+    offset_data: int
+    size: int
+    start: bytes = b""  # of its data
+
+    @property
+    def end(self):
+        return self.offset_data + -(-self.size // 512) * 512
+
+
+def usual(block, place):
+    """The Info of a plain file by its header and what comes behind it, or None: tarfile knows the other kinds."""
+    name, kind, header = block[:100], block[156:157], block[:512]
+    if len(header) < 512 or kind not in b"0\0" or block[345] or block[124] & 128 or name[99]:
+        return None
+    try:
+        size, told = (int(x.strip(b" \0") or b"0", 8) for x in (block[124:136], block[148:156]))
+    except ValueError:
+        return None
+    name = name.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+    total = told + sum(block[148:156]) - 256  # of all bytes, which Adler's sum has by one call
+    if (total + 1) % 65521 != zlib.adler32(header) % 2**16 or name.endswith("/"):
+        return None
+    return Info(name, place, place + 512, size, block[512 : 512 + size])
+
+
+def walked(path, place=0, end=None):
+    """Infos of the files of a tar from a place on, and where that ends: a Fault where the tar ends early."""
+    with steadily(lambda: open(path, "rb", buffering=0), path) as file:
+        size, last, tar = os.fstat(file.fileno()).st_size, "the start", None
+
+        def unusual():
+            nonlocal tar
+            if tar is None:
+                file.seek(place)
+                tar = tarfile.open(fileobj=file, mode="r:", errorlevel=1)  # noqa: SIM115
+            else:
+                tar.offset = place
+            found = tar.next()
+            tar.members.clear()
+            return found
+
+        while end is None or place < end:
+            block = steadily(lambda at=place: os.pread(file.fileno(), BLOCK, at), path)
+            try:
+                info = usual(block, place) or steadily(unusual, path)
+            except tarfile.TarError:
+                yield Fault(DAMAGED if last != "the start" else "no tar archive", f"{Path(path).name} after {last}")
+                return
+            if info is None:
+                if block[:512] != bytes(512):
+                    yield Fault(CUT if len(block) < 512 else DAMAGED, f"{Path(path).name} after {last}")
+                return
+            plain = isinstance(info, Info)
+            if info.offset_data + info.size > size:
+                yield Fault(CUT, f"{Path(path).name}: {info.name}")
+                return
+            if plain or info.isreg():
+                info = info if plain else Info(info.name, info.offset, info.offset_data, info.size)
+                yield info
+            last, place = info.name, info.end if plain else tar.offset
+
+
 def members(path):
-    """(TarInfo, the place where it ends) of each file of a tar, and a Fault where the tar ends early."""
+    """Infos of all files of a tar, and a Fault where it ends early."""
     start = bytes_of(path, 0, 8)
     if kind := next((x for mark, x in PACKED.items() if start.startswith(mark)), None):
         raise ListError(path, f"is compressed by {kind}, so that no part can be read alone: unpack it")
-    size, last = os.path.getsize(path), "the start"
-    with open(path, "rb", buffering=4096) as file:
-        try:
-            tar = tarfile.open(fileobj=file, mode="r:", errorlevel=1)  # noqa: SIM115
-            while info := tar.next():
-                tar.members.clear()
-                end = info.offset_data + -(-info.size // 512) * 512
-                if info.offset_data + info.size > size:
-                    yield Fault(CUT, f"{Path(path).name}: {info.name}")
-                    return
-                if info.isreg():
-                    yield info, end
-                last = info.name
-            file.seek(tar.offset)
-            block = file.read(512)
-        except tarfile.TarError:
-            yield Fault(DAMAGED if last != "the start" else "no tar archive", f"{Path(path).name} after {last}")
-            return
-    if block != bytes(512):
-        yield Fault(CUT if len(block) < 512 else DAMAGED, f"{Path(path).name} after {last}")
+    return walked(path)
+
+
+def data_of(path, info):
+    return info.start if len(info.start) == info.size else bytes_of(path, info.offset_data, info.size)
 
 
 def key_of(name):
@@ -131,14 +190,20 @@ def key_of(name):
     return folder + slash + key, kind.lower()
 
 
-def samples(path):
-    """(key, {kind: (TarInfo, end)}) of members in a row with the same key, or Faults."""
-    found = (x if isinstance(x, Fault) else (key_of(x[0].name), x) for x in members(path))
-    for key, group in itertools.groupby(found, lambda x: None if isinstance(x, Fault) else x[0][0]):
-        if key is None:
-            yield from group
+def samples(infos):
+    """(key, {kind: Info}) of files in a row with the same key, or Faults. A second file of a kind begins another."""
+    key, found = None, {}
+    for x in infos:
+        now, kind = (None, "") if isinstance(x, Fault) else key_of(x.name)
+        if found and (now != key or kind in found):
+            yield key, found
+            found = {}
+        if isinstance(x, Fault):
+            yield x
         else:
-            yield key, {kind: x for (_, kind), x in group}
+            key, found = now, found | {kind: x}
+    if found:
+        yield key, found
 
 
 def is_audio(kind):
@@ -155,23 +220,43 @@ class Tar:
     def files(self):
         return [self.path]
 
-    def read(self, keys):
-        for x in samples(self.path):
+    def read(self, keys, brief=False):
+        """`brief`: of the usual utterances, (name, seconds or None) will do."""
+        for x in samples(members(self.path)):
             if isinstance(x, Fault):
                 yield x
                 continue
-            found = list(x[1].values())
-            begin, end = found[0][0].offset, found[-1][1]
-            infos = {kind: info for kind, (info, _) in x[1].items()}
-            texts = {kind: bytes_of(self.path, y.offset_data, y.size) for kind, y in infos.items() if kind in TEXTS}
-            for part, entry in enumerate(self.entries(x[0], infos, texts, keys)):
+            infos = [*x[1].values()]
+            begin, end = infos[0].offset, infos[-1].end
+            if brief and (known := self.plain(x[1], keys)):
+                yield (begin, end, 0, 0, 0), known
+                continue
+            for part, entry in enumerate(self.entries(*x, keys)):
                 yield entry if isinstance(entry, Fault) else ((begin, end, 0, 0, part), entry)
 
-    def entries(self, key, infos, texts, keys, place=0):
-        """Entries or Faults of one key. `place`: where the bytes of the infos begin."""
+    def plain(self, infos, keys):
+        """What `manifests.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
+        (kind, sound), (other, text) = [*infos.items()] if len(infos) == 2 else [("", None)] * 2
+        if kind in TEXTS:
+            (kind, sound), (other, text) = (other, text), (kind, sound)
+        if not is_audio(kind) or other not in TEXTS:
+            return None
+        data, seconds = data_of(self.path, text), headers.seconds(sound.start[:HEAD], sound.size)
+        if other == "json":
+            known = manifests.plain(data, keys, sound.name)
+            return known and (known[0], known[1] or seconds)
+        try:
+            data.decode("utf-8-sig")
+        except UnicodeError:
+            return None
+        return sound.name, seconds
+
+    def entries(self, key, infos, keys):
+        """Entries or Faults of one key."""
         name = f"{Path(self.path).name}/{key}"
-        kind = next((x for x in infos if is_audio(x)), None)
-        if kind is None:
+        texts = {kind: data_of(self.path, x) for kind, x in infos.items() if kind in TEXTS}
+        sounds = [x for kind, x in infos.items() if is_audio(kind)]
+        if not sounds:
             if texts:
                 yield Fault("a text without its audio", name)
             return
@@ -179,23 +264,22 @@ class Tar:
             row = manifests.object_of(texts["json"]) if "json" in texts else {}
             if "txt" in texts:
                 row["text"] = texts["txt"].decode("utf-8-sig", "surrogateescape").strip()
-            where = Member(self.path, place + infos[kind].offset_data, infos[kind].size, infos[kind].name)
+            where = member_of(self.path, sounds[0])
             row |= {"audio": f"{Path(self.path).name}/{where.name}"}
             yield from manifests.utterances(row, functools.partial(same, where), name, (ONE, *keys[1:]))
         except LineError as error:
             yield Fault(str(error), name)
+        for x in sounds[1:]:
+            yield Fault("a second audio file for the same text", f"{Path(self.path).name}/{x.name}")
 
     def entry(self, row, keys, sought=True):
         begin, end, *_, part = row
-        data = bytes_of(self.path, begin, end - begin)
-        infos, texts, key = {}, {}, ""
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-            while info := tar.next():
-                key, kind = key_of(info.name)
-                infos[kind] = info
-                if kind in TEXTS:
-                    texts[kind] = data[info.offset_data : info.offset_data + info.size]
-        return nth(self.entries(key, infos, texts, keys, begin), part)
+        found = next(samples(walked(self.path, begin, end)), Fault(DAMAGED, Path(self.path).name))
+        return found if isinstance(found, Fault) else nth(self.entries(*found, keys), part)
+
+
+def member_of(path, info):
+    return Member(path, info.offset_data, info.size, info.name, headers.seconds(info.start[:HEAD], info.size) or 0.0)
 
 
 def same(member, _):
@@ -225,13 +309,17 @@ class Paired:
         for begin, size in lines_in(text) if self.places is None else zip(*self.places):
             yield begin, size, text[begin : begin + size]
 
-    def read(self, keys):
+    def read(self, keys, brief=False):
         found = {}
         for x in members(self.path):
             if isinstance(x, Fault):
                 yield x
-            elif is_audio(key_of(x[0].name)[1]):
-                found[Path(x[0].name).stem] = x
+            elif is_audio(key_of(x.name)[1]):
+                stem, where = Path(x.name).stem, member_of(self.path, x)
+                if stem in found:
+                    yield Fault("a second recording of the same name", str(where))
+                else:
+                    found[stem] = (x.offset, x.end), where
         for i, (begin, size, line) in enumerate(self.listed(), 1):
             name = (
                 f"{Path(self.lines).name} line {i}" if self.places is None else f"{Path(self.lines).name} byte {begin}"
@@ -244,8 +332,8 @@ class Paired:
                 known = found.get(stem) or found.get(re.sub(r"-sub\d+$", "", stem))
                 if known is None:
                     raise LineError(f"no such recording in {Path(self.path).name}")
-                place = known[0].offset, known[1]
-                return Member(self.path, known[0].offset_data, known[0].size, known[0].name)
+                place = known[0]
+                return known[1]
 
             for part, entry in enumerate(described(line, where, name, keys)):
                 yield entry if isinstance(entry, Fault) else ((*place, begin, size, part), entry)
@@ -253,10 +341,11 @@ class Paired:
     def entry(self, row, keys, sought=True):
         begin, end, place, size, part = row
         line = unpacked(self.lines)[place : place + size] if packed(self.lines) else bytes_of(self.lines, place, size)
-        with tarfile.open(fileobj=io.BytesIO(bytes_of(self.path, begin, min(end - begin, 8192))), mode="r:") as tar:
-            info = tar.next()
-        member = Member(self.path, begin + info.offset_data, info.size, info.name)
-        return nth(described(line, functools.partial(same, member), "", keys), part)
+        info = next(walked(self.path, begin, end), Fault(DAMAGED, Path(self.path).name))
+        if isinstance(info, Fault):
+            return info
+        name, where = f"{Path(self.lines).name} byte {place}", functools.partial(same, member_of(self.path, info))
+        return nth(described(line, where, name, keys), part)
 
 
 def described(line, where, name, keys):
@@ -347,12 +436,10 @@ class Parquet:
             raise ListError(self.path, f"must have one of the columns {', '.join(keys[0])}, got {names}"[:1000])
         return sound, [x for x in names if x != sound]
 
-    def read(self, keys):
+    def read(self, keys, brief=False):
         sound, names = self.columns(keys)
-        file = opened_parquet(self.path)
         try:
-            others = steadily(lambda: file.read_row_group(self.group, columns=names), self.path).to_pylist()
-            cells = group_of(self.path, self.group, sound)
+            others, cells = rows_of(self.path, self.group, tuple(names)), cells_of(self.path, self.group, sound)
         except OSError as error:  # ArrowInvalid is one in some versions
             yield Fault(
                 f"rows that cannot be read ({str(error).splitlines()[0]})", f"{Path(self.path).name} {self.group}"
@@ -360,20 +447,19 @@ class Parquet:
             return
         for i, cell in enumerate(cells):
             row = others[i] if names else {}
-            for part, entry in enumerate(self.entries(i, sound, cell.as_py(), row, keys)):
+            for part, entry in enumerate(self.entries(i, sound, cell, row, keys)):
                 yield entry if isinstance(entry, Fault) else ((self.group, i, 0, 0, part), entry)
 
     def entries(self, i, sound, cell, row, keys):
         name = f"{Path(self.path).name} row {self.group}.{i}"
-        inside = cell if isinstance(cell, bytes) else cell.get("bytes") if isinstance(cell, dict) else None
-        known = cell.get("path") if isinstance(cell, dict) else cell
+        inside, known = cell
         try:
             if not inside and not isinstance(known, str):
                 raise LineError("no audio")
             shown = f"{name} ({known})" if isinstance(known, str) else name
             where = Path(self.path)
             if inside:
-                member = Cell(self.path, self.group, i, f"{self.group}.{i}", sound)
+                member = Cell(self.path, self.group, i, f"{self.group}.{i}", column=sound)
                 where = functools.partial(same, member)
             row = row | {"audio": shown if inside else known}
             yield from manifests.utterances(row, where, name, (ONE, *keys[1:]))
@@ -384,7 +470,7 @@ class Parquet:
         sound, names = self.columns(keys)
         _, i, *_, part = row
         others = rows_of(self.path, self.group, tuple(names))
-        cell = group_of(self.path, self.group, sound)[i].as_py()
+        cell = cells_of(self.path, self.group, sound)[i]
         return nth(self.entries(i, sound, cell, others[i] if names else {}, keys), part)
 
 
@@ -393,12 +479,33 @@ def rows_of(path, group, names):
     return steadily(lambda: opened_parquet(path).read_row_group(group, columns=list(names)).to_pylist(), path)
 
 
+@functools.lru_cache(8)
+def cells_of(path, group, column):
+    """(whether it holds bytes, its path or None) of each cell with audio; bytes are read if nothing else tells."""
+    file, inside, paths = opened_parquet(path), None, None
+    known, names = file.metadata.row_group(group), file.schema_arrow.field(column).type
+    names = {x.name for x in names.fields} if hasattr(names, "fields") else set()
+    for k in range(known.num_columns):
+        leaf = known.column(k)
+        counted = leaf.statistics is not None and leaf.statistics.has_null_count
+        if leaf.path_in_schema == f"{column}.bytes" and counted and leaf.statistics.null_count in (0, known.num_rows):
+            inside = leaf.statistics.null_count == 0
+    if inside is None:
+        cells = [x.as_py() for x in group_of(path, group, column)]
+        found = [x if isinstance(x, dict) else {"bytes" if isinstance(x, bytes) else "path": x} for x in cells]
+        return [(bool(x.get("bytes")), x.get("path")) for x in found]
+    if "path" in names:
+        table = steadily(lambda: file.read_row_group(group, columns=[f"{column}.path"]), path)
+        paths = [x and x.get("path") for x in table[column].to_pylist()]
+    return [(inside, x) for x in paths or [None] * known.num_rows]
+
+
 # Parts of lists that are no archives.
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """A part of a manifest of JSON lines. Rows: (0, 0), (start, size) of a line."""
+    """A part of a manifest of JSON lines. Rows: (number, 0), (start, size) of a line."""
 
     path: str
     begin: int
@@ -409,24 +516,24 @@ class Lines:
     def files(self):
         return [self.path]
 
-    def read(self, keys):
+    def read(self, keys, brief=True):
         """Entries whose audio is a name; for the usual lines, these are (name, seconds or None)."""
         place, data = self.begin, bytes_of(self.path, self.begin, self.end - self.begin)
         for number, line in enumerate(data.split(b"\n"), self.number):
             if line.strip():
                 if known := manifests.plain(line, keys):
-                    yield (0, 0, place, len(line), 0), known
+                    yield (number, 0, place, len(line), 0), known
                 else:
                     name = f"{Path(self.path).name} line {number}"
                     for part, entry in enumerate(described(line, lambda x: x, name, keys)):
-                        yield entry if isinstance(entry, Fault) else ((0, 0, place, len(line), part), entry)
+                        yield entry if isinstance(entry, Fault) else ((number, 0, place, len(line), part), entry)
             place += len(line) + 1
 
     def entry(self, row, keys, sought=True):
         """`sought`: whether its audio is a path, and not a name."""
-        _, _, place, size, part = row
-        where = Path(self.path) if sought else lambda name: name
-        return nth(described(bytes_of(self.path, place, size), where, "", keys), part)
+        number, _, place, size, part = row
+        where, name = Path(self.path) if sought else lambda name: name, f"{Path(self.path).name} line {number}"
+        return nth(described(bytes_of(self.path, place, size), where, name, keys), part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -440,7 +547,7 @@ class Listed:
     def files(self):
         return [self.path]
 
-    def read(self, keys):
+    def read(self, keys, brief=False):
         for i, x in enumerate(self.entries):
             yield x if isinstance(x, Fault) else ((i, 0, 0, 0, 0), x)
 

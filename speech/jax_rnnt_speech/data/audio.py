@@ -6,6 +6,7 @@ the start of the file: silence fills its place where the audio begins late, paus
 """
 
 import contextlib
+import errno
 import functools
 import io
 import itertools
@@ -94,6 +95,8 @@ def opened(path):
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with \0 or half of a surrogate pair too
         raise AudioError(path, "no such file") from None
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise AudioError(path, "no such file") from None
         raise AudioError(path, f"a file that cannot be opened ({error.strerror})", passing=True) from None
 
 

@@ -186,3 +186,19 @@ def is_cut(part):
     data = part.at(max(0, size - 2**17), 2**17) if part.at(0, 4) == b"OggS" else b""
     page = data[max(0, data.rfind(b"OggS")) :]  # it may be far before the end, and whole
     return page[:4] == b"OggS" and (len(page) < 27 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]))
+
+
+def seconds(start, size):
+    """Seconds of FLAC and of WAV, or None where they are not where they usually are."""
+    if start[:4] == b"fLaC" and len(start) >= 26 and start[4] & 127 == 0:
+        rate = int.from_bytes(start[18:21], "big") >> 4
+        samples = int.from_bytes(start[21:26], "big") & (2**36 - 1)
+        return samples / rate if rate and samples else None
+    if re.match(rb"RIFF....WAVEfmt ", start, re.DOTALL):
+        a_second, place = int.from_bytes(start[28:32], "little"), 12
+        while len(chunk := start[place : place + 8]) == 8:
+            length, place = int.from_bytes(chunk[4:], "little"), place + 8
+            if chunk[:4] == b"data":
+                return min(length, size - place) / a_second if a_second and length else None
+            place += length + length % 2
+    return None

@@ -1,7 +1,9 @@
 """Where each utterance of some shards is, and how long it lasts: what an order over them needs, and nothing decoded.
 
-Seconds come from the manifest or from the header of the audio. They are kept in a folder and mapped into memory, so
-that another start reads no header, and workers share one copy.
+Seconds come from the manifest, or from headers of FLAC and WAV that are read with those of a tar. Others are read from
+the header of the audio by whoever asks first. All are kept in a folder and mapped into memory, so that another start
+reads no header, and workers share one copy. What is read later has a file of its own, as the order of a run depends on
+which lengths were there at its start: so it does not matter what an earlier run has read.
 """
 
 import contextlib
@@ -9,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +20,21 @@ from jax_rnnt_speech.data import archives, audio, cache, headers, manifests, wor
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.system import UserError, outputs
 
-FORM = 1  # of the files: another number makes them anew
-HEAD = 256  # bytes of a header
+FORM = 2  # of the files: another number makes them anew
+LITTLE = 1e-3  # seconds of what begins behind the end of its file
 THREADS = 16  # that read headers, in each process
+PIECE = 100  # headers that one of them reads
 ARRAYS = "rows", "seconds", "shards"
 
 
 class Index:
-    """What a folder holds. To a worker, the name of the folder goes alone."""
+    """What a folder holds. To a worker, the name of the folder goes with the shards."""
 
-    def __init__(self, folder, number):
-        self.folder, self.number = folder, number  # that of the reader
+    def __init__(self, folder, number, listed, keys):
+        self.folder, self.number, self.listed, self.keys = folder, number, listed, keys  # the number of the reader
 
     def __reduce__(self):
-        return Index, (self.folder, self.number)
+        return Index, (self.folder, self.number, self.listed, self.keys)
 
     def array(self, name):
         return np.load(self.folder / f"{name}.npy", mmap_mode="r")
@@ -43,13 +46,45 @@ class Index:
 
     @functools.cached_property
     def seconds(self):
-        """float32 [n]; below 0 where they are an estimate."""
+        """float32 [n]; below 0 where they are an estimate, 0 where a header must be read."""
         return self.array("seconds")
+
+    @functools.cached_property
+    def later(self):
+        """float32 [n] of headers that were read later; 0 where none was, and not a number where that failed."""
+        try:
+            with open(self.folder / "later", "a+b") as file:
+                os.posix_fallocate(file.fileno(), 0, 4 * len(self.seconds))
+            return np.memmap(self.folder / "later", np.float32, "r+", shape=self.seconds.shape)
+        except OSError:  # no room, or a folder of someone else: nothing is kept
+            return np.zeros(self.seconds.shape, np.float32)
 
     @functools.cached_property
     def shards(self):
         """int32 [n], numbers of shards, which ascend."""
         return self.array("shards")
+
+    def entry(self, i, sought=True):
+        """The Entry or Fault of an utterance. `sought`: whether its audio is."""
+        return self.listed[self.shards[i]].entry(self.rows[i].tolist(), self.keys, sought)
+
+    def lengths(self, items):
+        """Seconds of utterances, below 0 where they are an estimate; nan: nothing tells them. Headers may be read."""
+        seconds = np.array(self.seconds[items])
+        if (unwritten := np.unique(items[seconds == 0])).size:
+            left = unwritten[self.later[unwritten] == 0]
+            pieces = np.split(left, np.flatnonzero(np.diff(self.shards[left])) + 1)  # of a shard each
+            pieces = [x[i : i + PIECE] for x in pieces for i in range(0, len(x), PIECE)]
+            with ThreadPoolExecutor(THREADS) as pool:
+                for _ in pool.map(self.read, pieces):
+                    pass
+            seconds = np.where(seconds == 0, self.later[items], seconds)
+        return seconds
+
+    def read(self, items):
+        """Reads headers of utterances. Several may do it at once, as all find the same."""
+        for i in items.tolist():
+            self.later[i] = by_header(self.entry(i))
 
     @property
     def faults(self):
@@ -57,16 +92,23 @@ class Index:
         return json.loads((self.folder / "faults.json").read_text("utf-8"))
 
 
-def seconds_of(entry, manifest):
-    """How long an utterance of a manifest lasts by what is written; below 0 where that is an estimate."""
-    if not isinstance(entry, manifests.Entry):
-        beside = os.path.join(manifest.parent, entry[0])
-        return of_header(beside if os.path.isfile(beside) else manifests.located(entry[0], manifest))
+def written(entry):
+    """How long an utterance lasts by what is written, 0 where nothing is."""
     if entry.end is not None:
         return entry.end - entry.start
-    named = isinstance(entry.audio, str) and not entry.whole
-    whole = entry.whole or of_header(manifests.located(entry.audio, manifest) if named else entry.audio)
-    return np.copysign(max(abs(whole) - entry.start, 0.0), whole)
+    whole = entry.whole or getattr(entry.audio, "seconds", 0.0)
+    return max(whole - entry.start, LITTLE) if whole else 0.0
+
+
+def by_header(entry):
+    """How long an utterance lasts by the header of its audio; below 0 where that is an estimate; nan: it has none."""
+    if isinstance(entry, Fault):
+        return np.nan
+    try:
+        whole = archives.steadily(functools.partial(of_header, entry.audio), entry.audio)
+    except audio.AudioError:
+        return np.nan
+    return np.copysign(max(abs(whole) - entry.start, LITTLE), whole)
 
 
 def of_header(recording):
@@ -76,33 +118,11 @@ def of_header(recording):
     if isinstance(recording, archives.Cell):
         data = recording.loaded()
         size = data.getbuffer().nbytes
-        return of_bytes(data.read(HEAD), size) or probed(recording, data, 0, size)
-    name = recording.archive if member else str(recording)
-    try:
-        with open(name, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size if size is None else size
-            file.seek(place)
-            return of_bytes(file.read(HEAD), size) or probed(recording, file, place, place + size)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise audio.AudioError(recording, "no such file") from None
-    except IsADirectoryError:
-        raise audio.AudioError(recording, "a folder, not a file") from None
-
-
-def of_bytes(start, size):
-    """Seconds of FLAC and of WAV, or None where they are not where they usually are."""
-    if start[:4] == b"fLaC" and start[4] & 127 == 0 and len(start) >= 26:
-        rate = int.from_bytes(start[18:21], "big") >> 4
-        samples = int.from_bytes(start[21:26], "big") & (2**36 - 1)
-        return samples / rate if rate and samples else None
-    if re.match(rb"RIFF....WAVEfmt ", start, re.DOTALL):
-        a_second, place = int.from_bytes(start[28:32], "little"), 12
-        while len(chunk := start[place : place + 8]) == 8:
-            length, place = int.from_bytes(chunk[4:], "little"), place + 8
-            if chunk[:4] == b"data":
-                return min(length, size - place) / a_second if a_second and length else None
-            place += length + length % 2
-    return None
+        return headers.seconds(data.read(archives.HEAD), size) or probed(recording, data, 0, size)
+    with audio.opened(recording.archive if member else recording) as file:
+        size = os.fstat(file.fileno()).st_size if size is None else size
+        file.seek(place)
+        return headers.seconds(file.read(archives.HEAD), size) or probed(recording, file, place, place + size)
 
 
 def probed(recording, file, begin, end):
@@ -126,25 +146,13 @@ class Named:
 
 def scanned(shard, keys):
     """(rows, seconds, faults) of a shard."""
-    rows, seconds, faults, manifest = [], [], [], Path(shard.path)
-    for x in shard.read(keys):
-        if type(x[1]) is tuple and x[1][1]:  # the seconds of a usual line
-            rows.append(x[0])
-            seconds.append(x[1][1])
-            continue
+    rows, seconds, faults = [], [], []
+    for x in shard.read(keys, brief=True):
         if isinstance(x, Fault):
             faults.append([x.reason, x.name])
             continue
-        try:
-            found = archives.steadily(functools.partial(seconds_of, x[1], manifest), shard.path)
-        except (audio.AudioError, manifests.LineError) as error:
-            if getattr(error, "passing", False):
-                raise archives.StorageError(str(error)) from None
-            name = x[1].name if isinstance(x[1], manifests.Entry) else x[1][0]
-            faults.append([getattr(error, "reason", str(error)), name])
-            continue
         rows.append(x[0])
-        seconds.append(found)
+        seconds.append((x[1][1] or 0.0) if type(x[1]) is tuple else written(x[1]))  # of a usual line, or of an Entry
     return np.array(rows, np.int64).reshape(-1, 5), np.array(seconds, np.float32), faults
 
 
@@ -170,7 +178,7 @@ def indexed(shards, keys, folder, number=0, count=0):
     folder = folder / f"index-{hashlib.sha256(decided.encode()).hexdigest()[:16]}"
     if not folder.is_dir() or outputs.damage(folder):
         fill(shards, keys, folder, count)
-    return Index(folder, number)
+    return Index(folder, number, shards, keys)
 
 
 def fill(shards, keys, folder, count):

@@ -266,15 +266,18 @@ MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
 APART = {*UNREAD, *END_KEYS, "segments", "supervisions", "recording", "tracks"}
 
 
-def plain(line, keys):
-    """(name of the audio, seconds or None) of a line that is one utterance, the usual one; else None."""
+def plain(line, keys, name=None):
+    """(name of the audio, seconds or None) of a line that is one utterance, the usual one; else None.
+
+    `name`: that of the audio, if it is not in the line.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or not APART.isdisjoint(row):
         return None
-    name, seconds = row.get(keys[0][0]) or first_of(row, keys[0]), row.get("duration")
+    name, seconds = name or row.get(keys[0][0]) or first_of(row, keys[0]), row.get("duration")
     if type(name) is not str or not any(x in row for x in keys[1]):
         return None
     if type(seconds) in (int, float) and 0 < seconds < math.inf:

@@ -1,15 +1,17 @@
 """A corpus that is read while it is trained on: decoded, augmented and made features of in Grain's workers.
 
-Before the first step, the index alone is read. What of an utterance cannot be used is found when its turn comes: its
-row of a batch is not valid then, and the report has its name.
+Before the first step, the index alone is read, and headers of one window where lengths are not written (`order`). What
+of an utterance cannot be used is found when its turn comes: its row of a batch is not valid then, and the report has
+its name.
 """
 
+import collections
 import functools
 import hashlib
 import json
 import math
 import os
-import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +37,9 @@ SAMPLE = 20_000  # texts of which a vocabulary is made, and the longest ones are
 ROOM = 1.25  # for labels in a batch, beyond the longest of a sample
 SMALL = 20  # hours for which a cache takes less time
 THREADS = 2  # that load batches, without workers
+RUNS = RUN = 10  # of how many utterances hours are estimated
+FULL = 20  # batches that a window has at least
+USUAL = 5  # seconds of an utterance, as far as that matters
 CHANGED = "other training archives or manifests than its list has"
 
 
@@ -53,6 +58,16 @@ def keys_of(options):
     return columns, [(x,) if x and isinstance(x, str) else (*x, *more) for x, more in zip(columns, usual)]
 
 
+def hours_of(found, items):
+    """Hours of items of an index; by some headers where they are not written."""
+    seconds, some = found.seconds[items], np.arange(len(items))
+    if not seconds.all():
+        some = np.unique(np.linspace(0, max(0, len(items) - RUN), RUNS).astype(int)[:, None] + np.arange(RUN))
+        some = some[some < len(items)]
+        seconds = np.nan_to_num(found.lengths(items[some]))
+    return float(np.abs(seconds).sum(dtype=np.float64)) / 3600 * len(items) / max(1, len(some))
+
+
 def size_of(shard):
     """About how much a shard holds."""
     if isinstance(shard, archives.Lines):
@@ -63,12 +78,11 @@ def size_of(shard):
 
 
 class Loader:
-    """Makes a batch of an item of the order. Workers have a copy each."""
+    """Makes a batch of what the order has for it. Workers have a copy each."""
 
-    def __init__(self, config, subsampling, vocabulary, shards, indices, shapes):
+    def __init__(self, config, subsampling, vocabulary, indices, shapes):
         self.config, self.subsampling, self.vocabulary = config, subsampling, vocabulary
-        self.shards, self.indices, self.shapes = shards, indices, shapes  # for each reader of the process
-        self.features, self.keys = config.features.mels, keys_of(config.texts)[1]
+        self.indices, self.shapes, self.features = indices, shapes, config.features.mels
 
     @functools.cached_property
     def tools(self):
@@ -77,29 +91,22 @@ class Loader:
         extractor = features.extractor(self.config.features, self.config.encoder.chunk)
         return vocabularies.from_json(self.vocabulary), normalize, extractor, augmentation.Versions(self.config)
 
-    def entry(self, place, item, sought=True):
-        """The Entry or Fault of an item of a reader. `sought`: whether its audio is."""
-        number = self.indices[place]
-        return self.shards[place][number.shards[item]].entry(number.rows[item].tolist(), self.keys, sought)
-
-    def __call__(self, item):
-        epoch, shape, rows = item
+    def __call__(self, epoch, shape, rows):
         frames, labels, left_out, items = self.shapes[shape].frames, {}, [], []
         for i, row in enumerate(rows):
             x, spans, name = None, 0, "an utterance"
             if row is not None:
                 place, number, version = row
-                key = epoch, self.indices[place].number, number
+                index = self.indices[place]
+                key = epoch, index.number, number
                 try:
-                    entry = self.entry(place, number)
+                    entry = index.entry(number)
                     name = entry.name
-                    x, labels[i] = self.loaded(entry, version, key, shape)
+                    x, labels[i] = self.loaded(entry, version, key, shape, abs(index.lengths(np.array([number]))[0]))
                     rng = np.random.default_rng((self.config.run.seed, 3, *key))
                     spans = features.draw_spans(self.config.data, rng, len(x), self.features)
                 except (audio.AudioError, manifests.LineError) as error:
                     left_out.append((getattr(error, "reason", str(error)), name))
-                except UserError as error:  # workers of Grain would print a traceback
-                    return {"error": str(error)}
             items.append((i, x, spans))
         bucket = batches.Bucket(frames, self.shapes[shape].labels, len(rows), ())
         batch = batches.collate(batches.Labelled(self, labels), self.config.data, bucket, items, len(rows))
@@ -109,8 +116,11 @@ class Loader:
     def corpus(self):
         return self
 
-    def loaded(self, entry, version, key, shape):
-        """(features, labels) of an utterance, or a LineError or AudioError that says why there are none."""
+    def loaded(self, entry, version, key, shape, seconds):
+        """(features, labels) of an utterance, or a LineError or AudioError that says why there are none.
+
+        `seconds`: what it lasts by what is written, or by its header.
+        """
         vocabulary, normalize, extractor, versions = self.tools
         if isinstance(entry, manifests.Fault):
             raise manifests.LineError(entry.reason)
@@ -121,6 +131,8 @@ class Loader:
         if labels is None:
             raise manifests.LineError("characters outside the vocabulary")
         rate, most = self.config.features.rate, self.config.data.max_seconds
+        if seconds > most:
+            raise manifests.LineError(f"longer than {most:g} s")
         samples = read(entry, rate)
         found = len(samples) / rate
         if entry.end is None and entry.whole and abs(entry.whole - entry.start - found) > 0.1 + 0.05 * entry.whole:
@@ -140,16 +152,25 @@ class Loader:
 
 
 def read(entry, rate):
-    """Samples of an utterance. Storage that fails is tried again, and then ends the run."""
-    for wait in (*archives.WAITS, None):
+    """Samples of an utterance."""
+    where = entry.audio, rate, entry.start, entry.end, entry.channel
+    return archives.steadily(lambda: audio.read(*where), entry.audio)
+
+
+class Work:
+    """Makes batches by their numbers. Errors are results, as Grain's workers would print them with a traceback."""
+
+    def __init__(self, batches, loads):
+        self.batches, self.loads = batches, loads
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, i):
         try:
-            return audio.read(entry.audio, rate, entry.start, entry.end, entry.channel)
-        except audio.AudioError as error:
-            if not error.passing:
-                raise
-            if wait is None:
-                raise archives.StorageError(f"{error}; tried {len(archives.WAITS) + 1} times") from None
-            time.sleep(wait)
+            return self.loads(*self.batches[i])
+        except UserError as error:
+            return {"error": str(error)}
 
 
 class OnTheFly:
@@ -162,6 +183,7 @@ class OnTheFly:
         self.config, self.folder, self.workers, self.report = config, folder, count, Report()
         self.features, self.hop, self.further = config.features.mels, config.features.hop / 1000, frozenset()
         self.columns, self.keys = keys_of(config.texts)
+        self.normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.versions, self.known, self.step = augmentation.Versions(config), known, step
         self.named = [Named(*archives.weighted(x)) for x in names(config.data.train)]
@@ -188,7 +210,7 @@ class OnTheFly:
         for x, shards in zip(self.named, every):
             if not shards:
                 raise UserError(f"{x.name}: nothing is listed")
-        self.shards, self.indices, self.kinds = [], [], []
+        self.indices, self.kinds = [], []
         files = [[str(y), os.path.getsize(y)] for some in every for shard in some for y in shard.files
                  if os.path.isfile(y)]  # fmt: skip
         self.digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
@@ -202,9 +224,10 @@ class OnTheFly:
             found = index.indexed(mine, self.keys, self.folder, reader, self.workers)
             for reason, name in found.faults:
                 self.report.add(reason, name, again=False)
-            self.shards.append(mine)
             self.indices.append(found)
             self.kinds.append(np.array(kinds))
+        written = all(found.seconds.all() for found in self.indices)
+        self.written = bool(hosts.gathered(np.array([[written]])).all())  # whether all lengths are
 
     def chosen(self, place):
         """Numbers of usable utterances of each source of a reader of this process."""
@@ -213,14 +236,13 @@ class OnTheFly:
         numbers = np.arange(len(found.shards))
         mine = (split == 0) | (numbers % self.readers == self.indices[place].number)
         long = mine & (np.abs(found.seconds) > most)
-        loader = self.loader()
         for i in np.flatnonzero(long):
-            self.report.add(f"longer than {most:g} s", loader.entry(place, i, False).name, again=False)
+            self.report.add(f"longer than {most:g} s", found.entry(i, False).name, again=False)
         return [np.flatnonzero(mine & ~long & (kind == k)) for k in range(len(self.named))]
 
     def loader(self, model=None, shapes=()):
         subsampling, vocabulary = (model.subsampling, model.tokens.to_json()) if model else (1, None)
-        return Loader(self.config, subsampling, vocabulary, self.shards, self.indices, shapes)
+        return Loader(self.config, subsampling, vocabulary, self.indices, shapes)
 
     @functools.cached_property
     def items(self):
@@ -238,21 +260,25 @@ class OnTheFly:
             step = max(1, -(-len(numbers) * self.readers // SAMPLE))
             self.whole_sample &= step == 1
             every += [(place, i) for i in numbers[::step].tolist()]
-        normalize, loader, found, places = (
-            texts.normalizer(self.config.texts.normalize, self.config.texts.lower), self.loader(), [], [],
-        )  # fmt: skip
+        found, places = [], []
         for place, i in every:
-            x = loader.entry(place, i, False)
-            if not isinstance(x, manifests.Fault) and (text := normalize(x.text)):
-                seconds = float(abs(self.indices[place].seconds[i]))
+            if x := self.said(place, i):
+                x, text = x
+                seconds = float(abs(self.indices[place].seconds[i])) or self.config.data.max_seconds
                 samples = round(seconds * self.config.features.rate)
                 found.append(Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds))
                 places.append((place, i))
         return found, places
 
+    def said(self, place, i):
+        """(Entry, normalised text) of an utterance, or None; its audio is not sought."""
+        x = self.indices[place].entry(i, False)
+        return (x, text) if not isinstance(x, manifests.Fault) and (text := self.normalize(x.text)) else None
+
     def load(self, i, rng):
         """Features of an utterance of the sample; None: its audio is bad."""
-        entry = self.loader().entry(*self.places[i])
+        place, number = self.places[i]
+        entry = self.indices[place].entry(number)
         try:
             return self.extractor(read(entry, self.config.features.rate))
         except audio.AudioError as error:
@@ -265,9 +291,8 @@ class OnTheFly:
         options = self.config.data
         counts = hosts.gathered(np.array([[sum(len(some[k]) for some in self.items) for k in range(len(self.named))]]))
         counts = counts.sum(0)
-        hours = [sum(float(np.abs(self.indices[p].seconds[some[k]]).sum()) for p, some in enumerate(self.items)) / 3600
-                 for k in range(len(self.named))]  # fmt: skip
-        self.hours = hosts.gathered(np.array([hours])).sum(0)
+        hours = [[hours_of(found, x) for x in some] for found, some in zip(self.indices, self.items)]
+        self.hours = hosts.gathered(np.array(hours)).sum(0)
         given = [x.weight for x in self.named]
         for synthetic in (False, True):
             some = [x.weight is None for x in self.named if x.synthetic == synthetic]
@@ -301,56 +326,78 @@ class OnTheFly:
                          self.versions.speeds, options.max_seconds, options.buffer)
             for found, some in zip(self.indices, self.items)
         ]  # fmt: skip
+        rows = (options.batch_seconds / USUAL or options.batch) / self.readers
+        window = 0 if self.written else max(options.buffer, order.LEAST, round(FULL * rows))
         decided = [options.buffer, options.batch, options.batch_seconds, options.buckets, options.max_seconds,
-                   self.versions.key(), config.run.seed, each, options.synthetic_share]  # fmt: skip
+                   self.versions.key(), config.run.seed, each, options.synthetic_share, window]  # fmt: skip
         decided = hashlib.sha256(json.dumps(decided).encode()).hexdigest()
-        known, (first_step, first_epoch) = self.known, (0, 0)
+        known, self.first, place = self.known, (0, 0), (0, 0, 0)  # first: step and epoch
         if known:
-            first_step, first_epoch = known["first"]
-            shapes = [order.Shape(*x) for x in known["shapes"]]
             other = {
                 f"{known['readers']} parts of the data, which {hosts.part()[1]} processes cannot share":
                     known["readers"] != self.readers,
                 "other data": known["list"] != self.digest,
                 "other options": known["options"] != decided,
-                "batches that these devices cannot share": any(x.rows * self.readers % devices for x in shapes),
+                "batches that these devices cannot share":
+                    any(order.Shape(*x).rows * self.readers % devices for x in known["shapes"]),
             }  # fmt: skip
             if why := [x for x, true in other.items() if true]:
-                first_step, first_epoch, known = self.step, known["epoch"], None
-                hosts.say(f"epoch {first_epoch + 1} begins anew, in another order: the run had {' and '.join(why)}")
-        if not known:
-            shapes = self.shapes(readers, model, devices, first_epoch)
-        self.order = order.Order(readers, shapes, config.run.seed, first_step, first_epoch)
+                self.first, place = (self.step, known["epoch"]), (known["epoch"], 0, 0)
+                hosts.say(f"epoch {place[0] + 1} begins anew, in another order: the run had {' and '.join(why)}")
+                known = None
+            else:
+                self.first, place = known["first"], known["place"]
+        shapes = [order.Shape(*x) for x in known["shapes"]] if known else self.shapes(readers, model, devices, window)
+        self.place = self.step, *place  # epoch, window, and how many batches of it came before
+        self.order = order.Order(readers, shapes, config.run.seed, window)
         self.loads = self.loader(model, shapes)
         self.state = {"readers": self.readers, "list": self.digest, "options": decided,
-                      "first": [first_step, first_epoch], "shapes": [[*x] for x in shapes]}  # fmt: skip
+                      "first": [*self.first], "shapes": [[*x] for x in shapes]}  # fmt: skip
         self.say(counts, draws)
         return self
 
-    def shapes(self, readers, model, devices, epoch):
-        edges, rate, found = order.limits(readers, epoch, self.config.data.buckets), self.config.features.rate, []
-        labels = np.zeros((1, len(edges)), int)
-        for x in self.utterances:
-            if (encoded := model.tokens.encode(x.text)) is not None:
-                k = min(int(np.searchsorted(edges, x.seconds)), len(edges) - 1)
-                labels[0, k] = max(labels[0, k], len(encoded))
+    def shapes(self, readers, model, devices, window):
+        epoch, rate, found = self.first[1], self.config.features.rate, []
+        edges = order.limits(readers, epoch, self.config.data.buckets, window)
+
+        def shaped(shapes):
+            return order.Order(readers, shapes, self.config.run.seed, window)
+
+        counted = shaped([order.Shape(x, 1) for x in edges])
+        labels, longest, whole = np.zeros((1, len(edges)), int), 0.0, self.whole_sample and counted.windows == 1
+        for seconds, text in self.spoken(counted.rows(epoch, 0) if window else None):
+            if (encoded := model.tokens.encode(text)) is not None:
+                k = min(int(np.searchsorted(edges, seconds)), len(edges) - 1)
+                labels[0, k], longest = max(labels[0, k], len(encoded)), max(longest, seconds)
         labels = np.maximum.accumulate(hosts.gathered(labels).max(0))
-        whole = hosts.gathered(np.array([[self.whole_sample]])).all() and self.versions.speeds == [1.0]
-        some = order.Order(readers, [order.Shape(x, 1) for x in edges], self.config.run.seed, 0, epoch).batches[0]
+        if window:  # later ones are longer, and have more labels
+            labels[-1] = math.ceil(labels[-1] * edges[-1] / (hosts.gathered(np.array([[longest]])).max() or edges[-1]))
+        whole = hosts.gathered(np.array([[whole]])).all() and self.versions.speeds == [1.0]
         common = math.lcm(devices, self.readers)
         least = common // self.readers  # rows of a reader come in multiples of this
-        for seconds, most, count in zip(edges, labels, some):
+        for seconds, most, count in zip(edges, labels, counted.most(epoch, 0)):
             frames = self.extractor.count(math.ceil(seconds * rate))
             rows = batches.size_of(self.config, common, frames) // self.readers
-            rows = min(rows, -(-int(count) // least) * least)
+            rows = min(rows, -(-count // least) * least) if counted.windows == 1 else rows
             room = most if whole else -(-int(most * ROOM) // 8) * 8
             room = max(1, min(room, -(-frames // model.subsampling)))
             found.append(order.Shape(float(seconds), max(rows, least), frames, int(room)))
-        return found
+        return [x._replace(batches=n) for x, n in zip(found, shaped(found).most(epoch, 0))]
+
+    def spoken(self, rows):
+        """(seconds, text) of a sample, or of utterances of rows of the order where lengths are not written."""
+        if rows is None:
+            yield from ((x.seconds, x.text) for x in self.utterances)
+            return
+        for place, (items, _, seconds, _) in enumerate(rows):
+            for i, x in zip(items[: SAMPLE // self.readers].tolist(), seconds.tolist()):
+                if found := self.said(place, i):
+                    yield x, found[1]
 
     def say(self, counts, draws):
-        shards = sum(map(len, self.shards))
-        hosts.say(f"{counts.sum():,} utterances, {self.hours.sum():.4g} hours, by their manifests and headers; "
+        about, window = "" if self.written else "about ", self.order.window
+        shards = sum(len(x.listed) for x in self.indices)
+        hosts.say(f"{counts.sum():,} utterances, {about}{self.hours.sum():.4g} hours, by their manifests and headers; "
                   f"{shards:,} shards in this process, in {len(self.own)} of {self.readers} parts; "
                   f"order shuffled by shards and within {self.config.data.buffer:,} utterances")  # fmt: skip
         if any(x is not None for x in draws):
@@ -359,25 +406,66 @@ class OnTheFly:
         shapes = ", ".join(
             f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
         )
-        hosts.say(f"batches: {shapes}; {self.order.padding():.0%} padding; {self.order.batches[0].sum():,} an epoch")
+        first = self.first[1]
+        padding, steps = self.order.padding(first), self.order.steps(first, first + 1)
+        hosts.say(f"batches: {shapes}; {about}{padding:.0%} padding; {about}{steps:,} an epoch")
+        if window:
+            hosts.say(f"not all lengths are written: headers are read as training goes on, and batches are made within "
+                      f"windows of {window:,} utterances of each part")  # fmt: skip
         if self.hours.sum() < SMALL:
             hosts.say(f"under {SMALL} hours, a cache takes less time: --no-on-the-fly keeps features on the disk")
 
+    def steps(self, epochs):
+        """Steps until the end of so many epochs of the whole run; about that where lengths are not written."""
+        return self.first[0] + self.order.steps(self.first[1], max(epochs, self.first[1]))
+
     def at(self, step):
         """What a checkpoint keeps of the order, to go on from a step."""
-        self.order.cover(step + 1)
-        return self.state | {"epoch": self.order.place(step)[0]}
+        collections.deque(self.read(step, step), 0)
+        return self.state | {"epoch": self.place[1], "place": [*self.place[1:]]}
 
-    def read(self, first, end, then=None):
-        """Batches of steps `first` to `end`; `then`: a function of Grain's datasets, to add to them."""
+    def read(self, first, end, then=None, until=None):
+        """Batches of steps `first` to `end`, or to the start of epoch `until`, whose `last` one says so.
+
+        `then`: a function of a batch and a generator of random numbers, to add to it.
+        """
         import grain
 
-        self.order.cover(end)
-        every = grain.MapDataset.source(self.order).map(self.loads)
-        every = then(every) if then else every
-        for batch in workers.items(every[first:end], 1 if self.workers else THREADS, self.workers):
-            if "error" in batch:
-                raise UserError(batch["error"])
-            for reason, name in batch.pop("left_out"):
-                self.report.add(reason, name, again=False)
-            yield batch
+        source, made, ahead, pool = self.order, None, None, ThreadPoolExecutor(1)
+        step, epoch, window, done = self.place
+        try:
+            while (epoch < until) if until is not None else (step < end):
+                if ahead is not None:
+                    ahead.result()
+                counts, own = source.most(epoch, window), source.counts(epoch, window)
+                following = source.after(epoch, window)
+                ahead = pool.submit(source.counts, *following)  # so that workers seldom wait for headers
+                shapes, numbers = source.sequence(epoch, window, counts)
+                mine = numbers < np.array(own)[shapes]
+                for i in range(done, len(shapes)):
+                    if step == end and until is None:
+                        return
+                    step, ends = step + 1, i + 1 == len(shapes)
+                    self.place = (step, *following, 0) if ends else (step, epoch, window, i + 1)
+                    if step <= first:
+                        continue
+                    if made is None:
+                        left = order.Batches(source, epoch, window, int(mine[:i].sum()))
+                        every = grain.MapDataset.source(Work(left, self.loads))
+                        made = workers.items(every, 1 if self.workers else THREADS, self.workers)
+                    empty = [None] * source.shapes[shapes[i]].rows * len(source.readers)
+                    batch = next(made) if mine[i] else self.loads(epoch, int(shapes[i]), empty)
+                    if "error" in batch:
+                        raise UserError(batch["error"])
+                    for reason, name in batch.pop("left_out"):
+                        self.report.add(reason, name, again=False)
+                    if then:
+                        batch = then(batch, np.random.default_rng((self.config.run.seed, 4, step)))
+                    if until is not None:
+                        batch["last"] = ends and following == (until, 0)
+                    yield batch
+                (epoch, window), done = following, 0
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if made is not None:
+                made.close()

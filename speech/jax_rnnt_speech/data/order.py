@@ -2,10 +2,17 @@
 
 Shards are dealt to R readers once; a process owns R / P of them, and rows of a batch come from every reader alike. In
 each epoch a reader permutes its shards, reads them one after the other, and moves each utterance to a random place
-among the next `buffer` ones. It then fills batches of a few lengths, the buckets. Nothing is read for that, so any
-batch of any epoch is known by its number: workers and resumed runs need nothing else.
+among the next `buffer` ones. Windows of that order then fill batches of a few lengths, the buckets. Where all lengths
+are written, an epoch is one window. Where some are not, a window has a stated number of utterances of each reader, and
+its lengths are read from headers when its turn comes; so a run begins with those of its first window.
+
+The batches of a window are a function of its lengths, and whoever needs one finds it out: the workers that make it, and
+the process that takes it. Processes tell each other how many batches of each shape they have. The largest number
+counts, and a reader that has fewer gives rows without an utterance. A place in the order is the epoch, the window, and
+how many of its batches came before; nothing else is needed to go on.
 """
 
+import bisect
 import functools
 from typing import NamedTuple
 
@@ -16,6 +23,8 @@ from jax_rnnt_speech.system import UserError, hosts
 SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
 ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
 SOUGHT = 1000  # lengths among which limits of buckets are chosen
+NEAR = 0.9  # of the longest utterances that are used, where a bucket for longer ones is not worth it
+LEAST = 1000  # utterances of a window, for each reader
 
 
 class Source(NamedTuple):
@@ -32,6 +41,7 @@ class Shape(NamedTuple):
     rows: int  # for each reader
     frames: int = 0
     labels: int = 0
+    batches: int = 0  # of a window, by the first one
 
 
 def dealt(sizes, readers):
@@ -65,8 +75,8 @@ class Reader:
 
     def __init__(self, number, seed, index, sources, draws, versions, speeds, most, buffer):
         self.number, self.seed, self.index, self.sources, self.draws = number, seed, index, sources, draws
-        self.versions, self.speeds, self.most, self.buffer = versions, np.array(speeds), most + SLACK, buffer
-        self.lengths = np.minimum(longest(index.seconds), self.most)
+        self.versions, self.speeds, self.most, self.buffer = versions, np.array(speeds), most, buffer
+        self.size = sum(len(x.items) if n is None else n for x, n in zip(sources, draws) if len(x.items))
 
     def rng(self, *what):
         return np.random.default_rng((self.seed, self.number, *what))
@@ -96,17 +106,24 @@ class Reader:
         if len(parts) > 1:
             share = np.concatenate([(np.arange(len(x)) + 0.5) / max(len(x), 1) for x in parts])
             items = items[np.argsort(share, kind="stable")]
-        synthetic = np.isin(
-            items, np.concatenate([np.zeros(0, np.int64), *(x.items for x in self.sources if x.synthetic)])
-        )
-        versions = self.rng(1, epoch).integers(self.versions, size=len(items))
-        plain = versions - versions % len(self.speeds)  # the same without another speed
-        slow = self.lengths[items] / self.speeds[versions % len(self.speeds)] > self.most
-        return items, np.where(slow | synthetic, plain, versions)
+        return items, self.rng(1, epoch).integers(self.versions, size=len(items))
 
     def heard(self, items, versions):
-        """Seconds of items in their versions, at most."""
-        return self.lengths[items] / self.speeds[versions % len(self.speeds)]
+        """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
+        seconds = self.index.lengths(items)
+        used = np.abs(seconds) <= self.most  # the others are left out when their turn comes
+        lengths = np.where(used, np.minimum(longest(seconds), self.most + SLACK), 0)
+        further = [x.items for x in self.sources if x.synthetic]
+        plain = np.isin(items, np.concatenate(further)) if further else False
+        plain |= lengths / self.speeds[versions % len(self.speeds)] > self.most + SLACK
+        versions = np.where(plain, versions - versions % len(self.speeds), versions)  # without another speed
+        return versions, lengths / self.speeds[versions % len(self.speeds)]
+
+    def most_heard(self):
+        """Seconds that its items are heard at most, in any version and epoch; all lengths must be known."""
+        items = np.concatenate([x.items for x in self.sources])
+        found = [self.heard(items, np.full(len(items), i))[1].max(initial=0) for i in range(len(self.speeds))]
+        return float(max(found))
 
     @property
     def varies(self):
@@ -114,116 +131,128 @@ class Reader:
         return len(self.speeds) > 1 or any(x is not None for x in self.draws)
 
 
-def limits(readers, epoch, count):
-    """Seconds that end the buckets, of which each has about as much audio; the same in all processes."""
-    edges = np.linspace(0, readers[0].most, SOUGHT + 1)
+def limits(readers, epoch, count, window):
+    """Seconds that end the buckets, of which each has about as much audio of the first window, on all processes."""
+    most = readers[0].most + SLACK
+    edges = np.linspace(0, most, SOUGHT + 1)
     amount = np.zeros(SOUGHT)
     for reader in readers:
-        seconds = reader.heard(*reader.epoch(epoch))
+        _, seconds = reader.heard(*(x[: window or None] for x in reader.epoch(epoch)))
         amount += np.histogram(seconds, edges, weights=seconds)[0]
     amount = hosts.gathered(amount[None]).sum(0)
     if not amount.any():
-        return []
+        return [most]
     share = np.cumsum(amount) / amount.sum()
-    found = {int(np.searchsorted(share, (k + 1) / count - 1e-9)) for k in range(count)}
-    return [float(edges[min(i, SOUGHT - 1) + 1]) for i in sorted(found)]
+
+    def parts(count):
+        found = {int(np.searchsorted(share, (k + 1) / count - 1e-9)) for k in range(count)}
+        return sorted(float(edges[min(i, SOUGHT - 1) + 1]) for i in found)
+
+    found = parts(count)
+    if not window:  # other epochs may have longer ones
+        longest = hosts.gathered(np.array([[max(x.most_heard() for x in readers)]])).max()
+        return [*found[:-1], max(found[-1], float(longest))]
+    if found[-1] > NEAR * most or count == 1:  # other windows may have longer ones
+        return [*found[:-1], most]
+    return [*parts(count - 1), most]
 
 
 class Order:
-    """Batches of all epochs by their numbers: a source of data for Grain.
+    """Batches of all epochs by their windows, those of some readers.
 
-    An item is (epoch, shape, [(reader, item, version), ...]). A run that goes on with other readers begins at
-    `first_step` with `first_epoch`.
+    `window`: utterances of each reader in a window; 0: all lengths are written, and a window is an epoch. `size`: most
+    utterances of a reader, also of another process.
     """
 
-    def __init__(self, readers, shapes, seed, first_step=0, first_epoch=0):
-        self.readers, self.shapes, self.seed, self.end = readers, shapes, seed, 0  # the end of what is covered
-        self.first_step, self.first_epoch = first_step, first_epoch
-        self.batches = np.zeros((0, len(shapes)), np.int64)  # of each shape, in each epoch
-        self.reach(1)
-
-    def counted(self, epoch):
-        """Utterances of each shape, for each reader."""
-        found = []
-        for reader in self.readers:
-            items, versions = reader.epoch(epoch)
-            found.append(np.bincount(self.bucket(reader.heard(items, versions)), minlength=len(self.shapes)))
-        return found
+    def __init__(self, readers, shapes, seed, window=0):
+        self.readers, self.shapes, self.seed, self.window = readers, shapes, seed, window
+        self.size = int(hosts.gathered(np.array([[max(x.size for x in readers)]])).max())
+        self.windows = -(-self.size // window) if window else 1  # of an epoch
+        if not self.size:
+            raise UserError("no utterance is left for a batch")
 
     def bucket(self, seconds):
         edges = np.array([x.seconds for x in self.shapes])
         return np.minimum(np.searchsorted(edges, seconds - 1e-9), len(edges) - 1)
 
-    def reach(self, epochs):
-        """Counts the batches of so many epochs. All processes do it together."""
-        known = len(self.batches)
-        if epochs <= known:
-            return
-        if known and not any(x.varies for x in self.readers):
-            self.batches = np.tile(self.batches[:1], (epochs, 1))
-            return
-        some = np.array([self.counted(self.first_epoch + i) for i in range(known, epochs)])  # [epochs, readers, shapes]
-        rows = np.array([x.rows for x in self.shapes])
-        most = hosts.gathered((-(-some // rows)).max(1)[None]).max(0)
-        self.batches = np.concatenate([self.batches, most])
-        if not self.batches[0].sum():
-            raise UserError("no utterance is left for a batch")
-
-    def cover(self, end):
-        """Counts as many epochs as there are until a step."""
-        self.end = max(self.end, end)
-        while (left := end - self.first_step - self.batches.sum()) > 0:
-            self.reach(len(self.batches) + 1 + int(left // max(self.batches.sum(1).mean(), 1)))
-
-    def steps(self, epochs):
-        """Steps until the end of so many epochs of the whole run."""
-        self.reach(max(epochs - self.first_epoch, 1))
-        return self.first_step + int(self.batches[: max(epochs - self.first_epoch, 0)].sum())
-
-    def place(self, step):
-        """(epoch, number of the batch in it) of a step, counted from 0."""
-        ends = np.cumsum(self.batches.sum(1))
-        i = int(np.searchsorted(ends, step - self.first_step, side="right"))
-        return self.first_epoch + i, int(step - self.first_step - (ends[i - 1] if i else 0))
+    def after(self, epoch, window):
+        """The next window."""
+        return (epoch, window + 1) if window + 1 < self.windows else (epoch + 1, 0)
 
     @functools.lru_cache(2)  # noqa: B019
-    def sequence(self, epoch):
-        """(shape, number among the batches of that shape) of each batch of an epoch."""
-        counts = self.batches[epoch - self.first_epoch]
-        shape = np.repeat(np.arange(len(counts)), counts)
-        number = np.concatenate([np.arange(x) for x in counts])
-        rng = np.random.default_rng((self.seed, 2, epoch))
-        order = np.argsort((number + rng.uniform(size=len(number))) / counts[shape], kind="stable")
-        return shape[order], number[order]
+    def epoch(self, epoch):
+        return [x.epoch(epoch) for x in self.readers]
 
-    @functools.lru_cache(2)  # noqa: B019
-    def rows(self, epoch):
-        """For each reader: (items, versions, places of the items of each shape)."""
-        found = []
-        for reader in self.readers:
-            items, versions = reader.epoch(epoch)
-            bucket = self.bucket(reader.heard(items, versions))
-            found.append((items, versions, [np.flatnonzero(bucket == k) for k in range(len(self.shapes))]))
+    @functools.lru_cache(3)  # noqa: B019
+    def rows(self, epoch, window):
+        """For each reader: (items, versions, seconds, places of the items of each shape)."""
+        found, some = [], slice(window * self.window, (window + 1) * self.window or None)
+        for reader, (items, versions) in zip(self.readers, self.epoch(epoch)):
+            versions, seconds = reader.heard(items[some], versions[some])
+            bucket = self.bucket(seconds)
+            places = [np.flatnonzero(bucket == k) for k in range(len(self.shapes))]
+            found.append((items[some], versions, seconds, places))
         return found
 
-    def __len__(self):
-        return self.end
+    def counts(self, epoch, window):
+        """Batches of each shape in a window, as far as these readers are concerned."""
+        utterances = [[len(x) for x in places] for *_, places in self.rows(epoch, window)]
+        return tuple((-(-np.array(utterances) // [x.rows for x in self.shapes])).max(0).tolist())
 
-    def __getitem__(self, step):
-        epoch, place = self.place(step)
-        shapes, numbers = self.sequence(epoch)
-        shape, number = int(shapes[place]), int(numbers[place])
+    def most(self, epoch, window):
+        """Batches of each shape in a window. All processes ask together."""
+        return tuple(hosts.gathered(np.array([self.counts(epoch, window)])).max(0).tolist())
+
+    @functools.lru_cache(4)  # noqa: B019
+    def sequence(self, epoch, window, counts):
+        """(shape, number among the batches of that shape) of each batch of a window.
+
+        It is the same for smaller counts, save that batches are missing.
+        """
+        number = [np.arange(x) for x in counts]
+        place = [(n + np.random.default_rng((self.seed, 2, epoch, window, k)).uniform(size=len(n))) / max(1, x.batches)
+                 for k, (n, x) in enumerate(zip(number, self.shapes))]  # fmt: skip
+        shape, number, place = np.repeat(np.arange(len(counts)), counts), *map(np.concatenate, (number, place))
+        order = np.lexsort((shape, place))
+        return shape[order], number[order]
+
+    def batch(self, epoch, window, shape, number):
+        """(epoch, shape, [(reader, item, version) or None, ...])."""
         size, batch = self.shapes[shape].rows, []
-        for i, (items, versions, places) in enumerate(self.rows(epoch)):
+        for i, (items, versions, _, places) in enumerate(self.rows(epoch, window)):
             some = places[shape][number * size :][:size]
             rows = [(i, int(items[j]), int(versions[j])) for j in some]
             batch += [*rows, *[None] * (size - len(rows))]
         return epoch, shape, batch
 
-    def padding(self):
-        """Share of the frames of the first epoch that are none, by seconds; rows without an utterance count."""
-        total = sum(x.seconds * x.rows * n for x, n in zip(self.shapes, self.batches[0])) * len(self.readers)
-        used = 0.0
-        for reader in self.readers:
-            used += reader.heard(*reader.epoch(self.first_epoch)).sum()
-        return 1 - used / total
+    def steps(self, first, epochs):
+        """Batches from the start of an epoch to that of another; an estimate where a window is less than an epoch."""
+        if self.window:
+            return round((epochs - first) * sum(x.batches for x in self.shapes) * max(1, self.size / self.window))
+        varies = any(x.varies for x in self.readers)
+        counts = [sum(self.most(i, 0)) for i in range(first, epochs if varies else min(first + 1, epochs))]
+        return sum(counts) * (1 if varies else epochs - first)
+
+    def padding(self, epoch):
+        """Share of the frames of the first window of an epoch that are none; rows without an utterance count."""
+        total = sum(x.seconds * x.rows * x.batches for x in self.shapes) * len(self.readers)
+        return 1 - sum(seconds.sum() for _, _, seconds, _ in self.rows(epoch, 0)) / total
+
+
+class Batches:
+    """The batches of an order that have utterances of its readers, from a place on: a source of data for Grain."""
+
+    def __init__(self, order, epoch, window, done):
+        """`done`: so many of the window came before."""
+        self.order, self.starts = order, [(-done, epoch, window)]  # numbers of the first batches of windows
+
+    def __len__(self):
+        return 2**31 if any(x.size for x in self.order.readers) else 0
+
+    def __getitem__(self, i):
+        starts, order = self.starts, self.order  # threads may both go on from there, and find the same
+        while (end := starts[-1][0] + sum(order.counts(*starts[-1][1:]))) <= i:
+            starts = self.starts = [*starts, (end, *order.after(*starts[-1][1:]))]
+        begin, epoch, window = starts[bisect.bisect_right(starts, i, key=lambda x: x[0]) - 1]
+        shapes, numbers = order.sequence(epoch, window, order.counts(epoch, window))
+        return order.batch(epoch, window, int(shapes[i - begin]), int(numbers[i - begin]))

@@ -4,6 +4,8 @@ Grain shuffles within the buckets and then the batches of all. Batch n depends o
 sees what an uninterrupted one does.
 """
 
+import functools
+
 import grain
 
 from jax_rnnt_speech.data import batches, features
@@ -30,20 +32,16 @@ def training(data, config, buckets, part, texts=None):
         whole = batches.mixed(bucket.members, data.corpus, config).random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]
         parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
-    return with_texts(grain.MapDataset.concatenate(parts).shuffle(seed=config.run.seed), config.run.seed, part, texts)
+    whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.run.seed)
+    more = functools.partial(with_texts, part=part, texts=texts)
+    return whole.seed(config.run.seed).random_map(more) if texts else whole
 
 
-def with_texts(whole, seed, part, texts):
-    """The dataset, with sentences in each batch if there are some."""
-    first, step = part
-
-    def drawn(batch, rng):
-        if "valid" not in batch:  # an error
-            return batch
-        some = rng.integers(len(texts[0]), size=TEXTS * step * len(batch["valid"]))[first::step]
-        return batch | {"texts": texts[0][some], "text_lengths": texts[1][some]}
-
-    return whole.seed(seed).random_map(drawn) if texts else whole
+def with_texts(batch, rng, part, texts):
+    """The batch with sentences."""
+    (first, step), size = part, len(batch["valid"])
+    some = rng.integers(len(texts[0]), size=TEXTS * step * size)[first::step]
+    return batch | {"texts": texts[0][some], "text_lengths": texts[1][some]}
 
 
 def read(epoch, first, end):

@@ -93,17 +93,21 @@ def prepared(config, start, searching):
     texts = batches.sentences(config, model.tokens)
     if fly:
         shapes = known[0].opened(model, devices.mesh.size).order.shapes
-        then = functools.partial(epochs.with_texts, seed=config.run.seed, part=hosts.part(), texts=texts)
-        read, steps = functools.partial(known[0].read, then=then), known[0].order.steps
+        then = functools.partial(epochs.with_texts, part=hosts.part(), texts=texts) if texts else None
+        read, steps = functools.partial(known[0].read, then=then), known[0].steps
     else:
         epoch, shapes = epochs.training(train.data, config, train.buckets, hosts.part(), texts), train.buckets
         if not len(epoch):
             need = train.buckets[0].batch
             raise UserError(f"{len(train.data.labels)} training utterances: a batch over all devices needs {need}")
         read, steps = functools.partial(epochs.read, epoch), lambda count: count * len(epoch)
+    until = None
     if count := config.run.epochs:
-        config = config.replace(steps=steps(count), epochs=0).consistent()
-        hosts.say(f"{count} epochs of {steps(1):,} batches")
+        config, about = config.replace(steps=steps(count), epochs=0).consistent(), ""
+        if fly and not known[0].written:  # the number of steps is an estimate, which the learning rate follows
+            read, about, until = functools.partial(read, until=count), "about ", count
+        hosts.say(f"{count} epochs of {about}{steps(1):,} batches")
+    ended = known[0].place[1] >= until if until else config.run.steps <= (run.last or 0)
     seen = [
         run.last,
         sorted(train.data.labels) if not fly else known[0].digest,
@@ -117,7 +121,7 @@ def prepared(config, start, searching):
         cache.tidy(folder, (train.data.corpus, valid.data.corpus))
     decoding = devices.put(search_options.decoding_of(searching, model))
     return Training(
-        config, model, parts, layers, devices, read, len(shapes), record,
+        config, model, parts, layers, devices, read, ended, len(shapes), record,
         Evaluation(model, *valid, devices.split, decoding),
         {"train": train.data.corpus.report, "valid": valid.data.corpus.report}, start.hook,
     )  # fmt: skip

@@ -56,7 +56,8 @@ class Training:
     parts: Parts
     layers: int | None  # of which batches have the rows, in the place of features
     devices: Devices
-    read: Callable  # batches of the steps from one to another
+    read: Callable  # batches of the steps from one to another; one of them may be the `last`
+    ended: bool  # whether none is left
     shapes: int  # of batches
     record: Record
     evaluation: Evaluation
@@ -67,7 +68,7 @@ class Training:
         """Trains; returns the best rates. A run that has ended is tested, and nothing is written."""
         run, first = self.record.run, self.record.run.last or 0
         with contextlib.closing(run):
-            if self.config.run.steps <= first or self.record.impatient():
+            if self.ended or self.record.impatient():
                 step, params = self.record.best(self.devices)
                 return self.evaluation.measured(params, step)
             state, frozen, step_of = self.begin(first)
@@ -120,11 +121,12 @@ class Training:
             lines = Lines(metrics, bar)
             for step, batch in enumerate(self.read(first, plan.steps), first + 1):
                 batch.pop("index")
+                last = batch.pop("last", step == plan.steps)
                 state, numbers = step_of(state, devices.split(batch), frozen, step)
                 lines.add(numbers)
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
-                last, stopped = step == plan.steps, bool(interrupted)
+                stopped = bool(interrupted)
                 if step % plan.log_every == 0 or last or stopped:
                     lines.write(step)
                     record.run.check()
