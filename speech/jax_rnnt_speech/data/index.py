@@ -12,11 +12,10 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech.data import archives, audio, cache, headers, manifests, workers
+from jax_rnnt_speech.data import archives, audio, cache, headers, workers
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.system import UserError, outputs
 
