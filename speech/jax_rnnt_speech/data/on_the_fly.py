@@ -158,17 +158,21 @@ def read(entry, rate):
 
 
 class Work:
-    """Makes batches by their numbers. Errors are results, as Grain's workers would print them with a traceback."""
+    """A source of data for Grain: batches by their numbers.
 
-    def __init__(self, batches, loads):
-        self.batches, self.loads = batches, loads
+    Errors are results, as Grain's workers would print them with a traceback.
+    """
+
+    def __init__(self, batches, loads, count):
+        self.batches, self.loads, self.count = batches, loads, count
 
     def __len__(self):
-        return len(self.batches)
+        return self.count
 
     def __getitem__(self, i):
         try:
-            return self.loads(*self.batches[i])
+            found = self.batches[i]
+            return self.loads(*found) if found else {}
         except UserError as error:
             return {"error": str(error)}
 
@@ -431,17 +435,20 @@ class OnTheFly:
         """
         import grain
 
+        if not self.workers:
+            pass
+
         source, made, ahead, pool = self.order, None, None, ThreadPoolExecutor(1)
         step, epoch, window, done = self.place
         try:
             while (epoch < until) if until is not None else (step < end):
                 if ahead is not None:
                     ahead.result()
-                counts, own = source.most(epoch, window), source.counts(epoch, window)
+                counts, those = source.most(epoch, window), source.counts(epoch, window)
                 following = source.after(epoch, window)
                 ahead = pool.submit(source.counts, *following)  # so that workers seldom wait for headers
                 shapes, numbers = source.sequence(epoch, window, counts)
-                mine = numbers < np.array(own)[shapes]
+                mine = numbers < np.array(those)[shapes]
                 for i in range(done, len(shapes)):
                     if step == end and until is None:
                         return
@@ -450,8 +457,10 @@ class OnTheFly:
                     if step <= first:
                         continue
                     if made is None:
-                        left = order.Batches(source, epoch, window, int(mine[:i].sum()))
-                        every = grain.MapDataset.source(Work(left, self.loads))
+                        left = order.Batches(source, epoch, window, int(mine[:i].sum()), until)
+                        some = any(x.size for x in source.readers)
+                        count = some * (2**31 if until is not None else end - step + 1)
+                        every = grain.MapDataset.source(Work(left, self.loads, count))
                         made = workers.items(every, 1 if self.workers else THREADS, self.workers)
                     empty = [None] * source.shapes[shapes[i]].rows * len(source.readers)
                     batch = next(made) if mine[i] else self.loads(epoch, int(shapes[i]), empty)

@@ -240,19 +240,19 @@ class Order:
 
 
 class Batches:
-    """The batches of an order that have utterances of its readers, from a place on: a source of data for Grain."""
+    """The batches of an order that have utterances of its readers, from a place on; None from epoch `until` on."""
 
-    def __init__(self, order, epoch, window, done):
+    def __init__(self, order, epoch, window, done=0, until=None):
         """`done`: so many of the window came before."""
-        self.order, self.starts = order, [(-done, epoch, window)]  # numbers of the first batches of windows
-
-    def __len__(self):
-        return 2**31 if any(x.size for x in self.order.readers) else 0
+        self.order, self.until = order, until
+        self.starts = [(-done, epoch, window)]  # numbers of the first batches of windows
 
     def __getitem__(self, i):
         starts, order = self.starts, self.order  # threads may both go on from there, and find the same
-        while (end := starts[-1][0] + sum(order.counts(*starts[-1][1:]))) <= i:
+        while (end := starts[-1][0] + sum(order.counts(*starts[-1][1:]))) <= i and starts[-1][1] != self.until:
             starts = self.starts = [*starts, (end, *order.after(*starts[-1][1:]))]
         begin, epoch, window = starts[bisect.bisect_right(starts, i, key=lambda x: x[0]) - 1]
+        if self.until is not None and epoch >= self.until:
+            return None
         shapes, numbers = order.sequence(epoch, window, order.counts(epoch, window))
         return order.batch(epoch, window, int(shapes[i - begin]), int(numbers[i - begin]))
