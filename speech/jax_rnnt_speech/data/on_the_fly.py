@@ -332,10 +332,8 @@ class OnTheFly:
         ]  # fmt: skip
         rows = (options.batch_seconds / USUAL or options.batch) / self.readers
         window = max(options.buffer, order.LEAST, round(FULL * rows))
-        listed = hosts.gathered(
-            np.array([[max(max(x.size, sum(map(len, some))) for x, some in zip(readers, self.items))]])
-        )
-        if self.written or listed.max() <= window:
+        listed = [max(x.size, sum(map(len, some))) for x, some in zip(readers, self.items)]
+        if self.written or hosts.gathered(np.array([[max(listed)]])).max() <= window:
             window = 0
         decided = [options.buffer, options.batch, options.batch_seconds, options.buckets, options.max_seconds,
                    self.versions.key(), config.run.seed, each, options.synthetic_share, window]  # fmt: skip
