@@ -331,7 +331,10 @@ class OnTheFly:
             for found, some in zip(self.indices, self.items)
         ]  # fmt: skip
         rows = (options.batch_seconds / USUAL or options.batch) / self.readers
-        window = 0 if self.written else max(options.buffer, order.LEAST, round(FULL * rows))
+        window = max(options.buffer, order.LEAST, round(FULL * rows))
+        listed = [max(x.size, sum(map(len, some))) for x, some in zip(readers, self.items)]
+        if self.written or hosts.gathered(np.array([[max(listed)]])).max() <= window:
+            window = 0
         decided = [options.buffer, options.batch, options.batch_seconds, options.buckets, options.max_seconds,
                    self.versions.key(), config.run.seed, each, options.synthetic_share, window]  # fmt: skip
         decided = hashlib.sha256(json.dumps(decided).encode()).hexdigest()
@@ -368,21 +371,21 @@ class OnTheFly:
             return order.Order(readers, shapes, self.config.run.seed, window)
 
         counted = shaped([order.Shape(x, 1) for x in edges])
-        labels, longest, whole = np.zeros((1, len(edges)), int), 0.0, self.whole_sample and counted.windows == 1
-        for seconds, text in self.spoken(counted.rows(epoch, 0) if window else None):
+        labels, longest, whole = np.zeros((1, len(edges)), int), 0.0, self.whole_sample
+        for seconds, text in self.spoken(None if self.written else counted.rows(epoch, 0)):
             if (encoded := model.tokens.encode(text)) is not None:
                 k = min(int(np.searchsorted(edges, seconds)), len(edges) - 1)
                 labels[0, k], longest = max(labels[0, k], len(encoded)), max(longest, seconds)
         labels = np.maximum.accumulate(hosts.gathered(labels).max(0))
         if window:  # later ones are longer, and have more labels
             labels[-1] = math.ceil(labels[-1] * edges[-1] / (hosts.gathered(np.array([[longest]])).max() or edges[-1]))
-        whole = hosts.gathered(np.array([[whole]])).all() and self.versions.speeds == [1.0]
+        whole = self.written and hosts.gathered(np.array([[whole]])).all() and self.versions.speeds == [1.0]
         common = math.lcm(devices, self.readers)
         least = common // self.readers  # rows of a reader come in multiples of this
         for seconds, most, count in zip(edges, labels, counted.most(epoch, 0)):
             frames = self.extractor.count(math.ceil(seconds * rate))
             rows = batches.size_of(self.config, common, frames) // self.readers
-            rows = min(rows, -(-count // least) * least) if counted.windows == 1 else rows
+            rows = rows if window else min(rows, -(-count // least) * least)
             room = most if whole else -(-int(most * ROOM) // 8) * 8
             room = max(1, min(room, -(-frames // model.subsampling)))
             found.append(order.Shape(float(seconds), max(rows, least), frames, int(room)))
@@ -411,7 +414,7 @@ class OnTheFly:
             f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
         )
         first = self.first[1]
-        padding, steps = self.order.padding(first), self.order.steps(first, first + 1)
+        padding, steps, about = self.order.padding(first), self.order.steps(first, first + 1), "about " * bool(window)
         hosts.say(f"batches: {shapes}; {about}{padding:.0%} padding; {about}{steps:,} an epoch")
         if window:
             hosts.say(f"not all lengths are written: headers are read as training goes on, and batches are made within "

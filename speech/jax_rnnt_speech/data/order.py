@@ -160,8 +160,8 @@ def limits(readers, epoch, count, window):
 class Order:
     """Batches of all epochs by their windows, those of some readers.
 
-    `window`: utterances of each reader in a window; 0: all lengths are written, and a window is an epoch. `size`: most
-    utterances of a reader, also of another process.
+    `window`: utterances of each reader in a window; 0: a window is an epoch, as all lengths are written or the readers
+    have no more than one window.
     """
 
     def __init__(self, readers, shapes, seed, window=0):
