@@ -8,7 +8,7 @@ make --silent .venv/.packages .venv/tools/.installed
 site=$PWD/build/sdist/site
 rm -rf build/sdist
 .venv/tools/bin/python -c "from scikit_build_core import build; build.build_sdist('build/sdist')"
-.venv/bin/pip install --quiet --no-deps --target "$site" "-Ccmake.define.JAX_RNNT_ONLY=${ONLY-}" \
+.venv/bin/pip install --quiet --no-deps --target "$site" "--config-settings=cmake.define.JAX_RNNT_ONLY=${ONLY-}" \
   build/sdist/jax_rnnt-*.tar.gz
 (cd build && PYTHONPATH=$site ../.venv/bin/python -c "import jax_rnnt; assert len(jax_rnnt.selftest()) > 1")
 cp "$site"/jax_rnnt/_cpu* "$site/jax_rnnt/_build.py" jax_rnnt

@@ -103,6 +103,7 @@ def test_reading():
     assert cycles == 4 + 100 + 7 + 3 + 20
 
 
+@pytest.mark.slow
 def test_steps(tmp_path):
     """In windows of four frames a beam takes 200 steps or less for 250 frames and 75 labels, one of a frame each."""
     run(PROGRAM, "--steps", "--only", "beam 6", "--json", tmp_path / "steps.json", env=environment(), timeout=300)
