@@ -40,7 +40,6 @@ THREADS = 2  # that load batches, without workers
 RUNS = RUN = 10  # of how many utterances hours are estimated
 FULL = 20  # batches that a window has at least
 USUAL = 5  # seconds of an utterance, as far as that matters
-CHANGED = "other training archives or manifests than its list has"
 
 
 class Named(NamedTuple):
