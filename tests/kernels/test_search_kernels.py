@@ -15,10 +15,12 @@ import jax_rnnt
 import platforms
 from decoding import NAMED, Model
 from jax_rnnt import decode
+from jax_rnnt.decode.search import _greedy
 
 pytestmark = pytest.mark.skipif(
     not (platforms.emulated() and door.native()), reason="the emulation runs them: lab/run.sh emulation"
 )
+assert_near = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)
 # Of a loss, what greedy search has besides, and a beam.
 CASES = [
     ("rnnt", {}, {}),
@@ -46,4 +48,17 @@ def test_searches(name, greedy, beam, monkeypatch):
     found = program.compile()(*given)
     monkeypatch.setattr(jax_rnnt._xla, "where_steps", lambda with_kernels, plain, *arguments: plain(*arguments))
     expected = jax.jit(lambda *x: run(*x))(*given)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6), found, expected)
+    jax.tree.map(assert_near, found, expected)
+
+
+def test_the_best_duration_alone():
+    """Of moves as no loss has them: a blank lacks some durations, and is out where one of these is the best."""
+    rng, (batch, window) = np.random.default_rng(0), (50, 3)
+    kind = dict(tokens=(0, 0, 1, -1, -1, -1), of_durations=(1, 2, 0, 0, 1, 2), frames=(1, 2, 1, 0, 1, 2))
+    kind |= dict(may_end=(1, 1, 1, 0, 0, 0), blanks=(7, 2), durations=3, window=window)
+    kind |= dict(labels_per_frame=2, max_labels=6, token_first=1)
+    operands = [np.float32(4 * rng.normal(size=(1, batch * window, 33)))]
+    operands += [rng.integers(0, n, batch).astype(np.int32) for n in (9, 3, 8, 12, 2)]
+    results = [((batch, window), dtype) for dtype in ("float32", "int32", "int32", "int32", "float32")]
+    found = door.call("jax_rnnt_search_moves", operands, kind, results)
+    jax.tree.map(assert_near, list(found), jax.jit(functools.partial(_greedy.moves, **kind))(*operands))
