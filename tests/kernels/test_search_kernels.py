@@ -15,7 +15,7 @@ import jax_rnnt
 import platforms
 from decoding import NAMED, Model
 from jax_rnnt import decode
-from jax_rnnt.decode.search import _greedy
+from jax_rnnt.decode.search import _beam_kernel, _greedy
 
 pytestmark = pytest.mark.skipif(
     not (platforms.emulated() and door.native()), reason="the emulation runs them: lab/run.sh emulation"
@@ -51,14 +51,25 @@ def test_searches(name, greedy, beam, monkeypatch):
     jax.tree.map(assert_near, found, expected)
 
 
+def check_step(name, plain, kind, *operands):
+    expected = [np.asarray(x) for x in jax.jit(functools.partial(plain, **kind))(*operands)]
+    results = [(x.shape, x.dtype) for x in expected]
+    jax.tree.map(assert_near, list(door.call(f"jax_rnnt_search_{name}", operands, kind, results)), expected)
+
+
 def test_the_best_duration_alone():
     """Of moves as no loss has them: a blank lacks some durations, and is out where one of these is the best."""
     rng, (batch, window) = np.random.default_rng(0), (50, 3)
     kind = dict(tokens=(0, 0, 1, -1, -1, -1), of_durations=(1, 2, 0, 0, 1, 2), frames=(1, 2, 1, 0, 1, 2))
     kind |= dict(may_end=(1, 1, 1, 0, 0, 0), blanks=(7, 2), durations=3, window=window)
     kind |= dict(labels_per_frame=2, max_labels=6, token_first=1)
-    operands = [np.float32(4 * rng.normal(size=(1, batch * window, 33)))]
-    operands += [rng.integers(0, n, batch).astype(np.int32) for n in (9, 3, 8, 12, 2)]
-    results = [((batch, window), dtype) for dtype in ("float32", "int32", "int32", "int32", "float32")]
-    found = door.call("jax_rnnt_search_moves", operands, kind, results)
-    jax.tree.map(assert_near, list(found), jax.jit(functools.partial(_greedy.moves, **kind))(*operands))
+    logits = np.float32(4 * rng.normal(size=(1, batch * window, 33)))
+    check_step("moves", _greedy.moves, kind, logits, *(np.int32(rng.integers(0, n, batch)) for n in (9, 3, 8, 12, 2)))
+
+
+def test_rows():
+    """Of equal labels the first comes first, also of those that one thread reads; NaN and +inf are bad anywhere."""
+    rng, durations = np.random.default_rng(0), 5
+    logits = (2 * rng.normal(size=(1, 300, 600 + durations))).round().astype(np.float32)
+    logits[0, 0], logits[0, 1, 3], logits[0, 2, -1], logits[0, 3, :-durations] = -np.inf, np.nan, np.inf, -np.inf
+    check_step("rows", _beam_kernel.rows, dict(blanks=(7, 2), durations=durations, best=6), logits)
