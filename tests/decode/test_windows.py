@@ -159,9 +159,6 @@ def after(state, label):
     return (3 * state + label + 1) % STATES
 
 
-CASES = [("rnnt", 4, 4), ("tdt", 5, 3), ("multiblank", 3, 2), ("tdt", 4, 1)]
-
-
 @pytest.mark.quick("tdt-5-3")
 @pytest.mark.parametrize(
     ("name", "width", "window"), [("rnnt", 4, 4), ("tdt", 5, 3), ("multiblank", 3, 2), ("tdt", 4, 1)]
