@@ -5,11 +5,9 @@
 Parts: `start` is a manifest with and without durations, and tars: seconds until the first batch, and memory. `memory`
 is that after an epoch of all utterances, which last a quarter of a second, beside that after 10,000. `rate` is seconds
 of audio that a second of one core makes features of: FLAC, MP3 and tars of FLAC, plain and at other speeds in noise.
-`same` compares batches of 0, 1 and 4 workers, and of a run that goes on, bit for bit; it ends with 1 where they differ.
 """
 
 import argparse
-import hashlib
 import io
 import itertools
 import json
@@ -68,13 +66,13 @@ def tars(folder, files, count, each=1000):
     return folder
 
 
-def opened(source, folder, workers=0, known=None, step=0, **options):
+def opened(source, folder, **options):
     from jax_rnnt_speech.config import Config
     from jax_rnnt_speech.data import on_the_fly, tokens
 
     config = Config.of(train=str(source), on_the_fly=True, **options)
     model = types.SimpleNamespace(tokens=tokens.Characters(ALPHABET), subsampling=4)
-    return on_the_fly.OnTheFly(config, folder, workers, known, step).opened(model, 1)
+    return on_the_fly.OnTheFly(config, folder, 0).opened(model, 1)
 
 
 def peak():
@@ -114,30 +112,7 @@ def rate(args):
     return {"seconds of audio a second": frames * found.hop / (time.process_time() - began)}
 
 
-def digest(batches):
-    x = hashlib.sha256()
-    for batch in batches:
-        for key in sorted(batch):
-            x.update(batch[key].tobytes())
-    return x.hexdigest()
-
-
-def same(args):
-    options, half, end = AUGMENTED | {"noise": args.noise}, args.steps // 2, args.steps
-    reference = opened(args.source, args.index, **options)
-    whole = [digest([x]) for x in reference.read(0, half)]
-    state = reference.at(half)
-    whole += [digest([x]) for x in reference.read(half, end)]
-    found = {
-        workers: [digest([x]) for x in opened(args.source, args.index, workers, **options).read(0, end)]
-        for workers in (1, 4)
-    }
-    resumed = opened(args.source, args.index, 1, state, half, **options)
-    equal = {f"{workers} workers": whole == x for workers, x in found.items()}
-    return equal | {"resumed": whole[half:] == [digest([x]) for x in resumed.read(half, end)]}
-
-
-PARTS = {"start": start, "memory": memory, "rate": rate, "same": same}
+PARTS = {"start": start, "memory": memory, "rate": rate}
 
 
 def alone(part, source, index, **options):
@@ -167,7 +142,7 @@ def main():
     if args.child:
         print(json.dumps(PARTS[args.child](args)))
         return
-    folder, count, wrong = args.folder.resolve() / str(args.utterances), args.utterances, False
+    folder, count = args.folder.resolve() / str(args.utterances), args.utterances
     fresh = itertools.count()
 
     def index():
@@ -200,11 +175,6 @@ def main():
         source = tars(folder.parent / "long-tars", long, 2000)
         for name, more in (("plain", {}), ("speeds, noise and gain", {"noise": noise})):
             shown(f"tar of flac, {name}", alone("rate", source, index(), steps=args.steps, **more))
-    if "same" in args.parts:
-        for name, source in (("with durations", written), ("without", bare)):
-            found = alone("same", source, index(), steps=args.steps, noise=noise)
-            wrong |= not all(shown(f"the same batches, {name}", found).values())
-    sys.exit(wrong)
 
 
 if __name__ == "__main__":

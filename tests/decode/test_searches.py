@@ -23,16 +23,6 @@ from jax_rnnt.decode.search._symbols import checked_scoring, symbols_of
 # ------------------------------------------------------------------------------------- penalty and temperature
 
 
-def test_penalty_is_that_of_the_logit():
-    """Greedy search finds what it finds with the blank's logit lowered, as other decoders have it."""
-    model, penalty = Model(NAMED["rnnt"], batch=8, frames=9), np.float64(0.8)
-    found = model.search(decode.greedy, 40, blank_penalty=penalty)
-    assert (found.counts > model.search(decode.greedy, 40, blank_penalty=np.float64(0)).counts).any()
-    bias = model.bias - penalty * (np.arange(model.tokens) == model.tokens - 1)
-    model.parameters = model.parameters._replace(bias=bias)
-    assert_same(model.search(decode.greedy, 40, blank_penalty=np.float64(0))[:4], found[:4])
-
-
 def test_options_that_are_off():
     """The program is the one without them."""
     model = Model(NAMED["tdt"])

@@ -79,9 +79,7 @@ def alone(model, b):
 
 
 @pytest.mark.quick("tdt-beam")
-@pytest.mark.parametrize(
-    ("name", "search"), [("multiblank", "greedy"), ("tdt", "beam"), pytest.param("hat", "wide", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "search"), [("multiblank", "greedy"), ("tdt", "beam"), ("hat", "wide")])
 def test_a_server(name, search):
     """Every utterance has, bit for bit, what it has alone, in one program; captions that are stable never change."""
     model = Model(NAMED[name], batch=10, frames=17)

@@ -159,14 +159,9 @@ def after(state, label):
     return (3 * state + label + 1) % STATES
 
 
+@pytest.mark.quick("tdt-5-3")
 @pytest.mark.parametrize(
-    ("name", "width", "window"),
-    [
-        pytest.param("rnnt", 4, 4, marks=pytest.mark.slow),
-        ("tdt", 5, 3),
-        pytest.param("multiblank", 3, 2, marks=pytest.mark.slow),
-        pytest.param("tdt", 4, 1, marks=pytest.mark.slow),
-    ],
+    ("name", "width", "window"), [("rnnt", 4, 4), ("tdt", 5, 3), ("multiblank", 3, 2), ("tdt", 4, 1)]
 )
 def test_window_of_a_beam(name, width, window):
     """Labels, frames, durations and scores of all hypotheses of many problems, whose beams lose most sequences."""

@@ -26,22 +26,17 @@ def weighted(call):
     return jax.jit(lambda *arguments: jax.grad(total, tuple(range(len(arguments))))(*arguments))
 
 
-def cases():
-    """Kinds of losses as arrays: test_layouts.py compares the slopes of layouts with theirs."""
-    for loss in (family.RNNT, family.TDT, family.MULTIBLANK, family.CONSTRAINED, *family.SKIPPING):
-        quick = loss in (family.RNNT, family.TDT)
-        yield (loss, "array", "kernel") if quick else family.slow(loss, "array", "kernel")
-    yield from ((family.RNNT, "AdditiveLogits", "kernel"), (family.TDT, "JointLogits", "kernel"))
-    yield family.RNNT, "array", "reference"
-
-
+# Kinds of losses as arrays: test_layouts.py compares the slopes of layouts with theirs.
+KINDS = family.RNNT, family.TDT, family.MULTIBLANK, family.CONSTRAINED, *family.SKIPPING
+CASES = [*((loss, "array", "kernel") for loss in KINDS), (family.RNNT, "AdditiveLogits", "kernel")]
+CASES += [(family.TDT, "JointLogits", "kernel"), (family.RNNT, "array", "reference")]
 LEARNED = {"delay_penalty": 0.3, "sigma": 0.07}
 OFF = {"clamp": -1.0, "fastemit_lambda": 0.0}  # traced: nothing knows that they are
 DRAWN = {"omega": 0.0}  # TDT's coin
 
 
 @pytest.mark.quick("rnnt-array-kernel", "tdt-array-kernel", "tdt-JointLogits-kernel")
-@pytest.mark.parametrize(("loss", "name", "implementation"), [*cases()], ids=str, indirect=["implementation"])
+@pytest.mark.parametrize(("loss", "name", "implementation"), CASES, ids=str, indirect=["implementation"])
 def test_leaves(loss, name, implementation):
     """Numbers that act on arcs have their slope, at exactly 0 and beside a clamp too; settings have exactly 0.
 

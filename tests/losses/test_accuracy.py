@@ -59,10 +59,8 @@ def test_long_lattices(kernel, T, U, V, scale):
     check(one_sequence(T, U, V, scale))
 
 
-LONG = [x if x in (family.RNNT, family.TDT) else family.slow(x) for x in (*door.LOSSES, *family.SKIPPING)]
-
-
-@pytest.mark.parametrize("loss", LONG, ids=str)
+@pytest.mark.quick("rnnt", "tdt")
+@pytest.mark.parametrize("loss", [*door.LOSSES, *family.SKIPPING], ids=str)
 def test_long_lattices_of_every_loss(loss, kernel):
     p = batches.problem(1, 1500, 100, 5, loss=loss, dtype=np.float32, scale=1.0, lengths=([1500], [100]))
     expected, true_gradient = loss.expected(p)

@@ -83,35 +83,6 @@ def test_sizes(topology, kernel):
 
 
 @pytest.mark.slow
-def test_derivatives_of_both_orders():
-    """d log Z / ds_i = P(i) and d2 log Z / ds_i ds_j = P(i and j) - P(i) P(j), from the enumeration.
-
-    Of the reference, whose higher derivatives the kernel has.
-    """
-    topology, frames, labels = TOPOLOGIES["durations"], 4, 2
-    arcs = arcs_of(topology[1], (frames, labels + 1), seed=6)
-    slots, scores = list(arcs), np.stack(list(arcs.values()))
-    paths = truth.enumerate_paths(topology[1], frames, labels)
-    visits = np.zeros((len(paths), *scores.shape))
-    for i, path in enumerate(paths):
-        for slot, t, u in path:
-            visits[i, slots.index(slot), t, u] = 1
-    visits = visits.reshape(len(paths), -1)
-    weights = np.exp(visits @ scores.ravel())
-    weights /= weights.sum()
-    mean = weights @ visits
-    covariance = (visits * weights[:, None]).T @ visits - np.outer(mean, mean)
-
-    def value(x):
-        arcs = dict(zip(slots, x.reshape(scores.shape)))
-        return lattices.log_likelihood(topology[0], arcs, np.int32(frames), np.int32(labels), "reference")
-
-    mean_of_arcs, second = jax.jit(lambda x: (jax.jacfwd(value)(x), jax.hessian(value)(x)))(scores.ravel())
-    np.testing.assert_allclose(mean_of_arcs, mean, atol=1e-13)
-    np.testing.assert_allclose(second, covariance, atol=1e-13)
-
-
-@pytest.mark.slow
 def test_program_size_does_not_depend_on_the_lattice():
     """The program is a loop; unrolled steps would make compile time grow with the utterance."""
     topology = TOPOLOGIES["durations"]

@@ -248,21 +248,14 @@ def check_faults(wanted, x, out, seen, read, close=True):
             np.testing.assert_array_equal(row["align"].frames, -1, err_msg=name)
 
 
-def cases():
-    """(loss, layout, implementation, whether XLA optimises the programs: it then also splits sums)"""
-    for loss in (*family.LOSSES, LOG_PROBS):
-        yield (
-            (loss, "array", "kernel", False)
-            if loss in (family.RNNT, family.TDT)
-            else family.slow(loss, "array", "kernel", False)
-        )
-    # A band moves columns, which a step of the constrained loss reads; a placement of rows does not know their heads.
-    yield family.slow(family.TDT, "PackedLogits", "kernel", False)
-    yield from ((loss, "BandLogits", "kernel", False) for loss in (family.TDT, family.CONSTRAINED))
-    for loss, name in ((family.TDT, "JointLogits"), (family.RNNT, "AdditiveLogits")):
-        yield family.slow(loss, name, "kernel", False)
-    yield family.slow(family.RNNT, "array", "kernel", True)
-    yield family.slow(family.RNNT, "array", "reference", False)
+# Loss, layout, implementation, whether XLA optimises the programs: it then also splits sums.
+CASES = [(loss, "array", "kernel", False) for loss in (*family.LOSSES, LOG_PROBS)]
+# A band moves columns, which a step of the constrained loss reads; a placement of rows does not know their heads.
+CASES += [(loss, "BandLogits", "kernel", False) for loss in (family.TDT, family.CONSTRAINED)]
+CASES += [(family.TDT, name, "kernel", False) for name in ("PackedLogits", "JointLogits")]
+CASES += [(family.RNNT, "AdditiveLogits", "kernel", False), (family.RNNT, "array", "kernel", True)]
+CASES += [(family.RNNT, "array", "reference", False)]
+QUICK = [f"{x}-kernel-False" for x in ("rnnt-array", "tdt-array", "tdt-BandLogits", "constrained-BandLogits")]
 
 
 def of_any_size(run, *arguments):
@@ -279,9 +272,8 @@ def of_any_size(run, *arguments):
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
-@pytest.mark.parametrize(
-    ("loss", "name", "implementation", "optimized"), [*cases()], ids=str, indirect=["implementation"]
-)
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize(("loss", "name", "implementation", "optimized"), CASES, ids=str, indirect=["implementation"])
 def test_every_loss_and_layout(loss, name, implementation, optimized):
     layout, read = LAYOUTS[name]
     methods = ("posteriors", *(OF_ARCS if loss is family.RNNT else ()))
@@ -349,7 +341,8 @@ def test_padding_of_many_draws(loss, native_kernel):
         compare.assert_same_bits(door.run(loss, p.take(slice(None, None, -1)))[0][::-1], door.run(loss, p)[0])
 
 
-@pytest.mark.parametrize("loss", [family.slow(loss) for loss in family.SKIPPING], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", family.SKIPPING, ids=str)
 def test_padding_of_many_draws_of_skips(loss, kernel):
     """Value and gradient by steps that XLA compiles, optimised. Posteriors are of the same steps."""
 

@@ -1,6 +1,9 @@
-"""Are the TPU's kernels of a joint network right in Pallas's interpreter, and who gets them?
+"""Are the kernels of a joint network right, and who gets them?
 
-The truth is that of the logits in float64. `lab/benchmarks/tpu.py` compiles the kernels for TPUs and counts cycles.
+The TPU's run in Pallas's interpreter, those for CUDA on a GPU or emulated. The truth is that of the logits in float64.
+`lab/emulation/check_joint.h` checks the CUDA kernels alone, with poison in memory that was not written;
+`lab/tests/test_gpu_compile.py` counts launches and memory. `lab/benchmarks/tpu.py` compiles the others for TPUs and
+counts cycles.
 """
 
 import functools
@@ -18,12 +21,14 @@ from jax.sharding import PartitionSpec as P
 import family
 import hlo
 import jax_rnnt
-from family import slow
+import platforms
 from jax_rnnt import JointLogits, LinearJoint
+from jax_rnnt._xla import devices as gpus
 from jax_rnnt._xla import grouped, loading, primitive
 from jax_rnnt.emissions._emission import label_map
 from jax_rnnt.emissions._softmax import Softmax
-from jax_rnnt.layouts import _joint_pallas as kernels
+from jax_rnnt.layouts import _joint_cuda as cuda
+from jax_rnnt.layouts import _joint_pallas as pallas
 from jax_rnnt.layouts import _joint_plan as plans
 from jax_rnnt.layouts._joint_networks import Linear
 from jax_rnnt.layouts._tile_blocks import TileInputs
@@ -31,21 +36,26 @@ from jax_rnnt.layouts._tiles import Tiled
 from joint_cases import LENGTHS, Case, H, bfloat16, check, same
 from meshes import at, mean_over_devices, mesh_of
 
-pytestmark = [
-    pytest.mark.no_kernel,
-    pytest.mark.skipif(jax.__version_info__ < primitive.PALLAS, reason="before the Pallas that runs the TPU kernels"),
-]
+NO_PALLAS = pytest.mark.skipif(jax.__version_info__ < primitive.PALLAS, reason="before the Pallas of the TPU kernels")
+TPU = pytest.param("tpu", marks=[pytest.mark.no_kernel, NO_PALLAS])
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not platforms.cuda_kernels(), reason="on a GPU or emulated"))
+BOTH = pytest.mark.parametrize("kernels", [TPU, CUDA], indirect=True)
+OF_TPU, OF_CUDA = (pytest.mark.parametrize("kernels", [x], indirect=True) for x in (TPU, CUDA))
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    """Programs for the CPU take the kernels, whose memory is NaN until it is written (`interpret=True`)."""
-    monkeypatch.setitem(loading.INTERPRETED, "cpu", True)  # no other test has these programs
+def kernels(request, monkeypatch):
+    """Programs for the CPU take the TPU's kernels, whose memory is NaN until it is written (`interpret=True`)."""
+    if request.param == "tpu":
+        monkeypatch.setitem(loading.INTERPRETED, "cpu", True)  # no other test has these programs
+    return request.param
 
 
 # ------------------------------------------------------------------------------------------------ values, gradients
-@pytest.mark.parametrize("loss", [x if x is family.RNNT else slow(x) for x in family.LOSSES], ids=str)
-def test_losses(loss, interpreted):
+@pytest.mark.quick("rnnt-tpu", *(f"{loss}-cuda" for loss in family.LOSSES))
+@BOTH
+@pytest.mark.parametrize("loss", family.LOSSES, ids=str)
+def test_losses(loss, kernels):
     """Value and gradients against float64; NaN outside the lengths moves no bit, and a second run none either."""
     case = Case(loss, 9)
     got = case.run(fill=np.nan)
@@ -54,7 +64,8 @@ def test_losses(loss, interpreted):
     same(got, case.run(fill=np.nan))
 
 
-def test_lengths(interpreted):
+@BOTH
+def test_lengths(kernels):
     """Out of range, and none: no block but those of the last sequence, which has no weight."""
     case = Case(family.RNNT, 9)
     case.lengths = [np.array([0, 99, 0, 5], np.int32), np.array([0, 2, 0, 4], np.int32)]
@@ -63,7 +74,8 @@ def test_lengths(interpreted):
     assert not encoder[[0, 2, 3]].any() and not predictor[[0, 2, 3]].any() and not weight.any() and not bias.any()
 
 
-def test_overflow_stays_in_its_sequence(interpreted):
+@BOTH
+def test_overflow_stays_in_its_sequence(kernels):
     case = Case(family.RNNT, 9)
     (_, spoilt), (_, expected) = (case.run(weights=[1, w, 1, 1]) for w in (3e38, 0.0))
     for x, true in zip(spoilt[:2], expected):
@@ -72,22 +84,32 @@ def test_overflow_stays_in_its_sequence(interpreted):
     same(spoilt[2:], expected[2:])
 
 
-@pytest.mark.parametrize(("loss", "copies"), [(family.TDT, 2), slow(family.HAT, None), slow(family.MULTIBLANK, None)])
-def test_chunks_and_groups(loss, copies, interpreted, monkeypatch):
-    """Two groups of classes with two chunks each, hypotheses that share the rows of their encoder, and options."""
-    monkeypatch.setattr(grouped, "device_of", lambda ctx: (None, 2))
-    monkeypatch.setattr(plans, "CHUNKS", (256,))
+@pytest.mark.quick("tdt-tpu", "tdt-cuda")
+@BOTH
+@pytest.mark.parametrize("loss", [family.TDT, family.HAT, family.MULTIBLANK], ids=str)
+def test_chunks_and_groups(loss, kernels, monkeypatch):
+    """Two groups of classes with two chunks each, or several slabs and chunks; hypotheses that share the rows of their
+    encoder, and options."""
+    if kernels == "tpu":
+        monkeypatch.setattr(grouped, "device_of", lambda ctx: (None, 2))
+        monkeypatch.setattr(plans, "CHUNKS", (256,))
+    monkeypatch.setattr(cuda, "SLAB", 0)
+    monkeypatch.setattr(cuda, "_LEAST", 5)
     options = {"clamp": 0.05, "fastemit_lambda": 0.3}
-    case = Case(loss, 700, copies=copies, scale=0.5)
-    check(case.run(fill=np.nan, **options), case.expected(**options), 5e-5)
+    case = Case(loss, 700 if kernels == "tpu" else 300, copies=2, scale=0.5)
+    got = case.run(fill=np.nan, **options)
+    check(got, case.expected(**options), 5e-5)
+    same(got, case.run(fill=7.0, **options))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, slow(jnp.bfloat16), slow(np.float16)])
-def test_default_precision(dtype, interpreted):
+@pytest.mark.quick("float32-tpu")
+@OF_TPU
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_default_precision(dtype, kernels):
     """Factors of products are rounded to bfloat16, sums are not: the rest of the error is a tenth of theirs."""
     case = Case(family.RNNT, 9, seed=2)
     case.arrays = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in case.arrays]
-    (losses, gradients), limit = case.run(dtype, None), np.finfo(np.float32).eps if dtype == np.float32 else 2**-8
+    (losses, gradients), limit = case.run(dtype, None), np.finfo(np.float32).eps if dtype == "float32" else 2**-8
     (exact, true), (rounded, near) = case.expected(), case.expected(rounded=bfloat16)
     np.testing.assert_allclose(losses, rounded, rtol=1e-5)
     assert np.abs(losses - exact).max() > 1e-4
@@ -97,7 +119,40 @@ def test_default_precision(dtype, interpreted):
         assert error <= 0.2 * np.abs(a - b).max() + limit * np.abs(a).max()
 
 
+def tf32(x):
+    """Rounded as the kernels round the factors of products."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x1000) & ~np.uint32(0x1FFF)).view(np.float32).astype(np.float64)
+
+
+ROUNDED = {
+    "float32": (np.float32, tf32, 2**-23), "bfloat16": (jnp.bfloat16, bfloat16, 2**-8),
+    "float16": (np.float16, lambda x: np.asarray(x, np.float16).astype(np.float64), 2**-11),
+}  # fmt: skip
+
+
+@OF_CUDA
+@pytest.mark.parametrize("dtype", ROUNDED)
+def test_default_precision_of_slabs(dtype, kernels, monkeypatch):
+    """Factors of products are rounded, sums are not, from slab to slab: the rest of the error is a part of theirs."""
+    monkeypatch.setattr(cuda, "SLAB", 0)
+    monkeypatch.setattr(cuda, "_LEAST", 1)
+    dtype, rounded, limit = ROUNDED[dtype]
+    case = Case(family.RNNT, 9, seed=2)
+    case.arrays = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in case.arrays]
+    losses, gradients = case.run(dtype, None)
+    (exact, true), (near, close) = case.expected(), case.expected(rounded=rounded)
+    np.testing.assert_allclose(losses, near, rtol=2e-5)
+    assert np.abs(losses - exact).max() > 1e-5
+    for got, a, b in zip(gradients, true, close, strict=True):
+        assert got.dtype == dtype
+        error = np.abs(np.asarray(got, np.float64) - a).max()
+        assert error <= 1.5 * np.abs(a - b).max() + 2 * limit * np.abs(a).max()
+
+
 @pytest.mark.slow
+@NO_PALLAS
+@pytest.mark.no_kernel
 def test_memory_of_a_tpu():
     """The interpreter of memory spaces and copies, with NaN in what was not written."""
     B, T, U, V = 2, 33, 8, 5
@@ -114,8 +169,8 @@ def test_memory_of_a_tpu():
     @functools.partial(jax.jit, static_argnums=0)
     def run(interpret, parameters, inputs, *rest):
         problem = plans.plan(tiled, parameters, inputs, (None, 1))
-        planes, norm = kernels.forward(problem, parameters, inputs, interpret)
-        return planes, kernels.backward(problem, parameters, inputs, cotangents, norm, *rest, interpret)
+        planes, norm = pallas.forward(problem, parameters, inputs, interpret)
+        return planes, pallas.backward(problem, parameters, inputs, cotangents, norm, *rest, interpret)
 
     modes = True, pltpu.InterpretParams(uninitialized_memory="nan")
     plain, poisoned = (run(mode, parameters, inputs, jnp.ones(B), jnp.zeros(B), flags) for mode in modes)
@@ -130,7 +185,8 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def test_activations():
+@pytest.mark.no_kernel
+def test_activations_of_a_plan():
     """Known by identity; value and derivative are those of the function, that of relu at 0 is 0."""
     x = jnp.linspace(-6, 6, 121, dtype=np.float32)
     for function in ACTIVATIONS.values():
@@ -142,7 +198,28 @@ def test_activations():
         assert plans.activation_of(function) is None
 
 
+@OF_CUDA
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu", "exact"])
+def test_activations(name, kernels):
+    """Against the same loss of logits in memory, in plain JAX in float64."""
+    activation = ACTIVATIONS[name]
+    case = Case(family.RNNT, 9)
+    encoder, predictor, weight, bias = (jnp.asarray(x) for x in case.arrays)
+    weights = jnp.asarray([1.0, -2.0, 0.5, 0.0])
+
+    def total(encoder, predictor, weight, bias):
+        hidden = activation(encoder[:, :, None] + predictor[:, None])
+        logits = jnp.einsum("btuh,hv->btuv", hidden, weight) + bias[None, None, None]
+        loss = jax_rnnt.RNNTLoss(reduction="none", implementation="reference")
+        losses = loss(logits, case.problem.targets, *case.lengths)
+        return jnp.sum(losses * weights), losses
+
+    (_, losses), gradients = jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True)(encoder, predictor, weight, bias)
+    check(case.run(activation=activation), (losses, [np.asarray(x) for x in gradients]), 2e-5)
+
+
 @pytest.mark.slow
+@pytest.mark.no_kernel
 def test_order_of_classes():
     """Blanks, other heads, all others: each class has one lane, and labels know theirs."""
     counts, blanks, heads = (2, 700), ((), (0,), (1, 0)), (0, 5)
@@ -162,10 +239,10 @@ def test_order_of_classes():
 
 
 # ---------------------------------------------------------------------------------------------------- who gets them
-def shapes(outer=(), dtype=np.float32, batch=16):
+def shapes(outer=(), dtype=np.float32, batch=16, units=8):
     like = lambda *shape, kind=dtype: jax.ShapeDtypeStruct(shape, kind)
     rest = (like(*outer, batch, *more, kind=np.int32) for more in ((4,), (), ()))
-    return like(8, 9), like(*outer, batch, 7, 8), like(*outer, batch, 5, 8), *rest
+    return like(units, 9), like(*outer, batch, 7, units), like(*outer, batch, 5, units), *rest
 
 
 def mean(weight, encoder, predictor, *rest, activation=jnp.tanh):
@@ -173,32 +250,43 @@ def mean(weight, encoder, predictor, *rest, activation=jnp.tanh):
 
 
 step = jax.value_and_grad(mean, (0, 1, 2))
+MARKS = {"tpu": 'kernel_name = "jax_rnnt_joint_', "cuda": "@jax_rnnt_joint_"}
 
 
-def calls(function, arguments):
-    """Kernels of the joint network in the program for TPUs."""
-    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
-    return lowered.as_text(debug_info=True).count('kernel_name = "jax_rnnt_joint_')
+def calls(function, arguments, kernels="cuda", lowered_for=None):
+    """(kernels of the joint network in the program, warnings about tiles)"""
+    primitive._warn.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lowered_for = ("tpu",) if kernels == "tpu" else lowered_for
+        text = jax.jit(function).trace(*arguments).lower(lowering_platforms=lowered_for).as_text(debug_info=True)
+    return text.count(MARKS[kernels]), [str(w.message) for w in caught if "LinearJoint in tiles" in str(w.message)]
 
 
-def test_one_kernel_a_pass():
-    assert calls(mean, shapes()) == 1
-    assert calls(step, shapes()) == 2
-    mapped = jax.vmap(step, (None, 0, 0, 0, 0, 0))
-    assert calls(mapped, shapes((3,))) == 2
-    made = export.export(jax.jit(step), platforms=("tpu",))(*shapes())
-    assert made.mlir_module().count("@tpu_custom_call") == 4  # with those of the lattice
+@BOTH
+def test_calls_of_a_pass(kernels):
+    in_step = {"tpu": 2, "cuda": 3}[kernels]
+    assert calls(mean, shapes(), kernels)[0] == 1
+    assert calls(step, shapes(), kernels)[0] == in_step
+    assert calls(jax.vmap(step, (None, 0, 0, 0, 0, 0)), shapes((3,)), kernels)[0] == in_step
+    if kernels == "tpu":
+        made = export.export(jax.jit(step), platforms=("tpu",))(*shapes())
+        assert made.mlir_module().count("@tpu_custom_call") == 4  # with those of the lattice
+    else:
+        made = export.export(jax.jit(step), disabled_checks=jax_rnnt.export_checks())(*shapes())
+        assert made.mlir_module().count("@jax_rnnt_joint_") == in_step
 
 
-@pytest.mark.parametrize("kind", ["auto", slow("explicit"), slow("shard_map")])
-def test_on_a_mesh(kind, devices, interpreted):
+@pytest.mark.quick("auto-tpu", "auto-cuda")
+@BOTH
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+def test_on_a_mesh(kind, devices, kernels):
     """Each device takes its own sequences; gradients of the weight are summed once, and nothing else is exchanged."""
     case = Case(family.RNNT, 9, lengths=[np.tile(x, 2) for x in LENGTHS])
     encoder, predictor, weight, bias = (jnp.asarray(x, jnp.float32) for x in case.arrays)
 
     def total(weight, bias, encoder, predictor, *rest):
-        logits = JointLogits(LinearJoint(weight, bias), encoder, predictor)
-        return jax_rnnt.RNNTLoss()(logits, *rest)
+        return jax_rnnt.RNNTLoss()(JointLogits(LinearJoint(weight, bias), encoder, predictor), *rest)
 
     with jax.default_matmul_precision("highest"):
         arguments = weight, bias, encoder, predictor, case.problem.targets, *case.lengths
@@ -212,7 +300,8 @@ def test_on_a_mesh(kind, devices, interpreted):
 
 
 @pytest.mark.slow
-def test_vmap(interpreted):
+@BOTH
+def test_vmap(kernels):
     """Over weights and encoder rows, with one batch of everything else."""
     case = Case(family.RNNT, 9, lengths=[x[:2] for x in LENGTHS])
     encoder, predictor, weight, _ = (jnp.asarray(x, jnp.float32) for x in case.arrays)
@@ -229,24 +318,48 @@ REFUSED = {
     "float64": (dict(dtype=np.float64), {}, "no float64"),
     "activation": ({}, dict(activation=jnp.sin), "activations jnp.tanh"),
     "blocks": (dict(batch=1 << 18), {}, "blocks of 32 frames and 8 columns"),
+    "units": (dict(units=4096), {}, "4096 units take 568 KB of shared memory, and a thread block has 227"),
 }
 
 
+@BOTH
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_with_a_reason(case):
+def test_refused_with_a_reason(case, kernels):
+    if case == {"tpu": "units", "cuda": "blocks"}[kernels]:
+        pytest.skip("a limit of the others")
     options, of_joint, reason = REFUSED[case]
-    primitive._warn.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert calls(functools.partial(mean, **of_joint), shapes(**options)) == 0
-    (text,) = (str(w.message) for w in caught if "LinearJoint in tiles" in str(w.message))
-    assert reason in text
+    count, (text,) = calls(functools.partial(mean, **of_joint), shapes(**options), kernels)
+    assert count == 0 and reason in text
 
 
-def test_functions_are_tiles_without_a_word(recwarn):
+@OF_CUDA
+def test_shared_memory(kernels, monkeypatch):
+    """Fewer rows of a block where a device has less of it; tiles before compute capability 8.0."""
+    module = lambda *found: type("Module", (), {"devices": staticmethod(lambda: found)})
+    assert gpus.shared_memory(module((9, 0, 232448), (8, 9, 101376)), False, None) == 101376
+    assert "device 0 has 7.5" in gpus.shared_memory(module((7, 5, 65536)), False, None)
+    kinds = {"NVIDIA H100 80GB HBM3": 227, "NVIDIA B200": 227, "NVIDIA H200": 227, "NVIDIA A100": 99, None: 99}
+    for kind, size in kinds.items():
+        assert gpus.shared_memory(module(), False, kind) == size << 10
+    monkeypatch.setattr(loading, "shared_memory", lambda *_: 99 << 10)
+    case = Case(family.RNNT, 9)
+    check(case.run(activation=jnp.tanh), case.expected(), 2e-5)
+    (text,) = calls(mean, shapes(units=512))[1]
+    assert "of shared memory, and a thread block has 99" in text
+
+
+@OF_CUDA
+def test_several_platforms_are_tiles(kernels):
+    """A program for a platform with kernels and one without: what the first has is asked of the right one."""
+    both = "rocm", platforms.platform()
+    count, (text,) = calls(mean, shapes(), lowered_for=both)
+    assert count == 0 and f"the program is for {' and '.join(both)}" in text
+
+
+@BOTH
+def test_functions_are_tiles_without_a_word(kernels):
     def of_function(weight, encoder, predictor, *rest):
         joint = lambda w, e, p: jnp.tanh(e + p) @ w
         return jax_rnnt.RNNTLoss()(JointLogits(joint, encoder, predictor, parameters=weight), *rest)
 
-    assert calls(of_function, shapes()) == 0
-    assert not [w for w in recwarn if "LinearJoint" in str(w.message)]
+    assert calls(of_function, shapes(), kernels) == (0, [])
