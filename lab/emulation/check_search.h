@@ -188,6 +188,7 @@ class JointRowsProblem {
       logits_[outputs_ + 1] = float(kInfinity);
       logits_[2 * outputs_ + outputs_ - 1] = float(kNaN);  // of a duration, if there is one
       for (int i = 0; i < o.classes; ++i) logits_[3 * outputs_ + i] = -float(kInfinity);
+      logits_[4 * outputs_ + outputs_ - 1] = float(kInfinity);
     }
     joint_.logits = logits_.data();
     joint_.bias = o.bias ? bias_.data() : nullptr;
@@ -657,8 +658,8 @@ inline void CheckSearches() {
   rows("rows, few classes", {60, 5}, unit);
   rows("rows, a bias and parts", {24, 300, 0, 1, 4, true}, unit);
   rows("rows, faults", {24, 40, 0, 1, 1, false, false, true}, unit);
-  rows("rows, durations", {60, 270, 3, 2, 2, true}, durations);
-  rows("rows, token first, faults", {24, 33, 3, 2, 1, true, true, true}, durations);
+  rows("rows, durations", {60, 1100, 3, 2, 2, true}, durations);
+  rows("rows, token first, faults", {120, 33, 3, 2, 1, true, true, true}, durations);
   rows("no rows", {0}, unit);
   const auto choice = [&](const char* name, const ChoiceOptions& o) { ChoiceProblem(name, o, ++seed).Check(); };
   ChoiceOptions o;

@@ -15,7 +15,7 @@ __device__ __forceinline__ void CopyRow(const T* from, T* to, int64_t size) {
 }
 
 // A thread walks for an utterance. One block has them all, so that it knows whether any goes on.
-__global__ void __launch_bounds__(kWalkThreads) WalkKernel(const __grid_constant__ WalkArgs args) {
+__global__ void __launch_bounds__(kWalkThreads, 1) WalkKernel(const __grid_constant__ WalkArgs args) {
   JAX_RNNT_AT_MOST(kWalkThreads);
   bool any = false;
   for (int64_t b = threadIdx.x; b < args.batch; b += blockDim.x) {
@@ -179,7 +179,7 @@ __device__ void BlockBest(float* y, int32_t* place, float* parts, int32_t* place
 }
 
 // A block takes a row.
-__global__ void __launch_bounds__(kRowThreads) RowsKernel(const __grid_constant__ RowsArgs args) {
+__global__ void __launch_bounds__(kRowThreads, 2) RowsKernel(const __grid_constant__ RowsArgs args) {
   JAX_RNNT_AT_MOST(kRowThreads);
   JAX_RNNT_SHARED_ARRAY(float, parts, kRowThreads / 32);
   JAX_RNNT_SHARED_ARRAY(int32_t, places, kRowThreads / 32);
@@ -225,10 +225,11 @@ __global__ void __launch_bounds__(kRowThreads) RowsKernel(const __grid_constant_
 }
 
 // A block takes the move out of a node. Blanks come first among equal moves.
-__global__ void __launch_bounds__(kRowThreads) MovesKernel(const __grid_constant__ MovesArgs args) {
+__global__ void __launch_bounds__(kRowThreads, 2) MovesKernel(const __grid_constant__ MovesArgs args) {
   JAX_RNNT_AT_MOST(kRowThreads);
   JAX_RNNT_SHARED_ARRAY(float, parts, kRowThreads / 32);
   JAX_RNNT_SHARED_ARRAY(int32_t, places, kRowThreads / 32);
+  JAX_RNNT_SHARED_ARRAY(float, durations, kMaxHeads);  // of one thread, which would have them in local memory
   const JointRows& joint = args.joint;
   const Row row = ReadRow(joint, parts);
   float logit = -INFINITY;
@@ -243,7 +244,6 @@ __global__ void __launch_bounds__(kRowThreads) MovesKernel(const __grid_constant
   BlockBest(&logit, &label, parts, places);
   if (threadIdx.x != 0) return;
 
-  float durations[kMaxHeads];
   ReadDurations(joint, row, durations);
   if (args.token_first) {  // the best duration alone
     int32_t best = 0;
@@ -359,7 +359,7 @@ __device__ void RunBlanks(const ChoiceArgs& args, const float* gains, int32_t le
 }
 
 // A block chooses the beam of an utterance.
-__global__ void __launch_bounds__(kChoiceThreads) ChoiceKernel(const __grid_constant__ ChoiceArgs args) {
+__global__ void __launch_bounds__(kChoiceThreads, 1) ChoiceKernel(const __grid_constant__ ChoiceArgs args) {
   JAX_RNNT_AT_MOST(kChoiceThreads);
   JAX_RNNT_DYNAMIC_SHARED(int32_t, memory);
   const int64_t b = blockIdx.x;
