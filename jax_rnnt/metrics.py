@@ -16,6 +16,7 @@ from jax import lax
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
+from jax_rnnt._keywords import keywords
 from jax_rnnt.timing._words import OF_A_WORD, checked_confidences
 
 with needed_by("jax_rnnt.metrics", "metrics"):
@@ -58,6 +59,7 @@ class LabelErrors(typing.NamedTuple):
         return self.substitutions + self.deletions + self.insertions
 
 
+@keywords
 def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     """The fewest edits between hypotheses and targets, counted on the host; under `jax.jit` take `edit_distance`.
 
@@ -111,6 +113,7 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     return LabelErrors(*edits)
 
 
+@keywords
 def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
     """The edit distance (Levenshtein) between hypotheses and targets, in JAX: the argument `errors` of `mwer_loss`.
 
@@ -170,6 +173,7 @@ def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
     return jnp.where(in_range[0] & in_range[1], distance, -1)
 
 
+@keywords
 def word_confidence(
     labels: npt.ArrayLike,
     label_log_probs: npt.ArrayLike,
@@ -254,6 +258,7 @@ def word_confidence(
     return of(np.asarray(log_probs, np.float64), np.asarray(words), counts)
 
 
+@keywords
 def utterance_confidence(
     confidences: npt.ArrayLike, counts: npt.ArrayLike, how: Literal["mean", "min", "product"] = "mean"
 ) -> np.ndarray:
@@ -301,6 +306,7 @@ def utterance_confidence(
     return found
 
 
+@keywords
 def correct_words(words: Sequence[str], reference: Sequence[str]) -> np.ndarray:
     """Which words of a hypothesis are right: those that an alignment with the fewest edits keeps.
 
@@ -370,6 +376,7 @@ class Calibration(typing.NamedTuple):
         return float(np.sum(self.counts * distance) / self.counts.sum()) if self.counts.any() else math.nan
 
 
+@keywords
 def calibration(confidences: npt.ArrayLike, correct: npt.ArrayLike, bins: int = 10) -> Calibration:
     """Compares confidences with how often words, or labels or utterances, are right.
 

@@ -1,5 +1,6 @@
 """Is greedy search what the traces say, which other decoders may test against, too?"""
 
+import itertools
 import json
 import math
 import runpy
@@ -23,6 +24,19 @@ def test_the_file_is_what_its_program_writes():
     assert {step["duration"] for step in steps} == {0, 1, 2, 3, 4} and {step["label"] for step in steps} == {
         *range(-1, 4)
     }
+
+
+def test_durations():
+    """They are the frames between two moves, but for a label that the limit takes on, as the page says."""
+    taken_on = 0
+    for case in TRACES.values():
+        here = 0
+        for step, after in itertools.pairwise(case["steps"]):
+            here = here + 1 if step["label"] >= 0 and step["duration"] == 0 else 0
+            taken = case["token_first"] and here == case["max_symbols"]
+            assert after["frame"] == step["frame"] + step["duration"] + taken
+            taken_on, here = taken_on + taken, 0 if taken else here
+    assert taken_on > 0
 
 
 @pytest.mark.quick("rnnt", "tdt, pair")

@@ -178,6 +178,7 @@ class Search:
 
     # ---- verbs on a batch
 
+    @_keywords.keywords
     def greedy(
         self, encoder_out: jax.Array, lengths: jax.Array, *, exact_end: bool | jax.Array = False, state: Any = None
     ) -> Hypotheses:
@@ -221,6 +222,7 @@ class Search:
         """
         return _greedy.run(self, encoder_out, lengths, exact_end, state)
 
+    @_keywords.keywords
     def beam(
         self,
         encoder_out: jax.Array,
@@ -286,6 +288,7 @@ class Search:
         more = merge, threshold, length_norm, exact_end, state, frames_at_once
         return _beam.run(self, encoder_out, lengths, width, *more)
 
+    @_keywords.keywords
     def sample(
         self,
         encoder_out: jax.Array,
@@ -346,6 +349,7 @@ class Search:
         self._lacks("sample", "ilm_weight", "blank_penalty", "blank_threshold", "duration_choice", "confidence")
         return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end)
 
+    @_keywords.keywords
     def parallel(
         self, encoder_out: jax.Array, lengths: jax.Array, *, rounds: int = 0, exact_end: bool | jax.Array = False
     ) -> Hypotheses:
