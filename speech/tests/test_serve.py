@@ -164,7 +164,9 @@ def test_texts_of_files(served, corpus, tmp_path):
                 x.text for x in truth.words
             )
         head = '--x\r\nContent-Disposition: form-data; name="file"\r\nContent-Transfer-Encoding: base64\r\n\r\n'
-        body = head.encode() + base64.encodebytes(files[0].read_bytes()) + b"\r\n--x\r\nContent-Disposition: form-data; "
+        body = (
+            head.encode() + base64.encodebytes(files[0].read_bytes()) + b"\r\n--x\r\nContent-Disposition: form-data; "
+        )
         kind = {"Content-Type": "multipart/form-data; boundary=x"}
         async with client.post(ROUTE, data=body + b'name="model"\r\n\r\ntiny\r\n--x--\r\n', headers=kind) as coded:
             assert (await coded.json())["text"] == truths[0].text

@@ -177,7 +177,10 @@ def test_any_name(tmp_path):
             assert len(files) == len(stems) and max(len(os.fsencode(x.name)) for x in files) <= 255
             assert {x.name for x in files} >= {f" {transcripts.SUFFIXES[form]}"}
     assert len(timing.read_ctm(tmp_path / "o.ctm")) == len((tmp_path / "o.text").read_text().splitlines()) == len(stems)
-    for whole in (json.loads((tmp_path / "o.json").read_text()), map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())):
+    for whole in (
+        json.loads((tmp_path / "o.json").read_text()),
+        map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines()),
+    ):
         assert [x["file"] for x in whole] == [str(x.audio) for x in entries]
 
 

@@ -163,7 +163,7 @@ def test_the_detector_hears_what_may_count(monkeypatch):
 
 
 def test_what_is_heard_again(monkeypatch):
-    """Samples from 0.4 s before the speech to 0.4 s behind it, from a row of the encoder on; no more than 10 minutes."""
+    """Samples from 0.4 s before the speech to 0.4 s behind it, from a row of the encoder on, 10 minutes at most."""
     ear, samples = unheard.Ear(RATE), np.arange(4 * RATE, dtype=np.float32)
     for begin, first in ((0, 5000), (5001, 5500)):
         ear.samples, ear.begin = samples[begin:], begin

@@ -273,7 +273,9 @@ def tiers(parts):
     for begin, x in sorted(parts, key=lambda part: part[1].speaker):
         name = x.speaker.strip() or "words"
         numbered = itertools.chain([name], (f"{name} {i}" for i in itertools.count(2)))
-        chosen = next(y for y in numbered if y not in ends or (ends[y][0] == x.speaker and not later(ends[y][1], begin)))
+        chosen = next(
+            y for y in numbered if y not in ends or (ends[y][0] == x.speaker and not later(ends[y][1], begin))
+        )
         found.setdefault(chosen, []).extend(x.words)
         ends[chosen] = x.speaker, begin + x.duration
     return {name: in_order(words) for name, words in found.items()}

@@ -234,7 +234,9 @@ class Server:
                 key, data = name.partition("[")[0], bytearray()
                 if not isinstance(part, aiohttp.BodyPartReader) or (key not in LISTS and name not in ONCE):
                     known = ", ".join(sorted(ONCE | LISTS))
-                    raise Problem(400, f"an unknown field, {shown(name) or '(no name)'}: known are {known}", shown(name))
+                    raise Problem(
+                        400, f"an unknown field, {shown(name) or '(no name)'}: known are {known}", shown(name)
+                    )
                 is_file = key == "file"
                 if key in ONCE and (file is not None if is_file else key in fields):
                     raise Problem(400, f"{key} is there twice", key)
