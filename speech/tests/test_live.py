@@ -43,7 +43,7 @@ def test_windows(beam, options):
     live = Windowed(model, Decoding(beam), left=1, chunk=1, right=1)
     assert [x.text for x in live.feed(samples) + live.finish()] == whole.text.split()
     assert live.row == 0  # all of it was the last window
-    for more, message in (({"chunk": 0.001}, "which is the least chunk"),):
+    for more, message in (({"chunk": 0.001}, "the least chunk"), ({"left": 1e9}, "the model hears 3600 s at most")):
         with pytest.raises(asr.system.UserError, match=message):
             Windowed(model, **more)
     with pytest.raises(asr.system.UserError, match="this one streams"):

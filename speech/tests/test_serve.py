@@ -2,6 +2,7 @@
 that go leave nothing behind; an exported model alone."""
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import itertools
@@ -162,6 +163,13 @@ def test_texts_of_files(served, corpus, tmp_path):
             assert truth.space.join(x["text"] for x in whole["segments"]) == truth.space.join(
                 x.text for x in truth.words
             )
+        head = '--x\r\nContent-Disposition: form-data; name="file"\r\nContent-Transfer-Encoding: base64\r\n\r\n'
+        body = (
+            head.encode() + base64.encodebytes(files[0].read_bytes()) + b"\r\n--x\r\nContent-Disposition: form-data; "
+        )
+        kind = {"Content-Type": "multipart/form-data; boundary=x"}
+        async with client.post(ROUTE, data=body + b'name="model"\r\n\r\ntiny\r\n--x--\r\n', headers=kind) as coded:
+            assert (await coded.json())["text"] == truths[0].text
         (model,) = (await (await client.get("/v1/models")).json())["data"]
         assert model == await (await client.get("/v1/models/tiny")).json()
         assert fits(model, "model")["id"] == "tiny"

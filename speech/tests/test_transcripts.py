@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import types
 import unicodedata
@@ -158,6 +159,29 @@ def test_names():
     assert names(Entries.whole, Entries.whole) == ["my_talk", "my_talk_2"]
     other = Entries.whole._replace(audio=Path("u/my_talk.wav"), name="u/my_talk.wav")
     assert names(Entries.whole, other) == ["t_my_talk.wav", "u_my_talk.wav"]
+
+
+def test_any_name(tmp_path):
+    """Of 255 bytes, no UTF-8, a comment, a space: each has its file or rows, and JSON names the very file."""
+    stems = ["長" * 83, "x" * 251, ";;c", " ", os.fsdecode(b"\xe9"), "a\nb"]
+    entries = [manifests.Entry(x, tmp_path / f"{x}.wav", "") for x in stems]
+    said = lambda i: transcripts.Transcript("A", 0.0 if i else 2.0, [timing.Interval(0.0, 1.0, "A")][i:])  # or nothing
+    for form in transcripts.FORMATS:
+        (tmp_path / form).mkdir(exist_ok=form in transcripts.SUFFIXES)
+        output = tmp_path / form if form in transcripts.SUFFIXES else tmp_path / f"o.{form}"
+        with transcripts.writer(transcripts.Output(form, output), entries) as write:
+            for i, _ in enumerate(entries):
+                write(i, said(i if form == "textgrid" else 0))
+        if form in transcripts.SUFFIXES:
+            files = [*output.iterdir()]
+            assert len(files) == len(stems) and max(len(os.fsencode(x.name)) for x in files) <= 255
+            assert {x.name for x in files} >= {f" {transcripts.SUFFIXES[form]}"}
+    assert len(timing.read_ctm(tmp_path / "o.ctm")) == len((tmp_path / "o.text").read_text().splitlines()) == len(stems)
+    for whole in (
+        json.loads((tmp_path / "o.json").read_text()),
+        map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines()),
+    ):
+        assert [x["file"] for x in whole] == [str(x.audio) for x in entries]
 
 
 def test_files(tmp_path):
@@ -424,8 +448,46 @@ def test_turns():
     turns = [segments.Segment("a", "1", *x) for x in ((0, 1, "A"), (1, 2, "A"), (1.5, 3, "A"), (2, 4, "B"))]
     assert [x[2:] for x in segments.joined(turns, 0)] == [(0, 1, "A"), (1, 3, "A"), (2, 4, "B")]
     assert [x[2:4] for x in segments.joined(turns[:2], 0.5)] == [(0, 2)]
+    for line, expected in (  # names with spaces, which the form has no columns for
+        ("a 1 0 2 <NA> <NA> A <NA> <NA>", ("a", "1", 0, 2, "A")), ("a 1 1 2 <NA> <NA> A", ("a", "1", 1, 3, "A")),
+        ("my talk 1 1 2 <NA> <NA> A 0.5 <NA>", ("my talk", "1", 1, 3, "A")),
+        ("a 2 1 2 <NA> <NA> Speaker 1 <NA> <NA>", ("a", "2", 1, 3, "Speaker 1")),
+        ("my  talk 1 1 2 <NA> <NA> Dr. A B <NA> <NA>", ("my talk", "1", 1, 3, "Dr. A B")),
+        ("a 1 1 2 x y 7 0.5", ("a", "1", 1, 3, "7")), ("a 1 1 2 <NA> <NA> <NA> <NA> <NA>", ("a", "1", 1, 3, "")),
+    ):  # fmt: skip
+        assert segments.of_rttm(f"SPEAKER {line}") == expected
     numbers = {"1": 0, "2": 1, "12": 11, "A": 0, "b": 1, "0": None, "-1": None, "<NA>": None}
     assert {x: segments.number_of(x) for x in numbers} == numbers
+
+
+def test_channels_of_segments(tmp_path, monkeypatch):
+    """Each channel is decoded once, whoever speaks when; no text of those that overlap is lost in any form."""
+    samples = np.random.default_rng(0).normal(0, 0.1, (2, 8000))
+    audio.write(tmp_path / "my talk.wav", samples, 8000)
+    lines = [f"SPEAKER my_talk {1 + i % 2} {i / 10} 0.2 <NA> <NA> {who}" for i, who in enumerate(["<NA>", "words"] * 4)]
+    (tmp_path / "a.rttm").write_text("\n".join(lines))
+    entries = segments.entries(tmp_path / "a.rttm", [manifests.Entry("", tmp_path / "my talk.wav", "")])
+    blocks, read = audio.blocks, []
+    monkeypatch.setattr(audio, "blocks", lambda path: read.append(path) or blocks(path))
+    for (_, found), x in zip(segments.loaded(entries, 8000), entries, strict=True):
+        i = round(x.start * 10)
+        np.testing.assert_allclose(found, samples[i % 2, 800 * i : 800 * i + 1600], atol=1e-4)
+    assert len(read) == 2
+    word = lambda i: [timing.Interval(i / 10, i / 10 + 0.2, f"w{i}")]
+    parts = [(i / 10, transcripts.Transcript("", 0.2, word(i), speaker=["", "words"][i % 2])) for i in range(8)]
+    assert [[x.text for x in y] for y in transcripts.tiers(parts).values()] == [
+        ["w0", "w2", "w4", "w6"], ["w1", "w3", "w5", "w7"]
+    ]  # fmt: skip
+    parts = [(start, x._replace(speaker="")) for start, x in parts[:2]]
+    assert transcripts.tiers(parts) == {"words": word(0), "words 2": word(1)}
+    for form, shown in (("srt", transcripts.Files), ("ctm", transcripts.Rows)):
+        to = transcripts.Output(form, tmp_path / f"o.{form}")
+        writer = shown(to, entries, dict.fromkeys(range(8), "a"))
+        for i in range(8):
+            writer.add(i, transcripts.Transcript(f"w{i}", 0.2, word(i)))
+        writer.close()
+    assert re.findall(r"w\d", (tmp_path / "o.srt").read_text()) == [f"w{i}" for i in range(8)]
+    assert [x.split()[1] for x in (tmp_path / "o.ctm").read_text().splitlines()] == ["1", "2"] * 4
 
 
 def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):

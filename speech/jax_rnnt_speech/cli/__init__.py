@@ -19,6 +19,8 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with the status of what the arguments ask for."""
         if sys.stderr is None:  # closed before the start, as some services are
             sys.stderr = outputs.Nowhere()
+        if hasattr(sys.stdout, "reconfigure"):  # what programs read is UTF-8, and bytes of names are escapes of JSON
+            sys.stdout.reconfigure(encoding=None if sys.stdout.isatty() else "utf-8", errors="backslashreplace")
         args = self.parse_args(arguments)
         try:
             status = args.run(args)

@@ -11,6 +11,7 @@ import numpy as np
 from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import amount, option
 from jax_rnnt_speech.data.audio import AudioError
+from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import streams, unheard
 from jax_rnnt_speech.recognition.live import Windowed
@@ -82,7 +83,7 @@ def events_of(live, file):
 
 def show_words(live, events, file, named):
     """A line for each utterance, as its words come; an empty one if there are none. `named`: with the file."""
-    begin, said, inside = f"{file}\t" if named else "", False, False
+    begin, said, inside = f"{shown(file)}\t" if named else "", False, False
     for x in events:
         if x["type"] == "unheard":
             print(unheard.line(file or "microphone", [(x["start"], x["end"])]), file=sys.stderr)

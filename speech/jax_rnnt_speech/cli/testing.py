@@ -99,7 +99,10 @@ class Test:
 
     def write(self, path):
         rows = list(self.rows())
-        with outputs.whole(path) as part, part.open("w", encoding="utf-8", newline="") as file:
+        with (
+            outputs.whole(path) as part,
+            part.open("w", encoding="utf-8", newline="", errors="backslashreplace") as file,
+        ):
             if path.suffix == ".jsonl":
                 file.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in rows)
             else:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jax_rnnt_speech.data import spelling
 from jax_rnnt_speech.data.spelling import SPACE
+from jax_rnnt_speech.data.tokens import CONTROLS
 from jax_rnnt_speech.system import UserError
 
 SAID = "%‰‱٪؉؊&@#/\\*§"  # punctuation that is read aloud, beside digits and symbols
@@ -199,7 +200,7 @@ def normalizer(name, lower=False):
     lowercase = lowered(language[:2] if lower else "")
 
     def normalize(text):
-        text = unicodedata.normalize("NFC", text)
+        text = unicodedata.normalize("NFC", text.translate(CONTROLS))
         text = text if is_built_in(name) else " ".join(text.split())
         try:
             changed = change(text)

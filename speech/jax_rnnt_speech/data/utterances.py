@@ -1,6 +1,7 @@
 """What a corpus lists, and what it leaves out."""
 
 import collections
+import re
 import threading
 from typing import NamedTuple
 
@@ -18,6 +19,11 @@ class Utterance(NamedTuple):
 def shown(name):
     """The name in one line that every encoding of Unicode can write."""
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in str(name))
+
+
+def column(name):
+    """A name as one column of CTM, which is no comment."""
+    return re.sub("^;;", "_;", "_".join(shown(name).split()) or "_")
 
 
 def listed(what, names, named=NAMED):

@@ -20,6 +20,8 @@ from jax_rnnt_speech.recognition.streams import Stream
 from jax_rnnt_speech.recognition.windows import taken, window
 from jax_rnnt_speech.system import UserError
 
+MOST = 3600  # seconds of a window: each is in memory as a whole
+
 
 class Window(NamedTuple):
     """Features [T, F] of a window, rows before its chunk, and rows of the chunk; None: all that follow."""
@@ -79,8 +81,8 @@ class Windowed(Stream):
         self.rows = {name: round(x / model.seconds) for name, x in (("left", left), ("chunk", chunk), ("right", right))}
         if not self.rows["chunk"]:
             raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")
-        if left + chunk + right > model.longest:
-            raise UserError(f"--left, --chunk and --right: the model hears {model.longest:g} s at most")
+        if left + chunk + right > (most := min(model.longest, MOST)):
+            raise UserError(f"--left, --chunk and --right: the model hears {most:g} s at most")
         self.sizes = {"left": left, "chunk": chunk, "right": right}
         frames = model.extractor.count(sum(self.rows.values()) * model.extractor.hop * model.subsampling)
         super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames), listens=listens)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.data.manifests import LineError
-from jax_rnnt_speech.data.utterances import shown
+from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.system import UserError, reason
 
 GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
@@ -47,8 +47,14 @@ def of_rttm(line):
         return None
     if len(fields) < 8:
         raise LineError(f"SPEAKER has 9 or 10 columns, got {len(fields)}")
-    start, end = times(fields[3], plus(fields[3], fields[4]))
-    return Segment(fields[1], fields[2], start, end, "" if fields[7] in MISSING else fields[7])
+    # Tools write names with spaces: of a recording before these two columns, of a speaker behind them.
+    place = next((i for i in range(5, len(fields) - 2) if fields[i : i + 2] == ["<NA>", "<NA>"]), 5)
+    channel, start, duration, _, _, *last = fields[place - 3 :]
+    for _ in range(2):  # two columns may follow the speaker
+        last = last[:-1] if len(last) > 1 and (last[-1] == "<NA>" or plus(last[-1], 0) is not None) else last
+    speaker = " ".join(last)
+    start, end = times(start, plus(start, duration))
+    return Segment(" ".join(fields[1 : place - 3]), channel, start, end, "" if speaker in MISSING else speaker)
 
 
 def of_ctm(line):
@@ -153,6 +159,7 @@ def key(x):
 def entries(path, recordings):
     """Entries of the segments of recordings, which are whole Entries or Faults; and Faults of what has no place."""
     found, faults = read(path)
+    bad = [f"; {x.name.rpartition(', ')[2]}: {x.reason}" for x in faults]
     known, used = collections.defaultdict(list), set()
     for x in found:
         known[x.recording].append(x)
@@ -161,7 +168,8 @@ def entries(path, recordings):
     for x in whole:
         if (x.start, x.end) != (0.0, None):
             raise UserError(f"--segments needs whole recordings, got {x.name}")
-        names = [x.audio.stem, x.audio.name, str(x.audio)] + [""] * (len(whole) == 1)
+        names = [x.audio.stem, x.audio.name, str(x.audio)]
+        names += [*map(column, names)] + [""] * (len(whole) == 1)  # as CTM has them, too
         name = next((name for name in names if name in known), None)
         if name is None:
             faults.append(manifests.Fault(f"{path} has no segment of it", x.name))
@@ -175,8 +183,8 @@ def entries(path, recordings):
             results.append(x._replace(name=x.name + about, start=y.start, end=y.end, speaker=y.speaker, channel=chosen))
     faults += [manifests.Fault(f"no recording has this name, as {path} has it", shown(x)) for x in known.keys() - used]
     if whole and not used:
-        raise UserError(f"--segments {path} has no segment of {whole[0].audio}; it names "
-                        f"{', '.join(sorted(map(shown, known))) or 'no recording'}")  # fmt: skip
+        raise UserError(f"--segments {path} has no segment of {shown(whole[0].audio)}; it names "
+                        f"{', '.join(sorted(map(shown, known))) or 'no recording'}{''.join(bad[:1])}")  # fmt: skip
     return results + faults
 
 
@@ -193,18 +201,16 @@ def loaded(entries, rate):
 
     Segments of a recording that follow each other in time are cut out of it as it is decoded, once.
     """
-    for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and (x.audio, x.channel)):
-        group = list(group)
-        if isinstance(group[0], manifests.Fault):
-            for x in group:
-                yield x.name, UserError(f"{x.name}: {x.reason}")
-            continue
-        source = Cutting(group[0], rate)
+    for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and x.audio):
+        sources = {}  # of the channels of a recording
         for x in group:
-            if x.end - x.start > HELD:
+            if isinstance(x, manifests.Fault):
+                yield x.name, UserError(f"{x.name}: {x.reason}")
+            elif x.end - x.start > HELD:
                 yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
             else:
-                yield x.name, source.cut(x)
+                sources[x.channel] = sources.get(x.channel) or Cutting(x, rate)
+                yield x.name, sources[x.channel].cut(x)
 
 
 class Cutting:
@@ -235,5 +241,5 @@ class Cutting:
         self.held, self.begin = self.held[dropped:], self.begin + dropped
         found, missing = self.held[: max(0, last - self.begin)], last - self.begin - len(self.held)
         if self.pieces is None and (not len(found) or missing > audio.SLACK * self.rate):
-            return self.failed or audio.AudioError(entry.audio, "a segment beyond the end of its file")
+            return self.failed or audio.AudioError(entry.name, "a segment beyond the end of its file")
         return found

@@ -18,7 +18,7 @@ import numpy as np
 from jax_rnnt import timing
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.manifests import Entry, later
-from jax_rnnt_speech.data.utterances import shown
+from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import unheard
 from jax_rnnt_speech.system import UserError, outputs
 
@@ -29,6 +29,7 @@ FORMATS = *LINES, "ctm", *SUFFIXES
 SHORTEST = 0.01  # seconds before the end of a recording in which a label can be spoken
 LEAST_COLUMNS = 20  # of a line of captions behind a long name
 DIGITS = 6  # of a confidence
+LONGEST = 240  # bytes of the name of a recording: with a suffix, and a number where names are equal, 255 are allowed
 SHARE = 10  # times as long as it takes to write a file of some segments, nothing is written again
 
 
@@ -225,11 +226,6 @@ def names_of(entries, clean=str, together=False):
     return names
 
 
-def column(name):
-    """A name as one column of CTM."""
-    return "_".join(shown(name).split())
-
-
 @contextlib.contextmanager
 def writer(to, entries):
     """A function of (place in entries, Transcript) that writes what an Output says; None: there is no transcript.
@@ -237,7 +233,7 @@ def writer(to, entries):
     All is on the disk as it comes, in files that programs can read; JSON's list is closed at the end, whatever ends it.
     Raises where no transcript came.
     """
-    clean = column if to.format == "ctm" else shown
+    clean = column if to.format == "ctm" else lambda name: outputs.shortened(shown(name), LONGEST)
     names = names_of(entries, clean, together=bool(getattr(to, "segments", None)))
     to.check_names(names)
     files = {"ctm": Rows}.get(to.format, Lines if to.format in LINES else Files)(to, entries, names)
@@ -269,6 +265,20 @@ def in_order(words):
     words = sorted(words)
     ends = [x.start for x in words[1:]] + [math.inf]
     return [x if later(x.end, end) else x._replace(end=min(x.end, end)) for x, end in zip(words, ends)]
+
+
+def tiers(parts):
+    """{name: words} of (start, Transcript) in order: for each speaker, and again for what overlaps."""
+    found, ends = {}, {}  # ends: the speaker of a tier, and when its last segment ends
+    for begin, x in sorted(parts, key=lambda part: part[1].speaker):
+        name = x.speaker.strip() or "words"
+        numbered = itertools.chain([name], (f"{name} {i}" for i in itertools.count(2)))
+        chosen = next(
+            y for y in numbered if y not in ends or (ends[y][0] == x.speaker and not later(ends[y][1], begin))
+        )
+        found.setdefault(chosen, []).extend(x.words)
+        ends[chosen] = x.speaker, begin + x.duration
+    return {name: in_order(words) for name, words in found.items()}
 
 
 class Lines:
@@ -332,7 +342,9 @@ class Rows(Lines):
     def text(self, i, x):
         rows = io.StringIO()
         with in_a_line(f"--format {self.to.format}"):
-            timing.write_ctm(rows, {self.names[i]: x.words})
+            channel = self.entries[i].channel
+            channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
+            timing.write_ctm(rows, {self.names[i]: x.words}, channel)
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
         return rows.getvalue().replace("\n", more)
 
@@ -373,22 +385,14 @@ class Files:
             part.write_text(text, "utf-8")
 
     def text(self, parts):
-        end, speakers = max(start + x.duration for start, x in parts), {x.speaker for _, x in parts}
-        if speakers != {""} and self.to.format != "textgrid":
-            return spoken_captions(self.to.format, parts, end)
-        if speakers != {""}:
-            file = io.StringIO()
-            tiers = {
-                y: in_order(word for _, x in parts if x.speaker == y for word in x.words) for y in sorted(speakers)
-            }
-            timing.write_textgrid(file, {name or "words": words for name, words in tiers.items()}, end)
-            return file.getvalue()
-        spoken = in_order(word for _, x in parts for word in x.words)
+        end, found = max(SHORTEST, *(start + x.duration for start, x in parts)), tiers(parts)
         if self.to.format == "textgrid":
             file = io.StringIO()
-            timing.write_textgrid(file, {"words": spoken}, end)
+            timing.write_textgrid(file, found, end)
             return file.getvalue()
-        space = parts[0][1].space
+        if len(found) > 1 or any(x.speaker for _, x in parts):
+            return spoken_captions(self.to.format, parts, end)
+        ((spoken,), space) = found.values(), parts[0][1].space
         texts = space.join(x.text for _, x in parts if x.words)
         return captioned(self.to.format, captions(spoken, end, space, texts))
 

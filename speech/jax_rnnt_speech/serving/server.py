@@ -234,7 +234,9 @@ class Server:
                 key, data = name.partition("[")[0], bytearray()
                 if not isinstance(part, aiohttp.BodyPartReader) or (key not in LISTS and name not in ONCE):
                     known = ", ".join(sorted(ONCE | LISTS))
-                    raise Problem(400, f"an unknown field, {shown(name)}: known are {known}", shown(name))
+                    raise Problem(
+                        400, f"an unknown field, {shown(name) or '(no name)'}: known are {known}", shown(name)
+                    )
                 is_file = key == "file"
                 if key in ONCE and (file is not None if is_file else key in fields):
                     raise Problem(400, f"{key} is there twice", key)
@@ -242,6 +244,7 @@ class Server:
                     data += chunk
                     if len(data) > (most if is_file else FIELDS - size):
                         raise too_large if is_file else Problem(413, f"more than {FIELDS} bytes of fields", key)
+                data = part.decode(data)  # of a transfer encoding, such as base64
                 if is_file:
                     file = File(bytes(data), shown(part.filename or "file"))
                     if not data:

@@ -56,10 +56,10 @@ def whole(path, keep=None):
         path = path.resolve()  # a link stays one
         empty = path.is_dir() and not any(path.iterdir())
         alone = empty and (path.is_mount() or not os.access(path.parent, os.W_OK))  # nothing can be beside it
-        part = path if alone else path.with_name(f".{path.name[:200]}.{os.getpid()}.part")
+        part = path if alone else path.with_name(f".{shortened(path.name, 200)}.{os.getpid()}.part")
     try:
         with writing(path):
-            for left in path.parent.glob(f".{glob.escape(path.name[:200])}.*.part"):
+            for left in path.parent.glob(f".{glob.escape(shortened(path.name, 200))}.*.part"):
                 if not running(left.name.split(".")[-2]):  # the process was killed
                     remove(left)
             yield part
@@ -79,6 +79,11 @@ def whole(path, keep=None):
             remove(part)
 
 
+def shortened(name, most):
+    """The first characters of a name, in so many bytes at most."""
+    return os.fsencode(name)[:most].decode("utf-8", "ignore") if len(os.fsencode(name)) > most else name
+
+
 class Growing:
     """A text file to which whole pieces are added: of one for which there is no room, nothing stays."""
 
@@ -88,7 +93,7 @@ class Growing:
             self.file = path.open("wb", buffering=0)
 
     def write(self, text):
-        data = text.encode()
+        data = text.encode("utf-8", "backslashreplace")  # as JSON escapes bytes of names that are no UTF-8
         try:
             with writing(self.path):
                 rest = memoryview(data)
