@@ -7,7 +7,6 @@ onnxruntime found in it with silero_vad_16k_op15.onnx of silero-vad 6.2.3.
 import asyncio
 import json
 import pathlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -215,16 +214,9 @@ def test_streams(deaf, whole, monkeypatch):
         return [y for x in live.heard(samples, end=True) for y in live.events(*x)]
 
     async def served(live):
-        """As `serve` has it."""
-        Server, found = pytest.importorskip("jax_rnnt_speech.serving.server").Server, []
-
-        async def run(step):
-            return live.slots.run([step])[0]
-
-        program = SimpleNamespace(steps=run)
-        for step in live.steps(samples, end=True):
-            found += live.events(*await Server.finished(program, live.taking(*await run(step))))
-        return [*found, *live.events(await Server.finished(program, live.resting()))]
+        """As `serve` has it, which waits for its steps."""
+        live.slots.step = lambda step: asyncio.to_thread(lambda: live.slots.run([step])[0])
+        return [y async for x in live.hear(samples, end=True) for y in live.events(*x)]
 
     for slots in (None, None if whole else streams.Slots(model, 3)):
         stream = live(slots)

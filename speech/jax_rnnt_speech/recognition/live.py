@@ -16,7 +16,7 @@ from jax_rnnt import decode
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels
 from jax_rnnt_speech.recognition.search import GREEDY
-from jax_rnnt_speech.recognition.streams import Stream
+from jax_rnnt_speech.recognition.streams import Slots, Stream
 from jax_rnnt_speech.recognition.windows import taken, window
 from jax_rnnt_speech.system import UserError
 
@@ -51,6 +51,8 @@ class Windows:
             found, _ = self.search(jnp.roll(encoded, -count, 1), there - count)
             unsure = Labels.of(found, 0, found.counts[0], self.decoding)
         return [(known, unsure, count)]
+
+    step = Slots.step
 
     def search(self, rows, count, keep=False):
         """(Hypotheses, how many labels are final) of the first rows behind the state; `keep`: it goes on there."""

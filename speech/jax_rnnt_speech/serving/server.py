@@ -125,7 +125,7 @@ class Server:
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
         self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
         if self.slots:
-            self.steps = Together(self.slots.run, options.connections)
+            self.slots.step = Together(self.slots.run, options.connections)
             self.slots.run([])
 
     def application(self):
@@ -434,22 +434,12 @@ class Server:
                 raise Problem(400, 'messages must be samples, and at last the text "end"')
             if not end and message.type is not aiohttp.WSMsgType.BINARY:
                 return
-            for step in stream.steps(samples.rest() if end else samples(message.data), end):
-                await self.send(socket, stream.events(*await self.finished(stream.taking(*await self.steps(step)))))
-        seconds = samples.count / samples.rate
-        await self.send(socket, stream.events(await self.finished(stream.resting(seconds))))
+            x = samples.rest() if end else samples(message.data)
+            seconds = samples.count / samples.rate
+            async for found in stream.hear(x, end, seconds):
+                await self.send(socket, stream.events(*found))
         await self.send(socket, [{"type": "end", "duration": round(seconds, 3)}])
         await socket.close()
-
-    async def finished(self, taking):
-        """As `streams.finished`, by steps that run with those of other streams."""
-        found = None
-        while True:
-            try:
-                _, step = taking.send(found)
-            except StopIteration as end:
-                return end.value
-            found = await self.steps(step)
 
     async def send(self, socket, events):
         async with asyncio.timeout(PATIENCE):
