@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech import runs
+from jax_rnnt_speech.cli import serve
 from jax_rnnt_speech.data import features, manifests
 from jax_rnnt_speech.recognition.search import Decoding
 from support import CONVOLUTIONAL, asr, configuration, random_model, run
@@ -28,7 +29,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from jax_rnnt import timing
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import recognise, transcripts
-from jax_rnnt_speech.serving import options, server
+from jax_rnnt_speech.serving import server
 
 ROUTE = "/v1/audio/transcriptions"
 # Required fields of openai-python 3.57: types.audio.TranscriptionVerbose, TranscriptionSegment, TranscriptionWord, the
@@ -220,7 +221,7 @@ def test_languages():
     """The language of a form decides the script of its labels; what decides nothing is not said, the unknown is 400."""
     pieces = asr.data.tokens.Characters("ABБ1 ")
     model = asr.model.Model(configuration(**CONVOLUTIONAL, chunk=0), pieces, [0.0] * 6, [1.0] * 6)
-    x = server.Server(model, Decoding(), options.Serving(name="tiny"))
+    x = server.Server(model, Decoding(), serve.Serving(name="tiny"))
 
     def asked(**fields):
         return x.checked({"model": ["tiny"]} | {name: [text] for name, text in fields.items()})

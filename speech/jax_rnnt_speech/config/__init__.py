@@ -24,7 +24,7 @@ from jax_rnnt_speech.config.options import (
     speeds,
     strides,
 )
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
@@ -328,10 +328,8 @@ class Config:
 
     def checked(self, given=()):
         """Itself, to train with; raises where corpora are missing or options contradict each other."""
-        if not self.data.train:
-            raise UserError("--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
-        if not self.data.valid:
-            raise UserError("--valid is missing: held-out utterances, as for --train")
+        refuse_if(not self.data.train, "--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
+        refuse_if(not self.data.valid, "--valid is missing: held-out utterances, as for --train")
         if not self.run.init and (not own(self) or self.run.new_head):
             option = "--new-head" if self.run.new_head else f"--encoder {self.encoder.kind}"
             raise UserError(f"{option} needs --init, a folder with weights of an encoder")

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import sys
 
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import refuse_if
 
 
 def names(x):
@@ -114,5 +114,4 @@ def satisfied(whole, given):
     """
     for flag, field, x in given:
         condition, words = field.metadata.get("needs", (None, ""))
-        if condition and (x or x != field.default) and not condition(whole):
-            raise UserError(f"{flag} needs {words}")
+        refuse_if(condition and (x or x != field.default) and not condition(whole), f"{flag} needs {words}")

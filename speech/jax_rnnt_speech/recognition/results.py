@@ -1,5 +1,6 @@
 """What a search found in a recording."""
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,13 @@ class Labels(NamedTuple):
 
     def part(self, *bounds):
         return Labels(*(x[slice(*bounds)] for x in self))
+
+    def chosen(self, places):
+        return Labels(*([x[i] for i in places] for x in self))
+
+    def joined(self, *more):
+        """These labels with others behind them, which keep their frames."""
+        return Labels(*(list(itertools.chain(*x)) for x in zip(self, *more)))
 
 
 def no_labels():

@@ -15,7 +15,7 @@ import numpy as np
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.data.manifests import LineError
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.system import UserError, reason
+from jax_rnnt_speech.system import UserError, refuse_if, told
 
 GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
 HELD = 60  # seconds of a segment that is decoded with its neighbours; a longer one is decoded by itself
@@ -89,10 +89,8 @@ def of_lines(path, read):
 
 def of_json(path, _):
     """Of pyannote: an annotation's `for_json`, a result's `serialize`, what its API answers, or the list within."""
-    try:
+    with told(f"--segments {path} is no JSON", ValueError, RecursionError):
         x = json.loads(manifests.text_of(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--segments {path} is no JSON: {error}") from None
     x = x.get("output", x) if isinstance(x, dict) else x
     name = x.get("uri") if isinstance(x, dict) else None
     if isinstance(x, dict):
@@ -117,18 +115,15 @@ FORMATS = {".rttm": (of_lines, of_rttm), ".ctm": (of_lines, of_ctm), ".json": (o
 
 def read(path):
     """Segments of a file, and Faults of what is none."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"--segments {path} must end in {', '.join(FORMATS)}")
+    refuse_if(path.suffix.lower() not in FORMATS, f"--segments {path} must end in {', '.join(FORMATS)}")
     rows, form = FORMATS[path.suffix.lower()]
     found, faults = [], []
-    try:
+    with told(f"--segments {path} is not readable", OSError):
         for line, x in rows(path, form):
             if isinstance(x, LineError):
                 faults.append(manifests.Fault(str(x), f"--segments {path}, {line}"))
             else:
                 found.append(x._replace(speaker=shown(x.speaker)))
-    except OSError as error:
-        raise UserError(f"--segments {path} is not readable: {reason(error)}") from None
     gap = GAP if form is of_ctm else 0
     return joined(found, gap), faults
 
@@ -159,8 +154,7 @@ def entries(path, recordings):
     whole = [x for x in recordings if isinstance(x, manifests.Entry)]
     results = [x for x in recordings if not isinstance(x, manifests.Entry)]
     for x in whole:
-        if (x.start, x.end) != (0.0, None):
-            raise UserError(f"--segments needs whole recordings, got {x.name}")
+        refuse_if((x.start, x.end) != (0.0, None), f"--segments needs whole recordings, got {x.name}")
         names = [x.audio.stem, x.audio.name, str(x.audio)] + [""] * (len(whole) == 1)
         name = next((name for name in names if name in known), None)
         if name is None:

@@ -30,11 +30,8 @@ def spliced(tokens, known, first, last, more):
         right = [label] * (not begins and not texts[-1].endswith(mark))
     elif tokens.separates and not begins:
         return None
-    found = Labels(*map(list, known.part(first)))
-    for part in (silent(left, more.frames[0]), more, silent(right, more.frames[-1]), known.part(last, None)):
-        for x, y in zip(found, part):
-            x.extend(y)
-    return found
+    left, right = silent(left, more.frames[0]), silent(right, more.frames[-1])
+    return known.part(first).joined(left, more, right, known.part(last, None))
 
 
 def silent(labels, frame):

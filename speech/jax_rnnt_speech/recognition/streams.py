@@ -23,7 +23,7 @@ from jax_rnnt_speech.recognition import transcripts, unheard
 from jax_rnnt_speech.recognition.results import Labels, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, next_part
 from jax_rnnt_speech.recognition.unheard import Ear
-from jax_rnnt_speech.system import UserError, programs
+from jax_rnnt_speech.system import programs, refuse_if, told
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
@@ -72,8 +72,7 @@ class Slots:
     """
 
     def __init__(self, model, count=1, decoding=GREEDY):
-        if not model.chunk:
-            raise UserError(WHOLE)
+        refuse_if(not model.chunk, WHOLE)
         self.model, self.count, self.decoding, self.free = model, count, decoding, list(range(count))
         encoder = model.network(model.params).encoder
         self.sizes = [encoder.frames_of_step(first) for first in (False, True)]
@@ -158,6 +157,9 @@ class Words:
             self.model, some.labels, some.frames, some.confidences, some.durations, duration=duration
         )
 
+    def without_ends(self, part):
+        return part.chosen([i for i, x in enumerate(part.labels) if x not in self.last_labels])
+
     def add(self, part, rows, more=False):
         """(words that are final, whether an utterance ends) after final labels, and so many encoder rows.
 
@@ -165,8 +167,7 @@ class Words:
         """
         self.rows += rows
         ended = any(i in self.last_labels for i in part.labels)
-        kept = [i for i, x in enumerate(part.labels) if x not in self.last_labels]
-        self.waiting.extend(Labels(*([x[i] for i in kept] for x in part)))
+        self.waiting.extend(self.without_ends(part))
         if self.waiting.labels:
             self.end = self.waiting.frames[-1] + max(self.waiting.durations[-1], 1)
         ended |= bool(self.end) and not more and self.rows - self.end >= self.patience
@@ -265,8 +266,7 @@ class Stream:
         jobs, missed = self.ear.jobs, self.ear.found
         self.ear.jobs, self.ear.found = [], []
         for begin, end, first, samples in jobs:
-            known = Labels(*(x + y for x, y in zip(self.words.waiting, part)))
-            second = await self.again(samples)
+            known, second = self.words.waiting.joined(part), await self.again(samples)
             found = unheard.joined(self.model, known, second, first // self.step, begin, end)
             if found is not None:
                 self.words.waiting, part = no_labels(), found
@@ -286,8 +286,7 @@ class Stream:
             found.extend(unsure)
         finally:
             other.slots.free.append(other.slot)
-        kept = [i for i, x in enumerate(found.labels) if x not in self.words.last_labels]
-        return Labels(*([x[i] for i in kept] for x in found))
+        return self.words.without_ends(found)
 
     def other(self):
         """A Stream with the same programs."""
@@ -356,16 +355,10 @@ def blocks_of_file(path, rate):
 
 def blocks_of_microphone(rate):
     """Samples from the default microphone, without end."""
-    try:
+    with told("--microphone", ImportError, OSError):
         import sounddevice
-    except (ImportError, OSError) as error:
-        raise UserError(f"--microphone: {error}") from None
-    blocks = queue.Queue()
-    try:
-        with sounddevice.InputStream(
-            rate, int(BLOCK * rate), channels=1, callback=lambda x, *_: blocks.put(x[:, 0].copy())
-        ):
-            while True:
-                yield blocks.get()
-    except (sounddevice.PortAudioError, ValueError) as error:
-        raise UserError(f"--microphone: {error}") from None
+    blocks, size = queue.Queue(), int(BLOCK * rate)
+    hear = {"channels": 1, "callback": lambda x, *_: blocks.put(x[:, 0].copy())}
+    with told("--microphone", sounddevice.PortAudioError, ValueError), sounddevice.InputStream(rate, size, **hear):
+        while True:
+            yield blocks.get()

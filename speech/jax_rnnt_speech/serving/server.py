@@ -26,7 +26,7 @@ from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, unheard
 from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
 ALIASES = "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe", "gpt-transcribe"  # many clients name no others
@@ -116,7 +116,7 @@ class Asked(NamedTuple):
 
 
 class Server:
-    """`options`: a `serving.options.Serving` with a name."""
+    """`options`: a `cli.serve.Serving` with a name."""
 
     def __init__(self, model, decoding, options):
         self.model, self.decoding, self.options = model, decoding, options
@@ -378,8 +378,7 @@ class Server:
 
     def transcript(self, file, result):
         try:
-            if result.error:
-                raise UserError(result.error)
+            refuse_if(result.error, result.error)
             if result.unheard:
                 print(unheard.line(file, result.unheard), file=sys.stderr, flush=True)
             return transcripts.transcript(self.model, manifests.Entry(str(file), str(file), ""), result)
