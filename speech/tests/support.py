@@ -51,6 +51,12 @@ def subwords(lines, **options):
     return asr.data.tokens.Subwords(file.getvalue())
 
 
+def labels_of(numbers, frames, sure=0.9, duration=1):
+    """Labels in some frames, all as probable, each of so many frames."""
+    rest = ([x] * len(numbers) for x in (float(np.log(sure)), sure, duration))
+    return asr.recognition.results.Labels([*numbers], [*frames], *rest)
+
+
 def write_audio(path, seconds, rate=8000, channels=1, seed=0):
     path.parent.mkdir(parents=True, exist_ok=True)
     audio.write(path, 0.1 * np.random.default_rng(seed).normal(size=(channels, int(seconds * rate))), rate)

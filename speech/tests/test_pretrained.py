@@ -105,10 +105,8 @@ def test_transcripts(case):
     loud = [np.round(x * 2**14) / 2**15 for x in recordings()]
     whole = [*enumerate(recordings()), ("loud", loud[0]), ("int", (loud[0] * 2**15).astype(np.int16))]
     *results, floats, integers = recognise.transcribe(model, [*whole[:3], ("", np.zeros(0)), *whole[3:]])
-    assert (
-        results.pop() == asr.recognition.results.Result("", "", *asr.recognition.results.no_labels())
-        and floats.labels == integers.labels
-    )
+    assert results.pop() == asr.recognition.results.Result("", "", *asr.recognition.results.no_labels())
+    assert floats.labels == integers.labels
     for x, labels, frames in zip(results, golden["labels"], golden["frames"], strict=True):
         assert x.labels == labels[labels >= 0].tolist() and x.frames == frames[labels >= 0].tolist()
     assert list(recognise.transcribe(model, [])) == []
@@ -295,11 +293,8 @@ def test_stream(streaming):
     golden, slots = arrays(GOLDEN / "streaming/golden.npz"), streams.Slots(streaming, 2)
     full = recordings()[0][: 105 * 160]
     for samples in (full, *recordings(), full[: 97 * 160], full[:100]):
-        live, seen, found = (
-            streams.Stream(streaming, slots=slots),
-            [],
-            asr.recognition.results.no_labels(),
-        )
+        live, seen = streams.Stream(streaming, slots=slots), []
+        found = asr.recognition.results.no_labels()
         slots.free.insert(0, live.slot)
         for i, piece in enumerate(np.array_split(samples, [1, 2, 3001, 9000])):
             for step in live.steps(piece, end=i == 4):
@@ -350,7 +345,9 @@ def test_disks_without_room(form, tmp_path, refused):
     """A conversion that fails says so in a line, and leaves the model before it; one that works leaves other files."""
     model, folder = GOLDEN / "tdt", tmp_path / "model"
     (tmp_path / "card.txt").write_text("text")
-    command = ["convert", folder, "--model", model, *(["--card", tmp_path / "card.txt"] if form == "own" else [])]
+    command, card = ["convert", folder, "--model", model], ["--card", tmp_path / "card.txt"]
+    ways = [[*command, *card], command]
+    command, other = ways if form == "own" else ways[::-1]
     run(command)
     (folder / "more").mkdir()
     (folder / "more/README.md").write_text("mine")
@@ -359,16 +356,7 @@ def test_disks_without_room(form, tmp_path, refused):
     with small_disk(4000):
         refused([*command, "--overwrite", "--dtype", "bfloat16"], f"{folder} cannot be written: ")
     assert {x.relative_to(folder): x.read_bytes() for x in folder.rglob("*") if x.is_file()} == before
-    run(
-        [
-            "convert",
-            folder,
-            "--model",
-            model,
-            "--overwrite",
-            *([] if form == "own" else ["--card", tmp_path / "card.txt"]),
-        ]
-    )
+    run([*other, "--overwrite"])
     names = {x.name for x in folder.rglob("*") if x.is_file()}
     assert ("config.json" in names, "recogniser.json" in names) == ((True, False) if form == "own" else (False, True))
     assert (folder / "more/README.md").read_text() == "mine"

@@ -191,15 +191,8 @@ def test_hugging_face(folder, tmp_path):
 def test_lhotse(folder):
     """Cuts: a supervision is a part of its cut, which is a part of the recording; what is no file is named."""
     file = {"type": "file", "channels": [0], "source": "a.wav"}
-    said = {
-        "id": "s",
-        "recording_id": "r",
-        "start": 0.25,
-        "duration": 1.0,
-        "channel": 0,
-        "text": "hello",
-        "speaker": "z",
-    }
+    said = {"id": "s", "recording_id": "r", "start": 0.25, "duration": 1.0, "channel": 0, "text": "hello"}
+    said |= {"speaker": "z"}
     two = {"type": "file", "channels": [0, 1], "source": "b.flac"}
     rows = [
         cut([file], [said, said | {"id": "t", "start": 1.25, "duration": 0.5}]),

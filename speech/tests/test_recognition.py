@@ -19,10 +19,10 @@ import pytest
 
 from jax_rnnt import LinearJoint
 from jax_rnnt_speech.data import utterances
-from jax_rnnt_speech.recognition import recognise, results, search_options, streams, transcripts, windows
+from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, windows
 from jax_rnnt_speech.recognition.search import Decoding, in_float32
 from jax_rnnt_speech.system import hosts
-from support import asr, random_model, run, subwords
+from support import asr, labels_of, random_model, run, subwords
 
 
 def test_stream_is_transcribe(corpus, trained, capsys, refused):
@@ -129,9 +129,7 @@ def test_sums_in_float32():
 
 def test_words_of_streams():
     """A word is given once the next one begins, and they share no frame; ends come after silence, or at a label."""
-    labels = lambda text, frames: results.Labels(
-        *([tokens.pieces.index(x) for x in text], frames, [0.0] * len(text), [1.0] * len(text), [1] * len(text))
-    )
+    labels = lambda text, frames: labels_of([tokens.pieces.index(x) for x in text], frames)
 
     def said(*parts, silence=1.0):
         words, found = streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1), silence), []

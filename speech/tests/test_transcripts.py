@@ -368,18 +368,11 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     run([*command, "--format", "jsonl", "--output", tmp_path / "o.jsonl", manifest])
     whole, part = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
     assert "nbest" not in whole and whole == {name: x for name, x in found[0].items() if name != "nbest"}
-    assert (
-        part["start"] == 0.2
-        and part["duration"] < 0.3
-        and all(0.2 <= x["start"] < x["end"] <= 0.2 + part["duration"] for x in part["words"])
-    )
+    assert part["start"] == 0.2 and part["duration"] < 0.3
+    assert all(0.2 <= x["start"] < x["end"] <= 0.2 + part["duration"] for x in part["words"])
     heard = next(x for x in files if texts[str(x)])
-    for form, begin in (
-        ("srt", "1\n00:00:0"),
-        ("vtt", "WEBVTT\n\n"),
-        ("ctm", f"{heard.stem} 1 "),
-        ("textgrid", "File type"),
-    ):
+    begins = {"srt": "1\n00:00:0", "vtt": "WEBVTT\n\n", "ctm": f"{heard.stem} 1 ", "textgrid": "File type"}
+    for form, begin in begins.items():
         run([*command, "--format", form, heard])
         assert capsys.readouterr().out.startswith(begin)
     run(["transcribe", "--model", trained[0], "--format", "json", corpus / "missing.flac"], 2)
@@ -387,16 +380,11 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     run([*command, files[0], tmp_path / "none.jsonl"], 1)
     out, error = capsys.readouterr()
     assert out == f"{files[0]}\t{texts[str(files[0])]}\n" and f"{tmp_path}/none.jsonl: does not exist" in error
+    none = "--model", tmp_path / "n"
     for more, message in (
         ([files[1], "--format", "ctm"], "--format ctm of 2 recordings needs --output, a file"),
-        (
-            [manifest, "--format", "vtt", "--model", tmp_path / "n"],
-            "--format vtt of 3 recordings needs --output, a folder",
-        ),
-        (
-            [files[1], "--format", "srt", "--output", tmp_path / "o.srt", "--model", tmp_path / "n"],
-            "of one recording, got 2",
-        ),
+        ([manifest, "--format", "vtt", *none], "--format vtt of 3 recordings needs --output, a folder"),
+        ([files[1], "--format", "srt", "--output", tmp_path / "o.srt", *none], "of one recording, got 2"),
         (["--format", "srt", "--output", tmp_path / "m.jsonl"], "m.jsonl must be a folder"),
         (["--nbest", 2], "--nbest needs --beam"),
         (["--nbest", 3, "--beam", 2, "--format", "json"], "--nbest 3: --beam 2 has fewer hypotheses"),
@@ -405,7 +393,7 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
         (["--output", files[0]], "is one of the files that are read"),
         (["--phrases", tmp_path / "n"], "n is no file"),
         (["--format", "html"], "argument --format: invalid choice: 'html'"),
-        (["--model", tmp_path / "n"], "n is no folder"),
+        (none, "n is no folder"),
         (["--model", tmp_path], "has no checkpoint: neither checkpoints/ of a run"),
     ):
         refused(["transcribe", files[0], *more, *["--model", trained[0]] * ("--model" not in more)], message)
@@ -455,42 +443,29 @@ def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):
     for form, (ann, bo) in names.items():
         cues = said(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")
         lines = [x.split("\n")[form == "srt" :] for x in cues]
-        texts = {
-            name: " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name)) for name in (ann, bo)
-        }
         for name, who in ((ann, "Ann <&>"), (bo, "Bo")):
-            assert "".join(texts[name].split()) == "".join(word for speaker, word, _ in words if speaker == who)
+            text = " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name))
+            assert "".join(text.split()) == "".join(word for speaker, word, _ in words if speaker == who)
         begins = [x[0][:12] for x in lines]
         assert begins == sorted(begins) and all(x[1].startswith((ann, bo)) for x in lines)
     rows = [x.split() for x in said("ctm").out.splitlines()]
     assert [(x[7].replace("_", " "), x[4], float(x[2])) for x in rows] == words and {x[6] for x in rows} == {"lex"}
     grid = said("textgrid").out
     assert [x.split('"')[1] for x in grid.splitlines() if "name = " in x] == ["Ann <&>", "Bo"]
-    rttm = ["SPKR-INFO a 1 <NA> <NA> <NA> unknown Bo <NA>", "SPEAKER a 1 0.75 0.5 <NA> <NA> Bo <NA> <NA>"]
-    rttm += [
-        "SPEAKER a 1 1.0 0.5 <NA> <NA> Bo <NA> <NA>",
-        "SPEAKER a 1 0 -1 <NA> <NA> Bo",
-        "SPEAKER a 1 0.8 0.1 <NA> <NA> Bo <NA> <NA>",
-        "SPEAKER b 1 0 1 <NA> <NA> Bo <NA>",
-    ]
+    rttm = ["SPKR-INFO a 1 <NA> <NA> <NA> unknown Bo <NA>"]
+    spoken = "a 1 0.75 0.5", "a 1 1.0 0.5", "a 1 0 -1", "a 1 0.8 0.1", "b 1 0 1"
+    rttm += [f"SPEAKER {x} <NA> <NA> Bo" + " <NA>" * (i % 3) for i, x in enumerate(spoken)]
     (tmp_path / "a.rttm").write_text("\n".join(rttm))
     out, error = said("text", "a.rttm", 1)
     assert out.split("\t")[1] == f"{alone[1].text}\n"
-    for x in (
-        "SPKR-INFO are not used: 1",
-        "a.rttm, line 4: it must end after it begins",
-        "b: no recording has this name",
-    ):
-        assert x in error
+    assert "SPKR-INFO are not used: 1" in error and "a.rttm, line 4: it must end after it begins" in error
+    assert "b: no recording has this name" in error
     (tmp_path / "a.ctm").write_text("a 1 0.75 0.3 so 0.9 lex Bo\na 1 1.25 0.25 be 0.9 lex Bo\na 1 9 1 it NA lex Bo\n")
     out, error = said("text", "a.ctm", 1)
     assert out.split("\t")[1] == f"{alone[1].text}\n" and "a segment beyond the end of its file" in error
     (tmp_path / "b.rttm").write_text(rttm[-1])
-    for file, message in (
-        ("b.rttm", "has no segment of"),
-        ("none.rttm", "is no file"),
-        ("a.flac", "must end in .rttm"),
-    ):
+    messages = {"b.rttm": "has no segment of", "none.rttm": "is no file", "a.flac": "must end in .rttm"}
+    for file, message in messages.items():
         refused([*command, tmp_path / file], message)
 
 

@@ -14,9 +14,9 @@ import pytest
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import activity, recognise, streams, unheard, windows
 from jax_rnnt_speech.recognition.live import Windowed, Windows
-from jax_rnnt_speech.recognition.results import Labels, no_labels
+from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
-from support import CONVOLUTIONAL, arrays, asr, random_model, run
+from support import CONVOLUTIONAL, arrays, asr, labels_of, random_model, run
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 RATE = 8000
@@ -57,9 +57,8 @@ def music(seconds):
     for i, chord in enumerate([(262, 330, 392), (220, 262, 330), (175, 220, 262), (196, 247, 294)] * int(seconds / 2)):
         t = np.arange(RATE // 2) / RATE
         tones = sum(np.sin(2 * np.pi * f * k * t) / k for f in chord for k in (1, 2, 3))
-        found[i * RATE // 2 :][: len(t)] += tones * np.exp(-3 * t) / 12 + 0.05 * rng.normal(size=len(t)) * np.exp(
-            -20 * t
-        )
+        drum = 0.05 * rng.normal(size=len(t)) * np.exp(-20 * t)
+        found[i * RATE // 2 :][: len(t)] += tones * np.exp(-3 * t) / 12 + drum
     return found
 
 
@@ -133,9 +132,7 @@ def test_the_detector_hears_what_may_count(monkeypatch):
                 ear.add(samples[round(begin * RATE) : round((begin + piece) * RATE)])
                 until = min(begin + piece, len(samples) / RATE)
                 some = [x for x in frames if known <= x * seconds < until]
-                ear.wrote(
-                    Labels([0] * len(some), some, [0.0] * len(some), [1.0] * len(some), [10] * len(some)), seconds
-                )
+                ear.wrote(labels_of([0] * len(some), some, duration=10), seconds)
                 known = until
                 found += ear.check(until)
             found += ear.check(known, end=True)
@@ -146,13 +143,7 @@ def test_the_detector_hears_what_may_count(monkeypatch):
 def test_second_texts():
     """They count if a word is sure, and never cut one in two; spaces that are labels of their own are added."""
     model = random_model(**CONVOLUTIONAL)
-    labels = lambda text, frames, sure=0.9: Labels(
-        ["ABC ".index(x) for x in text],
-        list(frames),
-        [float(np.log(sure))] * len(text),
-        [sure] * len(text),
-        [1] * len(text),
-    )
+    labels = lambda text, frames: labels_of(["ABC ".index(x) for x in text], frames)
     second, seconds = labels("CC C", [5, 6, 7, 8]), model.seconds
     for first, sure, text in (
         ("", 0.9, "CC C"), ("A|B", 0.9, None), ("A |B", 0.9, "A CC C B"), ("A| B", 0.9, "A CC C B"),
@@ -195,8 +186,7 @@ def test_streams(deaf, whole, monkeypatch):
     silent = lambda run: lambda self, steps: [(no_labels(), no_labels(), rows) for *_, rows in run(self, steps)]
 
     def without(part, rows):
-        kept = [i for i, x in enumerate(part.frames) if x >= rows]
-        return Labels(*([x[i] for i in kept] for x in part))
+        return part.chosen([i for i, x in enumerate(part.frames) if x >= rows])
 
     def live(slots=None):
         """A stream that hears nothing until 4.6 s."""

@@ -30,9 +30,11 @@ class Segment(NamedTuple):
     speaker: str = ""
 
 
-def times(start, end):
+def times(start, end=None, duration=None):
+    """(start, end) of a segment; with a duration, their sum to a microsecond."""
     try:
-        start, end = float(start), float(end)
+        start = float(start)
+        end = float(end) if duration is None else round(start + float(duration), 6)
     except (TypeError, ValueError):
         raise LineError("its times are no numbers") from None
     if not 0 <= start < end < math.inf:
@@ -47,8 +49,7 @@ def of_rttm(line):
         return None
     if len(fields) < 8:
         raise LineError(f"SPEAKER has 9 or 10 columns, got {len(fields)}")
-    start, end = times(fields[3], plus(fields[3], fields[4]))
-    return Segment(fields[1], fields[2], start, end, "" if fields[7] in MISSING else fields[7])
+    return Segment(fields[1], fields[2], *times(fields[3], duration=fields[4]), known(fields[7]))
 
 
 def of_ctm(line):
@@ -56,17 +57,12 @@ def of_ctm(line):
     fields = line.split()
     if len(fields) < 5:
         raise LineError(f"CTM has 5 to 8 columns, got {len(fields)}")
-    start, end = times(fields[2], plus(fields[2], fields[3]))
-    speaker = fields[7] if len(fields) > 7 else fields[4]
-    return Segment(fields[0], fields[1], start, end, "" if speaker in MISSING else speaker)
+    speaker = known(fields[7] if len(fields) > 7 else fields[4])
+    return Segment(fields[0], fields[1], *times(fields[2], duration=fields[3]), speaker)
 
 
-def plus(start, duration):
-    """Their sum, to a microsecond; None: one is no number."""
-    try:
-        return round(float(start) + float(duration), 6)
-    except ValueError:
-        return None
+def known(speaker):
+    return "" if speaker in MISSING else speaker
 
 
 def of_lines(path, read):
@@ -104,8 +100,8 @@ def of_json(path, _):
                 raise LineError("it is no object")
             place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
             speaker = next((str(segment[key]) for key in ("speaker", "label") if segment.get(key) is not None), "")
-            start, end = times(place.get("start"), place.get("end"))
-            yield f"segment {i}", Segment(str(segment.get("uri", name) or ""), "1", start, end, speaker)
+            whole = times(place.get("start"), place.get("end"))
+            yield f"segment {i}", Segment(str(segment.get("uri", name) or ""), "1", *whole, speaker)
         except LineError as error:
             yield f"segment {i}", error
 

@@ -355,8 +355,7 @@ class Files:
         if not self.to.output:
             outputs.Screen().write(text)
             return
-        single = self.to.alone
-        path = self.to.output if single else self.to.output / f"{name}{SUFFIXES[self.to.format]}"
+        path = self.to.output if self.to.alone else self.to.output / f"{name}{SUFFIXES[self.to.format]}"
         with outputs.writing(path):
             path.parent.mkdir(exist_ok=True)
         with outputs.whole(path) as part:
@@ -364,23 +363,16 @@ class Files:
 
     def text(self, parts):
         end, speakers = max(start + x.duration for start, x in parts), {x.speaker for _, x in parts}
-        if speakers != {""} and self.to.format != "textgrid":
-            return spoken_captions(self.to.format, parts, end)
-        if speakers != {""}:
-            file = io.StringIO()
-            tiers = {
-                y: in_order(word for _, x in parts if x.speaker == y for word in x.words) for y in sorted(speakers)
-            }
-            timing.write_textgrid(file, {name or "words": words for name, words in tiers.items()}, end)
-            return file.getvalue()
-        spoken = in_order(word for _, x in parts for word in x.words)
+        spoken = {y: in_order(word for _, x in parts if x.speaker == y for word in x.words) for y in sorted(speakers)}
         if self.to.format == "textgrid":
             file = io.StringIO()
-            timing.write_textgrid(file, {"words": spoken}, end)
+            timing.write_textgrid(file, {name or "words": words for name, words in spoken.items()}, end)
             return file.getvalue()
+        if speakers != {""}:
+            return spoken_captions(self.to.format, parts, end)
         space = parts[0][1].space
         texts = space.join(x.text for _, x in parts if x.words)
-        return captioned(self.to.format, captions(spoken, end, space, texts))
+        return captioned(self.to.format, captions(spoken[""], end, space, texts))
 
     def close(self):
         for name in [*self.found]:
