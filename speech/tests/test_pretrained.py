@@ -12,7 +12,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import scipy.io.wavfile
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
@@ -312,15 +311,14 @@ def leaves(model):
 
 
 @pytest.mark.parametrize("kind", ["tdt", "streaming"])
-def test_what_is_written_is_read(kind, tmp_path, capsys):
+def test_what_is_written_is_read(kind, tmp_path, capsys, said):
     """Small steps of training come back to the bit; rounding is asked for, and said."""
     model, run_of = asr.models.open_model(GOLDEN / kind), runs.Run(tmp_path / "run")
     model.params = jax.tree.map(lambda x: x + np.float32(1e-5), model.params)
     run_of.open()
     run_of.save(1, model.setup(), params=model.params)
     run_of.close()
-    run(["convert", tmp_path / "whole", "--model", tmp_path / "run"])
-    assert not capsys.readouterr().out
+    assert not said(["convert", tmp_path / "whole", "--model", tmp_path / "run"]).out
     again = asr.models.read(tmp_path / "whole")
     for a, b in zip(leaves(again), leaves(model), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -456,7 +454,7 @@ CONFIG, SOUNDS, GENERATION = "config.json", "preprocessor_config.json", "generat
         ("tdt", "model.safetensors", TEXT, "model.safetensors must be a file of safetensors"),
     ],
 )  # fmt: skip
-def test_bad_folders(capsys, tmp_path, kind, name, change, message):
+def test_bad_folders(tmp_path, kind, name, change, message, said):
     """One line and status 2. Here null means that the key is gone."""
     folder = shutil.copytree(GOLDEN / kind, tmp_path / "checkpoint")
     if change is None:
@@ -467,8 +465,7 @@ def test_bad_folders(capsys, tmp_path, kind, name, change, message):
         fields = json.loads((folder / name).read_text())
         fields |= {k: fields[k] | x if isinstance(x, dict) else x for k, x in change.items()}
         (folder / name).write_text(json.dumps({k: x for k, x in fields.items() if x is not None}))
-    run(["transcribe", "--model", folder, "a.wav"], 2)
-    *warnings, error = capsys.readouterr().err.splitlines()
+    *warnings, error = said(["transcribe", "--model", folder, "a.wav"], 2).err.splitlines()
     assert message in error and all("not used" in x for x in warnings)
 
 
@@ -532,7 +529,7 @@ def test_start(tmp_path):
 
 
 @pytest.mark.slow
-def test_fine_tuning(tmp_path, capsys, monkeypatch):
+def test_fine_tuning(tmp_path, capsys, monkeypatch, said):
     """Steps lower the loss of the old head, and what comes out transcribes."""
     monkeypatch.chdir(tmp_path)
     lines = []
@@ -549,8 +546,7 @@ def test_fine_tuning(tmp_path, capsys, monkeypatch):
         ("encoder", "--batch-norm batch needs its batch norms: --freeze encoder must be encoder:N"),
         ("encoder:2", "--batch-norm batch: --freeze encoder:2 leaves no batch norm to train"),
     ):
-        run(["train", "--workdir", "bad", *options, "--freeze", frozen], 2)
-        assert message in capsys.readouterr().err
+        assert message in said(["train", "--workdir", "bad", *options, "--freeze", frozen], 2).err
     run(["train", "--workdir", "w", *options])
     losses = [json.loads(x).get("loss") for x in pathlib.Path("w/metrics.jsonl").read_text().splitlines()]
     assert losses[19] < 0.8 * losses[0] and "held-out CER" in capsys.readouterr().out
@@ -570,45 +566,6 @@ def test_tokenizer(tmp_path):
     assert tokens.decode([1, 2]) == "a b"
     numbers = asr.data.tokens.from_json(asr.data.tokens.Numbers(5).to_json())
     assert numbers.encode("3 1") == [3, 1] and numbers.encode("5") is numbers.encode("x") is None
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A folder of good recordings, of short ones, and of bad ones."""
-    folder = tmp_path_factory.mktemp("audio")
-    a, b, c = recordings()
-    good = {"a.wav": (a, 16000), "stereo.flac": (np.stack([b, b]), 16000), "8kHz.wav": (c[::2], 8000)}
-    good |= {"none.wav": (c[:0], 16000), "none8.wav": (c[:0], 8000), "short.wav": (c[:100], 16000)}
-    for name, (x, rate) in good.items():
-        audio.write(folder / name, x, rate)
-    scipy.io.wavfile.write(folder / "nan.wav", 16000, np.where(np.arange(len(c)) == 5, np.nan, c))
-    (folder / "empty.wav").touch()
-    (folder / "text.wav").write_text("hello " * 99)
-    return folder
-
-
-@pytest.mark.slow
-def test_transcribe_command(files, monkeypatch, capsys):
-    """Any format, rate and channels, in the order of the arguments; bad files are named; status 2 if all are bad."""
-    monkeypatch.chdir(files)
-    good, bad = "a.wav stereo.flac 8kHz.wav none.wav none8.wav short.wav", "empty.wav text.wav nan.wav gone.wav"
-    command = ["transcribe", "--model", GOLDEN / "streaming"]
-    run([*command, *good.split(), *bad.split()], 1)
-    out, errors = capsys.readouterr()
-    results = dict(line.split("\t") for line in out.splitlines())
-    assert " ".join(results) == good and "1 1" in results["a.wav"] and "1 1" in results["stereo.flac"]
-    assert [results[f"{name}.wav"] for name in ("none", "none8", "short")] == [""] * 3
-    reasons = ("an empty file", "no audio that FFmpeg knows", "samples that are NaN or infinite", "no such file")
-    expected = [f"{name}: {reason}" for name, reason in zip(bad.split(), reasons)]
-    assert [x for x in errors.splitlines() if "not used" not in x and not x.startswith("compil")] == expected
-    run([*command, "gone.wav"], 2)
-    assert capsys.readouterr().err.endswith("gone.wav: no such file\nrnnt-speech: no recording could be used\n")
-    run(["stream", "--model", GOLDEN / "tdt", "a.wav"], 2)
-    assert "only one that was trained with --chunk can stream" in capsys.readouterr().err
-    (files / "m.jsonl").write_text('{"audio": "a.wav", "text": "", "offset": 0.5, "duration": 0.5}\n{"audio": 3}\n')
-    run([*command, "m.jsonl"], 1)
-    out, errors = capsys.readouterr()
-    assert out.startswith("a.wav from 0.5 s to 1 s\t") and "m.jsonl line 2: the name of the audio" in errors
 
 
 def test_batches_of_recordings(streaming, monkeypatch):

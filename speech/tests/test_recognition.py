@@ -22,33 +22,34 @@ from jax_rnnt_speech.data import utterances
 from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, windows
 from jax_rnnt_speech.recognition.search import Decoding, in_float32
 from jax_rnnt_speech.system import hosts
-from support import asr, labels_of, random_model, run, subwords
+from support import asr, labels_of, random_model, run, subwords, write_audio
 
 
-def test_stream_is_transcribe(corpus, trained, capsys, refused):
+def test_stream_is_transcribe(corpus, trained, tmp_path, capsys, refused, said):
     """Both find the same text; a file that is bad, or missing, is named and the others are transcribed."""
-    files = sorted(corpus.rglob("*.flac"))[:2]
-    run(["transcribe", "--model", trained[0], *files, corpus / "missing.flac"], 1)
-    out, error = capsys.readouterr()
+    files, bad, empty = sorted(corpus.rglob("*.flac"))[:2], tmp_path / "m.jsonl", tmp_path / "empty.wav"
+    write_audio(empty, 0, rate=16000)  # twice that of the model
+    bad.write_text('{"audio": 3}')
+    out, error = said(["transcribe", "--model", trained[0], empty, bad, *files, corpus / "missing.flac"], 1)
     texts = dict(line.split("\t") for line in out.splitlines())
-    assert list(texts) == list(map(str, files)) and f"{corpus}/missing.flac: no such file" in error
+    assert list(texts) == list(map(str, (empty, *files))) and texts.pop(str(empty)) == ""
+    assert f"{corpus}/missing.flac: no such file" in error and "m.jsonl line 1: the name of the audio" in error
     with contextlib.redirect_stderr(None):  # closed, as some services start programs
         run(["transcribe", "--model", trained[0], *files, corpus / "missing.flac"], 1)
     assert capsys.readouterr().out == "".join(f"{path}\t{texts[str(path)]}\n" for path in files)
     for path in files:
-        run(["stream", "--model", trained[0], path])
-        assert capsys.readouterr().out.rstrip("\n") == texts[str(path)]
+        assert said(["stream", "--model", trained[0], path]).out.rstrip("\n") == texts[str(path)]
     command = ["stream", "--model", trained[0], *files, corpus / "missing.flac"]
-    run(command, 1)
-    out, error = capsys.readouterr()
+    out, error = said(command, 1)
     assert dict(line.split("\t") for line in out.splitlines()) == texts and "missing.flac: no such file" in error
-    run([*command, "--json"], 1)
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    events = [json.loads(line) for line in said([*command, "--json"], 1).out.splitlines()]
     for path in files:
         words = [y["word"] for x in events if x["file"] == str(path) and x["type"] == "words" for y in x["words"]]
         assert words == texts[str(path)].split()
     assert [x["file"] for x in events if x["type"] == "end"] == list(map(str, files))
     refused(["transcribe", "--model", corpus, *files], "has no checkpoint")
+    whole = pathlib.Path(__file__).parent / "golden/tdt"
+    assert "only one that was trained with --chunk can stream" in said(["stream", "--model", whole, files[0]], 2).err
 
 
 @pytest.mark.slow
@@ -353,7 +354,7 @@ def test_word_bonus(pieces):
     assert totals.tolist() == [len(text.split()) for text in texts] and not paid[..., len(pieces) :].any()
 
 
-def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
+def test_texts_of_ngrams(corpus, tmp_path, capsys, refused, said):
     """Corpora and texts together; what is left out is named, and what is wrong is one line."""
     (tmp_path / "t.txt").write_text("A <UNK> C </S>\n")  # marks of a model are no words
     (tmp_path / "m.jsonl").write_text('{"audio": "a", "text": "! ?"}\n{"audio": "a", "text": "A."}\n{')
@@ -361,8 +362,7 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
     assert "11 sentences, 7 1-grams" in capsys.readouterr().out  # A, AB, B, C, <s>, </s> and <unk>
     (tmp_path / "t.txt").write_text("A C\n")
     sources = corpus, tmp_path / "t.txt", tmp_path / "m.jsonl"
-    run(["ngram", tmp_path / "lm.arpa", *sources, "--order", 1, "--normalize", "basic"])
-    out, error = capsys.readouterr()
+    out, error = said(["ngram", tmp_path / "lm.arpa", *sources, "--order", 1, "--normalize", "basic"])
     assert "12 sentences, 7 1-grams" in out  # A, AB, B, C, <s>, </s> and <unk>
     assert error == "left out, no words: 1 (a)\nleft out, not JSON: 1 (m.jsonl line 3)\n"
     for file, source, message in (
@@ -379,7 +379,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is missing")
-def test_the_tutorial(tmp_path, capsys, monkeypatch):
+def test_the_tutorial(tmp_path, capsys, monkeypatch, said):
     """Its commands as they are, on two devices, recognise words, and so does a beam."""
     monkeypatch.chdir(tmp_path)
     text, printed = PAGE.read_text().replace(" recipes/", f" {PAGE.parents[1]}/recipes/"), []
@@ -387,8 +387,7 @@ def test_the_tutorial(tmp_path, capsys, monkeypatch):
     commands = re.findall(r"^    rnnt-speech (.*)", text, re.MULTILINE)
     assert [x.split()[0] for x in commands] == ["check", "train", "test", "transcribe", "transcribe"]
     for command in commands:
-        run(shlex.split(command, comments=True) + ["--devices", "2"] * command.startswith("train"))
-        printed.append(capsys.readouterr().out)
+        printed.append(said(shlex.split(command, comments=True) + ["--devices", "2"] * command.startswith("train")).out)
     check, training, rates, words, timed = printed
     assert "220 utterances" in check and "left out" not in check
     (found,), (expected,) = json.loads(timed), json.loads(re.search(r"^    (\[{.*)", text, re.MULTILINE)[1])

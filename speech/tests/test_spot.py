@@ -27,7 +27,7 @@ def log_prob_next(log_probs, labels, count):
 
 
 @pytest.mark.slow
-def test_phrases(tmp_path, monkeypatch, capsys, refused):
+def test_phrases(tmp_path, monkeypatch, capsys, refused, said):
     """Also in several windows; a phrase that greedy search wrote is where it wrote it."""
     model = random_model(**CONVOLUTIONAL, chunk=0, max_symbols=1)
     samples = np.random.default_rng(2).normal(0, 0.2, 16000).clip(-0.99, 0.99)
@@ -88,8 +88,7 @@ def test_phrases(tmp_path, monkeypatch, capsys, refused):
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
     (tmp_path / "p.txt").write_text("".join(f"{x.text}\t{x.threshold}\n" for x in phrases) + "AZ\n")
     command = ["spot", "--model", tmp_path, "--phrases", tmp_path / "p.txt"]
-    run([*command, "--json", tmp_path / "a.flac", tmp_path / "none.wav"], 1)
-    out, error = capsys.readouterr()
+    out, error = said([*command, "--json", tmp_path / "a.flac", tmp_path / "none.wav"], 1)
     told = [json.loads(x) for x in out.splitlines()]
     assert [(x["phrase"], x["start"]) for x in told] == [(x.text, round(x.start, 3)) for x in found]
     assert "cannot spell 'AZ'" in error and "none.wav: no such file" in error

@@ -16,7 +16,7 @@ from jax_rnnt_speech.recognition import activity, recognise, streams, unheard, w
 from jax_rnnt_speech.recognition.live import Windowed, Windows
 from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
-from support import CONVOLUTIONAL, arrays, asr, labels_of, random_model, run
+from support import CONVOLUTIONAL, arrays, asr, labels_of, random_model
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 RATE = 8000
@@ -161,7 +161,7 @@ def test_second_texts():
     assert unheard.joined(model, labels("", []), unsure, 10, 12 * seconds, 20 * seconds) is None
 
 
-def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
+def test_what_commands_say(deaf, tmp_path, monkeypatch, said):
     """In JSON and in a line for people; times count from the start of the file."""
     model, missing = deaf
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
@@ -170,8 +170,7 @@ def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
     audio.write(tmp_path / "a.flac", samples, RATE)
     (tmp_path / "m.jsonl").write_text(json.dumps({"audio": "a.flac", "offset": 0.5, "text": ""}))
     for source in ("a.flac", "m.jsonl"):
-        run(["transcribe", "--model", tmp_path, tmp_path / source, "--format", "json"])
-        out, error = capsys.readouterr()
+        out, error = said(["transcribe", "--model", tmp_path, tmp_path / source, "--format", "json"])
         ((spans,),) = [[[tuple(y.values()) for y in x["unheard"]] for x in json.loads(out)]]
         near(spans, [(1.0, 4.2)])
         assert "speech without words: 1.0 to 4." in error or "speech without words: 0.9 to 4." in error
