@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -306,10 +307,6 @@ def test_stream(streaming):
             assert found.labels == golden["stream_labels"].tolist() and found.frames == golden["stream_frames"].tolist()
 
 
-def leaves(model):
-    return [np.asarray(x) for x in jax.tree.leaves(model.params)]
-
-
 @pytest.mark.parametrize("kind", ["tdt", "streaming"])
 def test_what_is_written_is_read(kind, tmp_path, capsys, said):
     """Small steps of training come back to the bit; rounding is asked for, and said."""
@@ -320,8 +317,7 @@ def test_what_is_written_is_read(kind, tmp_path, capsys, said):
     run_of.close()
     assert not said(["convert", tmp_path / "whole", "--model", tmp_path / "run"]).out
     again = asr.models.read(tmp_path / "whole")
-    for a, b in zip(leaves(again), leaves(model), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(again.params, model.params)
     assert again.config == model.config.replace(init=str(tmp_path / "whole"))
     run(["convert", tmp_path / "half", "--model", tmp_path / "whole", "--dtype", "bfloat16"])
     assert capsys.readouterr().out == "weights are rounded to bfloat16\n"
@@ -359,8 +355,7 @@ def test_disks_without_room(form, tmp_path, refused):
     assert ("config.json" in names, "recogniser.json" in names) == ((True, False) if form == "own" else (False, True))
     assert (folder / "more/README.md").read_text() == "mine"
     assert {x.name for x in tmp_path.iterdir()} == {"card.txt", "model"}
-    for x, y in zip(leaves(asr.models.read(folder)), leaves(asr.models.read(model)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(asr.models.read(folder).params, asr.models.read(model).params)
 
 
 def test_files_of_weights(tmp_path, capsys):
@@ -518,8 +513,7 @@ def test_start(tmp_path):
     corpus = corpora.Recordings.__new__(corpora.Recordings)
     corpus.utterances, corpus.features = [utterances.Utterance("a", 9, "A B")], 16
     model, start = asr.models.fresh(config, corpus), asr.models.read(GOLDEN / "streaming")
-    for a, b in zip(*(jax.tree.leaves(x.params["encoder"]) for x in (model, start)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(*(x.params["encoder"] for x in (model, start)))
     assert (model.subsampling, model.chunk, model.tokens.pieces) == (16, 0, [" ", "A", "B"])
     x, lengths = np.zeros((2, 108, 16), np.float32), np.array([108, 80])
     rows, counts = jax.jit(lambda params: model.network(params).encode(x, lengths))(model.params)

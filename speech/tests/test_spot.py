@@ -34,8 +34,8 @@ def test_phrases(tmp_path, monkeypatch, capsys, refused, said):
     audio.write(tmp_path / "a.flac", samples, 8000)
     samples = audio.read(tmp_path / "a.flac", 8000)
     (greedy,) = recognise.transcribe(model, [("", samples)])
-    said = [greedy.labels[i : i + 3] for i in (4, 20)]
-    phrases = [spotting.Phrase(model.tokens.decode(x), x, -60.0) for x in [*said, [2, 0]]]
+    written = [greedy.labels[i : i + 3] for i in (4, 20)]
+    phrases = [spotting.Phrase(model.tokens.decode(x), x, -60.0) for x in [*written, [2, 0]]]
 
     @jax.jit
     def nodes(x, labels):

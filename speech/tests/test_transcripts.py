@@ -8,6 +8,7 @@ import types
 import unicodedata
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -332,8 +333,8 @@ def test_phrases_of_a_ctc_head(tmp_path, monkeypatch, refused, said):
     assert deep.earned(0) == pytest.approx(2 + 3 + np.log(2) + 3 + np.log(3))
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
     samples = np.random.default_rng(5).normal(0, 0.2, 8000).astype(np.float32)
-    heard, said = (next(recognise.transcribe(model, [("", samples)], Decoding(ctc=x))).text for x in (True, False))
-    word = next(x for x in heard.split() if x not in said)
+    heard, plain = (next(recognise.transcribe(model, [("", samples)], Decoding(ctc=x))).text for x in (True, False))
+    word = next(x for x in heard.split() if x not in plain)
     audio.write(tmp_path / "a.flac", samples, 8000)
     (tmp_path / "p.txt").write_text(f"{word}\n")
     command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--phrases", tmp_path / "p.txt"]
@@ -470,8 +471,7 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypa
     assert facts[0] == "Licence: none." and digest in facts[2]
     assert len({x.stat().st_mode for x in folder.iterdir()}) == 1  # who may read one may read all
     first, again = (asr.models.read(x) for x in (trained[0], folder))
-    for x, y in zip(*(jax.tree.leaves(x.params) for x in (first, again)), strict=True):
-        np.testing.assert_array_equal(np.float16(x), y)
+    chex.assert_trees_all_equal(jax.tree.map(np.float16, first.params), again.params)
     assert again.config.data.train == "all.jsonl" and str(corpus) not in (folder / "recogniser.json").read_text()
     monkeypatch.setenv("RNNT_SPEECH_MODEL", str(folder))
     capsys.readouterr()

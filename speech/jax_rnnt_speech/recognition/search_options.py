@@ -173,10 +173,8 @@ def decoding_of(options, model):
     if ctc and (options.beam or fusion or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     language = model.language(options.prompt) if options.prompt else None
-    kind, mask = (
-        None if kind == PROBABILITY else decode.Entropy(kind),
-        allowed(model, options.script, options.only_characters),
-    )
+    kind = None if kind == PROBABILITY else decode.Entropy(kind)
+    mask = allowed(model, options.script, options.only_characters)
     return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter)
 
 

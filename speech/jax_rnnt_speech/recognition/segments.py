@@ -189,41 +189,34 @@ def loaded(entries, rate):
             for x in group:
                 yield x.name, UserError(f"{x.name}: {x.reason}")
             continue
-        source = Cutting(group[0], rate)
+        short = cuts([x for x in group if x.end - x.start <= HELD], rate)
         for x in group:
-            if x.end - x.start > HELD:
-                yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
-            else:
-                yield x.name, source.cut(x)
+            long = x.end - x.start > HELD
+            yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel) if long else next(short)
 
 
-class Cutting:
-    """Samples of a recording as it is decoded, from the start of the last segment on."""
+def cuts(entries, rate):
+    """The samples of each segment, or a UserError: cut out of a recording as it is decoded, in order of their starts.
 
-    def __init__(self, entry, rate):
-        self.rate, self.held, self.begin, self.failed = rate, np.zeros(0, np.float32), 0, None
-        self.pieces = audio.pieces(entry.audio, rate, 0.0, None, entry.channel)
-
-    def cut(self, entry):
-        """The samples of a segment that begins no earlier than the one before, or a UserError."""
-        first, last = (round(x * self.rate) for x in (entry.start, entry.end))
-        held, size = [self.held], len(self.held)
-        while self.begin + size < last and self.pieces is not None:
+    Samples are held from the start of the last segment on.
+    """
+    pieces, error = audio.pieces(entries[0].audio, rate, 0.0, None, entries[0].channel) if entries else None, None
+    held, begin = np.zeros(0, np.float32), 0
+    for x in entries:
+        first, last = (round(y * rate) for y in (x.start, x.end))
+        parts, end = [held], begin + len(held)
+        while end < last and pieces:
             try:
-                piece = next(self.pieces, None)
-            except UserError as error:
-                self.failed, piece = error, None
-            if piece is None:
-                self.pieces = None
+                parts.append(next(pieces))
+            except (StopIteration, UserError) as stopped:
+                pieces, error = None, stopped if isinstance(stopped, UserError) else None
                 break
-            held.append(piece)
-            size += len(piece)
-            if self.begin + size <= first:  # all of it is before the segment
-                self.begin, held, size = self.begin + size, [], 0
-        self.held = np.concatenate([np.zeros(0, np.float32), *held])
-        dropped = min(max(0, first - self.begin), size)
-        self.held, self.begin = self.held[dropped:], self.begin + dropped
-        found, missing = self.held[: max(0, last - self.begin)], last - self.begin - len(self.held)
-        if self.pieces is None and (not len(found) or missing > audio.SLACK * self.rate):
-            return self.failed or audio.AudioError(entry.audio, "a segment beyond the end of its file")
-        return found
+            end += len(parts[-1])
+            if end <= first:  # all of it is before the segment
+                parts, begin = [], end
+        held = np.concatenate([np.zeros(0, np.float32), *parts])
+        dropped = min(max(0, first - begin), len(held))
+        held, begin = held[dropped:], begin + dropped
+        found, missing = held[: max(0, last - begin)], last - begin - len(held)
+        lacks = not pieces and (not len(found) or missing > audio.SLACK * rate)
+        yield (error or audio.AudioError(x.audio, "a segment beyond the end of its file")) if lacks else found
