@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 
 from jax_rnnt_speech.recognition import activity
-from jax_rnnt_speech.recognition.splicing import spliced, words_of
+from jax_rnnt_speech.recognition.results import spliced, words_of
 
 LEAST = 1.0  # seconds of speech without a label that count, if no pause in them is longer than this
 AROUND = 0.5  # seconds before and after a label in which speech may be its own
