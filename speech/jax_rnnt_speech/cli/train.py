@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from jax_rnnt_speech import models, runs
-from jax_rnnt_speech.config import OPTIONS, Config, command_line, files, flag, named
+from jax_rnnt_speech.config import FIXED, OPTIONS, Config, command_line, files, flag, named
 from jax_rnnt_speech.config.options import names, sources
 from jax_rnnt_speech.data import archives, corpora, texts
 from jax_rnnt_speech.model import encoders
@@ -27,10 +27,11 @@ def resumed(options, start):
     earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}"))
     now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
-        option, before, metadata = flag(name), earlier.get(name), OPTIONS[name][1].metadata
+        option, before, (section, field) = flag(name), earlier.get(name), OPTIONS[name]
+        metadata = {"fixed": section in FIXED} | field.metadata
         if now.get(name) == before or metadata.get("free"):
             continue
-        refuse_if(metadata.get("fixed"), f"{start.workdir} holds a model with {option} {before}, got {x}")
+        refuse_if(metadata["fixed"], f"{start.workdir} holds a model with {option} {before}, got {x}")
         if not start.change:
             raise UserError(f"{start.workdir} holds a run with {option} {before}, got {x}: --change allows that")
         off = metadata.get("off", x)
