@@ -16,10 +16,7 @@ import sentencepiece
 import jax_rnnt_speech as asr
 from jax_rnnt_speech import cli, pretrained  # noqa: F401
 from jax_rnnt_speech.data import audio, batches, corpora
-from jax_rnnt_speech.model import (
-    Model,
-    transducer,  # noqa: F401
-)
+from jax_rnnt_speech.model import Model, transducer  # noqa: F401
 from jax_rnnt_speech.runs import checkpoints  # noqa: F401
 from jax_rnnt_speech.training import devices, epochs, steps, train  # noqa: F401
 

@@ -29,9 +29,8 @@ def film(path, container, codec, sounds=(SWEEP,), video=None, late=0.0, pause=(0
     with av.open(str(path), "w", format=container, options=options) as file:
         packets, tracks = [], [file.add_stream(codec, rate=rate, layout="mono") for _ in sounds]
         if video:
-            kind = {"webm": "libvpx", "mpegts": "mpeg2video", "mpeg": "mpeg2video", "flv": "flv"}.get(
-                container, "mpeg4"
-            )
+            kinds = {"webm": "libvpx", "mpegts": "mpeg2video", "mpeg": "mpeg2video", "flv": "flv"}
+            kind = kinds.get(container, "mpeg4")
             fps = 25 if kind == "mpeg2video" else 5
             pictures = file.add_stream(kind, rate=fps)
             pictures.width = pictures.height = 16

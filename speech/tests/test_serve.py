@@ -160,9 +160,8 @@ def test_texts_of_files(served, corpus, tmp_path):
             assert [fits(x, "segment")["id"] for x in whole["segments"]] == [*range(len(whole["segments"]))]
             assert [i for x in whole["segments"] for i in x["tokens"]] == result.labels
             assert whole["duration"] == truth.duration >= max((x["end"] for x in whole["segments"]), default=0)
-            assert truth.space.join(x["text"] for x in whole["segments"]) == truth.space.join(
-                x.text for x in truth.words
-            )
+            segments = truth.space.join(x["text"] for x in whole["segments"])
+            assert segments == truth.space.join(x.text for x in truth.words)
         (model,) = (await (await client.get("/v1/models")).json())["data"]
         assert model == await (await client.get("/v1/models/tiny")).json()
         assert fits(model, "model")["id"] == "tiny"
@@ -252,9 +251,8 @@ def test_bad_requests(served, corpus):
         ("prompt", "x" * 70_000), ("file", "twice"), ("languages[]", "de"), ("include[]", "x"), ("model[]", "tiny"),
     )]  # fmt: skip
     forms += [FormData({"model": "tiny"}), form(good, model=["tiny", "tiny"]), form(b"x", stream="true")]
-    forms += [
-        form(good, response_format="srt", **{name: x}) for name, x in (("stream", "true"), ("include[]", "logprobs"))
-    ]
+    captions = {"stream": "true", "include[]": "logprobs"}  # which have neither
+    forms += [form(good, response_format="srt", **{name: x}) for name, x in captions.items()]
     forms += [form(bytes(n)) for n in (50_000, 200_000)]
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
     head = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x\r\nContent-Disposition: form-data; '
@@ -348,9 +346,8 @@ def test_events(served, corpus, monkeypatch):
             assert file.watch(found)
         assert go_on.wait(20)
         file.watch(asr.recognition.results.Labels(labels("A BC"), [], [-0.5, -0.25, -1.0, 0.0], [], []))
-        return [
-            server.Problem(400, "cut off") if b"bad" in file.getvalue() else transcripts.Transcript("A BC", 1.0, [])
-        ]
+        bad = b"bad" in file.getvalue()
+        return [server.Problem(400, "cut off") if bad else transcripts.Transcript("A BC", 1.0, [])]
 
     async def conversation(client):
         for include, more in ({}, {}), ({"include[]": "logprobs"}, {"response_format": "json"}):

@@ -100,9 +100,8 @@ def files_of(folder):
         whole.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
-        fine = (
-            isinstance(index, dict) and index and all(isinstance(x, str) and x == Path(x).name for x in index.values())
-        )
+        fine = isinstance(index, dict) and index
+        fine = fine and all(isinstance(x, str) and x == Path(x).name for x in index.values())
         require(fine, folder / INDEX, "weight_map", "an object of files in this folder by tensors", index)
         used = {file: {name for name, x in index.items() if x == file} for file in sorted({*index.values()})}
     elif WEIGHTS in there or (len(there) == 1 and not whole):

@@ -219,9 +219,8 @@ def write(model, folder, dtype="float32"):
 
 
 def channels_of(source):
-    return source["config.json"]["encoder_config"].get(
-        "subsampling_conv_channels", EncoderConfig.subsampling_conv_channels
-    )
+    name = "subsampling_conv_channels"
+    return source["config.json"]["encoder_config"].get(name, getattr(EncoderConfig, name))
 
 
 def names_of(path, config):

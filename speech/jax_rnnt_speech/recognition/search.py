@@ -84,9 +84,8 @@ def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=Fal
     if decoding.beam:
         hypotheses = decode.Search(*networks, **chosen).beam(rows, lengths, decoding.beam, state=state)
         return hypotheses if every else best(hypotheses)
-    return decode.Search(*networks, duration_choice=options.duration_choice, **chosen).greedy(
-        rows, lengths, state=state
-    )
+    chosen["duration_choice"] = options.duration_choice
+    return decode.Search(*networks, **chosen).greedy(rows, lengths, state=state)
 
 
 def next_part(model, network, rows, lengths, state, deadline, decoding):

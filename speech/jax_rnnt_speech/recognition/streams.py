@@ -153,9 +153,8 @@ class Words:
         before, both = (self.model.tokens.decode(x) for x in (self.before, self.before + some.labels))
         self.said += both.removeprefix(before)
         self.before = (self.before + some.labels)[-CONTEXT:]
-        return transcripts.words(
-            self.model, some.labels, some.frames, some.confidences, some.durations, duration=duration
-        )
+        heard = some.labels, some.frames, some.confidences, some.durations
+        return transcripts.words(self.model, *heard, duration=duration)
 
     def without_ends(self, part):
         return part.chosen([i for i, x in enumerate(part.labels) if x not in self.last_labels])

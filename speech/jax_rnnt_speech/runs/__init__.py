@@ -80,9 +80,7 @@ class Run:
                 if self.overwrite:
                     self.set_aside()
         hosts.wait("an earlier run is set aside")
-        from jax_rnnt_speech.runs.checkpoints import (
-            Checkpoints,  # Orbax is slow to import, and a run alone needs it
-        )
+        from jax_rnnt_speech.runs.checkpoints import Checkpoints  # Orbax is slow to import, and a run alone needs it
 
         self.manager, self.best = Checkpoints(self.workdir / CHECKPOINTS, 2), Checkpoints(self.workdir / BEST, 1)
 
