@@ -11,6 +11,6 @@ The rooms, from the ground floor up; a module imports those of its own room and 
 `pretrained`: what a training may start from, and what transcribes without one.
 `models`: a model of any folder, of a run or pretrained; and the model of a new training.
 `training`: from a corpus to a model: what is made small, which parameters learn, steps, epochs.
-`serving`: a model for others, over HTTP or as one file.
+`serving`: a model for others, over HTTP.
 `cli`: the commands.
 """

@@ -16,7 +16,7 @@ from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model, encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
-from jax_rnnt_speech.system import UserError, hosts, programs
+from jax_rnnt_speech.system import UserError, hosts, programs, refuse_if
 
 KINDS = {"package": package, "hugging_face": hugging_face, "whisper": whisper, "nemo": nemo}
 VARIABLE = "RNNT_SPEECH_MODEL"
@@ -36,8 +36,7 @@ def kind_of(folder):
         return "whisper" if whisper.is_whisper(folder) else "hugging_face"
     if any(x.suffix == ".nemo" and x.is_file() for x in (folder, *folder.glob("*.nemo"))):
         return "nemo"
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no folder")
+    refuse_if(not folder.is_dir(), f"{folder} is no folder")
     known = f"neither checkpoints/ of a run, nor {package.SETUP}, nor config.json, nor model.bin, nor a .nemo file"
     raise UserError(f"{folder} has no checkpoint: {known}")
 
@@ -113,8 +112,7 @@ def open_model(folder=None, platform=None, checkpoint=None, dtype=None):
     model = read(folder, best=checkpoint != "last")
     if len(model.mean) != model.extractor.mels:
         raise UserError(f"{folder} holds a model of {len(model.mean)} features a frame that are not those of audio")
-    if not model.tokens.pieces:
-        raise UserError(f"{folder} has an encoder alone: rnnt-speech train --init {folder}")
+    refuse_if(not model.tokens.pieces, f"{folder} has an encoder alone: rnnt-speech train --init {folder}")
     return model if dtype in (None, model.config.compute.dtype) else computing(model, dtype)
 
 

@@ -33,16 +33,26 @@ def pytest_configure(config):
 
 
 @pytest.fixture
-def refused(capsys):
+def refused(said):
     """Asserts that a command says one line with this message, and ends with this status."""
 
     def check(arguments, message, status=2):
-        capsys.readouterr()
-        run(arguments, status)
-        error = capsys.readouterr().err
+        error = said(arguments, status).err
         assert message in error and len(error.strip().splitlines()) == 1
 
     return check
+
+
+@pytest.fixture
+def said(capsys):
+    """What a command that ends with this status writes: its output, and its errors."""
+
+    def call(arguments, status=0):
+        capsys.readouterr()
+        run(arguments, status)
+        return capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,7 @@ import sentencepiece
 import jax_rnnt_speech as asr
 from jax_rnnt_speech import cli, pretrained  # noqa: F401
 from jax_rnnt_speech.data import audio, batches, corpora
-from jax_rnnt_speech.model import (
-    Model,
-    transducer,  # noqa: F401
-)
+from jax_rnnt_speech.model import Model, transducer  # noqa: F401
 from jax_rnnt_speech.runs import checkpoints  # noqa: F401
 from jax_rnnt_speech.training import devices, epochs, steps, train  # noqa: F401
 
@@ -49,6 +46,12 @@ def subwords(lines, **options):
     file, options = io.BytesIO(), {"model_type": "bpe", "character_coverage": 1.0, "minloglevel": 2} | options
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines * 20), model_writer=file, **options)
     return asr.data.tokens.Subwords(file.getvalue())
+
+
+def labels_of(numbers, frames, sure=0.9, duration=1):
+    """Labels in some frames, all as probable, each of so many frames."""
+    rest = ([x] * len(numbers) for x in (float(np.log(sure)), sure, duration))
+    return asr.recognition.results.Labels([*numbers], [*frames], *rest)
 
 
 def write_audio(path, seconds, rate=8000, channels=1, seed=0):

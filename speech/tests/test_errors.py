@@ -14,7 +14,7 @@ from jax_rnnt_speech.data import batches, corpora
 from jax_rnnt_speech.recognition import errors
 from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.training.evaluation import Evaluation
-from support import asr, run, write_audio
+from support import asr, write_audio
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def test_interval():
 
 
 @pytest.mark.slow
-def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
+def test_of_a_corpus(corpus, trained, tmp_path, monkeypatch, said):
     """Figures are those of the texts that `transcribe` prints, also of utterances that no training takes."""
     (tmp_path / "a.py").write_text("def plain(x): return x.replace('!', '')\n")
     write_audio(tmp_path / "long.wav", 21.0)
@@ -70,14 +70,12 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
     lines += [{"audio": "missing.wav", "text": "A"}, {"audio": str(listed[0]), "text": ""}]
     manifest = tmp_path / "m.jsonl"
     manifest.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    run(["transcribe", "--model", trained[0], *texts])
-    heard = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
+    heard = dict(line.split("\t") for line in said(["transcribe", "--model", trained[0], *texts]).out.splitlines())
     workdir = shutil.copytree(trained[0], tmp_path / "run")
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # cut off
     command = ["test", "--model", workdir, manifest, "--normalize", f"{tmp_path}/a.py:plain"]
-    run([*command, "--json", "--output", tmp_path / "o.jsonl", "--pictures", tmp_path / "page"], 1)
-    out, error = capsys.readouterr()
+    out, error = said([*command, "--json", "--output", tmp_path / "o.jsonl", "--pictures", tmp_path / "page"], 1)
     x = json.loads(out)
     assert list(x) == ["wer", "cer", "interval", "insertions", "deletions", "substitutions", "words", "utterances",
                        "left_out", "seconds_of_audio", "seconds"]  # fmt: skip
@@ -98,15 +96,14 @@ def test_of_a_corpus(corpus, trained, tmp_path, capsys, monkeypatch):
         light, dark = (pictures.plt.imread(tmp_path / f"page/{name}{x}.png") for x in ("", "-dark"))
         assert light[0, 0, 0] == 1 and dark[0, 0, 0] < 0.1 and light.shape[1] == 780 and light.std() > 0.05
     monkeypatch.setattr(testing, "SPEAKERS", 1)
-    run([*command[:4], tmp_path / "nowhere", *command[4:], "--output", tmp_path / "o.tsv"], 1)
-    out, error = capsys.readouterr()
+    out, error = said([*command[:4], tmp_path / "nowhere", *command[4:], "--output", tmp_path / "o.tsv"], 1)
     assert f"left out, does not exist: 1 ({tmp_path}/nowhere)" in error and "and 1 more speakers, all with a low" in out
     assert f"WER {x['wer']:.1f}% (95% interval " in out and "1000 resamples" in out and "speaker " in out
     with (tmp_path / "o.tsv").open(newline="") as file:
         assert [row["difference"] for row in csv.DictReader(file, delimiter="\t")] == [y["difference"] for y in rows]
 
 
-def test_what_cannot_be_tested(corpus, trained, tmp_path, refused, capsys):
+def test_what_cannot_be_tested(corpus, trained, tmp_path, refused, said):
     command = ["test", "--model", trained[0]]
     for more, message in (
         ([tmp_path / "nowhere"], "nowhere does not exist"),
@@ -117,11 +114,10 @@ def test_what_cannot_be_tested(corpus, trained, tmp_path, refused, capsys):
         ([corpus / "all.jsonl", "--ngram", "x"], "--ngram needs --beam"),
     ):
         refused([*command, *more], message)
-    run(["train", "--help"])
-    assert "batches for each update (1)\n" in capsys.readouterr().out  # a default of 1 is said
+    assert "batches for each update (1)\n" in said(["train", "--help"]).out  # a default of 1 is said
 
 
-def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
+def test_rates_of_a_training(corpus, trained, tmp_path, said):
     """They are those of `test`, also of texts without a loss: too many labels, or characters that no label has."""
     rows = [json.loads(x) for x in (corpus / "all.jsonl").read_text().splitlines()][:4]
     rows[1]["text"], rows[3]["text"] = "A B " * 20, "AZ B"
@@ -140,8 +136,6 @@ def test_rates_of_a_training(corpus, trained, tmp_path, capsys):
     (some, names), (two, _) = rates(range(4)), rates([0, 2])
     assert {x.removeprefix("from the loss alone, ") for x in names} == {
         "characters outside the vocabulary", "fewer frames than labels"}  # fmt: skip
-    capsys.readouterr()
-    run(["test", "--model", trained[0], corpus / "rates.jsonl", "--json"])
-    x = json.loads(capsys.readouterr().out)
+    x = json.loads(said(["test", "--model", trained[0], corpus / "rates.jsonl", "--json"]).out)
     assert x["utterances"] == 4 and (some.wer, some.cer) == pytest.approx((x["wer"], x["cer"]))
     assert some.loss == pytest.approx(two.loss, rel=1e-5) and some.cer != two.cer

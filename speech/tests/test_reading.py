@@ -191,15 +191,8 @@ def test_hugging_face(folder, tmp_path):
 def test_lhotse(folder):
     """Cuts: a supervision is a part of its cut, which is a part of the recording; what is no file is named."""
     file = {"type": "file", "channels": [0], "source": "a.wav"}
-    said = {
-        "id": "s",
-        "recording_id": "r",
-        "start": 0.25,
-        "duration": 1.0,
-        "channel": 0,
-        "text": "hello",
-        "speaker": "z",
-    }
+    said = {"id": "s", "recording_id": "r", "start": 0.25, "duration": 1.0, "channel": 0, "text": "hello"}
+    said |= {"speaker": "z"}
     two = {"type": "file", "channels": [0, 1], "source": "b.flac"}
     rows = [
         cut([file], [said, said | {"id": "t", "start": 1.25, "duration": 0.5}]),
@@ -499,34 +492,29 @@ def test_corpus_of_segments(folder):
     }
 
 
-def test_check(folder, capsys, tmp_path, refused):
+def test_check(folder, capsys, tmp_path, refused, said):
     """Figures of a corpus, by hand; the status says whether something is left out, or all."""
     rows = [{"audio": "a.wav", "text": f"Word {i}"} for i in range(12)] + [{"audio": "b.flac", "text": "é"}]
     (folder / "check.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    run(["check", folder / "check.jsonl", "--json", "--normalize", "basic"])
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said(["check", folder / "check.jsonl", "--json", "--normalize", "basic"]).out)
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
     assert found["utterances"] == 13 and found["hours"] == pytest.approx(13 * 3 / 3600)
     assert found["words"] == 25 and found["left_out"] == {}
     assert found["characters"] == 12 * 5 + sum(map(len, words)) + 1
     assert found["labels"] == len(set("word " + "".join(words) + "é"))
-    run(["check", folder / "check.jsonl", "--normalize", "basic"])
-    out = capsys.readouterr().out
+    out = said(["check", folder / "check.jsonl", "--normalize", "basic"]).out
     assert "13 utterances, 0.0108 hours" in out and "'Word 1' -> 'word one'" in out
     assert len([x for x in out.splitlines() if " -> " in x]) == 10 and "padding: 0%, 0% with one shape" in out
     rows = {"audio": "a.wav", "text": "It cost $5.", "speaker": []}, {"audio": "b.flac", "text": "$5 and $5, 007 and 7"}
     (tmp_path / "left.jsonl").write_text("\n".join(json.dumps(x | {"audio": f"{folder}/{x['audio']}"}) for x in rows))
     command, names = ["check", tmp_path / "left.jsonl"], [f"{folder}/a.wav", f"{folder}/b.flac"]
-    run([*command, "--normalize", "basic", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said([*command, "--normalize", "basic", "--json"]).out)
     assert found["not_read_aloud"] == {"$5": names, "007": names[1:]} and not found["left_out"]
     assert found["notes"] == {"the speaker is no name": names[:1]}
-    run([*command, "--normalize", "basic"])
-    out = capsys.readouterr().out
+    out = said([*command, "--normalize", "basic"]).out
     assert f"not read aloud, $5: 2 ({names[0]}, {names[1]})" in out and "in 2 utterances: 2 different" in out
     assert f"used all the same, the speaker is no name: 1 ({names[0]})" in out
-    run([*command, "--json"])
-    assert json.loads(capsys.readouterr().out)["not_read_aloud"] == {}  # texts as they are
+    assert json.loads(said([*command, "--json"]).out)["not_read_aloud"] == {}  # texts as they are
     run(["check", folder / "check.jsonl", folder / "none.jsonl", "--alphabet", "Word 0123456789", "--json"], 1)
     found, error = capsys.readouterr()
     left = {"characters outside the vocabulary": ["b.flac"], "does not exist": [str(folder / "none.jsonl")]}
@@ -543,6 +531,5 @@ def test_check(folder, capsys, tmp_path, refused):
     run(["check", tmp_path / "nothing.jsonl", folder / "check.jsonl", "--json"], 1)
     assert json.loads(capsys.readouterr().out)["left_out"] == {"nothing is listed": ["nothing.jsonl"]}
     (tmp_path / "bad.jsonl").write_text("{")
-    run(["check", tmp_path / "bad.jsonl", "--json"], 2)
-    found, error = capsys.readouterr()
+    found, error = said(["check", tmp_path / "bad.jsonl", "--json"], 2)
     assert json.loads(found)["left_out"] == {"not JSON": ["bad.jsonl line 1"]} and error.count("\n") == 1

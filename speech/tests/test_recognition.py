@@ -19,36 +19,38 @@ import pytest
 
 from jax_rnnt import LinearJoint
 from jax_rnnt_speech.data import utterances
-from jax_rnnt_speech.recognition import recognise, results, search_options, streams, transcripts, windows
+from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, windows
+from jax_rnnt_speech.recognition.live import Windowed
 from jax_rnnt_speech.recognition.search import Decoding, in_float32
 from jax_rnnt_speech.system import hosts
-from support import asr, random_model, run, subwords
+from support import CONVOLUTIONAL, asr, labels_of, random_model, run, subwords, write_audio
 
 
-def test_stream_is_transcribe(corpus, trained, capsys, refused):
+def test_stream_is_transcribe(corpus, trained, tmp_path, capsys, refused, said):
     """Both find the same text; a file that is bad, or missing, is named and the others are transcribed."""
-    files = sorted(corpus.rglob("*.flac"))[:2]
-    run(["transcribe", "--model", trained[0], *files, corpus / "missing.flac"], 1)
-    out, error = capsys.readouterr()
+    files, bad, empty = sorted(corpus.rglob("*.flac"))[:2], tmp_path / "m.jsonl", tmp_path / "empty.wav"
+    write_audio(empty, 0, rate=16000)  # twice that of the model
+    bad.write_text('{"audio": 3}')
+    out, error = said(["transcribe", "--model", trained[0], empty, bad, *files, corpus / "missing.flac"], 1)
     texts = dict(line.split("\t") for line in out.splitlines())
-    assert list(texts) == list(map(str, files)) and f"{corpus}/missing.flac: no such file" in error
+    assert list(texts) == list(map(str, (empty, *files))) and texts.pop(str(empty)) == ""
+    assert f"{corpus}/missing.flac: no such file" in error and "m.jsonl line 1: the name of the audio" in error
     with contextlib.redirect_stderr(None):  # closed, as some services start programs
         run(["transcribe", "--model", trained[0], *files, corpus / "missing.flac"], 1)
     assert capsys.readouterr().out == "".join(f"{path}\t{texts[str(path)]}\n" for path in files)
     for path in files:
-        run(["stream", "--model", trained[0], path])
-        assert capsys.readouterr().out.rstrip("\n") == texts[str(path)]
+        assert said(["stream", "--model", trained[0], path]).out.rstrip("\n") == texts[str(path)]
     command = ["stream", "--model", trained[0], *files, corpus / "missing.flac"]
-    run(command, 1)
-    out, error = capsys.readouterr()
+    out, error = said(command, 1)
     assert dict(line.split("\t") for line in out.splitlines()) == texts and "missing.flac: no such file" in error
-    run([*command, "--json"], 1)
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    events = [json.loads(line) for line in said([*command, "--json"], 1).out.splitlines()]
     for path in files:
         words = [y["word"] for x in events if x["file"] == str(path) and x["type"] == "words" for y in x["words"]]
         assert words == texts[str(path)].split()
     assert [x["file"] for x in events if x["type"] == "end"] == list(map(str, files))
     refused(["transcribe", "--model", corpus, *files], "has no checkpoint")
+    whole = pathlib.Path(__file__).parent / "golden/tdt"
+    assert "only one that was trained with --chunk can stream" in said(["stream", "--model", whole, files[0]], 2).err
 
 
 @pytest.mark.slow
@@ -116,6 +118,50 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
     assert "nobody waits" in long.error and len([*pieces]) == 2
 
 
+@pytest.mark.parametrize(
+    ("beam", "options"), [(0, {"loss": "tdt", "durations": (0, 1, 4)}), pytest.param(3, {}, marks=pytest.mark.slow)]
+)
+def test_live_windows(beam, options):
+    """Live text by encoders that see whole windows: that of the whole where each window has all that a row sees.
+
+    Also where durations reach over a cut; whatever pieces samples come in; short ones are one window.
+    """
+    model = random_model(**CONVOLUTIONAL, chunk=0, **options)
+    samples = np.random.default_rng(1).normal(size=16000).astype(np.float32) * (1 + np.sin(np.arange(16000) / 500))
+    samples *= 0.1
+    (whole,) = recognise.transcribe(model, [("", samples)], Decoding(beam))
+    sizes = {"left": 0.4, "chunk": 5 * model.seconds, "right": 0.4}  # a row sees less than 0.2 s around it
+    found = []
+    for cuts in ([], [1, 700, 701, 9000], range(333, 16000, 333)):
+        live, heard, opened = Windowed(model, Decoding(beam), **sizes), [], []
+        run, most = live.slots.run, 0
+        live.slots.run = lambda steps, run=run, seen=opened: seen.append(run(steps)[0]) or seen[-1:]
+        for piece in np.split(samples, cuts):
+            heard += live.feed(piece)
+            most = max(most, len(live.samples))
+        found.append(heard + live.finish())
+        if len(cuts) > 40:
+            assert most <= sum(sizes.values()) * 8000 + 333 + 2 * live.step
+    assert [x.text for x in found[0]] == whole.text.split() and len(whole.labels) > 20
+    assert found[0] == found[1] == found[2]
+    counted = [x for part, *_ in opened for x in part.labels]
+    assert counted == whole.labels[: len(counted)] and len(opened) > 5
+    if not beam:  # each window's open labels are what the next ones make final
+        frames = np.array(whole.frames)
+        for part, unsure, _ in opened[:-1]:
+            if unsure.labels:
+                place = np.searchsorted(frames, unsure.frames[0])
+                assert unsure.labels[:2] == whole.labels[place:][:2] or unsure.frames[0] in part.frames
+    live = Windowed(model, Decoding(beam), left=1, chunk=1, right=1)
+    assert [x.text for x in live.feed(samples) + live.finish()] == whole.text.split()
+    assert live.row == 0  # all of it was the last window
+    for more, message in (({"chunk": 0.001}, "the least chunk"), ({"left": 1e9}, "the model hears 3600 s at most")):
+        with pytest.raises(asr.system.UserError, match=message):
+            Windowed(model, **more)
+    with pytest.raises(asr.system.UserError, match="this one streams"):
+        Windowed(random_model(**CONVOLUTIONAL))
+
+
 def test_sums_in_float32():
     """Products of a joint network in bfloat16 have sums, and a hidden row, of float32."""
     rng, half = np.random.default_rng(0), lambda x: jnp.asarray(x, jnp.bfloat16)
@@ -129,9 +175,7 @@ def test_sums_in_float32():
 
 def test_words_of_streams():
     """A word is given once the next one begins, and they share no frame; ends come after silence, or at a label."""
-    labels = lambda text, frames: results.Labels(
-        *([tokens.pieces.index(x) for x in text], frames, [0.0] * len(text), [1.0] * len(text), [1] * len(text))
-    )
+    labels = lambda text, frames: labels_of([tokens.pieces.index(x) for x in text], frames)
 
     def said(*parts, silence=1.0):
         words, found = streams.Words(types.SimpleNamespace(tokens=tokens, seconds=0.1), silence), []
@@ -355,7 +399,7 @@ def test_word_bonus(pieces):
     assert totals.tolist() == [len(text.split()) for text in texts] and not paid[..., len(pieces) :].any()
 
 
-def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
+def test_texts_of_ngrams(corpus, tmp_path, capsys, refused, said):
     """Corpora and texts together; what is left out is named, and what is wrong is one line."""
     (tmp_path / "t.txt").write_text("A <UNK> C </S>\n")  # marks of a model are no words
     (tmp_path / "m.jsonl").write_text('{"audio": "a", "text": "! ?"}\n{"audio": "a", "text": "A."}\n{')
@@ -363,8 +407,7 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys, refused):
     assert "11 sentences, 7 1-grams" in capsys.readouterr().out  # A, AB, B, C, <s>, </s> and <unk>
     (tmp_path / "t.txt").write_text("A C\n")
     sources = corpus, tmp_path / "t.txt", tmp_path / "m.jsonl"
-    run(["ngram", tmp_path / "lm.arpa", *sources, "--order", 1, "--normalize", "basic"])
-    out, error = capsys.readouterr()
+    out, error = said(["ngram", tmp_path / "lm.arpa", *sources, "--order", 1, "--normalize", "basic"])
     assert "12 sentences, 7 1-grams" in out  # A, AB, B, C, <s>, </s> and <unk>
     assert error == "left out, no words: 1 (a)\nleft out, not JSON: 1 (m.jsonl line 3)\n"
     for file, source, message in (
@@ -381,7 +424,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PAGE.exists(), reason="the documentation is missing")
-def test_the_tutorial(tmp_path, capsys, monkeypatch):
+def test_the_tutorial(tmp_path, capsys, monkeypatch, said):
     """Its commands as they are, on two devices, recognise words, and so does a beam."""
     monkeypatch.chdir(tmp_path)
     text, printed = PAGE.read_text().replace(" recipes/", f" {PAGE.parents[1]}/recipes/"), []
@@ -389,8 +432,7 @@ def test_the_tutorial(tmp_path, capsys, monkeypatch):
     commands = re.findall(r"^    rnnt-speech (.*)", text, re.MULTILINE)
     assert [x.split()[0] for x in commands] == ["check", "train", "test", "transcribe", "transcribe"]
     for command in commands:
-        run(shlex.split(command, comments=True) + ["--devices", "2"] * command.startswith("train"))
-        printed.append(capsys.readouterr().out)
+        printed.append(said(shlex.split(command, comments=True) + ["--devices", "2"] * command.startswith("train")).out)
     check, training, rates, words, timed = printed
     assert "220 utterances" in check and "left out" not in check
     (found,), (expected,) = json.loads(timed), json.loads(re.search(r"^    (\[{.*)", text, re.MULTILINE)[1])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech import runs
+from jax_rnnt_speech.cli import serve
 from jax_rnnt_speech.data import features, manifests
 from jax_rnnt_speech.recognition.search import Decoding
 from support import CONVOLUTIONAL, asr, configuration, random_model, run
@@ -29,7 +30,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from jax_rnnt import timing
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import recognise, transcripts
-from jax_rnnt_speech.serving import options, server
+from jax_rnnt_speech.serving import server
 
 ROUTE = "/v1/audio/transcriptions"
 # Required fields of openai-python 3.57: types.audio.TranscriptionVerbose, TranscriptionSegment, TranscriptionWord, the
@@ -160,9 +161,8 @@ def test_texts_of_files(served, corpus, tmp_path):
             assert [fits(x, "segment")["id"] for x in whole["segments"]] == [*range(len(whole["segments"]))]
             assert [i for x in whole["segments"] for i in x["tokens"]] == result.labels
             assert whole["duration"] == truth.duration >= max((x["end"] for x in whole["segments"]), default=0)
-            assert truth.space.join(x["text"] for x in whole["segments"]) == truth.space.join(
-                x.text for x in truth.words
-            )
+            segments = truth.space.join(x["text"] for x in whole["segments"])
+            assert segments == truth.space.join(x.text for x in truth.words)
         head = '--x\r\nContent-Disposition: form-data; name="file"\r\nContent-Transfer-Encoding: base64\r\n\r\n'
         body = (
             head.encode() + base64.encodebytes(files[0].read_bytes()) + b"\r\n--x\r\nContent-Disposition: form-data; "
@@ -228,7 +228,7 @@ def test_languages():
     """The language of a form decides the script of its labels; what decides nothing is not said, the unknown is 400."""
     pieces = asr.data.tokens.Characters("ABБ1 ")
     model = asr.model.Model(configuration(**CONVOLUTIONAL, chunk=0), pieces, [0.0] * 6, [1.0] * 6)
-    x = server.Server(model, Decoding(), options.Serving(name="tiny"))
+    x = server.Server(model, Decoding(), serve.Serving(name="tiny"))
 
     def asked(**fields):
         return x.checked({"model": ["tiny"]} | {name: [text] for name, text in fields.items()})
@@ -259,9 +259,8 @@ def test_bad_requests(served, corpus):
         ("prompt", "x" * 70_000), ("file", "twice"), ("languages[]", "de"), ("include[]", "x"), ("model[]", "tiny"),
     )]  # fmt: skip
     forms += [FormData({"model": "tiny"}), form(good, model=["tiny", "tiny"]), form(b"x", stream="true")]
-    forms += [
-        form(good, response_format="srt", **{name: x}) for name, x in (("stream", "true"), ("include[]", "logprobs"))
-    ]
+    captions = {"stream": "true", "include[]": "logprobs"}  # which have neither
+    forms += [form(good, response_format="srt", **{name: x}) for name, x in captions.items()]
     forms += [form(bytes(n)) for n in (50_000, 200_000)]
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
     head = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x\r\nContent-Disposition: form-data; '
@@ -355,9 +354,8 @@ def test_events(served, corpus, monkeypatch):
             assert file.watch(found)
         assert go_on.wait(20)
         file.watch(asr.recognition.results.Labels(labels("A BC"), [], [-0.5, -0.25, -1.0, 0.0], [], []))
-        return [
-            server.Problem(400, "cut off") if b"bad" in file.getvalue() else transcripts.Transcript("A BC", 1.0, [])
-        ]
+        bad = b"bad" in file.getvalue()
+        return [server.Problem(400, "cut off") if bad else transcripts.Transcript("A BC", 1.0, [])]
 
     async def conversation(client):
         for include, more in ({}, {}), ({"include[]": "logprobs"}, {"response_format": "json"}):

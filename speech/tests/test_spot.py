@@ -27,15 +27,15 @@ def log_prob_next(log_probs, labels, count):
 
 
 @pytest.mark.slow
-def test_phrases(tmp_path, monkeypatch, capsys, refused):
+def test_phrases(tmp_path, monkeypatch, capsys, refused, said):
     """Also in several windows; a phrase that greedy search wrote is where it wrote it."""
     model = random_model(**CONVOLUTIONAL, chunk=0, max_symbols=1)
     samples = np.random.default_rng(2).normal(0, 0.2, 16000).clip(-0.99, 0.99)
     audio.write(tmp_path / "a.flac", samples, 8000)
     samples = audio.read(tmp_path / "a.flac", 8000)
     (greedy,) = recognise.transcribe(model, [("", samples)])
-    said = [greedy.labels[i : i + 3] for i in (4, 20)]
-    phrases = [spotting.Phrase(model.tokens.decode(x), x, -60.0) for x in [*said, [2, 0]]]
+    written = [greedy.labels[i : i + 3] for i in (4, 20)]
+    phrases = [spotting.Phrase(model.tokens.decode(x), x, -60.0) for x in [*written, [2, 0]]]
 
     @jax.jit
     def nodes(x, labels):
@@ -88,8 +88,7 @@ def test_phrases(tmp_path, monkeypatch, capsys, refused):
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
     (tmp_path / "p.txt").write_text("".join(f"{x.text}\t{x.threshold}\n" for x in phrases) + "AZ\n")
     command = ["spot", "--model", tmp_path, "--phrases", tmp_path / "p.txt"]
-    run([*command, "--json", tmp_path / "a.flac", tmp_path / "none.wav"], 1)
-    out, error = capsys.readouterr()
+    out, error = said([*command, "--json", tmp_path / "a.flac", tmp_path / "none.wav"], 1)
     told = [json.loads(x) for x in out.splitlines()]
     assert [(x["phrase"], x["start"]) for x in told] == [(x.text, round(x.start, 3)) for x in found]
     assert "cannot spell 'AZ'" in error and "none.wav: no such file" in error

@@ -9,6 +9,7 @@ import types
 import unicodedata
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -298,7 +299,7 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_phrases(corpus, trained, tmp_path, capsys):
+def test_phrases(corpus, trained, tmp_path, capsys, said):
     """A file's texts are spelled as the model spells them, with their weights; a large one decides what is heard."""
     file = tmp_path / "phrases.txt"
     file.write_text("AB  a\t2\nC\t1e3\n\nx Ω\nB\n")
@@ -322,12 +323,10 @@ def test_phrases(corpus, trained, tmp_path, capsys):
     audio = next(corpus.rglob("*.flac"))
     file.write_text("C\t1e3\n")
     command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]
-    run([*command, "--phrases", file, "--checkpoint", "last"])
-    x = json.loads(capsys.readouterr().out)
+    x = json.loads(said([*command, "--phrases", file, "--checkpoint", "last"]).out)
     assert set(x["text"]) == {"C"} and len(x["words"]) == 1 and 0 <= x["words"][0]["confidence"] <= 1
     (tmp_path / "m.jsonl").write_text(json.dumps({"audio": str(audio), "text": "A B"}))
-    run(["test", "--model", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file])
-    x = json.loads(capsys.readouterr().out)
+    x = json.loads(said(["test", "--model", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file]).out)
     assert (x["insertions"], x["deletions"], x["substitutions"]) == (0, 1, 1)
     for text, message in (
         ("A\tmuch\n", "line 1: expected TEXT, or TEXT, a tab and a number, got 'A\\tmuch'"),
@@ -336,11 +335,10 @@ def test_phrases(corpus, trained, tmp_path, capsys):
         ("Ω\n", "has no phrase that the model's vocabulary can spell"),
     ):
         file.write_text(text)
-        run([*command, "--phrases", file], 2)
-        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert message in said([*command, "--phrases", file], 2).err.splitlines()[-1]
 
 
-def test_phrases_of_a_ctc_head(tmp_path, capsys, monkeypatch, refused):
+def test_phrases_of_a_ctc_head(tmp_path, monkeypatch, refused, said):
     """They take the place of the words on their frames; what the search has, too, stays, and so do other words."""
     model = random_model(**CONVOLUTIONAL, chunk=0, ctc=0.3)
     spell = lambda text: [model.tokens.pieces.index(x) for x in text]
@@ -359,28 +357,25 @@ def test_phrases_of_a_ctc_head(tmp_path, capsys, monkeypatch, refused):
     assert deep.earned(0) == pytest.approx(2 + 3 + np.log(2) + 3 + np.log(3))
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
     samples = np.random.default_rng(5).normal(0, 0.2, 8000).astype(np.float32)
-    heard, said = (next(recognise.transcribe(model, [("", samples)], Decoding(ctc=x))).text for x in (True, False))
-    word = next(x for x in heard.split() if x not in said)
+    heard, plain = (next(recognise.transcribe(model, [("", samples)], Decoding(ctc=x))).text for x in (True, False))
+    word = next(x for x in heard.split() if x not in plain)
     audio.write(tmp_path / "a.flac", samples, 8000)
     (tmp_path / "p.txt").write_text(f"{word}\n")
     command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--phrases", tmp_path / "p.txt"]
-    run([*command, "--phrases-by", "ctc"])
-    assert word in capsys.readouterr().out.split("\t")[1].split()
+    assert word in said([*command, "--phrases-by", "ctc"]).out.split("\t")[1].split()
     model = random_model(**CONVOLUTIONAL, chunk=0)
     refused([*command, "--phrases-by", "ctc"], "needs a model with a head for CTC")
 
 
-def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
+def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch, said):
     """Every form has the text; segments have the times of their file; what is bad is named, and the rest written."""
     files = [*sorted(corpus.rglob("*.flac"))[:2], corpus / "missing.flac"]
     manifest = tmp_path / "m.jsonl"
     lines = [{"audio": str(files[0]), "text": "A"}, {"audio": str(files[1]), "text": "A", "offset": 0.2}]
     manifest.write_text("".join(json.dumps(x) + "\n" for x in lines))
     command = ["transcribe", "--model", trained[0], "--beam", 3]
-    run([*command, *files], 1)
-    texts = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
-    run([*command, "--format", "json", "--nbest", 2, *files], 1)
-    out, error = capsys.readouterr()
+    texts = dict(line.split("\t") for line in said([*command, *files], 1).out.splitlines())
+    out, error = said([*command, "--format", "json", "--nbest", 2, *files], 1)
     found = json.loads(out)
     assert f"{corpus}/missing.flac: no such file" in error and [x["file"] for x in found] == list(map(str, files[:2]))
     for x in found:
@@ -392,35 +387,21 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
     run([*command, "--format", "jsonl", "--output", tmp_path / "o.jsonl", manifest])
     whole, part = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
     assert "nbest" not in whole and whole == {name: x for name, x in found[0].items() if name != "nbest"}
-    assert (
-        part["start"] == 0.2
-        and part["duration"] < 0.3
-        and all(0.2 <= x["start"] < x["end"] <= 0.2 + part["duration"] for x in part["words"])
-    )
+    assert part["start"] == 0.2 and part["duration"] < 0.3
+    assert all(0.2 <= x["start"] < x["end"] <= 0.2 + part["duration"] for x in part["words"])
     heard = next(x for x in files if texts[str(x)])
-    for form, begin in (
-        ("srt", "1\n00:00:0"),
-        ("vtt", "WEBVTT\n\n"),
-        ("ctm", f"{heard.stem} 1 "),
-        ("textgrid", "File type"),
-    ):
-        run([*command, "--format", form, heard])
-        assert capsys.readouterr().out.startswith(begin)
+    begins = {"srt": "1\n00:00:0", "vtt": "WEBVTT\n\n", "ctm": f"{heard.stem} 1 ", "textgrid": "File type"}
+    for form, begin in begins.items():
+        assert said([*command, "--format", form, heard]).out.startswith(begin)
     run(["transcribe", "--model", trained[0], "--format", "json", corpus / "missing.flac"], 2)
     assert capsys.readouterr().err.splitlines()[-1] == "rnnt-speech: no recording could be used"
-    run([*command, files[0], tmp_path / "none.jsonl"], 1)
-    out, error = capsys.readouterr()
+    out, error = said([*command, files[0], tmp_path / "none.jsonl"], 1)
     assert out == f"{files[0]}\t{texts[str(files[0])]}\n" and f"{tmp_path}/none.jsonl: does not exist" in error
+    none = "--model", tmp_path / "n"
     for more, message in (
         ([files[1], "--format", "ctm"], "--format ctm of 2 recordings needs --output, a file"),
-        (
-            [manifest, "--format", "vtt", "--model", tmp_path / "n"],
-            "--format vtt of 3 recordings needs --output, a folder",
-        ),
-        (
-            [files[1], "--format", "srt", "--output", tmp_path / "o.srt", "--model", tmp_path / "n"],
-            "of one recording, got 2",
-        ),
+        ([manifest, "--format", "vtt", *none], "--format vtt of 3 recordings needs --output, a folder"),
+        ([files[1], "--format", "srt", "--output", tmp_path / "o.srt", *none], "of one recording, got 2"),
         (["--format", "srt", "--output", tmp_path / "m.jsonl"], "m.jsonl must be a folder"),
         (["--nbest", 2], "--nbest needs --beam"),
         (["--nbest", 3, "--beam", 2, "--format", "json"], "--nbest 3: --beam 2 has fewer hypotheses"),
@@ -429,7 +410,7 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch):
         (["--output", files[0]], "is one of the files that are read"),
         (["--phrases", tmp_path / "n"], "n is no file"),
         (["--format", "html"], "argument --format: invalid choice: 'html'"),
-        (["--model", tmp_path / "n"], "n is no folder"),
+        (none, "n is no folder"),
         (["--model", tmp_path], "has no checkpoint: neither checkpoints/ of a run"),
     ):
         refused(["transcribe", files[0], *more, *["--model", trained[0]] * ("--model" not in more)], message)
@@ -490,7 +471,7 @@ def test_channels_of_segments(tmp_path, monkeypatch):
     assert [x.split()[1] for x in (tmp_path / "o.ctm").read_text().splitlines()] == ["1", "2"] * 4
 
 
-def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):
+def test_segments_of_speakers(tmp_path, refused, monkeypatch, said):
     """Each is transcribed as if it were a recording, overlaps too; every form names its speaker."""
     model, samples = random_model(**CONVOLUTIONAL), np.random.default_rng(5).normal(0, 0.2, 24000).clip(-1, 1)
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
@@ -504,59 +485,45 @@ def test_segments_of_speakers(tmp_path, capsys, refused, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps({"output": {"diarization": listed}}))
     command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--segments"]
 
-    def said(form, file="a.json", status=0):
-        run([*command, tmp_path / file, "--format", form], status)
-        return capsys.readouterr()
+    def wrote(form, file="a.json", status=0):
+        return said([*command, tmp_path / file, "--format", form], status)
 
-    found = json.loads(said("json").out)
+    found = json.loads(wrote("json").out)
     assert [(x["speaker"], x["start"], x["text"]) for x in found] == [(*x[:2], y.text) for x, y in zip(turns, alone)]
     for x, (_, start, end) in zip(found, turns):
         assert x["duration"] == end - start and all(start <= y["start"] < y["end"] <= end for y in x["words"])
     words = [(x["speaker"], y["word"], y["start"]) for x in found for y in x["words"]]
     names = {"srt": ("Ann <&>: ", "Bo: "), "vtt": ("<v Ann &lt;&amp;&gt;>", "<v Bo>")}
     for form, (ann, bo) in names.items():
-        cues = said(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")
+        cues = wrote(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")
         lines = [x.split("\n")[form == "srt" :] for x in cues]
-        texts = {
-            name: " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name)) for name in (ann, bo)
-        }
         for name, who in ((ann, "Ann <&>"), (bo, "Bo")):
-            assert "".join(texts[name].split()) == "".join(word for speaker, word, _ in words if speaker == who)
+            text = " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name))
+            assert "".join(text.split()) == "".join(word for speaker, word, _ in words if speaker == who)
         begins = [x[0][:12] for x in lines]
         assert begins == sorted(begins) and all(x[1].startswith((ann, bo)) for x in lines)
-    rows = [x.split() for x in said("ctm").out.splitlines()]
+    rows = [x.split() for x in wrote("ctm").out.splitlines()]
     assert [(x[7].replace("_", " "), x[4], float(x[2])) for x in rows] == words and {x[6] for x in rows} == {"lex"}
-    grid = said("textgrid").out
+    grid = wrote("textgrid").out
     assert [x.split('"')[1] for x in grid.splitlines() if "name = " in x] == ["Ann <&>", "Bo"]
-    rttm = ["SPKR-INFO a 1 <NA> <NA> <NA> unknown Bo <NA>", "SPEAKER a 1 0.75 0.5 <NA> <NA> Bo <NA> <NA>"]
-    rttm += [
-        "SPEAKER a 1 1.0 0.5 <NA> <NA> Bo <NA> <NA>",
-        "SPEAKER a 1 0 -1 <NA> <NA> Bo",
-        "SPEAKER a 1 0.8 0.1 <NA> <NA> Bo <NA> <NA>",
-        "SPEAKER b 1 0 1 <NA> <NA> Bo <NA>",
-    ]
+    rttm = ["SPKR-INFO a 1 <NA> <NA> <NA> unknown Bo <NA>"]
+    spoken = "a 1 0.75 0.5", "a 1 1.0 0.5", "a 1 0 -1", "a 1 0.8 0.1", "b 1 0 1"
+    rttm += [f"SPEAKER {x} <NA> <NA> Bo" + " <NA>" * (i % 3) for i, x in enumerate(spoken)]
     (tmp_path / "a.rttm").write_text("\n".join(rttm))
-    out, error = said("text", "a.rttm", 1)
+    out, error = wrote("text", "a.rttm", 1)
     assert out.split("\t")[1] == f"{alone[1].text}\n"
-    for x in (
-        "SPKR-INFO are not used: 1",
-        "a.rttm, line 4: it must end after it begins",
-        "b: no recording has this name",
-    ):
-        assert x in error
+    assert "SPKR-INFO are not used: 1" in error and "a.rttm, line 4: it must end after it begins" in error
+    assert "b: no recording has this name" in error
     (tmp_path / "a.ctm").write_text("a 1 0.75 0.3 so 0.9 lex Bo\na 1 1.25 0.25 be 0.9 lex Bo\na 1 9 1 it NA lex Bo\n")
-    out, error = said("text", "a.ctm", 1)
+    out, error = wrote("text", "a.ctm", 1)
     assert out.split("\t")[1] == f"{alone[1].text}\n" and "a segment beyond the end of its file" in error
     (tmp_path / "b.rttm").write_text(rttm[-1])
-    for file, message in (
-        ("b.rttm", "has no segment of"),
-        ("none.rttm", "is no file"),
-        ("a.flac", "must end in .rttm"),
-    ):
+    messages = {"b.rttm": "has no segment of", "none.rttm": "is no file", "a.flac": "must end in .rttm"}
+    for file, message in messages.items():
         refused([*command, tmp_path / file], message)
 
 
-def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypatch):
+def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypatch, said):
     """`convert` writes float16 with a card; `transcribe` finds it without --model, and says where it would look."""
     card, folder, (audio, *_) = tmp_path / "data.md", tmp_path / "model", sorted(corpus.rglob("*.flac"))
     card.write_text("Licence: none.")
@@ -566,15 +533,13 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypa
     assert facts[0] == "Licence: none." and digest in facts[2]
     assert len({x.stat().st_mode for x in folder.iterdir()}) == 1  # who may read one may read all
     first, again = (asr.models.read(x) for x in (trained[0], folder))
-    for x, y in zip(*(jax.tree.leaves(x.params) for x in (first, again)), strict=True):
-        np.testing.assert_array_equal(np.float16(x), y)
+    chex.assert_trees_all_equal(jax.tree.map(np.float16, first.params), again.params)
     assert again.config.data.train == "all.jsonl" and str(corpus) not in (folder / "recogniser.json").read_text()
     monkeypatch.setenv("RNNT_SPEECH_MODEL", str(folder))
     capsys.readouterr()
     results = []
     for more in ([], ["--model", folder]):
-        run(["transcribe", audio, *more])
-        results.append(capsys.readouterr().out)
+        results.append(said(["transcribe", audio, *more]).out)
     assert results[0] == results[1]
     opening = asr.models.Opening()  # of a command that says later what it opened
     assert opening.opened().config == again.config and opening.folder == folder
@@ -582,7 +547,7 @@ def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypa
     refused(["transcribe", audio], f"--model is missing, and there is no {tmp_path / 'n'}")
 
 
-def test_align(corpus, trained, tmp_path, capsys, monkeypatch):
+def test_align(corpus, trained, tmp_path, capsys, monkeypatch, said):
     """The words of the texts in their order, within their files; texts outside the vocabulary are named."""
     files = sorted(corpus.rglob("*.flac"))[:3]
     texts = ["AB A", "C", "B Ω"]
@@ -591,8 +556,7 @@ def test_align(corpus, trained, tmp_path, capsys, monkeypatch):
     lines.append({"audio": str(files[2]), "text": "BA A", "offset": 0.2})
     manifest.write_text("".join(json.dumps(x) + "\n" for x in lines))
     command = ["align", "--model", trained[0], manifest]
-    run([*command, "--output", tmp_path / "o.ctm"], 1)
-    assert "left out, characters outside the vocabulary: 1" in capsys.readouterr().err
+    assert "left out, characters outside the vocabulary: 1" in said([*command, "--output", tmp_path / "o.ctm"], 1).err
     rows = [line.split() for line in (tmp_path / "o.ctm").read_text().splitlines()]
     expected = dict(zip((x.stem for x in files), ("AB A", "C", "BA A")))
     for name, text in expected.items():
@@ -601,9 +565,7 @@ def test_align(corpus, trained, tmp_path, capsys, monkeypatch):
         starts = [float(row[2]) for row in mine]
         assert starts == sorted(starts) and starts[0] >= (0.2 if name == files[2].stem else 0)
         assert float(mine[-1][2]) + float(mine[-1][3]) < 0.8
-    capsys.readouterr()
-    run([*command, "--format", "jsonl"], 1)
-    texts = [json.loads(x)["text"] for x in capsys.readouterr().out.splitlines()]
+    texts = [json.loads(x)["text"] for x in said([*command, "--format", "jsonl"], 1).out.splitlines()]
     assert texts == ["AB A", "C", "BA A"]  # in their order
     with monkeypatch.context() as patch:
         patch.setattr(Model, "longest", 0.2)

@@ -7,7 +7,6 @@ onnxruntime found in it with silero_vad_16k_op15.onnx of silero-vad 6.2.3.
 import asyncio
 import json
 import pathlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ import pytest
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import activity, recognise, streams, unheard, windows
 from jax_rnnt_speech.recognition.live import Windowed, Windows
-from jax_rnnt_speech.recognition.results import Labels, no_labels
+from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
-from support import CONVOLUTIONAL, arrays, asr, random_model, run
+from support import CONVOLUTIONAL, arrays, asr, labels_of, random_model
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 RATE = 8000
@@ -68,9 +67,8 @@ def music(seconds):
     for i, chord in enumerate([(262, 330, 392), (220, 262, 330), (175, 220, 262), (196, 247, 294)] * int(seconds / 2)):
         t = np.arange(RATE // 2) / RATE
         tones = sum(np.sin(2 * np.pi * f * k * t) / k for f in chord for k in (1, 2, 3))
-        found[i * RATE // 2 :][: len(t)] += tones * np.exp(-3 * t) / 12 + 0.05 * rng.normal(size=len(t)) * np.exp(
-            -20 * t
-        )
+        drum = 0.05 * rng.normal(size=len(t)) * np.exp(-20 * t)
+        found[i * RATE // 2 :][: len(t)] += tones * np.exp(-3 * t) / 12 + drum
     return found
 
 
@@ -149,9 +147,7 @@ def test_the_detector_hears_what_may_count(monkeypatch):
                 ear.add(samples[round(begin * RATE) : round((begin + piece) * RATE)])
                 until = min(begin + piece, len(samples) / RATE)
                 some = [x for x in frames if known <= x * seconds < until + ahead]
-                ear.wrote(
-                    Labels([0] * len(some), some, [0.0] * len(some), [1.0] * len(some), [10] * len(some)), seconds
-                )
+                ear.wrote(labels_of([0] * len(some), some, duration=10), seconds)
                 known = until
                 found += ear.check(until)
                 held = len(ear.samples) / RATE, len(ear.detector.probabilities) * activity.SECONDS, len(ear.spans)
@@ -179,13 +175,7 @@ def test_what_is_heard_again(monkeypatch):
 def test_second_texts():
     """They count if a word is sure, and never cut one in two; spaces that are labels of their own are added."""
     model = random_model(**CONVOLUTIONAL)
-    labels = lambda text, frames, sure=0.9: Labels(
-        ["ABC ".index(x) for x in text],
-        list(frames),
-        [float(np.log(sure))] * len(text),
-        [sure] * len(text),
-        [1] * len(text),
-    )
+    labels = lambda text, frames: labels_of(["ABC ".index(x) for x in text], frames)
     second, seconds = labels("CC C", [5, 6, 7, 8]), model.seconds
     for first, sure, text in (
         ("", 0.9, "CC C"), ("A|B", 0.9, None), ("A |B", 0.9, "A CC C B"), ("A| B", 0.9, "A CC C B"),
@@ -205,7 +195,7 @@ def test_second_texts():
     assert model.tokens.decode(across.labels) == "CC C"  # the middle of a word decides
 
 
-def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
+def test_what_commands_say(deaf, tmp_path, monkeypatch, said):
     """In JSON and in a line for people; times count from the start of the file."""
     model, missing = deaf
     monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
@@ -214,8 +204,7 @@ def test_what_commands_say(deaf, tmp_path, monkeypatch, capsys):
     audio.write(tmp_path / "a.flac", samples, RATE)
     (tmp_path / "m.jsonl").write_text(json.dumps({"audio": "a.flac", "offset": 0.5, "text": ""}))
     for source in ("a.flac", "m.jsonl"):
-        run(["transcribe", "--model", tmp_path, tmp_path / source, "--format", "json"])
-        out, error = capsys.readouterr()
+        out, error = said(["transcribe", "--model", tmp_path, tmp_path / source, "--format", "json"])
         ((spans,),) = [[[tuple(y.values()) for y in x["unheard"]] for x in json.loads(out)]]
         near(spans, [(1.0, 4.2)])
         assert "speech without words: 1.0 to 4." in error or "speech without words: 0.9 to 4." in error
@@ -230,8 +219,7 @@ def test_streams(deaf, whole, monkeypatch):
     silent = lambda run: lambda self, steps: [(no_labels(), no_labels(), rows) for *_, rows in run(self, steps)]
 
     def without(part, rows):
-        kept = [i for i, x in enumerate(part.frames) if x >= rows]
-        return Labels(*([x[i] for i in kept] for x in part))
+        return part.chosen([i for i, x in enumerate(part.frames) if x >= rows])
 
     def live(slots=None):
         """A stream that hears nothing until 4.6 s."""
@@ -249,16 +237,9 @@ def test_streams(deaf, whole, monkeypatch):
         return [y for x in live.heard(samples, end=True) for y in live.events(*x)]
 
     async def served(live):
-        """As `serve` has it."""
-        Server, found = pytest.importorskip("jax_rnnt_speech.serving.server").Server, []
-
-        async def run(step):
-            return live.slots.run([step])[0]
-
-        program = SimpleNamespace(steps=run)
-        for step in live.steps(samples, end=True):
-            found += live.events(*await Server.finished(program, live.taking(*await run(step))))
-        return [*found, *live.events(await Server.finished(program, live.resting()))]
+        """As `serve` has it, which waits for its steps."""
+        live.slots.step = lambda step: asyncio.to_thread(lambda: live.slots.run([step])[0])
+        return [y async for x in live.hear(samples, end=True) for y in live.events(*x)]
 
     for slots in (None, None if whole else streams.Slots(model, 3)):
         stream = live(slots)

@@ -5,6 +5,7 @@ import os
 import pathlib
 import struct
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -111,8 +112,7 @@ def test_whisper(tmp_path, refused):
     sizes |= {"num_mel_bins": BINS, "max_source_positions": PLACES, "model_type": "whisper", "dropout": 0.1}
     (tmp_path / "b/config.json").write_text(json.dumps(sizes))
     model, other = (asr.models.read(tmp_path / name) for name in ("a", "b"))
-    for x, y in zip(*(jax.tree.leaves(x.params) for x in (model, other)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(model.params, other.params)
     x, lengths = RNG.normal(size=(2, 21, BINS)).astype(np.float32), np.array([21, 12])
     x[1, 12:] = np.nan
     rows, counts = jax.jit(lambda params: model.network(params).encoder(x, lengths))(model.params)

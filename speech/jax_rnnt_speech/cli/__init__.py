@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from jax_rnnt_speech.cli import align, check, convert, export, ngram, serve, spot, stream, testing, train, transcribe
+from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.system import UserError, outputs
 
 COMMANDS = check, train, testing, transcribe, stream, spot, convert, align, ngram, export, serve
@@ -36,6 +37,6 @@ class Parser(argparse.ArgumentParser):
 def main(arguments=None):
     parser = Parser(prog="rnnt-speech", description="Speech recognition on any corpus.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_command(commands)
+    for module in COMMANDS:
+        command_line.command(commands, *module.COMMAND)
     parser.perform(arguments)

@@ -1,6 +1,7 @@
 """Forced alignment: when the words of known texts are spoken."""
 
 import dataclasses
+import functools
 import sys
 
 import jax
@@ -12,7 +13,7 @@ from jax_rnnt_speech.data import batches, corpora
 from jax_rnnt_speech.models import Opening
 from jax_rnnt_speech.recognition import recognise, transcripts
 from jax_rnnt_speech.recognition.search_options import Searching
-from jax_rnnt_speech.system import UserError, outputs, programs
+from jax_rnnt_speech.system import outputs, programs, refuse_if, told
 
 OPTIONS = of_sections("texts") - {"speaker_column"} | {"max_seconds", "batch", "batch_seconds"}
 
@@ -27,8 +28,7 @@ def align(args):
     to, opening = command_line.taken(args, Words), command_line.taken(args, Opening)
     to.checked(args.data, recognise.recordings(args.data, vars(args).get("audio_column", "")))
     model, prompt = opening.opened(), command_line.taken(args, Searching).prompt
-    if model.loss is None:
-        raise UserError(f"{opening.folder} has a head for CTC alone: alignments need a transducer")
+    refuse_if(model.loss is None, f"{opening.folder} has a head for CTC alone: alignments need a transducer")
     language = model.language(prompt) if prompt else None
     settings = command_line.changed(model.config, args, OPTIONS)
     settings = settings.replace(max_seconds=min(vars(args).get("max_seconds", 1e9), model.longest))
@@ -57,7 +57,7 @@ def align(args):
                     corpus.report.add("no path of the model", entry.name)
                     write(i, None)
                     continue
-                with transcripts.in_a_line(entry.name):
+                with told(entry.name, ValueError):
                     timed = transcripts.words(model, labels, frames, start=entry.start, duration=utterance.seconds)
                 space = transcripts.space_of(model.tokens)
                 write(i, transcripts.Transcript(utterance.text, utterance.seconds, timed, space=space))
@@ -67,14 +67,9 @@ def align(args):
     return 1 if corpus.report.names else 0
 
 
-def add_command(commands):
-    parser = commands.add_parser("align", help="find when the words of known texts are spoken")
-    parser.add_argument(
-        "data", nargs="+", metavar="DATA", help="manifests or folders of recordings with their texts, as for train"
-    )
-    command_line.add_fields(parser, Words)
-    command_line.add_fields(parser, Opening)
-    command_line.add_fields(parser, Searching, ["prompt"])
-    command_line.add_options(parser, {"max_seconds"}, "what the model hears")
-    command_line.add_options(parser, OPTIONS - {"max_seconds"}, "as trained")
-    parser.set_defaults(run=align)
+COMMAND = (
+    "align", "find when the words of known texts are spoken", align, command_line.data, Words, Opening,
+    functools.partial(command_line.add_fields, kind=Searching, names=["prompt"]),
+    functools.partial(command_line.add_options, names={"max_seconds"}, default="what the model hears"),
+    functools.partial(command_line.add_options, names=OPTIONS - {"max_seconds"}, default="as trained"),
+)  # fmt: skip

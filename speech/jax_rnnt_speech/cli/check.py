@@ -13,18 +13,11 @@ from jax_rnnt_speech.config import Config, command_line, files, named, of_sectio
 from jax_rnnt_speech.data import batches, corpora, texts, tokens
 from jax_rnnt_speech.data.utterances import listed, shown
 from jax_rnnt_speech.model import encoders
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import refuse_if
 
 # Options of train that decide what is read, or how it is padded.
-OPTIONS = of_sections("texts") | {
-    "rate",
-    "hop",
-    "alphabet",
-    "max_seconds",
-    "batch_seconds",
-    "batch",
-    "buckets",
-}
+OPTIONS = of_sections("texts")
+OPTIONS |= {"rate", "hop", "alphabet", "max_seconds", "batch_seconds", "batch", "buckets"}
 SHOWN = 10  # texts, before and after --normalize
 RARE = 3  # characters of fewer texts are named, where there are ten times as many texts
 
@@ -121,13 +114,11 @@ def check(args):
     else:
         for line in (*(data.lines() if data.kept else ()), *data.report.lines(named=sys.maxsize)):
             print(line)
-    if not data.kept:
-        raise UserError(f"no usable utterance in {', '.join(args.data)}")
+    refuse_if(not data.kept, f"no usable utterance in {', '.join(args.data)}")
     return 1 if data.report.names else 0
 
 
-def add_command(commands):
-    parser = commands.add_parser("check", help="show what corpora hold, and what of them is left out and why")
+def arguments(parser):
     parser.add_argument("data", nargs="+", metavar="DATA", help="manifests or folders, as for train")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: utterances, hours, left_out, not_read_aloud, ..."
@@ -136,4 +127,6 @@ def add_command(commands):
     model.add_argument("--model", type=Path, help="count labels and frames as the model in this folder does")
     model.add_argument("--config", metavar="FILE", help="count as a training with these options would, as for train")
     command_line.add_options(parser, OPTIONS)
-    parser.set_defaults(run=check)
+
+
+COMMAND = "check", "show what corpora hold, and what of them is left out and why", check, arguments

@@ -1,54 +1,53 @@
 """Writes a model to hand on."""
 
+import dataclasses
+import functools
 from pathlib import Path
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import command_line
+from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.models import Opening
 from jax_rnnt_speech.pretrained import hugging_face, package
-from jax_rnnt_speech.system import UserError, reason
+from jax_rnnt_speech.system import UserError, refuse_if, told
+
+
+@dataclasses.dataclass(frozen=True)
+class Converting:
+    """What is written."""
+
+    dtype: str = option("float32", str, "type of the weights", choices=("float32", "bfloat16", "float16"))
+    card: Path | None = option(None, Path, "write our own form, with the text of this file in card.md", metavar="FILE")
+    overwrite: bool = option(
+        False, bool, "write into a folder that is not empty, and replace the model in it", action="store_true"
+    )
 
 
 def convert(args):
-    if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir()) and not args.overwrite):
+    to = command_line.taken(args, Converting)
+    if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir()) and not to.overwrite):
         raise UserError(f"{args.folder} must be an empty folder: --overwrite writes into a full one")
-    if (args.folder / runs.CHECKPOINTS).exists():
-        raise UserError(f"{args.folder} holds a training: name another folder")
+    refuse_if((args.folder / runs.CHECKPOINTS).exists(), f"{args.folder} holds a training: name another folder")
     opening = command_line.taken(args, Opening)
-    if args.folder.resolve() == opening.folder.resolve():
-        raise UserError(f"{args.folder} must not be the folder that is read")
+    refuse_if(args.folder.resolve() == opening.folder.resolve(), f"{args.folder} must not be the folder that is read")
     model = opening.opened()
-    if args.dtype != "float32":
-        print(f"weights are rounded to {args.dtype}")
-    if args.card is None and hugging_face.fits(model):
-        hugging_face.write(model, args.folder, args.dtype)
+    if to.dtype != "float32":
+        print(f"weights are rounded to {to.dtype}")
+    if to.card is None and hugging_face.fits(model):
+        hugging_face.write(model, args.folder, to.dtype)
         return 0
-    try:
-        card = args.card.read_text("utf-8") if args.card else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--card {args.card} is not readable: {reason(error)}") from None
-    package.write(model, args.folder, args.dtype, card)
+    with told(f"--card {to.card} is not readable", OSError, UnicodeDecodeError):
+        card = to.card.read_text("utf-8") if to.card else ""
+    package.write(model, args.folder, to.dtype, card)
     return 0
 
 
-def add_command(commands):
-    parser = commands.add_parser("convert", help="write a model that you want to hand on")
-    parser.add_argument(
-        "folder",
-        type=Path,
-        help="folder that is written, for transformers if it can read the model, else in our own form",
-    )
-    command_line.add_fields(parser, Opening, but=["platform"])
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="type of the weights (%(default)s)",
-    )
-    parser.add_argument(
-        "--card", type=Path, metavar="FILE", help="write our own form, with the text of this file in card.md"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="write into a folder that is not empty, and replace the model in it"
-    )
-    parser.set_defaults(run=convert)
+def folder(parser):
+    about = "folder that is written, for transformers if it can read the model, else in our own form"
+    parser.add_argument("folder", type=Path, help=about)
+
+
+COMMAND = (
+    "convert", "write a model that you want to hand on", convert, folder,
+    functools.partial(command_line.add_fields, kind=Opening, but=["platform"]), Converting,
+)  # fmt: skip

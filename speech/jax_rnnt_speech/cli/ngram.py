@@ -16,7 +16,7 @@ from jax_rnnt_speech.config import Config, command_line, of_sections
 from jax_rnnt_speech.config.options import positive
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.data.utterances import Report
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import outputs, refuse_if
 
 OPTIONS = of_sections("texts") - {"speaker_column"}
 
@@ -68,20 +68,19 @@ def make(args):
     columns = settings.texts.audio_column, settings.texts.text_column
     sentences = [words for path in args.sources for words in corpora.sentences_of(path, normalize, report, columns)]
     print(*report.lines(), sep="\n", end="\n" * bool(report.names), file=sys.stderr)
-    if not sentences:
-        raise UserError("the sources have no words")
+    refuse_if(not sentences, "the sources have no words")
     sizes = write(args.file, *estimate(sentences, args.order))
     print(f"{args.file}: {len(sentences)} sentences, " + ", ".join(f"{x} {n}-grams" for n, x in enumerate(sizes, 1)))
     return 0
 
 
-def add_command(commands):
-    parser = commands.add_parser("ngram", help="make a word n-gram of texts")
+def arguments(parser):
     parser.add_argument("file", type=Path, metavar="FILE", help="file that is written, in ARPA format")
-    help = "a manifest, a folder as LibriSpeech has them, or a .txt file with a sentence on each line"
-    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help=help)
-    parser.add_argument(
-        "--order", type=positive, default=3, metavar="N", help="words of the longest n-grams (%(default)s)"
-    )
+    about = "a manifest, a folder as LibriSpeech has them, or a .txt file with a sentence on each line"
+    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help=about)
+    about = "words of the longest n-grams (%(default)s)"
+    parser.add_argument("--order", type=positive, default=3, metavar="N", help=about)
     command_line.add_options(parser, OPTIONS)
-    parser.set_defaults(run=make)
+
+
+COMMAND = "ngram", "make a word n-gram of texts", make, arguments

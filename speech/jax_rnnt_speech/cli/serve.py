@@ -1,12 +1,45 @@
 """The command `serve`; the server itself needs aiohttp, which no other command does."""
 
+import argparse
 import dataclasses
+import functools
+import re
 
 from jax_rnnt_speech.config import command_line
+from jax_rnnt_speech.config.options import amount, number, option, positive
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
-from jax_rnnt_speech.serving.options import Serving
 from jax_rnnt_speech.system import UserError
+
+
+def origin(text):
+    """An argument of --cors, as browsers write origins."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text) and text != "null":
+        raise argparse.ArgumentTypeError(f"expected *, or SCHEME://HOST[:PORT] without a path, got {text}")
+    return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """What a server is told."""
+
+    host: str = option("127.0.0.1", str, "address that the server listens at", metavar="HOST")
+    port: int = option(8000, number(int, 0, 65536), "its port")
+    name: str = option("", str, "name by which requests call the model; default: that of its folder", metavar="NAME")
+    language: str = option(
+        "", str, "language of the model, such as en; a request that names another one is refused (default: any is "
+        "accepted that the model can write)", metavar="CODE",
+    )  # fmt: skip
+    cors: tuple = option(
+        (), origin, "origins of the pages whose browsers may read answers, such as http://localhost:3000, or * for all "
+        "(default: none)", nargs="+", metavar="ORIGIN",
+    )  # fmt: skip
+    connections: int = option(16, positive, "how many streams, and how many files, are served at once")
+    max_bytes: int = option(25 * 2**20, positive, "bytes of an uploaded file, at most")
+    max_seconds: float = option(1500.0, amount, "seconds of a file, at most", metavar="S")
+    endpoint: float = option(
+        1.0, amount, "seconds of silence that end an utterance of a stream; with 0, none does", metavar="SECONDS"
+    )
 
 
 def serve(args):
@@ -23,11 +56,7 @@ def serve(args):
     return 0
 
 
-def add_command(commands):
-    parser = commands.add_parser(
-        "serve", help="answer over HTTP: files in the form of OpenAI's clients, and live streams"
-    )
-    command_line.add_fields(parser, Serving)
-    command_line.add_fields(parser, Computing)
-    command_line.add_fields(parser.add_argument_group("search"), Searching, but=["confidence"])
-    parser.set_defaults(run=serve)
+COMMAND = (
+    "serve", "answer over HTTP: files in the form of OpenAI's clients, and live streams", serve, Serving, Computing,
+    functools.partial(command_line.add_fields, kind=Searching, but=["confidence"], group="search"),
+)  # fmt: skip

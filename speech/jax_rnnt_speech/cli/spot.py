@@ -12,7 +12,7 @@ from jax_rnnt_speech.config.options import number, option
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import recognise, search_options, spotting
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,8 @@ class Spotting:
     json: bool = option(False, bool, "print a JSON object for each phrase that is found", action="store_true")
 
     def checked(self):
-        if self.phrases is None:
-            raise UserError("--phrases is missing: a file of phrases to find")
-        if not self.phrases.is_file():
-            raise UserError(f"--phrases {self.phrases} is no file")
+        refuse_if(self.phrases is None, "--phrases is missing: a file of phrases to find")
+        refuse_if(not self.phrases.is_file(), f"--phrases {self.phrases} is no file")
         return self
 
 
@@ -53,8 +51,7 @@ def spot(args):
         except UserError as error:
             tqdm.write(str(error), file=sys.stderr)
             bad += 1
-    if entries and bad == len(entries):
-        raise UserError("no recording could be used")
+    refuse_if(entries and bad == len(entries), "no recording could be used")
     return 1 if bad else 0
 
 
@@ -67,11 +64,7 @@ def show(entry, found, as_json):
         print(f"{shown(entry.audio)}\t{start:.2f}\t{end:.2f}\t{found.score:.2f}\t{shown(found.text)}", flush=True)
 
 
-def add_command(commands):
-    parser = commands.add_parser("spot", help="find phrases in recordings, whatever a transcript would write there")
-    parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="files of audio in any format, manifests, or folders"
-    )
-    command_line.add_fields(parser, Spotting)
-    command_line.add_fields(parser, Computing)
-    parser.set_defaults(run=spot)
+COMMAND = (
+    "spot", "find phrases in recordings, whatever a transcript would write there", spot, command_line.files, Spotting,
+    Computing,
+)  # fmt: skip

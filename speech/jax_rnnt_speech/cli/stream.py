@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import streams, unheard
 from jax_rnnt_speech.recognition.live import Windowed
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import refuse_if
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +43,11 @@ class Live:
 
     def stream(self, model, decoding):
         """A Stream of the model."""
-        if decoding.spotter:
-            raise UserError("--phrases-by ctc: a stream has phrases by its search alone")
+        refuse_if(decoding.spotter, "--phrases-by ctc: a stream has phrases by its search alone")
         sizes = {name: x for name in ("left", "chunk", "right") if (x := getattr(self, name)) is not None}
         if sizes:
             return Windowed(model, decoding, self.endpoint, **sizes)
-        if not model.chunk:
-            raise UserError(f"{streams.WHOLE}, or any with --left, --chunk and --right, such as 10, 2 and 2")
+        refuse_if(not model.chunk, f"{streams.WHOLE}, or any with --left, --chunk and --right, such as 10, 2 and 2")
         return streams.Stream(model, decoding, self.endpoint)
 
 
@@ -64,8 +63,7 @@ def stream(args):
         except AudioError as error:
             print(error, file=sys.stderr)
             bad += 1
-    if bad and bad == len(args.files):
-        raise UserError("no recording could be used")
+    refuse_if(bad and bad == len(args.files), "no recording could be used")
     return 1 if bad else 0
 
 
@@ -103,12 +101,13 @@ def show_events(live, events, file, named):
         print(json.dumps(({"file": str(file)} if named else {}) | x, ensure_ascii=False), flush=True)
 
 
-def add_command(commands):
-    parser = commands.add_parser("stream", help="write the text of a file or a microphone as it arrives")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE", help="files of audio in any format")
-    source.add_argument("--microphone", action="store_true", help="listen to the default microphone until Ctrl-C")
-    command_line.add_fields(parser, Live)
-    command_line.add_fields(parser, Searching, but=["confidence"])
-    command_line.add_fields(parser, Computing)
-    parser.set_defaults(run=stream)
+def source(parser):
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("files", type=Path, nargs="*", default=[], metavar="FILE", help="files of audio in any format")
+    group.add_argument("--microphone", action="store_true", help="listen to the default microphone until Ctrl-C")
+
+
+COMMAND = (
+    "stream", "write the text of a file or a microphone as it arrives", stream, source, Live,
+    functools.partial(command_line.add_fields, kind=Searching, but=["confidence"]), Computing,
+)  # fmt: skip

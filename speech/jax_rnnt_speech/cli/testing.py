@@ -6,6 +6,7 @@ outside the vocabulary. References and hypotheses are normalised alike. Rates ar
 
 import csv
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -20,7 +21,7 @@ from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import errors, recognise
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
 OPTIONS = of_sections("texts")
 SPEAKERS = 20  # on the screen
@@ -46,8 +47,7 @@ class Test:
             self.results.append(errors.tested(shown(x.name), x.speaker, seconds, x.text, normalize(result.text)))
         self.seconds = time.perf_counter() - started
         self.words = errors.summed([x.words for x in self.results]) if self.results else errors.Counts(0, 0, 0, 0)
-        if not self.words.length:
-            raise UserError(f"no utterance with words in {', '.join(paths)}{self.report.summary()}")
+        refuse_if(not self.words.length, f"no utterance with words in {', '.join(paths)}{self.report.summary()}")
         self.characters = errors.summed([x.characters for x in self.results])
         self.interval = errors.interval([x.words for x in self.results])
 
@@ -156,13 +156,8 @@ def test(args):
     return 1 if result.report.names else 0
 
 
-def add_command(commands):
-    parser = commands.add_parser("test", help="measure error rates, with their interval, by kind and by speaker")
-    parser.add_argument(
-        "data", nargs="+", metavar="DATA", help="manifests or folders of recordings with their texts, as for train"
-    )
-    command_line.add_fields(parser, Shown)
-    command_line.add_fields(parser, Computing)
-    command_line.add_fields(parser, Searching, but=["confidence"])
-    command_line.add_options(parser, OPTIONS, "as trained")
-    parser.set_defaults(run=test)
+COMMAND = (
+    "test", "measure error rates, with their interval, by kind and by speaker", test, command_line.data, Shown,
+    Computing, functools.partial(command_line.add_fields, kind=Searching, but=["confidence"]),
+    functools.partial(command_line.add_options, names=OPTIONS, default="as trained"),
+)  # fmt: skip

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 from jax_rnnt_speech import models, runs
-from jax_rnnt_speech.config import OPTIONS, Config, command_line, files, flag, named
+from jax_rnnt_speech.config import FIXED, OPTIONS, Config, command_line, files, flag, named
 from jax_rnnt_speech.config.options import names, sources
 from jax_rnnt_speech.data import archives, corpora, texts
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.recognition.search_options import Searching
-from jax_rnnt_speech.system import UserError, hosts
+from jax_rnnt_speech.system import UserError, hosts, refuse_if
 from jax_rnnt_speech.training.options import Processes, Start
 
 
@@ -27,11 +27,11 @@ def resumed(options, start):
     earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}"))
     now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
-        option, before, metadata = flag(name), earlier.get(name), OPTIONS[name][1].metadata
+        option, before, (section, field) = flag(name), earlier.get(name), OPTIONS[name]
+        metadata = {"fixed": section in FIXED} | field.metadata
         if now.get(name) == before or metadata.get("free"):
             continue
-        if metadata.get("fixed"):
-            raise UserError(f"{start.workdir} holds a model with {option} {before}, got {x}")
+        refuse_if(metadata["fixed"], f"{start.workdir} holds a model with {option} {before}, got {x}")
         if not start.change:
             raise UserError(f"{start.workdir} holds a run with {option} {before}, got {x}: --change allows that")
         off = metadata.get("off", x)
@@ -77,15 +77,16 @@ def train(args):
     return 0
 
 
-def add_command(commands):
-    parser = commands.add_parser("train", help="train a model, or go on with a training")
+def arguments(parser):
     parser.add_argument(
         "--config", metavar="FILE", help="JSON file of the options below, or the name of one of ours, such as small"
     )
     earlier = "resume", "overwrite"
     command_line.add_fields(parser.add_mutually_exclusive_group(), Start, earlier)
     command_line.add_fields(parser, Start, but=earlier)
-    command_line.add_fields(parser.add_argument_group("several processes"), Processes)
-    command_line.add_fields(parser.add_argument_group("search of tests"), Searching, but=["confidence", "prompt"])
+    command_line.add_fields(parser, Processes, group="several processes")
+    command_line.add_fields(parser, Searching, but=["confidence", "prompt"], group="search of tests")
     command_line.add_options(parser, grouped=True)
-    parser.set_defaults(run=train)
+
+
+COMMAND = "train", "train a model, or go on with a training", train, arguments

@@ -1,6 +1,7 @@
 """Writes the texts of audio files."""
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from jax_rnnt_speech.config.options import natural, option
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import recognise, segments, transcripts, unheard
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +28,11 @@ class Writing(transcripts.Output):
 
 def transcribe(args):
     searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Writing)
-    if to.segments and not to.segments.is_file():
-        raise UserError(f"--segments {to.segments} is no file")
+    refuse_if(to.segments and not to.segments.is_file(), f"--segments {to.segments} is no file")
     to.checked(args.files, recognise.recordings(args.files, vars(args).get("audio_column", "")))
     if to.nbest and (not searching.beam or to.format not in ("json", "jsonl")):
         raise UserError("--nbest needs --beam, and --format json or jsonl")
-    if to.nbest > searching.beam:
-        raise UserError(f"--nbest {to.nbest}: --beam {searching.beam} has fewer hypotheses")
+    refuse_if(to.nbest > searching.beam, f"--nbest {to.nbest}: --beam {searching.beam} has fewer hypotheses")
     model = command_line.taken(args, Computing).opened()
     settings = command_line.changed(model.config, args, {"audio_column"})
     entries, load = list(recognise.listed(args.files, settings.texts.audio_column)), recognise.loaded
@@ -56,12 +55,7 @@ def transcribe(args):
     return 1 if bad else 0
 
 
-def add_command(commands):
-    parser = commands.add_parser("transcribe", help="write the texts of audio files")
-    parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="files of audio in any format, manifests, or folders"
-    )
-    for kind in (Writing, Searching, Computing):
-        command_line.add_fields(parser, kind)
-    command_line.add_options(parser, {"audio_column"}, "as trained, or the usual ones")
-    parser.set_defaults(run=transcribe)
+COMMAND = (
+    "transcribe", "write the texts of audio files", transcribe, command_line.files, Writing, Searching, Computing,
+    functools.partial(command_line.add_options, names={"audio_column"}, default="as trained, or the usual ones"),
+)  # fmt: skip

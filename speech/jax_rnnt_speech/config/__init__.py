@@ -24,12 +24,14 @@ from jax_rnnt_speech.config.options import (
     speeds,
     strides,
 )
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
 # Those of `model.losses`, with jax_rnnt.
 LOSSES = "rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned", "ctc"
+# Sections of which a checkpoint's arrays, or their meaning, depend on all options, but for some that say otherwise.
+FIXED = "features", "encoder", "blocks", "head"
 DATA = {"nargs": "+", "metavar": "DATA"}
 
 
@@ -43,12 +45,18 @@ def attends(config):
     return config.encoder.kind == "conformer" or bool(config.head.stack)
 
 
+def where(name, *values):
+    """What an option needs: another one, or one of its values."""
+    words = f"{dashed(name)} {' or '.join(values)}".strip()
+    return (lambda config: config.get(name) in values if values else config.get(name)), words
+
+
 BLOCKS = attends, "--encoder conformer, or --stack, whose blocks have attention"
 OWN = own, "an encoder of ours, conformer or convolutional"
-STREAMS = lambda config: config.encoder.chunk, "--chunk"
-ON_THE_FLY = lambda config: config.data.on_the_fly, "--on-the-fly"
+STREAMS = where("chunk")
+ON_THE_FLY = where("on_the_fly")
 TRANSDUCER = lambda config: config.head.loss != "ctc", "a transducer, which --loss ctc lacks"
-TDT = lambda config: config.head.loss == "tdt", "--loss tdt"
+TDT = where("loss", "tdt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +69,8 @@ class Data:
     valid: str = option("", sources, "held-out data that the run is tested on, named as for --train", **DATA)
     synthetic: str = option("", sources, "further data to train on, such as synthetic speech", **DATA)
     synthetic_share: float = option(
-        0.5, share, "share of the utterances of a batch that are from --synthetic",
-        needs=(lambda config: config.data.synthetic, "--synthetic"),
-    )  # fmt: skip
+        0.5, share, "share of the utterances of a batch that are from --synthetic", needs=where("synthetic")
+    )
     max_seconds: float = option(20.0, amount, "seconds; longer utterances are left out")
     text: str = option("", str, "a file of sentences, one a line, that teach predictor and joint without audio",
                        metavar="FILE", needs=TRANSDUCER)  # fmt: skip
@@ -75,8 +82,7 @@ class Data:
     buckets: int = option(4, positive, "shapes of batches at most; each has utterances of similar length")
     speeds: tuple = option((1.0,), speeds, "speeds at which each recording of --train is heard, beside 1")
     noise: str = option("", str, "folder of audio that is added to a further copy of each recording", metavar="FOLDER")
-    snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB",
-                        needs=(lambda config: config.data.noise, "--noise"))  # fmt: skip
+    snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB", needs=where("noise"))
     gain: float = option(
         0.0, number(float, 0, most=100), "dB by which noisy copies are louder or softer at most; also without --noise"
     )
@@ -119,14 +125,12 @@ class Texts:
 class Features:
     """What of the audio the encoder hears."""
 
-    rate: int = option(16000, positive, "samples a second; other files are resampled", fixed=True)
-    mels: int = option(80, positive, "features of a frame", fixed=True)
-    window: float = option(25.0, amount, "length of a frame, in milliseconds", hidden=True, fixed=True)
-    hop: float = option(10.0, amount, "milliseconds from one frame to the next", fixed=True)
-    kind: str = option(
-        "log-mel", str, "our spectra, NeMo's or Whisper's", flag="features", choices=("log-mel", "nemo", "whisper"),
-        fixed=True,
-    )  # fmt: skip
+    rate: int = option(16000, positive, "samples a second; other files are resampled")
+    mels: int = option(80, positive, "features of a frame")
+    window: float = option(25.0, amount, "length of a frame, in milliseconds", hidden=True)
+    hop: float = option(10.0, amount, "milliseconds from one frame to the next")
+    kind: str = option("log-mel", str, "our spectra, NeMo's or Whisper's", flag="features",
+                       choices=("log-mel", "nemo", "whisper"))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,66 +138,48 @@ class Encoder:
     """The network that hears."""
 
     kind: str = option("conformer", str, "kind of the encoder; the last two need --init", flag="encoder",
-                       choices=ENCODERS, fixed=True)  # fmt: skip
+                       choices=ENCODERS)  # fmt: skip
     strides: tuple = option(
-        ((2, 2), (2, 2)), strides, "strides of the first convolutions: TIMExFEATURES,...", needs=OWN, fixed=True
+        ((2, 2), (2, 2)), strides, "strides of the first convolutions: TIMExFEATURES,...", needs=OWN
     )
-    channels: int = option(32, positive, "channels of the first convolutions", needs=OWN, fixed=True)
-    chunk: int = option(
-        0, natural, "encoder frames that see each other and --past, for streams; 0: all see all", fixed=True
-    )
-    past: int = option(64, natural, "encoder frames before its chunk that a frame sees", needs=STREAMS, fixed=True)
+    channels: int = option(32, positive, "channels of the first convolutions", needs=OWN)
+    chunk: int = option(0, natural, "encoder frames that see each other and --past, for streams; 0: all see all")
+    past: int = option(64, natural, "encoder frames before its chunk that a frame sees", needs=STREAMS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """Our own blocks: those of the encoder, or those between a pretrained encoder and a new head."""
 
-    width: int = option(256, positive, "width of the blocks, and of predictor and joint", fixed=True)
-    count: int = option(8, positive, "number of blocks", flag="blocks", fixed=True)
-    heads: int = option(4, positive, "heads of the attention", needs=BLOCKS, fixed=True)
-    expansion: int = option(
-        4, positive, "width of the feed-forward layers, in widths of a block", needs=BLOCKS, fixed=True
-    )
-    convolution: int = option(15, positive, "frames that the convolution of a block sees", fixed=True)
+    width: int = option(256, positive, "width of the blocks, and of predictor and joint")
+    count: int = option(8, positive, "number of blocks", flag="blocks")
+    heads: int = option(4, positive, "heads of the attention", needs=BLOCKS)
+    expansion: int = option(4, positive, "width of the feed-forward layers, in widths of a block", needs=BLOCKS)
+    convolution: int = option(15, positive, "frames that the convolution of a block sees")
 
 
 @dataclasses.dataclass(frozen=True)
 class Head:
     """Labels, and the networks that write them."""
 
-    tokens: str = option("characters", str, "what the labels are", choices=("characters", "subwords"), fixed=True)
-    vocabulary: int = option(
-        256, positive, "number of subwords", fixed=True,
-        needs=(lambda config: config.head.tokens == "subwords", "--tokens subwords"),
-    )  # fmt: skip
-    alphabet: str = option(
-        "", str, "characters that texts may have; default: those of the training texts", fixed=True,
-        needs=(lambda config: config.head.tokens == "characters", "--tokens characters"),
-    )  # fmt: skip
+    tokens: str = option("characters", str, "what the labels are", choices=("characters", "subwords"))
+    vocabulary: int = option(256, positive, "number of subwords", needs=where("tokens", "subwords"))
+    alphabet: str = option("", str, "characters that texts may have; default: those of the training texts",
+                           needs=where("tokens", "characters"))  # fmt: skip
     stack: int = option(
-        0, natural, "rows of a pretrained encoder that are joined for --blocks; 0: no such blocks", fixed=True,
+        0, natural, "rows of a pretrained encoder that are joined for --blocks; 0: no such blocks",
         needs=(lambda config: not own(config), "a pretrained encoder, whose rows it joins"),
     )  # fmt: skip
-    predictor: str = option(
-        "stateless", str, "network that reads the labels", choices=("stateless", "lstm"), fixed=True
-    )
-    history: int = option(
-        2, positive, "labels that a stateless predictor sees", fixed=True,
-        needs=(lambda config: config.head.predictor == "stateless", "--predictor stateless"),
-    )  # fmt: skip
-    predictor_layers: int = option(1, positive, "layers of the LSTM predictor", hidden=True, fixed=True)
+    predictor: str = option("stateless", str, "network that reads the labels", choices=("stateless", "lstm"))
+    history: int = option(2, positive, "labels that a stateless predictor sees", needs=where("predictor", "stateless"))
+    predictor_layers: int = option(1, positive, "layers of the LSTM predictor", hidden=True)
     activation: str = option(
-        "tanh", str, "activation of the joint", choices=("tanh", "relu", "silu", "gelu"), hidden=True, fixed=True
+        "tanh", str, "activation of the joint", choices=("tanh", "relu", "silu", "gelu"), hidden=True
     )
-    loss: str = option("rnnt", str, "loss of the training", choices=LOSSES, fixed=True)
-    durations: tuple = option(
-        (0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read", fixed=True, needs=TDT
-    )
-    sigma: float = option(
-        0.05, amount, "under-normalisation of --loss tdt and multiblank, in nats",
-        needs=(lambda config: config.head.loss in ("tdt", "multiblank"), "--loss tdt or multiblank"),
-    )  # fmt: skip
+    loss: str = option("rnnt", str, "loss of the training", choices=LOSSES)
+    durations: tuple = option((0, 1, 2, 3, 4), durations, "frames that a symbol of --loss tdt may read", needs=TDT)
+    sigma: float = option(0.05, amount, "under-normalisation of --loss tdt and multiblank, in nats", fixed=False,
+                          needs=where("loss", "tdt", "multiblank"))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +201,7 @@ class Objective:
 
     ctc: float = option(0.0, amount, "weight of a CTC loss beside the transducer's", fixed=True, needs=TRANSDUCER)
     fastemit: float = option(0.0, amount, "lambda of FastEmit, which makes labels come earlier")
-    text_weight: float = option(0.3, amount, "weight of the loss of --text",
-                                needs=(lambda config: config.data.text, "--text"))  # fmt: skip
+    text_weight: float = option(0.3, amount, "weight of the loss of --text", needs=where("text"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,10 +313,8 @@ class Config:
 
     def checked(self, given=()):
         """Itself, to train with; raises where corpora are missing or options contradict each other."""
-        if not self.data.train:
-            raise UserError("--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
-        if not self.data.valid:
-            raise UserError("--valid is missing: held-out utterances, as for --train")
+        refuse_if(not self.data.train, "--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
+        refuse_if(not self.data.valid, "--valid is missing: held-out utterances, as for --train")
         if not self.run.init and (not own(self) or self.run.new_head):
             option = "--new-head" if self.run.new_head else f"--encoder {self.encoder.kind}"
             raise UserError(f"{option} needs --init, a folder with weights of an encoder")

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 
 from jax_rnnt_speech import config
 from jax_rnnt_speech.config import OPTIONS, flag
@@ -25,6 +26,26 @@ def add(parser, name, field, default=None):
     parser.add_argument(name, default=argparse.SUPPRESS, **more)
 
 
+def files(parser):
+    """What is heard."""
+    about = "files of audio in any format, manifests, or folders"
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=about)
+
+
+def data(parser):
+    """What is heard and has texts."""
+    about = "manifests or folders of recordings with their texts, as for train"
+    parser.add_argument("data", nargs="+", metavar="DATA", help=about)
+
+
+def command(commands, name, about, run, *parts):
+    """Adds a command with its arguments: dataclasses, and functions of a parser that add some."""
+    parser = commands.add_parser(name, help=about)
+    for part in parts:
+        add_fields(parser, part) if dataclasses.is_dataclass(part) else part(parser)
+    parser.set_defaults(run=run)
+
+
 def add_options(parser, names=tuple(OPTIONS), default=None, grouped=False):
     """Options of the tree by their names; those that are not given are absent from the result.
 
@@ -40,8 +61,12 @@ def add_options(parser, names=tuple(OPTIONS), default=None, grouped=False):
         add(groups.get(section, parser), flag(name), field, default)
 
 
-def add_fields(parser, kind, names=None, but=()):
-    """Options of the fields of another dataclass: of all, of these `names` alone, or of all `but` some."""
+def add_fields(parser, kind, names=None, but=(), group=None):
+    """Options of the fields of another dataclass: of all, of these `names` alone, or of all `but` some.
+
+    `group`: their heading.
+    """
+    parser = parser.add_argument_group(group) if group else parser
     for field in dataclasses.fields(kind):
         if field.name in (names or [field.name]) and field.name not in but:
             add(parser, dashed(field.name), field)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from jax_rnnt_speech.config import OPTIONS
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if, told
 
 PRESETS = Path(__file__).parent / "presets"
 RETIRED = {"copies": 1, "mel_on": "host"}  # options of earlier runs, which are read where they changed nothing
@@ -58,22 +58,19 @@ def to_json(config):
 
 def from_json(tree, name):
     """Options by their names, with their types checked as the command line checks them."""
-    if not isinstance(tree, dict):
-        raise UserError(f"{name}: expected an object of options, got {type(tree).__name__}")
+    refuse_if(not isinstance(tree, dict), f"{name}: expected an object of options, got {type(tree).__name__}")
     fields = {(section, field.name): option for option, (section, field) in OPTIONS.items()}
     fields |= {(section, option): option for section, options in MOVED.items() for option in options}
     sections, checked = {section for section, _ in fields}, {}
 
     def take(option, x, place):
-        if option in checked:
-            raise UserError(f"{name}: {place} says again what the option {option} is")
+        refuse_if(option in checked, f"{name}: {place} says again what the option {option} is")
         checked[option] = value(option, x, f"{name}: {place}")
 
     for key, x in tree.items():
         if key in sections and isinstance(x, dict):
             for inner, y in x.items():
-                if (key, inner) not in fields:
-                    raise UserError(f"{name}: the section {key} has no field {inner}")
+                refuse_if((key, inner) not in fields, f"{name}: the section {key} has no field {inner}")
                 take(fields[key, inner], y, f"{key}.{inner}")
         elif key in RETIRED and x == RETIRED[key]:
             continue
@@ -89,14 +86,12 @@ def from_json(tree, name):
 def value(option, x, place):
     metadata = OPTIONS[option][1].metadata
     kind, choices = metadata.get("type"), metadata.get("choices")
-    try:
+    with told(place, argparse.ArgumentTypeError):
         if kind is None and not isinstance(x, bool):
             raise argparse.ArgumentTypeError(f"expected true or false, got {x}")
         if kind is str and not isinstance(x, str):
             raise argparse.ArgumentTypeError(f"expected text, got {x}")
         x = x if kind is None else kind(x)
-    except argparse.ArgumentTypeError as error:
-        raise UserError(f"{place}: {error}") from None
     if choices and x not in choices:
         raise UserError(f"{place}: expected one of {', '.join(choices)}, got {x}")
     return x

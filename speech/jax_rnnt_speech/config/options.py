@@ -5,7 +5,7 @@ import dataclasses
 import math
 import sys
 
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import refuse_if
 
 
 def names(x):
@@ -95,9 +95,10 @@ def option(default, kind, text, **more):
     """A field. `kind`: a type of argparse, or bool for a switch; `text`: its help.
 
     `flag`: the name of the option, if it is not that of the field. `needs`: (condition on the whole value, what it is
-    in words), without which nobody may name the option. `fixed`: a checkpoint's arrays, or their meaning, depend on it;
-    `free`: it may change where a run goes on. `off`: the value at which the optimiser and its state lack a part.
-    `hidden`: a field that pretrained models set, and no option. Other names are those of argparse.
+    in words), without which nobody may name the option. `fixed`: a checkpoint's arrays, or their meaning, depend on it,
+    as on all of the sections `config.FIXED`; `free`: it may change where a run goes on. `off`: the value at which the
+    optimiser and its state lack a part. `hidden`: a field that pretrained models set, and no option. Other names are
+    those of argparse.
     """
     kind = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
     return dataclasses.field(default=default, metadata={"help": text, **kind, **more})
@@ -114,5 +115,4 @@ def satisfied(whole, given):
     """
     for flag, field, x in given:
         condition, words = field.metadata.get("needs", (None, ""))
-        if condition and (x or x != field.default) and not condition(whole):
-            raise UserError(f"{flag} needs {words}")
+        refuse_if(condition and (x or x != field.default) and not condition(whole), f"{flag} needs {words}")

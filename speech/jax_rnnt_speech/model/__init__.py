@@ -17,7 +17,7 @@ from jax_rnnt_speech.data import features, tokens
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.model.losses import Encoded, variant_of
 from jax_rnnt_speech.model.transducer import Transducer
-from jax_rnnt_speech.system import UserError, programs
+from jax_rnnt_speech.system import UserError, programs, refuse_if
 
 WEIGHTS = nnx.Param, nnx.BatchStat  # what a model stores; the rest of its arrays are keys of dropout
 
@@ -116,8 +116,7 @@ class Model:
         """The prompt of a language; its name is one of the model, or a number."""
         fields, known = ((self.source or {}).get(f"{x}config.json", {}) for x in ("", "processor_"))
         count, names = fields.get("num_prompts", 0), known.get("prompt_dictionary", {})
-        if not count:
-            raise UserError(f"--prompt {name}: the model knows no prompts")
+        refuse_if(not count, f"--prompt {name}: the model knows no prompts")
         number = int(name) if name.isdecimal() else -1
         found = names.get(name, number) if name else fields.get("default_prompt_id", 0)
         if not 0 <= found < count:
@@ -133,8 +132,7 @@ class Model:
         known = {name.replace("_", "-").lower(): i for name, i in reversed(names.items())}
         bases = {name.partition("-")[0]: i for name, i in reversed(known.items())}
         found = next((x[y] for x, y in ((known, wanted), (bases, wanted.partition("-")[0])) if y in x), None)
-        if found is None:
-            raise UserError(f"the model has no prompt for {language}: it knows {', '.join(names)}")
+        refuse_if(found is None, f"the model has no prompt for {language}: it knows {', '.join(names)}")
         return found
 
     def prompted(self, network, rows, language=None):

@@ -23,7 +23,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
 
 SETTINGS = "config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"
 SETTINGS += "tokenizer_config.json", "special_tokens_map.json"
@@ -44,18 +44,14 @@ STORAGES = {f"{name}Storage": np.dtype(x) for name, x in DTYPES.items()} | {"BFl
 
 
 def require(fine, file, name, expected, got):
-    if not fine:
-        raise UserError(f"{file}: {name} must be {expected}, got {got!r}")
+    refuse_if(not fine, f"{file}: {name} must be {expected}, got {got!r}")
 
 
 def read_json(file):
     """The object of a JSON file."""
-    try:
+    with told(f"{file} must be JSON", ValueError):
         fields = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{file} must be JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{file} must be an object, got {type(fields).__name__}")
+    refuse_if(not isinstance(fields, dict), f"{file} must be an object, got {type(fields).__name__}")
     return fields
 
 
@@ -104,9 +100,8 @@ def files_of(folder):
         whole.setdefault((match[1], match[3]), set()).add(int(match[2]))
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX).get("weight_map")
-        fine = (
-            isinstance(index, dict) and index and all(isinstance(x, str) and x == Path(x).name for x in index.values())
-        )
+        fine = isinstance(index, dict) and index
+        fine = fine and all(isinstance(x, str) and x == Path(x).name for x in index.values())
         require(fine, folder / INDEX, "weight_map", "an object of files in this folder by tensors", index)
         used = {file: {name for name, x in index.items() if x == file} for file in sorted({*index.values()})}
     elif WEIGHTS in there or (len(there) == 1 and not whole):
@@ -133,10 +128,8 @@ def read_tensors(folder):
     """{name: array} of the files of weights of a folder, float32."""
     arrays, places = {}, {}
     for file, expected in files_of(folder).items():
-        try:
+        with told(f"{file} must be a file of safetensors", SafetensorError, ValueError):
             found = load_file(file)
-        except (SafetensorError, ValueError) as error:
-            raise UserError(f"{file} must be a file of safetensors: {error}") from None
         if missing := sorted((expected or set()) - {*found}):
             raise UserError(f"{file} has no tensor {missing[0]}, which {INDEX} expects there")
         for name, x in found.items():

@@ -18,7 +18,7 @@ from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
 from jax_rnnt_speech.pretrained import files
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if, told
 
 # Of a model: its encoder, its loss, and what makes its features.
 WHOLE = "parakeet_encoder", "ParakeetFeatureExtractor"
@@ -111,8 +111,7 @@ def features_of(source, folder, kind, bins):
 
 def config_of(folder):
     """(Config of a folder, its JSON files by name); both are checked as a whole."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json")
+    refuse_if(not (folder / "config.json").is_file(), f"{folder} has no config.json")
     source = {x: files.read_json(folder / x) for x in files.SETTINGS if (folder / x).is_file()}
     return config_from(folder, source), source
 
@@ -160,10 +159,8 @@ def read(folder):
     """The Model of a folder, with its parameters in float32."""
     config, source = config_of(folder)
     labels, file = source["config.json"]["vocab_size"] - 1, folder / "tokenizer.json"
-    try:
+    with told(f"{file} must be JSON", UnicodeDecodeError):
         vocabulary = tokens.Pretrained(file.read_text("utf-8"), labels) if file.exists() else tokens.Numbers(labels)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} must be JSON: {error}") from None
     return filled(folder, config, source, vocabulary, files.read_tensors(folder))
 
 
@@ -202,8 +199,7 @@ def write(model, folder, dtype="float32"):
             files.say("the head for CTC is left out: `transformers` has no model with both")
             return x
         for i, name in enumerate(names_of(path, config)):
-            if not np.isfinite(x).all():
-                raise UserError(f"{name} must be finite, got NaN or infinity: nothing is written")
+            refuse_if(not np.isfinite(x).all(), f"{name} must be finite, got NaN or infinity: nothing is written")
             tensors[name] = to_torch(path, name, np.asarray(x) * (i == 0), channels)
         return x
 
@@ -223,9 +219,8 @@ def write(model, folder, dtype="float32"):
 
 
 def channels_of(source):
-    return source["config.json"]["encoder_config"].get(
-        "subsampling_conv_channels", EncoderConfig.subsampling_conv_channels
-    )
+    name = "subsampling_conv_channels"
+    return source["config.json"]["encoder_config"].get(name, getattr(EncoderConfig, name))
 
 
 def names_of(path, config):
@@ -254,8 +249,7 @@ def from_torch(name, x, shape, channels):
         if name.endswith("subsampling.linear.weight"):  # PyTorch's rows have channels before bins
             x = x.reshape(len(x), channels, -1).swapaxes(1, 2).reshape(x.shape)
         x = np.moveaxis(x, (1, 0), (-2, -1))
-    if x.size != math.prod(shape):
-        raise UserError(f"{name} must have {shape} entries, got {x.shape}")
+    refuse_if(x.size != math.prod(shape), f"{name} must have {shape} entries, got {x.shape}")
     return x.reshape(shape)
 
 

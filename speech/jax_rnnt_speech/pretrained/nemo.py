@@ -17,7 +17,7 @@ import yaml
 
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.pretrained import files, hugging_face
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 LARGEST = 2**26  # bytes of a member that are read; a tar file of a few bytes may claim any number
@@ -63,8 +63,7 @@ SOUNDS = {"window": "hann", "log": True, "frame_splicing": 1, "mag_power": 2.0, 
 def archive_of(path):
     """The archive itself, or that in a folder."""
     found = [path] if path.suffix == ".nemo" and path.is_file() else sorted(path.glob("*.nemo"))
-    if len(found) > 1:
-        raise UserError(f"{path} has several archives of NeMo: name {' or '.join(x.name for x in found)}")
+    refuse_if(len(found) > 1, f"{path} has several archives of NeMo: name {' or '.join(x.name for x in found)}")
     return found[0]
 
 

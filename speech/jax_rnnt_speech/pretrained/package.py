@@ -11,7 +11,7 @@ from jax_rnnt_speech.config.files import to_json
 from jax_rnnt_speech.data import corpora
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.pretrained import files
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 SETUP, WEIGHTS, CARD = "recogniser.json", files.WEIGHTS, "card.md"
 FILES = "train", "valid", "synthetic", "text", "noise", "init"
@@ -23,8 +23,7 @@ def write(model, folder, dtype, card=""):
     arrays, largest = {}, float(jnp.finfo(dtype).max)
 
     def taken(path, x):
-        if not np.abs(x).max(initial=0) <= largest:
-            raise UserError(f"{path} must have finite numbers of {dtype.name}")
+        refuse_if(not np.abs(x).max(initial=0) <= largest, f"{path} must have finite numbers of {dtype.name}")
         arrays[path] = np.asarray(x).astype(dtype)
         return x
 
@@ -61,6 +60,5 @@ def read(folder):
         return arrays.pop(path)
 
     model.params = files.mapped(model.shapes, value)
-    if arrays:
-        raise UserError(f"{folder} has tensors that are not of this model: {', '.join(sorted(arrays))}")
+    refuse_if(arrays, f"{folder} has tensors that are not of this model: {', '.join(sorted(arrays))}")
     return model

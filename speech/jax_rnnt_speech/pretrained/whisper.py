@@ -21,7 +21,7 @@ from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.whisper import WhisperConfig, positions
 from jax_rnnt_speech.pretrained import files
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if, told
 
 TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 # Modules of ours, of CTranslate2 and of Hugging Face, where three matrices of an attention are one of the others.
@@ -79,7 +79,7 @@ def read_binary(file):
     def text():
         return take(f"{take('H')}s").rstrip(b"\0").decode()
 
-    try:
+    with told(f"{file} is no model.bin of CTranslate2, or is cut off", struct.error, ValueError):
         version, spec, _ = take("I"), text(), take("I")
         if spec != "WhisperSpec" or version != 6:
             raise UserError(f"{file} must hold a WhisperSpec of version 6, got {spec} of version {version}")
@@ -93,8 +93,6 @@ def read_binary(file):
                 x = np.frombuffer(data, TYPES[kind], count, place).reshape(shape)
                 arrays[name.removeprefix("encoder/")] = x.astype(np.float32) if shape else int(x)
             place += size
-    except (struct.error, ValueError) as error:
-        raise UserError(f"{file} is no model.bin of CTranslate2, or is cut off: {error}") from None
     return arrays
 
 
@@ -109,8 +107,7 @@ def parts_of(folder):
         arrays = read_binary(file)
 
         def array(name, _):
-            if name not in arrays:
-                raise UserError(f"{file} has no encoder/{name}")
+            refuse_if(name not in arrays, f"{file} has no encoder/{name}")
             return arrays[name]
 
         count = sum(name.endswith("/ffn/linear_0/weight") for name in arrays)
@@ -165,8 +162,7 @@ def read(folder):
         if module == "attention.inputs":  # query, key and value of each head side by side
             y = y.reshape(3, heads, -1, *y.shape[1:]).swapaxes(0, 1).reshape(y.shape)
         y = y.T.reshape(-1, len(y)) if y.ndim > 1 else y  # of a convolution: three frames side by side
-        if y.shape != x.shape:
-            raise UserError(f"{folder}: encoder.{path} must have shape {x.shape}, got {y.shape}")
+        refuse_if(y.shape != x.shape, f"{folder}: encoder.{path} must have shape {x.shape}, got {y.shape}")
         return y
 
     model.params = files.mapped(model.shapes, value)

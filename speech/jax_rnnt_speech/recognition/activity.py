@@ -22,9 +22,8 @@ ROWS = 2048  # chunks whose convolutions are computed at once
 
 @functools.cache
 def weights():
-    return {
-        name: x.astype(np.float32) for name, x in load_file(Path(__file__).with_name("activity.safetensors")).items()
-    }
+    file = Path(__file__).with_name("activity.safetensors")
+    return {name: x.astype(np.float32) for name, x in load_file(file).items()}
 
 
 def convolved(x, name, stride=1):
@@ -74,10 +73,10 @@ class Detector:
         if self.resampler is not None and len(samples):
             frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples)[None], "flt", "mono")
             frame.sample_rate = self.rate
-            samples = np.concatenate(
-                [np.zeros(0, np.float32), *(x.to_ndarray()[0] for x in self.resampler.resample(frame))]
-            )
-        self.samples = np.concatenate([self.samples, samples])
+            samples = [x.to_ndarray()[0] for x in self.resampler.resample(frame)]
+        else:
+            samples = [samples]
+        self.samples = np.concatenate([self.samples, *samples])
         while (count := min((len(self.samples) - CONTEXT) // CHUNK, ROWS)) > 0:
             x = np.lib.stride_tricks.sliding_window_view(self.samples, CONTEXT + CHUNK)[: count * CHUNK : CHUNK]
             self.probabilities += self.of(x)

@@ -5,20 +5,18 @@ chunk to chunk, and so are frames that a label of TDT reads beyond one. Those of
 window hears them again.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import decode
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels
 from jax_rnnt_speech.recognition.search import GREEDY
-from jax_rnnt_speech.recognition.streams import Stream
-from jax_rnnt_speech.recognition.windows import taken, window
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.recognition.streams import Slots, Stream
+from jax_rnnt_speech.recognition.windows import before_all, encoded, taken
+from jax_rnnt_speech.system import UserError, refuse_if
 
 MOST = 3600  # seconds of a window: each is in memory as a whole
 
@@ -40,28 +38,24 @@ class Windows:
     def run(self, steps):
         """(Labels that are final, others, rows) of a window."""
         ((x, first, count),) = steps
-        batch = np.pad(x, ((0, self.frames - len(x)), (0, 0)))[None]
-        encoded, lengths = window(
-            self.model, self.model.params, batch, np.array([len(x)], np.int32), np.array([first], np.int32)
-        )
+        rows, lengths = encoded(self.model, [(x, first)], self.frames)
         there = int(lengths[0])
         count = there if count is None else min(count, there)
-        found, final = self.search(encoded, count, keep=True)
+        found, final = self.search(rows, count, keep=True)
         labels = Labels.of(found, 0, found.counts[0], self.decoding)
         known, unsure = labels.part(final[0]), labels.part(final[0], None)
         if count < there:
-            found, _ = self.search(jnp.roll(encoded, -count, 1), there - count)
+            found, _ = self.search(jnp.roll(rows, -count, 1), there - count)
             unsure = Labels.of(found, 0, found.counts[0], self.decoding)
         return [(known, unsure, count)]
+
+    step = Slots.step
 
     def search(self, rows, count, keep=False):
         """(Hypotheses, how many labels are final) of the first rows behind the state; `keep`: it goes on there."""
         counts = np.array([count], np.int32)
         if self.state is None:
-            shapes = jax.eval_shape(
-                functools.partial(taken, self.model), self.model.params, rows, counts, None, self.decoding
-            )
-            self.state = decode.reset_streams(shapes[2], np.ones(1, bool))
+            self.state = before_all(self.model, rows, counts, self.decoding)
         found, final, state, _ = taken(self.model, self.model.params, rows, counts, self.state, self.decoding)
         if keep:
             self.state = state
@@ -76,8 +70,7 @@ class Windowed(Stream):
     """
 
     def __init__(self, model, decoding=GREEDY, silence=0.0, left=10.0, chunk=2.0, right=2.0, listens=True):
-        if model.chunk:
-            raise UserError("--left, --chunk and --right are for models that see whole utterances: this one streams")
+        refuse_if(model.chunk, "--left, --chunk and --right are for models that see whole utterances: this one streams")
         self.rows = {name: round(x / model.seconds) for name, x in (("left", left), ("chunk", chunk), ("right", right))}
         if not self.rows["chunk"]:
             raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")

@@ -84,9 +84,8 @@ def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=Fal
     if decoding.beam:
         hypotheses = decode.Search(*networks, **chosen).beam(rows, lengths, decoding.beam, state=state)
         return hypotheses if every else best(hypotheses)
-    return decode.Search(*networks, duration_choice=options.duration_choice, **chosen).greedy(
-        rows, lengths, state=state
-    )
+    chosen["duration_choice"] = options.duration_choice
+    return decode.Search(*networks, **chosen).greedy(rows, lengths, state=state)
 
 
 def next_part(model, network, rows, lengths, state, deadline, decoding):
@@ -95,16 +94,8 @@ def next_part(model, network, rows, lengths, state, deadline, decoding):
     Labels that were not final come again with the next part. All are where the last one ends `deadline` [B] rows,
     counted from the start of the recording, before the end of these, or earlier.
     """
-    found = search(
-        model,
-        network,
-        model.prompted(network, rows, decoding.language),
-        lengths,
-        decoding,
-        state,
-        every=True,
-        more=OPEN,
-    )
+    rows = model.prompted(network, rows, decoding.language)
+    found = search(model, network, rows, lengths, decoding, state, every=True, more=OPEN)
     if not decoding.beam:
         return found._replace(state=None), found.counts, found.state, None
     first, others = best(found), (found.labels, found.counts, found.scores)

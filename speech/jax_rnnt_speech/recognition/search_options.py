@@ -14,7 +14,7 @@ from jax_rnnt_speech.data import manifests, texts
 from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.recognition.spotter import Spotter
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if, told
 
 
 @jax.tree_util.register_dataclass
@@ -95,8 +95,7 @@ class Searching:
         """Itself; raises where a file is missing."""
         for name in ("ngram", "phrases"):
             file = getattr(self, name)
-            if file and not file.is_file():
-                raise UserError(f"--{name} {file} is no file")
+            refuse_if(file and not file.is_file(), f"--{name} {file} is no file")
         return self
 
 
@@ -141,18 +140,15 @@ def spelled(path, model, usual):
             found.append((text, labels, weight))
         else:
             print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
-    if not found:
-        raise UserError(f"--phrases {path} has no phrase that the model's vocabulary can spell")
+    refuse_if(not found, f"--phrases {path} has no phrase that the model's vocabulary can spell")
     return found
 
 
 def phrases(path, model, usual, depth=0.0):
     """The Phrases of a file, whose numbers are weights."""
     _, labels, weights = map(list, zip(*spelled(path, model, usual)))
-    try:
+    with told(f"--phrases {path}", ValueError):
         return decode.Phrases(labels, weights, classes=model.blank + 1, depth=depth)
-    except ValueError as error:
-        raise UserError(f"--phrases {path}: {error}") from None
 
 
 def decoding_of(options, model):
@@ -177,10 +173,8 @@ def decoding_of(options, model):
     if ctc and (options.beam or fusion or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     language = model.language(options.prompt) if options.prompt else None
-    kind, mask = (
-        None if kind == PROBABILITY else decode.Entropy(kind),
-        allowed(model, options.script, options.only_characters),
-    )
+    kind = None if kind == PROBABILITY else decode.Entropy(kind)
+    mask = allowed(model, options.script, options.only_characters)
     return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.data.manifests import LineError
 from jax_rnnt_speech.data.utterances import column, shown
-from jax_rnnt_speech.system import UserError, reason
+from jax_rnnt_speech.system import UserError, refuse_if, told
 
 GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
 HELD = 60  # seconds of a segment that is decoded with its neighbours; a longer one is decoded by itself
@@ -30,9 +30,11 @@ class Segment(NamedTuple):
     speaker: str = ""
 
 
-def times(start, end):
+def times(start, end=None, duration=None):
+    """(start, end) of a segment; with a duration, their sum to a microsecond."""
     try:
-        start, end = float(start), float(end)
+        start = float(start)
+        end = float(end) if duration is None else round(start + float(duration), 6)
     except (TypeError, ValueError):
         raise LineError("its times are no numbers") from None
     if not 0 <= start < end < math.inf:
@@ -51,10 +53,16 @@ def of_rttm(line):
     place = next((i for i in range(5, len(fields) - 2) if fields[i : i + 2] == ["<NA>", "<NA>"]), 5)
     channel, start, duration, _, _, *last = fields[place - 3 :]
     for _ in range(2):  # two columns may follow the speaker
-        last = last[:-1] if len(last) > 1 and (last[-1] == "<NA>" or plus(last[-1], 0) is not None) else last
-    speaker = " ".join(last)
-    start, end = times(start, plus(start, duration))
-    return Segment(" ".join(fields[1 : place - 3]), channel, start, end, "" if speaker in MISSING else speaker)
+        last = last[:-1] if len(last) > 1 and (last[-1] == "<NA>" or is_number(last[-1])) else last
+    times_of = times(start, duration=duration)
+    return Segment(" ".join(fields[1 : place - 3]), channel, *times_of, known(" ".join(last)))
+
+
+def is_number(text):
+    try:
+        return float(text) is not None
+    except ValueError:
+        return False
 
 
 def of_ctm(line):
@@ -62,17 +70,12 @@ def of_ctm(line):
     fields = line.split()
     if len(fields) < 5:
         raise LineError(f"CTM has 5 to 8 columns, got {len(fields)}")
-    start, end = times(fields[2], plus(fields[2], fields[3]))
-    speaker = fields[7] if len(fields) > 7 else fields[4]
-    return Segment(fields[0], fields[1], start, end, "" if speaker in MISSING else speaker)
+    speaker = known(fields[7] if len(fields) > 7 else fields[4])
+    return Segment(fields[0], fields[1], *times(fields[2], duration=fields[3]), speaker)
 
 
-def plus(start, duration):
-    """Their sum, to a microsecond; None: one is no number."""
-    try:
-        return round(float(start) + float(duration), 6)
-    except ValueError:
-        return None
+def known(speaker):
+    return "" if speaker in MISSING else speaker
 
 
 def of_lines(path, read):
@@ -95,10 +98,8 @@ def of_lines(path, read):
 
 def of_json(path, _):
     """Of pyannote: an annotation's `for_json`, a result's `serialize`, what its API answers, or the list within."""
-    try:
+    with told(f"--segments {path} is no JSON", ValueError, RecursionError):
         x = json.loads(manifests.text_of(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--segments {path} is no JSON: {error}") from None
     x = x.get("output", x) if isinstance(x, dict) else x
     name = x.get("uri") if isinstance(x, dict) else None
     if isinstance(x, dict):
@@ -112,8 +113,8 @@ def of_json(path, _):
                 raise LineError("it is no object")
             place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
             speaker = next((str(segment[key]) for key in ("speaker", "label") if segment.get(key) is not None), "")
-            start, end = times(place.get("start"), place.get("end"))
-            yield f"segment {i}", Segment(str(segment.get("uri", name) or ""), "1", start, end, speaker)
+            whole = times(place.get("start"), place.get("end"))
+            yield f"segment {i}", Segment(str(segment.get("uri", name) or ""), "1", *whole, speaker)
         except LineError as error:
             yield f"segment {i}", error
 
@@ -123,18 +124,15 @@ FORMATS = {".rttm": (of_lines, of_rttm), ".ctm": (of_lines, of_ctm), ".json": (o
 
 def read(path):
     """Segments of a file, and Faults of what is none."""
-    if path.suffix.lower() not in FORMATS:
-        raise UserError(f"--segments {path} must end in {', '.join(FORMATS)}")
+    refuse_if(path.suffix.lower() not in FORMATS, f"--segments {path} must end in {', '.join(FORMATS)}")
     rows, form = FORMATS[path.suffix.lower()]
     found, faults = [], []
-    try:
+    with told(f"--segments {path} is not readable", OSError):
         for line, x in rows(path, form):
             if isinstance(x, LineError):
                 faults.append(manifests.Fault(str(x), f"--segments {path}, {line}"))
             else:
                 found.append(x._replace(speaker=shown(x.speaker)))
-    except OSError as error:
-        raise UserError(f"--segments {path} is not readable: {reason(error)}") from None
     gap = GAP if form is of_ctm else 0
     return joined(found, gap), faults
 
@@ -166,8 +164,7 @@ def entries(path, recordings):
     whole = [x for x in recordings if isinstance(x, manifests.Entry)]
     results = [x for x in recordings if not isinstance(x, manifests.Entry)]
     for x in whole:
-        if (x.start, x.end) != (0.0, None):
-            raise UserError(f"--segments needs whole recordings, got {x.name}")
+        refuse_if((x.start, x.end) != (0.0, None), f"--segments needs whole recordings, got {x.name}")
         names = [x.audio.stem, x.audio.name, str(x.audio)]
         names += [*map(column, names)] + [""] * (len(whole) == 1)  # as CTM has them, too
         name = next((name for name in names if name in known), None)
@@ -202,44 +199,41 @@ def loaded(entries, rate):
     Segments of a recording that follow each other in time are cut out of it as it is decoded, once.
     """
     for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and x.audio):
-        sources = {}  # of the channels of a recording
+        group, sources = list(group), {}  # of the channels of a recording
         for x in group:
             if isinstance(x, manifests.Fault):
                 yield x.name, UserError(f"{x.name}: {x.reason}")
             elif x.end - x.start > HELD:
                 yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
             else:
-                sources[x.channel] = sources.get(x.channel) or Cutting(x, rate)
-                yield x.name, sources[x.channel].cut(x)
+                if x.channel not in sources:
+                    short = [y for y in group if y.channel == x.channel and y.end - y.start <= HELD]
+                    sources[x.channel] = cuts(short, rate)
+                yield x.name, next(sources[x.channel])
 
 
-class Cutting:
-    """Samples of a recording as it is decoded, from the start of the last segment on."""
+def cuts(entries, rate):
+    """The samples of each segment, or a UserError: cut out of a recording as it is decoded, in order of their starts.
 
-    def __init__(self, entry, rate):
-        self.rate, self.held, self.begin, self.failed = rate, np.zeros(0, np.float32), 0, None
-        self.pieces = audio.pieces(entry.audio, rate, 0.0, None, entry.channel)
-
-    def cut(self, entry):
-        """The samples of a segment that begins no earlier than the one before, or a UserError."""
-        first, last = (round(x * self.rate) for x in (entry.start, entry.end))
-        held, size = [self.held], len(self.held)
-        while self.begin + size < last and self.pieces is not None:
+    Samples are held from the start of the last segment on.
+    """
+    pieces, error = audio.pieces(entries[0].audio, rate, 0.0, None, entries[0].channel) if entries else None, None
+    held, begin = np.zeros(0, np.float32), 0
+    for x in entries:
+        first, last = (round(y * rate) for y in (x.start, x.end))
+        parts, end = [held], begin + len(held)
+        while end < last and pieces:
             try:
-                piece = next(self.pieces, None)
-            except UserError as error:
-                self.failed, piece = error, None
-            if piece is None:
-                self.pieces = None
+                parts.append(next(pieces))
+            except (StopIteration, UserError) as stopped:
+                pieces, error = None, stopped if isinstance(stopped, UserError) else None
                 break
-            held.append(piece)
-            size += len(piece)
-            if self.begin + size <= first:  # all of it is before the segment
-                self.begin, held, size = self.begin + size, [], 0
-        self.held = np.concatenate([np.zeros(0, np.float32), *held])
-        dropped = min(max(0, first - self.begin), size)
-        self.held, self.begin = self.held[dropped:], self.begin + dropped
-        found, missing = self.held[: max(0, last - self.begin)], last - self.begin - len(self.held)
-        if self.pieces is None and (not len(found) or missing > audio.SLACK * self.rate):
-            return self.failed or audio.AudioError(entry.name, "a segment beyond the end of its file")
-        return found
+            end += len(parts[-1])
+            if end <= first:  # all of it is before the segment
+                parts, begin = [], end
+        held = np.concatenate([np.zeros(0, np.float32), *parts])
+        dropped = min(max(0, first - begin), len(held))
+        held, begin = held[dropped:], begin + dropped
+        found, missing = held[: max(0, last - begin)], last - begin - len(held)
+        lacks = not pieces and (not len(found) or missing > audio.SLACK * rate)
+        yield (error or audio.AudioError(x.name, "a segment beyond the end of its file")) if lacks else found

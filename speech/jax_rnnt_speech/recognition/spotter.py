@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from jax_rnnt import decode
-from jax_rnnt_speech.recognition.results import Labels
+from jax_rnnt_speech.recognition.results import Labels, spliced, words_of
 from jax_rnnt_speech.recognition.search import ctc_logits
-from jax_rnnt_speech.recognition.splicing import spliced, words_of
 from jax_rnnt_speech.system import programs
 
 NEAR = 1  # frames by which the middle of a word may be outside of its phrase

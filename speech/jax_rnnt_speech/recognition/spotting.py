@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt_speech.recognition.search import search
-from jax_rnnt_speech.recognition.windows import Recording, window
-from jax_rnnt_speech.system import UserError, programs
+from jax_rnnt_speech.recognition.windows import Recording, encoded
+from jax_rnnt_speech.system import UserError, programs, refuse_if
 
 HALF = 2.0  # seconds: a longer phrase may be missed
 NODES, MOST = 2**24, 16  # logits that a program computes at once, and stretches, at most
@@ -92,12 +92,10 @@ def windows_of(model, recording, overlap):
     """(number of the first row, rows [N, E] on the device, how many count, whether they end it) of a Recording."""
     frames = model.extractor.count(recording.size)
     while not recording.error and recording.frames:
-        x, first = model.features(recording.samples[: recording.size]), recording.row - recording.begin
         last = recording.last
         if not recording.long and not recording.row:
-            frames = 1 << max(9, (len(x) - 1).bit_length())
-        batch = np.pad(x, ((0, frames - len(x)), (0, 0)))[None]
-        rows, counts = window(model, model.params, batch, np.array([len(x)], np.int32), np.array([first], np.int32))
+            frames = 1 << max(9, (recording.frames - 1).bit_length())
+        rows, counts = encoded(model, [recording.window], frames)
         count = int(counts[0]) - (0 if last else recording.margin)
         yield recording.row, rows[0], count, last
         if last:
@@ -134,8 +132,7 @@ def spot(model, name, samples, phrases):
         until = np.inf if last else (row + count - 2 * half) * model.seconds
         yield from (x for x in sorted(open_, key=lambda x: x.start) if x.end < until)
         open_ = [x for x in open_ if x.end >= until]
-    if recording.error:
-        raise UserError(recording.error)
+    refuse_if(recording.error, recording.error)
 
 
 def put(known, found):

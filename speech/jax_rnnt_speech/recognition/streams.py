@@ -5,6 +5,7 @@ steps are the same, and so are all numbers. A beam lets go of labels that no hyp
 where more than `search.OPEN` are open. Several streams that come and go are one batch.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -22,7 +23,7 @@ from jax_rnnt_speech.recognition import transcripts, unheard
 from jax_rnnt_speech.recognition.results import Labels, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, next_part
 from jax_rnnt_speech.recognition.unheard import Ear
-from jax_rnnt_speech.system import UserError, programs
+from jax_rnnt_speech.system import programs, refuse_if, told
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
@@ -71,8 +72,7 @@ class Slots:
     """
 
     def __init__(self, model, count=1, decoding=GREEDY):
-        if not model.chunk:
-            raise UserError(WHOLE)
+        refuse_if(not model.chunk, WHOLE)
         self.model, self.count, self.decoding, self.free = model, count, decoding, list(range(count))
         encoder = model.network(model.params).encoder
         self.sizes = [encoder.frames_of_step(first) for first in (False, True)]
@@ -109,6 +109,11 @@ class Slots:
                 labels = Labels.of(found, slot, found.counts[slot], self.decoding)
                 results[slot] = labels.part(final[slot]), labels.part(final[slot], None), int(rows[slot])
         return [results[step.slot] for step in steps]
+
+    async def step(self, step):
+        """`run` of one step; a program with many streams puts a function in its place that runs theirs together."""
+        (found,) = self.run([step])
+        return found
 
 
 class Words:
@@ -148,9 +153,11 @@ class Words:
         before, both = (self.model.tokens.decode(x) for x in (self.before, self.before + some.labels))
         self.said += both.removeprefix(before)
         self.before = (self.before + some.labels)[-CONTEXT:]
-        return transcripts.words(
-            self.model, some.labels, some.frames, some.confidences, some.durations, duration=duration
-        )
+        heard = some.labels, some.frames, some.confidences, some.durations
+        return transcripts.words(self.model, *heard, duration=duration)
+
+    def without_ends(self, part):
+        return part.chosen([i for i, x in enumerate(part.labels) if x not in self.last_labels])
 
     def add(self, part, rows, more=False):
         """(words that are final, whether an utterance ends) after final labels, and so many encoder rows.
@@ -159,8 +166,7 @@ class Words:
         """
         self.rows += rows
         ended = any(i in self.last_labels for i in part.labels)
-        kept = [i for i, x in enumerate(part.labels) if x not in self.last_labels]
-        self.waiting.extend(Labels(*([x[i] for i in kept] for x in part)))
+        self.waiting.extend(self.without_ends(part))
         if self.waiting.labels:
             self.end = self.waiting.frames[-1] + max(self.waiting.durations[-1], 1)
         ended |= bool(self.end) and not more and self.rows - self.end >= self.patience
@@ -186,8 +192,7 @@ class Stream:
     `listens`: speech without words is heard once more, by a stream of its own, and becomes an event `unheard` where
     that finds no words, either. Words of it come before those of later labels, which wait for it.
 
-    A program with many streams gives them the same `slots`, and runs their `steps` together: `taking` takes the
-    results.
+    A program with many streams gives them the same `slots`, and waits for what they `hear`.
     """
 
     def __init__(self, model, decoding=GREEDY, silence=0.0, slots=None, listens=True):
@@ -234,11 +239,8 @@ class Stream:
             while remaining := self.extractor.count(self.total) - self.taken:
                 yield self.cut(min(remaining, self.size))
 
-    def taking(self, part, unsure, rows):
-        """(words that are final, whether an utterance ends) after the step that found these.
-
-        A generator: it yields a Stream and a step of it, which hear missed speech again, and wants what that found.
-        """
+    async def taking(self, part, unsure, rows):
+        """(words that are final, whether an utterance ends) after the step that found these."""
         self.unsure = unsure
         if self.ear:
             seconds = self.model.seconds
@@ -246,25 +248,24 @@ class Stream:
                 self.ear.wrote(labels, seconds)
             final = part.frames[-1] * seconds if part.labels else -np.inf
             self.ear.take((self.words.rows + rows) * seconds, self.step, final=final)
-            part = yield from self.with_missed(part)
+            part = await self.with_missed(part)
         return self.words.add(part, rows, bool(unsure.labels))
 
-    def resting(self, seconds=None):
-        """The words that are left at the end of a recording of so many seconds; a generator like `taking`."""
+    async def resting(self, seconds=None):
+        """The words that are left at the end of a recording of so many seconds."""
         last, self.unsure = self.unsure, no_labels()
         if self.ear:
             self.ear.take(self.words.rows * self.model.seconds, self.step, end=True)
-            last = yield from self.with_missed(last)
+            last = await self.with_missed(last)
         found, _ = self.words.add(last, 0)
         return found + self.words.take(LONGEST, self.total / self.extractor.rate if seconds is None else seconds)
 
-    def with_missed(self, part):
+    async def with_missed(self, part):
         """Labels that are to become final, with those of missed speech where they are found."""
         jobs, missed = self.ear.jobs, self.ear.found
         self.ear.jobs, self.ear.found = [], []
         for begin, end, first, samples in jobs:
-            known = Labels(*(x + y for x, y in zip(self.words.waiting, part)))
-            second = yield from self.again(samples)
+            known, second = self.words.waiting.joined(part), await self.again(samples)
             found = unheard.joined(self.model, known, second, first // self.step, begin, end)
             if found is not None:
                 self.words.waiting, part = no_labels(), found
@@ -272,20 +273,19 @@ class Stream:
         self.missed += missed
         return part
 
-    def again(self, samples):
+    async def again(self, samples):
         """The labels of samples that are heard by themselves; none if all slots but one are busy."""
         other, found = self.other(), no_labels()
         if other is None:
             return found
         try:
             for step in other.steps(samples, end=True):
-                part, unsure, _ = yield other, step
+                part, unsure, _ = await other.slots.step(step)
                 found.extend(part)
             found.extend(unsure)
         finally:
             other.slots.free.append(other.slot)
-        kept = [i for i, x in enumerate(found.labels) if x not in self.words.last_labels]
-        return Labels(*([x[i] for i in kept] for x in found))
+        return self.words.without_ends(found)
 
     def other(self):
         """A Stream with the same programs."""
@@ -293,12 +293,22 @@ class Stream:
             return None
         return Stream(self.model, self.slots.decoding, slots=self.slots if self.shares else None, listens=False)
 
-    def heard(self, samples, end=False):
-        """Yields what `taking` returns for each step of more samples [S]; `end`: they are the last ones."""
+    async def hear(self, samples, end=False, seconds=None):
+        """Yields (words that are final, whether an utterance ends) for each step of more samples [S].
+
+        `end`: they are the last ones, of a recording of so many seconds.
+        """
         for step in self.steps(samples, end):
-            yield finished(self.taking(*self.slots.run([step])[0]))
+            yield await self.taking(*await self.slots.step(step))
         if end:
-            yield finished(self.resting()), False
+            yield await self.resting(seconds), False
+
+    def heard(self, samples, end=False):
+        """As `hear`, by steps that run at once."""
+        found = self.hear(samples, end)
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                yield finished(anext(found))
 
     def feed(self, samples, end=False):
         """`samples` [S]: floats in [-1, 1], or integers."""
@@ -327,15 +337,12 @@ class Stream:
         self.said = open_
 
 
-def finished(taking):
-    """What a generator of a Stream returns, whose steps run at once."""
-    found = None
-    while True:
-        try:
-            stream, step = taking.send(found)
-        except StopIteration as end:
-            return end.value
-        (found,) = stream.slots.run([step])
+def finished(waiting):
+    """What a coroutine of a Stream returns whose steps run at once, so that it waits for nothing."""
+    try:
+        waiting.send(None)
+    except StopIteration as end:
+        return end.value
 
 
 def blocks_of_file(path, rate):
@@ -347,16 +354,10 @@ def blocks_of_file(path, rate):
 
 def blocks_of_microphone(rate):
     """Samples from the default microphone, without end."""
-    try:
+    with told("--microphone", ImportError, OSError):
         import sounddevice
-    except (ImportError, OSError) as error:
-        raise UserError(f"--microphone: {error}") from None
-    blocks = queue.Queue()
-    try:
-        with sounddevice.InputStream(
-            rate, int(BLOCK * rate), channels=1, callback=lambda x, *_: blocks.put(x[:, 0].copy())
-        ):
-            while True:
-                yield blocks.get()
-    except (sounddevice.PortAudioError, ValueError) as error:
-        raise UserError(f"--microphone: {error}") from None
+    blocks, size = queue.Queue(), int(BLOCK * rate)
+    hear = {"channels": 1, "callback": lambda x, *_: blocks.put(x[:, 0].copy())}
+    with told("--microphone", sounddevice.PortAudioError, ValueError), sounddevice.InputStream(rate, size, **hear):
+        while True:
+            yield blocks.get()

@@ -20,7 +20,7 @@ from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.manifests import Entry, later
 from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import unheard
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
 
 LINES = "text", "json", "jsonl"  # written as they come
 # What has a file for each recording.
@@ -135,20 +135,11 @@ def captioned(form, found):
     return file.getvalue()
 
 
-@contextlib.contextmanager
-def in_a_line(name):
-    """What the library cannot write, or make words of, is an error of the user's."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from None
-
-
 def transcript(model, entry, result, nbest=0, speaker=""):
     """The Transcript of a Result of an Entry."""
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
-    with in_a_line(shown(entry.name)):
+    with told(shown(entry.name), ValueError):
         timed = words(model, *heard, entry.start, result.duration)
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
     return Transcript(result.text, result.duration, timed, best, space_of(model.tokens), speaker, missed)
@@ -247,8 +238,7 @@ def writer(to, entries):
 
     try:
         yield write
-        if not count:
-            raise UserError("no recording could be used")
+        refuse_if(not count, "no recording could be used")
     except KeyboardInterrupt:
         files.close()
         where = to.output or "the screen"
@@ -306,7 +296,7 @@ class Lines:
         x = self.known.pop(i)
         if x is None:
             return
-        with in_a_line(shown(self.entries[i].name)):
+        with told(shown(self.entries[i].name), ValueError):
             text = self.text(i, x)
         if self.file is None:  # an earlier file stays until there is something to write
             self.file = outputs.Growing(self.to.output) if self.to.output else outputs.Screen()
@@ -341,9 +331,9 @@ class Rows(Lines):
 
     def text(self, i, x):
         rows = io.StringIO()
-        with in_a_line(f"--format {self.to.format}"):
-            channel = self.entries[i].channel
-            channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
+        channel = self.entries[i].channel
+        channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
+        with told(f"--format {self.to.format}", ValueError):
             timing.write_ctm(rows, {self.names[i]: x.words}, channel)
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
         return rows.getvalue().replace("\n", more)
@@ -372,13 +362,12 @@ class Files:
             self.next.pop(name, None)
 
     def write(self, name):
-        with in_a_line(f"--format {self.to.format}"):
+        with told(f"--format {self.to.format}", ValueError):
             text = self.text(sorted(self.found[name], key=lambda x: x[0]))
         if not self.to.output:
             outputs.Screen().write(text)
             return
-        single = self.to.alone
-        path = self.to.output if single else self.to.output / f"{name}{SUFFIXES[self.to.format]}"
+        path = self.to.output if self.to.alone else self.to.output / f"{name}{SUFFIXES[self.to.format]}"
         with outputs.writing(path):
             path.parent.mkdir(exist_ok=True)
         with outputs.whole(path) as part:

@@ -9,8 +9,7 @@ import itertools
 import numpy as np
 
 from jax_rnnt_speech.recognition import activity
-from jax_rnnt_speech.recognition.results import Labels
-from jax_rnnt_speech.recognition.splicing import spliced, words_of
+from jax_rnnt_speech.recognition.results import spliced, words_of
 
 LEAST = 1.0  # seconds of speech without a label that count, if no pause in them is longer than this
 AROUND = 0.5  # seconds before and after a label in which speech may be its own
@@ -133,7 +132,7 @@ def joined(model, first, second, rows, begin, end):
             sure = max(sure, min(np.exp(second.log_probs[a:b])))
     if sure < CONFIDENCE:
         return None
-    more = Labels(*([x[i] for i in chosen] for x in second))
+    more = second.chosen(chosen)
     more = more._replace(frames=[x + rows for x in more.frames])
     place = sum(x * seconds < begin for x in first.frames)
     return spliced(tokens, first, place, place, more)

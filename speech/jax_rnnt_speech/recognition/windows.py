@@ -39,11 +39,28 @@ def window(model, params, x, lengths, first):
     return jnp.take_along_axis(rows, place[..., None], 1), lengths - first
 
 
+def encoded(model, parts, frames):
+    """`window` of parts, each (its features [T, F], rows before its first one) or None, padded to so many frames."""
+    batch = np.zeros((len(parts), frames, len(model.mean)), np.float32)
+    lengths, first = np.zeros((2, len(parts)), np.int32)
+    for i, part in enumerate(parts):
+        if part is not None:
+            x, first[i] = part
+            batch[i, : len(x)], lengths[i] = x, len(x)
+    return window(model, model.params, batch, lengths, first)
+
+
 @programs.announced("a search")
 @functools.partial(jax.jit, static_argnums=0)
 def taken(model, params, rows, lengths, decoder=None, decoding=GREEDY):
     """`next_part` of rows of windows."""
     return next_part(model, model.network(params), rows, lengths, decoder, -NEVER, decoding)
+
+
+def before_all(model, rows, lengths, decoding):
+    """The state of `taken` before the first rows, shaped for rows such as these."""
+    shapes = jax.eval_shape(functools.partial(taken, model), model.params, rows, lengths, None, decoding)
+    return decode.reset_streams(shapes[2], np.ones(len(lengths), bool))
 
 
 class Recording:
@@ -75,6 +92,11 @@ class Recording:
     def frames(self):
         """Of the features of the samples."""
         return self.extractor.count(len(self.samples))
+
+    @property
+    def window(self):
+        """Features [T, F] of the next window, and rows before what is to be transcribed."""
+        return self.model.features(self.samples[: self.size]), self.row - self.begin
 
     def fail(self, error):
         self.error = f"{error}" if isinstance(error, UserError) else f"{self.name}: {error}"
@@ -158,7 +180,7 @@ class Recording:
                 ((part, unsure, rows),) = live.slots.run([step])
                 self.found.extend(part)
                 self.row += rows
-                self.heard(Labels(*(x + y for x, y in zip(part, unsure))), self.row)
+                self.heard(part.joined(unsure), self.row)
             if piece is None:
                 self.found.extend(unsure)
                 self.done = True
@@ -229,27 +251,19 @@ def hear_windows(model, rows, frames, state, free, decoding):
 
     `free`: rows that begin; None: all do, and end.
     """
-    batch = np.zeros((len(rows), frames, len(model.mean)), np.float32)
-    lengths, first = np.zeros((2, len(rows)), np.int32)
-    for i, x in enumerate(rows):
-        if x is not None:
-            found, first[i] = model.features(x.samples[: x.size]), x.row - x.begin
-            batch[i, : len(found)], lengths[i] = found, len(found)
-    encoded, cuts = window(model, model.params, batch, lengths, first)
+    heard, cuts = encoded(model, [x and x.window for x in rows], frames)
     cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
         same = {name: getattr(decoding, name) for name in ("ctc", "language", "allowed")}
         probing = Decoding(**same)  # greedy, whatever comes after it
-        probe = jax.device_get(taken(model, model.params, encoded, cuts, None, probing)[0])
+        probe = jax.device_get(taken(model, model.params, heard, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)
     if free is not None:
-        if state is None:
-            state = jax.eval_shape(functools.partial(taken, model), model.params, encoded, cuts, None, decoding)[2]
-        state = decode.reset_streams(state, free)
-    *part, state, others = taken(model, model.params, encoded, cuts, state, decoding)
+        state = decode.reset_streams(before_all(model, heard, cuts, decoding) if state is None else state, free)
+    *part, state, others = taken(model, model.params, heard, cuts, state, decoding)
     part = jax.device_get((*part, others))
-    spotted = decoding.spotter.found(model, encoded, cuts) if decoding.spotter else [[]] * len(rows)
+    spotted = decoding.spotter.found(model, heard, cuts) if decoding.spotter else [[]] * len(rows)
     for i, x in enumerate(rows):
         if x is not None:
             x.spotted += [y._replace(start=x.row + y.start, end=x.row + y.end) for y in spotted[i]]

@@ -1,6 +1,7 @@
 """Folders of runs: checkpoints with the configuration inside, metrics as JSON lines and for TensorBoard."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -79,9 +80,7 @@ class Run:
                 if self.overwrite:
                     self.set_aside()
         hosts.wait("an earlier run is set aside")
-        from jax_rnnt_speech.runs.checkpoints import (
-            Checkpoints,  # Orbax is slow to import, and a run alone needs it
-        )
+        from jax_rnnt_speech.runs.checkpoints import Checkpoints  # Orbax is slow to import, and a run alone needs it
 
         self.manager, self.best = Checkpoints(self.workdir / CHECKPOINTS, 2), Checkpoints(self.workdir / BEST, 1)
 
@@ -129,29 +128,28 @@ class Run:
 
     def save(self, step, setup, best=False, **trees):
         """In the place of checkpoints of this step and later ones."""
-        try:
+        with self.resumable():
             (self.best if best else self.manager).save(step, setup, trees)
-        except UserError as error:
-            raise self.unwritten(error) from None
         if self.saved:  # the one before is whole now
             self.forget()
         self.saved |= not best
 
     def check(self):
         """Raises where a checkpoint could not be written."""
-        try:
+        with self.resumable():
             for manager in (self.manager, self.best):
                 manager.check()
-        except UserError as error:
-            raise self.unwritten(error) from None
 
-    def unwritten(self, error):
-        """The error, with what there is to go on from."""
+    @contextlib.contextmanager
+    def resumable(self):
+        """An error says what there is to go on from."""
         try:
-            step = self.whole(("params", "training"), quiet=True).name
-        except UserError:
-            return error
-        return UserError(f"{error}; --resume goes on from step {step}")
+            yield
+        except UserError as error:
+            with contextlib.suppress(UserError):
+                step = self.whole(("params", "training"), quiet=True).name
+                error = UserError(f"{error}; --resume goes on from step {step}")
+            raise error from None
 
     def forget(self):
         """The run before --overwrite has a successor now."""
@@ -160,13 +158,11 @@ class Run:
 
     def close(self):
         try:
-            with contextlib.ExitStack() as stack:
+            with self.resumable(), contextlib.ExitStack() as stack:
                 for manager in filter(None, (self.best, self.manager)):
                     stack.callback(manager.close)
             if self.saved:
                 self.forget()
-        except UserError as error:
-            raise self.unwritten(error) from None
         finally:
             self.manager = self.best = None
             if self.workdir in LOCKS:
@@ -179,10 +175,6 @@ def has_model(workdir):
 
 def lock(workdir):
     """Keeps other processes from training in a folder, for as long as this one does."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
-        return
     if workdir in LOCKS:
         return
     file = os.open(workdir, os.O_RDONLY)

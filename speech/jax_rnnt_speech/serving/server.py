@@ -26,7 +26,7 @@ from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, unheard
 from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
 ALIASES = "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe", "gpt-transcribe"  # many clients name no others
@@ -41,15 +41,8 @@ MESSAGE = 2**20  # bytes of a message of a stream
 TOGETHER = 8  # files that are transcribed together
 PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
 # What aiohttp raises, or warns of, where a form is none.
-MALFORMED = (
-    ValueError,
-    AssertionError,
-    RuntimeError,
-    RuntimeWarning,
-    aiohttp.ClientError,
-    BadHttpMessage,
-    web.RequestPayloadError,
-)
+MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning
+MALFORMED += aiohttp.ClientError, BadHttpMessage, web.RequestPayloadError
 
 
 class Problem(Exception):
@@ -59,6 +52,12 @@ class Problem(Exception):
         self.status, self.error = status, {"message": message, "type": "server_error", "param": field, "code": code}
         if status < 500:
             self.error["type"] = "rate_limit_error" if status == 429 else "invalid_request_error"
+
+
+def require(fine, message, field=None, status=400):
+    """Raises the Problem of a request that is not fine."""
+    if not fine:
+        raise Problem(status, message, field)
 
 
 class Together:
@@ -116,7 +115,7 @@ class Asked(NamedTuple):
 
 
 class Server:
-    """`options`: a `serving.options.Serving` with a name."""
+    """`options`: a `cli.serve.Serving` with a name."""
 
     def __init__(self, model, decoding, options):
         self.model, self.decoding, self.options = model, decoding, options
@@ -125,7 +124,7 @@ class Server:
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
         self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
         if self.slots:
-            self.steps = Together(self.slots.run, options.connections)
+            self.slots.step = Together(self.slots.run, options.connections)
             self.slots.run([])
 
     def application(self):
@@ -204,8 +203,8 @@ class Server:
     # ------------------------------------------------------------------------------------------------------------ files
 
     async def transcription(self, request):
-        if self.uploads >= self.options.connections:
-            raise Problem(429, f"{self.uploads} files are being transcribed, which is the limit: try again later")
+        room = self.uploads < self.options.connections
+        require(room, f"{self.uploads} files are being transcribed, which is the limit: try again later", None, 429)
         self.uploads += 1
         file = None
         try:
@@ -224,8 +223,8 @@ class Server:
         """(File, {name: texts}) of a form, of which no more than the limits is read."""
         most, fields, file, size = self.options.max_bytes, {}, None, 0
         too_large = Problem(413, f"the file must have {most} bytes or fewer (--max-bytes)", "file")
-        if request.content_type != "multipart/form-data":
-            raise Problem(400, f"the request must be multipart/form-data, got {request.content_type}")
+        kind = request.content_type
+        require(kind == "multipart/form-data", f"the request must be multipart/form-data, got {kind}")
         if (request.content_length or 0) > most + 2 * FIELDS:
             raise too_large
         try:
@@ -238,8 +237,8 @@ class Server:
                         400, f"an unknown field, {shown(name) or '(no name)'}: known are {known}", shown(name)
                     )
                 is_file = key == "file"
-                if key in ONCE and (file is not None if is_file else key in fields):
-                    raise Problem(400, f"{key} is there twice", key)
+                known = file is not None if is_file else key in fields
+                require(key not in ONCE or not known, f"{key} is there twice", key)
                 while chunk := await part.read_chunk(2**16):
                     data += chunk
                     if len(data) > (most if is_file else FIELDS - size):
@@ -247,44 +246,38 @@ class Server:
                 data = part.decode(data)  # of a transfer encoding, such as base64
                 if is_file:
                     file = File(bytes(data), shown(part.filename or "file"))
-                    if not data:
-                        raise Problem(400, f"{file}: an empty file", "file")
+                    require(data, f"{file}: an empty file", "file")
                 else:
                     size += len(data) + 1
                     fields.setdefault(key, []).append(data.decode())
         except MALFORMED as error:
             raise Problem(400, f"the form is malformed or cut off: {shown(error) or type(error).__name__}") from None
-        if file is None:
-            raise Problem(400, "the field file is missing", "file")
+        require(file is not None, "the field file is missing", "file")
         return file, fields
 
     def checked(self, fields):
         """What is Asked; raises where a field asks for what is not done."""
         one = {name: texts[0].strip() for name, texts in fields.items()}
         form, parts = one.get("response_format") or "json", fields.get(GRANULARITIES, [])
-        if "model" not in one:
-            raise Problem(400, "the field model is missing", "model")
+        require("model" in one, "the field model is missing", "model")
         self.check_name(one["model"])
-        if form not in FORMATS:
-            raise Problem(400, f"response_format must be one of {', '.join(FORMATS)}", "response_format")
-        if not set(parts) <= {"word", "segment"} or (parts and form != "verbose_json"):
-            raise Problem(400, f"{GRANULARITIES}[] must be word or segment, with verbose_json", GRANULARITIES)
+        require(form in FORMATS, f"response_format must be one of {', '.join(FORMATS)}", "response_format")
+        fine = set(parts) <= {"word", "segment"} and (not parts or form == "verbose_json")
+        require(fine, f"{GRANULARITIES}[] must be word or segment, with verbose_json", GRANULARITIES)
         language, named = self.options.language, [one.get("language"), *fields.get("languages", [])]
-        if language and any(named) and language.lower() not in [x.lower() for x in named if x]:
-            raise Problem(400, f"language must be {language}, which the model was trained on", "language")
+        fine = not language or not any(named) or language.lower() in [x.lower() for x in named if x]
+        require(fine, f"language must be {language}, which the model was trained on", "language")
         try:
             usual = 0 <= float(one.get("temperature") or 0) <= 1
         except ValueError:
             usual = False
-        if not usual:
-            raise Problem(400, "temperature must be a number from 0 to 1", "temperature")
+        require(usual, "temperature must be a number from 0 to 1", "temperature")
         include, stream = set(fields.get("include", [])), one.get("stream", "").lower()
-        if not include <= {"logprobs"} or (include and form != "json"):
-            raise Problem(400, "include[] must be logprobs, with response_format json", "include")
-        if stream not in ("", "false", "true"):
-            raise Problem(400, "stream must be true or false", "stream")
-        if stream == "true" and form not in ("json", "text"):
-            raise Problem(400, "stream has events with text alone: response_format must be json or text", "stream")
+        fine = include <= {"logprobs"} and (not include or form == "json")
+        require(fine, "include[] must be logprobs, with response_format json", "include")
+        require(stream in ("", "false", "true"), "stream must be true or false", "stream")
+        fine = stream != "true" or form in ("json", "text")
+        require(fine, "stream has events with text alone: response_format must be json or text", "stream")
         decoding, named = self.decoding_of(one.get("language") or next(filter(None, named), ""))
         return Asked(form, set(parts) or {"segment"}, language or named, stream == "true", bool(include), decoding)
 
@@ -297,8 +290,8 @@ class Server:
                 found = search_options.of_language(self.model, self.decoding, language)
             except UserError as error:
                 raise Problem(400, f"language {shown(language)}: {error}", "language") from None
-            if found is None:
-                raise Problem(400, f"language must be a code of ISO 639 such as en, got {shown(language)}", "language")
+            code = "language must be a code of ISO 639 such as en"
+            require(found is not None, f"{code}, got {shown(language)}", "language")
             self.languages[language] = found  # no more than CLDR has
         decoding, decides = self.languages[language]
         return decoding, shown(language) if decides else ""
@@ -381,8 +374,7 @@ class Server:
 
     def transcript(self, file, result):
         try:
-            if result.error:
-                raise UserError(result.error)
+            refuse_if(result.error, result.error)
             if result.unheard:
                 print(unheard.line(file, result.unheard), file=sys.stderr, flush=True)
             return transcripts.transcript(self.model, manifests.Entry(str(file), str(file), ""), result)
@@ -394,20 +386,17 @@ class Server:
     async def stream(self, request):
         """Samples in, events out: words that are final, those that may change, endpoints."""
         kind, rate = request.query.get("format", "pcm16"), request.query.get("rate", "")
-        if not self.slots:
-            raise Problem(400, "the model sees whole utterances: only one that was trained with --chunk can stream")
-        if unknown := set(request.query) - {"format", "rate"}:
-            raise Problem(400, f"unknown: {shown(sorted(unknown)[0])}; a stream has format and rate", "format")
-        if kind not in SAMPLES:
-            raise Problem(400, f"format must be {' or '.join(SAMPLES)}", "format")
-        if not (rate.isascii() and rate.isdecimal() and len(rate) < 9 and int(rate) in audio.RATES):
-            limits = f"{audio.RATES.start} to {audio.RATES.stop - 1}"
-            raise Problem(400, f"rate must be the samples in a second, {limits}, as in /v1/stream?rate=16000", "rate")
+        require(self.slots, streams.WHOLE)
+        for unknown in sorted(set(request.query) - {"format", "rate"}):
+            raise Problem(400, f"unknown: {shown(unknown)}; a stream has format and rate", "format")
+        require(kind in SAMPLES, f"format must be {' or '.join(SAMPLES)}", "format")
+        limits = f"{audio.RATES.start} to {audio.RATES.stop - 1}"
+        fine = rate.isascii() and rate.isdecimal() and len(rate) < 9 and int(rate) in audio.RATES
+        require(fine, f"rate must be the samples in a second, {limits}, as in /v1/stream?rate=16000", "rate")
         socket = web.WebSocketResponse(max_msg_size=MESSAGE, heartbeat=PATIENCE / 2)
-        if not socket.can_prepare(request):
-            raise Problem(400, "/v1/stream is a WebSocket")
-        if not self.slots.free:
-            raise Problem(503, f"{self.slots.count} streams are open, which is the limit: try again later")
+        require(socket.can_prepare(request), "/v1/stream is a WebSocket")
+        busy = f"{self.slots.count} streams are open, which is the limit: try again later"
+        require(self.slots.free, busy, None, 503)
         stream = streams.Stream(self.model, silence=self.options.endpoint, slots=self.slots)
         try:
             await socket.prepare(request)
@@ -437,22 +426,12 @@ class Server:
                 raise Problem(400, 'messages must be samples, and at last the text "end"')
             if not end and message.type is not aiohttp.WSMsgType.BINARY:
                 return
-            for step in stream.steps(samples.rest() if end else samples(message.data), end):
-                await self.send(socket, stream.events(*await self.finished(stream.taking(*await self.steps(step)))))
-        seconds = samples.count / samples.rate
-        await self.send(socket, stream.events(await self.finished(stream.resting(seconds))))
+            x = samples.rest() if end else samples(message.data)
+            seconds = samples.count / samples.rate
+            async for found in stream.hear(x, end, seconds):
+                await self.send(socket, stream.events(*found))
         await self.send(socket, [{"type": "end", "duration": round(seconds, 3)}])
         await socket.close()
-
-    async def finished(self, taking):
-        """As `streams.finished`, by steps that run with those of other streams."""
-        found = None
-        while True:
-            try:
-                _, step = taking.send(found)
-            except StopIteration as end:
-                return end.value
-            found = await self.steps(step)
 
     async def send(self, socket, events):
         async with asyncio.timeout(PATIENCE):

@@ -1,5 +1,7 @@
 """What a program has to do with its machine: processes and devices, files, compiled programs, errors for people."""
 
+import contextlib
+
 
 class UserError(Exception):
     """A problem with options, files or devices, in one line."""
@@ -8,3 +10,18 @@ class UserError(Exception):
 def reason(error):
     """What an error of a file says to a person: its number says nothing, and its name is known."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def refuse_if(wrong, message):
+    """Raises, with a message for a person, where something is wrong."""
+    if wrong:
+        raise UserError(message)
+
+
+@contextlib.contextmanager
+def told(what, *kinds):
+    """Errors of these kinds become one line for a person, which says first what went wrong."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{what}: {reason(error)}") from None

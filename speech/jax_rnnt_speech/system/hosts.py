@@ -13,15 +13,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 
 def join(platform, count, coordinator=None, processes=None, process=None, heartbeat=60):
     """Waits for the other processes. Errors and warnings of all but the first then begin with their number."""
     numbers = processes, process
     if coordinator in (None, "auto"):
-        if numbers != (None, None):
-            raise UserError("--processes and --process need --coordinator HOST:PORT")
+        refuse_if(numbers != (None, None), "--processes and --process need --coordinator HOST:PORT")
     elif None in numbers or process >= processes:
         raise UserError(f"--coordinator {coordinator} needs --processes N and --process I, with I from 0 to N - 1")
     if coordinator:
@@ -111,10 +110,8 @@ def part():
 
 def agree(name, x):
     """Raises unless all processes have the same JSON."""
-    if jax.process_count() > 1:
-        digest = np.frombuffer(hashlib.sha256(json.dumps(x).encode()).digest(), np.uint8)
-        if (multihost_utils.process_allgather(digest) != digest).any():
-            raise UserError(f"{name} differ between the processes")
+    digest = np.frombuffer(hashlib.sha256(json.dumps(x).encode()).digest(), np.uint8)
+    refuse_if((multihost_utils.process_allgather(digest) != digest).any(), f"{name} differ between the processes")
 
 
 def each(x):
@@ -129,11 +126,7 @@ def each(x):
 
 def gathered(tree):
     """NumPy arrays of all processes, along their first axis."""
-    if jax.process_count() == 1:
-        return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
-def wait(name):
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+wait = multihost_utils.sync_global_devices

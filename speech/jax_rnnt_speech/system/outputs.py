@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jax_rnnt_speech.system import UserError, reason
+from jax_rnnt_speech.system import UserError, reason, refuse_if, told
 
 SUMS = "sums.json"  # of a sealed folder
 
@@ -24,23 +24,16 @@ bar = functools.partial(tqdm, mininterval=1, leave=False, disable=None)
 def check(path, sources, folder=False, option="--output"):
     """Raises where a file or folder cannot be written, or is one of the files that are read."""
     name = f"{option} {path}".strip()
-    if not path.parent.is_dir():
-        raise UserError(f"{name}: {path.parent} is no folder")
-    if path.exists() and path.is_dir() != folder:
-        raise UserError(f"{name} must be {'a folder' if folder else 'a file'}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"{name} cannot be written")
+    refuse_if(not path.parent.is_dir(), f"{name}: {path.parent} is no folder")
+    refuse_if(path.exists() and path.is_dir() != folder, f"{name} must be {'a folder' if folder else 'a file'}")
+    refuse_if(not os.access(path if path.exists() else path.parent, os.W_OK), f"{name} cannot be written")
     if path.exists() and path.resolve() in {Path(x).resolve() for x in sources}:
         raise UserError(f"{name} is one of the files that are read")
 
 
-@contextlib.contextmanager
 def writing(path):
     """An error of the disk becomes a line that names what could not be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {reason(error)}") from None
+    return told(f"{path} cannot be written", OSError)
 
 
 @contextlib.contextmanager

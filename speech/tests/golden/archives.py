@@ -6,9 +6,9 @@
 hybrid.nemo is a TDT with a head for CTC; eou.nemo streams, and its vocabulary ends with <EOU> and <EOB>.
 """
 
-import argparse
 import io
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -147,15 +147,7 @@ def write(folder, kind, seed):
     return {f"{kind}/{name}": np.asarray(x) for name, x in arrays.items()}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    arrays = {}
-    for seed, kind in ((2, "hybrid"), (7, "eou")):  # many labels and blanks
-        arrays |= write(folder, kind, seed)
-    np.savez_compressed(folder / "archives.npz", **arrays)
-
-
-if __name__ == "__main__":
-    main()
+folder, found = Path(sys.argv[1]), {}
+for seed, kind in ((2, "hybrid"), (7, "eou")):  # many labels and blanks
+    found |= write(folder, kind, seed)
+np.savez_compressed(folder / "archives.npz", **found)

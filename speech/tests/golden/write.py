@@ -6,7 +6,7 @@
 The RNN-T loss is torchaudio's, so its release must fit that of torch. The tests read the files alone.
 """
 
-import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -213,17 +213,10 @@ def relatives(folder):
     np.savez_compressed(folder / "relatives.npz", **flat)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    for seed, kind in ((0, "rnnt"), (7, "tdt"), (2, "streaming")):  # 7: "token_first" and "pair" find other labels
-        write(folder, kind, seed)
-    relatives(folder)
-    wide = hf.ParakeetFeatureExtractor(feature_size=128)  # as large checkpoints have it: some filters are narrow
-    batch = wide([recordings()[2][:3000]], sampling_rate=RATE, return_tensors="np")
-    np.savez_compressed(folder / "features128.npz", features=batch.input_features)
-
-
-if __name__ == "__main__":
-    main()
+folder = Path(sys.argv[1])
+for seed, kind in ((0, "rnnt"), (7, "tdt"), (2, "streaming")):  # 7: "token_first" and "pair" find other labels
+    write(folder, kind, seed)
+relatives(folder)
+wide = hf.ParakeetFeatureExtractor(feature_size=128)  # as large checkpoints have it: some filters are narrow
+batch = wide([recordings()[2][:3000]], sampling_rate=RATE, return_tensors="np")
+np.savez_compressed(folder / "features128.npz", features=batch.input_features)

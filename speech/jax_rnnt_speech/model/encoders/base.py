@@ -28,13 +28,14 @@ def cut(x, lengths):
     return jnp.where(here.reshape(*here.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
-def extended(x, before, kernel):
+def extended(x, before, kernel, causal=False):
     """(x with the frames that a convolution over time sees around it, those to keep for the next chunk).
 
-    `before` [B, kernel - 1, ...] are the frames before x; None: x is the whole utterance, with zeros at both ends.
+    `before` [B, kernel - 1, ...] are the frames before x; None: x is the whole utterance, with zeros at both ends, or
+    before it alone if `causal`.
     """
     if before is None:
-        around = (kernel - 1) // 2, kernel // 2
+        around = (kernel - 1, 0) if causal else ((kernel - 1) // 2, kernel // 2)
         return jnp.pad(x, ((0, 0), around, *((0, 0),) * (x.ndim - 2))), None
     x = jnp.concatenate([before.astype(x.dtype), x], 1)
     return x, x[:, x.shape[1] - (kernel - 1) :]

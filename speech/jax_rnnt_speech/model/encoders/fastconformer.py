@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_rnnt_speech.model.encoders.base import ACTIVATIONS, EPSILON, Depthwise, Encoder, cut, layer_norm
+from jax_rnnt_speech.model.encoders.base import ACTIVATIONS, EPSILON, Depthwise, Encoder, cut, extended, layer_norm
 
 GROUP = 64  # channels of the largest arrays that are there at once
 MOMENTUM = 0.1  # of batch norm, as PyTorch counts it: the share of a batch in the running statistics
@@ -268,16 +268,12 @@ class Convolution(nnx.Module):
         self.norm = (layer_norm if config.causal else BatchNorm)(width, **more)
         self.pointwise_conv2 = nnx.Linear(width, width, use_bias=bias, **more)
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.margins = (kernel - 1, 0) if config.causal else ((kernel - 1) // 2,) * 2
+        self.kernel, self.causal = kernel, config.causal
 
     def __call__(self, x, lengths, past):
         """(rows [B, T, E], frames [B, K - 1, E] before the next part of a stream)."""
         x = cut(jax.nn.glu(self.pointwise_conv1(x)), lengths)
-        if past is None:
-            x = jnp.pad(x, [(0, 0), self.margins, (0, 0)])
-        else:
-            x = jnp.concatenate([past.astype(x.dtype), x], 1)
-        end = x[:, x.shape[1] - self.margins[0] :]
+        x, end = extended(x, past, self.kernel, self.causal)
         x = self.depthwise_conv(x)
         x = self.norm(x, lengths) if isinstance(self.norm, BatchNorm) else self.norm(x)
         return self.pointwise_conv2(self.activation(x)), end
