@@ -214,13 +214,13 @@ class Failing:
 
 def test_storage_that_fails(packed, monkeypatch):
     """It is tried again; if that does not help, the command ends."""
-    monkeypatch.setattr(archives, "WAITS", (0, 0))
+    monkeypatch.setattr(archives.storage, "WAITS", (0, 0))
     member = list(manifests.read(packed / "web"))[3].audio
     for times in (1, 2):
-        monkeypatch.setattr(archives, "open", Failing(times), raising=False)
+        monkeypatch.setattr(archives.storage, "open", Failing(times), raising=False)
         np.testing.assert_array_equal(audio.read(member, RATE), samples(3))
-    monkeypatch.setattr(archives, "open", Failing(3), raising=False)
-    with pytest.raises(archives.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"):
+    monkeypatch.setattr(archives.storage, "open", Failing(3), raising=False)
+    with pytest.raises(archives.storage.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"):
         audio.read(member, RATE)
 
 

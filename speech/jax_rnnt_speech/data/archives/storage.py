@@ -1,0 +1,74 @@
+"""Reads of archives: storage that fails is tried again, and then ends the command."""
+
+import dataclasses
+import itertools
+import time
+
+from jax_rnnt_speech.data import audio
+from jax_rnnt_speech.system import UserError, reason
+
+WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
+HEAD = 256  # bytes of audio that tell its seconds
+ONE = ("audio",)  # key of the audio, where a row is put together here
+
+
+class StorageError(UserError):
+    """Storage that fails again and again."""
+
+
+def steadily(act, path):
+    """What `act` returns, which may need several attempts."""
+    for wait in (*WAITS, None):
+        try:
+            return act()
+        except (OSError, audio.AudioError) as error:
+            if not getattr(error, "passing", True):
+                raise
+            if wait is None:
+                tried, known = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
+                what = f"{error} (" if known else f"{error.filename or path} cannot be read ({reason(error)}; "
+                raise StorageError(f"{what}{tried})") from None
+            time.sleep(wait)
+
+
+def bytes_of(path, place, size):
+    """Bytes of a file, from a place on; fewer where it ends."""
+
+    def act():
+        with open(path, "rb", buffering=0) as file:
+            file.seek(place)
+            parts = []
+            while (left := size - sum(map(len, parts))) > 0 and (data := file.read(left)):
+                parts.append(data)
+            return b"".join(parts)
+
+    return steadily(act, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A recording within an archive: may be read in the place of a path."""
+
+    archive: str
+    place: int
+    size: int
+    name: str
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # by its header, if that was read
+
+    def __str__(self):
+        return f"{self.archive}/{self.name}"
+
+    def loaded(self):
+        data = bytes_of(self.archive, self.place, self.size)
+        if len(data) < self.size:
+            raise audio.AudioError(self, audio.CUT)
+        return audio.Memory(data, str(self))
+
+
+def same(member, _):
+    """The only recording that a row can mean."""
+    return member
+
+
+def nth(entries, part):
+    return next(itertools.islice(entries, part, None))
