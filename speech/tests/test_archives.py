@@ -124,6 +124,36 @@ def test_what_is_read(packed, kind, tmp_path):
     np.testing.assert_array_equal(audio.read(again[8].audio, RATE), samples(8))
 
 
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members(form, tmp_path, monkeypatch):
+    """Files of a tar are those that Python's tarfile finds, from the start and from each; few need that module."""
+    sizes = [0, 1, 511, 512, 513, 3071, 3583, 3584, 3585, 9000, 0, 200]
+    names = [f"a/{i}" + "é" * (i % 3) * (form != tarfile.USTAR_FORMAT) for i in range(len(sizes))]
+    with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
+        for i, (name, size) in enumerate(zip(names, sizes)):
+            info = tarfile.TarInfo(name + "/x" * 60 * (i % 4 == 3) + f".{'txt' if i % 2 else 'flac'}")
+            info.size, info.mtime = size, 1.5 * (i % 5)
+            tar.addfile(info, io.BytesIO(bytes([i]) * size))
+        for kind, name in ((tarfile.DIRTYPE, "a/folder"), (tarfile.SYMTYPE, "a/link")):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "a/0"
+            tar.addfile(info)
+        info, more = tarfile.TarInfo("last.txt"), {"GNU.other": "x\ny"} if form == tarfile.PAX_FORMAT else {}
+        info.size, info.pax_headers = 3, more
+        tar.addfile(info, io.BytesIO(b"end"))
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        expected = [(x.name, x.offset, x.offset_data, x.size) for x in tar if x.isreg()]
+    assert len(expected) == len(sizes) + 1
+    data = (tmp_path / "x.tar").read_bytes()
+    found = list(archives.tars.walked(tmp_path / "x.tar"))
+    assert [x[:4] for x in found] == expected
+    for x in found:
+        assert data[x.offset_data :].startswith(x.start) and len(x.start) >= min(x.size, 256)
+        assert [y[:4] for y in archives.tars.walked(tmp_path / "x.tar", x.offset, x.end)] == [x[:4]]
+    monkeypatch.setattr(archives.tars.tarfile, "open", None)
+    assert list(archives.tars.walked(tmp_path / "x.tar", 0, expected[-2][2])) == found[:-1]
+
+
 def test_rows_of_other_lists(packed, tmp_path):
     """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
     keys = on_the_fly.keys_of(configuration().texts)[1]
@@ -220,7 +250,9 @@ def test_storage_that_fails(packed, monkeypatch):
         monkeypatch.setattr(archives.storage, "open", Failing(times), raising=False)
         np.testing.assert_array_equal(audio.read(member, RATE), samples(3))
     monkeypatch.setattr(archives.storage, "open", Failing(3), raising=False)
-    with pytest.raises(archives.storage.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"):
+    with pytest.raises(
+        archives.storage.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"
+    ):
         audio.read(member, RATE)
 
 

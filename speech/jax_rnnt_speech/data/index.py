@@ -20,7 +20,7 @@ from jax_rnnt_speech.data.archives import parquet, storage
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.system import UserError, outputs
 
-FORM = 2  # of the files: another number makes them anew
+FORM = 3  # of the files: another number makes them anew
 LITTLE = 1e-3  # seconds of what begins behind the end of its file
 THREADS = 16  # that read headers, in each process
 PIECE = 100  # headers that one of them reads

@@ -1,11 +1,7 @@
 """Shards: archives of recordings, or parts of a manifest, of which any utterance can be read by itself.
 
-A shard has a `path`, the `files` that it is in, and about how much it holds, its `amount` of bytes or utterances. It
-yields (row, Entry) of its utterances, or Faults: `read`. A row is five numbers, with which `entry` finds the utterance
-again: places in the files of the shard, and the number of the utterance among those of the same line.
-
-Each module of `KINDS` is a kind of archive. Names of its files in a folder match `NAMES`; `takes` says whether a path is
-one, and `shards` are those of a path. The first kind that takes a path has it.
+Each module of `KINDS` is a kind of archive. Names of its files in a folder match `NAMES`, `takes` says whether a path
+is one, and `shards` are its shards. The first kind that takes a path has it.
 """
 
 import glob

@@ -6,18 +6,16 @@ from pathlib import Path
 
 from jax_rnnt_speech.data import manifests
 from jax_rnnt_speech.data.archives.paired import described, packed
-from jax_rnnt_speech.data.archives.storage import bytes_of, nth
-from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.data.archives.storage import Shard, bytes_of
 
 LINES = 2**20  # bytes of a manifest that are one shard
 LISTED = 1000  # utterances of other lists that are one shard
 
 
 @dataclasses.dataclass(frozen=True)
-class Lines:
+class Lines(Shard):
     """A part of a manifest of JSON lines. Rows: (number, 0), (start, size) of a line."""
 
-    path: str
     begin: int
     end: int
     number: int  # of its first line
@@ -26,59 +24,43 @@ class Lines:
     def amount(self):
         return self.end - self.begin
 
-    @property
-    def files(self):
-        return [self.path]
-
-    def read(self, keys, brief=True):
-        """Entries whose audio is a name; for the usual lines, these are (name, seconds or None)."""
+    def found(self, keys, brief):
         place, data = self.begin, bytes_of(self.path, self.begin, self.end - self.begin)
         for number, line in enumerate(data.split(b"\n"), self.number):
             if line.strip():
-                if known := manifests.plain(line, keys):
-                    yield (number, 0, place, len(line), 0), known
-                else:
-                    name = f"{Path(self.path).name} line {number}"
-                    for part, entry in enumerate(described(line, lambda x: x, name, keys)):
-                        yield entry if isinstance(entry, Fault) else ((number, 0, place, len(line), part), entry)
+                known, name = manifests.plain(line, keys), f"{self.base} line {number}"
+                yield (number, 0, place, len(line)), [known] if known else described(line, lambda x: x, name, keys)
             place += len(line) + 1
 
-    def entry(self, row, keys, sought=True):
-        """`sought`: whether its audio is a path, and not a name."""
-        number, _, place, size, part = row
-        where, name = Path(self.path) if sought else lambda name: name, f"{Path(self.path).name} line {number}"
-        return nth(described(bytes_of(self.path, place, size), where, name, keys), part)
+    def entries_at(self, where, keys, sought):
+        number, _, place, size = where
+        line, path = bytes_of(self.path, place, size), Path(self.path) if sought else lambda name: name
+        return described(line, path, f"{self.base} line {number}", keys)
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed:
+class Listed(Shard):
     """Entries and Faults of any other list, in memory. Rows: the number of one."""
 
-    path: str
     entries: tuple
 
     @property
     def amount(self):
         return len(self.entries)
 
-    @property
-    def files(self):
-        return [self.path]
+    def found(self, keys, brief):
+        return (((i, 0, 0, 0), [x]) for i, x in enumerate(self.entries))
 
-    def read(self, keys, brief=False):
-        for i, x in enumerate(self.entries):
-            yield x if isinstance(x, Fault) else ((i, 0, 0, 0, 0), x)
-
-    def entry(self, row, keys, sought=True):
-        return self.entries[row[0]]
+    def entries_at(self, where, keys, sought):
+        return [self.entries[where[0]]]
 
 
 def shards(path, columns, several):
     """Those of a list. Of each there are so many that every reader has some."""
     path = Path(path)
-    if manifests.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path):
-        if (found := of_lines(path, several)) is not None:
-            return found
+    lines = manifests.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path)
+    if lines and (found := of_lines(path, several)) is not None:
+        return found
     entries = list(manifests.read(path, *columns))
     size = min(LISTED, -(-len(entries) // several))
     return [Listed(str(path), tuple(entries[i : i + size])) for i in range(0, len(entries), size)]

@@ -3,21 +3,19 @@
 import dataclasses
 import functools
 import gzip
-import os
 import re
 from pathlib import Path
 
 from jax_rnnt_speech.data import manifests
-from jax_rnnt_speech.data.archives.storage import bytes_of, nth, same, steadily
+from jax_rnnt_speech.data.archives.storage import Shard, bytes_of, same, steadily
 from jax_rnnt_speech.data.archives.tars import DAMAGED, is_audio, key_of, member_of, members, walked
 from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
 
 
 @dataclasses.dataclass(frozen=True)
-class Paired:
+class Paired(Shard):
     """A tar of audio, and lines elsewhere about it. Rows: (start, end) in the tar, (start, size) of a line."""
 
-    path: str
     lines: str  # the file with the lines
     places: tuple = None  # starts and sizes of those of this tar; None: all
 
@@ -25,50 +23,46 @@ class Paired:
     def files(self):
         return [self.path, self.lines]
 
-    @property
-    def amount(self):
-        return os.path.getsize(self.path)
-
     def listed(self):
         """(start, size) of each line, and its text."""
         text = unpacked(self.lines)
         for begin, size in lines_in(text) if self.places is None else zip(*self.places):
             yield begin, size, text[begin : begin + size]
 
-    def read(self, keys, brief=False):
-        found, base = {}, Path(self.lines).name
+    def found(self, keys, brief):
+        known, base = {}, Path(self.lines).name
         for x in members(self.path):
-            if isinstance(x, Fault):
-                yield x
+            if type(x) is Fault:
+                yield (), [x]
             elif is_audio(key_of(x.name)[1]):
-                stem, where = Path(x.name).stem, member_of(self.path, x)
-                if stem in found:
-                    yield Fault("a second recording of the same name", str(where))
+                stem, member = Path(x.name).stem, member_of(self.path, x)
+                if stem in known:
+                    yield (), [Fault("a second recording of the same name", str(member))]
                 else:
-                    found[stem] = (x.offset, x.end), where
+                    known[stem] = member, (x.offset, x.end)
         for i, (begin, size, line) in enumerate(self.listed(), 1):
             name, place = f"{base} line {i}" if self.places is None else f"{base} byte {begin}", (0, 0)
 
             def where(wanted):
                 nonlocal place
                 stem = Path(wanted).stem
-                known = found.get(stem) or found.get(re.sub(r"-sub\d+$", "", stem))
-                if known is None:
-                    raise LineError(f"no such recording in {Path(self.path).name}")
-                place = known[0]
-                return known[1]
+                found = known.get(stem) or known.get(re.sub(r"-sub\d+$", "", stem))
+                if found is None:
+                    raise LineError(f"no such recording in {self.base}")
+                member, place = found
+                return member
 
-            for part, entry in enumerate(described(line, where, name, keys)):
-                yield entry if isinstance(entry, Fault) else ((*place, begin, size, part), entry)
+            entries = [*described(line, where, name, keys)]
+            yield (*place, begin, size), entries
 
-    def entry(self, row, keys, sought=True):
-        begin, end, place, size, part = row
+    def entries_at(self, where, keys, sought):
+        begin, end, place, size = where
         line = unpacked(self.lines)[place : place + size] if packed(self.lines) else bytes_of(self.lines, place, size)
-        info = next(walked(self.path, begin, end), Fault(DAMAGED, Path(self.path).name))
-        if isinstance(info, Fault):
-            return info
-        name, where = f"{Path(self.lines).name} byte {place}", functools.partial(same, member_of(self.path, info))
-        return nth(described(line, where, name, keys), part)
+        info = next(walked(self.path, begin, end), Fault(DAMAGED, self.base))
+        if type(info) is Fault:
+            return [info]
+        member = functools.partial(same, member_of(self.path, info))
+        return described(line, member, f"{Path(self.lines).name} byte {place}", keys)
 
 
 def described(line, where, name, keys):

@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 
 from jax_rnnt_speech.data import audio, manifests
-from jax_rnnt_speech.data.archives.storage import ONE, Member, nth, same, steadily
+from jax_rnnt_speech.data.archives.storage import Member, Shard, steadily, utterances
 from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
 from jax_rnnt_speech.system import UserError
 
@@ -63,17 +63,11 @@ def group_of(path, group, column):
 
 
 @dataclasses.dataclass(frozen=True)
-class Parquet:
+class Parquet(Shard):
     """A group of rows of a file. Rows: (group, row in it)."""
 
-    path: str
     group: int
-
     amount = 1
-
-    @property
-    def files(self):
-        return [self.path]
 
     def columns(self, keys):
         """(name of the audio's column, names of the others that hold no bytes)."""
@@ -81,71 +75,59 @@ class Parquet:
         sound = next((x for x in keys[0] if x in names), None)
         if sound is None:
             raise ListError(self.path, f"must have one of the columns {', '.join(keys[0])}, got {names}"[:1000])
-        return sound, [x for x in names if x != sound]
+        return sound, tuple(x for x in names if x != sound)
 
-    def read(self, keys, brief=False):
+    def found(self, keys, brief):
         try:
-            found = self.rows(keys)
+            for i, row in enumerate(rows_of(self.path, self.group, *self.columns(keys))):
+                yield (self.group, i, 0, 0), self.entries(i, *row, keys)
         except LineError as error:
-            yield Fault(str(error), f"{Path(self.path).name} {self.group}")
-            return
-        for i, row in enumerate(found):
-            for part, entry in enumerate(self.entries(i, *row, keys)):
-                yield entry if isinstance(entry, Fault) else ((self.group, i, 0, 0, part), entry)
-
-    def rows(self, keys):
-        """(name of the audio's column, whether a row has audio, its path or None, what else it has) of each row."""
-        sound, names = self.columns(keys)
-        cells = cells_of(self.path, self.group, sound)
-        others = rows_of(self.path, self.group, tuple(names)) if names else [{}] * len(cells)
-        return [(sound, *cell, row) for cell, row in zip(cells, others)]
+            yield (), [Fault(str(error), f"{self.base} {self.group}")]
 
     def entries(self, i, sound, inside, known, row, keys):
-        name = f"{Path(self.path).name} row {self.group}.{i}"
+        name = f"{self.base} row {self.group}.{i}"
         try:
             if not inside and not isinstance(known, str):
                 raise LineError("no audio")
             shown = f"{name} ({known})" if isinstance(known, str) else name
-            where = Path(self.path)
             if inside:
                 member = Cell(self.path, self.group, i, f"{self.group}.{i}", column=sound)
-                where = functools.partial(same, member)
-            row = row | {"audio": shown if inside else known}
-            yield from manifests.utterances(row, where, name, (ONE, *keys[1:]))
+                yield from utterances(row | {"audio": shown}, member, name, keys)
+            else:
+                yield from manifests.utterances(row | {"audio": known}, Path(self.path), name, (("audio",), *keys[1:]))
         except LineError as error:
             yield Fault(str(error), name)
 
-    def entry(self, row, keys, sought=True):
-        _, i, *_, part = row
+    def entries_at(self, where, keys, sought):
         try:
-            return nth(self.entries(i, *self.rows(keys)[i], keys), part)
+            return self.entries(where[1], *rows_of(self.path, self.group, *self.columns(keys))[where[1]], keys)
         except LineError as error:
-            return Fault(str(error), f"{Path(self.path).name} {self.group}")
+            return [Fault(str(error), f"{self.base} {self.group}")]
 
 
 @functools.lru_cache(8)
-def rows_of(path, group, names):
-    return table_of(path, group, names).to_pylist()
+def rows_of(path, group, sound, names):
+    """(name of the audio's column, whether a row has audio, the path of that or None, what else it has) of each row."""
+    cells = cells_of(path, group, sound)
+    others = table_of(path, group, names).to_pylist() if names else [{}] * len(cells)
+    return [(sound, *cell, row) for cell, row in zip(cells, others)]
 
 
-@functools.lru_cache(8)
 def cells_of(path, group, column):
     """(whether it holds bytes, its path or None) of each cell with audio; bytes are read if nothing else tells."""
-    file, inside, paths = opened(path), None, None
-    known, names = file.metadata.row_group(group), file.schema_arrow.field(column).type
-    names = {x.name for x in names.fields} if hasattr(names, "fields") else set()
-    for k in range(known.num_columns):
-        leaf = known.column(k)
-        counted = leaf.statistics is not None and leaf.statistics.has_null_count
-        if leaf.path_in_schema == f"{column}.bytes" and counted and leaf.statistics.null_count in (0, known.num_rows):
-            inside = leaf.statistics.null_count == 0
-    if inside is None:
+    file, name = opened(path), f"{column}.bytes"
+    known, kind = file.metadata.row_group(group), file.schema_arrow.field(column).type
+    leaves = [known.column(k) for k in range(known.num_columns)]
+    told = next((x.statistics for x in leaves if x.path_in_schema == name), None)
+    nulls = told.null_count if told is not None and told.has_null_count else None
+    if nulls not in (0, known.num_rows):
         cells = [x.as_py() for x in group_of(path, group, column)]
         found = [x if isinstance(x, dict) else {"bytes" if isinstance(x, bytes) else "path": x} for x in cells]
         return [(bool(x.get("bytes")), x.get("path")) for x in found]
-    if "path" in names:
+    paths = [None] * known.num_rows
+    if any(x.name == "path" for x in kind.fields):
         paths = [x and x.get("path") for x in table_of(path, group, [f"{column}.path"])[column].to_pylist()]
-    return [(inside, x) for x in paths or [None] * known.num_rows]
+    return [(nulls == 0, x) for x in paths]
 
 
 def takes(path):

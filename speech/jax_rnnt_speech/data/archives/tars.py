@@ -1,8 +1,7 @@
 """Tars, which are read by their headers, at any place: so they must not be compressed. Those of WebDataset are here."""
 
-import dataclasses
-import functools
 import os
+import re
 import struct
 import tarfile
 import zlib
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jax_rnnt_speech.data import headers, manifests
-from jax_rnnt_speech.data.archives.storage import HEAD, ONE, Member, bytes_of, nth, same, steadily
+from jax_rnnt_speech.data.archives.storage import HEAD, Member, Shard, bytes_of, steadily, utterances
 from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
 
 NAMES = r".*\.tar"
@@ -18,7 +17,9 @@ CUT = "an archive that is cut off; what comes before was read"
 DAMAGED = "a damaged archive; what comes before was read"
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 BLOCK = 4096  # bytes of a tar that are read at once
-HEADER = struct.Struct("100s24x12s12x8sc188xB166x")  # name, size, sum of the bytes, kind, start of a prefix
+HEADER = struct.Struct("100s24x12s12x8sc188x155s12x")  # name, size, sum of the bytes, kind, prefix of the name
+ENOUGH = 512  # bytes of data that are wanted of a block that other files share
+PLAIN = {b"path", b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname"}  # of an extended header
 TEXTS = "txt", "json"
 
 
@@ -39,7 +40,7 @@ class Info(NamedTuple):
 def usual(block, begin, place):
     """The Info of a plain file whose header is at a place, or None: tarfile knows the other kinds.
 
-    `block`: what is in the tar from `begin` on. None, too, if more of it may be needed.
+    `block`: what is in the tar from `begin` on; of the file's data, as much as is there is in the Info.
     """
     at = place - begin
     if len(block) < at + 512:
@@ -51,13 +52,29 @@ def usual(block, begin, place):
         return None
     # The sum of all bytes is half of Adler's, which one call has.
     wrong = (total + 1) % 65521 != zlib.adler32(block[at : at + 512]) & 65535
-    if wrong or size < 0 or prefix or name[99] or kind not in b"0\0":
+    if wrong or size < 0:
         return None
     start = block[at + 512 : at + 512 + size]
-    if at and len(start) < (HEAD if size > BLOCK - 512 else size):
+    if kind in (b"x", b"L") and len(start) == size:  # a time or a long name of the file that follows
+        info = usual(block, begin, place + 512 + -(-size // 512) * 512)
+        name = start if kind == b"L" else pax(start)
+        return None if info is None or name is None else info._replace(name=text(name) or info.name, offset=place)
+    name = text(name)
+    if kind not in b"0\0" or (kind == b"\0" and name.endswith("/")):
         return None
-    name = name[: name.index(0)].decode("utf-8", "surrogateescape")
-    return None if name.endswith("/") else Info(name, place, place + 512, size, start)
+    return Info(f"{text(prefix)}/{name}" if prefix[0] else name, place, place + 512, size, start)
+
+
+def text(field):
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def pax(data):
+    """The name in an extended header, or nothing; None where something else of importance may be in it."""
+    found = dict(re.findall(rb"\d+ ([^=\n]+)=([^\n]*)\n", data))
+    size = sum(len(key) + len(value) + 3 for key, value in found.items())
+    digits = sum(len(x) for x in re.findall(rb"(?:^|\n)(\d+) ", data))
+    return found.get(b"path", b"") if size + digits == len(data) and found.keys() <= PLAIN else None
 
 
 def walked(path, place=0, end=None):
@@ -76,10 +93,13 @@ def walked(path, place=0, end=None):
             tar.members.clear()
             return found
 
+        def read(place, size):
+            return steadily(lambda: os.pread(file.fileno(), size, place), path)
+
         while end is None or place < end:
             info = usual(block, begin, place)
-            if info is None:
-                begin, block = place, steadily(lambda at=place: os.pread(file.fileno(), BLOCK, at), path)
+            if info is None or (begin < place and len(info.start) < min(info.size, ENOUGH)):
+                begin, block = place, read(place, BLOCK)
                 try:
                     info = usual(block, begin, place) or steadily(unusual, path)
                 except tarfile.TarError:
@@ -94,10 +114,12 @@ def walked(path, place=0, end=None):
             if info.offset_data + info.size > size:
                 yield Fault(CUT, f"{Path(path).name}: {info.name}")
                 return
-            if plain or info.isreg():
-                info = info if plain else Info(info.name, info.offset, info.offset_data, info.size)
-                yield info
             last, place = info.name, info.end if plain else tar.offset
+            if plain:
+                yield info
+            elif info.isreg():
+                start = read(info.offset_data, min(info.size, HEAD))
+                yield Info(info.name, info.offset, info.offset_data, info.size, start)
 
 
 def members(path):
@@ -144,33 +166,17 @@ def is_audio(kind):
     return f".{kind.rpartition('.')[2]}" in manifests.SUFFIXES
 
 
-@dataclasses.dataclass(frozen=True)
-class Tar:
+class Tar(Shard):
     """A tar of WebDataset: audio beside a text or an object of JSON with the same key. Rows: (start, end) of a key."""
 
-    path: str
-
-    @property
-    def files(self):
-        return [self.path]
-
-    @property
-    def amount(self):
-        return os.path.getsize(self.path)
-
-    def read(self, keys, brief=False):
-        """`brief`: of the usual utterances, (name, seconds or None) will do."""
+    def found(self, keys, brief):
         for x in samples(members(self.path)):
             if type(x) is Fault:
-                yield x
+                yield (), [x]
                 continue
             infos = [*x[1].values()]
-            begin, end = infos[0].offset, infos[-1].end
-            if brief and (known := self.plain(x[1], keys)):
-                yield (begin, end, 0, 0, 0), known
-                continue
-            for part, entry in enumerate(self.entries(*x, keys)):
-                yield entry if isinstance(entry, Fault) else ((begin, end, 0, 0, part), entry)
+            known = self.plain(x[1], keys) if brief else None
+            yield (infos[0].offset, infos[-1].end, 0, 0), [known] if known else self.entries(*x, keys)
 
     def plain(self, infos, keys):
         """What `manifests.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
@@ -193,8 +199,7 @@ class Tar:
 
     def entries(self, key, infos, keys):
         """Entries or Faults of one key."""
-        base = os.path.basename(self.path)
-        name = f"{base}/{key}"
+        name = f"{self.base}/{key}"
         texts = {kind: data_of(self.path, x) for kind, x in infos.items() if kind in TEXTS}
         sounds = [x for kind, x in infos.items() if is_audio(kind)]
         if not sounds:
@@ -206,17 +211,16 @@ class Tar:
             if "txt" in texts:
                 row["text"] = texts["txt"].decode("utf-8-sig", "surrogateescape").strip()
             where = member_of(self.path, sounds[0])
-            row |= {"audio": f"{base}/{where.name}"}
-            yield from manifests.utterances(row, functools.partial(same, where), name, (ONE, *keys[1:]))
+            row |= {"audio": f"{self.base}/{where.name}"}
+            yield from utterances(row, where, name, keys)
         except LineError as error:
             yield Fault(str(error), name)
         for x in sounds[1:]:
-            yield Fault("a second audio file for the same text", f"{base}/{x.name}")
+            yield Fault("a second audio file for the same text", f"{self.base}/{x.name}")
 
-    def entry(self, row, keys, sought=True):
-        begin, end, *_, part = row
-        found = next(samples(walked(self.path, begin, end)), Fault(DAMAGED, Path(self.path).name))
-        return found if isinstance(found, Fault) else nth(self.entries(*found, keys), part)
+    def entries_at(self, where, keys, sought):
+        found = next(samples(walked(self.path, *where[:2])), Fault(DAMAGED, self.base))
+        return [found] if type(found) is Fault else self.entries(*found, keys)
 
 
 def takes(path):
