@@ -15,8 +15,9 @@ import pytest
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech.data import archives, audio, corpora, index, manifests, on_the_fly, order
+from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.recognition import recognise
-from support import configuration, losses, run
+from support import CONVOLUTIONAL, configuration, losses, random_model, run
 
 RATE = 8000
 COUNT = 12
@@ -229,6 +230,40 @@ def test_damaged_archives(packed, tmp_path, capsys, refused):
     refused(["check", tmp_path / "shar"], "cuts.000001.jsonl.gz lacks the tar of its recordings beside it")
 
 
+@pytest.mark.slow
+def test_programs(packed, tmp_path, capsys, monkeypatch):
+    """`transcribe` and `test` have the same texts of each kind of archive, and of the whole members of half a tar."""
+    model = random_model(**CONVOLUTIONAL)
+    monkeypatch.setattr(asr.models.Computing, "opened", lambda self, platform=None: model)
+
+    def texts(*files, status=0):
+        run(["transcribe", "--format", "jsonl", *files], status)
+        found = capsys.readouterr()
+        return [json.loads(x).get("text") for x in found.out.splitlines()], found.err
+
+    def rates(source, status=0):
+        run(["test", "--json", source], status)
+        found = capsys.readouterr()
+        return [json.loads(found.out)[x] for x in ("wer", "cer", "interval", "utterances")], found.err
+
+    expected, _ = texts(*[packed / f"files/u{i}.flac" for i in range(COUNT)])
+    assert len(set(expected)) == COUNT
+    plain, _ = rates(packed / "all.jsonl")
+    for kind, (name, *_) in KINDS.items():
+        if (packed / name).exists():  # Parquet needs pyarrow
+            assert texts(packed / name)[0] == expected, kind
+            assert rates(packed / name)[0] == plain, kind
+    with tarfile.open(packed / "web/part-000.tar") as tar:
+        end = next(x.offset_data for x in tar if x.name == "a/u5.flac") + 100
+    (tmp_path / "half.tar").write_bytes((packed / "web/part-000.tar").read_bytes()[:end])
+    (tmp_path / "half.jsonl").write_text("\n".join((packed / "all.jsonl").read_text().splitlines()[:5]))
+    (tmp_path / "files").symlink_to(packed / "files")
+    found, said = rates(tmp_path / "half.tar", 1)
+    assert found == rates(tmp_path / "half.jsonl")[0] and "half.tar: a/u5.flac" in said
+    found, said = texts(tmp_path / "half.tar", status=1)
+    assert [x for x in found if x is not None] == expected[:5] and "half.tar: a/u5.flac" in said
+
+
 class Failing:
     """`open`, which fails some times."""
 
@@ -244,16 +279,38 @@ class Failing:
 
 def test_storage_that_fails(packed, monkeypatch):
     """It is tried again; if that does not help, the command ends."""
-    monkeypatch.setattr(archives.storage, "WAITS", (0, 0))
+    monkeypatch.setattr(storage, "WAITS", (0, 0))
     member = list(manifests.read(packed / "web"))[3].audio
     for times in (1, 2):
-        monkeypatch.setattr(archives.storage, "open", Failing(times), raising=False)
+        monkeypatch.setattr(storage, "open", Failing(times), raising=False)
         np.testing.assert_array_equal(audio.read(member, RATE), samples(3))
-    monkeypatch.setattr(archives.storage, "open", Failing(3), raising=False)
+    monkeypatch.setattr(storage, "open", Failing(3), raising=False)
     with pytest.raises(
-        archives.storage.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"
+        storage.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"
     ):
         audio.read(member, RATE)
+
+
+def test_storage_of_a_run(source, tmp_path, monkeypatch):
+    """Storage that comes back changes nothing; where it stays away the run ends, and goes on with the same bits."""
+    monkeypatch.setattr(storage, "WAITS", (0, 0))
+    config = configuration(train=source, on_the_fly=True, batch=4, buffer=5)
+    found = opened(config, tmp_path)
+    whole = heard(found, 0, 6)
+    monkeypatch.setattr(storage, "open", Failing(2), raising=False)
+    again = opened(config, tmp_path / "other")
+    equal(heard(again, 0, 6), whole)
+    assert storage.open.times < 0
+    cut = opened(config, tmp_path)
+    first = heard(cut, 0, 2)
+    state = json.loads(json.dumps(cut.at(2)))
+    monkeypatch.setattr(storage, "open", Failing(10**9), raising=False)
+    with pytest.raises(asr.system.UserError, match="cannot be read .Input/output error; tried 3 times"):
+        heard(cut, 2, 6)
+    monkeypatch.undo()
+    monkeypatch.setattr(order, "LEAST", 5)
+    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    equal(first | heard(opened(config, tmp_path, known=state, step=2), 2, 6), whole)
 
 
 def opened(config, folder, workers=0, known=None, step=0, devices=1):
@@ -457,8 +514,12 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
     out = capsys.readouterr().out
     assert "2 epochs of 3 batches" in out and "12 utterances" in out and "padding" in out
     (tmp_path / "hook.py").write_text(
-        "import os\nend = lambda i, x: i == 1 and 'loss' in x and os.kill(os.getpid(), 2)\n"
+        "import multiprocessing, os\n"
+        "end = lambda i, x: i == 1 and 'loss' in x and os.kill(os.getpid(), 2)\n"
+        "kill = lambda i, x: [y.kill() for y in multiprocessing.active_children() if i == 1]\n"
     )
+    more = ["--epochs", 20, "--workers", 1, "--hook", f"{tmp_path}/hook.py:kill"]
+    refused([*command, "--workdir", tmp_path / "killed", *more], "it may have needed more memory than there is")
     run([*command, "--workdir", tmp_path / "b", "--workers", 1, "--hook", f"{tmp_path}/hook.py:end"], 130)
     capsys.readouterr()
     run(["train", "--workdir", tmp_path / "b", "--resume", "--devices", 1])
@@ -468,5 +529,8 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
     refused(more, f"holds a run with --train {packed}/web, got {tmp_path}/web: --change allows that")
     shutil.copy(packed / "web/part-001.tar", packed / "web/part-002.tar")
     refused([*command, "--workdir", tmp_path / "b", "--resume"], "holds a run with other training utterances")
+    run([*command, "--workdir", tmp_path / "b", "--epochs", 3, "--resume", "--change"])
+    assert "epoch 3 begins anew, in another order: the run had other data" in capsys.readouterr().out
+    assert losses(tmp_path / "b")[:6] == losses(tmp_path / "a") and len(losses(tmp_path / "b")) > 6
     (packed / "web/part-002.tar").unlink()
     refused([*command, "--workdir", tmp_path / "c", "--no-on-the-fly", "--workers", 1], "--workers needs --on-the-fly")

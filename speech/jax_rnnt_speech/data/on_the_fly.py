@@ -429,9 +429,6 @@ class OnTheFly:
         """
         import grain
 
-        if not self.workers:
-            pass
-
         source, made, ahead, pool = self.order, None, None, ThreadPoolExecutor(1)
         step, epoch, window, done = self.place
         try:
