@@ -98,7 +98,7 @@ def test_data_on_the_fly(corpus, tmp_path):
 def test_windows(corpus, tmp_path, monkeypatch):
     """Two processes read headers as training goes on, in windows that are not alike; one goes on from within these."""
     names = [json.loads(x)["audio"] for x in (corpus / "all.jsonl").read_text().splitlines()]
-    rows = [{"audio": f"{corpus}/{names[i % 10]}", "text": "ABC"[i % 3]} for i in range(22)]
+    rows = [{"audio": f"{corpus}/{names[i % 10]}", "text": ("A B", "C", "B")[i % 3]} for i in range(22)]
     (tmp_path / "bare.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = "--train", tmp_path / "bare.jsonl", "--on-the-fly", "--buffer", 5, "--steps", 8
     small = "from jax_rnnt_speech.data import on_the_fly, order; order.LEAST, on_the_fly.FULL = 5, 0"
