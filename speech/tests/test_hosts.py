@@ -100,7 +100,7 @@ def test_windows(corpus, tmp_path, monkeypatch):
     names = [json.loads(x)["audio"] for x in (corpus / "all.jsonl").read_text().splitlines()]
     rows = [{"audio": f"{corpus}/{names[i % 10]}", "text": ("A B", "C", "B")[i % 3]} for i in range(22)]
     (tmp_path / "bare.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    more = "--train", tmp_path / "bare.jsonl", "--on-the-fly", "--buffer", 5, "--steps", 8
+    more = "--train", tmp_path / "bare.jsonl", "--on-the-fly", "--buffer", 5, "--steps", 8, "--max-seconds", 1
     small = "from jax_rnnt_speech.data import on_the_fly, order; order.LEAST, on_the_fly.FULL = 5, 0"
     first, second = finished(start_two(corpus, tmp_path / "two", *more, first=small))
     assert first[0] == second[0] == 0, (first, second)
