@@ -384,6 +384,8 @@ def test_the_same_whoever_works(source, tmp_path):
     assert [x.pop("left_out") for x in made.values()] == [[]] * end and copies[0][end] == copies[1][end + 9] == {}
     equal(dict(sorted(made.items())), whole)
     equal(heard(opened(config, tmp_path, known=state, step=3), 3, end), {i: x for i, x in whole.items() if i >= 3})
+    drawn = [reader.epoch(epoch)[1].tolist() for reader in found.order.readers for epoch in (0, 1)]
+    assert len({tuple(x[:5]) for x in drawn}) == 4  # versions, by the reader and the epoch
     tones = {len(x) for x, _ in rows_of(whole.values())}
     assert len(tones) > COUNT  # other speeds in other epochs
     # Each of two processes has the rows of its own reader.
