@@ -15,8 +15,9 @@ import pytest
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech.data import archives, audio, corpora, index, manifests, on_the_fly, order
+from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.recognition import recognise
-from support import configuration, losses, run
+from support import CONVOLUTIONAL, configuration, losses, random_model, run
 
 RATE = 8000
 COUNT = 12
@@ -124,6 +125,36 @@ def test_what_is_read(packed, kind, tmp_path):
     np.testing.assert_array_equal(audio.read(again[8].audio, RATE), samples(8))
 
 
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members(form, tmp_path, monkeypatch):
+    """Files of a tar are those that Python's tarfile finds, from the start and from each; few need that module."""
+    sizes = [0, 1, 511, 512, 513, 3071, 3583, 3584, 3585, 9000, 0, 200]
+    names = [f"a/{i}" + "é" * (i % 3) * (form != tarfile.USTAR_FORMAT) for i in range(len(sizes))]
+    with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
+        for i, (name, size) in enumerate(zip(names, sizes)):
+            info = tarfile.TarInfo(name + "/x" * 60 * (i % 4 == 3) + f".{'txt' if i % 2 else 'flac'}")
+            info.size, info.mtime = size, 1.5 * (i % 5)
+            tar.addfile(info, io.BytesIO(bytes([i]) * size))
+        for kind, name in ((tarfile.DIRTYPE, "a/folder"), (tarfile.SYMTYPE, "a/link")):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "a/0"
+            tar.addfile(info)
+        info, more = tarfile.TarInfo("last.txt"), {"GNU.other": "x\ny"} if form == tarfile.PAX_FORMAT else {}
+        info.size, info.pax_headers = 3, more
+        tar.addfile(info, io.BytesIO(b"end"))
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        expected = [(x.name, x.offset, x.offset_data, x.size) for x in tar if x.isreg()]
+    assert len(expected) == len(sizes) + 1
+    data = (tmp_path / "x.tar").read_bytes()
+    found = list(archives.tars.walked(tmp_path / "x.tar"))
+    assert [x[:4] for x in found] == expected
+    for x in found:
+        assert data[x.offset_data :].startswith(x.start) and len(x.start) >= min(x.size, 256)
+        assert [y[:4] for y in archives.tars.walked(tmp_path / "x.tar", x.offset, x.end)] == [x[:4]]
+    monkeypatch.setattr(archives.tars.tarfile, "open", None)
+    assert list(archives.tars.walked(tmp_path / "x.tar", 0, expected[-2][2])) == found[:-1]
+
+
 def test_rows_of_other_lists(packed, tmp_path):
     """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
     keys = on_the_fly.keys_of(configuration().texts)[1]
@@ -199,6 +230,40 @@ def test_damaged_archives(packed, tmp_path, capsys, refused):
     refused(["check", tmp_path / "shar"], "cuts.000001.jsonl.gz lacks the tar of its recordings beside it")
 
 
+@pytest.mark.slow
+def test_programs(packed, tmp_path, capsys, monkeypatch):
+    """`transcribe` and `test` have the same texts of each kind of archive, and of the whole members of half a tar."""
+    model = random_model(**CONVOLUTIONAL)
+    monkeypatch.setattr(asr.models.Computing, "opened", lambda self, platform=None: model)
+
+    def texts(*files, status=0):
+        run(["transcribe", "--format", "jsonl", *files], status)
+        found = capsys.readouterr()
+        return [json.loads(x).get("text") for x in found.out.splitlines()], found.err
+
+    def rates(source, status=0):
+        run(["test", "--json", source], status)
+        found = capsys.readouterr()
+        return [json.loads(found.out)[x] for x in ("wer", "cer", "interval", "utterances")], found.err
+
+    expected, _ = texts(*[packed / f"files/u{i}.flac" for i in range(COUNT)])
+    assert len(set(expected)) == COUNT
+    plain, _ = rates(packed / "all.jsonl")
+    for kind, (name, *_) in KINDS.items():
+        if (packed / name).exists():  # Parquet needs pyarrow
+            assert texts(packed / name)[0] == expected, kind
+            assert rates(packed / name)[0] == plain, kind
+    with tarfile.open(packed / "web/part-000.tar") as tar:
+        end = next(x.offset_data for x in tar if x.name == "a/u5.flac") + 100
+    (tmp_path / "half.tar").write_bytes((packed / "web/part-000.tar").read_bytes()[:end])
+    (tmp_path / "half.jsonl").write_text("\n".join((packed / "all.jsonl").read_text().splitlines()[:5]))
+    (tmp_path / "files").symlink_to(packed / "files")
+    found, said = rates(tmp_path / "half.tar", 1)
+    assert found == rates(tmp_path / "half.jsonl")[0] and "half.tar: a/u5.flac" in said
+    found, said = texts(tmp_path / "half.tar", status=1)
+    assert [x for x in found if x is not None] == expected[:5] and "half.tar: a/u5.flac" in said
+
+
 class Failing:
     """`open`, which fails some times."""
 
@@ -214,14 +279,36 @@ class Failing:
 
 def test_storage_that_fails(packed, monkeypatch):
     """It is tried again; if that does not help, the command ends."""
-    monkeypatch.setattr(archives, "WAITS", (0, 0))
+    monkeypatch.setattr(storage, "WAITS", (0, 0))
     member = list(manifests.read(packed / "web"))[3].audio
     for times in (1, 2):
-        monkeypatch.setattr(archives, "open", Failing(times), raising=False)
+        monkeypatch.setattr(storage, "open", Failing(times), raising=False)
         np.testing.assert_array_equal(audio.read(member, RATE), samples(3))
-    monkeypatch.setattr(archives, "open", Failing(3), raising=False)
-    with pytest.raises(archives.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"):
+    monkeypatch.setattr(storage, "open", Failing(3), raising=False)
+    with pytest.raises(storage.StorageError, match=r"part-000.tar cannot be read \(Input/output error; tried 3 times"):
         audio.read(member, RATE)
+
+
+def test_storage_of_a_run(source, tmp_path, monkeypatch):
+    """Storage that comes back changes nothing; where it stays away the run ends, and goes on with the same bits."""
+    monkeypatch.setattr(storage, "WAITS", (0, 0))
+    config = configuration(train=source, on_the_fly=True, batch=4, buffer=5)
+    found = opened(config, tmp_path)
+    whole = heard(found, 0, 6)
+    monkeypatch.setattr(storage, "open", Failing(2), raising=False)
+    again = opened(config, tmp_path / "other")
+    equal(heard(again, 0, 6), whole)
+    assert storage.open.times < 0
+    cut = opened(config, tmp_path)
+    first = heard(cut, 0, 2)
+    state = json.loads(json.dumps(cut.at(2)))
+    monkeypatch.setattr(storage, "open", Failing(10**9), raising=False)
+    with pytest.raises(asr.system.UserError, match="Input/output error; tried 3 times"):
+        heard(cut, 2, 6)
+    monkeypatch.undo()
+    monkeypatch.setattr(order, "LEAST", 5)
+    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    equal(first | heard(opened(config, tmp_path, known=state, step=2), 2, 6), whole)
 
 
 def opened(config, folder, workers=0, known=None, step=0, devices=1):
@@ -297,6 +384,8 @@ def test_the_same_whoever_works(source, tmp_path):
     assert [x.pop("left_out") for x in made.values()] == [[]] * end and copies[0][end] == copies[1][end + 9] == {}
     equal(dict(sorted(made.items())), whole)
     equal(heard(opened(config, tmp_path, known=state, step=3), 3, end), {i: x for i, x in whole.items() if i >= 3})
+    drawn = [reader.epoch(epoch)[1].tolist() for reader in found.order.readers for epoch in (0, 1)]
+    assert len({tuple(x[:5]) for x in drawn}) == 4  # versions, by the reader and the epoch
     tones = {len(x) for x, _ in rows_of(whole.values())}
     assert len(tones) > COUNT  # other speeds in other epochs
     # Each of two processes has the rows of its own reader.
@@ -420,6 +509,14 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
     run([*again, "--workers", 1])  # from step 8, in the second window of the second epoch
     run(again)
     assert losses(tmp_path / "windows") == whole and "best test" not in capsys.readouterr().out.rpartition("CER")[2]
+    (tmp_path / "kill.py").write_text(
+        "import multiprocessing\nhook = lambda i, x: i == 3 and [y.kill() for y in multiprocessing.active_children()]\n"
+    )
+    run([*command, "--workdir", tmp_path / "killed", "--workers", 1, "--hook", f"{tmp_path}/kill.py:hook"], 2)
+    assert "unexpectedly with exit code -9; it may have needed more memory than there is" in capsys.readouterr().err
+    assert 2 < len(losses(tmp_path / "killed")) < 10
+    run([x if x != tmp_path / "windows" else tmp_path / "killed" for x in again])
+    assert losses(tmp_path / "killed") == whole
     command = ["train", "--train", packed / "web", *usual]
     run([*command, "--workdir", tmp_path / "a"])
     out = capsys.readouterr().out
@@ -436,5 +533,8 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
     refused(more, f"holds a run with --train {packed}/web, got {tmp_path}/web: --change allows that")
     shutil.copy(packed / "web/part-001.tar", packed / "web/part-002.tar")
     refused([*command, "--workdir", tmp_path / "b", "--resume"], "holds a run with other training utterances")
+    run([*command, "--workdir", tmp_path / "b", "--epochs", 3, "--resume", "--change"])
+    assert "epoch 3 begins anew, in another order: the run had other data" in capsys.readouterr().out
+    assert losses(tmp_path / "b")[:6] == losses(tmp_path / "a") and len(losses(tmp_path / "b")) > 6
     (packed / "web/part-002.tar").unlink()
     refused([*command, "--workdir", tmp_path / "c", "--no-on-the-fly", "--workers", 1], "--workers needs --on-the-fly")

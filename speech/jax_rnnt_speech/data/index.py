@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jax_rnnt_speech.data import archives, audio, cache, headers, workers
+from jax_rnnt_speech.data import audio, cache, headers, workers
+from jax_rnnt_speech.data.archives import parquet, storage
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.system import UserError, outputs
 
-FORM = 2  # of the files: another number makes them anew
+FORM = 3  # of the files: another number makes them anew
 LITTLE = 1e-3  # seconds of what begins behind the end of its file
 THREADS = 16  # that read headers, in each process
 PIECE = 100  # headers that one of them reads
@@ -104,7 +105,7 @@ def by_header(entry):
     if isinstance(entry, Fault):
         return np.nan
     try:
-        whole = archives.steadily(functools.partial(of_header, entry.audio), entry.audio)
+        whole = storage.steadily(functools.partial(of_header, entry.audio), entry.audio)
     except audio.AudioError:
         return np.nan
     return np.copysign(max(abs(whole) - entry.start, LITTLE), whole)
@@ -112,16 +113,16 @@ def by_header(entry):
 
 def of_header(recording):
     """Seconds of a recording by its header, below 0 where they are an estimate; an AudioError where there are none."""
-    member = isinstance(recording, archives.Member)
+    member = isinstance(recording, storage.Member)
     place, size = (recording.place, recording.size) if member else (0, None)
-    if isinstance(recording, archives.Cell):
+    if isinstance(recording, parquet.Cell):
         data = recording.loaded()
         size = data.getbuffer().nbytes
-        return headers.seconds(data.read(archives.HEAD), size) or probed(recording, data, 0, size)
+        return headers.seconds(data.read(storage.HEAD), size) or probed(recording, data, 0, size)
     with audio.opened(recording.archive if member else recording) as file:
         size = os.fstat(file.fileno()).st_size if size is None else size
         file.seek(place)
-        return headers.seconds(file.read(archives.HEAD), size) or probed(recording, file, place, place + size)
+        return headers.seconds(file.read(storage.HEAD), size) or probed(recording, file, place, place + size)
 
 
 def probed(recording, file, begin, end):

@@ -30,6 +30,7 @@ from jax_rnnt_speech.data import (
     workers,
 )
 from jax_rnnt_speech.data import tokens as vocabularies
+from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, hosts
 
@@ -65,15 +66,6 @@ def hours_of(found, items):
         some = some[some < len(items)]
         seconds = np.nan_to_num(found.lengths(items[some]))
     return float(np.abs(seconds).sum(dtype=np.float64)) / 3600 * len(items) / max(1, len(some))
-
-
-def size_of(shard):
-    """About how much a shard holds."""
-    if isinstance(shard, archives.Lines):
-        return shard.end - shard.begin
-    if isinstance(shard, archives.Listed):
-        return len(shard.entries)
-    return 1 if isinstance(shard, archives.Parquet) else os.path.getsize(shard.path)
 
 
 class Loader:
@@ -153,7 +145,7 @@ class Loader:
 def read(entry, rate):
     """Samples of an utterance."""
     where = entry.audio, rate, entry.start, entry.end, entry.channel
-    return archives.steadily(lambda: audio.read(*where), entry.audio)
+    return storage.steadily(lambda: audio.read(*where), entry.audio)
 
 
 class Work:
@@ -221,7 +213,7 @@ class OnTheFly:
             mine, kinds = [], []
             for k, shards in enumerate(every):
                 split = len(shards) < self.readers  # each reader then has a part of each shard
-                chosen = range(len(shards)) if split else order.dealt([*map(size_of, shards)], self.readers)[reader]
+                chosen = range(len(shards)) if split else order.dealt([x.amount for x in shards], self.readers)[reader]
                 mine += [shards[i] for i in chosen]
                 kinds += [(k, split)] * len(chosen)
             found = index.indexed(mine, self.keys, self.folder, reader, self.workers)
@@ -436,9 +428,6 @@ class OnTheFly:
         `then`: a function of a batch and a generator of random numbers, to add to it.
         """
         import grain
-
-        if not self.workers:
-            pass
 
         source, made, ahead, pool = self.order, None, None, ThreadPoolExecutor(1)
         step, epoch, window, done = self.place

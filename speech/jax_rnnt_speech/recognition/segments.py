@@ -199,15 +199,15 @@ def loaded(entries, rate):
     Segments of a recording that follow each other in time are cut out of it as it is decoded, once.
     """
     for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and x.audio):
-        group, sources = list(group), {}  # of the channels of a recording
-        for x in group:
+        found, sources = list(group), {}  # of the channels of a recording
+        for x in found:
             if isinstance(x, manifests.Fault):
                 yield x.name, UserError(f"{x.name}: {x.reason}")
             elif x.end - x.start > HELD:
                 yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
             else:
                 if x.channel not in sources:
-                    short = [y for y in group if y.channel == x.channel and y.end - y.start <= HELD]
+                    short = [y for y in found if y.channel == x.channel and y.end - y.start <= HELD]
                     sources[x.channel] = cuts(short, rate)
                 yield x.name, next(sources[x.channel])
 

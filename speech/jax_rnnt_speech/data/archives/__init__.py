@@ -1,0 +1,105 @@
+"""Shards: archives of recordings, or parts of a manifest, of which any utterance can be read by itself.
+
+Each module of `KINDS` is a kind of archive. Names of its files in a folder match `NAMES`, `takes` says whether a path
+is one, and `shards` are its shards. The first kind that takes a path has it.
+"""
+
+import glob
+import os
+import re
+from pathlib import Path
+
+from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.data.archives import lists, nemo, parquet, shar, tars
+from jax_rnnt_speech.data.manifests import ListError
+
+KINDS = shar, nemo, tars, parquet
+RANGE = re.compile(r"(?:_OP_|\{)(\d+)\.\.(\d+)(?:_CL_|\})")
+
+
+def expanded(name):
+    """The names that a pattern or a range is for; a name that is neither by itself."""
+    name = str(name)
+    if os.path.exists(name):
+        return [name]
+    if found := RANGE.search(name):
+        first, last = int(found[1]), int(found[2])
+        width = len(found[1]) if found[1].startswith("0") else 0
+        names = [name[: found.start()] + f"{i:0{width}}" + name[found.end() :] for i in range(first, last + 1)]
+        names = [y for x in names for y in (expanded(x) if RANGE.search(x) else [x])]
+        if missing := [x for x in names if not os.path.exists(x)]:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ListError(name, f"lacks {len(missing)} of {len(names)} files: {', '.join(missing[:3])}{more}")
+        return names
+    if glob.has_magic(name):
+        return sorted(glob.glob(name, recursive=True)) or [name]
+    return [name]
+
+
+def is_pattern(name):
+    """Whether several files may be meant."""
+    return not os.path.exists(name) and bool(RANGE.search(str(name)) or glob.has_magic(str(name)))
+
+
+def weighted(name):
+    """(name, weight or None) of NAME:WEIGHT, where NAME alone is a source."""
+    rest, _, number = str(name).rpartition(":")
+    number = re.fullmatch(r"\d+(\.\d+)?|\.\d+", number) and number
+    if rest and number and not os.path.exists(name) and (os.path.exists(rest) or is_pattern(rest)):
+        return rest, float(number)
+    return str(name), None
+
+
+def wanted(paths):
+    """Whether sources are read on the fly unless one says otherwise: archives, and sources with weights."""
+    return any(weight is not None or is_archive(x) for x, weight in map(weighted, paths))
+
+
+def of_folder(folder):
+    """(kind, archives) of a folder and of the folders in it; none where audio is beside."""
+    found = []
+    for x in [*os.scandir(folder)]:
+        found += os.scandir(x) if x.is_dir() else [x]
+    if not any(os.path.splitext(x.name)[1].lower() in manifests.SUFFIXES for x in found):
+        found = sorted(Path(x.path) for x in found)
+        for kind in KINDS:
+            some = [x for x in found if re.fullmatch(kind.NAMES, x.name)]
+            if any(map(kind.takes, some)):
+                return kind, some
+    return None, []
+
+
+def kind_of(path):
+    """The module of an archive, or None."""
+    return next((kind for kind in KINDS if kind.takes(path)), None)
+
+
+def is_archive(name):
+    """Whether the name is an archive, or a folder, range or pattern of some."""
+    path = Path(str(name))
+    if is_pattern(name):
+        return any(map(is_archive, expanded(name)[:1]))
+    if path.is_dir():
+        plain = any((path / x).exists() for x in ("wav.scp", "metadata.jsonl", "metadata.csv"))
+        return not plain and of_folder(path)[0] is not None
+    return kind_of(path) is not None
+
+
+def of_archive(name):
+    """Shards of an archive, or of a folder of some; None: it is none."""
+    path = Path(name)
+    if not is_archive(name):
+        return None
+    if not path.is_dir():
+        return kind_of(path).shards(path)
+    usual, found = of_folder(path)
+    return [x for file in found for x in (kind_of(file) or usual).shards(file)]
+
+
+def of(name, keys, columns=(), readers=1):
+    """The shards of any source. Lists that are no archives are cut such that each reader has several."""
+    found = []
+    for x in expanded(name):
+        shards = of_archive(x)
+        found += lists.shards(x, columns, 8 * readers) if shards is None else shards
+    return found

@@ -1,0 +1,138 @@
+"""Parquet with audio in it, as Hugging Face's datasets write it."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data.archives.storage import Member, Shard, steadily, utterances
+from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.system import UserError
+
+NAMES = r".*\.parquet"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell(Member):
+    """A recording in a row: `place` is the number of its group of rows, `size` that of its row there."""
+
+    column: str = ""
+
+    def loaded(self):
+        try:
+            found = group_of(self.archive, self.place, self.column)[self.size].as_py()
+        except LineError:
+            raise audio.AudioError(self, audio.DAMAGED) from None
+        return audio.Memory(found["bytes"] if isinstance(found, dict) else found, str(self))
+
+
+@functools.lru_cache(32)
+def opened(path):
+    try:
+        import pyarrow.parquet as arrow
+    except ModuleNotFoundError:
+        raise UserError(f"{path}: Parquet needs: pip install pyarrow") from None
+    from pyarrow import ArrowInvalid
+
+    def act():
+        try:
+            return arrow.ParquetFile(path)
+        except ArrowInvalid as error:
+            raise ListError(path, f"is no Parquet, or not all of it: {str(error).splitlines()[0]}") from None
+
+    return steadily(act, path)
+
+
+def table_of(path, group, columns):
+    """Columns of a group of rows. What Arrow cannot read is no failure of the storage, if that has no number."""
+
+    def act():
+        try:
+            return opened(path).read_row_group(group, columns=list(columns))
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None):
+                raise
+            raise LineError(f"rows that cannot be read ({str(error).splitlines()[0]})") from None
+
+    return steadily(act, path)
+
+
+@functools.lru_cache(8)
+def group_of(path, group, column):
+    return table_of(path, group, [column])[column]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parquet(Shard):
+    """A group of rows of a file. Rows: (group, row in it)."""
+
+    group: int
+    amount = 1
+
+    def columns(self, keys):
+        """(name of the audio's column, names of the others that hold no bytes)."""
+        names = opened(self.path).schema_arrow.names
+        sound = next((x for x in keys[0] if x in names), None)
+        if sound is None:
+            raise ListError(self.path, f"must have one of the columns {', '.join(keys[0])}, got {names}"[:1000])
+        return sound, tuple(x for x in names if x != sound)
+
+    def found(self, keys, brief):
+        try:
+            for i, row in enumerate(rows_of(self.path, self.group, *self.columns(keys))):
+                yield (self.group, i, 0, 0), self.entries(i, *row, keys)
+        except LineError as error:
+            yield (), [Fault(str(error), f"{self.base} {self.group}")]
+
+    def entries(self, i, sound, inside, known, row, keys):
+        name = f"{self.base} row {self.group}.{i}"
+        try:
+            if not inside and not isinstance(known, str):
+                raise LineError("no audio")
+            shown = f"{name} ({known})" if isinstance(known, str) else name
+            if inside:
+                member = Cell(self.path, self.group, i, f"{self.group}.{i}", column=sound)
+                yield from utterances(row | {"audio": shown}, member, name, keys)
+            else:
+                yield from manifests.utterances(row | {"audio": known}, Path(self.path), name, (("audio",), *keys[1:]))
+        except LineError as error:
+            yield Fault(str(error), name)
+
+    def entries_at(self, where, keys, sought):
+        try:
+            return self.entries(where[1], *rows_of(self.path, self.group, *self.columns(keys))[where[1]], keys)
+        except LineError as error:
+            return [Fault(str(error), f"{self.base} {self.group}")]
+
+
+@functools.lru_cache(8)
+def rows_of(path, group, sound, names):
+    """(name of the audio's column, whether a row has audio, the path of that or None, what else it has) of each row."""
+    cells = cells_of(path, group, sound)
+    others = table_of(path, group, names).to_pylist() if names else [{}] * len(cells)
+    return [(sound, *cell, row) for cell, row in zip(cells, others)]
+
+
+def cells_of(path, group, column):
+    """(whether it holds bytes, its path or None) of each cell with audio; bytes are read if nothing else tells."""
+    file, name = opened(path), f"{column}.bytes"
+    known, kind = file.metadata.row_group(group), file.schema_arrow.field(column).type
+    leaves = [known.column(k) for k in range(known.num_columns)]
+    told = next((x.statistics for x in leaves if x.path_in_schema == name), None)
+    nulls = told.null_count if told is not None and told.has_null_count else None
+    if nulls not in (0, known.num_rows):
+        cells = [x.as_py() for x in group_of(path, group, column)]
+        found = [x if isinstance(x, dict) else {"bytes" if isinstance(x, bytes) else "path": x} for x in cells]
+        return [(bool(x.get("bytes")), x.get("path")) for x in found]
+    paths = [None] * known.num_rows
+    if any(x.name == "path" for x in kind.fields):
+        paths = [x and x.get("path") for x in table_of(path, group, [f"{column}.path"])[column].to_pylist()]
+    return [(nulls == 0, x) for x in paths]
+
+
+def takes(path):
+    return path.suffix == ".parquet"
+
+
+def shards(path):
+    return [Parquet(str(path), i) for i in range(opened(str(path)).num_row_groups)]

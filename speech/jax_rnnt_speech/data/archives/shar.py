@@ -1,0 +1,25 @@
+"""Lhotse Shar: cuts.*.jsonl.gz beside recording.*.tar."""
+
+import re
+
+from jax_rnnt_speech.data.archives.paired import Paired
+from jax_rnnt_speech.data.manifests import ListError
+
+NAMES = r"cuts\.(.+?)\.jsonl(\.gz)?"
+
+
+def tar_of(cuts):
+    """The tar of recordings that belongs beside a part, or None."""
+    found = re.fullmatch(NAMES, cuts.name)
+    return found and cuts.with_name(f"recording.{found[1]}.tar")
+
+
+def takes(path):
+    tar = tar_of(path)
+    return tar is not None and tar.exists()
+
+
+def shards(path):
+    if not takes(path):
+        raise ListError(path, "lacks the tar of its recordings beside it")
+    return [Paired(str(tar_of(path)), str(path))]

@@ -1,0 +1,113 @@
+"""Reads of archives: storage that fails is tried again, and then ends the command."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import time
+
+from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.system import UserError, reason
+
+WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
+HEAD = 256  # bytes of audio that tell its seconds
+
+
+class StorageError(UserError):
+    """Storage that fails again and again."""
+
+
+def steadily(act, path):
+    """What `act` returns, which may need several attempts."""
+    for wait in (*WAITS, None):
+        try:
+            return act()
+        except (OSError, audio.AudioError) as error:
+            if not getattr(error, "passing", True):
+                raise
+            if wait is None:
+                tried, known = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
+                what = f"{error} (" if known else f"{error.filename or path} cannot be read ({reason(error)}; "
+                raise StorageError(f"{what}{tried})") from None
+            time.sleep(wait)
+
+
+def bytes_of(path, place, size):
+    """Bytes of a file, from a place on; fewer where it ends."""
+
+    def act():
+        with open(path, "rb", buffering=0) as file:
+            file.seek(place)
+            parts = []
+            while (left := size - sum(map(len, parts))) > 0 and (data := file.read(left)):
+                parts.append(data)
+            return b"".join(parts)
+
+    return steadily(act, path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A recording within an archive: may be read in the place of a path."""
+
+    archive: str
+    place: int
+    size: int
+    name: str
+    seconds: float = dataclasses.field(default=0.0, compare=False)  # by its header, if that was read
+
+    def __str__(self):
+        return f"{self.archive}/{self.name}"
+
+    def loaded(self):
+        data = bytes_of(self.archive, self.place, self.size)
+        if len(data) < self.size:
+            raise audio.AudioError(self, audio.CUT)
+        return audio.Memory(data, str(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A part of a source, in a file.
+
+    A kind of shard has `found(keys, brief)`, which yields where something is, as four numbers that are places in its
+    files, and the Entries and Faults that are there; `entries_at` finds those again. A row is these numbers, and the
+    number of the utterance among those of the same place.
+    """
+
+    path: str
+
+    @property
+    def files(self):
+        return [self.path]
+
+    @property
+    def amount(self):
+        """About how much it holds."""
+        return os.path.getsize(self.path)
+
+    @property
+    def base(self):
+        return os.path.basename(self.path)
+
+    def read(self, keys, brief=False):
+        """(row, Entry) of the utterances, or Faults. `brief`: of the usual ones, (name, seconds or None) will do."""
+        for where, entries in self.found(keys, brief):
+            for part, x in enumerate(entries):
+                yield x if type(x) is Fault else ((*where, part), x)
+
+    def entry(self, row, keys, sought=True):
+        """The Entry or Fault of a row. Without `sought`, its audio may be a name and no path."""
+        *where, part = row
+        return next(itertools.islice(self.entries_at(where, keys, sought), part, None))
+
+
+def utterances(row, member, name, keys):
+    """Entries of a row whose audio is a recording in an archive."""
+    return manifests.utterances(row, functools.partial(same, member), name, (("audio",), *keys[1:]))
+
+
+def same(member, _):
+    """The only recording that a row can mean."""
+    return member
