@@ -128,8 +128,8 @@ def small_disk(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def start(*arguments):
-    """A process of the command line; its output is in `stdout` and `stderr`."""
+def start(*arguments, first="pass"):
+    """A process of the command line, which runs some code before; its output is in `stdout` and `stderr`."""
     flags = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")  # --devices decides
     settings = {
         "JAX_PLATFORMS": "cpu",
@@ -139,7 +139,7 @@ def start(*arguments):
         "PYTHONUNBUFFERED": "",
     }
     settings["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    program = "import gc; from jax_rnnt_speech import cli; gc.disable(); cli.main()"
+    program = f"import gc; from jax_rnnt_speech import cli; gc.disable(); {first}; cli.main()"
     command = [sys.executable, "-c", program, *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=os.environ | settings, stdout=pipe, stderr=pipe, text=True)

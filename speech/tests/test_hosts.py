@@ -1,6 +1,7 @@
 """Several processes: the training is that of one, and outlives a process."""
 
 import io
+import json
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech import runs
+from jax_rnnt_speech.data import on_the_fly, order
 from support import arguments, losses, run, start, weights
 
 pytestmark = pytest.mark.slow
@@ -19,13 +21,13 @@ OPTIONS = {"batch": 8, "buckets": 1, "time_masks": 0, "mel_masks": 0, "dropout":
 HEARTBEAT = 10  # seconds after which a process counts as dead
 
 
-def start_two(corpus, workdir, *options):
+def start_two(corpus, workdir, *options, **more):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     usual = [*arguments(corpus, workdir, devices=4, **OPTIONS), "--heartbeat", HEARTBEAT, *options]
     coordinator = "--coordinator", f"localhost:{port}", "--processes", 2
-    return [start(*usual, *coordinator, "--process", i) for i in range(2)]
+    return [start(*usual, *coordinator, "--process", i, **more) for i in range(2)]
 
 
 def finished(processes):
@@ -90,4 +92,27 @@ def test_data_on_the_fly(corpus, tmp_path):
     shutil.rmtree(tmp_path / "two/checkpoints/4")
     run([*arguments(corpus, tmp_path / "two", devices=8, **OPTIONS), *more, "--resume"])
     for x, y in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
+        assert x == pytest.approx(y, rel=2e-3)
+
+
+def test_windows(corpus, tmp_path, monkeypatch):
+    """Two processes read headers as training goes on, in windows that are not alike; one goes on from within these."""
+    names = [json.loads(x)["audio"] for x in (corpus / "all.jsonl").read_text().splitlines()]
+    rows = [{"audio": f"{corpus}/{names[i % 10]}", "text": ("A B", "C", "B")[i % 3]} for i in range(22)]
+    (tmp_path / "bare.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = "--train", tmp_path / "bare.jsonl", "--on-the-fly", "--buffer", 5, "--steps", 8, "--max-seconds", 1
+    small = "from jax_rnnt_speech.data import on_the_fly, order; order.LEAST, on_the_fly.FULL = 5, 0"
+    first, second = finished(start_two(corpus, tmp_path / "two", *more, first=small))
+    assert first[0] == second[0] == 0, (first, second)
+    assert "within windows of 5 utterances" in first[1]
+    monkeypatch.setattr(order, "LEAST", 5)
+    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    command = [*arguments(corpus, tmp_path / "one", devices=8, **OPTIONS), *more]
+    run([*command, "--readers", 2])
+    shutil.rmtree(tmp_path / "two/checkpoints/8")
+    pairs = list(zip(*map(losses, (tmp_path / "two", tmp_path / "one")), strict=True))
+    run([*command, "--workdir", tmp_path / "two", "--resume"])
+    again = zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True)
+    assert len(pairs) == 8
+    for x, y in [*pairs, *again]:
         assert x == pytest.approx(y, rel=2e-3)

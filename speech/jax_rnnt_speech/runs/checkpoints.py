@@ -50,7 +50,9 @@ class Checkpoints:
         self.folder, self.step, self.failed = folder, None, False
         self.tidy()
         seals = ocp.AsyncOptions(post_finalization_callback=self.seal)
-        options = ocp.CheckpointManagerOptions(max_to_keep=count, async_options=seals)
+        # Two managers write steps of one number at a time: without its name, processes would wait for the wrong one.
+        own = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=folder.name)
+        options = ocp.CheckpointManagerOptions(max_to_keep=count, async_options=seals, multiprocessing_options=own)
         with self.writing():
             self.manager = ocp.CheckpointManager(folder, options=options)
 
