@@ -37,7 +37,7 @@ class WordBonus:
 
 # Nats for each label of a phrase. Greedy search cannot go back from a phrase that it has begun to write.
 WITH_BEAM, WITH_GREEDY = 1.0, 0.25
-WITH_CTC = 2.0  # nats that a label of a phrase may be worse than the head's best class
+WITH_CTC = 1.0  # nats that a label of a phrase may be worse than the head's best class
 PROBABILITY = "probability"
 NGRAM = lambda search: search.ngram, "--ngram"
 
