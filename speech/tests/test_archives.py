@@ -5,6 +5,7 @@ import gzip
 import io
 import itertools
 import json
+import pathlib
 import pickle
 import shutil
 import tarfile
@@ -362,6 +363,18 @@ def test_epochs_are_exact(source, tmp_path):
             assert "".join("ABC "[k] for k in labels) == TEXTS[i]
         orders.append(which)
     assert orders[0] != orders[1] and not found.report.names
+    turns = [found.order.sequence(*x, (40,) * len(found.order.shapes)) for x in ((0, 0), (0, 1), (1, 0))]
+    assert len(found.order.shapes) > 1 and len({x.tobytes() for x, _ in turns}) == 3
+    edge = found.order.shapes[0].seconds
+    assert found.order.bucket(np.array([edge, edge + 0.01])).tolist() == [0, 1]
+
+
+def test_lengths():
+    """Of a part of a recording, and of what is written, which may be a little less than there is."""
+    entry = manifests.Entry("a", pathlib.Path("a"), "")
+    ways = {"start": 1.5, "end": 3.5}, {"start": 1.5, "whole": 3.5}, {"whole": 3.5}, {}
+    assert [index.written(entry._replace(**x)) for x in ways] == [2, 2, 3.5, 0]
+    assert order.longest(np.array([2.0])) >= 2.04
 
 
 def test_the_same_whoever_works(source, tmp_path):
