@@ -102,9 +102,9 @@ def test_windows(corpus, tmp_path, monkeypatch):
     (tmp_path / "bare.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = "--train", tmp_path / "bare.jsonl", "--on-the-fly", "--buffer", 5, "--steps", 8, "--max-seconds", 1
     small = "from jax_rnnt_speech.data import on_the_fly, order; order.LEAST, on_the_fly.FULL = 5, 0"
-    # The best checkpoint is whole before the usual one of the same step, whose writers must not take it for theirs.
+    # The usual checkpoint is whole before the best one of the same step, whose writers must not take it for theirs.
     slow = "import time; from jax_rnnt_speech.runs.checkpoints import Checkpoints as C; seal = C.seal"
-    slow += "; C.seal = lambda self: (time.sleep(2 * (self.folder.name != 'best')), seal(self))[1]"
+    slow += "; C.seal = lambda self: (time.sleep(2 * (self.folder.name == 'best')), seal(self))[1]"
     first, second = finished(start_two(corpus, tmp_path / "two", *more, first=f"{small}; {slow}"))
     assert first[0] == second[0] == 0, (first, second)
     assert "within windows of 5 utterances" in first[1]
