@@ -54,15 +54,16 @@ def of_rttm(line):
     channel, start, duration, _, _, *last = fields[place - 3 :]
     for _ in range(2):  # two columns may follow the speaker
         last = last[:-1] if len(last) > 1 and (last[-1] == "<NA>" or is_number(last[-1])) else last
-    times_of = times(start, duration=duration)
-    return Segment(" ".join(fields[1 : place - 3]), channel, *times_of, known(" ".join(last)))
+    name, speaker = (" ".join(x) for x in (fields[1 : place - 3], last))
+    return Segment(name, channel, *times(start, duration=duration), known(speaker))
 
 
 def is_number(text):
     try:
-        return float(text) is not None
+        float(text)
     except ValueError:
         return False
+    return True
 
 
 def of_ctm(line):

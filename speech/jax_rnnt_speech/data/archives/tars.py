@@ -40,7 +40,7 @@ class Info(NamedTuple):
 def usual(block, begin, place):
     """The Info of a plain file whose header is at a place, or None: tarfile knows the other kinds.
 
-    `block`: what is in the tar from `begin` on; of the file's data, as much as is there is in the Info.
+    `block`: what is in the tar from `begin` on. The Info has as much of the file's data as the block has.
     """
     at = place - begin
     if len(block) < at + 512:
