@@ -93,5 +93,5 @@ def out_of_range(function: str, numbers: dict[str, Any], dtype):
             rounded = known.astype(dtype)
         if not holds(rounded):
             where = f" in {np.dtype(dtype).name}, the dtype of scores" if holds(known.astype(np.float64)) else ""
-            raise ValueError(f"{function}: {name} must be {expected}{where}, got {float(known)!r}.")
+            raise ValueError(f"{function}: {name} must be {expected}{where}, got {known.item()!r}.")
     return bad
