@@ -76,7 +76,7 @@ def test_runs(tmp_path):
         "bench --only tiny",
         "joint --librispeech --batches 1 --share 0.1 --shrink 40",
         "joint --only characters",
-        "decode --only 'stateless 1' --frames 8",
+        "decode --only 'stateless 1' 'parakeet 1' --frames 8",
     )
     commands = [f"{x} --quick --repeat 1 --output {tmp_path}/{i}.json" for i, x in enumerate(written)]
     quick = environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1", XLA_FLAGS=os.environ["XLA_FLAGS"])
