@@ -46,9 +46,9 @@ class Kind(NamedTuple):
     most: str = "<= 6"  # a beam may take so many times as long as greedy search
 
 
-TDT = TDTLoss((0, 1, 2, 3, 4), blank=0)
-KINDS = {"stateless": Kind(0), "lstm": Kind(1)}
-KINDS["parakeet"] = Kind(2, (1, 8, 16, 128), 8193, share=0.3, rivals=False, loss=TDT, width=6, seconds=0.08, most="<= 2")
+PARAKEET = Kind(2, (1, 8, 16, 128), 8193, share=0.3, rivals=False, width=6, seconds=0.08, most="<= 2")
+PARAKEET = PARAKEET._replace(loss=TDTLoss((0, 1, 2, 3, 4), blank=0))
+KINDS = {"stateless": Kind(0), "lstm": Kind(1), "parakeet": PARAKEET}
 
 
 # --------------------------------------------------------------------------------------------------- the model
@@ -116,13 +116,12 @@ def search_of(kind, networks, max_labels):
 
 def searches(kind):
     """{name: a verb of a search}"""
-    search, beam = decode.Search, functools.partial(decode.Search.beam, width=kind.width)
-    found = {"label-looping": search.greedy, f"beam {kind.width}": beam}
-    found[f"beam {kind.width}, 4 frames at once"] = functools.partial(beam, frames_at_once=4)
+    name, beam = f"beam {kind.width}", functools.partial(decode.Search.beam, width=kind.width)
+    found = {"label-looping": decode.Search.greedy, name: beam}
+    found[f"{name}, 4 frames at once"] = functools.partial(beam, frames_at_once=4)
     if kind.rivals:
-        one_frame = lambda search, *batch: dataclasses.replace(search, window=1).greedy(*batch)
-        found |= {"label-looping, one frame": one_frame}
-        found[f"beam {kind.width}, threshold"] = functools.partial(beam, threshold=THRESHOLD)
+        found["label-looping, one frame"] = lambda search, *batch: dataclasses.replace(search, window=1).greedy(*batch)
+        found[f"{name}, threshold"] = functools.partial(beam, threshold=THRESHOLD)
     return found
 
 
@@ -136,8 +135,8 @@ def contestants(kind, batch, args):
 
         def program(networks, *batch, verb=verb):
             found = verb(search_of(kind, networks, max_labels), *batch)
-            best = lambda x: x if found.labels.ndim == 2 else x[:, 0]  # of the N best
-            return best(found.labels), best(found.counts), best(found.scores)
+            several = found.labels.ndim == 3  # the N best
+            return tuple(x[:, 0] if several else x for x in (found.labels, found.counts, found.scores))
 
         compiled = jax.jit(program, compiler_options=compiler).lower(networks, encoder, lengths).compile()
         labels, counts = map(np.asarray, compiled(networks, encoder, lengths)[:2])

@@ -23,19 +23,13 @@ import json
 import os
 import pathlib
 import re
-import sys
 import tempfile
 
-import without_tpu  # noqa: F401, before JAX
-
-FOLDER = pathlib.Path(__file__).resolve().parents[2]
-sys.path += [str(FOLDER), str(FOLDER / "benchmarks")]  # after an installed one, with names of kernels
-
+import ahead  # before JAX
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import decode as models
@@ -43,7 +37,7 @@ from jax_rnnt import LinearJoint, RNNTLoss, TDTLoss, decode
 
 T, V, H, LABELS = 250, 1025, 640, 200  # frames, classes, width of all rows, room for labels
 DURATIONS = 0, 1, 2, 3, 4
-DEVICES = {"h100": "cuda", "b200": "cuda", "v5e": "tpu"}
+DEVICES = *ahead.GPUS, "v5e"
 
 
 # ------------------------------------------------------------------------------------------------------- programs
@@ -122,17 +116,12 @@ def compiled(device, name, options, graphs=False):
     """(the program of a search for a device, the name of its module)"""
     options = options | ({"model": MODELS[options["model"]](V)} if options.get("model") else {})
     run, floats, integers = search(name, **options)
-    if DEVICES[device] == "tpu":
-        topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    else:
-        config = (FOLDER / "lab" / "tests" / f"{device}.txtpb").read_text()
-        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("data",)), P())
+    sharding = NamedSharding(ahead.mesh(device), P())
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     arguments = jax.tree.map(lambda x: shaped(x, jnp.float32), floats, is_leaf=lambda x: isinstance(x, tuple))
     arguments.append(shaped(integers, jnp.int32))
-    gpu = {"xla_gpu_autotune_level": 0} | (models.ON_DEVICE if graphs else {})  # to try products would need the GPU
-    return jax.jit(run).lower(*arguments).compile(gpu if DEVICES[device] == "cuda" else {}), run.__name__
+    gpu = ahead.GPU_OPTIONS | (models.ON_DEVICE if graphs else {})
+    return jax.jit(run).lower(*arguments).compile(gpu if device in ahead.GPUS else {}), run.__name__
 
 
 # ------------------------------------------------------------------------------------------------------- steps
@@ -251,7 +240,7 @@ def step_cycles(text):
 
 def counted(dump, device, name, options, graphs=False):
     program, module = compiled(device, f"{name} {device}", options, graphs)
-    if DEVICES[device] == "tpu":
+    if device in ahead.TPUS:
         return {"cycles": step_cycles(program.as_text())}
     return step_counts(parse(thunks(dump, module)))
 
