@@ -177,9 +177,8 @@ def test_searches():
 
     @jax.jit
     def part(encoder, lengths, state, phrases):
-        networks = model.parameters.joint, model.parameters.predictor
         options = dict(fusion=((phrases, 0.5),), max_symbols=2, state=state)
-        return decode.beam(model.loss.value(), *networks, encoder, lengths, MOST, 64, **options)
+        return decode.beam(*model.networks, encoder, lengths, MOST, 64, **options)
 
     lists = lambda *order: decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6)
     padded = lambda frames: np.pad(model.encoder[:, frames], ((0, 0), (0, 3 - len(range(3)[frames])), (0, 0)))

@@ -94,6 +94,11 @@ class Model:
         self.parameters = Parameters(draw(self.tokens, H), draw(H, H), draw(H, len(self.bias)), self.bias)
         self.lengths = np.maximum(frames - np.arange(batch) % 2, 0).astype(np.int32)
 
+    @property
+    def networks(self):
+        """What a search takes first, with the loss."""
+        return self.loss.value(), self.parameters.joint, self.parameters.predictor
+
     def row(self, prefix):
         state = np.zeros(H)
         for label in (self.tokens - 1, *prefix):
