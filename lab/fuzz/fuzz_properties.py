@@ -109,11 +109,7 @@ def program(d):
             column = jnp.arange(p.logits.shape[2])[None, None, :, None]
             p = p._replace(logits=jnp.where(column <= p.target_lengths[:, None, None, None], p.logits, 0))
 
-        def total(x):
-            values = loss(layout(d.layout, x, index), *p[1:])
-            return values.sum(), values
-
-        gradient, values = jax.grad(total, has_aux=True)(p.logits)
+        values, gradient = compare.with_gradient(lambda x: loss(layout(d.layout, x, index), *p[1:]))(p.logits)
         logits = layout(d.layout, p.logits, index)
         return values, gradient, loss.posteriors(logits, *p[1:]), best.align(logits, *p[1:])
 

@@ -346,10 +346,7 @@ def test_padding_of_many_draws(loss, native_kernel):
 def test_padding_of_many_draws_of_skips(loss, kernel):
     """Value and gradient by steps that XLA compiles, optimised. Posteriors are of the same steps."""
 
-    def one(p):
-        values, pull = jax.vjp(lambda logits: loss(logits, *p[1:], reduction="none"), p.logits)
-        return values, pull(jnp.ones_like(values))[0]
-
+    one = lambda p: compare.with_gradient(loss.value(reduction="none"))(*p)
     pairs = lambda p: jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), p)
     several = jax.jit(lambda p: jax.lax.map(one, pairs(p)), compiler_options=OPTIMIZED)
     run = lambda p: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several(p))
