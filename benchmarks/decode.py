@@ -152,29 +152,25 @@ def contestants(kind, batch, args):
     return measured
 
 
+def case_of(name, kind, args):
+    batch = int(name.split()[1])
+    seconds, greedy, beam = batch * args.frames * kind.seconds, "label-looping", f"beam {kind.width}"
+    speed = {
+        "utterances/s": lambda c: f"{batch / c.median:.3g}",
+        "real-time factor": lambda c: f"{c.median / seconds:.2g}",
+    }
+    measured, aims = contestants(kind, batch, args), [(beam, greedy, kind.most)]
+    return measure.Case(f"{name} utterances", measured, (greedy,), aims, speed)
+
+
 def main(argv=None):
-    names = {f"{kind} {batch}": kind for kind in KINDS for batch in KINDS[kind].batches}
-    parser = measure.options(__doc__, list(names))
+    kinds = {f"{name} {batch}": kind for name, kind in KINDS.items() for batch in kind.batches}
+    parser = measure.options(__doc__, list(kinds))
     parser.add_argument("--frames", type=int, default=T, help="of a synthetic utterance (%(default)s)")
-    parser.set_defaults(only=[name for name, kind in names.items() if kind != "parakeet"])
+    parser.set_defaults(only=[name for name, kind in kinds.items() if kind is not PARAKEET])
     args = parser.parse_args(argv)
-    budget = measure.settle(args)
-    results, checks = {}, []
-    for name in args.only:
-        kind, batch = KINDS[names[name]], int(name.split()[1])
-        measured = results[name] = contestants(kind, batch, args)
-        measure.take_turns(measured, budget, args.repeat)
-        seconds = batch * args.frames * kind.seconds
-        speed = {
-            "utterances/s": lambda c, batch=batch: f"{batch / c.median:.3g}",
-            "real-time factor": lambda c, seconds=seconds: f"{c.median / seconds:.2g}",
-        }
-        measure.report(f"{name} utterances", measured, ["label-looping"], **speed)
-        by_name, beam = {c.name: c for c in measured}, f"beam {kind.width}"
-        what = f"{name}: {beam} / label-looping"
-        checks.append(measure.aim(what, by_name[beam], by_name["label-looping"], kind.most))
-    measure.report_aims(checks)
-    measure.save(args, "-decode", checks, results)
+    measure.settle(args)
+    measure.run(args, "-decode", {name: functools.partial(case_of, name, kinds[name], args) for name in args.only})
 
 
 if __name__ == "__main__":

@@ -102,8 +102,7 @@ def test_layouts(names):
     arrays = [layout_table.arrays(x, name) for x, name in zip(problems, names)]
     counts = batches.inside(p)
     if "BandLogits" in names:
-        place = np.arange(p.logits.shape[2]) - layout_table.first_columns(p)[..., None]
-        counts &= (place >= 0) & (place < layout_table.WIDTH)
+        counts &= layout_table.in_band(p)
 
     def logits(makers, flat):
         flat = iter(flat)

@@ -22,7 +22,7 @@ import family
 import jax_rnnt
 import layout_table
 import platforms
-from jax_rnnt import AdditiveLogits, BandLogits, PackedLogits
+from jax_rnnt import AdditiveLogits, PackedLogits
 from meshes import SET_MESH, mesh_of
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -97,18 +97,15 @@ def larger(x):
     )
 
 
-def band(x):
-    first = layout_table.first_columns(x)
-    kept = np.clip(first[..., None] + np.arange(layout_table.WIDTH), 0, x.logits.shape[2] - 1)[..., None]
-    return BandLogits(np.take_along_axis(x.logits, kept, 2), first)
-
-
 # By name, a layout of a batch; and the arrays [T, ...] or [U + 1, ...] of which a sequence reads its nodes [T, U + 1].
 LAYOUTS = {
     "array": (lambda x: x.logits, lambda inside: [inside]),
     "JointLogits": (lambda x: family.in_tiles(x.logits, 64), lambda inside: [inside.any(1)]),
     "PackedLogits": (lambda x: PackedLogits(batches.packed(x, x.logits), x.logits.shape[1]), lambda inside: [inside]),
-    "BandLogits": (band, lambda inside: [inside[:, : layout_table.WIDTH]]),
+    "BandLogits": (
+        lambda x: layout_table.layout(x, "BandLogits")(x.logits),
+        lambda inside: [inside[:, : layout_table.WIDTH]],
+    ),
     "AdditiveLogits": (
         lambda x: AdditiveLogits(x.logits[:, :, 0], x.logits[:, 0]),
         lambda inside: [inside.any(1), inside.any(0)],
