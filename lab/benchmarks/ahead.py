@@ -14,7 +14,7 @@ os.environ.update(
     JAX_PLATFORMS="cpu",
 )
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # after an installed one, with names of kernels
-sys.path.append(f"{sys.path[-1]}/benchmarks")
+sys.path.extend([f"{sys.path[-1]}/benchmarks", f"{sys.path[-1]}/tests/support"])
 
 import numpy as np
 from jax.experimental import topologies

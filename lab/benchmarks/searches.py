@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import decode as models
+import ngrams
 from jax_rnnt import LinearJoint, RNNTLoss, TDTLoss, decode
 
 T, V, H, LABELS = 250, 1025, 640, 200  # frames, classes, width of all rows, room for labels
@@ -57,16 +58,13 @@ SEARCHES = {
 
 def trigram(labels):
     """An n-gram model of chains of labels, for `fusion`: its tables are as a file's would be."""
-    lines = [f"-3.0 {i} -0.5" for i in range(1, labels)]
     pairs = [(i, 1 + i * 7 % (labels - 1)) for i in range(1, labels)]
     triples = [(*pair, 1 + sum(pair) % (labels - 1)) for pair in pairs]
-    counts = f"ngram 1={len(lines) + 2}", f"ngram 2={len(pairs)}", f"ngram 3={len(triples)}"
-    text = ["\\data\\", *counts, "\\1-grams:", "-99 <s> -0.5", "-2 </s>", *lines]
-    text += ["\\2-grams:", *(f"-1.0 {i} {j} -0.5" for i, j in pairs)]
-    text += ["\\3-grams:", *(f"-0.5 {i} {j} {k}" for i, j, k in triples), "\\end\\", ""]
+    grams = {("<s>",): (-99, -0.5), ("</s>",): (-2, 0)}
+    for chains, scores in (([(i,) for i, _ in pairs], (-3.0, -0.5)), (pairs, (-1.0, -0.5)), (triples, (-0.5, 0))):
+        grams |= {tuple(map(str, chain)): scores for chain in chains}
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "trigram.arpa"
-        path.write_text("\n".join(text))
+        path = ngrams.written(pathlib.Path(folder) / "trigram.arpa", ngrams.arpa(grams))
         return decode.NGram.from_arpa(path, [None, *map(str, range(1, labels))])
 
 

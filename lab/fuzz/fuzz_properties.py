@@ -206,25 +206,6 @@ def failures_of_batch(d, rng, size=SIZE):
     yield from failures(d, p, program(d)(p), small)
 
 
-# -------------------------------------------------------------------------------------------------------------- search
-
-
-def search(examples, check, options):
-    """0, or 1 after a failure of `check`, which is printed with its example; the same seed repeats it."""
-    usual = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
-    end, left, seed = time.monotonic() + options.seconds, options.examples, options.seed
-    while left > 0 and time.monotonic() < end:
-        settings = hypothesis.settings(max_examples=min(ROUND, left), **usual)
-        run = hypothesis.seed(seed)(settings(hypothesis.given(examples)(lambda example: check(example))))
-        try:
-            run()
-        except Exception:
-            print(f"seed {seed}: " + traceback.format_exc(chain=False, limit=-4))
-            return 1
-        left, seed = left - ROUND, seed + 1000
-    return 0
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
@@ -240,7 +221,17 @@ def main(arguments=None):
             assert not found, f"{d}, seed {seed}, batch {number}: " + "; ".join(found)
             tried[d.implementation] += SIZE
 
-    status = search(st.tuples(draws(), st.integers(0, 2**32)), check, options)
+    usual = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    end, left, seed, status = time.monotonic() + options.seconds, options.examples, options.seed, 0
+    while left > 0 and time.monotonic() < end and not status:
+        settings = hypothesis.settings(max_examples=min(ROUND, left), **usual)
+        run = hypothesis.given(st.tuples(draws(), st.integers(0, 2**32)))(lambda example: check(example))
+        try:
+            hypothesis.seed(seed)(settings(run))()
+        except Exception:
+            print(f"seed {seed}: " + traceback.format_exc(chain=False, limit=-4))
+            status = 1
+        left, seed = left - ROUND, seed + 1000
     counts = f"{tried['kernel']} problems of the kernels, {tried['reference']} of the reference"
     print(f"{counts}: {'FAILED' if status else 'no failure'}")
     return status

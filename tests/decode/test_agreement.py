@@ -15,19 +15,13 @@ import meshes
 from decoding import T, assert_same, lossless
 from jax_rnnt import JointLogits, LinearJoint, decode
 
+pytestmark = pytest.mark.usefixtures("flax_promotion")
 nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
 from jax_rnnt.flax import linen as of_linen  # noqa: E402
 from jax_rnnt.flax import nnx as of_nnx  # noqa: E402
 
 V, E, P, H, MOST = 3, 5, 4, 6, 3
 GREEDY, BEAM = decode.greedy, functools.partial(decode.beam, width=2)
-
-
-@pytest.fixture(autouse=True)
-def flax_promotion():
-    """Flax promotes implicitly."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 # ------------------------------------------------------------------------------------- the start label, and scores

@@ -27,13 +27,16 @@ def distance(a, b):
     return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
 
 
+# All sequences over two labels, with anything in the padding; the distances of all pairs.
+SEQUENCES = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
+DISTANCES = [[distance(a, b) for b in SEQUENCES] for a in SEQUENCES]
+COUNTS, LABELS = np.array([*map(len, SEQUENCES)]), np.array([[*x, *range(-4, 0)][:4] for x in SEQUENCES])
+
+
 def test_label_errors(metrics):
-    """All pairs of sequences over two labels, with anything in the padding."""
-    sequences = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
-    counts = np.array([len(x) for x in sequences])
-    labels = np.array([[*x, *range(-4, 0)][:4] for x in sequences])
+    counts, labels = COUNTS, LABELS
     errors = metrics.label_errors(labels[:, None], counts[:, None], jnp.asarray(labels)[None], counts[None])
-    assert errors.total.tolist() == [[distance(a, b) for b in sequences] for a in sequences]
+    assert errors.total.tolist() == DISTANCES
     np.testing.assert_array_equal(errors.insertions - errors.deletions, counts[:, None] - counts[None])
     assert errors.total.dtype == np.int32
     single = metrics.label_errors([1, 2, 9], 2, [1, 3, 2], 3)
@@ -43,13 +46,11 @@ def test_label_errors(metrics):
 
 
 def test_edit_distance(metrics):
-    """The recursion, for all pairs of sequences over two labels, in one program; any dtype and padding; lengths."""
-    sequences = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
-    counts = np.array([len(x) for x in sequences])
-    labels = np.array([[*x, *range(-4, 0)][:4] for x in sequences])
+    """In one program; any dtype and padding; lengths."""
+    counts, labels = COUNTS, LABELS
     pairs = labels[:, None].astype(np.int16), counts[:, None], labels[None], counts[None].astype(np.uint8)
     found = jax.jit(metrics.edit_distance)(*pairs)
-    assert found.tolist() == [[distance(a, b) for b in sequences] for a in sequences] and found.dtype == np.int32
+    assert found.tolist() == DISTANCES and found.dtype == np.int32
     of_rows = jax.vmap(lambda x, n: metrics.edit_distance(x, n, labels[3], counts[3]))(labels, counts)
     np.testing.assert_array_equal(of_rows, found[:, 3])
     traced = jax.jit(lambda n, m: metrics.edit_distance(labels[:3], n, labels[:3], m))

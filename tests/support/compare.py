@@ -71,6 +71,13 @@ def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
     np.testing.assert_allclose(gradient, expected[1], rtol=relative, atol=scale * limit + smallest)
 
 
+def assert_mean(got, expected):
+    """(mean loss, its gradient) of a batch in float32 against those of each sequence in float64."""
+    values, gradient = expected
+    np.testing.assert_allclose(got[0], values.mean(), rtol=1e-6)
+    np.testing.assert_allclose(got[1], gradient / len(values), atol=tolerance(np.float32, 11))
+
+
 def assert_close(got, expected, limit=None, *, message=None, **limits):
     """Of equal trees of arrays of equal shapes, within `limit` or the limits of `np.testing.assert_allclose`."""
     limits = {"rtol": 1e-7} | limits if limits else {"rtol": limit, "atol": limit}

@@ -1,6 +1,6 @@
 """Do the benchmarks measure what they say? Everything but time, on tiny problems and without a GPU."""
 
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -14,19 +14,8 @@ from programs import environment, run
 HERE = project.ROOT / "benchmarks"
 if not HERE.exists():
     pytest.skip("no benchmarks beside the tests", allow_module_level=True)
-
-
-def load(name):
-    """A program of benchmarks/ as a module."""
-    sys.path.insert(0, str(HERE))
-    try:
-        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", HERE / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look it up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(HERE))
-    return module
+sys.path.append(str(HERE))
+load = importlib.import_module
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
