@@ -41,12 +41,9 @@ class Contestant:
         return min(self.seconds)
 
 
-def stride(size):
-    return max(1, size // SAMPLES)
-
-
 def samples(arrays):
-    return np.concatenate([np.ravel(x)[:: stride(x.size)] for x in map(np.asarray, arrays)]).astype(np.float64)
+    arrays = [np.ravel(x) for x in arrays]
+    return np.concatenate([x[:: max(1, x.size // SAMPLES)] for x in arrays]).astype(np.float64)
 
 
 def program(name, loss, arguments, *, gradient=0, donate=False, whole=False):

@@ -113,13 +113,9 @@ def program(d):
         logits = layout(d.layout, p.logits, index)
         return values, gradient, loss.posteriors(logits, *p[1:]), best.align(logits, *p[1:])
 
-    return lambda p: jax.tree.map(np.asarray, run(p, rows_of(p)))
-
-
-def rows_of(p):
-    """Row of each node in the packed layout, and any row behind them."""
-    inside = batches.inside(p).reshape(-1)
-    return np.argsort(~inside, kind="stable").astype(np.int32)
+    # The row of each node in the packed layout, and any row behind them.
+    index = lambda p: np.argsort(~batches.inside(p).reshape(-1), kind="stable").astype(np.int32)
+    return lambda p: jax.tree.map(np.asarray, run(p, index(p)))
 
 
 # ---------------------------------------------------------------------------------------------------------- the feed

@@ -64,34 +64,6 @@ def test_edit_distance(metrics):
         jax.jit(lambda *pairs: metrics.label_errors(*pairs).total)(*pairs)
 
 
-@pytest.mark.slow
-def test_mwer_in_one_program(metrics):
-    """Search, edit distances and loss under one jit have the gradient of the two steps with the host's distances."""
-    rng = np.random.default_rng(0)
-    encoder, lengths = 3 * rng.normal(size=(2, 6, 4)).astype(np.float32), np.array([6, 4])
-    targets = np.array([[0, 1, 2], [2, 9, 9]])[:, None], np.array([3, 1])[:, None]
-    loss, table = jax_rnnt.RNNTLoss(reduction="none"), rng.normal(size=(5, 4)).astype(np.float32)
-    predictor = jax_rnnt.decode.stateless_predictor(lambda labels: jnp.asarray(table)[labels[:, 0]], 1, start=4)
-
-    def value(x, found, errors):
-        rows = jax_rnnt.decode.predict(predictor, found.labels.reshape(-1, 4)).reshape(2, 3, 5, 4)
-        frames = jnp.broadcast_to(lengths[:, None], (2, 3))
-        nll = loss(x[:, None, :, None] + rows[:, :, None], found.labels, frames, found.counts)
-        return jax_rnnt.mwer_loss(jnp.where(jnp.isneginf(found.scores), jnp.inf, nll), errors)
-
-    def at_once(x):
-        rows = jax.lax.stop_gradient(x)
-        found = jax_rnnt.decode.beam(loss, jnp.add, predictor, rows, lengths, max_labels=4, width=3)
-        return value(x, found, metrics.edit_distance(found.labels, found.counts, *targets)), found
-
-    (got, found), gradient = jax.jit(jax.value_and_grad(at_once, has_aux=True))(encoder)
-    errors = metrics.label_errors(found.labels, found.counts, *targets).total
-    assert len(np.unique(errors)) > 1 and np.any(gradient)
-    expected = jax.jit(jax.value_and_grad(value))(encoder, found, errors)
-    np.testing.assert_allclose(got, expected[0], rtol=1e-6)
-    np.testing.assert_allclose(gradient, expected[1], rtol=1e-6, atol=1e-7)
-
-
 def test_empty_lists(metrics):
     """NumPy makes floats of them. Without labels there is nothing to count, and everything to insert."""
     assert [int(x) for x in metrics.label_errors([], 0, [1, 2], 2)] == [0, 2, 0]
