@@ -14,8 +14,8 @@ import argparse
 import json
 import os
 import re
-import resource
 import sys
+import time
 
 import ahead  # before JAX
 import jax
@@ -68,12 +68,6 @@ def lowered(device, layers):
     return step.lower(state, batch, frozen, one)
 
 
-def seconds():
-    """CPU time of this process so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def by_the_host(thunk):
     """Launches of the host in one turn, without loops: a graph of kernels, which XLA makes by default, is one."""
     if thunk.kind == "CommandBuffer":
@@ -98,12 +92,12 @@ def step_launches(program, text):
 
 
 def counted(dump, device, layers):
-    times, cuda = [seconds()], device in ahead.GPUS
+    times, cuda = [time.process_time()], device in ahead.GPUS
     program = lowered(device, layers)
-    times.append(seconds())
+    times.append(time.process_time())
     # Triton's products may have no sizes of tiles where none is tried.
     program = program.compile(ahead.GPU_OPTIONS | {"xla_gpu_enable_triton_gemm": False} if cuda else {})
-    times.append(seconds())
+    times.append(time.process_time())
     memory = program.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     found = {"tracing, CPU s": round(times[1] - times[0]), "compiling, CPU s": round(times[2] - times[1])}

@@ -165,19 +165,6 @@ def test_symbols(name):
         call("beam", decode.Predictor(enough.initial, enough.step, None, V - 1))
 
 
-@pytest.mark.slow
-def test_start_of_a_language_model():
-    """Its own; without one it gets the predictor's."""
-
-    def scores(start):  # the first label is the score of all that follow
-        step = lambda first, labels: (-jnp.where(first[:, None], labels[:, None], jnp.zeros((1, V))), first & False)
-        lm = decode.Predictor(lambda batch: jnp.ones(batch, bool), step, start)
-        return call("greedy", own(1), fusion=((lm, 1.0),))
-
-    assert_same(scores(None), scores(1))
-    assert not np.allclose(scores(None), scores(2))
-
-
 # ------------------------------------------------------------------------------------------------- evaluation mode
 
 
