@@ -152,7 +152,7 @@ def test_no_sequence_changes_another():
 
 
 # -------------------------------------------------------------------------------------------------------- smoothing
-def smoothed_truth(p, am, lm, lm_only, am_only, unigram=None, penalty=0.0):
+def smoothed_truth(p, am, lm, lm_only, am_only, penalty=0.0, unigram=None):
     """Losses [B] of the formula in the docstring of `AdditiveLogits`, in the log domain, dense, in float64."""
     am, lm = np.float64(am), np.float64(lm)
     out = np.zeros(len(p.logit_lengths))
@@ -172,22 +172,16 @@ def smoothed_truth(p, am, lm, lm_only, am_only, unigram=None, penalty=0.0):
     return out
 
 
-@functools.cache
-def smoothed(places):
-    """(losses [B], gradients of their weighted sum for arguments at these places)"""
+@jax.jit
+def smoothed(leaves, rest, weights):
+    """(losses [B], gradients of their weighted sum), of the leaves that `smoothed_truth` takes."""
 
-    @jax.jit
-    def run(arguments, rest, weights):
-        def total(*arguments):
-            am, lm, lm_only, am_only, unigram, penalty = arguments
-            loss = jax_rnnt.RNNTLoss(reduction="none", delay_penalty=penalty)
-            values = loss(AdditiveLogits(am, lm, lm_only, am_only, unigram), *rest)
-            return jnp.sum(values * weights), values
+    def losses(am, lm, lm_only, am_only, penalty, unigram=None):
+        loss = jax_rnnt.RNNTLoss(reduction="none", delay_penalty=penalty)
+        return loss(AdditiveLogits(am, lm, lm_only, am_only, unigram), *rest)
 
-        gradients, values = jax.grad(total, places, has_aux=True)(*arguments)
-        return values, gradients
-
-    return run
+    values, pull = jax.vjp(losses, *leaves)
+    return values, pull(weights)
 
 
 WEIGHTS_OF_SMOOTHING = ((0.0, 0.0), (0.2, 0.0), (0.0, 1.0), (1.0, 0.0), (0.6, 0.4), (-0.3, 0.5), (1.5, 0.25))
@@ -202,14 +196,10 @@ def test_slopes_at_every_weight(shape):
     own, unigram = shape is None, np.exp(np.random.default_rng(1).normal(size=shape))  # any weights
     unread = [next(v for v in range(6) if v not in {5, *p.targets[b]}) for b in range(2)]
 
-    def unpacked(am, lm, lm_only, am_only, penalty, unigram=None):
-        return am, lm, lm_only, am_only, unigram, penalty
-
-    run = smoothed((0, 1, 2, 3, 5) if own else (0, 1, 2, 3, 5, 4))
-    along = lambda *leaves: smoothed_truth(p, *unpacked(*leaves)) @ WEIGHTS
+    along = lambda *leaves: smoothed_truth(p, *leaves) @ WEIGHTS
     for scales in WEIGHTS_OF_SMOOTHING:
         leaves = (am, lm, *map(np.asarray, (*scales, 0.3))) + (() if own else (unigram,))
-        values, gradients = run(unpacked(*leaves), p[1:], WEIGHTS)
+        values, gradients = smoothed(leaves, p[1:], WEIGHTS)
         np.testing.assert_allclose(values @ WEIGHTS, along(*leaves), rtol=1e-12)
         assert_slopes(gradients, along, leaves)
     if own:
@@ -219,7 +209,7 @@ def test_slopes_at_every_weight(shape):
     up = np.zeros_like(unigram)
     up[range(2), unread] = STEP  # a probability has no lower side
     none, half, whole = (along(*leaves[:5], unigram + h * up) for h in (0, 0.5, 1))
-    got = np.sum(run(unpacked(*leaves), p[1:], WEIGHTS)[1][5] * up)
+    got = np.sum(smoothed(leaves, p[1:], WEIGHTS)[1][5] * up)
     np.testing.assert_allclose(got, 4 * half - whole - 3 * none, rtol=1e-6)
 
 
@@ -231,11 +221,11 @@ def test_impossible_classes_of_smoothing():
     unigram = np.ones((2, 6))
     unigram[1, 5] = 0  # so is the blank of the second, in the prior
     for scales in ((0.0, 0.0), (0.0, 1.0), (0.0, 0.25), (0.25, 0.0)):
-        leaves = (am, lm, *map(np.asarray, scales), unigram)
-        values, gradients = smoothed((0, 1, 2, 3, 5, 4))((*leaves, np.asarray(0.0)), p[1:], np.ones(2))
+        leaves = (am, lm, *map(np.asarray, (*scales, 0.0)), unigram)
+        values, gradients = smoothed(leaves, p[1:], np.ones(2))
         np.testing.assert_allclose(values, smoothed_truth(p, *leaves), rtol=1e-12)
         assert all(np.isfinite(g).all() for g in gradients), scales
-    assert np.isposinf(smoothed_truth(p, am, lm, 0.25, 0.0, unigram)[0])
+    assert np.isposinf(smoothed_truth(p, am, lm, 0.25, 0.0, 0.0, unigram)[0])
 
 
 @pytest.mark.slow
@@ -244,5 +234,5 @@ def test_smoothing_of_large_scores():
     scales = np.float32(0.25), np.float32(0.15)
     for scale in (1.0, 100.0, 1e3, 1e4):
         am, lm, p = scores(scale)
-        values, _ = smoothed((5,))((am, lm, *scales, None, np.float32(0)), p[1:], np.ones(8, np.float32))
+        values, _ = smoothed((am, lm, *scales, np.float32(0)), p[1:], np.ones(8, np.float32))
         np.testing.assert_allclose(values, smoothed_truth(p, am, lm, *scales), rtol=2e-6, err_msg=f"{scale}")

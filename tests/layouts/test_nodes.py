@@ -104,25 +104,15 @@ def test_layouts(names):
     if "BandLogits" in names:
         counts &= layout_table.in_band(p)
 
-    def logits(makers, flat):
-        flat = iter(flat)
-        return [make(*(next(flat) for _ in own)) for make, own in zip(makers, arrays)]
+    def got(arrays, weights):
+        made = [make(*own) for make, own in zip(makers, arrays)]
+        return sum_over_nodes(mixed, *made, **lengths(p), weights=weights, targets=p.targets)
 
-    def got(*flat):
-        *flat, weights = flat
-        return sum_over_nodes(mixed, *logits(makers, flat), **lengths(p), weights=weights, targets=p.targets)
-
-    def of_all(*flat):
-        *flat, weights = flat
-        dense = [x if n == "BandLogits" else layout_table.dense(p, n)(*x) for x, n in zip(split(flat), names)]
-        dense = [x[0] if isinstance(x, list) else x for x in dense]
+    def of_all(arrays, weights):
+        dense = [own[0] if n == "BandLogits" else layout_table.dense(p, n)(*own) for own, n in zip(arrays, names)]
         return total_of_all(mixed_of_all(p, *dense), weights, counts)
 
-    def split(flat):
-        flat = iter(flat)
-        return [[next(flat) for _ in own] for own in arrays]
-
-    check(got, of_all, [*(x for own in arrays for x in own), weights])
+    check(got, of_all, (arrays, weights))
 
 
 def test_joint_networks():
