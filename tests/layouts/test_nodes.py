@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import batches
 import compare
-import family
 import hlo
 import layout_table
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
@@ -300,33 +299,21 @@ def mean(parameters, rows, rest, weights):
     return divergence(parameters, rows, rest, weights).mean()
 
 
-@functools.cache
-def step_alone(batch):
-    """On one device, without a transformation; test_nodes.py has its truth."""
-    network = Network(batch=batch, dtype=np.float32)
-    weights = some_weights(network.problem).astype(np.float32)
-    return network, weights, jax.jit(jax.value_and_grad(mean, (0, 1, 3)))(*network.arguments, weights)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["shard_map", family.slow("vmap")])
-def test_programs(way, devices):
-    network, weights, expected = step_alone(16)
-    arguments = *network.arguments, weights
-    function = mean
-    if way == "vmap":
-        function = lambda parameters, *x: jax.vmap(functools.partial(divergence, parameters))(*x).mean()
-    step = jax.value_and_grad(function, (0, 1, 3))
-    if way == "vmap":
-        compare.assert_close(jax.jit(step)(*arguments), expected, 1e-5)
-        return
-    with mesh_of(devices, way) as mesh:
+def test_programs(devices):
+    """Under vmap, and over devices, which exchange sums alone; the tests above have the truth."""
+    network = Network(batch=16, dtype=np.float32)
+    arguments = *network.arguments, some_weights(network.problem).astype(np.float32)
+    mapped = lambda parameters, *x: jax.vmap(functools.partial(divergence, parameters))(*x).mean()
+    step = lambda function: jax.value_and_grad(function, (0, 1, 3))
+    expected = jax.jit(step(mean))(*arguments)
+    compare.assert_close(jax.jit(step(mapped))(*arguments), expected, 1e-5)
+    with mesh_of(devices, "shard_map") as mesh:
         specs = P(), P("data"), P("data"), P("data")
-        step = jax.value_and_grad(mean_over_devices(function, mesh, specs), (0, 1, 3))
         placed = [at(mesh, x, *spec) for x, spec in zip(arguments, specs, strict=True)]
-        got, text = hlo.compiled(step, *placed)
-        compare.assert_close(got, expected, 1e-5)
-        assert set(hlo.collectives(text)) == {"all-reduce"}
+        got, text = hlo.compiled(step(mean_over_devices(mean, mesh, specs)), *placed)
+    compare.assert_close(got, expected, 1e-5)
+    assert set(hlo.collectives(text)) == {"all-reduce"}
 
 
 @pytest.mark.slow

@@ -257,13 +257,10 @@ QUICK = [f"{x}-kernel-False" for x in ("rnnt-array", "tdt-array", "tdt-BandLogit
 
 def of_any_size(run, *arguments):
     """The program of an array of logits, exported for any number of sequences, frames and labels."""
-    leaves, structure = jax.tree.flatten(arguments)
     b, t, u = export.symbolic_shape("b, t, u")
     names = {B: b, LARGER[0]: t, LARGER[1]: u, LARGER[1] + 1: u + 1}
-    like = [jax.ShapeDtypeStruct([names.get(n, n) for n in x.shape], x.dtype) for x in leaves]
-    flat = jax.jit(lambda *leaves: run(*jax.tree.unflatten(structure, leaves)))
-    made = export.export(flat, disabled_checks=jax_rnnt.export_checks())(*like)
-    return lambda *arguments: made.call(*jax.tree.leaves(arguments))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct([names.get(n, n) for n in x.shape], x.dtype), arguments)
+    return export.export(jax.jit(run), disabled_checks=jax_rnnt.export_checks())(*like).call
 
 
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
