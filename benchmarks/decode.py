@@ -46,8 +46,8 @@ class Kind(NamedTuple):
     most: str = "<= 6"  # a beam may take so many times as long as greedy search
 
 
-PARAKEET = Kind(2, (1, 8, 16, 128), 8193, share=0.3, rivals=False, width=6, seconds=0.08, most="<= 2")
-PARAKEET = PARAKEET._replace(loss=TDTLoss((0, 1, 2, 3, 4), blank=0))
+TDT = TDTLoss((0, 1, 2, 3, 4), blank=0)
+PARAKEET = Kind(2, (1, 8, 16, 128), 8193, 640, 0.3, rivals=False, loss=TDT, width=6, seconds=0.08, most="<= 2")
 KINDS = {"stateless": Kind(0), "lstm": Kind(1), "parakeet": PARAKEET}
 
 
