@@ -224,10 +224,8 @@ def machine():
     except OSError:
         lines = []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = {flag for line in lines if line.startswith("flags") for flag in line.split(":", 1)[1].split()}
     return {
         "cpu": models[0] if models else platform.processor(),
-        "simd": sorted(flags & {"avx2", "avx512f", "avx512bw", "avx512_bf16", "fma"}),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
@@ -240,7 +238,7 @@ def save(args, name, aims, results, **more):
     record = {
         "date": now.isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": machine() | {"device": library["device"]["kind"]},
+        "machine": machine() | {"device": library["device"]["kind"], "kernels": library["kernels"]},
         "threads": args.threads,
         "load_average": os.getloadavg(),
         "versions": library["versions"] | more.pop("versions", {}),
