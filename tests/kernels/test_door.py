@@ -34,7 +34,6 @@ def there(native_kernel):
 def test_bits_of_jax(loss, dtype):
     """Value and gradient of one program without options."""
     p = batches.poisoned(batches.problem(loss=loss, dtype=dtype))
-
     value = loss.value(reduction="none", implementation="kernel")
     compare.assert_same_bits(jax.jit(compare.with_gradient(value))(*p), door.evaluate(loss, p))
 
