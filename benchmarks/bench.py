@@ -11,11 +11,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+import cases
 import jax_rnnt as rnnt
 import measure
 import problems
 from jax_rnnt import _bench
-from problems import cases
 
 NEG = -1e30  # log 0; finite, so that autodiff meets no inf - inf
 

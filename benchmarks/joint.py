@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import jax_rnnt as rnnt
 import measure
 import problems
 from jax_rnnt._xla import loading
 from jax_rnnt.layouts import _tiles
-from problems import cases
 
 WIDTH = 5  # of the pruned band
 ALL = (0, 1, 2, 3)  # arguments with a gradient

@@ -290,8 +290,6 @@ _cached_paths = functools.cache(lambda *lattice: tuple(enumerate_paths(*lattice)
 
 def solve(logits, labels, **options):
     """The `Solution` of logits [T, U1, V] and labels [U], without padding. `options` are of `lattice`."""
-    if "sigma" in options:
-        options["sigma"] = fractions.Fraction(float(options["sigma"]))
     topology, arcs, pullback = lattice(fractions_of(logits), labels, **options)
     frames, columns, _ = logits.shape
     paths = _cached_paths(topology, frames, columns - 1)

@@ -35,7 +35,7 @@ def test_turns_and_aims():
 RUNS = """
 import dataclasses, importlib, os, shlex, sys, traceback
 sys.path.insert(0, sys.argv[1])
-from problems import cases
+import cases
 
 small = {"characters": dict(B=2, T=30, U=20, V=16)}
 of = lambda found, **more: tuple(dataclasses.replace(x, **small.get(x.name, {}), **more) for x in found)
