@@ -82,29 +82,7 @@ def by_shape(case, args):
     return measure.Case(title, contestants(case, args.seed), (base,), aims)
 
 
-# ------------------------------------------------------------------------------------------------------- LibriSpeech
-
-# XLA compiles for shapes: ours are padded to these multiples of T and U + 1, and of rows, as training code does.
-FRAMES, COLUMNS, ROWS = 32, 8, 1 << 14
-SUM = rnnt.RNNTLoss(blank=problems.BLANK, reduction="sum")
-
-
-def packed(nodes, frames):
-    """`nodes`: [3, N] sequence, frame and column of each row; rows past the last node repeat it."""
-    b, t, u = nodes
-
-    def loss(weight, bias, encoder, predictor, *batch):
-        logits = jnp.tanh(encoder[b, t] + predictor[b, u]) @ weight + bias
-        return SUM(rnnt.PackedLogits(logits, frames), *batch)
-
-    return loss
-
-
-def nodes_of(logit_lengths, target_lengths):
-    grids = [np.indices((T, U + 1)).reshape(2, -1) for T, U in zip(logit_lengths, target_lengths)]
-    sequence = np.repeat(np.arange(len(grids)), [x.shape[1] for x in grids])
-    nodes = np.concatenate([sequence[None], np.concatenate(grids, 1)]).astype(np.int32)
-    return np.pad(nodes, ((0, 0), (0, -nodes.shape[1] % ROWS)), "edge")
+# ------------------------------------------------------------------------------------------------------ beside peers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +133,31 @@ class Problem:
             except AssertionError as error:  # says so at the end, with the times of all
                 wrong.append(f"{contestant.name} and {timed[0].name}: {' '.join(str(error).split())[:300]}")
         return timed, wrong
+
+
+# ------------------------------------------------------------------------------------------------------- LibriSpeech
+
+# XLA compiles for shapes: ours are padded to these multiples of T and U + 1, and of rows, as training code does.
+FRAMES, COLUMNS, ROWS = 32, 8, 1 << 14
+SUM = rnnt.RNNTLoss(blank=problems.BLANK, reduction="sum")
+
+
+def packed(nodes, frames):
+    """`nodes`: [3, N] sequence, frame and column of each row; rows past the last node repeat it."""
+    b, t, u = nodes
+
+    def loss(weight, bias, encoder, predictor, *batch):
+        logits = jnp.tanh(encoder[b, t] + predictor[b, u]) @ weight + bias
+        return SUM(rnnt.PackedLogits(logits, frames), *batch)
+
+    return loss
+
+
+def nodes_of(logit_lengths, target_lengths):
+    grids = [np.indices((T, U + 1)).reshape(2, -1) for T, U in zip(logit_lengths, target_lengths)]
+    sequence = np.repeat(np.arange(len(grids)), [x.shape[1] for x in grids])
+    nodes = np.concatenate([sequence[None], np.concatenate(grids, 1)]).astype(np.int32)
+    return np.pad(nodes, ((0, 0), (0, -nodes.shape[1] % ROWS)), "edge")
 
 
 def librispeech(batch, gpu, worker):
