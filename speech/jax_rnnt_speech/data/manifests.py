@@ -170,23 +170,38 @@ def manifest(path, keys):
     if rows is None:
         raise ListError(path, f"is neither a folder nor a manifest ({MANIFESTS})")
     for name, row in rows(path, keys):
-        try:
-            if isinstance(row, LineError):
-                raise row
-            if not isinstance(row, dict):
-                raise LineError("not an object with keys")
-            yield from (cuts if is_cut(row) else utterances)(row, path, name, keys)
-        except LineError as error:
-            yield Fault(str(error), name)
+        yield from of_row(row, path, name, keys)
+
+
+def of_row(row, path, name, keys):
+    """Entries and Faults of a row; `path`: -> `entry`."""
+    try:
+        yield from (cuts if is_cut(object_of(row)) else utterances)(row, path, name, keys)
+    except LineError as error:
+        yield Fault(str(error), name)
+
+
+def object_of(row):
+    """The row, which must be an object; raises the LineError that it may be."""
+    if isinstance(row, LineError):
+        raise row
+    if not isinstance(row, dict):
+        raise LineError("not an object with keys")
+    return row
+
+
+def parsed(text):
+    """What JSON says, or a LineError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return LineError("not JSON")
 
 
 def objects(path, keys):
     """(name, object or LineError) of JSON lines, or of an array."""
     text = text_of(path)
-    try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
-        whole = None
+    whole = parsed(text)
     if isinstance(whole, list):
         yield from ((f"{path.name} item {i}", x) for i, x in enumerate(whole, 1))
     elif isinstance(whole, dict):
@@ -194,21 +209,7 @@ def objects(path, keys):
     else:
         for i, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                try:
-                    yield f"{path.name} line {i}", json.loads(line)
-                except (ValueError, RecursionError):
-                    yield f"{path.name} line {i}", LineError("not JSON")
-
-
-def object_of(line):
-    """The object of a line of JSON."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise LineError("not JSON") from None
-    if not isinstance(row, dict):
-        raise LineError("not an object with keys")
-    return row
+                yield f"{path.name} line {i}", parsed(line)
 
 
 def table(path, keys):
@@ -271,10 +272,7 @@ def plain(line, keys, name=None):
 
     `name`: that of the audio, if it is not in the line.
     """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    row = parsed(line)
     if not isinstance(row, dict) or not APART.isdisjoint(row):
         return None
     name, seconds = name or row.get(keys[0][0]) or first_of(row, keys[0]), row.get("duration")

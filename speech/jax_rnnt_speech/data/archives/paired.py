@@ -67,18 +67,12 @@ class Paired(Shard):
 
 def described(line, where, name, keys):
     """Entries and Faults of a line of JSON whose audio is in an archive."""
-    try:
-        row = manifests.object_of(line)
-        if manifests.is_cut(row):  # of Shar: the audio is known by the id of the cut
-            recording = row.get("recording")
-            for source in recording.get("sources") or () if isinstance(recording, dict) else ():
-                if isinstance(source, dict) and source.get("type") == "shar":
-                    source |= {"type": "file", "source": f"{row.get('id')}.shar"}
-            yield from manifests.cuts(row, where, name, keys)
-        else:
-            yield from manifests.utterances(row, where, name, keys)
-    except LineError as error:
-        yield Fault(str(error), name)
+    row = manifests.parsed(line)
+    recording = row.get("recording") if isinstance(row, dict) else None
+    for source in recording.get("sources") or () if isinstance(recording, dict) else ():
+        if isinstance(source, dict) and source.get("type") == "shar":  # the audio is known by the id of the cut
+            source |= {"type": "file", "source": f"{row.get('id')}.shar"}
+    return manifests.of_row(row, where, name, keys)
 
 
 def packed(path):
