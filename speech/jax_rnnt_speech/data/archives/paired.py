@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from jax_rnnt_speech.data import manifests
-from jax_rnnt_speech.data.archives.storage import Shard, bytes_of, same, steadily
+from jax_rnnt_speech.data.archives.storage import Shard, bytes_of, steadily
 from jax_rnnt_speech.data.archives.tars import DAMAGED, is_audio, key_of, member_of, members, walked
 from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
 
@@ -61,8 +61,8 @@ class Paired(Shard):
         info = next(walked(self.path, begin, end), Fault(DAMAGED, self.base))
         if type(info) is Fault:
             return [info]
-        member = functools.partial(same, member_of(self.path, info))
-        return described(line, member, f"{Path(self.lines).name} byte {place}", keys)
+        member = member_of(self.path, info)
+        return described(line, lambda _: member, f"{Path(self.lines).name} byte {place}", keys)
 
 
 def described(line, where, name, keys):
