@@ -1,6 +1,7 @@
 """Archives are read as the recordings in them are, and on the fly in an order that nothing but its seed decides."""
 
 import collections
+import functools
 import gzip
 import io
 import itertools
@@ -391,10 +392,10 @@ def test_the_same_whoever_works(source, tmp_path):
     assert [x.pop("last", False) for x in whole.values()] == [False] * (end - 1) + [True]
     # Two workers have copies of their own, and find headers that nobody has read.
     again = opened(config, tmp_path / "other")
-    work = on_the_fly.Work(order.Batches(again.order, 0, 0, until=2), again.loads, 2**31)
+    work = functools.partial(on_the_fly.loaded, order.Batches(again.order, 0, 0, until=2), again.loads)
     copies = [pickle.loads(pickle.dumps(work)) for _ in range(2)]
-    made = {i: copies[i % 2][i] for i in reversed(range(end))}
-    assert [x.pop("left_out") for x in made.values()] == [[]] * end and copies[0][end] == copies[1][end + 9] == {}
+    made = {i: copies[i % 2](i) for i in reversed(range(end))}
+    assert [x.pop("left_out") for x in made.values()] == [[]] * end and copies[0](end) == copies[1](end + 9) == {}
     equal(dict(sorted(made.items())), whole)
     equal(heard(opened(config, tmp_path, known=state, step=3), 3, end), {i: x for i, x in whole.items() if i >= 3})
     drawn = [reader.epoch(epoch)[1].tolist() for reader in found.order.readers for epoch in (0, 1)]

@@ -18,7 +18,7 @@ import numpy as np
 from jax_rnnt_speech.data import audio, cache, headers, workers
 from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.data.manifests import Fault
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import outputs
 
 FORM = 3  # of the files: another number makes them anew
 LITTLE = 1e-3  # seconds of what begins behind the end of its file
@@ -120,29 +120,16 @@ def probed(recording, part):
     return -audio.seconds(audio.stretches(recording))  # nothing but decoding tells
 
 
-def scanned(shard, keys):
+def scanned(shards, keys, i):
     """(rows, seconds, faults) of a shard."""
     rows, seconds, faults = [], [], []
-    for x in shard.read(keys, brief=True):
+    for x in shards[i].read(keys, brief=True):
         if isinstance(x, Fault):
             faults.append([x.reason, x.name])
             continue
         rows.append(x[0])
         seconds.append((x[1][1] or 0.0) if type(x[1]) is tuple else written(x[1]))  # of a usual line, or of an Entry
     return np.array(rows, np.int64).reshape(-1, 5), np.array(seconds, np.float32), faults
-
-
-class Scan:
-    """Scans shards by their numbers. Errors are results, as Grain's workers would print them with a traceback."""
-
-    def __init__(self, shards, keys):
-        self.shards, self.keys = shards, keys
-
-    def __call__(self, i):
-        try:
-            return scanned(self.shards[i], self.keys)
-        except UserError as error:
-            return str(error)
 
 
 def indexed(shards, keys, folder, number=0, count=0):
@@ -158,13 +145,8 @@ def indexed(shards, keys, folder, number=0, count=0):
 
 
 def fill(shards, keys, folder, count):
-    import grain
-
-    read = grain.MapDataset.source(range(len(shards))).map(Scan(shards, keys))
-    found, faults = [], []
-    for x in outputs.bar(workers.items(read, THREADS, count), "shards", len(shards)):
-        if isinstance(x, str):
-            raise UserError(x)
+    found, faults, read = [], [], functools.partial(scanned, shards, keys)
+    for x in outputs.bar(workers.items(read, len(shards), THREADS, count), "shards", len(shards)):
         found.append(x[:2])
         faults += x[2]
     folder.parent.mkdir(parents=True, exist_ok=True)

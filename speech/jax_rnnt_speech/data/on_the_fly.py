@@ -148,24 +148,10 @@ def read(entry, rate):
     return storage.steadily(lambda: audio.read(*where), entry.audio)
 
 
-class Work:
-    """A source of data for Grain: batches by their numbers.
-
-    Errors are results, as Grain's workers would print them with a traceback.
-    """
-
-    def __init__(self, batches, loads, count):
-        self.batches, self.loads, self.count = batches, loads, count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, i):
-        try:
-            found = self.batches[i]
-            return self.loads(*found) if found else {}
-        except UserError as error:
-            return {"error": str(error)}
+def loaded(order, loads, i):
+    """A batch of an `order.Batches` by its number; behind the last one there is nothing."""
+    found = order[i]
+    return loads(*found) if found else {}
 
 
 class OnTheFly:
@@ -427,8 +413,6 @@ class OnTheFly:
 
         `then`: a function of a batch and a generator of random numbers, to add to it.
         """
-        import grain
-
         source, made, ahead, pool = self.order, None, None, ThreadPoolExecutor(1)
         step, epoch, window, done = self.place
         try:
@@ -451,12 +435,10 @@ class OnTheFly:
                         left = order.Batches(source, epoch, window, int(mine[:i].sum()), until)
                         some = any(x.size for x in source.readers)
                         count = some * (2**31 if until is not None else end - step + 1)
-                        every = grain.MapDataset.source(Work(left, self.loads, count))
-                        made = workers.items(every, 1 if self.workers else THREADS, self.workers)
+                        load = functools.partial(loaded, left, self.loads)
+                        made = workers.items(load, count, 1 if self.workers else THREADS, self.workers)
                     empty = [None] * source.shapes[shapes[i]].rows * len(source.readers)
                     batch = next(made) if mine[i] else self.loads(epoch, int(shapes[i]), empty)
-                    if "error" in batch:
-                        raise UserError(batch["error"])
                     for reason, name in batch.pop("left_out"):
                         self.report.add(reason, name, again=False)
                     if then:
