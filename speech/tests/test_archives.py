@@ -117,8 +117,8 @@ def test_what_is_read(packed, kind, tmp_path):
         assert i == COUNT - 1 and archives.wanted([str(packed / name)]) and manifests.is_list(packed / name)
     corpus = corpora.Recordings([packed / kind], configuration())
     assert len(corpus.utterances) == COUNT and not corpus.report.names
-    keys = on_the_fly.keys_of(configuration().texts)[1]
-    shards = archives.of(packed / kind, keys)
+    keys = manifests.keys_of()
+    shards = archives.of(packed / kind)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), SECONDS, atol=1e-3)
     assert found.seconds.all() == (kind != "parquet")  # what is in tars was read with them
@@ -159,9 +159,9 @@ def test_members(form, tmp_path, monkeypatch):
 
 def test_rows_of_other_lists(packed, tmp_path):
     """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
-    keys = on_the_fly.keys_of(configuration().texts)[1]
+    keys = manifests.keys_of()
     for name, written in (("all.jsonl", SECONDS), ("bare.jsonl", [0] * COUNT)):
-        shards = archives.of(packed / name, keys, readers=2)
+        shards = archives.of(packed / name, readers=2)
         assert 2 < len(shards) <= COUNT
         found = index.indexed(shards, keys, tmp_path)
         np.testing.assert_allclose(found.seconds, written, atol=1e-4)
@@ -171,16 +171,16 @@ def test_rows_of_other_lists(packed, tmp_path):
     (tmp_path / "m.csv").write_text(
         "path,text\n" + "".join(f"{packed}/files/u{i}.wav,{TEXTS[i]}\n" for i in range(COUNT))
     )
-    shards = archives.of(tmp_path / "m.csv", keys, readers=2)
+    shards = archives.of(tmp_path / "m.csv", readers=2)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.array([3, 1, 3])), np.array(SECONDS)[[3, 1, 3]], atol=1e-4)
     assert [*np.flatnonzero(index.indexed(shards, keys, tmp_path).later)] == [1, 3]  # as another start finds
     rows = [{"audio": f"{packed}/files/u{i}.wav", "text": "A", "offset": 0.1} for i in range(COUNT)]  # to their ends
     (tmp_path / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = index.indexed(archives.of(tmp_path / "parts.jsonl", keys), keys, tmp_path)
+    found = index.indexed(archives.of(tmp_path / "parts.jsonl"), keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), np.subtract(SECONDS, 0.1), atol=1e-4)
     (tmp_path / "bad.jsonl").write_text('{"audio": "a.wav", "text": "A"}\nno\n{"text": "A", "duration": 1}\n')
-    found = index.indexed(archives.of(tmp_path / "bad.jsonl", keys), keys, tmp_path)
+    found = index.indexed(archives.of(tmp_path / "bad.jsonl"), keys, tmp_path)
     assert sorted(found.faults) == [
         ["no name of an audio file", "bad.jsonl line 3"], ["not JSON", "bad.jsonl line 2"],
     ]  # fmt: skip

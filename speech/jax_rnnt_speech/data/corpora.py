@@ -56,10 +56,6 @@ def usable(entries, report, lengths):
             yield entry, file
 
 
-def samples_of(entry, rate):
-    return audio.read(entry.audio, rate, entry.start, entry.end, entry.channel)
-
-
 def sentences_of(path, normalize, report, columns=()):
     """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
     for x in manifests.sentences(path) if path.suffix == ".txt" else manifests.read(path, *columns):
@@ -87,14 +83,13 @@ class Recordings:
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
-        columns = config.texts.audio_column, config.texts.text_column, config.texts.speaker_column
         for sources in (names(paths), names(synthetic)):
             if made := [x for x in map(str, sources) if by_function(x)]:
                 raise UserError(
                     f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test"
                 )
             first = len(self.entries)
-            entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
+            entries = manifests.read_all(sources, *config.texts.columns, lenient=lenient and len(sources) > 1)
             for entry, file in usable(entries, self.report, lengths):
                 samples = audio.size(file, config.features.rate, entry.start, entry.end)
                 text, frames, seconds = (
@@ -137,14 +132,15 @@ class Recordings:
 
     def samples(self, i, rng):
         """Samples [S] of an utterance."""
-        return samples_of(self.entries[i], self.config.features.rate)
+        x = self.entries[i]
+        return audio.read(x.audio, self.config.features.rate, x.start, x.end, x.channel)
 
     def load(self, i, rng):
         """Features [T, F] of an utterance; None: its audio is bad."""
         (version, place), frames = divmod(i, len(self.entries)), self.utterances[i].frames
         entry = self.entries[place]
         try:
-            samples = samples_of(entry, self.config.features.rate)
+            samples = self.samples(place, rng)
             samples = self.versions.of(samples, version, place) if version else samples
             if self.extractor.count(len(samples)) != frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")

@@ -86,6 +86,13 @@ def is_list(path):
     return known or archives.is_archive(path) or archives.is_pattern(path)
 
 
+def keys_of(audio_column="", text_column="", speaker_column="", texts=True):
+    """Keys of a row's audio, text and speaker: a column, or the usual ones, perhaps behind others."""
+    columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
+    columns = *columns, (speaker_column, SPEAKER_KEYS)
+    return [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
+
+
 def read(path, audio_column="", text_column="", speaker_column="", texts=True, alone=True):
     """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
 
@@ -99,9 +106,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
         for x in archives.expanded(path):
             yield from read(x, audio_column, text_column, speaker_column, texts, alone)
         return
-    columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
-    columns = *columns, (speaker_column, SPEAKER_KEYS)
-    keys = [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
+    keys = keys_of(audio_column, text_column, speaker_column, texts)
     try:
         if not path.exists():
             raise ListError(path, "does not exist")

@@ -51,13 +51,6 @@ class Named(NamedTuple):
     synthetic: bool = False
 
 
-def keys_of(options):
-    """Names of columns, and of the keys of a row, by a `config.Texts`."""
-    columns = options.audio_column, options.text_column, options.speaker_column
-    usual = manifests.AUDIO_KEYS, manifests.TEXT_KEYS, manifests.SPEAKER_KEYS
-    return columns, [(x,) if x and isinstance(x, str) else (*x, *more) for x, more in zip(columns, usual)]
-
-
 def hours_of(found, items):
     """Hours of items of an index; by some headers where they are not written."""
     seconds, some = found.seconds[items], np.arange(len(items))
@@ -83,7 +76,7 @@ class Loader:
         return vocabularies.from_json(self.vocabulary), normalize, extractor, augmentation.Versions(self.config)
 
     def __call__(self, epoch, shape, rows):
-        frames, labels, left_out, items = self.shapes[shape].frames, {}, [], []
+        labels, left_out, items = {}, [], []
         for i, row in enumerate(rows):
             x, spans, name = None, 0, "an utterance"
             if row is not None:
@@ -99,13 +92,8 @@ class Loader:
                 except (audio.AudioError, manifests.LineError) as error:
                     left_out.append((getattr(error, "reason", str(error)), name))
             items.append((i, x, spans))
-        bucket = batches.Bucket(frames, self.shapes[shape].labels, len(rows), ())
-        batch = batches.collate(batches.Labelled(self, labels), self.config.data, bucket, items, len(rows))
-        return batch | {"left_out": left_out}
-
-    @property
-    def corpus(self):
-        return self
+        data = batches.Labelled(self, labels)
+        return batches.collate(data, self.config.data, self.shapes[shape], items, len(rows)) | {"left_out": left_out}
 
     def loaded(self, entry, version, key, shape, seconds):
         """(features, labels) of an utterance, or a LineError or AudioError that says why there are none.
@@ -163,7 +151,7 @@ class OnTheFly:
     def __init__(self, config, folder, count, known=None, step=0):
         self.config, self.folder, self.workers, self.report = config, folder, count, Report()
         self.features, self.hop, self.further = config.features.mels, config.features.hop / 1000, frozenset()
-        self.columns, self.keys = keys_of(config.texts)
+        self.keys = manifests.keys_of(*config.texts.columns)
         self.normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.versions, self.known, self.step = augmentation.Versions(config), known, step
@@ -173,21 +161,17 @@ class OnTheFly:
         ]
         part, processes = hosts.part()
         self.readers = known["readers"] if known and known["readers"] % processes == 0 else 0
-        self.readers = self.readers or self.wished(processes)
+        self.readers = self.readers or config.data.readers or processes
+        if self.readers % processes:
+            raise UserError(f"--readers {self.readers} must be a multiple of the {processes} processes")
         self.own = range(part * self.readers // processes, (part + 1) * self.readers // processes)
         self.list()
         self.utterances, self.places = self.sample()
         self.texts = [text for some in hosts.each([x.text for x in self.utterances]) for text in some]
 
-    def wished(self, processes):
-        count = self.config.data.readers
-        if count and count % processes:
-            raise UserError(f"--readers {count} must be a multiple of the {processes} processes")
-        return count or processes
-
     def list(self):
         """Shards of the sources, and the index of those that are this process's."""
-        every = [archives.of(x.name, self.keys, self.columns, self.readers) for x in self.named]
+        every = [archives.of(x.name, self.config.texts.columns, self.readers) for x in self.named]
         for x, shards in zip(self.named, every):
             if not shards:
                 raise UserError(f"{x.name}: nothing is listed")

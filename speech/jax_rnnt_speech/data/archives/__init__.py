@@ -96,7 +96,7 @@ def of_archive(name):
     return [x for file in found for x in (kind_of(file) or usual).shards(file)]
 
 
-def of(name, keys, columns=(), readers=1):
+def of(name, columns=(), readers=1):
     """The shards of any source. Lists that are no archives are cut such that each reader has several."""
     found = []
     for x in expanded(name):
