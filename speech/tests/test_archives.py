@@ -19,7 +19,7 @@ import jax_rnnt_speech as asr
 from jax_rnnt_speech.data import archives, audio, corpora, index, manifests, on_the_fly, order
 from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.recognition import recognise
-from support import CONVOLUTIONAL, configuration, losses, random_model, run
+from support import configuration, losses, run
 
 RATE = 8000
 COUNT = 12
@@ -230,40 +230,6 @@ def test_damaged_archives(packed, tmp_path, capsys, refused):
     shutil.copytree(packed / "shar", tmp_path / "shar")
     (tmp_path / "shar/recording.000001.tar").unlink()
     refused(["check", tmp_path / "shar"], "cuts.000001.jsonl.gz lacks the tar of its recordings beside it")
-
-
-@pytest.mark.slow
-def test_programs(packed, tmp_path, capsys, monkeypatch):
-    """`transcribe` and `test` have the same texts of each kind of archive, and of the whole members of half a tar."""
-    model = random_model(**CONVOLUTIONAL)
-    monkeypatch.setattr(asr.models.Computing, "opened", lambda self, platform=None: model)
-
-    def texts(*files, status=0):
-        run(["transcribe", "--format", "jsonl", *files], status)
-        found = capsys.readouterr()
-        return [json.loads(x).get("text") for x in found.out.splitlines()], found.err
-
-    def rates(source, status=0):
-        run(["test", "--json", source], status)
-        found = capsys.readouterr()
-        return [json.loads(found.out)[x] for x in ("wer", "cer", "interval", "utterances")], found.err
-
-    expected, _ = texts(*[packed / f"files/u{i}.flac" for i in range(COUNT)])
-    assert len(set(expected)) == COUNT
-    plain, _ = rates(packed / "all.jsonl")
-    for kind, (name, *_) in KINDS.items():
-        if (packed / name).exists():  # Parquet needs pyarrow
-            assert texts(packed / name)[0] == expected, kind
-            assert rates(packed / name)[0] == plain, kind
-    with tarfile.open(packed / "web/part-000.tar") as tar:
-        end = next(x.offset_data for x in tar if x.name == "a/u5.flac") + 100
-    (tmp_path / "half.tar").write_bytes((packed / "web/part-000.tar").read_bytes()[:end])
-    (tmp_path / "half.jsonl").write_text("\n".join((packed / "all.jsonl").read_text().splitlines()[:5]))
-    (tmp_path / "files").symlink_to(packed / "files")
-    found, said = rates(tmp_path / "half.tar", 1)
-    assert found == rates(tmp_path / "half.jsonl")[0] and "half.tar: a/u5.flac" in said
-    found, said = texts(tmp_path / "half.tar", status=1)
-    assert [x for x in found if x is not None] == expected[:5] and "half.tar: a/u5.flac" in said
 
 
 class Failing:

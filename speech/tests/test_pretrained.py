@@ -114,15 +114,6 @@ def test_transcripts(case):
     assert bad.error.startswith("x.wav: samples far beyond full scale") and not bad.text
 
 
-@SLOW
-def test_rule_of_durations():
-    """The golden labels tell the rule of `transformers` from that of most probable pairs."""
-    model = asr.models.open_model(GOLDEN / "tdt")
-    model.config = model.config.replace(duration_choice="pair")
-    results = [x.labels for x in recognise.transcribe(model, enumerate(recordings()))]
-    assert results != [x[x >= 0].tolist() for x in arrays(GOLDEN / "tdt/golden.npz")["labels"]]
-
-
 MARGIN = 0.25  # nats between a choice and the next best one, which products in bfloat16 may exchange: docs/difficult.md
 
 
