@@ -545,7 +545,7 @@ def test_tokenizer(tmp_path):
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokens = asr.data.tokens.from_json(asr.data.tokens.Pretrained(tokenizer.to_str(), 3).to_json())
-    assert tokens.encode("a b") == [1, 2] and tokens.encode("a z") is None and tokens.labels() == [None, "a", "b"]
+    assert tokens.encode("a b") == [1, 2] and tokens.encode("a z") is None and tokens.labels == [None, "a", "b"]
     assert tokens.decode([1, 2]) == "a b"
     numbers = asr.data.tokens.from_json(asr.data.tokens.Numbers(5).to_json())
     assert numbers.encode("3 1") == [3, 1] and numbers.encode("5") is numbers.encode("x") is None

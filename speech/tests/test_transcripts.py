@@ -93,7 +93,7 @@ def test_one_spelling(name):
         place = 0
         for line in lines:  # with the white space of the text
             place = " ".join(text.split()).index(line, place) + len(line)
-    table = [x or "" for x in tokens.labels()]
+    table = [x or "" for x in tokens.labels]
     labels = tokens.tokenizer.encode(LINES[1])
     spelled = "".join(table[i] for i in labels).encode("utf-8", "surrogateescape").decode()
     assert spelled.replace("▁", " ").strip() == decode(labels).strip()

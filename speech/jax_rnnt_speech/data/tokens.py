@@ -58,12 +58,9 @@ class Vocabulary:
         """
         return self.pieces
 
+    @functools.cached_property
     def labels(self):
         """What each label writes, for words and models of words; None: nothing, or what another label writes."""
-        return self.written
-
-    @functools.cached_property
-    def written(self):
         texts, first = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], {}
         for i in sorted(range(len(texts)), key=lambda i: BYTE.fullmatch(self.pieces[i]) is not None):
             first.setdefault(texts[i], i)

@@ -102,7 +102,7 @@ class Searching:
 def read(path, model, unknown=None):
     """The model of a file, over the classes of a model; `unknown`: the nats that an unknown word costs."""
     tokens = model.tokens
-    classes = tokens.labels() + [None] * (model.classes - len(tokens.pieces))
+    classes = tokens.labels + [None] * (model.classes - len(tokens.pieces))
     try:
         return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator, unknown=unknown and -unknown)
     except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ def read(path, model, unknown=None):
 
 def word_bonus(model):
     separator, none = model.tokens.separator, [False] * (model.classes - len(model.tokens.pieces))
-    labels = [label or "" for label in model.tokens.labels()]
+    labels = [label or "" for label in model.tokens.labels]
     separates = [label.startswith(separator) for label in labels]
     spells = [label not in ("", separator) for label in labels]
     return WordBonus(jnp.array(separates + none), jnp.array(spells + none))

@@ -60,7 +60,7 @@ def mark_of(tokens):
 
 
 def words_of(tokens, labels, frames, **options):
-    return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels(), mark=mark_of(tokens), **options)
+    return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels, mark=mark_of(tokens), **options)
 
 
 def words(model, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
