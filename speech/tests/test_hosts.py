@@ -1,11 +1,10 @@
 """Several processes: the training is that of one, and outlives a process."""
 
-import io
+import itertools
 import json
 import shutil
 import signal
 import socket
-import tarfile
 import time
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import on_the_fly, order
-from support import arguments, losses, run, start, weights
+from support import arguments, losses, pack, run, start, weights
 
 pytestmark = pytest.mark.slow
 
@@ -71,15 +70,10 @@ def test_a_process_that_dies(corpus, tmp_path):
 def test_data_on_the_fly(corpus, tmp_path):
     """Two processes read their own shards of tars; one goes on with their run, and has the same losses."""
     for k in range(2):
-        (tmp_path / "tars").mkdir(exist_ok=True)
-        with tarfile.open(tmp_path / f"tars/{k}.tar", "w") as tar:
-            for path in sorted((corpus / f"7/{k}").glob("*.flac")):
-                tar.add(path, path.name)
-                text = next(x.split(" ", 1)[1] for x in (corpus / f"7/{k}/7-{k}.trans.txt").read_text().splitlines()
-                            if x.startswith(path.stem)).encode()  # fmt: skip
-                info = tarfile.TarInfo(f"{path.stem}.txt")
-                info.size = len(text)
-                tar.addfile(info, io.BytesIO(text))
+        lines = (corpus / f"7/{k}/7-{k}.trans.txt").read_text().splitlines()
+        files = [((f"{name}.flac", (corpus / f"7/{k}/{name}.flac").read_bytes()), (f"{name}.txt", text.encode()))
+                 for name, text in sorted(x.split(" ", 1) for x in lines)]  # fmt: skip
+        pack(tmp_path / f"tars/{k}.tar", itertools.chain(*files))
     more = "--train", tmp_path / "tars", "--time-masks", 1
     first, second = finished(start_two(corpus, tmp_path / "two", *more))
     assert first[0] == second[0] == 0, (first, second)

@@ -23,22 +23,17 @@ READERS = 16  # threads that decode
 MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"  # of language models
 
 
-def stretches_of(files, lengths):
-    """What each file holds, or an AudioError, by its path."""
-    with ThreadPoolExecutor(READERS) as pool:
-        found = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
-    lengths.write()
-    return found
-
-
 def usable(entries, report, lengths):
     """(entry, stretches of its file) where there are its audio, segment and channel; the rest is in the report."""
     listed = []
     for x in entries:
         report.add(*x) if isinstance(x, Fault) else listed.append(x)
-    files = stretches_of(list(dict.fromkeys(x.audio for x in listed)), lengths)
+    files = list(dict.fromkeys(x.audio for x in listed))
+    with ThreadPoolExecutor(READERS) as pool:
+        found = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
+    lengths.write()
     for entry in listed:
-        file = files[entry.audio]
+        file = found[entry.audio]
         try:
             if isinstance(file, AudioError):
                 raise file

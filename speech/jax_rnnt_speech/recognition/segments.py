@@ -15,6 +15,7 @@ import numpy as np
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.data.manifests import LineError
 from jax_rnnt_speech.data.utterances import column, shown
+from jax_rnnt_speech.recognition import recognise
 from jax_rnnt_speech.system import UserError, refuse_if, told
 
 GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
@@ -202,10 +203,8 @@ def loaded(entries, rate):
     for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and x.audio):
         found, sources = list(group), {}  # of the channels of a recording
         for x in found:
-            if isinstance(x, manifests.Fault):
-                yield x.name, UserError(f"{x.name}: {x.reason}")
-            elif x.end - x.start > HELD:
-                yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
+            if isinstance(x, manifests.Fault) or x.end - x.start > HELD:
+                yield from recognise.loaded([x], rate)
             else:
                 if x.channel not in sources:
                     short = [y for y in found if y.channel == x.channel and y.end - y.start <= HELD]
