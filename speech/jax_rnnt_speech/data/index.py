@@ -63,8 +63,7 @@ class Index:
             pieces = np.split(left, np.flatnonzero(np.diff(self.shards[left])) + 1)  # of a shard each
             pieces = [x[i : i + PIECE] for x in pieces for i in range(0, len(x), PIECE)]
             with ThreadPoolExecutor(THREADS) as pool:
-                for _ in pool.map(self.read, pieces):
-                    pass
+                list(pool.map(self.read, pieces))  # so that errors are raised
             seconds = np.where(seconds == 0, self.later[items], seconds)
         return seconds
 
