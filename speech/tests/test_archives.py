@@ -269,9 +269,11 @@ def test_storage_of_a_run(source, tmp_path, monkeypatch):
     equal(first | heard(opened(config, tmp_path, known=state, step=2), 2, 6), whole)
 
 
-def opened(config, folder, workers=0, known=None, step=0, devices=1):
-    model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4)
-    return on_the_fly.OnTheFly(config, folder, workers, known, step).opened(model, devices)
+MODEL = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4)
+
+
+def opened(config, folder, known=None, step=0):
+    return on_the_fly.OnTheFly(config, folder, 0, known, step).opened(MODEL, 1)
 
 
 def heard(found, first, end):
@@ -371,9 +373,7 @@ def test_the_same_whoever_works(source, tmp_path):
     for one, half in zip(both, (slice(0, rows), slice(rows, None))):
         readers = [x for x in found.order.readers if x.number == one.own[0]]
         mine = order.Order(readers, found.order.shapes, config.run.seed, found.order.window)
-        loaded = one.loader(
-            types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4), mine.shapes
-        )
+        loaded = one.loader(MODEL, mine.shapes)
         (shape, *_), (number, *_) = found.order.sequence(0, 0, found.order.most(0, 0))
         batch = loaded(*mine.batch(0, 0, shape, number))
         for name in ("features", "spans", "targets", "valid"):

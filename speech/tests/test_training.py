@@ -253,6 +253,9 @@ def test_epochs(corpus, tmp_path, capsys):
     assert runs.steps_of(tmp_path / "run/checkpoints") == [2 * int(batches)]
 
 
+CORPORA = {"data": {"train": "x", "valid": "x"}}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -266,16 +269,13 @@ def test_epochs(corpus, tmp_path, capsys):
         ({"train": None}, "train: expected a name or a list of names, got None"),
         ({"lower": 1}, "lower: expected true or false, got 1"),
         ({"speed": 1}, "there is no option speed"),
+        (CORPORA | {"compute": {"bfloat16_rows": True}}, "c.json has bfloat16_rows True, by default off)"),
         (
-            {"data": {"train": "x", "valid": "x"}, "compute": {"bfloat16_rows": True}},
-            "c.json has bfloat16_rows True, by default off)",
-        ),
-        (
-            {"data": {"train": "x", "valid": "x"}, "encoder": "convolutional", "heads": 4},
+            CORPORA | {"encoder": "convolutional", "heads": 4},
             "--heads needs --encoder conformer, or --stack, whose blocks have attention (--config",
         ),
         (
-            {"data": {"train": "x", "valid": "x"}, "run": {"epochs": 2}, "optimiser": {"steps": 10000}},
+            CORPORA | {"run": {"epochs": 2}, "optimiser": {"steps": 10000}},
             "c.json has epochs 2, by default off; steps 10000)",
         ),
         ({"features": {"rat": 1}}, "the section features has no field rat"),
@@ -284,7 +284,7 @@ def test_epochs(corpus, tmp_path, capsys):
         ({"convolution": 5, "kernel": 3}, "kernel says again what the option convolution is"),
         ('{"width": 8, "width": 16}', "c.json is not readable as JSON: width is there twice"),
         (
-            {"data": {"train": "x", "valid": "x"}, "features": {"window": 0.01, "hop": 0.01}},
+            CORPORA | {"features": {"window": 0.01, "hop": 0.01}},
             "a window of 0.01 ms has fewer than two samples at --rate 16000",
         ),
     ],

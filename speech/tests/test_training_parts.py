@@ -266,10 +266,7 @@ def test_versions_of_recordings(tmp_path):
     augmentation.heard.cache_clear()
     with pytest.raises(asr.system.UserError, match=r"ramps/0\.wav is silent"):
         augmentation.heard(ramps.noises[0], rate)
-    gain, quiet = (
-        augmentation.Versions(configuration(gain=6.0)),
-        augmentation.Versions(configuration()),
-    )
+    gain, quiet = (augmentation.Versions(configuration(gain=x)) for x in (6.0, 0.0))
     louder = np.array([gain.of(np.ones(9, np.float32), 1, i) for i in range(50)])
     assert (louder == louder[:, :1]).all() and 5 < np.abs(20 * np.log10(louder)).max() <= 6 and quiet.count == 1
 

@@ -414,8 +414,6 @@ def resampled_pieces(some, found, rate):
 
 
 def resampled(samples, found, rate):
-    if found == rate:
-        return samples
     from scipy.signal import resample_poly  # a second: not at every start
 
     common = math.gcd(found, rate)

@@ -87,12 +87,8 @@ class Recordings:
             entries = manifests.read_all(sources, *config.texts.columns, lenient=lenient and len(sources) > 1)
             for entry, file in usable(entries, self.report, lengths):
                 samples = audio.size(file, config.features.rate, entry.start, entry.end)
-                text, frames, seconds = (
-                    normalize(entry.text),
-                    self.extractor.count(samples),
-                    samples / config.features.rate,
-                )
-                utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
+                frames, seconds = self.extractor.count(samples), samples / config.features.rate
+                utterance = Utterance(entry.name, frames, normalize(entry.text), entry.speaker, seconds)
                 if reason := self.unusable(entry, utterance, samples):
                     self.report.add(reason, entry.name)
                 else:

@@ -156,9 +156,7 @@ class OnTheFly:
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.versions, self.known, self.step = augmentation.Versions(config), known, step
         self.named = [Named(*archives.weighted(x)) for x in names(config.data.train)]
-        self.named += [
-            Named(*archives.weighted(x), True) for x in names(config.data.synthetic) if config.data.synthetic
-        ]
+        self.named += [Named(*archives.weighted(x), True) for x in names(config.data.synthetic)]
         part, processes = hosts.part()
         self.readers = known["readers"] if known and known["readers"] % processes == 0 else 0
         self.readers = self.readers or config.data.readers or processes

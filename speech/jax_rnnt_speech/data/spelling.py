@@ -154,12 +154,10 @@ class Language:
                 return None
             words += self.point + ("" if self.without_spaces else " ").join(digits)
         words = self.minus + words if sign else words
-        if unit:
-            number = Decimal(f"{whole}.{part}") if part else Decimal(whole)
-            words = (
-                self.measured(-number if sign else number, words, UNITS[unit]) if len(self.forms(whole)) == 1 else None
-            )
-        return words
+        if unit and len(self.forms(whole)) != 1:
+            return None
+        number = Decimal(f"{whole}.{part}") if part else Decimal(whole)
+        return self.measured(-number if sign else number, words, UNITS[unit]) if unit else words
 
     def measured(self, number, words, unit):
         """The words with a unit behind or before them, where CLDR has a word for it."""

@@ -31,9 +31,7 @@ def expanded(name):
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ListError(name, f"lacks {len(missing)} of {len(names)} files: {', '.join(missing[:3])}{more}")
         return names
-    if glob.has_magic(name):
-        return sorted(glob.glob(name, recursive=True)) or [name]
-    return [name]
+    return sorted(glob.glob(name, recursive=True)) or [name]
 
 
 def is_pattern(name):
