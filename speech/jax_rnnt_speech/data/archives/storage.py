@@ -13,10 +13,6 @@ WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
 HEAD = 256  # bytes of audio that tell its seconds
 
 
-class StorageError(UserError):
-    """Storage that fails again and again."""
-
-
 def steadily(act, path):
     """What `act` returns, which may need several attempts."""
     for wait in (*WAITS, None):
@@ -28,7 +24,7 @@ def steadily(act, path):
             if wait is None:
                 tried, known = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
                 what = f"{error} (" if known else f"{error.filename or path} cannot be read ({reason(error)}; "
-                raise StorageError(f"{what}{tried})") from None
+                raise UserError(f"{what}{tried})") from None
             time.sleep(wait)
 
 
