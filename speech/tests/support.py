@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import tarfile
 
 import jax
 import numpy as np
@@ -58,16 +57,6 @@ def labels_of(numbers, frames, sure=0.9, duration=1):
 def write_audio(path, seconds, rate=8000, channels=1, seed=0):
     path.parent.mkdir(parents=True, exist_ok=True)
     audio.write(path, 0.1 * np.random.default_rng(seed).normal(size=(channels, int(seconds * rate))), rate)
-
-
-def pack(path, files):
-    """A tar of (name, bytes)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
 
 
 def prepared(corpus, **options):

@@ -19,7 +19,7 @@ import jax_rnnt_speech as asr
 from jax_rnnt_speech.data import archives, audio, corpora, index, manifests, on_the_fly, order
 from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.recognition import recognise
-from support import configuration, losses, pack, run
+from support import configuration, losses, run
 
 RATE = 8000
 COUNT = 12
@@ -31,6 +31,16 @@ def samples(i):
     """Of an utterance, in sixteen bits."""
     x = 0.1 * np.random.default_rng(i).normal(size=round(SECONDS[i] * RATE))
     return np.round(x * 2**15).astype(np.float32) / 2**15
+
+
+def pack(path, files):
+    """A tar of (name, bytes)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
 
 
 @pytest.fixture(scope="module")
