@@ -280,12 +280,10 @@ class OnTheFly:
         config, options = self.config, self.config.data
         counts, draws = self.shares()
 
-        def sources(some):
-            return [order.Source(x, y.synthetic) for x, y in zip(some, self.named)]
-
         each = [None if x is None else max(1, round(x / self.readers)) if x else 0 for x in draws]
+        synthetic = [x.synthetic for x in self.named]
         readers = [
-            order.Reader(found.number, config.run.seed, found, sources(some), each, self.versions.count,
+            order.Reader(found.number, config.run.seed, found, some, synthetic, each, self.versions.count,
                          self.versions.speeds, options.max_seconds, options.buffer)
             for found, some in zip(self.indices, self.items)
         ]  # fmt: skip
