@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jax_rnnt_speech.data import audio
-from jax_rnnt_speech.system import UserError, hosts, outputs
+from jax_rnnt_speech.system import UserError, hosts, outputs, refuse_if
 
 FORM = 2  # of the files: another number makes them anew
 READERS = 4  # threads that make features
@@ -95,8 +95,7 @@ class Stored:
             for name in names:
                 self.report.add(why, name, again=False)
         total = int(self.index[:, 1].sum())
-        if not total:
-            raise UserError(f"no utterance has readable audio{self.report.summary()}")
+        refuse_if(not total, f"no utterance has readable audio{self.report.summary()}")
         self.arrays = np.memmap(self.folder / "arrays", np.float16, "r", shape=(total, self.features))
 
     def fill(self, made):

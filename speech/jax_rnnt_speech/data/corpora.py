@@ -17,7 +17,7 @@ from jax_rnnt_speech.data import archives, audio, augmentation, cache, features,
 from jax_rnnt_speech.data.audio import AudioError
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.data.utterances import Report, Utterance
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
 READERS = 16  # threads that decode
 MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"  # of language models
@@ -170,8 +170,7 @@ def tested(paths, config):
     if len(paths) != 1 or not by_function(paths[0]):
         return Recordings(paths, config, lenient=True, testing=True)
     corpus = open_corpus(paths[0], config, "valid")
-    if not hasattr(corpus, "samples"):
-        raise UserError(f"{paths[0]}: its corpus has no samples, which a test listens to")
+    refuse_if(not hasattr(corpus, "samples"), f"{paths[0]}: its corpus has no samples, which a test listens to")
     return corpus
 
 
@@ -181,11 +180,9 @@ def open_corpus(name, config, split, folder=None):
     if weight := next((x for x in names(name) if archives.weighted(x)[1] is not None), None):
         raise UserError(f"--{split} {weight}: weights need --on-the-fly, and are for --train")
     if made := by_function(name):
-        if train and config.data.synthetic:
-            raise UserError("--synthetic needs recordings in --train")
+        refuse_if(train and config.data.synthetic, "--synthetic needs recordings in --train")
         return texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
     more = {"versions": augmentation.Versions(config), "synthetic": config.data.synthetic} if train else {}
     corpus = Recordings(name, config, cache.Lengths(folder), **more)
-    if not corpus.utterances:
-        raise UserError(f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
+    refuse_if(not corpus.utterances, f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
     return cache.features(corpus, folder)

@@ -32,7 +32,7 @@ from jax_rnnt_speech.data import (
 from jax_rnnt_speech.data import tokens as vocabularies
 from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.data.utterances import Report, Utterance
-from jax_rnnt_speech.system import UserError, hosts
+from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
 SAMPLE = 20_000  # texts of which a vocabulary is made, and the longest ones are found
 ROOM = 1.25  # for labels in a batch, beyond the longest of a sample
@@ -160,8 +160,7 @@ class OnTheFly:
         part, processes = hosts.part()
         self.readers = known["readers"] if known and known["readers"] % processes == 0 else 0
         self.readers = self.readers or config.data.readers or processes
-        if self.readers % processes:
-            raise UserError(f"--readers {self.readers} must be a multiple of the {processes} processes")
+        refuse_if(self.readers % processes, f"--readers {self.readers} must be a multiple of the {processes} processes")
         self.own = range(part * self.readers // processes, (part + 1) * self.readers // processes)
         self.list()
         self.utterances, self.places = self.sample()
@@ -171,8 +170,7 @@ class OnTheFly:
         """Shards of the sources, and the index of those that are this process's."""
         every = [archives.of(x.name, self.config.texts.columns, self.readers) for x in self.named]
         for x, shards in zip(self.named, every):
-            if not shards:
-                raise UserError(f"{x.name}: nothing is listed")
+            refuse_if(not shards, f"{x.name}: nothing is listed")
         self.indices, self.kinds = [], []
         files = [[str(y), os.path.getsize(y)] for some in every for shard in some for y in shard.files
                  if os.path.isfile(y)]  # fmt: skip
@@ -269,8 +267,7 @@ class OnTheFly:
             if part.any() and (mixed or part is not train):
                 base = [self.hours[k] if w is None else w for k, w in enumerate(given)]
                 weights = np.where(part, np.power(base, options.temperature), 0)
-                if not weights.sum():
-                    raise UserError("the weights of sources must not all be 0")
+                refuse_if(not weights.sum(), "the weights of sources must not all be 0")
                 for k in np.flatnonzero(part):
                     draws[k] = round(amount * weights[k] / weights.sum())
         return counts, draws

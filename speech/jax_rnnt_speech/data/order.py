@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_rnnt_speech.system import UserError, hosts
+from jax_rnnt_speech.system import hosts, refuse_if
 
 SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
 ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
@@ -165,8 +165,7 @@ class Order:
         self.readers, self.shapes, self.seed, self.window = readers, shapes, seed, window
         self.size = int(hosts.gathered(np.array([[max(x.size for x in readers)]])).max())
         self.windows = -(-self.size // window) if window else 1  # of an epoch
-        if not self.size:
-            raise UserError("no utterance is left for a batch")
+        refuse_if(not self.size, "no utterance is left for a batch")
 
     def bucket(self, seconds):
         edges = np.array([x.seconds for x in self.shapes])

@@ -103,10 +103,8 @@ def read(path, model, unknown=None):
     """The model of a file, over the classes of a model; `unknown`: the nats that an unknown word costs."""
     tokens = model.tokens
     classes = tokens.labels + [None] * (model.classes - len(tokens.pieces))
-    try:
+    with told(f"--ngram {path}", OSError, ValueError):
         return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator, unknown=unknown and -unknown)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--ngram {path}: {error}") from None
 
 
 def word_bonus(model):
@@ -123,10 +121,8 @@ def spelled(path, model, usual):
     What it cannot spell is named, and left out. `usual`: the number of lines without one.
     """
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
-    try:
+    with told(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, manifests.encodable(line, f"line {i}")) for i, line in manifests.lines_of(path)]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--phrases {path} is not readable: {error}") from None
     found = []
     for i, line in lines:
         text, _, weight = line.partition("\t")
