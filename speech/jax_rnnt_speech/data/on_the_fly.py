@@ -104,27 +104,20 @@ class Loader:
         if isinstance(entry, manifests.Fault):
             raise manifests.LineError(entry.reason)
         text = normalize(entry.text)
-        if not text:
-            raise manifests.LineError("empty transcript")
+        manifests.leave_out_if(not text, "empty transcript")
         labels = vocabulary.encode(text)
-        if labels is None:
-            raise manifests.LineError("characters outside the vocabulary")
+        manifests.leave_out_if(labels is None, "characters outside the vocabulary")
         rate, most = self.config.features.rate, self.config.data.max_seconds
-        if seconds > most:
-            raise manifests.LineError(f"longer than {most:g} s")
+        manifests.leave_out_if(seconds > most, f"longer than {most:g} s")
         samples = read(entry, rate)
         found = len(samples) / rate
         if entry.end is None and entry.whole and abs(entry.whole - entry.start - found) > 0.1 + 0.05 * entry.whole:
             raise manifests.LineError("duration differs from the manifest's")
-        if len(samples) > round(most * rate):
-            raise manifests.LineError(f"longer than {most:g} s")
+        manifests.leave_out_if(len(samples) > round(most * rate), f"longer than {most:g} s")
         x = extractor(versions.of(samples, version, key))
-        if not len(x):
-            raise manifests.LineError("shorter than a frame")
-        if len(x) > self.shapes[shape].frames:
-            raise manifests.LineError("longer than its manifest or header says")
-        if len(labels) > -(-len(x) // self.subsampling):
-            raise manifests.LineError("fewer frames than labels")
+        manifests.leave_out_if(not len(x), "shorter than a frame")
+        manifests.leave_out_if(len(x) > self.shapes[shape].frames, "longer than its manifest or header says")
+        manifests.leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
         if len(labels) > self.shapes[shape].labels:
             raise manifests.LineError("more labels than batches of its length have room for")
         return x, np.array(labels, np.int32)

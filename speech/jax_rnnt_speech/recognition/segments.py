@@ -38,8 +38,7 @@ def times(start, end=None, duration=None):
         end = float(end) if duration is None else round(start + float(duration), 6)
     except (TypeError, ValueError):
         raise LineError("its times are no numbers") from None
-    if not 0 <= start < end < math.inf:
-        raise LineError(f"it must end after it begins, got {start:g} to {end:g} s")
+    manifests.leave_out_if(not 0 <= start < end < math.inf, f"it must end after it begins, got {start:g} to {end:g} s")
     return start, end
 
 
@@ -48,8 +47,7 @@ def of_rttm(line):
     fields = line.split()
     if fields[0] != "SPEAKER":
         return None
-    if len(fields) < 8:
-        raise LineError(f"SPEAKER has 9 or 10 columns, got {len(fields)}")
+    manifests.leave_out_if(len(fields) < 8, f"SPEAKER has 9 or 10 columns, got {len(fields)}")
     # Tools write names with spaces: of a recording before these two columns, of a speaker behind them.
     place = next((i for i in range(5, len(fields) - 2) if fields[i : i + 2] == ["<NA>", "<NA>"]), 5)
     channel, start, duration, _, _, *last = fields[place - 3 :]
@@ -70,8 +68,7 @@ def is_number(text):
 def of_ctm(line):
     """The last one of eight columns is the speaker of a word; with fewer columns, the token is that of a segment."""
     fields = line.split()
-    if len(fields) < 5:
-        raise LineError(f"CTM has 5 to 8 columns, got {len(fields)}")
+    manifests.leave_out_if(len(fields) < 5, f"CTM has 5 to 8 columns, got {len(fields)}")
     speaker = known(fields[7] if len(fields) > 7 else fields[4])
     return Segment(fields[0], fields[1], *times(fields[2], duration=fields[3]), speaker)
 
@@ -111,8 +108,7 @@ def of_json(path, _):
         raise UserError(f"--segments {path}: expected {expected}")
     for i, segment in enumerate(x, 1):
         try:
-            if not isinstance(segment, dict):
-                raise LineError("it is no object")
+            manifests.leave_out_if(not isinstance(segment, dict), "it is no object")
             place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
             speaker = next((str(segment[key]) for key in ("speaker", "label") if segment.get(key) is not None), "")
             whole = times(place.get("start"), place.get("end"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from jax_rnnt_speech.data import manifests
 from jax_rnnt_speech.data.archives.storage import Shard, bytes_of, steadily
 from jax_rnnt_speech.data.archives.tars import DAMAGED, is_audio, key_of, member_of, members, walked
-from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.manifests import Fault, ListError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,7 @@ class Paired(Shard):
                 nonlocal place
                 stem = Path(wanted).stem
                 found = known.get(stem) or known.get(re.sub(r"-sub\d+$", "", stem))
-                if found is None:
-                    raise LineError(f"no such recording in {self.base}")
+                manifests.leave_out_if(found is None, f"no such recording in {self.base}")
                 member, place = found
                 return member
 
