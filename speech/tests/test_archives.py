@@ -187,7 +187,7 @@ def test_rows_of_other_lists(packed, tmp_path):
     assert np.isnan(found.lengths(np.array([0])))
 
 
-def test_damaged_archives(packed, tmp_path, capsys, refused):
+def test_damaged_archives(packed, tmp_path, refused, said):
     """Whole members before the damage are used, the rest is named, the same each time; check ends with 1."""
     whole = (packed / "web/part-000.tar").read_bytes()
     with tarfile.open(packed / "web/part-000.tar") as tar:
@@ -219,8 +219,7 @@ def test_damaged_archives(packed, tmp_path, capsys, refused):
             corpus = corpora.Recordings([path], configuration())
             assert [x.text for x in corpus.utterances] == TEXTS[:count], name
             assert dict(corpus.report.names) == left_out, name
-    run(["check", tmp_path / "half/x.tar", "--rate", RATE], 1)
-    assert f"left out, {cut}: 1 (x.tar: a/u3.flac)" in capsys.readouterr().out
+    assert f"left out, {cut}: 1 (x.tar: a/u3.flac)" in said(["check", tmp_path / "half/x.tar", "--rate", RATE], 1).out
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(whole))
     refused(["check", tmp_path / "x.tar.gz"], "x.tar.gz is compressed by gzip, so that no part can be read alone")
     refused(["check", f"{packed}/web/part-{{000..003}}.tar"], "lacks 2 of 4 files")
@@ -457,7 +456,7 @@ def test_the_buffer():
 
 
 @pytest.mark.slow
-def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
+def test_a_run(packed, tmp_path, capsys, refused, monkeypatch, said):
     """Two epochs; a run by a worker that is stopped within one goes on without it, with the same losses.
 
     Once from tars, and once in windows of utterances whose lengths nothing tells.
@@ -468,15 +467,13 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
     command = ["train", "--train", packed / "bare.jsonl", *usual, "--buffer", 5, "--save-every", 2]
     monkeypatch.setattr(order, "LEAST", 5)
     monkeypatch.setattr(on_the_fly, "FULL", 0)
-    run([*command, "--workdir", tmp_path / "windows", "--on-the-fly"])
-    out = capsys.readouterr().out
+    out = said([*command, "--workdir", tmp_path / "windows", "--on-the-fly"]).out
     whole = losses(tmp_path / "windows")
     assert "2 epochs of about 5 batches" in out and "within windows of 5 utterances" in out and len(whole) == 10
     shutil.rmtree(tmp_path / "windows/checkpoints/10")
     again = ["train", "--workdir", tmp_path / "windows", "--resume", "--devices", 1]
     run([*again, "--workers", 1])  # from step 8, in the second window of the second epoch
-    run(again)
-    assert losses(tmp_path / "windows") == whole and "best test" not in capsys.readouterr().out.rpartition("CER")[2]
+    assert "best test" not in said(again).out.rpartition("CER")[2] and losses(tmp_path / "windows") == whole
     (tmp_path / "kill.py").write_text(
         "import multiprocessing\nhook = lambda i, x: i == 3 and [y.kill() for y in multiprocessing.active_children()]\n"
     )
@@ -486,8 +483,7 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch):
     run([x if x != tmp_path / "windows" else tmp_path / "killed" for x in again])
     assert losses(tmp_path / "killed") == whole
     command = ["train", "--train", packed / "web", *usual]
-    run([*command, "--workdir", tmp_path / "a"])
-    out = capsys.readouterr().out
+    out = said([*command, "--workdir", tmp_path / "a"]).out
     assert "2 epochs of 3 batches" in out and "12 utterances" in out and "padding" in out
     (tmp_path / "hook.py").write_text(
         "import os\nend = lambda i, x: i == 1 and 'loss' in x and os.kill(os.getpid(), 2)\n"

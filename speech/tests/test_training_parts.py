@@ -378,7 +378,7 @@ DAMAGES = {
 
 
 @UNRAISED
-def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
+def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused, said):
     """Whatever file of the last one is damaged: the one before is used, or weights are right. It is said in a line."""
     workdir, parts = tmp_path / "run", ("params", "training")
     shutil.copytree(trained[0] / "checkpoints", workdir / "checkpoints")
@@ -408,11 +408,9 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
         np.testing.assert_array_equal(x, y)
     error = capsys.readouterr().err
     assert error.startswith(line) and error.endswith("): checkpoints/3 is used\n") and error.count("\n") == 1
-    run(["convert", tmp_path / "model", "--model", workdir])  # the best one is whole
-    assert not capsys.readouterr().err
+    assert not said(["convert", tmp_path / "model", "--model", workdir]).err  # the best one is whole
     DAMAGES["gone"](workdir / "best/6/sums.json")
-    run(["convert", tmp_path / "model", "--model", workdir, "--overwrite"])
-    error = capsys.readouterr().err
+    error = said(["convert", tmp_path / "model", "--model", workdir, "--overwrite"]).err
     assert "best/6 is damaged (it has no sums.json); checkpoints/6 is" in error and "checkpoints/3 is used" in error
     (three / "params/manifest.ocdbt").unlink()
     found = (
