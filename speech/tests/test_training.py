@@ -6,6 +6,7 @@ import re
 import shutil
 import types
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -112,8 +113,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, refused, said):
         file.write('{"step": 3, "lo')  # what a process that dies leaves
     run([*arguments(corpus, workdir), "--resume"])
     assert losses(workdir) == losses(trained[0]) and {x.name for x in (workdir / "checkpoints").iterdir()} == {"3", "6"}
-    for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(weights(workdir), weights(trained[0]))
     # An earlier run is neither deleted nor continued otherwise without being asked.
     command = arguments(corpus, workdir)
     for changed, expected in (
@@ -162,8 +162,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, refused, said):
     )
     assert f"{workdir}/metrics.jsonl: damaged lines are left out: 4, 5, 6, 11\n" in error
     assert losses(workdir) == losses(trained[0])
-    for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(weights(workdir), weights(trained[0]))
 
 
 @pytest.mark.slow
@@ -194,8 +193,7 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, monkeypatch, said):
         return jax.tree.leaves(store.restore((workdir / "checkpoints/4" / name).resolve()))
 
     for name in ("params", "training"):
-        for x, y in zip(arrays(part, name), arrays(whole, name), strict=True):
-            np.testing.assert_array_equal(x, y)
+        chex.assert_trees_all_equal(arrays(part, name), arrays(whole, name))
 
 
 def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):

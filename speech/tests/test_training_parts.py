@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,8 +227,7 @@ def test_computed_again(corpus):
     assert float(scanned) == pytest.approx(float(rounded), rel=1e-3)
     assert float(rounded) == pytest.approx(float(plain[0]), rel=0.1) and rounded != plain[0]
     for other in others:
-        for x, y in zip(*map(jax.tree.leaves, (plain, other)), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+        chex.assert_trees_all_close(other, plain, rtol=1e-4, atol=1e-5)
     name = "encoder/blocks/layers/1-2/first/norm/scale"
     assert free[name].shape == (2, 8) and parts.factors[name].tolist() == [[0.5], [2.0]]
     assert parts.factors["joint/output/bias"] == 1.0 and "encoder/blocks/layers/0/first/norm/scale" in frozen
@@ -400,12 +400,10 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused, said):
     assert all(len(name.parts) == 1 for name in unread) and not capsys.readouterr().err
     for name in unread:
         DAMAGES["zeros"](six / name)
-    for x, y in zip(jax.tree.leaves(run_of.restore(run_of.whole(parts), **trees)), new, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(jax.tree.leaves(run_of.restore(run_of.whole(parts), **trees)), new)
     DAMAGES["half"](six / "setup/metadata")
     line = f"{workdir}: checkpoints/6 is damaged (setup/metadata has "
-    for x, y in zip(weights(workdir), jax.tree.leaves(old), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(weights(workdir), jax.tree.leaves(old))
     error = capsys.readouterr().err
     assert error.startswith(line) and error.endswith("): checkpoints/3 is used\n") and error.count("\n") == 1
     assert not said(["convert", tmp_path / "model", "--model", workdir]).err  # the best one is whole
@@ -424,8 +422,7 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused, said):
         if path.name == "metadata":
             path.write_text(json.dumps({k: x for k, x in json.loads(path.read_text()).items() if k != "sealed"}))
         path.unlink() if path.name == "sums.json" else None
-    for x, y in zip(jax.tree.leaves(asr.models.read(workdir).params), new, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(jax.tree.leaves(asr.models.read(workdir).params), new)
     next((workdir / "best/6/params/d").iterdir()).unlink()
     refused(["convert", tmp_path / "other", "--model", workdir], "best/6 lacks arrays of this model (")
 
@@ -458,8 +455,7 @@ def test_disks_without_room(tmp_path, capsys):
     assert line == f"step 5: {folder}/metrics.jsonl cannot be written, and lacks numbers: File too large"
     assert [x["step"] for x in runs.metrics_of(folder)] == [1, 4, 7]
     assert runs.open_run(folder).whole(["params", "training"]).name == "1"
-    for x, y in zip(weights(folder), first, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(weights(folder), first)
 
 
 def test_lines_of_several_processes():
