@@ -197,8 +197,7 @@ def test_sharded(corpus):
     model, batch = prepared(corpus, warmup=0.0, steps=100, **CONVOLUTIONAL)
     _, plain, _ = stepped(model, batch, 2)
     _, other, last = stepped(model, batch, 2, mesh=Mesh(np.array(jax.devices()[:2]), ("data",)))
-    for name, x in plain[-1]["weights"].items():
-        np.testing.assert_allclose(other[-1]["weights"][name], x, atol=2e-4, err_msg=name)
+    chex.assert_trees_all_close(other[-1]["weights"], plain[-1]["weights"], atol=2e-4, rtol=1e-7)
     kernel = last["weights"]["encoder/blocks/layers/0/conv/kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
 
