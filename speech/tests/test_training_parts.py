@@ -312,9 +312,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     again = corpora.Recordings(corpus, config)
     cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
-    zeros = lambda path: path.write_bytes(bytes(path.stat().st_size))
-    damages = lambda path: path.write_bytes(path.read_bytes()[:10]), lambda path: path.unlink(), zeros
-    for damage, name in itertools.product(damages, ("arrays", "left-out.json", "index.npy", "sums.json")):  # as a crash
+    for damage, name in itertools.product(DAMAGES.values(), ("arrays", "left-out.json", "index.npy", "sums.json")):
         for path in (tmp_path / "full").glob(f"*/{name}"):
             damage(path)
         cache.Stored(again, tmp_path / "full", "key", 6, [(0, np.full((3, 6), 2))])  # of the one that is read
