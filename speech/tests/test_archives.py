@@ -341,7 +341,7 @@ def test_the_same_whoever_works(source, tmp_path):
     assert [x.pop("last", False) for x in whole.values()] == [False] * (end - 1) + [True]
     # Two workers have copies of their own, and find headers that nobody has read.
     again = opened(config, tmp_path / "other")
-    work = functools.partial(on_the_fly.loaded, order.Batches(again.order, 0, 0, until=2), again.loads)
+    work = functools.partial(on_the_fly.batch_of, order.Batches(again.order, 0, 0, until=2), again.loads)
     copies = [pickle.loads(pickle.dumps(work)) for _ in range(2)]
     made = {i: copies[i % 2](i) for i in reversed(range(end))}
     assert [x.pop("left_out") for x in made.values()] == [[]] * end and copies[0](end) == copies[1](end + 9) == {}

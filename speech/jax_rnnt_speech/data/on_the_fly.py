@@ -129,9 +129,9 @@ def read(entry, rate):
     return storage.steadily(lambda: audio.read(*where), entry.audio)
 
 
-def loaded(order, loads, i):
+def batch_of(drawn, loads, i):
     """A batch of an `order.Batches` by its number; behind the last one there is nothing."""
-    found = order[i]
+    found = drawn[i]
     return loads(*found) if found else {}
 
 
@@ -405,7 +405,7 @@ class OnTheFly:
                         left = order.Batches(source, epoch, window, int(mine[:i].sum()), until)
                         some = any(x.size for x in source.readers)
                         count = some * (2**31 if until is not None else end - step + 1)
-                        load = functools.partial(loaded, left, self.loads)
+                        load = functools.partial(batch_of, left, self.loads)
                         made = workers.items(load, count, 1 if self.workers else THREADS, self.workers)
                     empty = [None] * source.shapes[shapes[i]].rows * len(source.readers)
                     batch = next(made) if mine[i] else self.loads(epoch, int(shapes[i]), empty)
