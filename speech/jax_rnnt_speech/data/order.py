@@ -74,6 +74,7 @@ class Reader:
         self.number, self.seed, self.index, self.items, self.draws = number, seed, index, items, draws
         self.versions, self.speeds, self.most, self.buffer = versions, np.array(speeds), most, buffer
         self.size = sum(len(x) if n is None else n for x, n in zip(items, draws) if len(x))
+        self.varies = len(speeds) > 1 or any(n is not None for n in draws)  # whether the number of batches does
         self.further = np.concatenate([np.zeros(0, np.int64), *(x for x, chosen in zip(items, synthetic) if chosen)])
 
     def rng(self, *what):
@@ -121,11 +122,6 @@ class Reader:
         items = np.concatenate(self.items)
         found = [self.heard(items, np.full(len(items), i))[1].max(initial=0) for i in range(len(self.speeds))]
         return float(max(found))
-
-    @property
-    def varies(self):
-        """Whether epochs have other numbers of batches."""
-        return len(self.speeds) > 1 or any(x is not None for x in self.draws)
 
 
 def limits(readers, epoch, count, window):
