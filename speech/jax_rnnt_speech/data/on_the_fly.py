@@ -207,21 +207,18 @@ class OnTheFly:
         """Utterances of this process, and (reader, number) of each."""
         if not hosts.gathered(np.array([[sum(len(x) for some in self.items for x in some)]])).sum():
             raise UserError(f"{', '.join(x.name for x in self.named)}: no usable utterance{self.report.summary()}")
-        every = []  # of each reader as many, so that the number of processes does not matter
-        self.whole_sample = True
-        for place, some in enumerate(self.items):
+        found, places, self.whole_sample = [], [], True
+        for place, some in enumerate(self.items):  # as many of each reader: the number of processes does not matter
             numbers = np.sort(np.concatenate(some))
             step = max(1, -(-len(numbers) * self.readers // SAMPLE))
             self.whole_sample &= step == 1
-            every += [(place, i) for i in numbers[::step].tolist()]
-        found, places = [], []
-        for place, i in every:
-            if x := self.said(place, i):
-                x, text = x
-                seconds = float(abs(self.indices[place].seconds[i])) or self.config.data.max_seconds
-                samples = round(seconds * self.config.features.rate)
-                found.append(Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds))
-                places.append((place, i))
+            for i in numbers[::step].tolist():
+                if x := self.said(place, i):
+                    x, text = x
+                    seconds = float(abs(self.indices[place].seconds[i])) or self.config.data.max_seconds
+                    samples = round(seconds * self.config.features.rate)
+                    found.append(Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds))
+                    places.append((place, i))
         return found, places
 
     def said(self, place, i):
