@@ -68,9 +68,6 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
         return []
     if math.isfinite(duration):
         frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / model.seconds) - 1, 0))
-    integers = (None if x is None else np.array(x, np.int32) for x in (labels, frames, durations))
-    labels, frames, durations = integers
-    confidences = None if confidences is None else np.array(confidences, float)
     clock = {"hop": model.seconds, "offset": start}
     found = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
     begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in found), default=0.0)
