@@ -206,8 +206,7 @@ def write(model, folder, dtype="float32"):
     files.mapped(model.params, add)
     for name in [x for x in tensors if x.endswith(".running_mean")]:
         tensors[name.replace("running_mean", "num_batches_tracked")] = np.zeros((), np.int32)
-    kinds = {name: np.int32 if x.dtype == np.int32 else dtype for name, x in tensors.items()}
-    arrays = {name: jax.numpy.asarray(x, kinds[name]) for name, x in tensors.items()}
+    arrays = {name: jax.numpy.asarray(x, x.dtype if x.dtype == np.int32 else dtype) for name, x in tensors.items()}
     with files.replaced(folder) as new:
         for name, fields in model.source.items():
             fields = {**fields, "dtype": dtype} if name == "config.json" else fields
