@@ -76,10 +76,7 @@ def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
         updates, state = optimizer.update(gradient, state, params)
         return jax.tree.map(lambda x, y: x + y, params, updates), state, value
 
-    state, bar = (
-        optimizer.init(params),
-        tqdm(digits.batches(), total=digits.config.run.steps, mininterval=5),
-    )
+    state, bar = optimizer.init(params), tqdm(digits.batches(), total=digits.config.run.steps, mininterval=5)
     for step, batch in enumerate(bar):
         batch = batch_of(params, batch, step)
         batch.pop("index", None)

@@ -47,7 +47,7 @@ def main():
 
     rng = np.random.default_rng(args.seed)
     tuning, test = (digits.with_texts(texts(rng, args.lines)) for _ in range(2))
-    ngrams = bigrams(texts(rng, 5000), [*digits.tokens.labels(), None])
+    ngrams = bigrams(texts(rng, 5000), [*digits.tokens.labels, None])
 
     @functools.partial(jax.jit, static_argnums=3)
     def beam(params, batch, weights, width):

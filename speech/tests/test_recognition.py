@@ -389,7 +389,7 @@ def test_word_ngrams(tmp_path, capsys, order):
 @pytest.mark.parametrize("pieces", [" ab", ["▁", "a", "▁b", None]])
 def test_word_bonus(pieces):
     """After any labels, as many words were paid for as their text has; other labels and blanks are no words."""
-    vocabulary = types.SimpleNamespace(pieces=pieces, separator=pieces[0], labels=lambda: list(pieces))
+    vocabulary = types.SimpleNamespace(pieces=pieces, separator=pieces[0], labels=list(pieces))
     bonus = search_options.word_bonus(types.SimpleNamespace(tokens=vocabulary, classes=5))
     rows = np.array([*itertools.product(range(len(pieces)), repeat=5)])
     labels = np.concatenate([np.full((len(rows), 1), 4), rows], 1)  # the start label is the blank

@@ -6,6 +6,7 @@ import re
 import shutil
 import types
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -94,7 +95,7 @@ def test_a_run(trained):
     assert list((workdir / "tensorboard").glob("events*")) and [x[0] for x in losses(workdir)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
+def test_resume_is_exact(corpus, trained, tmp_path, refused, said):
     """A run that Ctrl-C ends in step 2, before any test, goes on with the same losses and weights, bit for bit."""
     workdir = tmp_path / "run"
     (tmp_path / "hook.py").write_text(
@@ -103,8 +104,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
     for name in ("left-out-train7.tsv", "best/1", "cache/of-another/arrays"):
         (workdir / name).parent.mkdir(parents=True, exist_ok=True)
         (workdir / name).write_bytes(bytes(10**6))
-    run([*arguments(corpus, workdir), "--overwrite", "--hook", f"{tmp_path}/hook.py:end"], 130)
-    out, error = capsys.readouterr()
+    out, error = said([*arguments(corpus, workdir), "--overwrite", "--hook", f"{tmp_path}/hook.py:end"], 130)
     assert error.endswith(f"interrupted; step 2 is saved: rnnt-speech train --workdir {workdir} --resume goes on\n")
     assert f"cache: 1.0 MB of other settings are removed from {workdir}/cache" in out
     assert {x.name for x in workdir.glob("*.*")} == {"metrics.jsonl", "left-out-train.tsv", "left-out-valid.tsv"}
@@ -113,8 +113,7 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
         file.write('{"step": 3, "lo')  # what a process that dies leaves
     run([*arguments(corpus, workdir), "--resume"])
     assert losses(workdir) == losses(trained[0]) and {x.name for x in (workdir / "checkpoints").iterdir()} == {"3", "6"}
-    for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(weights(workdir), weights(trained[0]))
     # An earlier run is neither deleted nor continued otherwise without being asked.
     command = arguments(corpus, workdir)
     for changed, expected in (
@@ -157,20 +156,17 @@ def test_resume_is_exact(corpus, trained, tmp_path, capsys, refused):
         lines[-1][:-9],
     ]
     (workdir / "metrics.jsonl").write_bytes(b"".join(damaged))
-    capsys.readouterr()
-    run([*command, "--resume"])
-    error = capsys.readouterr().err
+    error = said([*command, "--resume"]).err
     assert (
         f"{workdir}: checkpoints/6 is damaged (training/" in error and "has changed): checkpoints/3 is used\n" in error
     )
     assert f"{workdir}/metrics.jsonl: damaged lines are left out: 4, 5, 6, 11\n" in error
     assert losses(workdir) == losses(trained[0])
-    for x, y in zip(weights(workdir), weights(trained[0]), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(weights(workdir), weights(trained[0]))
 
 
 @pytest.mark.slow
-def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
+def test_resume_is_exact_with_everything(corpus, tmp_path, monkeypatch, said):
     """CTC, averaged weights, speeds, noise, masks, dropout, accumulation, cached rows, bfloat16, rates, subwords.
 
     No weights are drawn for what a checkpoint has, rows of the cache among it.
@@ -182,8 +178,7 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
             "rates": "joint=0.5,predictor=0", "text": tmp_path / "text.txt", "buckets": 1, "steps": 4,
             "save_every": 3, "tokens": "subwords", "vocabulary": 8}  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
-    run(arguments(corpus, whole, **more))
-    error = capsys.readouterr().err
+    error = said(arguments(corpus, whole, **more)).err
     assert "compiling: a step of training, 4 x 21 frames" in error  # rows: a fourth of the features, at speed 0.9
     assert len([x for x in (whole / "cache").iterdir() if x.is_dir()]) == 3  # features of both corpora, and rows
     shutil.copytree(whole, part)
@@ -198,8 +193,7 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, capsys, monkeypatch):
         return jax.tree.leaves(store.restore((workdir / "checkpoints/4" / name).resolve()))
 
     for name in ("params", "training"):
-        for x, y in zip(arrays(part, name), arrays(whole, name), strict=True):
-            np.testing.assert_array_equal(x, y)
+        chex.assert_trees_all_equal(arrays(part, name), arrays(whole, name))
 
 
 def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
@@ -242,15 +236,17 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     assert seen[3] not in seen[1:3]
 
 
-def test_epochs(corpus, tmp_path, capsys):
+def test_epochs(corpus, tmp_path, said):
     """Two passes over all data, a test after each step, and a checkpoint at the end alone."""
     command = arguments(corpus, tmp_path / "run", epochs=2, valid_every=1, save_every=100)
     i = command.index("--steps")
-    run(command[:i] + command[i + 2 :])
-    (batches,) = re.findall(r"^2 epochs of (\d+) batches$", capsys.readouterr().out, re.M)
+    (batches,) = re.findall(r"^2 epochs of (\d+) batches$", said(command[:i] + command[i + 2 :]).out, re.M)
     tested = [x["step"] for x in runs.metrics_of(tmp_path / "run") if "valid_loss" in x]
     assert tested == [*range(1, 2 * int(batches) + 1)] and 2 <= int(batches) <= 3
     assert runs.steps_of(tmp_path / "run/checkpoints") == [2 * int(batches)]
+
+
+CORPORA = {"data": {"train": "x", "valid": "x"}}
 
 
 @pytest.mark.parametrize(
@@ -266,16 +262,13 @@ def test_epochs(corpus, tmp_path, capsys):
         ({"train": None}, "train: expected a name or a list of names, got None"),
         ({"lower": 1}, "lower: expected true or false, got 1"),
         ({"speed": 1}, "there is no option speed"),
+        (CORPORA | {"compute": {"bfloat16_rows": True}}, "c.json has bfloat16_rows True, by default off)"),
         (
-            {"data": {"train": "x", "valid": "x"}, "compute": {"bfloat16_rows": True}},
-            "c.json has bfloat16_rows True, by default off)",
-        ),
-        (
-            {"data": {"train": "x", "valid": "x"}, "encoder": "convolutional", "heads": 4},
+            CORPORA | {"encoder": "convolutional", "heads": 4},
             "--heads needs --encoder conformer, or --stack, whose blocks have attention (--config",
         ),
         (
-            {"data": {"train": "x", "valid": "x"}, "run": {"epochs": 2}, "optimiser": {"steps": 10000}},
+            CORPORA | {"run": {"epochs": 2}, "optimiser": {"steps": 10000}},
             "c.json has epochs 2, by default off; steps 10000)",
         ),
         ({"features": {"rat": 1}}, "the section features has no field rat"),
@@ -284,7 +277,7 @@ def test_epochs(corpus, tmp_path, capsys):
         ({"convolution": 5, "kernel": 3}, "kernel says again what the option convolution is"),
         ('{"width": 8, "width": 16}', "c.json is not readable as JSON: width is there twice"),
         (
-            {"data": {"train": "x", "valid": "x"}, "features": {"window": 0.01, "hop": 0.01}},
+            CORPORA | {"features": {"window": 0.01, "hop": 0.01}},
             "a window of 0.01 ms has fewer than two samples at --rate 16000",
         ),
     ],

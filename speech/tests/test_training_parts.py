@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,8 +199,7 @@ def test_sharded(corpus):
     model, batch = prepared(corpus, warmup=0.0, steps=100, **CONVOLUTIONAL)
     _, plain, _ = stepped(model, batch, 2)
     _, other, last = stepped(model, batch, 2, mesh=Mesh(np.array(jax.devices()[:2]), ("data",)))
-    for name, x in plain[-1]["weights"].items():
-        np.testing.assert_allclose(other[-1]["weights"][name], x, atol=2e-4, err_msg=name)
+    chex.assert_trees_all_close(other[-1]["weights"], plain[-1]["weights"], atol=2e-4, rtol=1e-7)
     kernel = last["weights"]["encoder/blocks/layers/0/conv/kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 2
 
@@ -228,8 +228,7 @@ def test_computed_again(corpus):
     assert float(scanned) == pytest.approx(float(rounded), rel=1e-3)
     assert float(rounded) == pytest.approx(float(plain[0]), rel=0.1) and rounded != plain[0]
     for other in others:
-        for x, y in zip(*map(jax.tree.leaves, (plain, other)), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+        chex.assert_trees_all_close(other, plain, rtol=1e-4, atol=1e-5)
     name = "encoder/blocks/layers/1-2/first/norm/scale"
     assert free[name].shape == (2, 8) and parts.factors[name].tolist() == [[0.5], [2.0]]
     assert parts.factors["joint/output/bias"] == 1.0 and "encoder/blocks/layers/0/first/norm/scale" in frozen
@@ -268,10 +267,7 @@ def test_versions_of_recordings(tmp_path):
     augmentation.heard.cache_clear()
     with pytest.raises(asr.system.UserError, match=r"ramps/0\.wav is silent"):
         augmentation.heard(ramps.noises[0], rate)
-    gain, quiet = (
-        augmentation.Versions(configuration(gain=6.0)),
-        augmentation.Versions(configuration()),
-    )
+    gain, quiet = (augmentation.Versions(configuration(gain=x)) for x in (6.0, 0.0))
     louder = np.array([gain.of(np.ones(9, np.float32), 1, i) for i in range(50)])
     assert (louder == louder[:, :1]).all() and 5 < np.abs(20 * np.log10(louder)).max() <= 6 and quiet.count == 1
 
@@ -318,9 +314,7 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     again = corpora.Recordings(corpus, config)
     cache.Stored(again, tmp_path / "full", "key", 6, None)
     assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
-    zeros = lambda path: path.write_bytes(bytes(path.stat().st_size))
-    damages = lambda path: path.write_bytes(path.read_bytes()[:10]), lambda path: path.unlink(), zeros
-    for damage, name in itertools.product(damages, ("arrays", "left-out.json", "index.npy")):  # as a crash cuts off
+    for damage, name in itertools.product(DAMAGES.values(), ("arrays", "left-out.json", "index.npy", "sums.json")):
         for path in (tmp_path / "full").glob(f"*/{name}"):
             damage(path)
         cache.Stored(again, tmp_path / "full", "key", 6, [(0, np.full((3, 6), 2))])  # of the one that is read
@@ -383,7 +377,7 @@ DAMAGES = {
 
 
 @UNRAISED
-def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
+def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused, said):
     """Whatever file of the last one is damaged: the one before is used, or weights are right. It is said in a line."""
     workdir, parts = tmp_path / "run", ("params", "training")
     shutil.copytree(trained[0] / "checkpoints", workdir / "checkpoints")
@@ -405,19 +399,15 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
     assert all(len(name.parts) == 1 for name in unread) and not capsys.readouterr().err
     for name in unread:
         DAMAGES["zeros"](six / name)
-    for x, y in zip(jax.tree.leaves(run_of.restore(run_of.whole(parts), **trees)), new, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(jax.tree.leaves(run_of.restore(run_of.whole(parts), **trees)), new)
     DAMAGES["half"](six / "setup/metadata")
     line = f"{workdir}: checkpoints/6 is damaged (setup/metadata has "
-    for x, y in zip(weights(workdir), jax.tree.leaves(old), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(weights(workdir), jax.tree.leaves(old))
     error = capsys.readouterr().err
     assert error.startswith(line) and error.endswith("): checkpoints/3 is used\n") and error.count("\n") == 1
-    run(["convert", tmp_path / "model", "--model", workdir])  # the best one is whole
-    assert not capsys.readouterr().err
+    assert not said(["convert", tmp_path / "model", "--model", workdir]).err  # the best one is whole
     DAMAGES["gone"](workdir / "best/6/sums.json")
-    run(["convert", tmp_path / "model", "--model", workdir, "--overwrite"])
-    error = capsys.readouterr().err
+    error = said(["convert", tmp_path / "model", "--model", workdir, "--overwrite"]).err
     assert "best/6 is damaged (it has no sums.json); checkpoints/6 is" in error and "checkpoints/3 is used" in error
     (three / "params/manifest.ocdbt").unlink()
     found = (
@@ -431,8 +421,7 @@ def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused):
         if path.name == "metadata":
             path.write_text(json.dumps({k: x for k, x in json.loads(path.read_text()).items() if k != "sealed"}))
         path.unlink() if path.name == "sums.json" else None
-    for x, y in zip(jax.tree.leaves(asr.models.read(workdir).params), new, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(jax.tree.leaves(asr.models.read(workdir).params), new)
     next((workdir / "best/6/params/d").iterdir()).unlink()
     refused(["convert", tmp_path / "other", "--model", workdir], "best/6 lacks arrays of this model (")
 
@@ -465,8 +454,7 @@ def test_disks_without_room(tmp_path, capsys):
     assert line == f"step 5: {folder}/metrics.jsonl cannot be written, and lacks numbers: File too large"
     assert [x["step"] for x in runs.metrics_of(folder)] == [1, 4, 7]
     assert runs.open_run(folder).whole(["params", "training"]).name == "1"
-    for x, y in zip(weights(folder), first, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(weights(folder), first)
 
 
 def test_lines_of_several_processes():

@@ -93,7 +93,7 @@ def test_one_spelling(name):
         place = 0
         for line in lines:  # with the white space of the text
             place = " ".join(text.split()).index(line, place) + len(line)
-    table = [x or "" for x in tokens.labels()]
+    table = [x or "" for x in tokens.labels]
     labels = tokens.tokenizer.encode(LINES[1])
     spelled = "".join(table[i] for i in labels).encode("utf-8", "surrogateescape").decode()
     assert spelled.replace("▁", " ").strip() == decode(labels).strip()
@@ -310,8 +310,7 @@ def test_phrases(corpus, trained, tmp_path, capsys, said):
         found = search_options.decoding_of(args, model).fusion
         assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
         expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(x, y)
+        chex.assert_trees_all_equal(jax.tree.leaves(found), jax.tree.leaves(expected))
     file.write_text("AC\t2\n")
     deep = search_options.decoding_of(search_options.Searching(phrases=file, phrase_depth=0.5), model).fusion[0][0]
     _, state = deep.step(deep.initial(1), np.array([deep.start]))

@@ -65,7 +65,7 @@ def make(args):
     outputs.check(args.file, args.sources, option="")
     settings = Config.of(**command_line.given(args, OPTIONS))
     normalize, report = texts.normalizer(settings.texts.normalize, settings.texts.lower), Report()
-    columns = settings.texts.audio_column, settings.texts.text_column
+    columns = settings.texts.columns[:2]
     sentences = [words for path in args.sources for words in corpora.sentences_of(path, normalize, report, columns)]
     print(*report.lines(), sep="\n", end="\n" * bool(report.names), file=sys.stderr)
     refuse_if(not sentences, "the sources have no words")

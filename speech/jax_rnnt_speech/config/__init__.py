@@ -120,6 +120,10 @@ class Texts:
         fixed=True,
     )  # fmt: skip
 
+    @property
+    def columns(self):
+        return self.audio_column, self.text_column, self.speaker_column
+
 
 @dataclasses.dataclass(frozen=True)
 class Features:

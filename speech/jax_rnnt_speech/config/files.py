@@ -23,10 +23,8 @@ def read_file(name):
     if not path.is_file():
         known = ", ".join(sorted(x.stem for x in PRESETS.glob("*.json")))
         raise UserError(f"--config {name} is neither a file nor one of {known}")
-    try:
+    with told(f"--config {name} is not readable as JSON", OSError, ValueError):
         options = json.loads(path.read_text("utf-8"), object_pairs_hook=once)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--config {name} is not readable as JSON: {error}") from None
     return from_json(options, f"--config {name}")
 
 

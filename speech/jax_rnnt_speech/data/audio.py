@@ -14,17 +14,15 @@ import math
 import os
 import re
 import stat
-import sys
 from typing import NamedTuple
 
 import av
 import numpy as np
-from tqdm import tqdm
 
 from jax_rnnt_speech.data import headers
 from jax_rnnt_speech.data.features import scaled
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, say_once
 
 RATES = range(1000, 400_000)  # samples a second that a file may have
 PLANES = 8  # PyAV reads memory beyond the channels of a frame with more, and may end the process
@@ -302,12 +300,6 @@ def halves(some, size):
         yield np.ascontiguousarray(held)
 
 
-@functools.lru_cache(4096)
-def say(name, what):
-    """A line about a file, once."""
-    tqdm.write(f"{shown(name)}: {what}", file=sys.stderr)
-
-
 def seconds(file):
     """How long the stretches of a file last."""
     return sum(x.samples / x.rate for x in file)
@@ -359,7 +351,7 @@ def pieces(path, rate, start=0.0, end=None, channel=None, said=None):
     mix of all. What is wrong with the file is an error where it is met, which may be its end. `said` is called where
     channels cancel each other; by default a line says so.
     """
-    file, begin, said = [], 0.0, said or functools.partial(say, str(path), CANCELLED)
+    file, begin, said = [], 0.0, said or functools.partial(say_once, f"{shown(path)}: {CANCELLED}")
     for (found, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
         (first, last), read = bounds(begin, found, start, end), []
         if wanted := [i for i in channels_of(channel) if i < len(weights)]:
@@ -414,8 +406,6 @@ def resampled_pieces(some, found, rate):
 
 
 def resampled(samples, found, rate):
-    if found == rate:
-        return samples
     from scipy.signal import resample_poly  # a second: not at every start
 
     common = math.gcd(found, rate)

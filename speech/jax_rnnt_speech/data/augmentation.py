@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jax_rnnt_speech.data import audio, cache, manifests
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import refuse_if
 
 NOISE_SECONDS = 60  # of a file of noise that are used at most
 
@@ -57,17 +57,14 @@ class Versions:
 
 
 def noises_of(folder):
-    if not Path(folder).is_dir():
-        raise UserError(f"--noise {folder} is no folder of audio files")
+    refuse_if(not Path(folder).is_dir(), f"--noise {folder} is no folder of audio files")
     files = [x for x in manifests.below(folder) if x.suffix.lower() in manifests.SUFFIXES]
-    if not files:
-        raise UserError(f"--noise {folder} has no audio files")
+    refuse_if(not files, f"--noise {folder} has no audio files")
     return files
 
 
 @functools.lru_cache(256)
 def heard(path, rate):
     samples = audio.read(path, rate, 0.0, None)[: NOISE_SECONDS * rate]
-    if not samples.any():
-        raise UserError(f"--noise: {path} is silent")
+    refuse_if(not samples.any(), f"--noise: {path} is silent")
     return samples

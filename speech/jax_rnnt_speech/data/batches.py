@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_rnnt_speech.data import corpora, texts
 from jax_rnnt_speech.data.utterances import Report
-from jax_rnnt_speech.system import UserError, hosts
+from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
 TEXT_LABELS = 48  # of a sentence, at most
 
@@ -73,8 +73,7 @@ def sentences(config, tokens):
             report.add("characters outside the vocabulary", " ".join(words))
     for line in report.lines():
         hosts.say(f"text: {line}")
-    if not spelled:
-        raise UserError(f"--text {config.data.text} has no sentence that the vocabulary can spell")
+    refuse_if(not spelled, f"--text {config.data.text} has no sentence that the vocabulary can spell")
     labels = np.zeros((len(spelled), TEXT_LABELS), np.int32)
     for row, x in zip(labels, spelled):
         row[: len(x)] = x

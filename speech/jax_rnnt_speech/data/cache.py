@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jax_rnnt_speech.data import audio
-from jax_rnnt_speech.system import UserError, hosts, outputs, reason
+from jax_rnnt_speech.system import UserError, hosts, outputs, refuse_if
 
 FORM = 2  # of the files: another number makes them anew
 READERS = 4  # threads that make features
@@ -81,7 +81,7 @@ class Stored:
         if not jax.process_index():
             if (self.folder / AGAIN).exists():
                 outputs.remove(self.folder)
-            elif self.folder.is_dir() and (found := self.damage()):
+            elif self.folder.is_dir() and (found := outputs.damage(self.folder)):
                 print(f"the cache {self.folder} is damaged, and made anew: {found}", file=sys.stderr)
                 outputs.remove(self.folder)
             if not self.folder.is_dir():
@@ -89,26 +89,13 @@ class Stored:
         hosts.wait(f"{self.folder.name} is filled")
         self.open()
 
-    def damage(self):
-        """What is wrong with the files, or None."""
-        if found := outputs.damage(self.folder):
-            return found
-        try:
-            index = np.load(self.folder / "index.npy")
-            json.loads((self.folder / "left-out.json").read_text("utf-8"))
-            size, need = (self.folder / "arrays").stat().st_size, 2 * self.features * int(index[:, 1].sum())
-        except (OSError, ValueError, EOFError, LookupError) as error:
-            return reason(error)
-        return None if size == need else f"arrays has {size} bytes of {need}"
-
     def open(self):
         self.index = np.load(self.folder / "index.npy")
         for why, names in json.loads((self.folder / "left-out.json").read_text("utf-8")).items():
             for name in names:
                 self.report.add(why, name, again=False)
         total = int(self.index[:, 1].sum())
-        if not total:
-            raise UserError(f"no utterance has readable audio{self.report.summary()}")
+        refuse_if(not total, f"no utterance has readable audio{self.report.summary()}")
         self.arrays = np.memmap(self.folder / "arrays", np.float16, "r", shape=(total, self.features))
 
     def fill(self, made):

@@ -17,18 +17,10 @@ from jax_rnnt_speech.data import archives, audio, augmentation, cache, features,
 from jax_rnnt_speech.data.audio import AudioError
 from jax_rnnt_speech.data.manifests import Fault
 from jax_rnnt_speech.data.utterances import Report, Utterance
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
 READERS = 16  # threads that decode
 MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"  # of language models
-
-
-def stretches_of(files, lengths):
-    """What each file holds, or an AudioError, by its path."""
-    with ThreadPoolExecutor(READERS) as pool:
-        found = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
-    lengths.write()
-    return found
 
 
 def usable(entries, report, lengths):
@@ -36,9 +28,12 @@ def usable(entries, report, lengths):
     listed = []
     for x in entries:
         report.add(*x) if isinstance(x, Fault) else listed.append(x)
-    files = stretches_of(list(dict.fromkeys(x.audio for x in listed)), lengths)
+    files = list(dict.fromkeys(x.audio for x in listed))
+    with ThreadPoolExecutor(READERS) as pool:
+        found = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
+    lengths.write()
     for entry in listed:
-        file = files[entry.audio]
+        file = found[entry.audio]
         try:
             if isinstance(file, AudioError):
                 raise file
@@ -54,10 +49,6 @@ def usable(entries, report, lengths):
             if entry.channel is None and any(x.opposed for x in file):
                 report.note(audio.CANCELLED, entry.audio, again=False)
             yield entry, file
-
-
-def samples_of(entry, rate):
-    return audio.read(entry.audio, rate, entry.start, entry.end, entry.channel)
 
 
 def sentences_of(path, normalize, report, columns=()):
@@ -87,22 +78,17 @@ class Recordings:
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
-        columns = config.texts.audio_column, config.texts.text_column, config.texts.speaker_column
         for sources in (names(paths), names(synthetic)):
             if made := [x for x in map(str, sources) if by_function(x)]:
                 raise UserError(
                     f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test"
                 )
             first = len(self.entries)
-            entries = manifests.read_all(sources, *columns, lenient=lenient and len(sources) > 1)
+            entries = manifests.read_all(sources, *config.texts.columns, lenient=lenient and len(sources) > 1)
             for entry, file in usable(entries, self.report, lengths):
                 samples = audio.size(file, config.features.rate, entry.start, entry.end)
-                text, frames, seconds = (
-                    normalize(entry.text),
-                    self.extractor.count(samples),
-                    samples / config.features.rate,
-                )
-                utterance = Utterance(entry.name, frames, text, entry.speaker, seconds)
+                frames, seconds = self.extractor.count(samples), samples / config.features.rate
+                utterance = Utterance(entry.name, frames, normalize(entry.text), entry.speaker, seconds)
                 if reason := self.unusable(entry, utterance, samples):
                     self.report.add(reason, entry.name)
                 else:
@@ -137,14 +123,15 @@ class Recordings:
 
     def samples(self, i, rng):
         """Samples [S] of an utterance."""
-        return samples_of(self.entries[i], self.config.features.rate)
+        x = self.entries[i]
+        return audio.read(x.audio, self.config.features.rate, x.start, x.end, x.channel)
 
     def load(self, i, rng):
         """Features [T, F] of an utterance; None: its audio is bad."""
         (version, place), frames = divmod(i, len(self.entries)), self.utterances[i].frames
         entry = self.entries[place]
         try:
-            samples = samples_of(entry, self.config.features.rate)
+            samples = self.samples(place, rng)
             samples = self.versions.of(samples, version, place) if version else samples
             if self.extractor.count(len(samples)) != frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
@@ -183,8 +170,7 @@ def tested(paths, config):
     if len(paths) != 1 or not by_function(paths[0]):
         return Recordings(paths, config, lenient=True, testing=True)
     corpus = open_corpus(paths[0], config, "valid")
-    if not hasattr(corpus, "samples"):
-        raise UserError(f"{paths[0]}: its corpus has no samples, which a test listens to")
+    refuse_if(not hasattr(corpus, "samples"), f"{paths[0]}: its corpus has no samples, which a test listens to")
     return corpus
 
 
@@ -194,11 +180,9 @@ def open_corpus(name, config, split, folder=None):
     if weight := next((x for x in names(name) if archives.weighted(x)[1] is not None), None):
         raise UserError(f"--{split} {weight}: weights need --on-the-fly, and are for --train")
     if made := by_function(name):
-        if train and config.data.synthetic:
-            raise UserError("--synthetic needs recordings in --train")
+        refuse_if(train and config.data.synthetic, "--synthetic needs recordings in --train")
         return texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
     more = {"versions": augmentation.Versions(config), "synthetic": config.data.synthetic} if train else {}
     corpus = Recordings(name, config, cache.Lengths(folder), **more)
-    if not corpus.utterances:
-        raise UserError(f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
+    refuse_if(not corpus.utterances, f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
     return cache.features(corpus, folder)

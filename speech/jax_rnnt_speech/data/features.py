@@ -147,18 +147,14 @@ PRESETS = {
 
 
 @functools.lru_cache
-def made(preset, rate, mels, window, hop, streams):
-    window, hop = round(rate * window / 1000), max(1, round(rate * hop / 1000))
-    fields = PRESETS[preset]
-    size = window if preset == "whisper" else 2 ** math.ceil(math.log2(window))
-    if preset == "nemo" and streams:
-        fields = fields | {"normalize": "corpus"}  # a stream is never whole; Nemotron's features are as they are
-    return Extractor(rate, mels, window, hop, size, **fields)
-
-
 def extractor(options, streams=False):
     """The Extractor of a `config.Features`; `streams`: for recordings that are never whole."""
-    return made(options.kind, options.rate, options.mels, options.window, options.hop, bool(streams))
+    window, hop = round(options.rate * options.window / 1000), max(1, round(options.rate * options.hop / 1000))
+    fields = PRESETS[options.kind]
+    size = window if options.kind == "whisper" else 2 ** math.ceil(math.log2(window))
+    if options.kind == "nemo" and streams:
+        fields = fields | {"normalize": "corpus"}  # Nemotron's features are as they are
+    return Extractor(options.rate, options.mels, window, hop, size, **fields)
 
 
 def draw_spans(options, rng, frames, features):

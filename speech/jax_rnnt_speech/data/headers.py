@@ -4,11 +4,9 @@ import os
 import re
 import struct
 
-# Begins of files that FFmpeg reads once, where several are joined.
+# Begins of files that FFmpeg reads once, where several are joined. Patterns of which each begins in one way are fast.
 JOINED = (
-    *(
-        name + rb".{4}WAVE[ -~]{4}" for name in (b"RIFF", b"RIFX", b"RF64", b"BW64")
-    ),  # patterns that begin alike are fast
+    *(name + rb".{4}WAVE[ -~]{4}" for name in (b"RIFF", b"RIFX", b"RF64", b"BW64")),
     *(rb"FORM.{4}AIF[FC]", rb"riff\x2e\x91\xcf\x11", rb"caff\0\x01\0\0desc"),
     *(rb"fLaC[\0\x80]\0\0\x22", rb"\0\0\0.ftyp[ -~]{4}"),
 )

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from jax_rnnt_speech.data import audio, cache, headers, workers
-from jax_rnnt_speech.data.archives import parquet, storage
+from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.data.manifests import Fault
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import outputs
 
 FORM = 3  # of the files: another number makes them anew
 LITTLE = 1e-3  # seconds of what begins behind the end of its file
@@ -28,26 +28,18 @@ ARRAYS = "rows", "seconds", "shards"
 
 
 class Index:
-    """What a folder holds. To a worker, the name of the folder goes with the shards."""
+    """What a folder holds. To a worker, the name of the folder goes with the shards.
+
+    `rows`: int64 [n, 5], as the shards understand them. `seconds`: float32 [n]; below 0 where they are an estimate, 0
+    where a header must be read. `shards`: int32 [n], numbers of shards, which ascend.
+    """
 
     def __init__(self, folder, number, listed, keys):
         self.folder, self.number, self.listed, self.keys = folder, number, listed, keys  # the number of the reader
+        self.rows, self.seconds, self.shards = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS)
 
     def __reduce__(self):
         return Index, (self.folder, self.number, self.listed, self.keys)
-
-    def array(self, name):
-        return np.load(self.folder / f"{name}.npy", mmap_mode="r")
-
-    @functools.cached_property
-    def rows(self):
-        """int64 [n, 5], as the shards understand them."""
-        return self.array("rows")
-
-    @functools.cached_property
-    def seconds(self):
-        """float32 [n]; below 0 where they are an estimate, 0 where a header must be read."""
-        return self.array("seconds")
 
     @functools.cached_property
     def later(self):
@@ -58,11 +50,6 @@ class Index:
             return np.memmap(self.folder / "later", np.float32, "r+", shape=self.seconds.shape)
         except OSError:  # no room, or a folder of someone else: nothing is kept
             return np.zeros(self.seconds.shape, np.float32)
-
-    @functools.cached_property
-    def shards(self):
-        """int32 [n], numbers of shards, which ascend."""
-        return self.array("shards")
 
     def entry(self, i, sought=True):
         """The Entry or Fault of an utterance. `sought`: whether its audio is."""
@@ -76,8 +63,7 @@ class Index:
             pieces = np.split(left, np.flatnonzero(np.diff(self.shards[left])) + 1)  # of a shard each
             pieces = [x[i : i + PIECE] for x in pieces for i in range(0, len(x), PIECE)]
             with ThreadPoolExecutor(THREADS) as pool:
-                for _ in pool.map(self.read, pieces):
-                    pass
+                list(pool.map(self.read, pieces))  # so that errors are raised
             seconds = np.where(seconds == 0, self.later[items], seconds)
         return seconds
 
@@ -114,59 +100,35 @@ def by_header(entry):
 def of_header(recording):
     """Seconds of a recording by its header, below 0 where they are an estimate; an AudioError where there are none."""
     member = isinstance(recording, storage.Member)
-    place, size = (recording.place, recording.size) if member else (0, None)
-    if isinstance(recording, parquet.Cell):
-        data = recording.loaded()
-        size = data.getbuffer().nbytes
-        return headers.seconds(data.read(storage.HEAD), size) or probed(recording, data, 0, size)
     with audio.opened(recording.archive if member else recording) as file:
-        size = os.fstat(file.fileno()).st_size if size is None else size
-        file.seek(place)
-        return headers.seconds(file.read(storage.HEAD), size) or probed(recording, file, place, place + size)
+        begin = recording.place if member else 0
+        end = begin + recording.size if member else file.seek(0, os.SEEK_END)
+        part = headers.Part(file, begin, end)
+        return headers.seconds(file.read(storage.HEAD), end - begin) or probed(recording, part)
 
 
-def probed(recording, file, begin, end):
+def probed(recording, part):
     """Seconds that FFmpeg finds in a header or estimates from a size, below 0."""
     import av
 
-    named = headers.Part(Named(file, str(recording)), begin, end)
-    options = {"format_whitelist": audio.FORMATS}
-    with contextlib.suppress(av.error.FFmpegError), av.open(named, options=options, **audio.TAGS) as container:
+    part.seek(0)
+    part.name, options = os.path.basename(str(recording)), {"format_whitelist": audio.FORMATS}
+    with contextlib.suppress(av.error.FFmpegError), av.open(part, options=options, **audio.TAGS) as container:
         if container.duration:
             return -container.duration / av.time_base
     return -audio.seconds(audio.stretches(recording))  # nothing but decoding tells
 
 
-class Named:
-    """A file with a name."""
-
-    def __init__(self, file, name):
-        self.read, self.seek, self.tell, self.name = file.read, file.seek, file.tell, name
-
-
-def scanned(shard, keys):
+def scanned(shards, keys, i):
     """(rows, seconds, faults) of a shard."""
     rows, seconds, faults = [], [], []
-    for x in shard.read(keys, brief=True):
+    for x in shards[i].read(keys, brief=True):
         if isinstance(x, Fault):
             faults.append([x.reason, x.name])
             continue
         rows.append(x[0])
         seconds.append((x[1][1] or 0.0) if type(x[1]) is tuple else written(x[1]))  # of a usual line, or of an Entry
     return np.array(rows, np.int64).reshape(-1, 5), np.array(seconds, np.float32), faults
-
-
-class Scan:
-    """Scans shards by their numbers. Errors are results, as Grain's workers would print them with a traceback."""
-
-    def __init__(self, shards, keys):
-        self.shards, self.keys = shards, keys
-
-    def __call__(self, i):
-        try:
-            return scanned(self.shards[i], self.keys)
-        except UserError as error:
-            return str(error)
 
 
 def indexed(shards, keys, folder, number=0, count=0):
@@ -182,13 +144,8 @@ def indexed(shards, keys, folder, number=0, count=0):
 
 
 def fill(shards, keys, folder, count):
-    import grain
-
-    read = grain.MapDataset.source(range(len(shards))).map(Scan(shards, keys))
-    found, faults = [], []
-    for x in outputs.bar(workers.items(read, THREADS, count), "shards", len(shards)):
-        if isinstance(x, str):
-            raise UserError(x)
+    found, faults, read = [], [], functools.partial(scanned, shards, keys)
+    for x in outputs.bar(workers.items(read, len(shards), THREADS, count), "shards", len(shards)):
         found.append(x[:2])
         faults += x[2]
     folder.parent.mkdir(parents=True, exist_ok=True)

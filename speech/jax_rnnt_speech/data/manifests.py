@@ -65,6 +65,12 @@ class LineError(ValueError):
     """Why a line is left out."""
 
 
+def leave_out_if(wrong, reason):
+    """Raises the LineError of a line that is left out where something is wrong."""
+    if wrong:
+        raise LineError(reason)
+
+
 class ListError(UserError):
     """A manifest or folder that lists nothing. `reason` says why, behind its name."""
 
@@ -86,6 +92,13 @@ def is_list(path):
     return known or archives.is_archive(path) or archives.is_pattern(path)
 
 
+def keys_of(audio_column="", text_column="", speaker_column="", texts=True):
+    """Keys of a row's audio, text and speaker: a column, or the usual ones, perhaps behind others."""
+    columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
+    columns = *columns, (speaker_column, SPEAKER_KEYS)
+    return [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
+
+
 def read(path, audio_column="", text_column="", speaker_column="", texts=True, alone=True):
     """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
 
@@ -99,9 +112,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
         for x in archives.expanded(path):
             yield from read(x, audio_column, text_column, speaker_column, texts, alone)
         return
-    columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
-    columns = *columns, (speaker_column, SPEAKER_KEYS)
-    keys = [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
+    keys = keys_of(audio_column, text_column, speaker_column, texts)
     try:
         if not path.exists():
             raise ListError(path, "does not exist")
@@ -170,23 +181,37 @@ def manifest(path, keys):
     if rows is None:
         raise ListError(path, f"is neither a folder nor a manifest ({MANIFESTS})")
     for name, row in rows(path, keys):
-        try:
-            if isinstance(row, LineError):
-                raise row
-            if not isinstance(row, dict):
-                raise LineError("not an object with keys")
-            yield from (cuts if is_cut(row) else utterances)(row, path, name, keys)
-        except LineError as error:
-            yield Fault(str(error), name)
+        yield from of_row(row, path, name, keys)
+
+
+def of_row(row, path, name, keys):
+    """Entries and Faults of a row; `path`: -> `entry`."""
+    try:
+        yield from (cuts if is_cut(object_of(row)) else utterances)(row, path, name, keys)
+    except LineError as error:
+        yield Fault(str(error), name)
+
+
+def object_of(row):
+    """The row, which must be an object; raises the LineError that it may be."""
+    if isinstance(row, LineError):
+        raise row
+    leave_out_if(not isinstance(row, dict), "not an object with keys")
+    return row
+
+
+def parsed(text):
+    """What JSON says, or a LineError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return LineError("not JSON")
 
 
 def objects(path, keys):
     """(name, object or LineError) of JSON lines, or of an array."""
     text = text_of(path)
-    try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
-        whole = None
+    whole = parsed(text)
     if isinstance(whole, list):
         yield from ((f"{path.name} item {i}", x) for i, x in enumerate(whole, 1))
     elif isinstance(whole, dict):
@@ -194,21 +219,7 @@ def objects(path, keys):
     else:
         for i, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                try:
-                    yield f"{path.name} line {i}", json.loads(line)
-                except (ValueError, RecursionError):
-                    yield f"{path.name} line {i}", LineError("not JSON")
-
-
-def object_of(line):
-    """The object of a line of JSON."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        raise LineError("not JSON") from None
-    if not isinstance(row, dict):
-        raise LineError("not an object with keys")
-    return row
+                yield f"{path.name} line {i}", parsed(line)
 
 
 def table(path, keys):
@@ -271,10 +282,7 @@ def plain(line, keys, name=None):
 
     `name`: that of the audio, if it is not in the line.
     """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    row = parsed(line)
     if not isinstance(row, dict) or not APART.isdisjoint(row):
         return None
     name, seconds = name or row.get(keys[0][0]) or first_of(row, keys[0]), row.get("duration")
@@ -309,8 +317,7 @@ def number(row, keys):
         numbers = [math.nan if isinstance(x, bool) else float(x) for x in values.values()]
     except (ValueError, TypeError, OverflowError):
         numbers = [math.nan]
-    if not 0 <= numbers[0] < math.inf:
-        raise LineError(f"{key} is no number of seconds")
+    leave_out_if(not 0 <= numbers[0] < math.inf, f"{key} is no number of seconds")
     if any(later(x, numbers[0]) or later(numbers[0], x) for x in numbers):
         raise LineError(f"{' and '.join(values)} contradict each other")
     return numbers[0]
@@ -325,13 +332,11 @@ def span(row, notes):
     if start is None and end is None:
         return 0.0, None, length(row, notes)
     start, duration = start or 0.0, number(row, ("duration",))
-    if duration == 0:
-        raise LineError("duration is no number of seconds above 0")
+    leave_out_if(duration == 0, "duration is no number of seconds above 0")
     if end is not None and duration is not None and abs(start + duration - end) > 0.1:
         raise LineError("end and duration contradict each other")
     end = end if end is not None or duration is None else start + duration
-    if end is not None and not later(end, start):
-        raise LineError("the end is not after the start")
+    leave_out_if(end is not None and not later(end, start), "the end is not after the start")
     return start, end, None
 
 
@@ -353,8 +358,7 @@ def channel(row, keys=CHANNEL_KEYS):
     if x in (None, "average"):
         return None
     some = [as_integer(y) for y in (x if isinstance(x, list) else [x])]
-    if not some or None in some:
-        raise LineError("channel is no number from 0 on")
+    leave_out_if(not some or None in some, "channel is no number from 0 on")
     return tuple(some) if isinstance(x, list) else some[0]
 
 
@@ -413,10 +417,8 @@ def local(name):
         return os.path.expanduser(name)
     scheme, _, rest = name.partition(":")
     host, slash, path = rest[2:].partition("/") if rest.startswith("//") else ("", "", rest)
-    if scheme.lower() != "file":
-        raise LineError(f"an address of {scheme}: only files of this computer are read")
-    if host.lower() not in ("", "localhost"):
-        raise LineError("an address of a file on another computer")
+    leave_out_if(scheme.lower() != "file", f"an address of {scheme}: only files of this computer are read")
+    leave_out_if(host.lower() not in ("", "localhost"), "an address of a file on another computer")
     return urllib.request.url2pathname(slash + path)
 
 
@@ -434,12 +436,10 @@ def entry(row, path, keys, name=""):
     """
     audio, notes = first_of(row, keys[0]), []
     audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
-    if not audio:
-        raise LineError("no name of an audio file")
+    leave_out_if(not audio, "no name of an audio file")
     file = path(audio) if callable(path) else located(audio, path)
     (start, end, whole), text = span(row, notes), first_of(row, keys[1])
-    if keys[1] and not any(x in row for x in keys[1]):
-        raise LineError("no text")
+    leave_out_if(keys[1] and not any(x in row for x in keys[1]), "no text")
     text = "" if text is None else encodable(text, "the text")
     if (start, end) != (0.0, None):
         audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
@@ -456,13 +456,11 @@ def utterances(row, path, line, keys):
         return
     if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
         raise LineError("segments are no list of objects")
-    if first_of(row, START_KEYS + END_KEYS) is not None:
-        raise LineError("segments of a segment are not read")
+    leave_out_if(first_of(row, START_KEYS + END_KEYS) is not None, "segments of a segment are not read")
     common = {x: row[x] for x in (*keys[0], *CHANNEL_KEYS, *keys[2]) if x in row}
     for i, part in enumerate(parts, 1):
         try:
-            if span(part, [])[:2] == (0.0, None):
-                raise LineError("a segment without start and end")
+            leave_out_if(span(part, [])[:2] == (0.0, None), "a segment without start and end")
             found, notes = entry(common | part, path, keys), []
             yield found._replace(whole=length(row, notes), notes=(*found.notes, *notes))
         except LineError as error:
@@ -477,14 +475,12 @@ def is_cut(row):
 def cuts(row, path, line, _):
     """Entries of one of Lhotse's cuts: one for each of its supervisions."""
     recording, supervisions = row.get("recording"), row.get("supervisions")
-    if "tracks" in row:
-        raise LineError("a mixed cut of Lhotse is not read")
+    leave_out_if("tracks" in row, "a mixed cut of Lhotse is not read")
     if not isinstance(recording, dict) or not isinstance(recording.get("sources"), list):
         raise LineError("a cut of Lhotse without a recording")
     if not isinstance(supervisions, list) or not supervisions or not all(isinstance(x, dict) for x in supervisions):
         raise LineError("a cut of Lhotse without supervisions")
-    if recording.get("transforms"):
-        raise LineError("a recording of Lhotse with transforms is not read")
+    leave_out_if(recording.get("transforms"), "a recording of Lhotse with transforms is not read")
     first, duration = number(row, ("start",)) or 0.0, number(row, ("duration",))
     for i, x in enumerate(supervisions, 1):
         try:
@@ -500,8 +496,7 @@ def supervision(x, name, row, recording, path, first, whole):
     offset, duration = first_of(x, ("start",)) or 0.0, number(x, ("duration",))
     if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not math.isfinite(offset):
         raise LineError("start is no number of seconds")
-    if duration is None or not duration:
-        raise LineError("a supervision of Lhotse without duration")
+    leave_out_if(not duration, "a supervision of Lhotse without duration")
     if later(-0.1, offset) or (whole is not None and later(offset + duration, whole + 0.1)):
         raise LineError("a supervision of Lhotse that goes beyond its cut")
     start = max(0.0, first + offset)
@@ -509,8 +504,7 @@ def supervision(x, name, row, recording, path, first, whole):
     sources = [y for y in recording["sources"] if isinstance(y, dict) and y.get("type") == "file"]
     if len(sources) < len(recording["sources"]) or not sources:
         raise LineError("a source of Lhotse that is no file is not read")
-    if chosen is None and len(sources) > 1:
-        raise LineError("a recording of Lhotse in several files, without a channel")
+    leave_out_if(chosen is None and len(sources) > 1, "a recording of Lhotse in several files, without a channel")
     wanted = {chosen} if isinstance(chosen, int) else set(chosen or ())
     for source in sources:
         known = source.get("channels") or [0]
@@ -580,8 +574,7 @@ def beside(path):
         file = files.get((parent, name))
         unused.pop((parent, name), None)
         try:
-            if file is None:
-                raise LineError("a text without its audio file")
+            leave_out_if(file is None, "a text without its audio file")
             names = Path(os.path.abspath(file)).parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
             known = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
             yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=known)
@@ -604,15 +597,11 @@ def kaldi(path, texts=True):
     for name, *text in fields("text") if texts else [[x] for x in segments]:
         try:
             where = segments.pop(name, None)
-            if where is None:
-                raise LineError("a text without its recording")
-            if len(where) not in (3, 4):
-                raise LineError("no segment: expected a recording, a start and an end")
+            leave_out_if(where is None, "a text without its recording")
+            leave_out_if(len(where) not in (3, 4), "no segment: expected a recording, a start and an end")
             file = files.get(where[0])
-            if not file:
-                raise LineError("a segment of a recording that wav.scp lacks")
-            if file.endswith("|") or file.startswith("|"):
-                raise LineError("a command in wav.scp is not run")
+            leave_out_if(not file, "a segment of a recording that wav.scp lacks")
+            leave_out_if(file.endswith("|") or file.startswith("|"), "a command in wav.scp is not run")
             row = {"audio": file, "text": " ".join(text), "speaker": speakers.get(name), "channel": "".join(where[3:])}
             row |= {"start": where[1], "end": None if where[2].startswith("-") else where[2]}
             yield entry(row, path / "wav.scp", PLAIN, name)

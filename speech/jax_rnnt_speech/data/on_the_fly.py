@@ -32,7 +32,7 @@ from jax_rnnt_speech.data import (
 from jax_rnnt_speech.data import tokens as vocabularies
 from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.data.utterances import Report, Utterance
-from jax_rnnt_speech.system import UserError, hosts
+from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
 SAMPLE = 20_000  # texts of which a vocabulary is made, and the longest ones are found
 ROOM = 1.25  # for labels in a batch, beyond the longest of a sample
@@ -49,13 +49,6 @@ class Named(NamedTuple):
     name: str
     weight: float | None
     synthetic: bool = False
-
-
-def keys_of(options):
-    """Names of columns, and of the keys of a row, by a `config.Texts`."""
-    columns = options.audio_column, options.text_column, options.speaker_column
-    usual = manifests.AUDIO_KEYS, manifests.TEXT_KEYS, manifests.SPEAKER_KEYS
-    return columns, [(x,) if x and isinstance(x, str) else (*x, *more) for x, more in zip(columns, usual)]
 
 
 def hours_of(found, items):
@@ -83,7 +76,7 @@ class Loader:
         return vocabularies.from_json(self.vocabulary), normalize, extractor, augmentation.Versions(self.config)
 
     def __call__(self, epoch, shape, rows):
-        frames, labels, left_out, items = self.shapes[shape].frames, {}, [], []
+        labels, left_out, items = {}, [], []
         for i, row in enumerate(rows):
             x, spans, name = None, 0, "an utterance"
             if row is not None:
@@ -99,13 +92,8 @@ class Loader:
                 except (audio.AudioError, manifests.LineError) as error:
                     left_out.append((getattr(error, "reason", str(error)), name))
             items.append((i, x, spans))
-        bucket = batches.Bucket(frames, self.shapes[shape].labels, len(rows), ())
-        batch = batches.collate(batches.Labelled(self, labels), self.config.data, bucket, items, len(rows))
-        return batch | {"left_out": left_out}
-
-    @property
-    def corpus(self):
-        return self
+        data = batches.Labelled(self, labels)
+        return batches.collate(data, self.config.data, self.shapes[shape], items, len(rows)) | {"left_out": left_out}
 
     def loaded(self, entry, version, key, shape, seconds):
         """(features, labels) of an utterance, or a LineError or AudioError that says why there are none.
@@ -116,27 +104,20 @@ class Loader:
         if isinstance(entry, manifests.Fault):
             raise manifests.LineError(entry.reason)
         text = normalize(entry.text)
-        if not text:
-            raise manifests.LineError("empty transcript")
+        manifests.leave_out_if(not text, "empty transcript")
         labels = vocabulary.encode(text)
-        if labels is None:
-            raise manifests.LineError("characters outside the vocabulary")
+        manifests.leave_out_if(labels is None, "characters outside the vocabulary")
         rate, most = self.config.features.rate, self.config.data.max_seconds
-        if seconds > most:
-            raise manifests.LineError(f"longer than {most:g} s")
+        manifests.leave_out_if(seconds > most, f"longer than {most:g} s")
         samples = read(entry, rate)
         found = len(samples) / rate
         if entry.end is None and entry.whole and abs(entry.whole - entry.start - found) > 0.1 + 0.05 * entry.whole:
             raise manifests.LineError("duration differs from the manifest's")
-        if len(samples) > round(most * rate):
-            raise manifests.LineError(f"longer than {most:g} s")
+        manifests.leave_out_if(len(samples) > round(most * rate), f"longer than {most:g} s")
         x = extractor(versions.of(samples, version, key))
-        if not len(x):
-            raise manifests.LineError("shorter than a frame")
-        if len(x) > self.shapes[shape].frames:
-            raise manifests.LineError("longer than its manifest or header says")
-        if len(labels) > -(-len(x) // self.subsampling):
-            raise manifests.LineError("fewer frames than labels")
+        manifests.leave_out_if(not len(x), "shorter than a frame")
+        manifests.leave_out_if(len(x) > self.shapes[shape].frames, "longer than its manifest or header says")
+        manifests.leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
         if len(labels) > self.shapes[shape].labels:
             raise manifests.LineError("more labels than batches of its length have room for")
         return x, np.array(labels, np.int32)
@@ -148,24 +129,10 @@ def read(entry, rate):
     return storage.steadily(lambda: audio.read(*where), entry.audio)
 
 
-class Work:
-    """A source of data for Grain: batches by their numbers.
-
-    Errors are results, as Grain's workers would print them with a traceback.
-    """
-
-    def __init__(self, batches, loads, count):
-        self.batches, self.loads, self.count = batches, loads, count
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, i):
-        try:
-            found = self.batches[i]
-            return self.loads(*found) if found else {}
-        except UserError as error:
-            return {"error": str(error)}
+def batch_of(drawn, loads, i):
+    """A batch of an `order.Batches` by its number; behind the last one there is nothing."""
+    found = drawn[i]
+    return loads(*found) if found else {}
 
 
 class OnTheFly:
@@ -177,34 +144,26 @@ class OnTheFly:
     def __init__(self, config, folder, count, known=None, step=0):
         self.config, self.folder, self.workers, self.report = config, folder, count, Report()
         self.features, self.hop, self.further = config.features.mels, config.features.hop / 1000, frozenset()
-        self.columns, self.keys = keys_of(config.texts)
+        self.keys = manifests.keys_of(*config.texts.columns)
         self.normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.versions, self.known, self.step = augmentation.Versions(config), known, step
         self.named = [Named(*archives.weighted(x)) for x in names(config.data.train)]
-        self.named += [
-            Named(*archives.weighted(x), True) for x in names(config.data.synthetic) if config.data.synthetic
-        ]
+        self.named += [Named(*archives.weighted(x), True) for x in names(config.data.synthetic)]
         part, processes = hosts.part()
         self.readers = known["readers"] if known and known["readers"] % processes == 0 else 0
-        self.readers = self.readers or self.wished(processes)
+        self.readers = self.readers or config.data.readers or processes
+        refuse_if(self.readers % processes, f"--readers {self.readers} must be a multiple of the {processes} processes")
         self.own = range(part * self.readers // processes, (part + 1) * self.readers // processes)
         self.list()
         self.utterances, self.places = self.sample()
         self.texts = [text for some in hosts.each([x.text for x in self.utterances]) for text in some]
 
-    def wished(self, processes):
-        count = self.config.data.readers
-        if count and count % processes:
-            raise UserError(f"--readers {count} must be a multiple of the {processes} processes")
-        return count or processes
-
     def list(self):
         """Shards of the sources, and the index of those that are this process's."""
-        every = [archives.of(x.name, self.keys, self.columns, self.readers) for x in self.named]
+        every = [archives.of(x.name, self.config.texts.columns, self.readers) for x in self.named]
         for x, shards in zip(self.named, every):
-            if not shards:
-                raise UserError(f"{x.name}: nothing is listed")
+            refuse_if(not shards, f"{x.name}: nothing is listed")
         self.indices, self.kinds = [], []
         files = [[str(y), os.path.getsize(y)] for some in every for shard in some for y in shard.files
                  if os.path.isfile(y)]  # fmt: skip
@@ -248,21 +207,18 @@ class OnTheFly:
         """Utterances of this process, and (reader, number) of each."""
         if not hosts.gathered(np.array([[sum(len(x) for some in self.items for x in some)]])).sum():
             raise UserError(f"{', '.join(x.name for x in self.named)}: no usable utterance{self.report.summary()}")
-        every = []  # of each reader as many, so that the number of processes does not matter
-        self.whole_sample = True
-        for place, some in enumerate(self.items):
+        found, places, self.whole_sample = [], [], True
+        for place, some in enumerate(self.items):  # as many of each reader: the number of processes does not matter
             numbers = np.sort(np.concatenate(some))
             step = max(1, -(-len(numbers) * self.readers // SAMPLE))
             self.whole_sample &= step == 1
-            every += [(place, i) for i in numbers[::step].tolist()]
-        found, places = [], []
-        for place, i in every:
-            if x := self.said(place, i):
-                x, text = x
-                seconds = float(abs(self.indices[place].seconds[i])) or self.config.data.max_seconds
-                samples = round(seconds * self.config.features.rate)
-                found.append(Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds))
-                places.append((place, i))
+            for i in numbers[::step].tolist():
+                if x := self.said(place, i):
+                    x, text = x
+                    seconds = float(abs(self.indices[place].seconds[i])) or self.config.data.max_seconds
+                    samples = round(seconds * self.config.features.rate)
+                    found.append(Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds))
+                    places.append((place, i))
         return found, places
 
     def said(self, place, i):
@@ -301,8 +257,7 @@ class OnTheFly:
             if part.any() and (mixed or part is not train):
                 base = [self.hours[k] if w is None else w for k, w in enumerate(given)]
                 weights = np.where(part, np.power(base, options.temperature), 0)
-                if not weights.sum():
-                    raise UserError("the weights of sources must not all be 0")
+                refuse_if(not weights.sum(), "the weights of sources must not all be 0")
                 for k in np.flatnonzero(part):
                     draws[k] = round(amount * weights[k] / weights.sum())
         return counts, draws
@@ -312,12 +267,10 @@ class OnTheFly:
         config, options = self.config, self.config.data
         counts, draws = self.shares()
 
-        def sources(some):
-            return [order.Source(x, y.synthetic) for x, y in zip(some, self.named)]
-
         each = [None if x is None else max(1, round(x / self.readers)) if x else 0 for x in draws]
+        synthetic = [x.synthetic for x in self.named]
         readers = [
-            order.Reader(found.number, config.run.seed, found, sources(some), each, self.versions.count,
+            order.Reader(found.number, config.run.seed, found, some, synthetic, each, self.versions.count,
                          self.versions.speeds, options.max_seconds, options.buffer)
             for found, some in zip(self.indices, self.items)
         ]  # fmt: skip
@@ -427,8 +380,6 @@ class OnTheFly:
 
         `then`: a function of a batch and a generator of random numbers, to add to it.
         """
-        import grain
-
         source, made, ahead, pool = self.order, None, None, ThreadPoolExecutor(1)
         step, epoch, window, done = self.place
         try:
@@ -451,12 +402,10 @@ class OnTheFly:
                         left = order.Batches(source, epoch, window, int(mine[:i].sum()), until)
                         some = any(x.size for x in source.readers)
                         count = some * (2**31 if until is not None else end - step + 1)
-                        every = grain.MapDataset.source(Work(left, self.loads, count))
-                        made = workers.items(every, 1 if self.workers else THREADS, self.workers)
+                        load = functools.partial(batch_of, left, self.loads)
+                        made = workers.items(load, count, 1 if self.workers else THREADS, self.workers)
                     empty = [None] * source.shapes[shapes[i]].rows * len(source.readers)
                     batch = next(made) if mine[i] else self.loads(epoch, int(shapes[i]), empty)
-                    if "error" in batch:
-                        raise UserError(batch["error"])
                     for reason, name in batch.pop("left_out"):
                         self.report.add(reason, name, again=False)
                     if then:

@@ -18,20 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_rnnt_speech.system import UserError, hosts
+from jax_rnnt_speech.system import hosts, refuse_if
 
 SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
 ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
 SOUGHT = 1000  # lengths among which limits of buckets are chosen
 NEAR = 0.9  # of the longest utterances that are used, where a bucket for longer ones is not worth it
 LEAST = 1000  # utterances of a window, for each reader
-
-
-class Source(NamedTuple):
-    """What one name of --train or --synthetic is for a reader."""
-
-    items: np.ndarray  # numbers of usable utterances of the reader, as the shards list them
-    synthetic: bool = False
 
 
 class Shape(NamedTuple):
@@ -71,37 +64,43 @@ def shuffled(rng, shards, buffer):
 
 
 class Reader:
-    """What one reader draws in each epoch. `draws` of each source: how many; None: all it has."""
+    """What one reader draws in each epoch.
 
-    def __init__(self, number, seed, index, sources, draws, versions, speeds, most, buffer):
-        self.number, self.seed, self.index, self.sources, self.draws = number, seed, index, sources, draws
+    Of each source: `items`, the numbers of usable utterances of the reader, as the shards list them; whether it is
+    `synthetic`; and how many it `draws`, None being all it has.
+    """
+
+    def __init__(self, number, seed, index, items, synthetic, draws, versions, speeds, most, buffer):
+        self.number, self.seed, self.index, self.items, self.draws = number, seed, index, items, draws
         self.versions, self.speeds, self.most, self.buffer = versions, np.array(speeds), most, buffer
-        self.size = sum(len(x.items) if n is None else n for x, n in zip(sources, draws) if len(x.items))
+        self.size = sum(len(x) if n is None else n for x, n in zip(items, draws) if len(x))
+        self.varies = len(speeds) > 1 or any(n is not None for n in draws)  # whether the number of batches does
+        self.further = np.concatenate([np.zeros(0, np.int64), *(x for x, chosen in zip(items, synthetic) if chosen)])
 
     def rng(self, *what):
         return np.random.default_rng((self.seed, self.number, *what))
 
     def source(self, epoch, k):
         """Items of a source in their order."""
-        source, draws = self.sources[k], self.draws[k]
-        shards = np.asarray(self.index.shards[source.items])
+        items, draws = self.items[k], self.draws[k]
+        shards = np.asarray(self.index.shards[items])
 
         def of_pass(i):
-            return source.items[shuffled(self.rng(0, k, i), shards, self.buffer)]
+            return items[shuffled(self.rng(0, k, i), shards, self.buffer)]
 
         if draws is None:
             return of_pass(epoch)
-        if not draws or not len(source.items):
+        if not draws or not len(items):
             return np.zeros(0, np.int64)
         first = epoch * draws
-        passes = range(first // len(source.items), -(-(first + draws) // len(source.items)))
+        passes = range(first // len(items), -(-(first + draws) // len(items)))
         found = np.concatenate([of_pass(i) for i in passes])
-        start = first - passes[0] * len(source.items)
+        start = first - passes[0] * len(items)
         return found[start : start + draws]
 
     def epoch(self, epoch):
         """(items, versions) in their order; what is mixed lies evenly among the others."""
-        parts = [self.source(epoch, k) for k in range(len(self.sources))]
+        parts = [self.source(epoch, k) for k in range(len(self.items))]
         items = np.concatenate([*parts, np.zeros(0, np.int64)])
         if len(parts) > 1:
             share = np.concatenate([(np.arange(len(x)) + 0.5) / max(len(x), 1) for x in parts])
@@ -113,22 +112,16 @@ class Reader:
         seconds = self.index.lengths(items)
         used = np.abs(seconds) <= self.most  # the others are left out when their turn comes
         lengths = np.where(used, np.minimum(longest(seconds), self.most + SLACK), 0)
-        further = [x.items for x in self.sources if x.synthetic]
-        plain = np.isin(items, np.concatenate(further)) if further else False
+        plain = np.isin(items, self.further)
         plain |= lengths / self.speeds[versions % len(self.speeds)] > self.most + SLACK
         versions = np.where(plain, versions - versions % len(self.speeds), versions)  # without another speed
         return versions, lengths / self.speeds[versions % len(self.speeds)]
 
     def most_heard(self):
         """Seconds that its items are heard at most, in any version and epoch; all lengths must be known."""
-        items = np.concatenate([x.items for x in self.sources])
+        items = np.concatenate(self.items)
         found = [self.heard(items, np.full(len(items), i))[1].max(initial=0) for i in range(len(self.speeds))]
         return float(max(found))
-
-    @property
-    def varies(self):
-        """Whether epochs have other numbers of batches."""
-        return len(self.speeds) > 1 or any(x is not None for x in self.draws)
 
 
 def limits(readers, epoch, count, window):
@@ -168,8 +161,7 @@ class Order:
         self.readers, self.shapes, self.seed, self.window = readers, shapes, seed, window
         self.size = int(hosts.gathered(np.array([[max(x.size for x in readers)]])).max())
         self.windows = -(-self.size // window) if window else 1  # of an epoch
-        if not self.size:
-            raise UserError("no utterance is left for a batch")
+        refuse_if(not self.size, "no utterance is left for a batch")
 
     def bucket(self, seconds):
         edges = np.array([x.seconds for x in self.shapes])

@@ -12,7 +12,7 @@ from decimal import Decimal
 from unicode_rbnf import RbnfEngine
 from unicode_rbnf.engine import NoRuleForNumberError, RbnfError
 
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 SPACE = "\u202f"  # between the digits of one number, and before its unit, for all no-break spaces
 # Above them, unicode-rbnf has the same words for different numbers.
@@ -46,8 +46,7 @@ def language_of(name, option):
     parts = [x and x.language.replace("nb", "no"), x and x.script, x and x.territory]
     forms = ["_".join(filter(None, some)) for some in (parts, parts[:2], parts[::2], parts[:1])]
     found = next((form for form in forms if form in known), None)
-    if not found:
-        raise UserError(f"{option} has no numbers in words; languages: {', '.join(known)}")
+    refuse_if(not found, f"{option} has no numbers in words; languages: {', '.join(known)}")
     return Language(found, x)
 
 
@@ -154,12 +153,10 @@ class Language:
                 return None
             words += self.point + ("" if self.without_spaces else " ").join(digits)
         words = self.minus + words if sign else words
-        if unit:
-            number = Decimal(f"{whole}.{part}") if part else Decimal(whole)
-            words = (
-                self.measured(-number if sign else number, words, UNITS[unit]) if len(self.forms(whole)) == 1 else None
-            )
-        return words
+        if unit and len(self.forms(whole)) != 1:
+            return None
+        number = Decimal(f"{whole}.{part}") if part else Decimal(whole)
+        return self.measured(-number if sign else number, words, UNITS[unit]) if unit else words
 
     def measured(self, number, words, unit):
         """The words with a unit behind or before them, where CLDR has a word for it."""

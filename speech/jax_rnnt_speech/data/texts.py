@@ -8,7 +8,7 @@ from pathlib import Path
 from jax_rnnt_speech.data import spelling
 from jax_rnnt_speech.data.spelling import SPACE
 from jax_rnnt_speech.data.tokens import CONTROLS
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 SAID = "%‰‱٪؉؊&@#/\\*§"  # punctuation that is read aloud, beside digits and symbols
 # Letters of scripts that are written without spaces, for a class of characters.
@@ -167,18 +167,15 @@ def unread(text):
 def loaded(name, option="--normalize", others="none, basic, basic:LANGUAGE or "):
     """The function that FILE:FUNCTION names, the value of an option that may have others."""
     file, _, function = name.rpartition(":")
-    if not Path(file).is_file():
-        raise UserError(f"{option} must be {others}FILE:FUNCTION of a Python file, got {name}")
+    refuse_if(not Path(file).is_file(), f"{option} must be {others}FILE:FUNCTION of a Python file, got {name}")
     spec = importlib.util.spec_from_file_location(f"jax_rnnt_speech_{option.strip('-')}", file)
-    if spec is None:
-        raise UserError(f"{option} {name}: {file} must end in .py")
+    refuse_if(spec is None, f"{option} {name}: {file} must end in .py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UserError(f"{option} {name}: {file} cannot be imported: {error!r}") from None
-    if not callable(getattr(module, function, None)):
-        raise UserError(f"{option} {name}: {file} has no function {function}")
+    refuse_if(not callable(getattr(module, function, None)), f"{option} {name}: {file} has no function {function}")
     return getattr(module, function)
 
 

@@ -8,7 +8,7 @@ import re
 
 import sentencepiece
 
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, told
 
 ENDS = "<EOU>", "<eou>"  # labels that end an utterance
 SILENT = *ENDS, "<EOB>", "<eob>"  # labels that are no part of a word: NeMo marks the ends of interjections too
@@ -58,12 +58,9 @@ class Vocabulary:
         """
         return self.pieces
 
+    @functools.cached_property
     def labels(self):
         """What each label writes, for words and models of words; None: nothing, or what another label writes."""
-        return self.written
-
-    @functools.cached_property
-    def written(self):
         texts, first = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], {}
         for i in sorted(range(len(texts)), key=lambda i: BYTE.fullmatch(self.pieces[i]) is not None):
             first.setdefault(texts[i], i)
@@ -142,10 +139,8 @@ class Pretrained(Pieces):
             from tokenizers import Tokenizer
         except ModuleNotFoundError:
             raise UserError("the model has a tokenizer.json, which needs: pip install tokenizers") from None
-        try:
+        with told("tokenizer.json is no tokenizer", Exception):  # tokenizers raises no narrower one
             self.tokenizer = Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises no narrower one
-            raise UserError(f"tokenizer.json is no tokenizer: {error}") from None
         model = json.loads(text)["model"]
         unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
         self.text, self.unknown = text, unknown

@@ -66,6 +66,5 @@ class Report:
 
     def write(self, path):
         """All names, one a line after its reason."""
-        path.write_text(
-            "".join(f"{reason}\t{name}\n" for reason, names in self.names.items() for name in names), "utf-8"
-        )
+        lines = (f"{reason}\t{name}\n" for reason, names in self.names.items() for name in names)
+        path.write_text("".join(lines), "utf-8")

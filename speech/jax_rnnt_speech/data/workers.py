@@ -1,4 +1,4 @@
-"""Grain's threads and processes, which make the items of a dataset; they are taken in order."""
+"""Grain's threads and processes, which make what is taken in order."""
 
 import os
 import signal
@@ -6,8 +6,8 @@ import signal
 from jax_rnnt_speech.system import UserError
 
 
-def items(dataset, threads, workers=0):
-    """Those of a grain.MapDataset, made by so many processes with so many threads each; 0: by threads alone."""
+def items(function, count, threads, workers=0):
+    """A function of 0 to `count` - 1, by so many processes with so many threads each; without any, by threads alone."""
     import grain  # slow to import
     from absl import flags
 
@@ -15,9 +15,13 @@ def items(dataset, threads, workers=0):
         flags.FLAGS.mark_as_parsed()
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
     several = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-    found = iter(dataset.to_iter_dataset(options).mp_prefetch(several, worker_init_fn=alone))
+    dataset = grain.MapDataset.source(range(count)).map(Told(function)).to_iter_dataset(options)
+    found = iter(dataset.mp_prefetch(several, worker_init_fn=alone))
     try:
-        yield from found
+        for x in found:
+            if isinstance(x, UserError):
+                raise x
+            yield x
     except RuntimeError as error:
         if "Worker process" not in str(error):
             raise
@@ -26,6 +30,19 @@ def items(dataset, threads, workers=0):
     finally:
         if workers:
             found.close()
+
+
+class Told:
+    """A function whose errors for people are results, as Grain's workers would print them with a traceback."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, i):
+        try:
+            return self.function(i)
+        except UserError as error:
+            return UserError(str(error))  # whatever its kind, it can be copied
 
 
 def alone(*_):

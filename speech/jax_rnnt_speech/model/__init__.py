@@ -39,6 +39,7 @@ class Model:
         network = nnx.eval_shape(self.made)
         self.prompt = self.language(config.search.prompt) if network.prompt or config.search.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), network.encoder.width
+        self.seconds = self.subsampling * self.extractor.hop / self.extractor.rate  # of an encoder frame
         self.chunk = 0 if network.head else network.encoder.chunk
         self.graphdef, self.shapes, noise = nnx.split(network, WEIGHTS, ...)
         leaves, tree = jax.tree.flatten(noise)
@@ -145,11 +146,6 @@ class Model:
         """Rows [B, N, E] of the features of a batch after so many layers of the encoder, and their lengths [B]."""
         encoder = self.network(params).encoder
         return encoder.lower(self.inputs(batch), batch["lengths"], layers), encoder.lengths(batch["lengths"])
-
-    @property
-    def seconds(self):
-        """Of an encoder frame."""
-        return self.subsampling * self.extractor.hop / self.extractor.rate
 
     def text(self, labels, count):
         return self.tokens.decode(np.asarray(labels)[: int(count)])

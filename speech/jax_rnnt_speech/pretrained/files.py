@@ -6,14 +6,12 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import io
 import json
 import math
 import pickle
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -23,7 +21,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
-from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
+from jax_rnnt_speech.system import UserError, outputs, refuse_if, say_once, told
 
 SETTINGS = "config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"
 SETTINGS += "tokenizer_config.json", "special_tokens_map.json"
@@ -55,12 +53,6 @@ def read_json(file):
     return fields
 
 
-@functools.cache
-def say(line):
-    """Once, on standard error."""
-    print(line, file=sys.stderr)
-
-
 def checked(kind, fields, file, only=None):
     """A dataclass of the fields that it has. `only`: values that other fields must have; what is left is named."""
     values, unused = {}, []
@@ -85,7 +77,7 @@ def checked(kind, fields, file, only=None):
         elif not METADATA.fullmatch(name) and fields[name] not in (None, False, 0):
             unused.append(f"{name} {json.dumps(fields[name])[:100]}")
     if unused:
-        say(f"{file}: not used: {', '.join(sorted(unused))}")
+        say_once(f"{file}: not used: {', '.join(sorted(unused))}")
     return kind(**values)
 
 
@@ -120,7 +112,7 @@ def files_of(folder):
         raise UserError(f"{folder} has no {missing[0]}, one of the files of its weights")
     others = [x.name for kind in ("model.bin", "pytorch_model*.bin", "*.nemo") for x in folder.glob(kind)]
     if unused := [x for x in there if x not in used] + sorted(others):
-        say(f"{folder}: not used: {', '.join(unused)}")
+        say_once(f"{folder}: not used: {', '.join(unused)}")
     return {folder / name: x for name, x in used.items()}
 
 

@@ -18,7 +18,7 @@ from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
 from jax_rnnt_speech.pretrained import files
-from jax_rnnt_speech.system import UserError, refuse_if, told
+from jax_rnnt_speech.system import UserError, refuse_if, say_once, told
 
 # Of a model: its encoder, its loss, and what makes its features.
 WHOLE = "parakeet_encoder", "ParakeetFeatureExtractor"
@@ -143,7 +143,7 @@ def config_from(folder, source):
     files.require(start == blank, file, "decoder_start_token_id", f"{blank}, the blank", start)
     more = generation.get("suppress_tokens") or []
     if more := [x for x in more if type(x) is not int or x < size] if isinstance(more, list) else more:
-        files.say(f"{file}: not used: suppress_tokens {more}")
+        say_once(f"{file}: not used: suppress_tokens {more}")
     default, milliseconds = Config(), 1000 / sounds.sampling_rate
     return Config.of(
         init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=sounds.feature_size,
@@ -196,7 +196,7 @@ def write(model, folder, dtype="float32"):
 
     def add(path, x):
         if path.startswith("ctc.") and config.head.loss != "ctc":
-            files.say("the head for CTC is left out: `transformers` has no model with both")
+            say_once("the head for CTC is left out: `transformers` has no model with both")
             return x
         for i, name in enumerate(names_of(path, config)):
             refuse_if(not np.isfinite(x).all(), f"{name} must be finite, got NaN or infinity: nothing is written")
@@ -206,8 +206,7 @@ def write(model, folder, dtype="float32"):
     files.mapped(model.params, add)
     for name in [x for x in tensors if x.endswith(".running_mean")]:
         tensors[name.replace("running_mean", "num_batches_tracked")] = np.zeros((), np.int32)
-    kinds = {name: np.int32 if x.dtype == np.int32 else dtype for name, x in tensors.items()}
-    arrays = {name: jax.numpy.asarray(x, kinds[name]) for name, x in tensors.items()}
+    arrays = {name: jax.numpy.asarray(x, x.dtype if x.dtype == np.int32 else dtype) for name, x in tensors.items()}
     with files.replaced(folder) as new:
         for name, fields in model.source.items():
             fields = {**fields, "dtype": dtype} if name == "config.json" else fields

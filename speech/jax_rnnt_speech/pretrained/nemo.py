@@ -17,7 +17,7 @@ import yaml
 
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.pretrained import files, hugging_face
-from jax_rnnt_speech.system import UserError, refuse_if
+from jax_rnnt_speech.system import UserError, refuse_if, say_once
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 LARGEST = 2**26  # bytes of a member that are read; a tar file of a few bytes may claim any number
@@ -155,7 +155,7 @@ def encoder_of(file, whole):
     expected = "[-1, -1]" if style == "regular" else "numbers of frames before and ahead"
     files.require(fine, file, "encoder.att_context_size", expected, context)
     if more := sorted(f"{k} {x}" for k, x in fields.items() if k not in KNOWN and x not in (None, False, 0, "")):
-        files.say(f"{file}: not used: encoder.{', encoder.'.join(more)}")
+        say_once(f"{file}: not used: encoder.{', encoder.'.join(more)}")
     return found
 
 

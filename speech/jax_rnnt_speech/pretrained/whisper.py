@@ -21,7 +21,7 @@ from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.whisper import WhisperConfig, positions
 from jax_rnnt_speech.pretrained import files
-from jax_rnnt_speech.system import UserError, refuse_if, told
+from jax_rnnt_speech.system import UserError, refuse_if, say_once, told
 
 TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 # Modules of ours, of CTranslate2 and of Hugging Face, where three matrices of an attention are one of the others.
@@ -62,7 +62,7 @@ def binary_of(folder):
     if others and (folder / "config.json").is_file() and "model_type" in files.read_json(folder / "config.json"):
         return None
     if others:
-        files.say(f"{folder}: not used: {', '.join(others)}")
+        say_once(f"{folder}: not used: {', '.join(others)}")
     return file
 
 

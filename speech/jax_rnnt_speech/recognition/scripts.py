@@ -34,10 +34,6 @@ def codes(names):
     return found
 
 
-def name_of(code):
-    return unicode.Scripts.NAMES[code].replace("_", " ")
-
-
 def of_language(language):
     """Scripts of a language, by its code such as ru, sr-Latn or rus, or its English name; None: there is none."""
     text = language.strip().replace("_", "-").lower()
@@ -66,7 +62,8 @@ def mask_of_scripts(tokens, classes, scripts):
     bare = [x for x in scripts if x not in written]
     missing = set(characters_of(bare)) if has_bytes(tokens) else set()
     if lost := [x for x in bare if not any(unicode.script(y) == x for y in missing)]:
-        raise UserError(f"the model's vocabulary has no label of the script {', '.join(map(name_of, lost))}")
+        names = ", ".join(unicode.Scripts.NAMES[x].replace("_", " ") for x in lost)
+        raise UserError(f"the model's vocabulary has no label of the script {names}")
     return mask(tokens, classes, lambda x: unicode.script(x) in wanted, missing)
 
 

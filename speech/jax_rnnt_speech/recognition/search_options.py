@@ -102,16 +102,14 @@ class Searching:
 def read(path, model, unknown=None):
     """The model of a file, over the classes of a model; `unknown`: the nats that an unknown word costs."""
     tokens = model.tokens
-    classes = tokens.labels() + [None] * (model.classes - len(tokens.pieces))
-    try:
+    classes = tokens.labels + [None] * (model.classes - len(tokens.pieces))
+    with told(f"--ngram {path}", OSError, ValueError):
         return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator, unknown=unknown and -unknown)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--ngram {path}: {error}") from None
 
 
 def word_bonus(model):
     separator, none = model.tokens.separator, [False] * (model.classes - len(model.tokens.pieces))
-    labels = [label or "" for label in model.tokens.labels()]
+    labels = [label or "" for label in model.tokens.labels]
     separates = [label.startswith(separator) for label in labels]
     spells = [label not in ("", separator) for label in labels]
     return WordBonus(jnp.array(separates + none), jnp.array(spells + none))
@@ -123,10 +121,8 @@ def spelled(path, model, usual):
     What it cannot spell is named, and left out. `usual`: the number of lines without one.
     """
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
-    try:
+    with told(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, manifests.encodable(line, f"line {i}")) for i, line in manifests.lines_of(path)]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--phrases {path} is not readable: {error}") from None
     found = []
     for i, line in lines:
         text, _, weight = line.partition("\t")

@@ -15,6 +15,7 @@ import numpy as np
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.data.manifests import LineError
 from jax_rnnt_speech.data.utterances import column, shown
+from jax_rnnt_speech.recognition import recognise
 from jax_rnnt_speech.system import UserError, refuse_if, told
 
 GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
@@ -37,8 +38,7 @@ def times(start, end=None, duration=None):
         end = float(end) if duration is None else round(start + float(duration), 6)
     except (TypeError, ValueError):
         raise LineError("its times are no numbers") from None
-    if not 0 <= start < end < math.inf:
-        raise LineError(f"it must end after it begins, got {start:g} to {end:g} s")
+    manifests.leave_out_if(not 0 <= start < end < math.inf, f"it must end after it begins, got {start:g} to {end:g} s")
     return start, end
 
 
@@ -47,8 +47,7 @@ def of_rttm(line):
     fields = line.split()
     if fields[0] != "SPEAKER":
         return None
-    if len(fields) < 8:
-        raise LineError(f"SPEAKER has 9 or 10 columns, got {len(fields)}")
+    manifests.leave_out_if(len(fields) < 8, f"SPEAKER has 9 or 10 columns, got {len(fields)}")
     # Tools write names with spaces: of a recording before these two columns, of a speaker behind them.
     place = next((i for i in range(5, len(fields) - 2) if fields[i : i + 2] == ["<NA>", "<NA>"]), 5)
     channel, start, duration, _, _, *last = fields[place - 3 :]
@@ -69,8 +68,7 @@ def is_number(text):
 def of_ctm(line):
     """The last one of eight columns is the speaker of a word; with fewer columns, the token is that of a segment."""
     fields = line.split()
-    if len(fields) < 5:
-        raise LineError(f"CTM has 5 to 8 columns, got {len(fields)}")
+    manifests.leave_out_if(len(fields) < 5, f"CTM has 5 to 8 columns, got {len(fields)}")
     speaker = known(fields[7] if len(fields) > 7 else fields[4])
     return Segment(fields[0], fields[1], *times(fields[2], duration=fields[3]), speaker)
 
@@ -79,26 +77,21 @@ def known(speaker):
     return "" if speaker in MISSING else speaker
 
 
-def of_lines(path, read):
-    """(line, its Segment or LineError)"""
-    others = collections.Counter()
-    for i, line in manifests.lines_of(path):
-        if line.lstrip().startswith(";;"):  # a comment
-            continue
-        try:
-            found = read(line)
-        except LineError as error:
-            found = error
-        if found is None:
-            others[line.split()[0]] += 1
-        else:
-            yield f"line {i}", found
-    for name, count in others.items():
-        print(f"--segments {path}: lines of type {shown(name)} are not used: {count}", file=sys.stderr)
+def of_json(segment):
+    """A Segment of an object of pyannote."""
+    manifests.leave_out_if(not isinstance(segment, dict), "it is no object")
+    place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
+    speaker = next((str(segment[key]) for key in ("speaker", "label") if segment.get(key) is not None), "")
+    return Segment(str(segment["uri"] or ""), "1", *times(place.get("start"), place.get("end")), speaker)
 
 
-def of_json(path, _):
-    """Of pyannote: an annotation's `for_json`, a result's `serialize`, what its API answers, or the list within."""
+def lines_of(path):
+    """(place, line) of those that are no comments."""
+    return ((f"line {i}", x) for i, x in manifests.lines_of(path) if not x.lstrip().startswith(";;"))
+
+
+def objects_of(path):
+    """(place, object) of pyannote: an annotation's `for_json`, a result's `serialize`, its API's answer, or a list."""
     with told(f"--segments {path} is no JSON", ValueError, RecursionError):
         x = json.loads(manifests.text_of(path))
     x = x.get("output", x) if isinstance(x, dict) else x
@@ -108,34 +101,31 @@ def of_json(path, _):
     if not isinstance(x, list):
         expected = "a list of segments, or an object with one under diarization, content or segments"
         raise UserError(f"--segments {path}: expected {expected}")
-    for i, segment in enumerate(x, 1):
-        try:
-            if not isinstance(segment, dict):
-                raise LineError("it is no object")
-            place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
-            speaker = next((str(segment[key]) for key in ("speaker", "label") if segment.get(key) is not None), "")
-            whole = times(place.get("start"), place.get("end"))
-            yield f"segment {i}", Segment(str(segment.get("uri", name) or ""), "1", *whole, speaker)
-        except LineError as error:
-            yield f"segment {i}", error
+    return ((f"segment {i}", {"uri": name} | y if isinstance(y, dict) else y) for i, y in enumerate(x, 1))
 
 
-FORMATS = {".rttm": (of_lines, of_rttm), ".ctm": (of_lines, of_ctm), ".json": (of_json, None)}
+FORMATS = {".rttm": (lines_of, of_rttm), ".ctm": (lines_of, of_ctm), ".json": (objects_of, of_json)}
 
 
 def read(path):
     """Segments of a file, and Faults of what is none."""
     refuse_if(path.suffix.lower() not in FORMATS, f"--segments {path} must end in {', '.join(FORMATS)}")
     rows, form = FORMATS[path.suffix.lower()]
-    found, faults = [], []
+    found, faults, others = [], [], collections.Counter()
     with told(f"--segments {path} is not readable", OSError):
-        for line, x in rows(path, form):
-            if isinstance(x, LineError):
-                faults.append(manifests.Fault(str(x), f"--segments {path}, {line}"))
+        for place, row in rows(path):
+            try:
+                x = form(row)
+            except LineError as error:
+                faults.append(manifests.Fault(str(error), f"--segments {path}, {place}"))
+                continue
+            if x is None:
+                others[row.split()[0]] += 1
             else:
                 found.append(x._replace(speaker=shown(x.speaker)))
-    gap = GAP if form is of_ctm else 0
-    return joined(found, gap), faults
+    for name, count in others.items():
+        print(f"--segments {path}: lines of type {shown(name)} are not used: {count}", file=sys.stderr)
+    return joined(found, GAP if form is of_ctm else 0), faults
 
 
 def joined(segments, gap):
@@ -202,10 +192,8 @@ def loaded(entries, rate):
     for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and x.audio):
         found, sources = list(group), {}  # of the channels of a recording
         for x in found:
-            if isinstance(x, manifests.Fault):
-                yield x.name, UserError(f"{x.name}: {x.reason}")
-            elif x.end - x.start > HELD:
-                yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
+            if isinstance(x, manifests.Fault) or x.end - x.start > HELD:
+                yield from recognise.loaded([x], rate)
             else:
                 if x.channel not in sources:
                     short = [y for y in found if y.channel == x.channel and y.end - y.start <= HELD]

@@ -54,13 +54,9 @@ class Transcript(NamedTuple):
         return x if self.nbest is None else x | {"nbest": self.nbest}
 
 
-def mark_of(tokens):
-    """What separates words in `tokens.texts`, or None: the vocabulary writes no spaces, and every label is a word."""
-    return tokens.separator if tokens.separates else None
-
-
 def words_of(tokens, labels, frames, **options):
-    return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels(), mark=mark_of(tokens), **options)
+    mark = tokens.separator if tokens.separates else None  # without spaces, every label is a word
+    return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels, mark=mark, **options)
 
 
 def words(model, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
@@ -72,9 +68,6 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
         return []
     if math.isfinite(duration):
         frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / model.seconds) - 1, 0))
-    integers = (None if x is None else np.array(x, np.int32) for x in (labels, frames, durations))
-    labels, frames, durations = integers
-    confidences = None if confidences is None else np.array(confidences, float)
     clock = {"hop": model.seconds, "offset": start}
     found = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
     begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in found), default=0.0)
@@ -91,7 +84,7 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
 
 def space_of(tokens):
     """What is written between words."""
-    return "" if mark_of(tokens) is None else " "
+    return " " if tokens.separates else ""
 
 
 def captions(words, end, space=" ", text=None, **lines):

@@ -72,10 +72,9 @@ class Recording:
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
-        step, rate = self.extractor.hop * model.subsampling, self.extractor.rate
-        most = min(WINDOW, model.longest) * rate
-        self.size = max(1, round(most) // step) * step
-        self.margin = min(round(MARGIN * rate / step), self.size // step // 4)
+        self.step, rate = self.extractor.hop * model.subsampling, self.extractor.rate  # samples of a row
+        most = max(1, round(min(WINDOW, model.longest) * rate) // self.step)  # rows
+        self.size, self.margin = most * self.step, min(round(MARGIN * rate / self.step), most // 4)
         if isinstance(samples, UserError):
             self.fail(samples)
         else:
@@ -145,8 +144,7 @@ class Recording:
         """To the window behind so many rows."""
         self.row += rows
         begin = max(0, self.row - self.margin)
-        self.samples = self.samples[(begin - self.begin) * self.extractor.hop * self.model.subsampling :]
-        self.begin = begin
+        self.samples, self.begin = self.samples[(begin - self.begin) * self.step :], begin
         self.fill()
 
     def take(self, i, rows, found, final, others, decoding):
@@ -168,8 +166,7 @@ class Recording:
         """Labels, also such as may change, of the rows until these."""
         if self.ear:
             self.ear.wrote(labels, self.model.seconds)
-            step = self.extractor.hop * self.model.subsampling
-            self.ear.take(rows * self.model.seconds, step, self.done)
+            self.ear.take(rows * self.model.seconds, self.step, self.done)
 
     def stream(self, decoding):
         """Finds the labels as a `Stream` does, in the same programs."""
@@ -204,8 +201,7 @@ def hear(model, recordings, decoding):
     second = [Recording(x.name, samples, model, again=True) for x, *_, samples in jobs]
     hear_once(model, second, decoding)
     for (x, begin, end, first, _), other in zip(jobs, second):
-        rows = first // (x.extractor.hop * model.subsampling)
-        found = None if other.error else joined(model, x.found, other.found, rows, begin, end)
+        found = None if other.error else joined(model, x.found, other.found, first // x.step, begin, end)
         if found is not None:
             x.found = found
             x.ear.found.remove((begin, end))

@@ -42,7 +42,7 @@ def read_setup(folder):
 
 def damage(folder, parts):
     """What is wrong with parts of a checkpoint, or None."""
-    if found := outputs.damage(folder, [f"{x}/" for x in parts]):
+    if found := outputs.damage(folder, [f"{x}/" for x in parts], sealed=False):
         return found
     try:
         setup = read_setup(folder)

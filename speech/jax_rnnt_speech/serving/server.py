@@ -149,8 +149,6 @@ class Server:
         except Problem as error:
             problem, headers = error, {}
         except web.HTTPException as error:
-            if error.status < 400:
-                raise
             problem = Problem(error.status, f"{request.method} {shown(request.path)}: {error.reason}")
             headers = {name: x for name, x in error.headers.items() if name == "Allow"}
         except Exception:
@@ -350,10 +348,8 @@ class Server:
         found = {}
         for decoding in {id(x.decoding): x.decoding for x in files}.values():  # files of a language are a batch
             some = [x for x in files if x.decoding is decoding]
-            watches = [x.watch for x in some]
-            results = recognise.transcribe(
-                self.model, map(self.samples, some), decoding, lambda i, labels, of=watches: of[i](labels)
-            )
+            recordings = map(self.samples, some)
+            results = recognise.transcribe(self.model, recordings, decoding, lambda i, x, of=some: of[i].watch(x))
             found |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
         return [found[id(x)] for x in files]
 

@@ -1,6 +1,10 @@
 """What a program has to do with its machine: processes and devices, files, compiled programs, errors for people."""
 
 import contextlib
+import functools
+import sys
+
+from tqdm import tqdm
 
 
 class UserError(Exception):
@@ -10,6 +14,12 @@ class UserError(Exception):
 def reason(error):
     """What an error of a file says to a person: its number says nothing, and its name is known."""
     return getattr(error, "strerror", None) or str(error)
+
+
+@functools.lru_cache(4096)
+def say_once(line):
+    """On the standard error; above a bar, if there is one."""
+    tqdm.write(line, file=sys.stderr)
 
 
 def refuse_if(wrong, message):

@@ -192,11 +192,13 @@ def seal(folder):
     sync(folder)
 
 
-def damage(folder, parts=("",)):
-    """What is wrong with the parts of a sealed folder, whose names begin so; None if nothing is, or it has no seal."""
+def damage(folder, parts=("",), sealed=True):
+    """What is wrong with the parts of a folder, whose names begin so, or None. `sealed`: there must be a seal."""
     try:
-        sums = json.loads((folder / SUMS).read_text("utf-8")) if (folder / SUMS).exists() else None
-        for part in parts if sums is not None else ():
+        if not (folder / SUMS).exists():
+            return f"it has no {SUMS}" if sealed else None
+        sums = json.loads((folder / SUMS).read_text("utf-8"))
+        for part in parts:
             found = {name: x for name, x in sums.items() if name.startswith(part)}
             if not found:
                 return f"{SUMS} names no {part}"

@@ -10,7 +10,7 @@ from jax_rnnt_speech.data import batches
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition import errors
 from jax_rnnt_speech.recognition.search import Decoding
-from jax_rnnt_speech.system import UserError, hosts
+from jax_rnnt_speech.system import hosts, refuse_if
 from jax_rnnt_speech.training import objective
 
 
@@ -45,8 +45,7 @@ class Evaluation:
                     characters.append(errors.counted(*pair))
                     words.append(errors.counted(*(x.split() for x in pair)))
                     pairs += [pair] * (len(pairs) < examples)
-        if not words:
-            raise UserError("no held-out utterance has readable audio")
+        refuse_if(not words, "no held-out utterance has readable audio")
         return Rates(loss / max(scored, 1), *(errors.summed(x).rate for x in (characters, words))), pairs
 
     def measured(self, params, step):

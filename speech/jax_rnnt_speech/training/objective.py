@@ -9,7 +9,7 @@ import numpy as np
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.model import losses
 from jax_rnnt_speech.recognition.search import search
-from jax_rnnt_speech.system import UserError, programs
+from jax_rnnt_speech.system import programs, refuse_if
 from jax_rnnt_speech.training.parts import lower_layers
 
 SAMPLE = 200  # utterances of which statistics are taken
@@ -57,7 +57,6 @@ def standardise(model, data):
     some = list(data.labels)[:: max(1, len(data.labels) // SAMPLE)]
     loaded = [data.corpus.load(i, np.random.default_rng(i)) for i in some]
     loaded = [x for x in loaded if x is not None]
-    if not loaded:
-        raise UserError(f"none of the {len(some)} training utterances that were tried has readable audio")
+    refuse_if(not loaded, f"none of the {len(some)} training utterances that were tried has readable audio")
     frames = np.concatenate(loaded)
     model.mean, model.deviation = frames.mean(0), frames.std(0) + np.float32(1e-3)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 LOWER = re.compile(r"encoder:(\d+)")
 STATISTICS = "/norm/mean", "/norm/var"  # ends of the paths of batch norms'
@@ -60,8 +60,7 @@ class Parts:
                     heads = ", ".join(dict.fromkeys(path.split("/")[0] for path in self.paths))
                     raise UserError(f"{option}: no parameter is called {prefix}; they begin with {heads}")
         self.trained = [not any(within(path, x) for x in prefixes) for path in self.paths]
-        if not any(self.trained):
-            raise UserError(f"--freeze {config.optimiser.freeze} leaves nothing to train")
+        refuse_if(not any(self.trained), f"--freeze {config.optimiser.freeze} leaves nothing to train")
         free = (path for path, trained in zip(self.paths, self.trained) if trained)
         if config.network.batch_norm == "batch" and not any(path.endswith(STATISTICS) for path in free):
             raise UserError(f"--batch-norm batch: --freeze {config.optimiser.freeze} leaves no batch norm to train")
@@ -83,8 +82,7 @@ class Parts:
         found = [path for path in self.paths if path.endswith(STATISTICS)]
         if config.network.batch_norm == "frozen":
             return found
-        if not found:
-            raise UserError("--batch-norm batch: the encoder has no batch norm")
+        refuse_if(not found, "--batch-norm batch: the encoder has no batch norm")
         for prefix in frozen:
             if any(within(path, prefix) for path in found):
                 raise UserError(f"--batch-norm batch needs its batch norms: --freeze {prefix} must be encoder:N")

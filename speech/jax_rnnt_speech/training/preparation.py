@@ -11,7 +11,7 @@ from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import batches, cache, corpora
 from jax_rnnt_speech.data.on_the_fly import OnTheFly
 from jax_rnnt_speech.recognition import search_options
-from jax_rnnt_speech.system import UserError, hosts, programs
+from jax_rnnt_speech.system import UserError, hosts, programs, refuse_if
 from jax_rnnt_speech.training import epochs, frozen_rows, objective
 from jax_rnnt_speech.training.devices import Devices
 from jax_rnnt_speech.training.evaluation import Evaluation
@@ -64,8 +64,7 @@ def prepared(config, start, searching):
     devices = Devices(Mesh(np.array(hosts.devices(start.platform, start.devices)), ("data",)))
     programs.keep(run.workdir / "programs")
     folder = None if start.cache and start.cache.name == "none" else start.cache or run.workdir / "cache"
-    if start.workers and not config.data.on_the_fly:
-        raise UserError("--workers needs --on-the-fly")
+    refuse_if(start.workers and not config.data.on_the_fly, "--workers needs --on-the-fly")
     known = [training_corpus(config, start, run, folder)]
     known += [corpora.open_corpus(config.data.valid, config, "valid", folder)]
     record = Record(run, *known)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.system import UserError, hosts, outputs, programs
+from jax_rnnt_speech.system import UserError, hosts, outputs, programs, refuse_if
 from jax_rnnt_speech.training import steps
 from jax_rnnt_speech.training.devices import Devices
 from jax_rnnt_speech.training.evaluation import Evaluation
@@ -43,8 +43,7 @@ class Lines:
         self.metrics.write(step, loss=mean, norm=numbers["norm"], skipped=skipped, seconds=seconds)
         self.bar.set_postfix(loss=f"{mean:.3f}", skipped=skipped, refresh=False)
         self.losses, self.started = [], time.perf_counter()
-        if row >= HOPELESS:
-            raise UserError(f"step {step}: the last {row} were not finite; try a lower --learning-rate")
+        refuse_if(row >= HOPELESS, f"step {step}: the last {row} were not finite; try a lower --learning-rate")
 
 
 @dataclasses.dataclass

@@ -31,9 +31,7 @@ def expanded(name):
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ListError(name, f"lacks {len(missing)} of {len(names)} files: {', '.join(missing[:3])}{more}")
         return names
-    if glob.has_magic(name):
-        return sorted(glob.glob(name, recursive=True)) or [name]
-    return [name]
+    return sorted(glob.glob(name, recursive=True)) or [name]
 
 
 def is_pattern(name):
@@ -96,7 +94,7 @@ def of_archive(name):
     return [x for file in found for x in (kind_of(file) or usual).shards(file)]
 
 
-def of(name, keys, columns=(), readers=1):
+def of(name, columns=(), readers=1):
     """The shards of any source. Lists that are no archives are cut such that each reader has several."""
     found = []
     for x in expanded(name):

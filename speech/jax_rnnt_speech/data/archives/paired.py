@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from jax_rnnt_speech.data import manifests
-from jax_rnnt_speech.data.archives.storage import Shard, bytes_of, same, steadily
+from jax_rnnt_speech.data.archives.storage import Shard, bytes_of, steadily
 from jax_rnnt_speech.data.archives.tars import DAMAGED, is_audio, key_of, member_of, members, walked
-from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.manifests import Fault, ListError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,7 @@ class Paired(Shard):
                 nonlocal place
                 stem = Path(wanted).stem
                 found = known.get(stem) or known.get(re.sub(r"-sub\d+$", "", stem))
-                if found is None:
-                    raise LineError(f"no such recording in {self.base}")
+                manifests.leave_out_if(found is None, f"no such recording in {self.base}")
                 member, place = found
                 return member
 
@@ -61,24 +60,18 @@ class Paired(Shard):
         info = next(walked(self.path, begin, end), Fault(DAMAGED, self.base))
         if type(info) is Fault:
             return [info]
-        member = functools.partial(same, member_of(self.path, info))
-        return described(line, member, f"{Path(self.lines).name} byte {place}", keys)
+        member = member_of(self.path, info)
+        return described(line, lambda _: member, f"{Path(self.lines).name} byte {place}", keys)
 
 
 def described(line, where, name, keys):
     """Entries and Faults of a line of JSON whose audio is in an archive."""
-    try:
-        row = manifests.object_of(line)
-        if manifests.is_cut(row):  # of Shar: the audio is known by the id of the cut
-            recording = row.get("recording")
-            for source in recording.get("sources") or () if isinstance(recording, dict) else ():
-                if isinstance(source, dict) and source.get("type") == "shar":
-                    source |= {"type": "file", "source": f"{row.get('id')}.shar"}
-            yield from manifests.cuts(row, where, name, keys)
-        else:
-            yield from manifests.utterances(row, where, name, keys)
-    except LineError as error:
-        yield Fault(str(error), name)
+    row = manifests.parsed(line)
+    recording = row.get("recording") if isinstance(row, dict) else None
+    for source in recording.get("sources") or () if isinstance(recording, dict) else ():
+        if isinstance(source, dict) and source.get("type") == "shar":  # the audio is known by the id of the cut
+            source |= {"type": "file", "source": f"{row.get('id')}.shar"}
+    return manifests.of_row(row, where, name, keys)
 
 
 def packed(path):

@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 
 from jax_rnnt_speech.data import audio, manifests
-from jax_rnnt_speech.data.archives.storage import Member, Shard, steadily, utterances
+from jax_rnnt_speech.data.archives.storage import Shard, steadily, utterances
 from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
 from jax_rnnt_speech.system import UserError
 
@@ -13,14 +13,20 @@ NAMES = r".*\.parquet"
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell(Member):
-    """A recording in a row: `place` is the number of its group of rows, `size` that of its row there."""
+class Cell:
+    """A recording in a row: may be read in the place of a path."""
 
-    column: str = ""
+    archive: str
+    column: str
+    group: int  # of rows
+    row: int  # within the group
+
+    def __str__(self):
+        return f"{self.archive}/{self.group}.{self.row}"
 
     def loaded(self):
         try:
-            found = group_of(self.archive, self.place, self.column)[self.size].as_py()
+            found = group_of(self.archive, self.group, self.column)[self.row].as_py()
         except LineError:
             raise audio.AudioError(self, audio.DAMAGED) from None
         return audio.Memory(found["bytes"] if isinstance(found, dict) else found, str(self))
@@ -87,12 +93,11 @@ class Parquet(Shard):
     def entries(self, i, sound, inside, known, row, keys):
         name = f"{self.base} row {self.group}.{i}"
         try:
-            if not inside and not isinstance(known, str):
-                raise LineError("no audio")
+            manifests.leave_out_if(not inside and not isinstance(known, str), "no audio")
             shown = f"{name} ({known})" if isinstance(known, str) else name
             if inside:
-                member = Cell(self.path, self.group, i, f"{self.group}.{i}", column=sound)
-                yield from utterances(row | {"audio": shown}, member, name, keys)
+                cell = Cell(self.path, sound, self.group, i)
+                yield from utterances(row | {"audio": shown}, cell, name, keys)
             else:
                 yield from manifests.utterances(row | {"audio": known}, Path(self.path), name, (("audio",), *keys[1:]))
         except LineError as error:

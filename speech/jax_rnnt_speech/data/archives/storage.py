@@ -1,7 +1,6 @@
 """Reads of archives: storage that fails is tried again, and then ends the command."""
 
 import dataclasses
-import functools
 import itertools
 import os
 import time
@@ -12,10 +11,6 @@ from jax_rnnt_speech.system import UserError, reason
 
 WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
 HEAD = 256  # bytes of audio that tell its seconds
-
-
-class StorageError(UserError):
-    """Storage that fails again and again."""
 
 
 def steadily(act, path):
@@ -29,7 +24,7 @@ def steadily(act, path):
             if wait is None:
                 tried, known = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
                 what = f"{error} (" if known else f"{error.filename or path} cannot be read ({reason(error)}; "
-                raise StorageError(f"{what}{tried})") from None
+                raise UserError(f"{what}{tried})") from None
             time.sleep(wait)
 
 
@@ -105,9 +100,4 @@ class Shard:
 
 def utterances(row, member, name, keys):
     """Entries of a row whose audio is a recording in an archive."""
-    return manifests.utterances(row, functools.partial(same, member), name, (("audio",), *keys[1:]))
-
-
-def same(member, _):
-    """The only recording that a row can mean."""
-    return member
+    return manifests.utterances(row, lambda _: member, name, (("audio",), *keys[1:]))

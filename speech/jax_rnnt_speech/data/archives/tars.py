@@ -207,7 +207,7 @@ class Tar(Shard):
                 yield Fault("a text without its audio", name)
             return
         try:
-            row = manifests.object_of(texts["json"]) if "json" in texts else {}
+            row = manifests.object_of(manifests.parsed(texts["json"])) if "json" in texts else {}
             if "txt" in texts:
                 row["text"] = texts["txt"].decode("utf-8-sig", "surrogateescape").strip()
             where = member_of(self.path, sounds[0])
