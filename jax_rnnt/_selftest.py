@@ -66,10 +66,10 @@ def _options(kind):
 
 
 def _pullback(planes):
-    """(norm, cotangents, scale, clamp)"""
+    """(norm, scale, clamp, cotangents)"""
     *arcs, norm = planes
     scale = jnp.asarray([1.0, -2.0, 0.5, 1.0], norm.dtype)
-    return norm, tuple(-jnp.exp(x) for x in arcs), scale, jnp.full_like(scale, 0.1)
+    return norm, scale, jnp.full_like(scale, 0.1), *(-jnp.exp(x) for x in arcs)
 
 
 def _emission_references(emissions):
@@ -77,8 +77,7 @@ def _emission_references(emissions):
     forward, backward = {}, {}
     for kind, operands in emissions.items():
         forward[kind] = softmax.softmax_emission(*operands, **_options(kind))
-        norm, cotangents, *last = _pullback(forward[kind])
-        backward[kind] = softmax.backward_reference(*operands, norm, *last, *cotangents, **_options(kind))
+        backward[kind] = softmax.backward_reference(*operands, *_pullback(forward[kind]), **_options(kind))
     return dict(zip(loading.TARGETS[:2], (forward, backward)))
 
 
@@ -86,9 +85,9 @@ def _emission_kernels(emissions, planes):
     """The same by kernel, the backward kernels at the reference's planes."""
     forward, backward = {}, {}
     for kind, operands in emissions.items():
-        forward[kind] = softmax.forward(*operands, strict=True, **_options(kind))
-        pullback = _pullback(planes[kind])
-        backward[kind] = [softmax.backward(*operands, *pullback, strict=True, alias=False, **_options(kind))]
+        options = dict(num_batch_dims=1, strict=True, **_options(kind))
+        forward[kind] = softmax.forward_kernel(*operands, **options)
+        backward[kind] = softmax.backward_kernel(*operands, *_pullback(planes[kind]), **options)
     return dict(zip(loading.TARGETS[:2], (forward, backward)))
 
 
