@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._xla import loading
+from jax_rnnt._xla.grouped import enable_x64
 from jax_rnnt.emissions import _softmax as softmax
 from jax_rnnt.emissions._emission import label_map
 from jax_rnnt.lattices import _lattice as lattice
@@ -205,9 +206,8 @@ def _compare(platform, device) -> tuple[list[str], list[str]]:
         if dtype == "float64" and platform == "tpu":
             continue
         wide = softmax.accumulation_dtype(jnp.dtype(dtype))
-        with _x64(wide == np.float64 or jax.config.read("jax_enable_x64")):
+        with enable_x64(wide == np.float64 or jax.config.read("jax_enable_x64")):
             emissions, lattices = jax.device_put((_emissions(dtype), _lattices(dtype)), device)
-            lattices = {kind: x for kind, x in lattices.items() if lattice.supported(LATTICES[kind][0], platform)}
             as_read = {kind: (logits.astype(wide), *arrays) for kind, (logits, *arrays) in emissions.items()}
             # On the CPU, where there is one: XLA compiles the references for a GPU in half a minute.
             home = _device("cpu") or device
@@ -234,9 +234,3 @@ def _quick(platform, function):
     """Compiled in haste: it runs once, and LLVM would take long to optimise the references."""
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(function, compiler_options=quick if platform == "cpu" else None)
-
-
-def _x64(on: bool):
-    """A context with or without 64-bit types. jax.experimental has it up to jax 0.8."""
-    where: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
-    return where.enable_x64(on)
