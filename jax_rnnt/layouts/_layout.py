@@ -22,7 +22,7 @@ class Layout(LazyArray):
     """What all layouts share. A loss calls `checked` first, and the other methods on its result."""
 
     logits: Any
-    sides: tuple[str, ...] = ("logits",)  # the argument with U + 1 columns, and if it is another one, that with T rows
+    sides: tuple[str, str] = "logits", ""  # the argument with U + 1 columns, and if it is another one, that with T rows
 
     @property
     def shape(self) -> Any:
@@ -53,7 +53,7 @@ class Layout(LazyArray):
     def sequences(self, function: str, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
         """targets [..., U] and both lengths [...], checked against the logits."""
         shape, sequences = self.shape, (targets, logit_lengths, target_lengths)
-        return _checks.sequences(function, *sequences, shape[:-3], shape[-2] - 1, *self.sides, rows=self.frames)
+        return _checks.sequences(function, *sequences, shape[:-3], shape[-2] - 1, *self.sides, self.frames)
 
     def emission(self, function: str, loss, softmax, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
         """(emission, its logits); `softmax` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
