@@ -12,8 +12,7 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses._composition import Composition
-from jax_rnnt.losses._methods import Method
-from jax_rnnt.losses._reductions import reduce
+from jax_rnnt.losses._methods import Method, reduce
 from jax_rnnt.sharding import _over_mesh
 from jax_rnnt.sharding._device import emission_of_device
 
