@@ -70,7 +70,6 @@ class Predictor(typing.NamedTuple):
 
 
 def declared_symbols(predictor) -> int | None:
-    """The number of labels that a predictor declares."""
     symbols = getattr(predictor, "symbols", None)
     if isinstance(symbols, bool) or not isinstance(symbols, (int, np.integer)):
         return None  # an attribute of another meaning
@@ -98,7 +97,6 @@ def check_symbols(function: str, name: str, predictor, labels: int):
 
 
 def declared_start(function: str, name: str, predictor) -> int | None:
-    """The start label that a predictor declares."""
     start = getattr(predictor, "start", None)
     if start is not None and (isinstance(start, bool) or not isinstance(start, (int, np.integer))):
         wrapped = "decode.Predictor(initial, step, start) makes a predictor of two functions"
@@ -216,7 +214,6 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
 
 
 def check_methods(function: str, name: str, predictor, methods=("initial", "step")):
-    """Raises unless it has the methods of a predictor."""
     if lacks := [method for method in methods if not callable(getattr(predictor, method, None))]:
         ways = "decode.Predictor(initial, step, start) of two functions, decode.nnx_predictor or linen_predictor"
         raise TypeError(

@@ -8,7 +8,6 @@ B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -65,17 +64,13 @@ class Problem:
         classes, softmax = self.classes, self.softmax
         bits = cut.bits
         sizes = inputs.encoder.shape[0], inputs.copies, *inputs.shape, self.units, classes.lanes, self.padded
-        sizes += len(classes.others), classes.kept, self.rows, *bits, _blocks(cut), slab, self.activation
+        sizes += len(classes.others), classes.kept, self.rows, *bits, cut.size, slab, self.activation
         sizes += self.exact, softmax.normalize, softmax.bernoulli, len(classes.blanks)
         return np.array(sizes, np.int64)
 
     def product(self, x, y, axes, dtype):
         precision = lax.Precision.HIGHEST if self.exact else lax.Precision.DEFAULT
         return lax.dot_general(x, y, (axes, ((), ())), precision=precision, preferred_element_type=dtype)
-
-
-def _blocks(cut) -> int:
-    return cut.encoders * cut.copies * math.prod(cut.shape)
 
 
 def plan(tiled, parameters, inputs, shared: int | str) -> Problem | str:
@@ -102,7 +97,7 @@ def plan(tiled, parameters, inputs, shared: int | str) -> Problem | str:
         problem = dataclasses.replace(problem, rows=rows)
         if rows * row > free:
             continue
-        if _blocks(plans.cut_of(inputs, problem.blocks)) > _MOST_BLOCKS:
+        if plans.cut_of(inputs, problem.blocks).size > _MOST_BLOCKS:
             return f"it takes at most {_MOST_BLOCKS} blocks of {rows} nodes"
         return problem
     needed = 32 * row + shared - free
@@ -156,7 +151,7 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
     table, (weight, bias) = _table(problem, inputs, listed), _weights(problem, parameters)
     rows = jnp.stack(numbers(problem.softmax, inputs, cotangents, norm, scale))
     bound = jnp.where(clamp > 0, clamp * jnp.abs(scale), jnp.inf).astype(jnp.float32)
-    slab = min(problem.slab, _blocks(cut))
+    slab = min(problem.slab, cut.size)
     call = functools.partial(_xla.custom_call, shape=problem.shape(inputs, cut, slab))
     nodes, lanes, units = slab * problem.rows, classes.lanes, problem.padded
     factors = [((nodes, width), problem.factor) for width in (units, lanes)]

@@ -190,7 +190,7 @@ def _call(kernel, problem: Problem, name, count, products, interpret, scalars, o
     from jax.experimental.pallas import tpu as pltpu
 
     cut, classes = problem.cut, problem.classes
-    elements = cut.encoders * cut.copies * math.prod(cut.shape) * ROWS * classes.groups * classes.lanes
+    elements = cut.size * ROWS * classes.groups * classes.lanes
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(scalars),
         grid=(classes.groups, jnp.maximum(count, 1)),

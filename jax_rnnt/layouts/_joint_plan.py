@@ -137,6 +137,11 @@ class Cut:
     shape: tuple[int, int]  # blocks of frames and of columns
 
     @property
+    def size(self) -> int:
+        """All blocks."""
+        return self.encoders * self.copies * math.prod(self.shape)
+
+    @property
     def bits(self) -> list[int]:
         """Of frames, sequence and columns."""
         return [max(n - 1, 0).bit_length() for n in (self.shape[0], self.copies, self.shape[1])]
@@ -291,9 +296,8 @@ def plan(tiled, parameters, inputs, device) -> Problem | str:
     if len(others) + len(blanks) + 4 > LANES:
         return f"it takes at most {LANES - 4} blanks and durations, got {len(others) + len(blanks)}"
     cut = cut_of(inputs)
-    blocks = cut.encoders * cut.copies * math.prod(cut.shape)
-    if blocks > MOST_BLOCKS:
-        return f"it takes at most {MOST_BLOCKS} blocks of {FRAMES} frames and {COLUMNS} columns, got {blocks}"
+    if cut.size > MOST_BLOCKS:
+        return f"it takes at most {MOST_BLOCKS} blocks of {FRAMES} frames and {COLUMNS} columns, got {cut.size}"
     exact = tiled.precision not in _FAST and weight.dtype != jnp.bfloat16
     kind, cores = device
     vmem = VMEM.get(kind, LEAST_VMEM) << 20
