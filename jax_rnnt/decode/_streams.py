@@ -25,12 +25,8 @@ def begin_part(function: str, first, state, vary):
     if state is None:
         return first()
     same_state(function, f"state of {function}", jax.eval_shape(first), state)
-
-    def renew(state):
-        return replace_rows(state.fresh, first(), state)
-
     # A branch, so that parts without a fresh row run no network here.
-    return jax.lax.cond(jnp.any(state.fresh), renew, lambda state: state, vary(state))
+    return jax.lax.cond(jnp.any(state.fresh), lambda x: replace_rows(x.fresh, first(), x), lambda x: x, vary(state))
 
 
 @keywords
