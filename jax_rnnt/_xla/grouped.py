@@ -210,7 +210,7 @@ class Grouped:
 
         def over_elements(*operands):
             axes, *others = [None] if devices is None else devices.spec(ctx.avals_in[mapped.index(True)], 0, depth)
-            if not axes or any(others):
+            if devices is None or not axes or any(others):
                 return _each(of_parts, mapped, *operands)
             specs = tuple(P(axes) if m else P() for m in mapped)
             return devices.map(functools.partial(_each, one, mapped), specs, P(axes))(*operands)
