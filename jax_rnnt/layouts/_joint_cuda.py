@@ -1,7 +1,7 @@
 """A linear joint network and its emission on GPUs: kernels of `xla_kernels/cuda/joint.h`, and matrix products of XLA.
 
 Hidden units and the gradient of logits are in memory for a slab of blocks at a time, logits never. The order of
-classes, the list of blocks, and what planes are made of are those of the TPU (`_joint_plan.py`, `_joint_rows.py`).
+classes, the list of blocks, and what planes are made of are those of the TPU (`_joint_plan.py`).
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """
@@ -18,8 +18,7 @@ from jax import lax
 from jax_rnnt import _xla
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _joint_plan as plans
-from jax_rnnt.layouts._joint_plan import Classes, rounded
-from jax_rnnt.layouts._joint_rows import numbers, planes
+from jax_rnnt.layouts._joint_plan import Classes, numbers, planes, rounded
 from jax_rnnt.layouts._tile_blocks import Blocks
 
 CLASSES, BYTES = 128, 128  # of a stage of the weight

@@ -6,8 +6,7 @@ takes the blocks of a list, `Cut.listed`; the weight lies in VMEM all the while.
 
 Classes have an order of their own (`Classes`): those of other heads than the softmax in 128 lanes, then its blanks,
 then its other classes. So all that a loss treats in a way of its own lies in the first chunk, in known lanes. The
-kernels know no loss: the forward kernel makes numbers of rows, and the backward kernel takes such numbers
-(`_joint_rows.py`).
+kernels know no loss: the forward kernel makes numbers of rows, and the backward kernel takes such numbers.
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """
@@ -22,9 +21,8 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt._xla import struct_like
-from jax_rnnt.layouts._joint_plan import BLOCKS, COLUMNS, FRAMES, LANES, ROWS, SUBLANES, Problem, rounded
-from jax_rnnt.layouts._joint_rows import numbers as numbers_of
-from jax_rnnt.layouts._joint_rows import planes
+from jax_rnnt.layouts._joint_plan import BLOCKS, COLUMNS, FRAMES, LANES, ROWS, SUBLANES, Problem, planes, rounded
+from jax_rnnt.layouts._joint_plan import numbers as numbers_of
 
 
 def _lane(shape):
