@@ -296,9 +296,8 @@ def align(loss, emission, *problem):
     """The best path."""
     *arguments, bad, _ = _lattice(loss, emission, *problem)
     score, frames = best_path(*arguments)
-    return Alignment(
-        *map(emission.exchange.joined, (jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames)))
-    )
+    found = jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames)
+    return Alignment(*map(emission.exchange.joined, found))
 
 
 @_jit
@@ -306,9 +305,8 @@ def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengt
     """log P(y_u | y_<u, x) of every label, [..., U]."""
     problem = logits, targets, logit_lengths, target_lengths, windows
     *arguments, bad, ends = _lattice(loss, emission, *problem)
-    losses = emission.exchange.joined(
-        jnp.where(bad[..., None], jnp.nan, 0 - reference.label_log_probs(*arguments, ends))
-    )
+    losses = jnp.where(bad[..., None], jnp.nan, 0 - reference.label_log_probs(*arguments, ends))
+    losses = emission.exchange.joined(losses)
     return 0 - _nonnegative(loss, emission, losses, targets, target_lengths)
 
 
