@@ -326,15 +326,14 @@ class Softmax(Rows[jax.Array, jax.Array]):
         blanks = [tokens[..., blank] for blank in self.blanks]
         if not self.normalize:
             return lambda logits: logits.astype(x.dtype), blanks, durations
+        if self.bernoulli:
+            tokens = jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens)
+        of_token = functools.partial(_of_row, row_sum_at_once(tokens))
         if not self.bernoulli:
-            of_token = functools.partial(_of_row, row_sum_at_once(tokens))
             if durations:
                 row = row_sum_of(durations)
                 durations = [_of_row(row, x) for x in durations]
             return of_token, [of_token(x) for x in blanks], durations
-        of_token = functools.partial(
-            _of_row, row_sum_at_once(jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens))
-        )
         written = jax.nn.log_sigmoid(-blanks[0])
 
         def of_label(logits):
