@@ -6,64 +6,19 @@ from jax_rnnt import _extras as _extras
 from jax_rnnt import decode as decode
 from jax_rnnt import emissions as emissions
 from jax_rnnt import lattices as lattices
+from jax_rnnt import layouts as layouts
+from jax_rnnt import losses as losses
 from jax_rnnt._lengths import lengths_from_paddings as lengths_from_paddings
 from jax_rnnt._lengths import paddings_from_lengths as paddings_from_lengths
 from jax_rnnt._selftest import selftest as selftest
 from jax_rnnt._xla import export_checks as export_checks
-from jax_rnnt.layouts import AdditiveLogits as AdditiveLogits
-from jax_rnnt.layouts import BandLogits as BandLogits
-from jax_rnnt.layouts import JointLogits as JointLogits
-from jax_rnnt.layouts import LinearJoint as LinearJoint
-from jax_rnnt.layouts import PackedLogits as PackedLogits
-from jax_rnnt.layouts import sum_over_nodes as sum_over_nodes
-from jax_rnnt.losses import Alignment as Alignment
-from jax_rnnt.losses import Composition as Composition
-from jax_rnnt.losses import ConstrainedRNNTLoss as ConstrainedRNNTLoss
-from jax_rnnt.losses import DecodingRules as DecodingRules
-from jax_rnnt.losses import HATLoss as HATLoss
-from jax_rnnt.losses import MonotonicRNNTLoss as MonotonicRNNTLoss
-from jax_rnnt.losses import MultiblankRNNTLoss as MultiblankRNNTLoss
-from jax_rnnt.losses import RNNTLoss as RNNTLoss
-from jax_rnnt.losses import Spot as Spot
-from jax_rnnt.losses import TargetRobustRNNTLoss as TargetRobustRNNTLoss
-from jax_rnnt.losses import TDTLoss as TDTLoss
-from jax_rnnt.losses import TransducerLoss as TransducerLoss
-from jax_rnnt.losses import WildcardRNNTLoss as WildcardRNNTLoss
-from jax_rnnt.losses import mwer_loss as mwer_loss
-from jax_rnnt.losses import prune_inputs as prune_inputs
-from jax_rnnt.losses import prune_ranges as prune_ranges
-from jax_rnnt.losses import rnnt_loss as rnnt_loss
+from jax_rnnt.layouts import *  # noqa: F403
+from jax_rnnt.losses import *  # noqa: F403
 
 __version__ = "0.4.0"
-__all__ = [
-    "AdditiveLogits",
-    "Alignment",
-    "BandLogits",
-    "Composition",
-    "ConstrainedRNNTLoss",
-    "DecodingRules",
-    "HATLoss",
-    "JointLogits",
-    "LinearJoint",
-    "MonotonicRNNTLoss",
-    "MultiblankRNNTLoss",
-    "PackedLogits",
-    "RNNTLoss",
-    "Spot",
-    "TDTLoss",
-    "TargetRobustRNNTLoss",
-    "TransducerLoss",
-    "WildcardRNNTLoss",
-    "export_checks",
-    "lengths_from_paddings",
-    "mwer_loss",
-    "paddings_from_lengths",
-    "prune_inputs",
-    "prune_ranges",
-    "rnnt_loss",
-    "selftest",
-    "sum_over_nodes",
-]
+__all__ = ["export_checks", "lengths_from_paddings", "paddings_from_lengths", "selftest"]
+__all__ += layouts.__all__
+__all__ += losses.__all__
 
 if not _typing.TYPE_CHECKING:  # a type checker would take any name
     _elsewhere = {

@@ -24,7 +24,11 @@ def begin_part(function: str, first, state, vary):
     """The state from which a part starts; `first` makes that of a stream's start, and `vary` is `Search.vary`."""
     if state is None:
         return first()
-    same_state(function, f"state of {function}", jax.eval_shape(first), state)
+    expected = jax.eval_shape(first)
+    if type(state) is not type(expected):
+        got = "that of another search" if hasattr(state, "fresh") else _checks.shown(state)
+        raise TypeError(f"{function}: state must be Hypotheses.state of an earlier part by {function}, got {got}.")
+    same_state(function, f"state of {function}", expected, state)
     # A branch, so that parts without a fresh row run no network here.
     return jax.lax.cond(jnp.any(state.fresh), lambda x: replace_rows(x.fresh, first(), x), lambda x: x, vary(state))
 

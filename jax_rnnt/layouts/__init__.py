@@ -1,8 +1,17 @@
 """Layouts: how the logits of a batch are given."""
 
-from jax_rnnt.layouts._additive import AdditiveLogits as AdditiveLogits
-from jax_rnnt.layouts._band import BandLogits as BandLogits
-from jax_rnnt.layouts._joint import JointLogits as JointLogits
-from jax_rnnt.layouts._joint_networks import LinearJoint as LinearJoint
-from jax_rnnt.layouts._nodes import sum_over_nodes as sum_over_nodes
-from jax_rnnt.layouts._packed import PackedLogits as PackedLogits
+from jax_rnnt.layouts._additive import AdditiveLogits
+from jax_rnnt.layouts._band import BandLogits
+from jax_rnnt.layouts._joint import JointLogits
+from jax_rnnt.layouts._joint_networks import LinearJoint
+from jax_rnnt.layouts._nodes import sum_over_nodes
+from jax_rnnt.layouts._packed import PackedLogits
+
+__all__ = [
+    "AdditiveLogits",
+    "BandLogits",
+    "JointLogits",
+    "LinearJoint",
+    "PackedLogits",
+    "sum_over_nodes",
+]

@@ -16,6 +16,8 @@ def main():
     from jax_rnnt_speech import cli  # takes seconds
 
     signal.signal(signal.SIGINT, heard)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # as Ctrl-C: what is written is whole then
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     cli.main()
 
 

@@ -1,11 +1,13 @@
 """A training by parts: CTC, averages, frozen weights, versions of recordings, the cache, the best checkpoint."""
 
 import contextlib
+import importlib
 import io
 import itertools
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -532,3 +534,19 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert [x.name for x in (tmp_path / "other/best").iterdir()] == ["3"]
     lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines] == [1, 1, 2, 2, 3, 3, 4, 4] and lines[1]["valid_wer"] == 50.0
+
+
+def test_a_request_to_end_is_heard_as_ctrl_c(monkeypatch):
+    """Slurm and services send it: what a command has written is whole then, too."""
+
+    def command():
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(asr.cli, "main", command)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            importlib.import_module("jax_rnnt_speech.__main__").main()
+    finally:
+        signal.signal(signal.SIGTERM, before)

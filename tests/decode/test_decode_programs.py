@@ -206,7 +206,7 @@ ERRORS = [
         "predictor must have the methods initial.*no initial and no step",
     ),
     (dict(joint=lambda e, p: e[0]), ValueError, r"joint must make logits \[N, V\]"),
-    (dict(state=(1, 2)), ValueError, "state of greedy must keep the structure"),
+    (dict(state=(1, 2)), TypeError, r"state must be Hypotheses.state of .* by greedy, got \(1, 2\)"),
     (dict(exact_end=1), TypeError, "exact_end must be True or False"),
     (dict(exact_end=np.ones(3, bool)), TypeError, r"exact_end .* bool \[B\] with B = 2, got bool \(3,\)"),
 ]

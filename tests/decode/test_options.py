@@ -1,9 +1,11 @@
-"""Numeric options of all searches: valid ones at both ends of their range, others, static and traced, in one table."""
+"""Options of the searches, in one table: which verbs take them, and numbers in and out of their ranges."""
 
+import dataclasses
 import functools
 import math
 import re
 import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -31,38 +33,45 @@ class Weighted(TransducerLoss):
         return DecodingRules(self.compose().emission, lattices.STANDARD, arc_weights=(0.0, self.weight))
 
 
-class Number:
-    """An option: the name in `RANGES`, that in errors, what is in the range and what is not."""
+class Option(typing.NamedTuple):
+    """An option or argument: verbs that take it, another value than the default, numbers in its range and beyond."""
 
-    def __init__(self, name, valid, wrong, shown=None):
-        self.name, self.valid, self.wrong, self.shown = name, valid, wrong, shown or name
+    verbs: str
+    other: typing.Any = None
+    valid: tuple = ()
+    wrong: tuple = ()
 
-    def __repr__(self):
-        return self.name
 
-
-PENALTY = Number("blank_penalty", (-1e300, 0.0, 0.4, 1e300), NOT_FINITE)
-TEMPERATURE = Number("temperature", (SMALLEST, 1.0, 1.7, LARGEST), (0.0, -1.0, SMALLEST / 4, *NOT_FINITE))
-WEIGHT = Number("weight", (-1e300, 0.0, 0.3, 1e300), NOT_FINITE, "fusion[0] weight")
-INTERNAL = Number("ilm_weight", (-1e300, 0.0, 0.3, 1e300), NOT_FINITE)
-THRESHOLD = Number("threshold", (0.0, 3.0, math.inf), (-SMALLEST, -1.0, -math.inf, math.nan))
-SURE = Number("blank_threshold", (1.0, 0.0, 0.9), (-0.1, 1.5, *NOT_FINITE))
-TOP_P = Number("top_p", (1.0, SMALLEST, 0.7), (0.0, -0.5, 1.5, *NOT_FINITE))
-NORM = Number("length_norm", (-1e300, 0.0, 0.7, 1e300), NOT_FINITE)
-ARC = Number("arc_weights", (-math.inf, 0.0, 0.2, 1e300), (math.nan, math.inf), "Weighted.decoding() arc_weights[1]")
-FUSED = (WEIGHT, INTERNAL)
-NUMBERS = {
-    "greedy": (PENALTY, TEMPERATURE, SURE, ARC, *FUSED),
-    "beam": (PENALTY, TEMPERATURE, SURE, ARC, *FUSED, THRESHOLD, NORM),
-    "sample": (TEMPERATURE, TOP_P, ARC),
-    "parallel": (PENALTY, TEMPERATURE, SURE, ARC),
+ALL, LARGE = "greedy beam sample parallel", (-1e300, 0.0, 0.3, 1e300)
+CLASSES = jnp.arange(Model(family.TDT).tokens, dtype=float)[None]
+LM = decode.Predictor(lambda batch: (), lambda state, labels: (jnp.sin(labels[:, None].astype(float) + CLASSES), state))
+OPTIONS = {  # fields of a `Search`, in their order
+    "max_symbols": Option("greedy beam sample", 3),
+    "window": Option("greedy sample", 2),
+    "fusion": Option(ALL, ((decode.Labels([True] * CLASSES.size), 0.5),)),
+    "ilm_weight": Option("greedy beam", 0.1, LARGE, NOT_FINITE),
+    "blank_penalty": Option("greedy beam parallel", 0.1, LARGE, NOT_FINITE),
+    "temperature": Option(ALL, 1.5, (SMALLEST, 1.0, 1.7, LARGEST), (0.0, -1.0, SMALLEST / 4, *NOT_FINITE)),
+    "blank_threshold": Option("greedy beam parallel", 0.9, (1.0, 0.0, 0.9), (-0.1, 1.5, *NOT_FINITE)),
+    "duration_choice": Option("greedy parallel", "token_first"),
+    "confidence": Option("greedy beam", decode.Entropy()),
+    "start": Option(ALL, 0),
 }
-COUNTS = {
-    "greedy": ("max_labels", "max_symbols", "window"),
-    "beam": ("max_labels", "max_symbols", "width", "frames_at_once"),
-    "sample": ("max_labels", "max_symbols", "window", "samples"),
-    "parallel": ("max_labels", "rounds"),
+ARGUMENTS = {  # of the verbs, of fusion and of losses
+    "weight": Option("greedy beam", None, LARGE, NOT_FINITE),
+    "threshold": Option("beam", None, (0.0, 3.0, math.inf), (-SMALLEST, -1.0, -math.inf, math.nan)),
+    "length_norm": Option("beam", None, LARGE, NOT_FINITE),
+    "top_p": Option("sample", None, (1.0, SMALLEST, 0.7), (0.0, -0.5, 1.5, *NOT_FINITE)),
+    "arc_weights": Option(ALL, None, (-math.inf, 0.0, 0.2, 1e300), (math.nan, math.inf)),
+    "max_labels": Option(ALL),
+    "width": Option("beam"),
+    "frames_at_once": Option("beam"),
+    "samples": Option("sample"),
+    "rounds": Option("parallel"),
 }
+SHOWN = {"weight": "fusion[0] weight", "arc_weights": "Weighted.decoding() arc_weights[1]"}  # in errors
+TAKEN = [(verb, name) for name, x in (OPTIONS | ARGUMENTS).items() for verb in x.verbs.split()]
+PAIRS = [(verb, name) for verb, name in TAKEN if (OPTIONS | ARGUMENTS)[name].valid]
 SEARCHES = {
     "greedy": decode.greedy,
     "beam": functools.partial(decode.beam, width=4),
@@ -92,18 +101,58 @@ def traced(name):
     return jax.jit(functools.partial(search, name))
 
 
-def ordinary(name):
-    """A value of each option with which a search finds labels."""
+def ordinary(verb):
+    """A value of each number with which a search finds labels."""
     usual = {"temperature": 1.7, "threshold": 9.0, "blank_threshold": 0.95}
-    return {option.name: usual.get(option.name, 0.3) for option in NUMBERS[name]}
+    return {name: usual.get(name, 0.3) for x, name in PAIRS if x == verb}
 
 
 def test_the_table_is_complete():
-    """Every option that has a range is tried in each search that takes it."""
-    tried = {option.name for options in NUMBERS.values() for option in options} | {
-        x for y in COUNTS.values() for x in y
-    }
-    assert tried | {"top_k"} == {*_options.RANGES}
+    """A new option is an error where a verb does not take it, and each number with a range is tried."""
+    assert [*OPTIONS] == [field.name for field in dataclasses.fields(decode.Search) if field.kw_only]
+    assert {*OPTIONS, *ARGUMENTS, "top_k"} >= {*_options.RANGES}
+
+
+# ------------------------------------------------------------------------------------------- what a verb takes
+
+
+def of_verb(verb, options, *arrays):
+    model = Model(family.TDT)
+    networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
+    return SEARCHES[verb](*networks, *(arrays or (model.encoder, model.lengths)), max_labels=4, **options)
+
+
+def program(verb, **options):
+    model = Model(family.TDT)
+    return str(jax.make_jaxpr(lambda *arrays: of_verb(verb, options, *arrays))(model.encoder, model.lengths))
+
+
+@functools.cache
+def usual(verb):
+    return program(verb)
+
+
+@pytest.mark.parametrize(("verb", "name"), [(v, x) for v in SEARCHES for x in OPTIONS if (v, x) not in TAKEN])
+def test_no_option_is_ignored(verb, name):
+    """One that a verb does not use is an error that names it, static or traced."""
+    message = f"^{verb}: {name} must be left out, as it changes nothing here, got "
+    with pytest.raises(ValueError, match=message):
+        of_verb(verb, {name: OPTIONS[name].other})
+    if isinstance(OPTIONS[name].other, float):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(lambda x: of_verb(verb, {name: x}), jnp.float32(0))
+
+
+# Of other options of greedy and beam search, their tests know what they change.
+FEW = [("greedy", "window"), *(x for x in TAKEN if x[0] in ("sample", "parallel") and x[1] in OPTIONS)]
+
+
+@pytest.mark.parametrize(("verb", "name"), FEW)
+def test_other_options_change_the_program(verb, name):
+    assert program(verb, **{name: OPTIONS[name].other}) != usual(verb)
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
 
 
 def test_top_k():
@@ -113,7 +162,7 @@ def test_top_k():
         assert not np.isnan(scores(value)).any(), value
     for value in (0, -3):
         assert np.isnan(scores(value)).all(), value
-        with pytest.raises(ValueError, match=f"sample: top_k must be 1 or more, got {value}"):
+        with pytest.raises(ValueError, match=rf"sample: top_k must be 1 or more, got {value}\."):
             search("sample", {}, top_k=value)
     for value in (1.0, True, "1", jnp.float32(2)):
         with pytest.raises(TypeError, match="sample: top_k must be an integer, a scalar integer Array or None, got"):
@@ -122,50 +171,53 @@ def test_top_k():
         search("sample", {}, top_k=np.array([1]))
 
 
-PAIRS = [(name, option) for name, options in NUMBERS.items() for option in options]
-
-
 @pytest.mark.quick("sample-temperature", "greedy-blank_penalty")
-@pytest.mark.parametrize(("name", "option"), PAIRS, ids=str)
-def test_traced(name, option):
+@pytest.mark.parametrize(("verb", "name"), PAIRS)
+def test_traced(verb, name):
     """In the range there is no NaN; beyond it each score is NaN, and there are no labels."""
+    option = (OPTIONS | ARGUMENTS)[name]
     for value in (*option.valid, *option.wrong):
-        found = traced(name)(ordinary(name) | {option.name: value})
+        found = traced(verb)(ordinary(verb) | {name: value})
         if value in option.valid:
             assert not np.isnan(found.scores).any(), value
         else:
             assert np.isnan(found.scores).all() and (np.asarray(found.counts) == 0).all(), value
 
 
-@pytest.mark.parametrize(("name", "option"), PAIRS, ids=str)
-def test_static_errors(name, option):
+@pytest.mark.parametrize(("verb", "name"), PAIRS)
+def test_static_errors(verb, name):
     """They name the search, the option, its range and the value."""
-    expected = re.escape(f"{name}: {option.shown} must be {_options.RANGES[option.name].expected}")
-    for value in (*option.wrong, jnp.asarray(option.wrong[-1])):
+    wrong = (OPTIONS | ARGUMENTS)[name].wrong
+    expected = re.escape(f"{verb}: {SHOWN.get(name, name)} must be {_options.RANGES[name].expected}")
+    for value in (*wrong, jnp.asarray(wrong[-1])):
         with pytest.raises(ValueError, match=f"{expected}.*got {re.escape(repr(float(value)))}"):
-            search(name, ordinary(name) | {option.name: value})
+            search(verb, ordinary(verb) | {name: value})
     for given, error in (("1", TypeError), (1j, TypeError), (True, TypeError), (np.ones(1), ValueError)):
-        with pytest.raises(error, match=f"{option.name}.* must be a (real number|scalar), got"):
-            search(name, ordinary(name) | {option.name: given})
+        with pytest.raises(error, match=f"{name}.* must be a (real number|scalar), got"):
+            search(verb, ordinary(verb) | {name: given})
 
 
 @pytest.mark.quick("greedy")
-@pytest.mark.parametrize("name", SEARCHES)
-def test_static_is_traced(name):
+@pytest.mark.parametrize("verb", SEARCHES)
+def test_static_is_traced(verb):
     """The same labels and, up to rounding, the same scores, with all options at once."""
-    numbers = {option.name: option.valid[min(2, len(option.valid) - 1)] for option in NUMBERS[name]}
-    static = jax.jit(lambda: search(name, numbers))()
-    found = traced(name)(numbers)
+    numbers = {name: (OPTIONS | ARGUMENTS)[name].valid[2:3] or (0.7,) for x, name in PAIRS if x == verb}
+    numbers = {name: x for name, (x,) in numbers.items()}
+    static = jax.jit(lambda: search(verb, numbers))()
+    found = traced(verb)(numbers)
     assert_same(static.labels, found.labels)
     np.testing.assert_allclose(static.scores, found.scores, rtol=EXACT)
     assert np.asarray(found.counts).max() > 0
 
 
-@pytest.mark.parametrize(("name", "option"), [(name, x) for name, counts in COUNTS.items() for x in counts])
-def test_counts(name, option):
+COUNTS = "max_labels", "max_symbols", "window", "width", "frames_at_once", "samples", "rounds"
+
+
+@pytest.mark.parametrize(("verb", "name"), [x for x in TAKEN if x[1] in COUNTS])
+def test_counts(verb, name):
     """Integers that are known at trace time; sizes of arrays beyond int32 are refused before JAX meets them."""
-    least = 0 if option == "rounds" else 1
-    large = [] if option in _options.LIMITS else [(2**31, ValueError, f"must lie in .* got {2**31}")]
+    least, limits = 0 if name == "rounds" else 1, ("max_symbols", "window", "frames_at_once")
+    large = [] if name in limits else [(2**31, ValueError, f"must lie in .* got {2**31}")]
     for value, error, message in (
         *large,
         (least - 1, ValueError, f"must be {least} or more, got {least - 1}"),
@@ -174,8 +226,8 @@ def test_counts(name, option):
         (True, TypeError, "must be an integer known at trace time, got True"),
         (math.nan, TypeError, "must be an integer known at trace time, got nan"),
     ):
-        with pytest.raises(error, match=f"{name}: {option} {message}"):
-            search(name, {}, **{option: value})
+        with pytest.raises(error, match=f"{verb}: {name} {message}"):
+            search(verb, {}, **{name: value})
 
 
 @pytest.mark.slow

@@ -234,5 +234,6 @@ def test_errors():
     for function, arguments, error, message in cases:
         with pytest.raises(error, match=f"{function.__name__}: {message}"):
             function(*arguments)
-    with pytest.raises(ValueError, match="state of beam must keep the structure"):
-        model.search(BEAM, MOST, state=greedy)
+    for state, got in ((greedy, "that of another search"), (3, "")):
+        with pytest.raises(TypeError, match=f"state must be Hypotheses.state of an earlier part by beam, got {got}"):
+            model.search(BEAM, MOST, state=state)

@@ -81,29 +81,33 @@ void Compute(ffi::ThreadPool& pool, const LatticeCall& call) {
   }
 }
 
-struct Cpu {
-  using Stream = ffi::ThreadPool;
+template <bool kGradient>
+struct LatticeOf : LatticeCall {};
+template <bool kGradient>
+ffi::Error Read(Call* call, LatticeOf<kGradient>* work) {
+  return Read(call, kGradient, LatticeWorkspace, work);
+}
 
-  static int64_t WorkspaceOf(const LatticeArgs& args, bool gradient) { return LatticeWorkspace(args, gradient); }
-
-  // Without memory for its scratch a kernel fails as XLA does without memory for its buffers: XLA is compiled without
-  // exceptions, so one that left a handler would end the process.
-  template <typename Call>
-  static ffi::Error Run(ffi::ThreadPool& pool, const Call& call) {
-    try {
-      Compute(pool, call);
-    } catch (const std::bad_alloc&) {
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_rnnt: out of memory");
-    }
-    return ffi::Error::Success();
+// Reads a call as `Work`, and computes it. Without memory for its scratch a kernel fails as XLA does without memory for
+// its buffers: XLA is compiled without exceptions, so one that left a handler would end the process.
+template <class Work>
+ffi::Error Handle(ffi::ThreadPool pool, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                  ffi::Dictionary attributes) {
+  try {
+    Call call(arguments, results, attributes);
+    Work work{};
+    if (auto error = Read(&call, &work); error.failure()) return error;
+    Compute(pool, work);
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_rnnt: out of memory");
   }
-};
+  return ffi::Error::Success();
+}
 
-using On = Handlers<Cpu>;
-XLA_FFI_DEFINE_HANDLER(kEmissionForward, On::EmissionForward, BindEmissionForward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kEmissionBackward, On::EmissionBackward, BindEmissionBackward<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kLatticeLoss, On::Lattice<false>, BindLattice<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER(kLatticeGradient, On::Lattice<true>, BindLattice<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kEmissionForward, Handle<EmissionForwardCall>, BindAll<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kEmissionBackward, Handle<EmissionBackwardCall>, BindAll<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kLatticeLoss, Handle<LatticeOf<false>>, BindAll<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(kLatticeGradient, Handle<LatticeOf<true>>, BindAll<ffi::ThreadPool>());
 
 }  // namespace
 }  // namespace cpu

@@ -9,7 +9,7 @@
 #include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/cuda/joint_calls.h"
 #include "xla_kernels/cuda/lattice.h"
-#include "xla_kernels/cuda/search_ffi.h"
+#include "xla_kernels/cuda/search_calls.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 
 namespace jax_rnnt {
@@ -25,82 +25,57 @@ using Context = ffi::ThreadPool;
 using Stream = ffi::ThreadPool;
 cudaStream_t CudaStream(const Stream&) { return nullptr; }
 #endif
-// Also in the emulation, whose handlers are those of CUDA where a program is compiled for a GPU and not run.
-#define JAX_RNNT_TRAITS {ffi::Traits::kCmdBufferCompatible}
+cudaError_t Launch(const EmissionForwardCall& call, cudaStream_t stream) {
+  return EmissionForward(call.dtype, call.args, stream);
+}
+cudaError_t Launch(const EmissionBackwardCall& call, cudaStream_t stream) {
+  return EmissionBackward(call.dtype, call.args, stream);
+}
+template <bool kGradient>
+struct LatticeOf : LatticeCall {};
+template <bool kGradient>
+ffi::Error Read(Call* call, LatticeOf<kGradient>* work) {
+  return Read(call, kGradient, LatticeWorkspace, work);
+}
+cudaError_t Launch(const LatticeCall& call, cudaStream_t stream) { return Lattice(call.is_double, call.args, stream); }
+cudaError_t Launch(const JointForwardArgs& args, cudaStream_t stream) { return JointForward(args, stream); }
+cudaError_t Launch(const JointGradientArgs& args, cudaStream_t stream) { return JointGradient(args, stream); }
+cudaError_t Launch(const JointSumsArgs& args, cudaStream_t stream) { return JointSums(args, stream); }
+cudaError_t Launch(const ChoiceArgs& args, cudaStream_t stream) { return Choose(args, stream); }
+cudaError_t Launch(const MovesArgs& args, cudaStream_t stream) { return Moves(args, stream); }
+cudaError_t Launch(const RowsArgs& args, cudaStream_t stream) { return Rows(args, stream); }
+cudaError_t Launch(const WalkArgs& args, cudaStream_t stream) { return Walk(args, stream); }
 
-ffi::Error Status(cudaError_t error, const char* what) {
+// Reads a call as `Work`, and launches its kernels.
+template <class Work>
+ffi::Error Handle(const char* what, const Stream& stream, Call call) {
+  Work work{};
+  if (auto error = Read(&call, &work); error.failure()) return error;
+  LoadKernelsHere();
+  const cudaError_t error = Launch(work, CudaStream(stream));
   if (error == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string("jax_rnnt: ") + what + ": " + cudaGetErrorString(error));
 }
 
-struct Cuda {
-  using Stream = cuda::Stream;
-
-  static int64_t WorkspaceOf(const LatticeArgs& args, bool gradient) { return LatticeWorkspace(args, gradient); }
-  static ffi::Error Run(const Stream& stream, const EmissionForwardCall& call) {
-    LoadKernelsHere();
-    return Status(EmissionForward(call.dtype, call.args, CudaStream(stream)), "emission forward");
-  }
-  static ffi::Error Run(const Stream& stream, const EmissionBackwardCall& call) {
-    LoadKernelsHere();
-    return Status(EmissionBackward(call.dtype, call.args, CudaStream(stream)), "emission backward");
-  }
-  static ffi::Error Run(const Stream& stream, const LatticeCall& call) {
-    LoadKernelsHere();
-    return Status(Lattice(call.is_double, call.args, CudaStream(stream)), "lattice");
-  }
-  static ffi::Error Run(const Stream& stream, const JointForwardArgs& args) {
-    LoadKernelsHere();
-    return Status(JointForward(args, CudaStream(stream)), "joint network forward");
-  }
-  static ffi::Error Run(const Stream& stream, const JointGradientArgs& args) {
-    LoadKernelsHere();
-    return Status(JointGradient(args, CudaStream(stream)), "gradient of a joint network");
-  }
-  static ffi::Error Run(const Stream& stream, const JointSumsArgs& args) {
-    LoadKernelsHere();
-    return Status(JointSums(args, CudaStream(stream)), "sums of a joint network");
-  }
-};
-
-ffi::Error WalkHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                       int64_t labels_per_frame, int64_t token_first, int64_t reach) {
-  WalkArgs args{};
-  if (auto error = Read(arguments, results, labels_per_frame, token_first, reach, &args); error.failure()) return error;
-  LoadKernelsHere();
-  return Status(Walk(args, CudaStream(stream)), "step of a greedy search");
-}
-
-ffi::Error ChoiceHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t window,
-                         int64_t merge, int64_t blanks, ffi::Span<const int64_t> frames,
-                         ffi::Span<const int64_t> may_end) {
-  ChoiceArgs args{};
-  if (auto error = Read(arguments, results, {window, merge, blanks, frames, may_end}, &args); error.failure())
-    return error;
-  LoadKernelsHere();
-  return Status(Choose(args, CudaStream(stream)), "step of a beam search");
-}
-
-ffi::Error RowsHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                       ffi::Span<const int64_t> blanks, int64_t durations, int64_t best) {
-  RowsArgs args{};
-  if (auto error = Read(arguments, results, blanks, durations, best, &args); error.failure()) return error;
-  LoadKernelsHere();
-  return Status(Rows(args, CudaStream(stream)), "rows of a search");
-}
-
-ffi::Error MovesHandler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                        ffi::Span<const int64_t> blanks, int64_t durations, ffi::Span<const int64_t> tokens,
-                        ffi::Span<const int64_t> of_durations, ffi::Span<const int64_t> frames,
-                        ffi::Span<const int64_t> may_end, int64_t window, int64_t labels_per_frame, int64_t max_labels,
-                        int64_t token_first) {
-  MovesArgs args{};
-  const MovesKind kind = {blanks,  durations, tokens,           of_durations, frames,
-                          may_end, window,    labels_per_frame, max_labels,   token_first};
-  if (auto error = Read(arguments, results, kind, &args); error.failure()) return error;
-  LoadKernelsHere();
-  return Status(Moves(args, CudaStream(stream)), "moves of a greedy search");
-}
+// Command buffers also in the emulation, whose handlers are those of CUDA where a program is compiled for a GPU and not
+// run.
+#define JAX_RNNT_HANDLER(name, Work, what)                                                          \
+  ffi::Error name##Handler(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results, \
+                           ffi::Dictionary attributes) {                                            \
+    return Handle<Work>(what, stream, {arguments, results, attributes});                            \
+  }                                                                                                 \
+  XLA_FFI_DEFINE_HANDLER(name, name##Handler, BindAll<Context>(), {ffi::Traits::kCmdBufferCompatible})
+JAX_RNNT_HANDLER(kEmissionForward, EmissionForwardCall, "emission forward");
+JAX_RNNT_HANDLER(kEmissionBackward, EmissionBackwardCall, "emission backward");
+JAX_RNNT_HANDLER(kLatticeLoss, LatticeOf<false>, "lattice");
+JAX_RNNT_HANDLER(kLatticeGradient, LatticeOf<true>, "lattice");
+JAX_RNNT_HANDLER(kJointForward, JointForwardArgs, "joint network forward");
+JAX_RNNT_HANDLER(kJointGradient, JointGradientArgs, "gradient of a joint network");
+JAX_RNNT_HANDLER(kJointSums, JointSumsArgs, "sums of a joint network");
+JAX_RNNT_HANDLER(kChoice, ChoiceArgs, "step of a beam search");
+JAX_RNNT_HANDLER(kMoves, MovesArgs, "moves of a greedy search");
+JAX_RNNT_HANDLER(kRows, RowsArgs, "rows of a search");
+JAX_RNNT_HANDLER(kWalk, WalkArgs, "step of a greedy search");
 
 // Some versions of XLA pass operands and results to this stage, some do not.
 ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
@@ -110,21 +85,6 @@ ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dicti
 
 XLA_FFI_DEFINE_HANDLER(kInstantiate, InstantiateHandler,
                        ffi::Ffi::BindInstantiate().RemainingArgs().RemainingRets().Attrs());
-using On = Handlers<Cuda>;
-XLA_FFI_DEFINE_HANDLER(kEmissionForward, On::EmissionForward, BindEmissionForward<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kEmissionBackward, On::EmissionBackward, BindEmissionBackward<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kLatticeLoss, On::Lattice<false>, BindLattice<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kLatticeGradient, On::Lattice<true>, BindLattice<Context>(), JAX_RNNT_TRAITS);
-using OnJoint = JointHandlers<Cuda>;
-XLA_FFI_DEFINE_HANDLER(kJointForward, OnJoint::Forward, BindJointForward<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kJointGradient, OnJoint::Gradient, BindJointGradient<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kJointSums, OnJoint::Sums, BindJointSums<Context>(), JAX_RNNT_TRAITS);
-
-XLA_FFI_DEFINE_HANDLER(kChoice, ChoiceHandler, BindChoice<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kMoves, MovesHandler, BindMoves<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler, BindRows<Context>(), JAX_RNNT_TRAITS);
-XLA_FFI_DEFINE_HANDLER(kWalk, WalkHandler, BindWalk<Context>(), JAX_RNNT_TRAITS);
-
 }  // namespace
 }  // namespace cuda
 

@@ -1,9 +1,10 @@
-"""Numeric options of the searches: one table of what each may be.
+"""Options of the searches: what each may be, and which verbs take it.
 
 A static number out of its range is an error. A traced one is not known before the program runs: then the score of
 every utterance is NaN.
 """
 
+import dataclasses
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,11 @@ class Range(typing.NamedTuple):
 
     expected: str  # in words
     holds: Callable[[Any], Any]  # of an int, or of a scalar of NumPy or JAX in the dtype of scores
+    is_size: bool = True  # a count of arrays or loops, which int32 must hold, and no limit that may be any larger
 
 
 AT_LEAST_1, AT_LEAST_0 = Range("1 or more", lambda x: x >= 1), Range("0 or more", lambda x: x >= 0)
+LIMIT = AT_LEAST_1._replace(is_size=False)
 FINITE = Range("finite", lambda x: abs(x) < np.inf)
 # A subnormal temperature counts as 0: some devices round it to 0, and its inverse is infinite.
 ABOVE_0 = Range("finite and above 0", lambda x: (x >= np.finfo(x.dtype).tiny) & (x < np.inf))
@@ -29,34 +32,35 @@ PROBABILITY = Range("above 0 and at most 1", lambda x: (x > 0) & (x <= 1))
 UP_TO_1 = Range("0 or more and at most 1", lambda x: (x >= 0) & (x <= 1))
 NOT_INFINITE = Range("finite or -inf", lambda x: x < np.inf)
 
+# Of arguments of the verbs, of `fusion` and of `DecodingRules`; `declared` adds those of the fields of `Search`.
 RANGES = {
     "max_labels": AT_LEAST_1,
-    "max_symbols": AT_LEAST_1,
-    "window": AT_LEAST_1,
-    "frames_at_once": AT_LEAST_1,
+    "frames_at_once": LIMIT,
     "width": AT_LEAST_1,
     "samples": AT_LEAST_1,
     "rounds": AT_LEAST_0,
     "threshold": AT_LEAST_0,
     "length_norm": FINITE,
-    "blank_penalty": FINITE,
-    "temperature": ABOVE_0,
-    "blank_threshold": UP_TO_1,
-    "ilm_weight": FINITE,
-    "weight": FINITE,  # of a model of fusion
+    "weight": FINITE,
     "top_k": AT_LEAST_1,
     "top_p": PROBABILITY,
-    "arc_weights": NOT_INFINITE,  # of `DecodingRules`
+    "arc_weights": NOT_INFINITE,
 }
 
-# Numbers of a `Search`, and where they change nothing. `_symbols.Scoring` has those that change what moves score.
-OFF = {"ilm_weight": 0.0, "blank_penalty": 0.0, "temperature": 1.0, "blank_threshold": 1.0}
 
-LIMITS = (
-    "max_symbols",
-    "window",
-    "frames_at_once",
-)  # larger ones than int32 holds are none; the other counts are sizes of arrays and loops
+def option(default, *verbs: str, range: Range | None = None) -> Any:
+    """A field of `Search`: its default, the verbs that take it, by default all, and what a number may be.
+
+    Where the default is a float, a Python number of that value switches the option off.
+    """
+    return dataclasses.field(default=default, metadata={"verbs": verbs, "range": range})
+
+
+def declared(search: type) -> dict[str, float]:
+    """Takes over the ranges of the fields; the numbers among them, with the values that switch them off."""
+    fields = dataclasses.fields(search)
+    RANGES.update({f.name: f.metadata["range"] for f in fields if f.metadata.get("range")})
+    return {f.name: f.default for f in fields if isinstance(f.default, float)}
 
 
 def size(function: str, name: str, x) -> int:
@@ -64,7 +68,7 @@ def size(function: str, name: str, x) -> int:
     x = _checks.integer(function, name, x)
     if not RANGES[name].holds(x):
         raise ValueError(f"{function}: {name} must be {RANGES[name].expected}, got {x}.")
-    return x if name in LIMITS else _checks.index(function, name, x)
+    return _checks.index(function, name, x) if RANGES[name].is_size else x
 
 
 def sizes(function: str, **options) -> list[int]:
@@ -80,7 +84,7 @@ def out_of_range(function: str, numbers: dict[str, Any], dtype):
     """
     bad = False
     for name, x in numbers.items():
-        expected, holds = RANGES[name.split()[-1].partition("[")[0]]
+        expected, holds, _ = RANGES[name.split()[-1].partition("[")[0]]
         known = _checks.known(x)
         if known is None:
             bad |= ~holds(jnp.asarray(x, dtype))
@@ -89,5 +93,5 @@ def out_of_range(function: str, numbers: dict[str, Any], dtype):
             rounded = known.astype(dtype)
         if not holds(rounded):
             where = f" in {np.dtype(dtype).name}, the dtype of scores" if holds(known.astype(np.float64)) else ""
-            raise ValueError(f"{function}: {name} must be {expected}{where}, got {float(known)!r}.")
+            raise ValueError(f"{function}: {name} must be {expected}{where}, got {known.item()!r}.")
     return bad

@@ -23,6 +23,7 @@ from jax_rnnt.decode._predictor import Predictor
 from jax_rnnt.decode.search import _beam, _greedy, _options, _parallel, _sample
 from jax_rnnt.decode.search._entropy import Entropy
 from jax_rnnt.decode.search._fusion import Fusion, checked_fusion
+from jax_rnnt.decode.search._options import option
 from jax_rnnt.decode.search._symbols import Scoring, checked_scoring
 from jax_rnnt.layouts import LinearJoint
 from jax_rnnt.losses import TransducerLoss
@@ -61,9 +62,10 @@ class Search:
         L, room for labels in a hypothesis. Once it is full, no label follows; `Hypotheses.full` says so. Of a stream,
         `beam` has so much room for all parts, `greedy` for each part.
     max_symbols : int, default 10
-        Labels that one frame may emit; after these only a blank is allowed. `parallel` has one at most.
+        Labels that one frame may emit; after these only a blank is allowed. Of all verbs but `parallel`, which has one
+        at most.
     window : int, default 4
-        Frames that a step of `greedy` or `sample` looks at. More frames make fewer and larger steps.
+        Frames that a step looks at. More frames make fewer and larger steps. Of `greedy` and `sample`.
     fusion : sequence of pairs (model, weight), default ()
         Adds weight times the score that a model gives to each label, and to an end: shallow fusion. `Predictor` says
         which objects are models. A score of -inf forbids the label. Weights may be traced, or below 0. A weight of 0
@@ -131,15 +133,15 @@ class Search:
     predictor: Predictor | Any
     max_labels: int
     _: dataclasses.KW_ONLY
-    max_symbols: int = 10
-    window: int = 4
+    max_symbols: int = option(10, "greedy", "beam", "sample", range=_options.LIMIT)
+    window: int = option(4, "greedy", "sample", range=_options.LIMIT)
     fusion: Sequence[tuple[Any, float | jax.Array]] = ()
-    ilm_weight: float | jax.Array = 0.0
-    blank_penalty: float | jax.Array = 0.0
-    temperature: float | jax.Array = 1.0
-    blank_threshold: float | jax.Array = 1.0
-    duration_choice: typing.Literal["pair", "token_first"] = "pair"
-    confidence: Entropy | None = None
+    ilm_weight: float | jax.Array = option(0.0, "greedy", "beam", range=_options.FINITE)
+    blank_penalty: float | jax.Array = option(0.0, "greedy", "beam", "parallel", range=_options.FINITE)
+    temperature: float | jax.Array = option(1.0, range=_options.ABOVE_0)
+    blank_threshold: float | jax.Array = option(1.0, "greedy", "beam", "parallel", range=_options.UP_TO_1)
+    duration_choice: typing.Literal["pair", "token_first"] = option("pair", "greedy", "parallel")
+    confidence: Entropy | None = option(None, "greedy", "beam")
     start: int | None = None
 
     def __post_init__(self):
@@ -151,25 +153,24 @@ class Search:
         self._scoring(function)
         self._models(function)
         values = {name: in_evaluation(getattr(self, name)) for name in ("joint", "predictor")}
-        values |= {name: _weight(getattr(self, name)) for name in _options.OFF}
+        values |= {name: _weight(getattr(self, name)) for name in OFF}
         values["fusion"] = tuple((in_evaluation(model), _weight(weight)) for model, weight in self.fusion)
         for name, x in values.items():
             object.__setattr__(self, name, x)
 
     def _scoring(self, function: str, **others) -> Scoring:
-        names = "max_symbols", "duration_choice", "confidence", *(x for x in _options.OFF if x in Scoring._fields)
+        names = "max_symbols", "duration_choice", "confidence", *Scoring.names()
         return checked_scoring(function, **{name: getattr(self, name) for name in names} | others)
 
     def _models(self, function: str) -> Fusion:
         return checked_fusion(function, self.fusion, self.ilm_weight)
 
-    def _lacks(self, function: str, *names: str) -> None:
-        """Raises unless these options, which the verb does not use, have their defaults: nothing is ignored."""
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for name in names:
-            value, default = getattr(self, name), defaults[name]
-            if value is not default and (isinstance(value, jax.Array) or value != default):
-                raise ValueError(f"{function}: {name} must be left out, as it changes nothing here, got {value!r}.")
+    def _refuse_unused(self, verb: str) -> None:
+        """Raises unless the options that the verb does not take have their defaults: nothing is ignored."""
+        for f in dataclasses.fields(self):
+            value, verbs = getattr(self, f.name), f.metadata.get("verbs") or (verb,)
+            if verb not in verbs and value is not f.default and (isinstance(value, jax.Array) or value != f.default):
+                raise ValueError(f"{verb}: {f.name} must be left out, as it changes nothing here, got {value!r}.")
 
     def __repr__(self):
         """Fields without a default, then those that differ from it."""
@@ -273,7 +274,7 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; the search has a `window` or a `duration_choice`; `frames_at_once` without `merge`.
+            As for `greedy`; the search has an option that is not of `beam`; `frames_at_once` without `merge`.
 
         See Also
         --------
@@ -284,7 +285,7 @@ class Search:
         Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
         Saon, Tüske and Audhkhasi, "Alignment-Length Synchronous Decoding for RNN Transducer", ICASSP 2020.
         """
-        self._lacks("beam", "window", "duration_choice")
+        self._refuse_unused("beam")
         more = merge, threshold, length_norm, exact_end, state, frames_at_once
         return _beam.run(self, encoder_out, lengths, width, *more)
 
@@ -339,14 +340,13 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; `key` is no random key; the search has an internal language model, a penalty, a
-            `blank_threshold`, a confidence or a `duration_choice`.
+            As for `greedy`; `key` is no random key; the search has an option that is not of `sample`.
 
         See Also
         --------
         mwer_loss : The expected number of errors of a list.
         """
-        self._lacks("sample", "ilm_weight", "blank_penalty", "blank_threshold", "duration_choice", "confidence")
+        self._refuse_unused("sample")
         return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end)
 
     @_keywords.keywords
@@ -380,19 +380,21 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; `masked_row` is no row of the predictor; the search has an internal language model, a
-            confidence, a `window`, or a model of `fusion` that is no `Labels`.
+            As for `greedy`; `masked_row` is no row of the predictor; the search has an option that is not of
+            `parallel`, or a model of `fusion` that is no `Labels`.
 
         References
         ----------
         Xu, Bataev, Jia and Ginsburg, "HAINAN: Fast and Accurate Transducer for Hybrid-Autoregressive ASR", 2024,
         arXiv:2410.02597.
         """
-        self._lacks("parallel", "max_symbols", "window", "ilm_weight", "confidence")
+        self._refuse_unused("parallel")
         return _parallel.run(self, encoder_out, lengths, rounds, exact_end)
 
 
 # ------------------------------------------------------------------------------------------------------------ a pytree
+
+OFF = _options.declared(Search)
 
 
 class _Structure(typing.NamedTuple):
@@ -449,7 +451,7 @@ def _flatten(search: Search):
         fields["loss"] = switched_off(fields["loss"])
     if isinstance(fields["fusion"], Sequence):
         fields["fusion"] = tuple(tuple(pair) for pair in fields["fusion"] if not _is_off(pair[1], 0.0))
-    names = [*NETWORKS, *(name for name, value in _options.OFF.items() if not _is_off(fields[name], value))]
+    names = [*NETWORKS, *(name for name, value in OFF.items() if not _is_off(fields[name], value))]
     found, tree = jax.tree.flatten({name: fields.pop(name) for name in names})
     leaves = [x for x in found if _is_leaf(x)]
     return leaves, _Structure(tree, tuple(map(_kept, found)), tuple(sorted(fields.items())))

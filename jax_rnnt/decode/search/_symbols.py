@@ -47,9 +47,14 @@ class Scoring(typing.NamedTuple):
     def skips(self) -> bool:
         return not (_checks.is_number(self.blank_threshold) and self.blank_threshold == 1)
 
+    @classmethod
+    def names(cls) -> list[str]:
+        """Of the numbers."""
+        return [name for name, x in cls._field_defaults.items() if isinstance(x, float)]
+
     @property
     def numbers(self) -> dict[str, Any]:
-        return {name: x for name, x in self._asdict().items() if name in _options.OFF}
+        return {name: getattr(self, name) for name in self.names()}
 
     def tempered(self, logits, apart=None):
         """Logits [..., V] of one softmax over the temperature, up to a number of each row, in the dtype of scores.
