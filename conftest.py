@@ -130,6 +130,13 @@ def optimized():
 
 
 @pytest.fixture
+def flax_promotion():
+    """Flax promotes implicitly."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def devices():
     """Eight CPU devices, on any default platform."""
     try:

@@ -12,7 +12,6 @@ import functools
 import math
 import os
 import sys
-import time
 from unittest import mock
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on a GPU torchaudio needs memory, too
@@ -21,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import cases
 import jax_rnnt as rnnt
 import measure
 import problems
 from jax_rnnt._xla import loading
 from jax_rnnt.layouts import _tiles
-from problems import cases
 
 WIDTH = 5  # of the pruned band
 ALL = (0, 1, 2, 3)  # arguments with a gradient
@@ -74,29 +73,66 @@ def contestants(case, seed):
     return [*timed, start("pruned", pruned)]
 
 
-def title(case):
-    megabytes = 4 * math.prod(case.shape) / 1e6
-    size = f"B={case.B} T={case.T} U={case.U} V={case.V} H={case.H}, logits {megabytes:.0f} MB"
-    return f"{case.name}: {size}, {case.valid:.0%} of the nodes valid"
-
-
-def aims(case, timed):
+def by_shape(case, args):
     """Tiles may take 1.15 times as long, but must not be slower if more than 25% is padding."""
-    limit, by_name = "<= 1" if case.valid < 0.75 else "<= 1.15", {c.name: c for c in timed}
-    base = by_name["materialized"]
-    return [measure.aim(f"{case.name}: {n} / materialized", by_name[n], base, limit) for n in ("linear", "function")]
+    size = f"B={case.B} T={case.T} U={case.U} V={case.V} H={case.H}, logits {4 * math.prod(case.shape) / 1e6:.0f} MB"
+    title = f"{case.name}: {size}, {case.valid:.0%} of the nodes valid"
+    base, limit = "materialized", "<= 1" if case.valid < 0.75 else "<= 1.15"
+    aims = [(name, base, limit) for name in ("linear", "function")]
+    return measure.Case(title, contestants(case, args.seed), (base,), aims)
 
 
-def by_shape(args):
-    budget, results, checks = measure.settle(args), {}, []
-    for case in cases.JOINT:
-        if case.name in args.only:
-            timed = results[case.name] = contestants(case, args.seed)
-            measure.take_turns(timed, budget, args.repeat)
-            measure.report(title(case), timed, ["materialized"])
-            checks += aims(case, timed)
-    measure.report_aims(checks)
-    measure.save(args, "-joint", checks, results)
+# ------------------------------------------------------------------------------------------------------ beside peers
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Of `problems`: its function there, and the arguments of a peer, whose rows need not be padded."""
+
+    function: str
+    arguments: tuple
+    loss: object
+    dtype: object = np.float32
+    padding: tuple = ()  # further arguments of ours
+
+    @functools.cached_property
+    def arrays(self):
+        """Those to differentiate by, and the others."""
+        sources, sequences = getattr(problems, self.function)(*self.arguments, *self.padding)
+        return tuple(jnp.asarray(x, self.dtype) for x in sources), sequences
+
+    @property
+    def durations(self):
+        return list(getattr(self.loss, "durations", ()))
+
+    def program(self, name, loss):
+        sources, sequences = self.arrays
+        return measure.program(name, loss, (*sources, *sequences), gradient=ALL, whole=True)
+
+    def peer(self, worker, name):
+        options = {"dtype": jnp.dtype(self.dtype).name, "blank": self.loss.blank, "reduction": self.loss.reduction}
+        options |= {"durations": self.durations} if self.durations else {}
+        return worker.contestant(name, self.function, *self.arguments, **options)
+
+    def contestants(self, makers, limit):
+        """Those that can be made, and which ones disagree; `limit` is relative to the largest."""
+        timed, wrong = [], []
+        for name, make in makers.items():
+            try:
+                timed.append(make(name))
+            except Exception as error:  # of memory; which one depends on the library
+                print(f"left out: {name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+        if not np.isfinite(timed[0].check[0]):
+            wrong.append(f"the loss of {timed[0].name} is {timed[0].check[0]}")
+        if self.padding:  # rows of peers are not padded: the gradient of the weight is compared
+            for contestant in timed:
+                contestant.check = contestant.check[0], contestant.check[1][: measure.samples(self.arrays[0][:1]).size]
+        for contestant in timed[1:]:
+            try:
+                measure.agree(timed[0], [contestant], loss=limit, gradient=limit * np.abs(timed[0].check[1]).max())
+            except AssertionError as error:  # says so at the end, with the times of all
+                wrong.append(f"{contestant.name} and {timed[0].name}: {' '.join(str(error).split())[:300]}")
+        return timed, wrong
 
 
 # ------------------------------------------------------------------------------------------------------- LibriSpeech
@@ -124,66 +160,31 @@ def nodes_of(logit_lengths, target_lengths):
     return np.pad(nodes, ((0, 0), (0, -nodes.shape[1] % ROWS)), "edge")
 
 
-def batch_contestants(batch, worker, limit):
-    """Those that fit into the memory. Losses and gradients must agree; `limit` is relative to the largest."""
-    sources, sequences = problems.librispeech(*batch, FRAMES, COLUMNS)
-    program = functools.partial(measure.program, arguments=(*sources, *sequences), gradient=ALL, whole=True)
+def librispeech(batch, gpu, worker):
+    """As csukuangfj/transducer-loss-benchmarking does on a GPU."""
+    problem = Problem("librispeech", batch, SUM, padding=(FRAMES, COLUMNS))
+    sources, sequences = problem.arrays
     makers = {
-        "in memory": lambda name: program(name, functools.partial(materialized, loss=SUM)),
-        "packed": lambda name: program(name, packed(nodes_of(*sequences[1:]), sources[2].shape[1])),
-        "LinearJoint": lambda name: program(name, functools.partial(linear, loss=SUM)),
+        "in memory": lambda name: problem.program(name, functools.partial(materialized, loss=SUM)),
+        "packed": lambda name: problem.program(name, packed(nodes_of(*sequences[1:]), sources[2].shape[1])),
+        "LinearJoint": lambda name: problem.program(name, functools.partial(linear, loss=SUM)),
     }
     if worker and "torchaudio, joint" in worker.names:
-        options = {"blank": SUM.blank, "reduction": SUM.reduction}
-        makers["torchaudio, joint"] = lambda name: worker.contestant(name, "librispeech", *batch, **options)
-    timed = made(makers)
-    for contestant in timed:  # torchaudio's rows are not padded: the gradient of the weight is compared
-        contestant.check = contestant.check[0], contestant.check[1][: measure.samples(sources[:1]).size]
-    measure.agree(timed[0], timed[1:], loss=limit, gradient=limit * np.abs(timed[0].check[1]).max())
-    return timed
+        makers["torchaudio, joint"] = functools.partial(problem.peer, worker)
+    timed, wrong = problem.contestants(makers, 2e-2 if gpu else 1e-3)  # a GPU multiplies float32 as TF32
+    order, index, *of_batches = batch
+    T, U = problems.batches(order, *of_batches)[index]
+    valid = np.dot(T, U + 1.0) / (len(T) * T.max() * (U.max() + 1))
+    size = f"B={len(T)} T={T.max()} U={U.max()}, {valid:.0%} of the nodes valid"
+    return measure.Case(f"{order}, batch {index}: {size}", timed, (timed[0].name,), wrong=wrong)
 
 
-def made(makers):
-    """The contestants that can be made."""
-    timed = []
-    for name, make in makers.items():
-        try:
-            timed.append(make(name))
-        except Exception as error:  # of memory; which one depends on the library
-            print(f"left out: {name}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
-    return timed
-
-
-def librispeech(args, peers):
-    """As csukuangfj/transducer-loss-benchmarking does on a GPU."""
-    deadline, gpu = time.monotonic() + args.limit, jax.default_backend() == "gpu"
-    budget = args.budget if gpu else measure.settle(args)
-    share = args.share or (1.0 if gpu else 0.1)
-    args.threads = 0 if gpu else args.threads
-    worker, results = peers and peers(args.threads), {}
-    # The same number of batches of either order, spread over those of the published table.
-    for i in range(args.batches):
-        for order in problems.ORDERS:
-            count = problems.LAST - problems.FIRST
-            batch = order, i * count // args.batches, share, args.shrink
-            if results and time.monotonic() > deadline:
-                print(f"left out: {batch}: no time left", file=sys.stderr)
-                continue
-            T, U = problems.batches(order, share, args.shrink)[batch[1]]
-            timed = batch_contestants(batch, worker, 2e-2 if gpu else 1e-3)  # a GPU multiplies float32 as TF32
-            measure.take_turns(timed, budget, args.repeat, deadline)
-            name = f"{order}, batch {batch[1]}"
-            valid = np.dot(T, U + 1.0) / (len(T) * T.max() * (U.max() + 1))
-            size = f"B={len(T)} T={T.max()} U={U.max()}, {valid:.0%} of the nodes valid"
-            measure.report(f"{name}: {size}", timed, [timed[0].name])
-            results[name] = timed
+def print_means(found):
     for order in problems.ORDERS:
-        names = list(dict.fromkeys(c.name for k, timed in results.items() if k.startswith(order) for c in timed))
-        for name in names:
-            times = [c.median for k, timed in results.items() if k.startswith(order) for c in timed if c.name == name]
+        timed = [c for name, case in found.items() if name.startswith(order) for c in case.contestants]
+        for name in dict.fromkeys(c.name for c in timed):
+            times = [c.median for c in timed if c.name == name]
             print(f"{order}, {name}: {1e3 * np.mean(times):.1f} ms, the mean of {len(times)} batches")
-    more = {"share": share, "shrink": args.shrink, "versions": worker.versions if worker else {}}
-    measure.save(args, "-librispeech", [], results, **more)
 
 
 # --------------------------------------------------------------------------------------------------- beside products
@@ -212,97 +213,37 @@ def products(weight, hidden, turns):
     return jax.lax.fori_loop(0, turns, turn, (hidden, jnp.zeros(weight.shape, jnp.float32)))[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Of `problems`: its function there, and the arguments of a peer, whose rows need not be padded."""
-
-    function: str
-    arguments: tuple
-    loss: object
-    dtype: object
-    padding: tuple = ()  # further arguments of ours
-
-    @property
-    def options(self):
-        """Of a peer, in JSON."""
-        options = {"dtype": jnp.dtype(self.dtype).name, "blank": self.loss.blank, "reduction": self.loss.reduction}
-        return options | ({"durations": durations} if (durations := durations_of(self.loss)) else {})
-
-
-def durations_of(loss):
-    return list(getattr(loss, "durations", ()))
-
-
-def with_products(problem, worker):
-    """Kernels, tiles, peers, and the bare products of all nodes inside the lengths; and what disagrees."""
-    sources, sequences = getattr(problems, problem.function)(*problem.arguments, *problem.padding)
-    weight, bias, *rows = (jnp.asarray(x, problem.dtype) for x in sources)
-    program = functools.partial(measure.program, gradient=ALL, arguments=(weight, bias, *rows, *sequences), whole=True)
+def beside_products(name, problem, worker):
+    """Kernels, tiles, peers, and the bare products of all nodes inside the lengths."""
     loss = functools.partial(linear, loss=problem.loss)
 
     def nothing_skipped(name):
         with mock.patch.object(_tiles, "not_skipped", return_value=jnp.bool_(True)):
-            return program(name, lambda *arguments: loss(*arguments))
+            return problem.program(name, lambda *arguments: loss(*arguments))
 
     def tiles(name):
         with mock.patch.dict(loading.JOINTS, clear=True):
-            return program(name, lambda *arguments: loss(*arguments))
+            return problem.program(name, lambda *arguments: loss(*arguments))
 
-    makers = {"kernels": lambda name: program(name, loss), "kernels, nothing skipped": nothing_skipped, "tiles": tiles}
-    for name in worker.joints(durations_of(problem.loss)) if worker else ():
-        makers[name] = lambda name: worker.contestant(name, problem.function, *problem.arguments, **problem.options)
-    timed, wrong = made(makers), []
-    if not np.isfinite(timed[0].check[0]):
-        wrong.append(f"the loss of {timed[0].name} is {timed[0].check[0]}")
-    if problem.padding:  # rows of peers are not padded: the gradient of the weight is compared
-        for contestant in timed:
-            contestant.check = contestant.check[0], contestant.check[1][: measure.samples(sources[:1]).size]
-    for contestant in timed[1:]:
-        try:
-            measure.agree(timed[0], [contestant], loss=2e-2, gradient=2e-2 * np.abs(timed[0].check[1]).max())
-        except AssertionError as error:  # says so at the end, with the times of all
-            wrong.append(f"{contestant.name} and {timed[0].name}: {' '.join(str(error).split())[:300]}")
+    makers = {"kernels": lambda name: problem.program(name, loss), "kernels, nothing skipped": nothing_skipped}
+    makers |= {"tiles": tiles}
+    makers |= dict.fromkeys(worker.joints(problem.durations), functools.partial(problem.peer, worker)) if worker else {}
+    timed, wrong = problem.contestants(makers, 2e-2)
+    (weight, *_), sequences = problem.arrays
     nodes, (units, classes) = int(np.dot(sequences[1], sequences[2] + 1.0)), weight.shape
     hidden = jnp.ones((min(nodes, NODES), units), problem.dtype)
     run = jax.jit(functools.partial(products, turns=-(-nodes // len(hidden))))
     weight = weight * jnp.asarray((units / classes) ** 0.5, problem.dtype)  # so that nothing grows from turn to turn
     jax.block_until_ready(run(weight, hidden))
-    return [*timed, measure.calls("products", run, weight, hidden)], wrong
-
-
-def beside_products(args, peers):
-    deadline, budget, wrong, results, checks = time.monotonic() + args.limit, measure.settle(args), [], {}, []
-    worker = peers and peers(0 if jax.default_backend() == "gpu" else args.threads)
-    chosen = {name: of_case(args, *rest) for name, rest in LARGE.items()}
-    chosen |= {f"LibriSpeech, {dtype}": of_librispeech(args, dtype) for dtype in ("float32", "bfloat16")}
-    for name, problem in chosen.items():
-        if results and time.monotonic() > deadline:
-            print(f"left out: {name}: no time left", file=sys.stderr)
-            continue
-        timed, different = with_products(problem, worker)
-        wrong += [f"{name}: {x}" for x in different]
-        measure.take_turns(timed, budget, args.repeat, deadline)
-        results[name] = timed
-        by_name = {c.name: c for c in timed}
-        measure.report(name, timed, [x for x in ("products", "kernels") if x in by_name])
-        ours = [c for c in timed if c.name.startswith("kernels")]
-        checks += [measure.aim(f"{name}: {c.name} / products", c, by_name["products"], "<= 2") for c in ours]
-        # After each case: what ends the program loses none of those before.
-        measure.save(args, "-joint-products", checks, results, versions=worker.versions if worker else {})
-    measure.report_aims(checks)
-    if wrong:
-        sys.exit("\n".join(["Not all is right:", *wrong]))
+    aims = [(c.name, "products", "<= 2") for c in timed if c.name.startswith("kernels")]
+    timed.append(measure.calls("products", run, weight, hidden))
+    return measure.Case(name, timed, ("products", "kernels"), aims, wrong=wrong)
 
 
 def of_case(args, case, loss, dtype):
     if args.shrink > 1:
         case = cases.Case("", 2, case.T // args.shrink, case.U // args.shrink, 40, 32)
-    return Problem("joint", (dataclasses.asdict(case), args.seed, len(durations_of(loss))), loss, dtype)
-
-
-def of_librispeech(args, dtype):
-    arguments = "file order", 0, args.share or 1.0, args.shrink
-    return Problem("librispeech", arguments, SUM, dtype, (FRAMES, COLUMNS))
+    return Problem("joint", (dataclasses.asdict(case), args.seed, len(getattr(loss, "durations", ()))), loss, dtype)
 
 
 def main(argv=None, peers=None):
@@ -315,12 +256,34 @@ def main(argv=None, peers=None):
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths, for trials (%(default)s)")
     parser.add_argument("--limit", type=float, default=600, help="seconds of either (%(default)s)")
     args = parser.parse_args(argv)
+    measure.settle(args)
+    if not (args.products or args.librispeech):
+        shapes = {case.name: functools.partial(by_shape, case, args) for case in cases.JOINT if case.name in args.only}
+        measure.run(args, "-joint", shapes)
+        return
+    gpu = jax.default_backend() == "gpu"
+    args.threads = 0 if gpu else args.threads
+    worker = peers and peers(args.threads)
+    more = {"versions": worker.versions if worker else {}}
     if args.products:
-        beside_products(args, peers)
-    elif args.librispeech:
-        librispeech(args, peers)
+        chosen = {name: of_case(args, *rest) for name, rest in LARGE.items()}
+        lengths = "file order", 0, args.share or 1.0, args.shrink
+        for dtype in ("float32", "bfloat16"):
+            chosen[f"LibriSpeech, {dtype}"] = Problem("librispeech", lengths, SUM, dtype, (FRAMES, COLUMNS))
+        makers = {name: functools.partial(beside_products, name, problem, worker) for name, problem in chosen.items()}
+        found = measure.run(args, "-joint-products", makers, args.limit, **more)
     else:
-        by_shape(args)
+        # The same number of batches of either order, spread over those of the published table.
+        share, count = args.share or (1.0 if gpu else 0.1), problems.LAST - problems.FIRST
+        places = [(order, i * count // args.batches) for i in range(args.batches) for order in problems.ORDERS]
+        makers = {
+            f"{order}, batch {index}": functools.partial(librispeech, (order, index, share, args.shrink), gpu, worker)
+            for order, index in places
+        }
+        found = measure.run(args, "-librispeech", makers, args.limit, share=share, shrink=args.shrink, **more)
+        print_means(found)
+    if wrong := [f"{name}: {x}" for name, case in found.items() for x in case.wrong]:
+        sys.exit("\n".join(["Not all is right:", *wrong]))
 
 
 if __name__ == "__main__":

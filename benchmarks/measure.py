@@ -3,22 +3,22 @@
 import argparse
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_rnnt import __main__
+
 HERE = Path(__file__).parent
-ROOT = HERE.parent
 SAMPLES = 1000  # of each array of a gradient
 
 
@@ -41,12 +41,9 @@ class Contestant:
         return min(self.seconds)
 
 
-def stride(size):
-    return max(1, size // SAMPLES)
-
-
 def samples(arrays):
-    return np.concatenate([np.ravel(x)[:: stride(x.size)] for x in map(np.asarray, arrays)]).astype(np.float64)
+    arrays = [np.ravel(x) for x in arrays]
+    return np.concatenate([x[:: max(1, x.size // SAMPLES)] for x in arrays]).astype(np.float64)
 
 
 def program(name, loss, arguments, *, gradient=0, donate=False, whole=False):
@@ -93,6 +90,7 @@ def take_turns(contestants, budget, repeat, deadline=float("inf")):
         times = contestant.seconds
         return max(min(sum(times) / budget, len(times) / 3), len(times) / repeat)
 
+    contestants = [c for c in contestants if c.run]
     while share(contestant := min(contestants, key=share)) < 1:
         if time.monotonic() > deadline and all(c.seconds for c in contestants):
             break
@@ -119,35 +117,67 @@ def table(header, rows):
     print(lines[0], "|---|" + "--:|" * (len(header) - 1), *lines[1:], "", sep="\n", flush=True)
 
 
-def report(title, contestants, bases, **more):
-    """A table of times. `bases`: contestants of which the times are multiples; more: column = function of a row."""
-    print(f"### {title}\n")
-    by_name = {c.name: c for c in contestants}
-    bases = [by_name[name] for name in bases]
-    rows = []
-    for c in contestants:
-        ratios = (f"{c.median / base.median:.2f}" for base in bases)
-        megabytes = "" if c.megabytes is None else f"{c.megabytes:.3g}"
-        cells = f"{c.median * 1e3:.3g}", f"{c.best * 1e3:.3g}", *ratios, *(f(c) for f in more.values())
-        rows.append((c.name, *cells, megabytes, str(len(c.seconds))))
-    table(("", "ms", "min", *(f"x {base.name}" for base in bases), *more, "MB", "runs"), rows)
+@dataclasses.dataclass
+class Case:
+    """Contestants of one problem, and what to tell of them."""
+
+    title: str
+    contestants: list[Contestant]
+    bases: tuple[str, ...]  # contestants of which the times are multiples
+    aims: Sequence[tuple[str, str, str]] = ()  # of two contestants: their ratio, and a limit such as "<= 1.4"
+    columns: dict[str, Callable[[Contestant], str]] = dataclasses.field(default_factory=dict)
+    wrong: Sequence[str] = ()  # which contestants disagree
+
+    @property
+    def by_name(self):
+        return {c.name: c for c in self.contestants}
+
+    def report(self):
+        print(f"### {self.title}\n")
+        bases = [self.by_name[name] for name in self.bases if name in self.by_name]
+        rows = []
+        for c in self.contestants:
+            ratios = (f"{c.median / base.median:.2f}" for base in bases)
+            megabytes = "" if c.megabytes is None else f"{c.megabytes:.3g}"
+            cells = f"{c.median * 1e3:.3g}", f"{c.best * 1e3:.3g}", *ratios, *(f(c) for f in self.columns.values())
+            rows.append((c.name, *cells, megabytes, str(len(c.seconds))))
+        table(("", "ms", "min", *(f"x {base.name}" for base in bases), *self.columns, "MB", "runs"), rows)
+
+    def checked(self, name):
+        """Rows of the table of aims, of the contestants that are there."""
+        by_name = self.by_name
+        return [aim(f"{name}: {a} / {b}", by_name[a], by_name[b], x) for a, b, x in self.aims if {a, b} <= {*by_name}]
 
 
 def aim(what, above, below, limit):
-    """A row of the table of aims: the ratio of two contestants, and a limit such as "<= 1.4"."""
+    """A row of the table of aims."""
     sign, bound = limit.split()
     ratio, best = above.median / below.median, above.best / below.best
     met = ratio <= float(bound) if sign == "<=" else ratio >= float(bound)
     return what, float(f"{ratio:.4g}"), float(f"{best:.4g}"), limit, met
 
 
-def report_aims(rows):
-    if rows:
+def run(args, suffix, makers, seconds=float("inf"), **more):
+    """The `Case` of each name, after its turns, as long as there is time. What ends the program loses none before."""
+    deadline, cases, aims = time.monotonic() + seconds, {}, []
+    for name, make in makers.items():
+        if cases and time.monotonic() > deadline:
+            print(f"left out: {name}: no time left", file=sys.stderr)
+            continue
+        case = make()
+        take_turns(case.contestants, args.budget, args.repeat, deadline)
+        cases[name] = case
+        case.report()
+        aims += case.checked(name)
+        save(args, suffix, aims, {name: case.contestants for name, case in cases.items()}, **more)
+    if aims:
         print("### Aims\n")
-        cells = (
-            (what, f"{x:.2f}", f"{best:.2f}", limit, "met" if met else "MISSED") for what, x, best, limit, met in rows
+        rows = (
+            (what, f"{x:.2f}", f"{best:.2f}", limit, "met" if met else "MISSED") for what, x, best, limit, met in aims
         )
-        table(("", "by medians", "by minima", "aim", ""), cells)
+        table(("", "by medians", "by minima", "aim", ""), rows)
+    print(f"Results: {args.output}")
+    return cases
 
 
 # --------------------------------------------------------------------------------------------------- options, results
@@ -168,36 +198,24 @@ def options(description, names):
 
 
 def settle(args):
-    """Selects the CPU and its cores, unless JAX_PLATFORMS names a GPU; returns the seconds for each contestant.
+    """Selects the CPU and its cores, unless JAX_PLATFORMS names a GPU, and how long turns last.
 
     XLA takes one thread per core of the process, and children inherit the cores.
     """
+    args.budget = args.budget / 10 if args.quick else args.budget
     if not os.environ.get("JAX_PLATFORMS", "").startswith(("cuda", "gpu")):
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
         jax.config.update("jax_platforms", "cpu")
-    return args.budget / 10 if args.quick else args.budget
-
-
-def output_of(*command):
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def commit():
-    return os.environ.get("COMMIT") or output_of("git", "describe", "--always", "--dirty", "--abbrev=12")
-
-
-def versions():
-    packages = {"python": platform.python_version()}
-    for name in ("jax_rnnt", "jax", "jaxlib", "numpy"):
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return packages
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        found = None
+    return os.environ.get("COMMIT") or found
 
 
 def machine():
@@ -206,37 +224,33 @@ def machine():
     except OSError:
         lines = []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = {flag for line in lines if line.startswith("flags") for flag in line.split(":", 1)[1].split()}
     return {
         "cpu": models[0] if models else platform.processor(),
-        "simd": sorted(flags & {"avx2", "avx512f", "avx512bw", "avx512_bf16", "fma"}),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
-        "device": jax.devices()[0].device_kind,
     }
 
 
 def save(args, name, aims, results, **more):
     """Writes medians and minima of {case: contestants}, with machine, load, versions and commit."""
-    now = datetime.datetime.now(datetime.UTC)
+    now, (library, _) = datetime.datetime.now(datetime.UTC), __main__._info()
     record = {
         "date": now.isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": machine(),
+        "machine": machine() | {"device": library["device"]["kind"], "kernels": library["kernels"]},
         "threads": args.threads,
         "load_average": os.getloadavg(),
-        "versions": versions() | more.pop("versions", {}),
+        "versions": library["versions"] | more.pop("versions", {}),
         **more,
         "aims": {what: dict(zip(("by_medians", "by_minima", "aim", "met"), values)) for what, *values in aims},
         "times": {
             case: {c.name: summary(c) for c in contestants if c.seconds} for case, contestants in results.items()
         },
     }
-    output = args.output or Path(sys.argv[0]).resolve().parent / "results" / f"{now:%Y-%m-%d-%H%M%S}{name}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(compact(record) + "\n")
-    print(f"Results: {output}")
+    args.output = args.output or Path(sys.argv[0]).resolve().parent / f"results/{now:%Y-%m-%d-%H%M%S}{name}.json"
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(compact(record) + "\n")
 
 
 def summary(contestant):

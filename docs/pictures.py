@@ -31,12 +31,6 @@ WORD, SPOKEN, FRAMES = "hello", (2, 5, 8, 11, 15), 20  # when each letter is spo
 CLOCK = {"hop": 0.01, "subsampling": 4}  # input frames of 10 ms, 4 of them an encoder frame
 TARGETS = np.array([ord(letter) - ord("a") + 1 for letter in WORD], np.int32)  # the blank is 0
 LOSS = RNNTLoss(blank=0)
-PICTURES = {}
-
-
-def picture(function):
-    PICTURES[function.__name__] = function
-    return function
 
 
 def model(sure):
@@ -52,12 +46,10 @@ def axes(height, rows=1, columns=1, **options):
     return plt.subplots(rows, columns, figsize=(WIDTH, height), layout="constrained", **options)[1]
 
 
-@picture
 def untrained():
     plot.draw_lattice(LOSS, model(0.0), TARGETS, texts=list(WORD), ax=axes(2.6))
 
 
-@picture
 def lattice():
     plot.draw_lattice(LOSS, model(1.0), TARGETS, texts=list(WORD), ax=axes(2.6))
 
@@ -92,7 +84,6 @@ def draw_arc(ax, start, end, *, dashed=False, faint=False):
     ax.annotate("", end, start, arrowprops={"arrowstyle": "->", **bend, **look, **line})
 
 
-@picture
 def topologies():
     """The arcs of each loss: those that leave one node, among those of all."""
     frames, labels, center = 4, 2, (1, 0)
@@ -113,7 +104,6 @@ def topologies():
     places[-1].set_axis_off()
 
 
-@picture
 def planes():
     """What the two stages compute."""
     logits = model(1.0)
@@ -130,7 +120,6 @@ def planes():
         ax.set_xlabel("frame")
 
 
-@picture
 def emissions():
     rng = np.random.default_rng(0)
     features = rng.normal(0, 0.2, (4 * FRAMES, 24))
@@ -140,14 +129,12 @@ def emissions():
     plot.draw_emissions(features, label, TARGETS, texts=list(WORD), **CLOCK, ax=axes(3.4))
 
 
-@picture
 def latencies():
     batch = model(1.0), TARGETS, FRAMES, len(WORD)
     slow, fast = LOSS.label_frames(*batch), RNNTLoss(blank=0, delay_penalty=0.5).label_frames(*batch)
     plot.draw_latencies(slow, fast, TARGETS, names=("plain", "penalty 0.5"), texts=list(WORD), **CLOCK, ax=axes(2.6))
 
 
-@picture
 def beam():
     heard = np.zeros((FRAMES, 27), np.float32)
     heard[:, 0] = 3
@@ -160,14 +147,12 @@ def beam():
     plot.draw_beam(found, texts=["", *"abcdefghijklmnopqrstuvwxyz"], **CLOCK, ax=axes(2.2))
 
 
-@picture
 def reliability():
     rng = np.random.default_rng(0)
     confidences = rng.beta(4, 1, 600)
     plot.draw_reliability(metrics.calibration(confidences, rng.random(600) < confidences**1.5), ax=axes(3.6))
 
 
-@picture
 def waveform():
     """Words with confidences, as `timing.words` gives them, over the sound."""
     said = (0.24, 0.61, "good", 0.98), (0.66, 1.12, "morning", 0.93), (1.5, 1.7, "to", 0.55), (1.72, 2.1, "you", 0.9)
@@ -184,7 +169,6 @@ def waveform():
     ax.set(xlim=(0, 2.4), ylim=(-1, 1.5), yticks=[], xlabel="seconds")
 
 
-@picture
 def memory():
     """Of `make bench NAME=joint`: logits in memory, in tiles, in a band."""
     file = HERE.parent / "benchmarks/results/2026-11-21-epyc-2-cores-joint.json"
@@ -211,7 +195,6 @@ CASES = {
 }
 
 
-@picture
 def decoders():
     """Of `lab/benchmarks/peers.py`."""
     file = HERE.parent / "lab/benchmarks/results/2026-11-23-epyc-2-cores-rivals.json"
@@ -228,7 +211,6 @@ def decoders():
     ax.figure.legend(loc="outside upper center", ncols=len(CASES), frameon=False)  # beside all points
 
 
-@picture
 def tuning():
     """Of `rnnt-speech train`, as docs/parakeet.md says: the lines of its metrics.jsonl."""
     file = HERE.parent / "lab/benchmarks/results/2026-11-26-epyc-2-cores-tuning.jsonl"
@@ -240,12 +222,16 @@ def tuning():
     ax.legend()
 
 
+PICTURES = untrained, lattice, topologies, planes, emissions, latencies, beam, reliability, waveform, memory
+PICTURES += decoders, tuning
+
+
 def draw(folder):
     folder.mkdir(exist_ok=True)
     with plt.rc_context(STYLE):
-        for name, function in PICTURES.items():
+        for function in PICTURES:
             function()
-            plt.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            plt.savefig(folder / f"{function.__name__}.svg", metadata={"Date": None})
             plt.close()
 
 

@@ -106,17 +106,14 @@ run_part() {
         --output "$OUT/joint.json" | tee "$OUT/joint.txt"
       ;;
     searches) # at the sizes of Parakeet TDT 0.6B
-      local options=()
-      if [[ $DRY_RUN ]]; then options=(--batch 1 --frames 10 --repeat 1); fi
-      "$PYTHON" lab/benchmarks/parakeet_search.py "${options[@]}" --json "$OUT/parakeet-search.json"
+      local options=(--only parakeet\ {1,8,16,128} --frames 100 --budget 1 --repeat 20)
+      if [[ $DRY_RUN ]]; then options=(--only 'parakeet 1' --frames 10 --budget 0.1 --repeat 1); fi
+      "$PYTHON" benchmarks/decode.py "${options[@]}" --output "$OUT/parakeet-search.json"
       ;;
-    decode) # loops that the host steps, and loops on the device
-      local options=(--only 'lstm 16' 'stateless 128' --frames 200 --budget 1 --repeat 5) buffers
+    decode)
+      local options=(--only 'lstm 16' 'stateless 128' --frames 200 --budget 1 --repeat 5)
       if [[ $DRY_RUN ]]; then options=(--only 'lstm 1' --frames 20 --budget 0.1 --repeat 1); fi
-      for buffers in '' FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE; do
-        XLA_FLAGS=${buffers:+--xla_gpu_enable_command_buffer=$buffers} "$PYTHON" benchmarks/decode.py "${options[@]}" \
-          --output "$OUT/decode${buffers:+-on-device}.json" || return
-      done
+      "$PYTHON" benchmarks/decode.py "${options[@]}" --output "$OUT/decode.json"
       ;;
     librispeech)
       local options=(--limit "$((SECONDS_OF[librispeech] - 15))" --budget 1 --repeat 5)

@@ -18,63 +18,35 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import os
 import pathlib
 import re
-import sys
 import tempfile
 
-import without_tpu  # noqa: F401, before JAX
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))  # after an installed one, with names of kernels
-
+import ahead  # before JAX
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import decode as models
+import ngrams
 from jax_rnnt import LinearJoint, RNNTLoss, TDTLoss, decode
 
-FOLDER = pathlib.Path(__file__).resolve().parents[2]
 T, V, H, LABELS = 250, 1025, 640, 200  # frames, classes, width of all rows, room for labels
 DURATIONS = 0, 1, 2, 3, 4
-GRAPHS = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-}
-DEVICES = {"h100": "cuda", "b200": "cuda", "v5e": "tpu"}
+DEVICES = *ahead.GPUS, "v5e"
 
 
 # ------------------------------------------------------------------------------------------------------- programs
 
 
-def lstm(weights):
-    """An LSTM of H units, `weights` [2 H, 4 H] for each layer, after the embeddings [V, H] of labels."""
-    table, *layers = weights
-
-    def step(state, labels):
-        x, after = table[labels], []
-        for (hidden, cell), layer in zip(state, layers):
-            read, forget, write, new = jnp.split(jnp.concatenate([x, hidden], 1) @ layer, 4, 1)
-            cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(read) * jnp.tanh(new)
-            x = jax.nn.sigmoid(write) * jnp.tanh(cell)
-            after.append((x, cell))
-        return x, after
-
-    return decode.Predictor(lambda batch: [(jnp.zeros((batch, H)),) * 2 for _ in layers], step, start=0)
-
-
-def stateless(weights):
-    table, mix = weights
-    return decode.stateless_predictor(lambda x: jnp.tanh(table[x].reshape(len(x), 2 * H) @ mix), 2, start=0)
-
-
 LAYER = 2 * H, 4 * H
-PREDICTORS = {"stateless": (stateless, [(2 * H, H)]), "LSTM": (lstm, [LAYER]), "two LSTMs": (lstm, [LAYER, LAYER])}
+PREDICTORS = {"stateless": (models.stateless, [(2 * H, H)])}
+PREDICTORS |= {"LSTM": (models.lstm, [LAYER]), "two LSTMs": (models.lstm, [LAYER, LAYER])}
 SEARCHES = {
     "greedy": {},
     "greedy TDT": {"tdt": True},
@@ -86,16 +58,13 @@ SEARCHES = {
 
 def trigram(labels):
     """An n-gram model of chains of labels, for `fusion`: its tables are as a file's would be."""
-    lines = [f"-3.0 {i} -0.5" for i in range(1, labels)]
     pairs = [(i, 1 + i * 7 % (labels - 1)) for i in range(1, labels)]
     triples = [(*pair, 1 + sum(pair) % (labels - 1)) for pair in pairs]
-    counts = f"ngram 1={len(lines) + 2}", f"ngram 2={len(pairs)}", f"ngram 3={len(triples)}"
-    text = ["\\data\\", *counts, "\\1-grams:", "-99 <s> -0.5", "-2 </s>", *lines]
-    text += ["\\2-grams:", *(f"-1.0 {i} {j} -0.5" for i, j in pairs)]
-    text += ["\\3-grams:", *(f"-0.5 {i} {j} {k}" for i, j, k in triples), "\\end\\", ""]
+    grams = {("<s>",): (-99, -0.5), ("</s>",): (-2, 0)}
+    for chains, scores in (([(i,) for i, _ in pairs], (-3.0, -0.5)), (pairs, (-1.0, -0.5)), (triples, (-0.5, 0))):
+        grams |= {tuple(map(str, chain)): scores for chain in chains}
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "trigram.arpa"
-        path.write_text("\n".join(text))
+        path = ngrams.written(pathlib.Path(folder) / "trigram.arpa", ngrams.arpa(grams))
         return decode.NGram.from_arpa(path, [None, *map(str, range(1, labels))])
 
 
@@ -116,7 +85,7 @@ def search(name, predictor="LSTM", batch=16, classes=V, width=0, tdt=False, mode
     def run(weights, output, bias, encoder_out, lengths):
         joint = LinearJoint(output, bias)
         fusion = ((model, 0.3),) if model else ()
-        arguments = loss, joint, make(weights), encoder_out, lengths, LABELS
+        arguments = loss, joint, make(*weights), encoder_out, lengths, LABELS
         found = decode.beam(*arguments, width, fusion=fusion) if width else decode.greedy(*arguments, fusion=fusion)
         return found[:-1]
 
@@ -145,17 +114,12 @@ def compiled(device, name, options, graphs=False):
     """(the program of a search for a device, the name of its module)"""
     options = options | ({"model": MODELS[options["model"]](V)} if options.get("model") else {})
     run, floats, integers = search(name, **options)
-    if DEVICES[device] == "tpu":
-        topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    else:
-        config = (FOLDER / "lab" / "tests" / f"{device}.txtpb").read_text()
-        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    sharding = NamedSharding(Mesh(np.array(topology.devices[:1]), ("data",)), P())
+    sharding = NamedSharding(ahead.mesh(device), P())
     shaped = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     arguments = jax.tree.map(lambda x: shaped(x, jnp.float32), floats, is_leaf=lambda x: isinstance(x, tuple))
     arguments.append(shaped(integers, jnp.int32))
-    gpu = {"xla_gpu_autotune_level": 0} | (GRAPHS if graphs else {})  # to try products would need the GPU
-    return jax.jit(run).lower(*arguments).compile(gpu if DEVICES[device] == "cuda" else {}), run.__name__
+    gpu = ahead.GPU_OPTIONS | (models.ON_DEVICE if graphs else {})
+    return jax.jit(run).lower(*arguments).compile(gpu if device in ahead.GPUS else {}), run.__name__
 
 
 # ------------------------------------------------------------------------------------------------------- steps
@@ -166,17 +130,15 @@ def steps(only):
 
     Rows are too few to be packed on a CPU, so a GPU takes as many.
     """
-    sys.path.append(str(FOLDER / "benchmarks"))
-    model, calls = importlib.import_module("decode"), []
-    model.SHARE, model.V, model.H = 0.33, 256, 256
-    network, encoder, directions = model.plant(4, T, 0)
-    predictor, lengths = model.make_predictor("lstm", directions, 0), jnp.full(4, T, jnp.int32)
+    kind, calls = models.KINDS["lstm"]._replace(classes=256, units=256, share=0.33), []
+    networks, encoder, _ = models.plant(kind, 4, T, 0)
+    planted, lengths = models.search_of(kind, networks, LABELS), jnp.full(4, T, jnp.int32)
 
     def joint(*rows):  # a step calls it once
         jax.debug.callback(lambda: calls.append(1))
-        return network(*rows)
+        return planted.joint(*rows)
 
-    search = decode.Search(model.LOSS, joint, predictor, LABELS, max_symbols=3)
+    search = dataclasses.replace(planted, joint=joint)
     searches = {f"greedy, window {k}": dataclasses.replace(search, window=k).greedy for k in (1, 4, 8)}
     for width, k in itertools.product((4, 6), (1, 4)):
         searches[f"beam {width}, {k} frames at once"] = functools.partial(search.beam, width=width, frames_at_once=k)
@@ -276,7 +238,7 @@ def step_cycles(text):
 
 def counted(dump, device, name, options, graphs=False):
     program, module = compiled(device, f"{name} {device}", options, graphs)
-    if DEVICES[device] == "tpu":
+    if device in ahead.TPUS:
         return {"cycles": step_cycles(program.as_text())}
     return step_counts(parse(thunks(dump, module)))
 

@@ -16,19 +16,12 @@ import sys
 import time
 
 import aiohttp
-import av
 import numpy as np
 from soak import resident
 
+from jax_rnnt_speech.data import audio
+
 BLOCK = 0.1  # seconds of a message
-
-
-def samples_of(path, rate):
-    """PCM16 of a file."""
-    with av.open(str(path)) as file:
-        resampler = av.AudioResampler("s16", "mono", rate)
-        frames = [x for frame in [*file.decode(audio=0), None] for x in resampler.resample(frame)]
-    return np.concatenate([x.to_ndarray()[0] for x in frames])
 
 
 async def stream(session, options, samples, delay):
@@ -75,7 +68,7 @@ async def bad(session, options):
 
 
 async def run(options):
-    samples = samples_of(options.file, options.rate)
+    samples = (32767 * np.clip(audio.read(options.file, options.rate), -1, 1)).astype(np.int16)
     samples = np.tile(samples, -(-int(options.seconds * options.rate) // len(samples)))
     samples = samples[: int(options.seconds * options.rate)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -20,15 +20,11 @@ import subprocess
 import sys
 import tempfile
 
-import without_tpu  # noqa: F401, before JAX
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
-
+import ahead  # before JAX
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import measure
@@ -42,7 +38,6 @@ from jax_rnnt.layouts._tile_blocks import TileInputs
 from jax_rnnt.layouts._tiles import Tiled
 
 B, T, U, V, H = 8, 256, 64, 512, 640  # B on each chip
-GENERATIONS = {"v4": "v4:2x2x2", "v5e": "v5e:2x4", "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "tpu7x": "tpu7x:2x2x1"}
 TDT = TDTLoss(durations=(0, 1, 2, 3, 4))
 
 
@@ -94,13 +89,9 @@ MACS = dict.fromkeys(("v4", "v5e", "v5p"), 4 * 128**2) | dict.fromkeys(("v6e", "
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
-def devices_of(generation):
-    return topologies.get_topology_desc(platform="tpu", topology_name=GENERATIONS[generation]).devices
-
-
 def lowered(generation, step, shapes, donated=(), devices=1):
     """A program for the first `devices` of a generation's topology."""
-    mesh = Mesh(np.array(devices_of(generation)[:devices]), ("data",))
+    mesh = ahead.mesh(generation, devices)
     arguments = [
         jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, P(*axes))) for shape, kind, *axes in shapes
     ]
@@ -184,7 +175,7 @@ def joint_schedule(generation, classes):
 
     Cycles are bundles, or those of the block's products where these are more.
     """
-    device = devices_of(generation)[0]
+    (device,) = ahead.mesh(generation).devices
     step, shapes, _ = of_joint(1, jnp.dtype(jnp.float32), classes)
     lowered(generation, step, shapes).compile()
     plan = joint_plan(classes, device)
@@ -280,7 +271,7 @@ def check_devices(generation, name, devices, faults):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("generations", nargs="*", default=list(GENERATIONS), help=", ".join(GENERATIONS))
+    parser.add_argument("generations", nargs="*", default=list(ahead.TPUS), help=", ".join(ahead.TPUS))
     parser.add_argument("--schedule", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.schedule:

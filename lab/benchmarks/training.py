@@ -14,29 +14,24 @@ import argparse
 import json
 import os
 import re
-import resource
 import sys
+import time
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-# isort: off
-import jax_rnnt  # noqa: F401  # the installed one, with the names of all kernels; `searches` would take the clone's
-import searches
-# isort: on
-
+import ahead  # before JAX
 import jax
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+import searches
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(searches.FOLDER / "speech"))
+sys.path.insert(0, str(ahead.ROOT / "speech"))
 
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.training import devices, parts, steps
 
-DEVICES = {"h100": ("cuda", 1), "v5e": ("tpu", 8)}
+DEVICES = {"h100": 1, "v5e": 8}
 AIMS = {"h100": {"GB": 14, "launches": 3000}, "v5e": {"GB": 4}}
 LABELS, UTTERANCES, FRAMES, TARGETS = 8192, 16, 2000, 80
 SIZES = dict(features="nemo", mels=128, width=640, predictor="lstm", predictor_layers=2, loss="tdt", activation="relu")
@@ -51,18 +46,8 @@ def model_of(layers):
     return Model(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields})
 
 
-def mesh_of(device):
-    kind, count = DEVICES[device]
-    if kind == "tpu":
-        found = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    else:
-        config = (searches.FOLDER / "lab" / "tests" / f"{device}.txtpb").read_text()
-        found = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}").devices
-    return Mesh(np.array(found[:count]), ("data",))
-
-
 def lowered(device, layers):
-    mesh, model = mesh_of(device), model_of(layers)
+    mesh, model = ahead.mesh(device, DEVICES[device]), model_of(layers)
     shard = mesh.size > 1
     chosen = parts.Parts(model.config, model.shapes)
     optimizer = steps.make_optimizer(model.config.optimiser, model.config.run.steps, chosen.factors)
@@ -81,12 +66,6 @@ def lowered(device, layers):
     step = steps.make_train_step(model, chosen, optimizer, places=places)
     one = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, P()))
     return step.lower(state, batch, frozen, one)
-
-
-def seconds():
-    """CPU time of this process so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def by_the_host(thunk):
@@ -113,12 +92,12 @@ def step_launches(program, text):
 
 
 def counted(dump, device, layers):
-    times, cuda = [seconds()], DEVICES[device][0] == "cuda"
+    times, cuda = [time.process_time()], device in ahead.GPUS
     program = lowered(device, layers)
-    times.append(seconds())
-    # To try ways of products would need the GPU; without that Triton's may have no sizes of tiles.
-    program = program.compile({"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False} if cuda else {})
-    times.append(seconds())
+    times.append(time.process_time())
+    # Triton's products may have no sizes of tiles where none is tried.
+    program = program.compile(ahead.GPU_OPTIONS | {"xla_gpu_enable_triton_gemm": False} if cuda else {})
+    times.append(time.process_time())
     memory = program.memory_analysis()
     total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     found = {"tracing, CPU s": round(times[1] - times[0]), "compiling, CPU s": round(times[2] - times[1])}

@@ -109,21 +109,13 @@ def program(d):
             column = jnp.arange(p.logits.shape[2])[None, None, :, None]
             p = p._replace(logits=jnp.where(column <= p.target_lengths[:, None, None, None], p.logits, 0))
 
-        def total(x):
-            values = loss(layout(d.layout, x, index), *p[1:])
-            return values.sum(), values
-
-        gradient, values = jax.grad(total, has_aux=True)(p.logits)
+        values, gradient = compare.with_gradient(lambda x: loss(layout(d.layout, x, index), *p[1:]))(p.logits)
         logits = layout(d.layout, p.logits, index)
         return values, gradient, loss.posteriors(logits, *p[1:]), best.align(logits, *p[1:])
 
-    return lambda p: jax.tree.map(np.asarray, run(p, rows_of(p)))
-
-
-def rows_of(p):
-    """Row of each node in the packed layout, and any row behind them."""
-    inside = batches.inside(p).reshape(-1)
-    return np.argsort(~inside, kind="stable").astype(np.int32)
+    # The row of each node in the packed layout, and any row behind them.
+    index = lambda p: np.argsort(~batches.inside(p).reshape(-1), kind="stable").astype(np.int32)
+    return lambda p: jax.tree.map(np.asarray, run(p, index(p)))
 
 
 # ---------------------------------------------------------------------------------------------------------- the feed
@@ -210,25 +202,6 @@ def failures_of_batch(d, rng, size=SIZE):
     yield from failures(d, p, program(d)(p), small)
 
 
-# -------------------------------------------------------------------------------------------------------------- search
-
-
-def search(examples, check, options):
-    """0, or 1 after a failure of `check`, which is printed with its example; the same seed repeats it."""
-    usual = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
-    end, left, seed = time.monotonic() + options.seconds, options.examples, options.seed
-    while left > 0 and time.monotonic() < end:
-        settings = hypothesis.settings(max_examples=min(ROUND, left), **usual)
-        run = hypothesis.seed(seed)(settings(hypothesis.given(examples)(lambda example: check(example))))
-        try:
-            run()
-        except Exception:
-            print(f"seed {seed}: " + traceback.format_exc(chain=False, limit=-4))
-            return 1
-        left, seed = left - ROUND, seed + 1000
-    return 0
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
@@ -244,7 +217,17 @@ def main(arguments=None):
             assert not found, f"{d}, seed {seed}, batch {number}: " + "; ".join(found)
             tried[d.implementation] += SIZE
 
-    status = search(st.tuples(draws(), st.integers(0, 2**32)), check, options)
+    usual = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    end, left, seed, status = time.monotonic() + options.seconds, options.examples, options.seed, 0
+    while left > 0 and time.monotonic() < end and not status:
+        settings = hypothesis.settings(max_examples=min(ROUND, left), **usual)
+        run = hypothesis.given(st.tuples(draws(), st.integers(0, 2**32)))(lambda example: check(example))
+        try:
+            hypothesis.seed(seed)(settings(run))()
+        except Exception:
+            print(f"seed {seed}: " + traceback.format_exc(chain=False, limit=-4))
+            status = 1
+        left, seed = left - ROUND, seed + 1000
     counts = f"{tried['kernel']} problems of the kernels, {tried['reference']} of the reference"
     print(f"{counts}: {'FAILED' if status else 'no failure'}")
     return status

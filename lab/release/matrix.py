@@ -85,7 +85,7 @@ def row(jax, python, wheel, interpreter, wheels, full):
     instructions = "none"
     if require:
         env["JAX_RNNT_REQUIRE"] = require
-        instructions = instruction_set(folder / "bin/python", **keywords)
+        instructions = instruction_set(info)
     tests = [f"tests/{file}.py::test_{name}".removesuffix("::test_") for file, names in QUICK.items() for name in names]
     if full:
         # Not those of benchmarks: they need the shell, which is not on the PATH.
@@ -105,9 +105,9 @@ def row(jax, python, wheel, interpreter, wheels, full):
     return f"| {info['versions']['jax']} | {version} | `{tags}` | {instructions} | {counts(text)} |"
 
 
-def instruction_set(python, **keywords):
+def instruction_set(info):
     """Of the kernels; fails where the processor has a better one, as where a wheel does not know processors."""
-    found = run(python, "-c", "from jax_rnnt import _cpu; print(_cpu.target())", **keywords).strip()
+    found = info["kernels"]["cpu"]
     flags = re.search(r"^flags\s*:(.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     flags = set(flags[1].split()) if flags else set()
     wanted = {"avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "avx2": {"avx2"}, "portable": set()}

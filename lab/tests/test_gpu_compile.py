@@ -20,6 +20,7 @@ import family
 import hlo
 import jax_rnnt
 from jax_rnnt._xla import loading
+from meshes import mean_over_devices
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -54,9 +55,9 @@ def labels_and_lengths(mesh, batch, labels):
     return shape(mesh, batch, labels), shape(mesh, batch), shape(mesh, batch)
 
 
-def joint_shapes(mesh, batch, dtype):
+def joint_shapes(mesh, batch, dtype, classes=V):
     """(parameters, rows, the rest) of a joint network."""
-    parameters = shape(mesh, WIDTH, V, dtype=dtype, axes=()), shape(mesh, V, dtype=dtype, axes=())
+    parameters = shape(mesh, WIDTH, classes, dtype=dtype, axes=()), shape(mesh, classes, dtype=dtype, axes=())
     rows = [shape(mesh, batch, n, WIDTH, dtype=dtype) for n in (FRAMES, LABELS + 1)]
     return parameters, rows, labels_and_lengths(mesh, batch, LABELS)
 
@@ -72,10 +73,7 @@ def temporaries(compiled):
 
 def over_devices(kind, mean, mesh, batched):
     """The mean loss of replicated parameters and of arrays of the batch."""
-    if kind == "auto":
-        return mean
-    body = lambda *arguments: jax.lax.pmean(mean(*arguments), "data")
-    return jax.shard_map(body, mesh=mesh, in_specs=(P(), *[P("data")] * batched), out_specs=P())
+    return mean if kind == "auto" else mean_over_devices(mean, mesh, (P(), *[P("data")] * batched))
 
 
 @pytest.fixture(scope="module", params=["h100", "b200"])
@@ -187,20 +185,13 @@ OPERATIONS = "fusion", "custom-call", "copy", "sort", "scatter", "reduce", "redu
 LAUNCHED = rf" = .*? (?:{'|'.join(OPERATIONS)})\("
 
 
-def joint_of(loss, batch, dtype, mesh, vocabulary=V):
-    """(the step of a mean loss with a LinearJoint, its shapes)"""
+def compiled_joint(loss, batch, dtype, mesh, kind="auto", vocabulary=V):
+    """The step of a mean loss with a LinearJoint."""
 
     def mean(parameters, rows, rest):
         return loss.value()(jax_rnnt.JointLogits(jax_rnnt.LinearJoint(*parameters), *rows), *rest)
 
-    classes = vocabulary + loss.extra_classes
-    parameters = shape(mesh, WIDTH, classes, dtype=dtype, axes=()), shape(mesh, classes, dtype=dtype, axes=())
-    _, rows, rest = joint_shapes(mesh, batch, dtype)
-    return mean, (parameters, rows, rest)
-
-
-def compiled_joint(loss, batch, dtype, mesh, kind="auto", vocabulary=V):
-    mean, shapes = joint_of(loss, batch, dtype, mesh, vocabulary)
+    shapes = joint_shapes(mesh, batch, dtype, vocabulary + loss.extra_classes)
     step = jax.value_and_grad(over_devices(kind, mean, mesh, 2), (0, 1))
     options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}  # the library's products
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_matmul_precision("default"):

@@ -15,19 +15,13 @@ import meshes
 from decoding import T, assert_same, lossless
 from jax_rnnt import JointLogits, LinearJoint, decode
 
+pytestmark = pytest.mark.usefixtures("flax_promotion")
 nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
 from jax_rnnt.flax import linen as of_linen  # noqa: E402
 from jax_rnnt.flax import nnx as of_nnx  # noqa: E402
 
 V, E, P, H, MOST = 3, 5, 4, 6, 3
 GREEDY, BEAM = decode.greedy, functools.partial(decode.beam, width=2)
-
-
-@pytest.fixture(autouse=True)
-def flax_promotion():
-    """Flax promotes implicitly."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 # ------------------------------------------------------------------------------------- the start label, and scores
@@ -60,13 +54,11 @@ def own(start, tokens=V):
 
 def predictors(name, tokens, start):
     """(predictor of the decoder, function from targets [B, U] to training's rows [B, U + 1, P])"""
-    flavour, _, kind = name.partition(" ")
-    kind = {"stateless": "StatelessPredictor", "lstm": "LSTMPredictor"}.get(kind, kind)
-    if flavour == "nnx" and kind != "own":
-        module = getattr(of_nnx, kind)(tokens, P, start=start, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    if name == "nnx lstm":
+        module = of_nnx.LSTMPredictor(tokens, P, start=start, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
         return module, module
-    if flavour == "linen":
-        module = getattr(of_linen, kind)(tokens, P, start=start, param_dtype=jnp.float64)
+    if name == "linen":
+        module = of_linen.LSTMPredictor(tokens, P, start=start, param_dtype=jnp.float64)
         variables = module.init(jax.random.key(0), jnp.zeros((1, 2), int))
         return decode.linen_predictor(module, variables), module.bind(variables)
     if name == "function":
@@ -90,7 +82,7 @@ def test_scores_are_losses():
 
     Of one loss: each has its enumeration of paths, and the decoder one by the same arcs.
     """
-    value, joint, predictor, training, encoder, lengths = problem("nnx lstm", 0)
+    value, joint, predictor, training, encoder, lengths = problem("linen", 0)
     options = dict(max_symbols=MOST, exact_end=True)
 
     @jax.jit
@@ -169,19 +161,6 @@ def test_symbols(name):
         call("beam", enough, fusion=((lm, 0.5),))
     with pytest.raises(ValueError, match=r"start, by default the blank, must lie in \[-2, 2\) .* got 2"):
         call("beam", decode.Predictor(enough.initial, enough.step, None, V - 1))
-
-
-@pytest.mark.slow
-def test_start_of_a_language_model():
-    """Its own; without one it gets the predictor's."""
-
-    def scores(start):  # the first label is the score of all that follow
-        step = lambda first, labels: (-jnp.where(first[:, None], labels[:, None], jnp.zeros((1, V))), first & False)
-        lm = decode.Predictor(lambda batch: jnp.ones(batch, bool), step, start)
-        return call("greedy", own(1), fusion=((lm, 1.0),))
-
-    assert_same(scores(None), scores(1))
-    assert not np.allclose(scores(None), scores(2))
 
 
 # ------------------------------------------------------------------------------------------------- evaluation mode

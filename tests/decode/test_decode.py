@@ -103,8 +103,7 @@ def test_weights_of_zero():
     def scores(step, weight, internal=0.0):
         models = ((decode.Predictor(lambda batch: (), step), weight),)
         options = dict(fusion=models, ilm_weight=internal, max_symbols=2)
-        networks = model.parameters.joint, model.parameters.predictor
-        return decode.beam(model.loss.value(), *networks, model.encoder, model.lengths, MOST, 4, **options).scores
+        return decode.beam(*model.networks, model.encoder, model.lengths, MOST, 4, **options).scores
 
     plain = jax.jit(lambda: scores(step, 0))()
     assert not calls
@@ -155,8 +154,7 @@ def test_fingerprints():
 def test_packs_are_of_the_platform():
     """For which a program is lowered, whatever this process runs on; others have no trace of the packs."""
     model, rows = Model(family.RNNT, batch=4), 4 * 11
-    networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
-    search = jax.jit(lambda *batch: decode.beam(*networks, *batch, MOST, 11)[:-1])
+    search = jax.jit(lambda *batch: decode.beam(*model.networks, *batch, MOST, 11)[:-1])
     traced, packed = search.trace(model.encoder, model.lengths), {}
     for platform in ("cpu", "cuda", "tpu"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()

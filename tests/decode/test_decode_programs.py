@@ -31,11 +31,9 @@ ALL = pytest.mark.parametrize(("function", "sizes"), [*SEARCHES, (parallel, (40,
 def run(function=decode.greedy, sizes=(MOST,), model=None, **changes):
     """A search by the networks and arrays of a model, with some changed."""
     model = model or Model(family.RNNT)
-    networks = model.parameters.joint, model.parameters.predictor
-    known = {"loss": model.loss.value(), "joint": networks[0], "predictor": networks[1]}
-    known |= {"encoder_out": model.encoder, "lengths": model.lengths} | changes
-    first = (known.pop(name) for name in ("loss", "joint", "predictor", "encoder_out", "lengths"))
-    return function(*first, *sizes, **known)
+    names = "loss", "joint", "predictor", "encoder_out", "lengths"
+    first = zip(names, (*model.networks, model.encoder, model.lengths))
+    return function(*(changes.pop(name, x) for name, x in first), *sizes, **changes)
 
 
 # -------------------------------------------------------------------------------------------------------- streams

@@ -11,6 +11,7 @@ import family
 import jax_rnnt
 from jax_rnnt import decode
 
+pytestmark = pytest.mark.usefixtures("flax_promotion")
 nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
 MODULES = {flavour: pytest.importorskip(f"jax_rnnt.flax.{flavour}") for flavour in ("nnx", "linen")}
 
@@ -19,13 +20,6 @@ EXACT = 1e-12
 FLAVOURS = pytest.mark.parametrize("flavour", ["nnx", "linen"])
 EXTRA = {"StatelessPredictor": {"history": 3}, "LSTMPredictor": {"layers": 2}}
 SOME = pytest.mark.parametrize(("flavour", "name"), [("nnx", "LSTMPredictor"), ("linen", "StatelessPredictor")])
-
-
-@pytest.fixture(autouse=True)
-def flax_promotion():
-    """Flax promotes implicitly."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def make(flavour, name, *sizes, like=(), param_dtype=jnp.float64, **options):

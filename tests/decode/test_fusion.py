@@ -195,9 +195,8 @@ def test_utterances_with_models_of_their_own():
 
     @jax.jit
     def run(tables, encoder, lengths, state):
-        networks = model.parameters.joint, model.parameters.predictor
         models = ((Tables(tables), 1.0),)
-        return BEAM(model.loss.value(), *networks, encoder, lengths, fusion=models, state=state, **options)
+        return BEAM(*model.networks, encoder, lengths, fusion=models, state=state, **options)
 
     def go_on(first, at, rows):
         """The second half of utterances `rows`, whose first halves are the rows `at`."""
@@ -221,11 +220,10 @@ def test_split_batches(devices):
     """Models for all utterances are run by each device, with traced weights; those of single ones are refused."""
     model = Model(family.RNNT, batch=8)
     options, _ = models_of(model)
-    networks = model.parameters.joint, model.parameters.predictor
     expected = model.search(decode.greedy, MOST, **options)
     with meshes.mesh_of(devices[:4], "explicit", (4,)) as mesh:
         split = NamedSharding(mesh, PartitionSpec("data"))
-        given = model.loss.value(), *networks, *(jax.device_put(x, split) for x in (model.encoder, model.lengths)), MOST
+        given = *model.networks, *(jax.device_put(x, split) for x in (model.encoder, model.lengths)), MOST
         weigh = lambda weights: tuple((model, w) for (model, _), w in zip(options["fusion"], weights))
         search = lambda x, n, w: decode.greedy(*given[:3], x, n, MOST, fusion=weigh(w), ilm_weight=0.3)
         found = jax.jit(search)(*given[3:5], (0.7, -0.4))
@@ -252,10 +250,8 @@ def test_weights():
 
     @jax.jit
     def scores(a, b, internal, tables=nothing):
-        networks = model.parameters.joint, model.parameters.predictor
-        arrays = model.encoder, model.lengths, MOST
         models = (one, a), (two, b), (Ends(tables), 0.0 * a + 1)
-        return BEAM(model.loss.value(), *networks, *arrays, fusion=models, ilm_weight=internal).scores
+        return BEAM(*model.networks, model.encoder, model.lengths, MOST, fusion=models, ilm_weight=internal).scores
 
     np.testing.assert_allclose(scores(0.0, 0.0, 0.0), model.search(BEAM, MOST).scores, rtol=EXACT)
     assert np.isfinite(scores(0.5, -0.5, 0.1).reshape(2, -1)[:, 0]).all()
@@ -285,8 +281,7 @@ def test_masks():
     @jax.jit
     def run(mask, weight):
         traces.append(None)
-        networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
-        given = *networks, model.encoder, model.lengths, MOST
+        given = *model.networks, model.encoder, model.lengths, MOST
         masked = options | dict(fusion=((decode.Labels(mask), weight),))
         return decode.greedy(*given, **masked), decode.beam(*given, lossless(model.loss), **masked)
 
@@ -309,8 +304,7 @@ def test_masks():
 
 def test_masks_are_checked():
     model = Model(family.TDT)
-    networks = model.parameters.joint, model.parameters.predictor
-    greedy = functools.partial(decode.greedy, model.loss.value(), *networks, model.encoder, model.lengths, MOST)
+    greedy = functools.partial(decode.greedy, *model.networks, model.encoder, model.lengths, MOST)
     for allowed, error, message in (
         ([1, 0, 1], TypeError, "Labels: allowed must have the dtype bool, got int64"),
         (True, ValueError, r"Labels: allowed must have shape \[V\] or \[B, V\] with V > 0, got \(\)"),
@@ -392,17 +386,15 @@ WRONG = [
 @pytest.mark.parametrize(("given", "error", "message"), WRONG, ids=range(len(WRONG)))
 def test_wrong_models(given, error, message):
     model = Model(family.RNNT)
-    networks = model.parameters.joint, model.parameters.predictor
     search, name = (BEAM, "beam") if len(message) % 2 else (decode.greedy, "greedy")
     with pytest.raises(error, match=f"{name}: {message}"):
-        search(model.loss.value(), *networks, model.encoder, model.lengths, MOST, fusion=given)
+        search(*model.networks, model.encoder, model.lengths, MOST, fusion=given)
 
 
 def test_wrong_parts():
     """Of streams: a model of another kind, a `place` that makes another state."""
     model = Model(family.RNNT)
-    networks = model.parameters.joint, model.parameters.predictor
-    greedy = functools.partial(decode.greedy, model.loss.value(), *networks, model.encoder, model.lengths, MOST)
+    greedy = functools.partial(decode.greedy, *model.networks, model.encoder, model.lengths, MOST)
     search = lambda **options: jax.eval_shape(functools.partial(greedy, fusion=options.pop("fusion", ())), **options)
     state = search(fusion=((GOOD, 1.0),)).state
     with pytest.raises(ValueError, match="greedy: state of greedy must keep the structure of its state"):

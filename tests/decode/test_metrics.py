@@ -27,13 +27,16 @@ def distance(a, b):
     return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
 
 
+# All sequences over two labels, with anything in the padding; the distances of all pairs.
+SEQUENCES = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
+DISTANCES = [[distance(a, b) for b in SEQUENCES] for a in SEQUENCES]
+COUNTS, LABELS = np.array([*map(len, SEQUENCES)]), np.array([[*x, *range(-4, 0)][:4] for x in SEQUENCES])
+
+
 def test_label_errors(metrics):
-    """All pairs of sequences over two labels, with anything in the padding."""
-    sequences = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
-    counts = np.array([len(x) for x in sequences])
-    labels = np.array([[*x, *range(-4, 0)][:4] for x in sequences])
+    counts, labels = COUNTS, LABELS
     errors = metrics.label_errors(labels[:, None], counts[:, None], jnp.asarray(labels)[None], counts[None])
-    assert errors.total.tolist() == [[distance(a, b) for b in sequences] for a in sequences]
+    assert errors.total.tolist() == DISTANCES
     np.testing.assert_array_equal(errors.insertions - errors.deletions, counts[:, None] - counts[None])
     assert errors.total.dtype == np.int32
     single = metrics.label_errors([1, 2, 9], 2, [1, 3, 2], 3)
@@ -43,13 +46,11 @@ def test_label_errors(metrics):
 
 
 def test_edit_distance(metrics):
-    """The recursion, for all pairs of sequences over two labels, in one program; any dtype and padding; lengths."""
-    sequences = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
-    counts = np.array([len(x) for x in sequences])
-    labels = np.array([[*x, *range(-4, 0)][:4] for x in sequences])
+    """In one program; any dtype and padding; lengths."""
+    counts, labels = COUNTS, LABELS
     pairs = labels[:, None].astype(np.int16), counts[:, None], labels[None], counts[None].astype(np.uint8)
     found = jax.jit(metrics.edit_distance)(*pairs)
-    assert found.tolist() == [[distance(a, b) for b in sequences] for a in sequences] and found.dtype == np.int32
+    assert found.tolist() == DISTANCES and found.dtype == np.int32
     of_rows = jax.vmap(lambda x, n: metrics.edit_distance(x, n, labels[3], counts[3]))(labels, counts)
     np.testing.assert_array_equal(of_rows, found[:, 3])
     traced = jax.jit(lambda n, m: metrics.edit_distance(labels[:3], n, labels[:3], m))
@@ -61,34 +62,6 @@ def test_edit_distance(metrics):
         metrics.edit_distance([1, 2], 3, [], 0)
     with pytest.raises(TypeError, match=r"label_errors: .* traced ones: metrics\.edit_distance"):
         jax.jit(lambda *pairs: metrics.label_errors(*pairs).total)(*pairs)
-
-
-@pytest.mark.slow
-def test_mwer_in_one_program(metrics):
-    """Search, edit distances and loss under one jit have the gradient of the two steps with the host's distances."""
-    rng = np.random.default_rng(0)
-    encoder, lengths = 3 * rng.normal(size=(2, 6, 4)).astype(np.float32), np.array([6, 4])
-    targets = np.array([[0, 1, 2], [2, 9, 9]])[:, None], np.array([3, 1])[:, None]
-    loss, table = jax_rnnt.RNNTLoss(reduction="none"), rng.normal(size=(5, 4)).astype(np.float32)
-    predictor = jax_rnnt.decode.stateless_predictor(lambda labels: jnp.asarray(table)[labels[:, 0]], 1, start=4)
-
-    def value(x, found, errors):
-        rows = jax_rnnt.decode.predict(predictor, found.labels.reshape(-1, 4)).reshape(2, 3, 5, 4)
-        frames = jnp.broadcast_to(lengths[:, None], (2, 3))
-        nll = loss(x[:, None, :, None] + rows[:, :, None], found.labels, frames, found.counts)
-        return jax_rnnt.mwer_loss(jnp.where(jnp.isneginf(found.scores), jnp.inf, nll), errors)
-
-    def at_once(x):
-        rows = jax.lax.stop_gradient(x)
-        found = jax_rnnt.decode.beam(loss, jnp.add, predictor, rows, lengths, max_labels=4, width=3)
-        return value(x, found, metrics.edit_distance(found.labels, found.counts, *targets)), found
-
-    (got, found), gradient = jax.jit(jax.value_and_grad(at_once, has_aux=True))(encoder)
-    errors = metrics.label_errors(found.labels, found.counts, *targets).total
-    assert len(np.unique(errors)) > 1 and np.any(gradient)
-    expected = jax.jit(jax.value_and_grad(value))(encoder, found, errors)
-    np.testing.assert_allclose(got, expected[0], rtol=1e-6)
-    np.testing.assert_allclose(gradient, expected[1], rtol=1e-6, atol=1e-7)
 
 
 def test_empty_lists(metrics):

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import family
-from decoding import MOST, Model, check_all
 from jax_rnnt import decode
 from jax_rnnt.decode.lm import _automaton
 
@@ -162,44 +160,6 @@ def test_a_match_that_other_lists_do_not_know():
         _, state = step(long, state, jnp.repeat(jnp.array(labels, jnp.int32), 2))
     after = jnp.full(4, 3, jnp.int32)
     jax.tree.map(np.testing.assert_array_equal, step(short, state, after), step(short, short.initial(4), after))
-
-
-LISTS = [([[0, 1, 0], [1, 1]], [1.5, 0.5]), ([[0, 0], [1], [0, 0, 1]], [2.0, -0.75, 1.0])]
-
-
-@pytest.mark.slow
-def test_searches():
-    """Each utterance with its own list: N-best lists are the enumeration.
-
-    So they are in a stream whose second part comes in another order, and so do the lists.
-    """
-    model = Model(family.TDT)
-
-    @jax.jit
-    def part(encoder, lengths, state, phrases):
-        networks = model.parameters.joint, model.parameters.predictor
-        options = dict(fusion=((phrases, 0.5),), max_symbols=2, state=state)
-        return decode.beam(model.loss.value(), *networks, encoder, lengths, MOST, 64, **options)
-
-    lists = lambda *order: decode.Phrases(*zip(*(LISTS[i] for i in order)), classes=model.tokens, size=6)
-    padded = lambda frames: np.pad(model.encoder[:, frames], ((0, 0), (0, 3 - len(range(3)[frames])), (0, 0)))
-    shapes = jax.eval_shape(part, model.encoder, model.lengths, None, lists(0, 1)).state
-    idle = decode.reset_streams(shapes, np.ones(2, bool))  # so that all parts run in one program
-    whole = part(model.encoder, model.lengths, idle, lists(0, 1))
-    first = part(padded(slice(1)), np.array([1, 1], np.int32), idle, lists(0, 1))
-    turned = jax.tree.map(lambda x: np.asarray(x)[::-1], first.state)
-    last = part(padded(slice(1, 3))[::-1], model.lengths[::-1] - 1, turned, lists(1, 0))
-    whole, last = (jax.tree.map(np.asarray, x._replace(state=None)) for x in (whole, last))
-    last = jax.tree.map(lambda x: x[::-1], last)
-    for b, phrases in enumerate(LISTS):
-        value = lambda labels, finished, phrases=phrases: 0.5 * worth(labels, *phrases, finished)
-        rules = dict(
-            fuse=lambda prefix, label: value((*prefix, label), False) - value(prefix, False),
-            final=lambda labels: value(labels, True) - value(labels, False),
-            max_symbols=2,
-        )
-        for found in (whole, last):
-            check_all(model, found, utterances=[b], **rules)
 
 
 @pytest.mark.parametrize(

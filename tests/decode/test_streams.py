@@ -25,9 +25,8 @@ class Server:
     """A search in one program, which serves parts of utterances [ROWS, PART] and a state."""
 
     def __init__(self, model, function, **options):
-        networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
         self.model = model
-        run = lambda x, n, state: function(*networks, x, n, MOST, state=state, **options)
+        run = lambda x, n, state: function(*model.networks, x, n, MOST, state=state, **options)
         self.program = jax.jit(chex.assert_max_traces(run, n=2))  # without a state, for its shapes; and for all parts
         width = model.encoder.shape[2]
         self.shape = (ROWS, PART, width)

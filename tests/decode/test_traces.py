@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import runpy
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +10,63 @@ import numpy as np
 import pytest
 
 import project
+import reference_numpy as truth
 from jax_rnnt import LinearJoint, MultiblankRNNTLoss, RNNTLoss, TDTLoss, decode
 
-FOLDER = project.ROOT / "tests/golden"
-TRACES = json.loads((FOLDER / "traces.json").read_text())
+TRACES = json.loads((project.ROOT / "tests/golden/traces.json").read_text())
 
 
-def test_the_file_is_what_its_program_writes():
-    program = runpy.run_path(str(FOLDER / "write.py"))
-    assert json.loads(program["lines"](program["document"]())) == TRACES
-    steps = [step for case in TRACES.values() for step in case["steps"]]
-    assert {step["duration"] for step in steps} == {0, 1, 2, 3, 4} and {step["label"] for step in steps} == {
-        *range(-1, 4)
-    }
+def moves(case, row):
+    """[(log-probability, label or None, frames that it reads)] in the order in which ties are broken."""
+    blank, durations = case["blank"], case["durations"]
+    tokens, each = truth.log_softmax(row[: blank + 1]), truth.log_softmax(row[blank + 1 :]) if durations else ()
+    if durations:
+        found = [(tokens[blank] + q, None, d) for q, d in zip(each, durations) if d]
+        return found + [(tokens[k] + q, k, d) for q, d in zip(each, durations) for k in range(blank)]
+    big = [(tokens[blank - 1 - i], None, d) for i, d in enumerate(case["big_blanks"])]
+    return [(tokens[blank], None, 1), *big, *((tokens[k], k, 0) for k in range(blank - len(big)))]
 
 
-def test_durations():
-    """They are the frames between two moves, but for a label that the limit takes on, as the page says."""
-    taken_on = 0
+def first_token(case, row, full):
+    """The most probable token, then the most probable duration by itself."""
+    blank, durations = case["blank"], case["durations"]
+    tokens, each = truth.log_softmax(row[: blank + 1]), truth.log_softmax(row[blank + 1 :])
+    token, best = (blank if full else int(np.argmax(tokens))), int(np.argmax(each))
+    reads = durations[best]
+    return tokens[token] + each[best], None if token == blank else token, max(reads, 1) if token == blank else reads
+
+
+def plain_loop(case):
+    """(frame, label or -1, duration, score) of each move."""
+    encoder, table, weight, bias = (np.array(case[x]) for x in ("encoder", "predictor", "weight", "bias"))
+    frame, last, here, steps = 0, case["start"], 0, []
+    while frame < len(encoder):
+        row, full = np.tanh(encoder[frame] + table[last]) @ weight + bias, here == case["max_symbols"]
+        if case["token_first"]:
+            score, label, reads = first_token(case, row, full)
+        else:
+            score, label, reads = max((x for x in moves(case, row) if x[1] is None or not full), key=lambda x: x[0])
+        steps.append((frame, -1 if label is None else label, reads, score))
+        last, here = (last if label is None else label), (here + 1 if label is not None and not reads else 0)
+        frame += reads
+        if case["token_first"] and here == case["max_symbols"]:  # the last label of a frame leaves it
+            frame, here = frame + 1, 0
+    return steps
+
+
+def test_the_file_has_the_moves_of_a_plain_loop():
+    """In NumPy, float64, without the library."""
     for case in TRACES.values():
-        here = 0
-        for step, after in itertools.pairwise(case["steps"]):
-            here = here + 1 if step["label"] >= 0 and step["duration"] == 0 else 0
-            taken = case["token_first"] and here == case["max_symbols"]
-            assert after["frame"] == step["frame"] + step["duration"] + taken
-            taken_on, here = taken_on + taken, 0 if taken else here
-    assert taken_on > 0
+        written = [(x["frame"], x["label"], x["duration"], x["score"]) for x in case["steps"]]
+        expected = plain_loop(case)
+        assert [x[:3] for x in written] == [x[:3] for x in expected]
+        np.testing.assert_allclose([x[3] for x in written], [x[3] for x in expected], rtol=0, atol=6e-11)
+        # Durations are the frames between two moves, but for a label that the limit takes on, as the page says.
+        taken_on = [a["frame"] + a["duration"] < b["frame"] for a, b in itertools.pairwise(case["steps"])]
+        assert any(taken_on) == case["token_first"]
+    steps = [step for case in TRACES.values() for step in case["steps"]]
+    assert {step["duration"] for step in steps} == {0, 1, 2, 3, 4}
+    assert {step["label"] for step in steps} == {*range(-1, 4)}
 
 
 @pytest.mark.quick("rnnt", "tdt, pair")

@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import family
-from decoding import LABELS, MOST, Model, check_all
 from jax_rnnt import decode
-from ngrams import NATS, TOKENS, arpa, last, log_prob, random_arpa, run, written
+from ngrams import NATS, arpa, last, log_prob, random_arpa, run, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*are left out, as no labels spell them:UserWarning")
 
@@ -125,31 +123,6 @@ def test_words_without_ends(tmp_path):
     expected = [[-0.5, -1, 0], [-inf, 0, -inf], [-0.5, -inf, 0], [-0.5, -1, 0], [-0.5, -inf, 0]]
     np.testing.assert_allclose(scores, NATS * np.array(expected), atol=1e-6)
     np.testing.assert_allclose(final, [0, -inf, 0, 0, 0], atol=1e-6)
-
-
-@pytest.mark.slow
-def test_searches(tmp_path):
-    """With a trigram of labels, and bigrams of the words that they spell: N-best lists are the enumeration.
-
-    -inf leaves no hypothesis.
-    """
-    model = Model(family.HAT, batch=1)
-    others = [None] * (model.tokens - LABELS)
-    grams, of_words = random_arpa(8, 3), random_arpa(12, 2, unk=False, tokens=["a", "aa", "ab", "abb", "b"])
-    labels, names = TOKENS[:LABELS], ["▁a", "b"]
-    ngram = decode.NGram.from_arpa(written(tmp_path / "m.arpa", arpa(grams)), [*labels, *others])
-    words = decode.WordNGram.from_arpa(written(tmp_path / "words.arpa", arpa(of_words)), [*names, *others])
-    of_words.setdefault(("<unk>",), (-math.inf, 0.0))
-    spelled = Spelled(of_words, 2, ["a", "ab", "abb", "b"], "▁")
-
-    def added(prefix, label, end=False):
-        history, token = ("<s>", *(labels[x] for x in prefix)), "</s>" if end else labels[label]
-        of_text = spelled.added("".join(names[x] for x in prefix), "" if end else names[label], end=end)
-        return 0.7 * log_prob(grams, last(history, 3), token) + (-math.inf if math.isnan(of_text) else 0.5 * of_text)
-
-    rules = dict(fuse=added, final=lambda prefix: added(prefix, None, end=True))
-    found = model.search(decode.beam, MOST, 32, fusion=((ngram, 0.7), (words, 0.5)), max_symbols=2)
-    check_all(model, found, max_symbols=2, rtol=1e-6, **rules)
 
 
 @pytest.mark.parametrize(

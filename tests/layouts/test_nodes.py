@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import batches
 import compare
-import family
 import hlo
 import layout_table
 from jax_rnnt import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
@@ -102,28 +101,17 @@ def test_layouts(names):
     arrays = [layout_table.arrays(x, name) for x, name in zip(problems, names)]
     counts = batches.inside(p)
     if "BandLogits" in names:
-        place = np.arange(p.logits.shape[2]) - layout_table.first_columns(p)[..., None]
-        counts &= (place >= 0) & (place < layout_table.WIDTH)
+        counts &= layout_table.in_band(p)
 
-    def logits(makers, flat):
-        flat = iter(flat)
-        return [make(*(next(flat) for _ in own)) for make, own in zip(makers, arrays)]
+    def got(arrays, weights):
+        made = [make(*own) for make, own in zip(makers, arrays)]
+        return sum_over_nodes(mixed, *made, **lengths(p), weights=weights, targets=p.targets)
 
-    def got(*flat):
-        *flat, weights = flat
-        return sum_over_nodes(mixed, *logits(makers, flat), **lengths(p), weights=weights, targets=p.targets)
-
-    def of_all(*flat):
-        *flat, weights = flat
-        dense = [x if n == "BandLogits" else layout_table.dense(p, n)(*x) for x, n in zip(split(flat), names)]
-        dense = [x[0] if isinstance(x, list) else x for x in dense]
+    def of_all(arrays, weights):
+        dense = [own[0] if n == "BandLogits" else layout_table.dense(p, n)(*own) for own, n in zip(arrays, names)]
         return total_of_all(mixed_of_all(p, *dense), weights, counts)
 
-    def split(flat):
-        flat = iter(flat)
-        return [[next(flat) for _ in own] for own in arrays]
-
-    check(got, of_all, [*(x for own in arrays for x in own), weights])
+    check(got, of_all, (arrays, weights))
 
 
 def test_joint_networks():
@@ -311,33 +299,21 @@ def mean(parameters, rows, rest, weights):
     return divergence(parameters, rows, rest, weights).mean()
 
 
-@functools.cache
-def step_alone(batch):
-    """On one device, without a transformation; test_nodes.py has its truth."""
-    network = Network(batch=batch, dtype=np.float32)
-    weights = some_weights(network.problem).astype(np.float32)
-    return network, weights, jax.jit(jax.value_and_grad(mean, (0, 1, 3)))(*network.arguments, weights)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["shard_map", family.slow("vmap")])
-def test_programs(way, devices):
-    network, weights, expected = step_alone(16)
-    arguments = *network.arguments, weights
-    function = mean
-    if way == "vmap":
-        function = lambda parameters, *x: jax.vmap(functools.partial(divergence, parameters))(*x).mean()
-    step = jax.value_and_grad(function, (0, 1, 3))
-    if way == "vmap":
-        compare.assert_close(jax.jit(step)(*arguments), expected, 1e-5)
-        return
-    with mesh_of(devices, way) as mesh:
+def test_programs(devices):
+    """Under vmap, and over devices, which exchange sums alone; the tests above have the truth."""
+    network = Network(batch=16, dtype=np.float32)
+    arguments = *network.arguments, some_weights(network.problem).astype(np.float32)
+    mapped = lambda parameters, *x: jax.vmap(functools.partial(divergence, parameters))(*x).mean()
+    step = lambda function: jax.value_and_grad(function, (0, 1, 3))
+    expected = jax.jit(step(mean))(*arguments)
+    compare.assert_close(jax.jit(step(mapped))(*arguments), expected, 1e-5)
+    with mesh_of(devices, "shard_map") as mesh:
         specs = P(), P("data"), P("data"), P("data")
-        step = jax.value_and_grad(mean_over_devices(function, mesh, specs), (0, 1, 3))
         placed = [at(mesh, x, *spec) for x, spec in zip(arguments, specs, strict=True)]
-        got, text = hlo.compiled(step, *placed)
-        compare.assert_close(got, expected, 1e-5)
-        assert set(hlo.collectives(text)) == {"all-reduce"}
+        got, text = hlo.compiled(step(mean_over_devices(mean, mesh, specs)), *placed)
+    compare.assert_close(got, expected, 1e-5)
+    assert set(hlo.collectives(text)) == {"all-reduce"}
 
 
 @pytest.mark.slow

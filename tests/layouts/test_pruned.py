@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import batches
+import compare
 import family
 import jax_rnnt
 from jax_rnnt import AdditiveLogits, BandLogits
@@ -111,11 +112,8 @@ def test_a_band_is_the_loss_with_other_nodes_forbidden(loss):
     no_path = {"apart", "late_start", "beyond_the_columns"}
     assert no_path <= {name for name, x in zip(BANDS, expected) if np.isposinf(x)} <= no_path | {"early_end"}
 
-    def call(x):
-        values = loss.value(**options, reduction="none")(BandLogits(x, first), *p[1:])
-        return values.sum(), values
-
-    got, values = jax.jit(jax.grad(call, has_aux=True))(banded(p.logits, first, width))
+    call = lambda x: loss.value(**options, reduction="none")(BandLogits(x, first), *p[1:])
+    values, got = jax.jit(compare.with_gradient(call))(banded(p.logits, first, width))
     np.testing.assert_allclose(values, expected, rtol=EXACT)
     np.testing.assert_allclose(got, np.nan_to_num(banded(gradient, first, width)), atol=EXACT)
 

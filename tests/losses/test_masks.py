@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import compare
 import door
 import family
 import feeds
@@ -69,13 +70,7 @@ def test_masked_bias():
 @pytest.mark.parametrize("loss", [family.RNNT, family.TDT], ids=str)
 def test_label_log_probs(loss, kernel):
     rows = table(loss)
-    value = loss.value(implementation=kernel)
-
-    @jax.jit
-    def run(logits, *rest):
-        log_probs, pull = jax.vjp(lambda x: value.label_log_probs(x, *rest), logits)
-        return log_probs, pull(1 + 0 * log_probs)[0]
-
+    run = jax.jit(compare.with_gradient(loss.value(implementation=kernel).label_log_probs))
     log_probs, gradient = map(np.asarray, run(*problem_of(rows)))
     none_of(label_failures(loss.truth.get("topology", truth.STANDARD), rows, log_probs))
     assert np.isfinite(gradient).all()

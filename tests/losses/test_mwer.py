@@ -1,12 +1,11 @@
 """Is the expected error of an N-best list right, and do its hypotheses share their encoder?"""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compare
 from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, mwer_loss
 
 pytestmark = pytest.mark.no_kernel
@@ -23,12 +22,12 @@ def expected(nll, errors):
     return np.array(values)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def run(nll, errors, reduction="none"):
-    """(value, gradient of its sum)"""
-    call = lambda x: (lambda value: (value.sum(), value))(mwer_loss(x, errors, reduction))
-    gradient, value = jax.grad(call, has_aux=True)(nll)
-    return value, gradient
+@compare.with_gradient
+def total(nll, errors, reduction="none"):
+    return mwer_loss(nll, errors, reduction)
+
+
+run = jax.jit(total, static_argnums=2)
 
 
 def test_values_and_gradient():

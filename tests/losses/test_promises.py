@@ -22,7 +22,7 @@ import family
 import jax_rnnt
 import layout_table
 import platforms
-from jax_rnnt import AdditiveLogits, BandLogits, PackedLogits
+from jax_rnnt import AdditiveLogits, PackedLogits
 from meshes import SET_MESH, mesh_of
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -97,18 +97,15 @@ def larger(x):
     )
 
 
-def band(x):
-    first = layout_table.first_columns(x)
-    kept = np.clip(first[..., None] + np.arange(layout_table.WIDTH), 0, x.logits.shape[2] - 1)[..., None]
-    return BandLogits(np.take_along_axis(x.logits, kept, 2), first)
-
-
 # By name, a layout of a batch; and the arrays [T, ...] or [U + 1, ...] of which a sequence reads its nodes [T, U + 1].
 LAYOUTS = {
     "array": (lambda x: x.logits, lambda inside: [inside]),
     "JointLogits": (lambda x: family.in_tiles(x.logits, 64), lambda inside: [inside.any(1)]),
     "PackedLogits": (lambda x: PackedLogits(batches.packed(x, x.logits), x.logits.shape[1]), lambda inside: [inside]),
-    "BandLogits": (band, lambda inside: [inside[:, : layout_table.WIDTH]]),
+    "BandLogits": (
+        lambda x: layout_table.layout(x, "BandLogits")(x.logits),
+        lambda inside: [inside[:, : layout_table.WIDTH]],
+    ),
     "AdditiveLogits": (
         lambda x: AdditiveLogits(x.logits[:, :, 0], x.logits[:, 0]),
         lambda inside: [inside.any(1), inside.any(0)],
@@ -260,13 +257,10 @@ QUICK = [f"{x}-kernel-False" for x in ("rnnt-array", "tdt-array", "tdt-BandLogit
 
 def of_any_size(run, *arguments):
     """The program of an array of logits, exported for any number of sequences, frames and labels."""
-    leaves, structure = jax.tree.flatten(arguments)
     b, t, u = export.symbolic_shape("b, t, u")
     names = {B: b, LARGER[0]: t, LARGER[1]: u, LARGER[1] + 1: u + 1}
-    like = [jax.ShapeDtypeStruct([names.get(n, n) for n in x.shape], x.dtype) for x in leaves]
-    flat = jax.jit(lambda *leaves: run(*jax.tree.unflatten(structure, leaves)))
-    made = export.export(flat, disabled_checks=jax_rnnt.export_checks())(*like)
-    return lambda *arguments: made.call(*jax.tree.leaves(arguments))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct([names.get(n, n) for n in x.shape], x.dtype), arguments)
+    return export.export(jax.jit(run), disabled_checks=jax_rnnt.export_checks())(*like).call
 
 
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
@@ -346,10 +340,7 @@ def test_padding_of_many_draws(loss, native_kernel):
 def test_padding_of_many_draws_of_skips(loss, kernel):
     """Value and gradient by steps that XLA compiles, optimised. Posteriors are of the same steps."""
 
-    def one(p):
-        values, pull = jax.vjp(lambda logits: loss(logits, *p[1:], reduction="none"), p.logits)
-        return values, pull(jnp.ones_like(values))[0]
-
+    one = lambda p: compare.with_gradient(loss.value(reduction="none"))(*p)
     pairs = lambda p: jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), p)
     several = jax.jit(lambda p: jax.lax.map(one, pairs(p)), compiler_options=OPTIMIZED)
     run = lambda p: jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), several(p))

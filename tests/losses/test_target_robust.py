@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import batches
+import compare
 import family
 import reference_numpy as truth
 from jax_rnnt import BandLogits, RNNTLoss, TargetRobustRNNTLoss
@@ -24,11 +25,7 @@ def test_weights(kernel):
     """Loss and the derivatives by both weights, against float64 sums and their differences."""
     p, names, h = batches.problem(), ("skip_frame", "skip_label"), 1e-5
 
-    @jax.jit
-    def run(leaves):
-        found, pull = jax.vjp(lambda leaves: values(*map(leaves.get, names), p, kernel), leaves)
-        return found, pull(jnp.ones_like(found))[0]
-
+    run = jax.jit(compare.with_gradient(lambda leaves: values(*map(leaves.get, names), p, kernel)))
     for skips in SKIPS:
         leaves = {name: x for name, x in zip(names, skips) if x is not None}
         known = {"emission": family.ROBUST.truth["emission"], **dict.fromkeys(names, -np.inf), **leaves}

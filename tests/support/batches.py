@@ -1,14 +1,20 @@
 """Batches to run a loss on."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 
-import cases
 from family import RNNT
 
 
-class Problem(cases.Inputs):
+class Problem(NamedTuple):
     """The four arrays of a call, in order."""
+
+    logits: np.ndarray  # [B, T, U + 1, V]
+    targets: np.ndarray  # int32 [B, U]
+    logit_lengths: np.ndarray  # int32 [B]
+    target_lengths: np.ndarray  # int32 [B]
 
     def astype(self, dtype):
         return self._replace(logits=np.asarray(self.logits).astype(jnp.dtype(dtype)))

@@ -10,19 +10,25 @@ import numpy as np
 SCHEDULED = {"clamp": -1.0, "fastemit_lambda": 0.0, "delay_penalty": 0.0}  # traced: new values compile nothing
 
 
+def with_gradient(function, argnums=0):
+    """A function of the same arguments: (values, gradients of their sum)."""
+
+    def total(*arguments):
+        values = function(*arguments)
+        return values.sum(), values
+
+    gradient = jax.grad(total, argnums, has_aux=True)
+    return lambda *arguments: gradient(*arguments)[::-1]
+
+
 @functools.cache
 def _compiled(loss, implementation, static):
     static = dict(static)
 
     @jax.jit
     def run(p, scheduled, label_windows):
-        def total(logits):
-            options = {**static, **scheduled, "label_windows": label_windows, "implementation": implementation}
-            values = loss(logits, *p[1:], reduction="none", **options)
-            return values.sum(), values
-
-        gradient, values = jax.grad(total, has_aux=True)(p.logits)
-        return values, gradient
+        options = {**static, **scheduled, "label_windows": label_windows, "implementation": implementation}
+        return with_gradient(lambda logits: loss(logits, *p[1:], reduction="none", **options))(p.logits)
 
     return run
 
@@ -63,6 +69,13 @@ def assert_matches(got, expected, dtype, path_length, *, scale=1.0):
     np.testing.assert_allclose(got[0], expected[0], rtol=of_values, atol=limit)
     gradient = np.asarray(got[1], np.float64)
     np.testing.assert_allclose(gradient, expected[1], rtol=relative, atol=scale * limit + smallest)
+
+
+def assert_mean(got, expected):
+    """(mean loss, its gradient) of a batch in float32 against those of each sequence in float64."""
+    values, gradient = expected
+    np.testing.assert_allclose(got[0], values.mean(), rtol=1e-6)
+    np.testing.assert_allclose(got[1], gradient / len(values), atol=tolerance(np.float32, 11))
 
 
 def assert_close(got, expected, limit=None, *, message=None, **limits):

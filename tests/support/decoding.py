@@ -94,6 +94,11 @@ class Model:
         self.parameters = Parameters(draw(self.tokens, H), draw(H, H), draw(H, len(self.bias)), self.bias)
         self.lengths = np.maximum(frames - np.arange(batch) % 2, 0).astype(np.int32)
 
+    @property
+    def networks(self):
+        """What a search takes first, with the loss."""
+        return self.loss.value(), self.parameters.joint, self.parameters.predictor
+
     def row(self, prefix):
         state = np.zeros(H)
         for label in (self.tokens - 1, *prefix):
@@ -286,7 +291,7 @@ def check_greedy(model, hypotheses, *place, exact_end=False, room=ROOM, **option
     return found
 
 
-def check_all(model, hypotheses, rank=lambda scores, counts: scores, utterances=None, rtol=EXACT, **options):
+def check_all(model, hypotheses, rank=lambda scores, counts: scores, utterances=None, **options):
     """Every label sequence has the sum over its alignments, and frames and log-probabilities of the best one."""
     for b in range(len(hypotheses.scores)) if utterances is None else utterances:
         expected = {x: y for x, y in enumerate_all(model, b, **options).items() if y[0] > -math.inf}
@@ -296,7 +301,7 @@ def check_all(model, hypotheses, rank=lambda scores, counts: scores, utterances=
         for n in alive:
             labels, frames, _ = trimmed(hypotheses, b, n)
             total, (_, best_frames, log_probs) = expected.pop(tuple(labels))
-            np.testing.assert_allclose(hypotheses.scores[b, n], total, rtol=rtol)
+            np.testing.assert_allclose(hypotheses.scores[b, n], total, rtol=EXACT)
             assert tuple(frames) == best_frames
             np.testing.assert_allclose(hypotheses.label_log_probs[b, n, : len(labels)], log_probs, rtol=EXACT)
         assert not expected

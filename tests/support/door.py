@@ -186,21 +186,8 @@ def _handler(target):
     name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
     pointer = (_pointer, ctypes.py_object, ctypes.c_char_p)
     pointer_of = ctypes.PYFUNCTYPE(*pointer)(("PyCapsule_GetPointer", ctypes.pythonapi))
-    execute = _registrations()[target]["execute"]
+    execute = loading.module("cpu").registrations()[target]["execute"]
     return _FUNCTION(pointer_of(execute, name_of(execute)))
-
-
-@functools.cache
-def _registrations():
-    return loading.module("cpu").registrations()
-
-
-def _run(handler, args, rets, attributes, threads):
-    whole = _FrameWithFuture(_Frame(ctypes.addressof(_api()), threads, EXECUTE, args, rets, attributes))
-    with _flushed():
-        error = handler(ctypes.addressof(whole))
-    if error is not None:
-        raise RuntimeError(_errors.pop(error).decode())
 
 
 # ------------------------------------------------------------------------------------------------------------- the call
@@ -298,9 +285,12 @@ def call(target, operands, attributes, results, *, aliases=None, threads=0):
         room.array[...] = x
     aliased = {result: rooms[operand] for operand, result in (aliases or {}).items()}
     outputs = [aliased[i] if i in aliased else _Room(*result) for i, result in enumerate(results)]
-    handler, frame = _handler(target), (_buffers(rooms), _buffers(outputs), _attributes(tuple(attributes.items())))
-    with _poisoned([*rooms, *outputs]):
-        _run(handler, *frame, threads)
+    handler, given = _handler(target), (_buffers(rooms), _buffers(outputs), _attributes(tuple(attributes.items())))
+    whole = _FrameWithFuture(_Frame(ctypes.addressof(_api()), threads, EXECUTE, *given))
+    with _poisoned([*rooms, *outputs]), _flushed():
+        error = handler(ctypes.addressof(whole))
+    if error is not None:
+        raise RuntimeError(_errors.pop(error).decode())
     for room in (*rooms, *outputs):
         assert all((guard == 255).all() for guard in room.guards), f"{target} wrote outside of a buffer"
     return [room.array for room in outputs]

@@ -36,15 +36,20 @@ def first_columns(p):
     return np.clip(steps, 0, last).astype(np.int32)
 
 
+def in_band(p):
+    """Mask of its nodes [B, T, U1]."""
+    place = np.arange(p.logits.shape[2]) - first_columns(p)[..., None]
+    return (place >= 0) & (place < WIDTH)
+
+
 def layout(p, name):
     """The function that makes the layout of its arrays."""
-    B, T, U1, _ = p.logits.shape
-    column = np.broadcast_to(np.arange(U1, dtype=p.logits.dtype)[:, None], (B, U1, 1))
+    _, T, U1, _ = p.logits.shape
     first = first_columns(p)
     kept = np.clip(first[..., None] + np.arange(WIDTH), 0, U1 - 1)[..., None]
     return {
         "array": lambda x: x,
-        "JointLogits": lambda x: JointLogits(family.lookup(U1), x.reshape(B, T, -1), column, chunk=64),
+        "JointLogits": lambda x: family.in_tiles(x, 64),
         "PackedLogits": lambda x: PackedLogits(x[np.nonzero(batches.inside(p))], T),
         "BandLogits": lambda x: BandLogits(jnp.take_along_axis(x, kept, 2), first),
         "AdditiveLogits": AdditiveLogits,
@@ -53,10 +58,8 @@ def layout(p, name):
 
 def dense(p, name):
     """The function that makes the array for which the layout stands."""
-    place = np.arange(p.logits.shape[2]) - first_columns(p)[..., None]
-    inside = ((place >= 0) & (place < WIDTH))[..., None]
     return {
-        "BandLogits": lambda x: jnp.where(inside, x, -jnp.inf),
+        "BandLogits": lambda x: jnp.where(in_band(p)[..., None], x, -jnp.inf),
         "AdditiveLogits": lambda am, lm: am[:, :, None] + lm[:, None],
     }.get(name, lambda x: x)
 

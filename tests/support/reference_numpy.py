@@ -21,13 +21,9 @@ import math
 
 import numpy as np
 
-from reference_emissions import NEG as NEG
+from reference_emissions import NEG, fractions_of, is_exact, nearest, softmax_emission
 from reference_emissions import as_float as as_float
-from reference_emissions import fractions_of as fractions_of
-from reference_emissions import is_exact as is_exact
 from reference_emissions import log_softmax as log_softmax
-from reference_emissions import nearest as nearest
-from reference_emissions import softmax_emission as softmax_emission
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,8 +290,6 @@ _cached_paths = functools.cache(lambda *lattice: tuple(enumerate_paths(*lattice)
 
 def solve(logits, labels, **options):
     """The `Solution` of logits [T, U1, V] and labels [U], without padding. `options` are of `lattice`."""
-    if "sigma" in options:
-        options["sigma"] = fractions.Fraction(float(options["sigma"]))
     topology, arcs, pullback = lattice(fractions_of(logits), labels, **options)
     frames, columns, _ = logits.shape
     paths = _cached_paths(topology, frames, columns - 1)

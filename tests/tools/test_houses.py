@@ -14,7 +14,7 @@ HOUSES = {
     LIBRARY: set(),
     SPEECH: {LIBRARY},
     "recipes": {LIBRARY, SPEECH},
-    "benchmarks": {LIBRARY, "tests"},
+    "benchmarks": {LIBRARY},
     "tests": {LIBRARY, "benchmarks"},
     "lab": {LIBRARY, SPEECH, "benchmarks", "recipes", "tests"},
 }

@@ -14,17 +14,10 @@ from jax_rnnt.flax import linen as flax_linen
 from jax_rnnt.flax import nnx as flax_nnx
 from meshes import SET_MESH, at, mesh_of
 
-pytestmark = [pytest.mark.no_kernel, SET_MESH]
+pytestmark = [pytest.mark.no_kernel, pytest.mark.usefixtures("flax_promotion"), SET_MESH]
 B, T, V, E = 8, 6, 5, 8
 ROWS = np.random.default_rng(0).normal(size=(B, T, E)).astype(np.float32)
 FRAMES = np.int32([6, 5, 6, 4, 1, 3, 6, 6])
-
-
-@pytest.fixture(autouse=True)
-def rank_promotion():
-    """Layers of Flax need it."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def test_masking(devices):

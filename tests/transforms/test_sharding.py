@@ -40,16 +40,10 @@ def one_by_one(loss, implementation):
     return lambda *p: jax.vmap(call(loss, implementation, reduction="none"))(*p).mean()
 
 
-def check(got, expected):
-    values, gradient = expected
-    np.testing.assert_allclose(got[0], values.mean(), rtol=1e-6)
-    np.testing.assert_allclose(got[1], gradient / len(values), atol=compare.tolerance(np.float32, 11))
-
-
 def run(f, p, loss, expected, implementation):
     """Value and gradient of a mean loss: its collective alone, and one custom call of each kind."""
     got, text = hlo.compiled(jax.value_and_grad(f), *p)
-    check(got, expected)
+    compare.assert_mean(got, expected)
     assert set(hlo.collectives(text)) <= {"all-reduce"}
     if implementation == "kernel":
         assert hlo.custom_calls(text) == hlo.once(loss.gradient_calls)
@@ -109,7 +103,7 @@ def test_uneven_batch(kernel, devices):
             p = [jax.lax.with_sharding_constraint(x * 1, sharding) for x in p]
             return jax.value_and_grad(call(loss, kernel))(*p)
 
-        check(run_uneven(*place(p, mesh, P())), loss.expected(p))
+        compare.assert_mean(run_uneven(*place(p, mesh, P())), loss.expected(p))
 
 
 # --------------------------------------------------------------------------------------------------------- shard_map
@@ -158,7 +152,7 @@ def test_pmap(kernel, devices):
         return jax.lax.pmean(value, "data"), gradient
 
     values, gradient = jax.pmap(body, axis_name="data", devices=devices)(*split)
-    check((values[0], gradient.reshape(p.logits.shape) / 8), expected)
+    compare.assert_mean((values[0], gradient.reshape(p.logits.shape) / 8), expected)
 
 
 # ------------------------------------------------------------------ dimensions that are not the batch: docs/sharding.md
@@ -195,7 +189,7 @@ def test_other_dimensions(implementation, devices, name, kind):
     with model_mesh(devices, kind) as mesh:
         placed = place(p, mesh, *over(axis))
         got, text = hlo.compiled(jax.value_and_grad(call(family.RNNT, implementation)), *placed)
-        check(got, expected)
+        compare.assert_mean(got, expected)
         if implementation == "kernel":
             assert set(hlo.exchanged(text, "all-gather")) == {(4, 8, 6, 8)} or platforms.interpreted()
         elif name == "V":
@@ -239,7 +233,7 @@ def test_split_logits_under_shard_map(kernel, devices):
         whole = mean_over_devices(loss, mesh, (P("data"), *specs[1:]))
         placed = place(p, mesh, *specs)
         for right in (gathered, whole):
-            check(jax.jit(jax.value_and_grad(right))(*placed), expected)
+            compare.assert_mean(jax.jit(jax.value_and_grad(right))(*placed), expected)
         parts = [jax.jit(mean_over_devices(loss, mesh, over(axis), ("data", "model"))) for axis in (1, 2, 3)]
         assert np.isnan(parts[0](*place(p, mesh, *over(1)))) and np.isnan(parts[2](*placed))
         with pytest.raises(ValueError, match="targets must have shape"):

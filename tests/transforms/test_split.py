@@ -41,12 +41,6 @@ def spec(axes):
 WEIGHTS = np.array([1.0, -2.0, 0.5, 3.0])
 
 
-def inside_shard_map(loss, mesh, axes, check_vma=True):
-    """Losses [B] of a function whose every device sees its own part."""
-    specs = spec(axes), *[P("data")] * 3
-    return jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
-
-
 # Losses, axes, kind of mesh, implementation; every other loss: test_promises.py. "unchecked": without check_vma.
 RNNT, BOTH = family.RNNT, VOCAB | FRAMES
 CASES = [(RNNT, axes, "shard_map", "kernel") for axes in (VOCAB, FRAMES)]
@@ -63,10 +57,10 @@ def test_value_and_gradient(loss, axes, kind, implementation, devices):
     value = loss.value(reduction="none", implementation=implementation, **options, **axes)
     values, gradient = loss.expected(p, **options)
     with split_mesh(devices, kind, axes) as mesh:
-        f = value
-        if kind in ("shard_map", "unchecked"):
-            f = inside_shard_map(value, mesh, axes, kind == "shard_map")
-        placed = place(p, mesh, spec(axes), *[P("data")] * 3)
+        f, specs = value, (spec(axes), *[P("data")] * 3)
+        if kind in ("shard_map", "unchecked"):  # every device sees its own part
+            f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=kind == "shard_map")
+        placed = place(p, mesh, *specs)
 
         def weighted(*p):
             losses = f(*p)

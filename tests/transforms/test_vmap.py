@@ -28,12 +28,9 @@ def test_vmap_and_nested_vmap(loss, implementation):
     p = batches.problem(loss=loss)
     nested = [x.reshape(2, 2, 1, *x.shape[1:]) for x in p]
 
-    def total(x):
-        values = jax.vmap(jax.vmap(per_sequence(loss, implementation)))(x, *nested[1:])
-        return values.sum(), values
-
+    twice = compare.with_gradient(jax.vmap(jax.vmap(per_sequence(loss, implementation))))
     mapped = jax.vmap(value_and_gradient(loss, implementation))
-    of_batch, (gradient, values) = jax.jit(lambda p, x: (mapped(*p), jax.grad(total, has_aux=True)(x)))(p, nested[0])
+    of_batch, (values, gradient) = jax.jit(lambda p, nested: (mapped(*p), twice(*nested)))(p, nested)
     check(of_batch, p, loss)
     check((values.ravel(), gradient.reshape(p.logits.shape)), p, loss)
 

@@ -1,10 +1,9 @@
-"""The table of shapes: all cases of the benchmarks, and cases that tests share.
+"""The table of shapes: all cases of the benchmarks.
 
 Uses NumPy only, since the PyTorch worker imports it without JAX.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,20 +38,6 @@ class Case:
         """The share of nodes inside the lengths."""
         frames, labels = self.lengths
         return float(np.mean(frames * (labels + 1.0))) / (self.T * (self.U + 1))
-
-
-class Inputs(NamedTuple):
-    logits: np.ndarray  # [B, T, U + 1, V]
-    targets: np.ndarray  # int32 [B, U], never the blank
-    logit_lengths: np.ndarray  # int32 [B]
-    target_lengths: np.ndarray  # int32 [B]
-
-
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """Normal logits and uniform labels."""
-    rng = np.random.default_rng(seed)
-    targets = rng.integers(0, case.V - 1, (case.B, case.U), np.int32)
-    return Inputs(rng.standard_normal(case.shape, np.float32), targets, *case.lengths)
 
 
 # Losses on the CPU. The speech shapes stand for characters, subwords and words.
