@@ -1,5 +1,6 @@
 """Times value and gradient of a loss at a user's own shape, beside the reference, plain JAX and a copy."""
 
+import functools
 import math
 import statistics
 import time
@@ -12,15 +13,14 @@ import numpy as np
 from jax_rnnt import losses
 from jax_rnnt._xla import loading
 
-LOSSES = {
+LOSSES: dict[str, Any] = {
     "rnnt": losses.RNNTLoss,
     "monotonic": losses.MonotonicRNNTLoss,
     "constrained": losses.ConstrainedRNNTLoss,
     "hat": losses.HATLoss,
-    "multiblank": losses.MultiblankRNNTLoss,
-    "tdt": losses.TDTLoss,
+    "multiblank": functools.partial(losses.MultiblankRNNTLoss, (2, 4, 8)),
+    "tdt": functools.partial(losses.TDTLoss, (0, 1, 2, 3, 4)),
 }
-_DURATIONS = {"multiblank": (2, 4, 8), "tdt": (0, 1, 2, 3, 4)}
 
 
 def _turns(function, *arguments, budget=1.0):
@@ -80,13 +80,7 @@ def _in_place(function, first, *others, budget=1.0):
 
 def _variants(name, alone):
     """{row: the loss}: kernels where there are some; unless alone, the reference, and the softmax outside the loss."""
-    durations = {"durations": _DURATIONS["tdt"]} if name == "tdt" else {}
-    durations |= {"big_blank_durations": _DURATIONS["multiblank"]} if name == "multiblank" else {}
-    kind: Any = LOSSES[name]
-
-    def make(**options):
-        return kind(**durations, **options)
-
+    make = LOSSES[name]
     rows = {"jax_rnnt": make()}
     if alone:
         return rows
@@ -107,14 +101,16 @@ def bench(
     which a copy moves as many bytes (`copy_speed`, measured in the same process). The time is a median. The gradient
     overwrites the logits. Memory is what a program needs beside its arguments, the gradient included.
     """
-    classes = V + (len(_DURATIONS["tdt"]) if loss == "tdt" else 0)
+    variants = _variants(loss, alone)
+    classes = V + len(getattr(variants["jax_rnnt"], "durations", ()))
+    first = len(getattr(variants["jax_rnnt"], "big_blank_durations", ()))
     rng = np.random.default_rng(0)
     copied = copy_speed(math.prod((B, T, U + 1, classes)) * jnp.dtype(dtype).itemsize)  # before they take memory
     logits = jax.random.normal(jax.random.key(0), (B, T, U + 1, classes), dtype)
-    labels = (len(_DURATIONS["multiblank"]) if loss == "multiblank" else 0, V - 1)
-    batch = jnp.asarray(rng.integers(*labels, (B, U)), jnp.int32), jnp.full(B, T, jnp.int32), jnp.full(B, U, jnp.int32)
+    targets = jnp.asarray(rng.integers(first, V - 1, (B, U)), jnp.int32)
+    batch = targets, jnp.full(B, T, jnp.int32), jnp.full(B, U, jnp.int32)
     rows = {}
-    for name, function in _variants(loss, alone).items():
+    for name, function in variants.items():
         compiled = jax.jit(jax.value_and_grad(function), donate_argnums=0).lower(logits, *batch).compile()
         seconds = statistics.median(_in_place(compiled, logits.copy(), *batch))
         memory = compiled.memory_analysis()

@@ -145,11 +145,8 @@ def scalar(function: str, name: str, x):
             return float(x)
         except OverflowError:
             raise ValueError(f"{function}: {name} must be a number that a float holds, got a larger one.") from None
-    if (
-        not hasattr(x, "dtype")
-        or not jnp.issubdtype(x.dtype, jnp.number)
-        or jnp.issubdtype(x.dtype, jnp.complexfloating)
-    ):
+    dtype = getattr(x, "dtype", np.dtype(object))
+    if not jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(f"{function}: {name} must be a real number, got {x!r}.")
     if x.shape != ():
         raise ValueError(f"{function}: {name} must be a scalar, got shape {tuple(x.shape)}.")

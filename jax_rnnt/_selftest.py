@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt._xla import loading
+from jax_rnnt._xla.grouped import enable_x64
 from jax_rnnt.emissions import _softmax as softmax
 from jax_rnnt.emissions._emission import label_map
 from jax_rnnt.lattices import _lattice as lattice
@@ -66,10 +67,10 @@ def _options(kind):
 
 
 def _pullback(planes):
-    """(norm, cotangents, scale, clamp)"""
+    """(norm, scale, clamp, cotangents)"""
     *arcs, norm = planes
     scale = jnp.asarray([1.0, -2.0, 0.5, 1.0], norm.dtype)
-    return norm, tuple(-jnp.exp(x) for x in arcs), scale, jnp.full_like(scale, 0.1)
+    return norm, scale, jnp.full_like(scale, 0.1), *(-jnp.exp(x) for x in arcs)
 
 
 def _emission_references(emissions):
@@ -77,8 +78,7 @@ def _emission_references(emissions):
     forward, backward = {}, {}
     for kind, operands in emissions.items():
         forward[kind] = softmax.softmax_emission(*operands, **_options(kind))
-        norm, cotangents, *last = _pullback(forward[kind])
-        backward[kind] = softmax.backward_reference(*operands, norm, *last, *cotangents, **_options(kind))
+        backward[kind] = softmax.backward_reference(*operands, *_pullback(forward[kind]), **_options(kind))
     return dict(zip(loading.TARGETS[:2], (forward, backward)))
 
 
@@ -86,9 +86,9 @@ def _emission_kernels(emissions, planes):
     """The same by kernel, the backward kernels at the reference's planes."""
     forward, backward = {}, {}
     for kind, operands in emissions.items():
-        forward[kind] = softmax.forward(*operands, strict=True, **_options(kind))
-        pullback = _pullback(planes[kind])
-        backward[kind] = [softmax.backward(*operands, *pullback, strict=True, alias=False, **_options(kind))]
+        options = dict(num_batch_dims=1, strict=True, **_options(kind))
+        forward[kind] = softmax.forward_kernel(*operands, **options)
+        backward[kind] = softmax.backward_kernel(*operands, *_pullback(planes[kind]), **options)
     return dict(zip(loading.TARGETS[:2], (forward, backward)))
 
 
@@ -206,9 +206,8 @@ def _compare(platform, device) -> tuple[list[str], list[str]]:
         if dtype == "float64" and platform == "tpu":
             continue
         wide = softmax.accumulation_dtype(jnp.dtype(dtype))
-        with _x64(wide == np.float64 or jax.config.read("jax_enable_x64")):
+        with enable_x64(wide == np.float64 or jax.config.read("jax_enable_x64")):
             emissions, lattices = jax.device_put((_emissions(dtype), _lattices(dtype)), device)
-            lattices = {kind: x for kind, x in lattices.items() if lattice.supported(LATTICES[kind][0], platform)}
             as_read = {kind: (logits.astype(wide), *arrays) for kind, (logits, *arrays) in emissions.items()}
             # On the CPU, where there is one: XLA compiles the references for a GPU in half a minute.
             home = _device("cpu") or device
@@ -235,9 +234,3 @@ def _quick(platform, function):
     """Compiled in haste: it runs once, and LLVM would take long to optimise the references."""
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(function, compiler_options=quick if platform == "cpu" else None)
-
-
-def _x64(on: bool):
-    """A context with or without 64-bit types. jax.experimental has it up to jax 0.8."""
-    where: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
-    return where.enable_x64(on)

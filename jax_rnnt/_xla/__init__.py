@@ -6,7 +6,6 @@ batch, `retracing` evaluates a function where it was not traced, and `avals` has
 No other file imports these from JAX: `tests/tools/test_public.py`.
 """
 
-from jax_rnnt._xla.avals import batch_like as batch_like
 from jax_rnnt._xla.avals import explicit_axes as explicit_axes
 from jax_rnnt._xla.avals import is_split as is_split
 from jax_rnnt._xla.avals import reshard as reshard

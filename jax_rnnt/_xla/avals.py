@@ -53,21 +53,12 @@ def spec_of(aval) -> list:
 
 
 def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:
-    """x split over the same explicit mesh axes as the leading dimensions of `like`."""
+    """x split over the same explicit mesh axes as the leading dimensions of `like`; further ones are not split."""
     aval = jax.typeof(like)
-    spec = spec_of(aval)[: x.ndim]
+    spec = (spec_of(aval) + [None] * x.ndim)[: x.ndim]
     if spec == spec_of(jax.typeof(x)):
         return x
     return reshard(x, NamedSharding(aval.sharding.mesh, PartitionSpec(*spec)))
-
-
-def batch_like(like: jax.Array, x: jax.Array) -> jax.Array:
-    """x [B, ...], split over the same explicit mesh axes as the first dimension of `like` [B, ...]."""
-    aval = jax.typeof(like)
-    axes, *_ = spec_of(aval)
-    if axes is None:
-        return x
-    return reshard(x, NamedSharding(aval.sharding.mesh, PartitionSpec(axes, *[None] * (x.ndim - 1))))
 
 
 def is_split(x: jax.Array) -> bool:

@@ -58,6 +58,24 @@ def _merge(xs):
     return [x.reshape(-1, *x.shape[2:]) for x in xs]
 
 
+def _each(function, mapped, *operands):
+    """``function(*operands)`` of all mapped elements [count, ...], one after the other."""
+
+    def element(elements):
+        elements = iter(elements)
+        return function(*(next(elements) if m else x for x, m in zip(operands, mapped)))
+
+    return jax.lax.map(element, [x for x, m in zip(operands, mapped) if m])
+
+
+def _flat(function, mapped, depth, *operands):
+    """``function(*operands)`` of operands with one mapped dimension; its results have all `depth` of them again."""
+    extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
+    count = math.prod(extents)  # -1 would divide by a dimension of size 0
+    outputs = function(*(x.reshape(count, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)))
+    return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
+
+
 def custom_call(target: str, results, operands, aliases=None, **attributes):
     """Results [(shape, dtype)] of a kernel in a function of `Grouped`; `aliases`: {operand: result} of one memory."""
     types = [struct_like(operands[0], shape, dtype) for shape, dtype in results]
@@ -124,15 +142,32 @@ class Grouped:
         platforms = tuple(ctx.module_context.platforms)
         if kernel := self._kernel(ctx, platforms, static, num_shared, mapped, depth):
             return self._lower_kernel(ctx, kernel, operands, mapped, depth, num_shared)
-        function = functools.partial(self.function, platforms=platforms)
         devices = 1 if alone else getattr(axes, "num_devices", None) or axes.mesh.size
 
-        def run(*operands):
-            if depth:
-                return self._each(function, operands, mapped, depth, devices, static, num_shared)
-            outputs, sums = self._over_batch(function, operands, devices, False, static, num_shared)
-            return [*outputs, *sums]
+        def of_group(grouped, *operands):
+            return self.function(static, operands[:num_shared], operands[num_shared:], grouped, platforms)
 
+        def over_batch(devices, grouped, *operands):
+            groups = _groups(operands[num_shared].shape[0], devices)
+            if groups <= 1:
+                outputs, sums = of_group(grouped, *operands)
+                return [*outputs, *sums]
+            axes = [None] * num_shared + [0] * (len(operands) - num_shared)
+            outputs, sums = _split(functools.partial(of_group, True), axes, operands, groups)
+            return [*_merge(outputs), *(jnp.sum(x, 0) for x in sums)]
+
+        def over_elements(*operands):
+            """All mapped elements, one after the other in each group."""
+            groups = _groups(operands[mapped.index(True)].shape[0], devices)
+            one = functools.partial(over_batch, 1 if groups > 1 else devices, groups > 1)
+            part = functools.partial(_each, one, mapped)
+            if groups <= 1:
+                return part(*operands)
+            return _merge(_split(part, [0 if m else None for m in mapped], operands, groups))
+
+        run = functools.partial(over_batch, devices, False)
+        if depth:
+            run = functools.partial(_flat, over_elements, mapped, depth)
         return lower_plain(ctx, run, operands, in_mesh=alone)
 
     def _kernel(self, ctx, platforms, static, num_shared, mapped, depth):
@@ -173,71 +208,20 @@ class Grouped:
             outputs, sums = devices.map(part, specs, P(axes))(*operands)
             return [*outputs, *(jnp.sum(x, 0) if axes else x[0] for x in sums)]
 
-        def each(function, operands):
-            """Of all mapped elements [count, ...], one after the other."""
-
-            def element(elements):
-                elements = iter(elements)
-                return function(*(next(elements) if m else x for x, m in zip(operands, mapped)))
-
-            return jax.lax.map(element, [x for x, m in zip(operands, mapped) if m])
-
-        def run(*operands):
-            if not depth:
-                return of_parts(*operands)
-            extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
-            flat = [x.reshape(-1, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
-            axes, others = None, []
-            if devices is not None:
-                axes, *others = devices.spec(ctx.avals_in[mapped.index(True)], 0, depth)
-            if devices is not None and axes and not any(others):
-                specs = tuple(P(axes) if m else P() for m in mapped)
-                outputs = devices.map(lambda *parts: each(one, parts), specs, P(axes))(*flat)
-            else:
-                outputs = each(of_parts, flat)
-            return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
+        def over_elements(*operands):
+            axes, *others = [None] if devices is None else devices.spec(ctx.avals_in[mapped.index(True)], 0, depth)
+            if devices is None or not axes or any(others):
+                return _each(of_parts, mapped, *operands)
+            specs = tuple(P(axes) if m else P() for m in mapped)
+            return devices.map(functools.partial(_each, one, mapped), specs, P(axes))(*operands)
 
         def narrow(*operands):
             mesh = contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh)
             with mesh, contextlib.nullcontext() if kernel.keywords["interpret"] else enable_x64(False):
-                return run(*operands)
+                return _flat(over_elements, mapped, depth, *operands) if depth else of_parts(*operands)
 
         plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
         return mlir.lower_fun(narrow, multiple_results=True)(plain, *operands)
-
-    def _over_batch(self, function, operands, devices, grouped, static, num_shared):
-        groups = _groups(operands[num_shared].shape[0], devices)
-        if groups <= 1:
-            return function(static, operands[:num_shared], operands[num_shared:], grouped)
-
-        def part(*operands):
-            return function(static, operands[:num_shared], operands[num_shared:], True)
-
-        axes = [None] * num_shared + [0] * (len(operands) - num_shared)
-        outputs, sums = _split(part, axes, operands, groups)
-        return _merge(outputs), [jnp.sum(x, 0) for x in sums]
-
-    def _each(self, function, operands, mapped, depth, devices, static, num_shared):
-        """All mapped elements, one after the other in each group."""
-        extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
-        count = math.prod(extents)
-        flat = [x.reshape(count, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)]
-        groups = _groups(count, devices)
-
-        def part(*operands):
-            def one(elements):
-                elements = iter(elements)
-                each = [next(elements) if m else x for x, m in zip(operands, mapped)]
-                return self._over_batch(function, each, 1 if groups > 1 else devices, groups > 1, static, num_shared)
-
-            outputs, sums = jax.lax.map(one, [x for x, m in zip(operands, mapped) if m])
-            return [*outputs, *sums]
-
-        if groups <= 1:
-            outputs = part(*flat)
-        else:
-            outputs = _merge(_split(part, [0 if m else None for m in mapped], flat, groups))
-        return [x.reshape(*extents, *x.shape[1:]) for x in outputs]
 
     def batch(self, primitive, operands, axes, *, mapped, depth, **params):
         size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)

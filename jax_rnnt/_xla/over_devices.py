@@ -33,15 +33,12 @@ def by_shards(function, *trees):
     arrays = [place(jnp.asarray(x), NamedSharding(mesh, P(axes))) for x in arrays]
     parts = mesh.shape[axes] if isinstance(axes, str) else math.prod(mesh.shape[name] for name in axes)
     avals = [plain_aval(x).update(shape=(x.shape[0] // parts, *x.shape[1:])) for x in map(jax.typeof, arrays)]
+
+    def flat(*arrays):
+        return function(*jax.tree.unflatten(structure, arrays))
+
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        structure_of_results = None
-
-        def flat(*arrays):
-            nonlocal structure_of_results
-            results, structure_of_results = jax.tree.flatten(function(*jax.tree.unflatten(structure, arrays)))
-            return results
-
-        closed = jax.make_jaxpr(flat)(*avals)
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     whole = [place(jnp.asarray(x), NamedSharding(mesh, P())) for x in closed.consts]
 
     def run(constants, *arrays):
@@ -50,7 +47,7 @@ def by_shards(function, *trees):
     specs = (P(), *[P(axes)] * len(arrays))
     names = explicit_axes(mesh)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(axes), axis_names=names, check_vma=False)
-    return jax.tree.unflatten(structure_of_results, jax.jit(mapped)(whole, *arrays))
+    return jax.tree.unflatten(jax.tree.structure(shapes), jax.jit(mapped)(whole, *arrays))
 
 
 _UNKNOWN = "jax_rnnt_devices"  # the one axis of a mesh that is not known

@@ -45,11 +45,6 @@ def warn_once(message: str) -> None:
         _warn(message)
 
 
-def warn_reference(reason: str) -> None:
-    """Once for each reason."""
-    warn_once(f"jax_rnnt runs on its pure-JAX reference: {reason}.")
-
-
 def beyond(limits: Mapping[str, int], *numbers: tuple[str, str, Any]) -> str | None:
     """A sentence about the first of (name in `limits`, things counted, their number) above its limit.
 
@@ -265,7 +260,7 @@ class Kernel:
             message = f"implementation='kernel': jax_rnnt has no kernel {self.target} for this: {reason}; "
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
         if not known:
-            warn_reference(reason)
+            warn_once(f"jax_rnnt runs on its pure-JAX reference: {reason}.")
         function = functools.partial(self.reference, **attributes)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 

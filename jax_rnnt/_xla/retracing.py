@@ -57,20 +57,13 @@ class Pure(Function):
 
 
 @dataclasses.dataclass(frozen=True)
-class Derivative:
-    """The derivative of a function traced on a mesh."""
-
-    forward: ClosedJaxpr  # values -> result, *residuals
-    backward: ClosedJaxpr  # *residuals, cotangent of the result -> gradients
-
-
-@dataclasses.dataclass(frozen=True)
 class Traced(Function):
     """A function as a jaxpr, whose constants are the parameters."""
 
     jaxpr: Jaxpr
     on_mesh: bool  # whether it was traced where there is a mesh
-    derivative: Derivative | None = None  # where there is one
+    # Where there is one: values -> result, *residuals, and *residuals, cotangent of the result -> gradients.
+    derivative: tuple[ClosedJaxpr, ClosedJaxpr] | None = None
 
     @property
     def random(self) -> bool:
@@ -99,12 +92,12 @@ class Traced(Function):
 
         closed = jax.make_jaxpr(forward)([v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)])
         result, *residuals = closed.out_avals
-        return dataclasses.replace(self, derivative=Derivative(closed, jax.make_jaxpr(backward)(residuals, result)))
+        return dataclasses.replace(self, derivative=(closed, jax.make_jaxpr(backward)(residuals, result)))
 
     def vjp(self, *values):
         if self.derivative is None:
             return super().vjp(*values)
-        forward, backward = self.derivative.forward, self.derivative.backward
+        forward, backward = self.derivative
         result, *residuals = evaluate(forward.jaxpr, *forward.consts, *values)
         # Sums over devices (the transposes of `pvary`) follow after all tiles: their loop cannot wait for devices.
         pull = functools.partial(evaluate, backward.jaxpr, drop=(*_OF_MESH, "psum_invariant"))

@@ -4,29 +4,21 @@ Everything else that it uses of them is public: `TransducerLoss` and `DecodingRu
 `Softmax`.
 """
 
-import numpy as np
-
 from jax_rnnt import _checks, _xla
-from jax_rnnt.emissions import _softmax
+from jax_rnnt.emissions._softmax import accumulation_dtype as scores_dtype  # in which losses sum rows of logits
+from jax_rnnt.emissions._softmax import one_hot as is_class
+from jax_rnnt.emissions._softmax import row_sum
 from jax_rnnt.layouts import JointLogits, LinearJoint
 from jax_rnnt.layouts._joint_networks import row_avals
 from jax_rnnt.losses import TransducerLoss
-from jax_rnnt.losses._call import switched_off as switched_off
+from jax_rnnt.losses._call import switched_off
 
-
-def scores_dtype(logits_dtype) -> np.dtype:
-    """The dtype in which losses sum rows of these logits, and so that of scores."""
-    return _softmax.accumulation_dtype(logits_dtype)
-
-
-def is_class(index, like):
-    """bool, the shape of `like` [..., V] up to broadcasting: where the class is `index`, [...] or one for all."""
-    return _softmax.one_hot(index, like)
+__all__ = ["checked_joint", "is_class", "log_softmax", "scores_dtype", "switched_off"]
 
 
 def log_softmax(logits):
     """Over the classes of logits [..., V], as losses compute it; a row may hold no NaN or +inf."""
-    return _softmax.row_sum(logits).log_probability(logits)
+    return row_sum(logits).log_probability(logits)
 
 
 def checked_joint(function: str, joint, encoder_out, rows) -> JointLogits:

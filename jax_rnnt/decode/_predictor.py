@@ -70,7 +70,6 @@ class Predictor(typing.NamedTuple):
 
 
 def declared_symbols(predictor) -> int | None:
-    """The number of labels that a predictor declares."""
     symbols = getattr(predictor, "symbols", None)
     if isinstance(symbols, bool) or not isinstance(symbols, (int, np.integer)):
         return None  # an attribute of another meaning
@@ -98,7 +97,6 @@ def check_symbols(function: str, name: str, predictor, labels: int):
 
 
 def declared_start(function: str, name: str, predictor) -> int | None:
-    """The start label that a predictor declares."""
     start = getattr(predictor, "start", None)
     if start is not None and (isinstance(start, bool) or not isinstance(start, (int, np.integer))):
         wrapped = "decode.Predictor(initial, step, start) makes a predictor of two functions"
@@ -205,7 +203,7 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
         raise ValueError("predict: start must be given, as the predictor has no start of its own, got None.")
     labels = jnp.pad(jnp.asarray(targets, jnp.int32), ((0, 0), (1, 0)), constant_values=label)
     # On explicit mesh axes every sequence has its state where its labels are.
-    state = jax.tree.map(lambda x: _xla.batch_like(labels, jnp.asarray(x)), predictor.initial(targets.shape[0]))
+    state = jax.tree.map(lambda x: _xla.shard_like(labels, jnp.asarray(x)), predictor.initial(targets.shape[0]))
 
     def step(state, labels):
         rows, state = predictor.step(state, labels)
@@ -216,7 +214,6 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
 
 
 def check_methods(function: str, name: str, predictor, methods=("initial", "step")):
-    """Raises unless it has the methods of a predictor."""
     if lacks := [method for method in methods if not callable(getattr(predictor, method, None))]:
         ways = "decode.Predictor(initial, step, start) of two functions, decode.nnx_predictor or linen_predictor"
         raise TypeError(

@@ -29,12 +29,8 @@ def begin_part(function: str, first, state, vary):
         got = "that of another search" if hasattr(state, "fresh") else _checks.shown(state)
         raise TypeError(f"{function}: state must be Hypotheses.state of an earlier part by {function}, got {got}.")
     same_state(function, f"state of {function}", expected, state)
-
-    def renew(state):
-        return replace_rows(state.fresh, first(), state)
-
     # A branch, so that parts without a fresh row run no network here.
-    return jax.lax.cond(jnp.any(state.fresh), renew, lambda state: state, vary(state))
+    return jax.lax.cond(jnp.any(state.fresh), lambda x: replace_rows(x.fresh, first(), x), lambda x: x, vary(state))
 
 
 @keywords

@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -219,10 +218,10 @@ def _unsupported(limits, logits, label, num_frames, *_, blanks, durations, **__)
     )
 
 
-_forward_kernel = _xla.Kernel(
+forward_kernel = _xla.Kernel(
     "jax_rnnt_softmax_emission_fwd", reference=softmax_emission, results=_planes, unsupported=_unsupported
 )
-_backward_kernel = _xla.Kernel(
+backward_kernel = _xla.Kernel(
     "jax_rnnt_softmax_emission_bwd",
     reference=backward_reference,
     results=lambda logits, *_, **__: [(logits.shape[-3:], logits.dtype)],
@@ -230,42 +229,6 @@ _backward_kernel = _xla.Kernel(
     unsupported=_unsupported,
     differentiable=False,  # `emission.gradient` is
 )
-
-
-def forward(
-    logits, label, num_frames, *, blanks, normalize=True, durations=0, bernoulli=False, strict=False
-) -> Sequence[jax.Array]:
-    """`softmax_emission` by the kernel: reads the logits inside the lengths once."""
-    params = dict(blanks=blanks, normalize=normalize, durations=durations, bernoulli=bernoulli)
-    return _forward_kernel(logits, label, num_frames, num_batch_dims=logits.ndim - 3, strict=strict, **params)
-
-
-def backward(
-    logits,
-    label,
-    num_frames,
-    norm,
-    cotangents,
-    scale,
-    clamp,
-    *,
-    blanks,
-    normalize=True,
-    durations=0,
-    bernoulli=False,
-    strict=False,
-    alias=True,
-) -> jax.Array:
-    """scale * clip(vjp of the emission at `cotangents`, clamp): reads the logits once and writes the gradient once.
-
-    `cotangents` are those of (*log_blank, log_label, *log_duration). One more, not with `bernoulli`, is the total that
-    the softmax of the classes multiplies, in place of the sum of theirs; the durations have no softmax then. `scale`
-    and `clamp` are per sequence, [...]; clamp <= 0 clips nothing. With `alias` the result takes the memory of the
-    logits where XLA can prove that they are not used again.
-    """
-    params = dict(blanks=blanks, normalize=normalize, durations=durations, bernoulli=bernoulli)
-    params |= dict(num_batch_dims=logits.ndim - 3, strict=strict, alias=alias)
-    return _backward_kernel(logits, label, num_frames, norm, scale, clamp, *cotangents, **params)[0]
 
 
 @jax.tree_util.register_static
@@ -363,15 +326,14 @@ class Softmax(Rows[jax.Array, jax.Array]):
         blanks = [tokens[..., blank] for blank in self.blanks]
         if not self.normalize:
             return lambda logits: logits.astype(x.dtype), blanks, durations
+        if self.bernoulli:
+            tokens = jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens)
+        of_token = functools.partial(_of_row, row_sum_at_once(tokens))
         if not self.bernoulli:
-            of_token = functools.partial(_of_row, row_sum_at_once(tokens))
             if durations:
                 row = row_sum_of(durations)
                 durations = [_of_row(row, x) for x in durations]
             return of_token, [of_token(x) for x in blanks], durations
-        of_token = functools.partial(
-            _of_row, row_sum_at_once(jnp.where(one_hot(self.blanks[0], tokens), -jnp.inf, tokens))
-        )
         written = jax.nn.log_sigmoid(-blanks[0])
 
         def of_label(logits):
@@ -388,7 +350,11 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return (*self.slots, "label", *(f"duration+{i}" for i in range(self.num_durations)))
 
     def _cotangents(self):
-        """The names of those that `backward` takes."""
+        """The names of those that `backward` takes.
+
+        One more than planes, not with `bernoulli`, is the total that the softmax of the classes multiplies, in place of
+        the sum of theirs; the durations have no softmax then.
+        """
         return self._names()
 
     def reference(self, logits, nodes):
@@ -396,11 +362,12 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return dict(zip(self._names(), planes))
 
     def forward(self, logits, nodes, *, strict=False):
-        *planes, norm = forward(logits, nodes.label, nodes.num_frames, strict=strict, **self._attributes())
+        operands, params = (logits, nodes.label, nodes.num_frames), dict(num_batch_dims=logits.ndim - 3, strict=strict)
+        *planes, norm = forward_kernel(*operands, **params, **self._attributes())
         return dict(zip(self._names(), planes)), norm
 
     def backward(self, logits, nodes, norm, cotangents, scale, clamp, *, strict=False, alias=True):
-        cotangents = tuple(cotangents[name] for name in self._cotangents())
-        params = dict(strict=strict, alias=alias, **self._attributes())
         num_frames = nodes.num_frames * (scale != 0).astype(nodes.num_frames.dtype)
-        return backward(logits, nodes.label, num_frames, norm, cotangents, scale, clamp, **params)
+        operands = logits, nodes.label, num_frames, norm, scale, clamp, *(cotangents[x] for x in self._cotangents())
+        params = dict(num_batch_dims=logits.ndim - 3, strict=strict, alias=alias)
+        return backward_kernel(*operands, **params, **self._attributes())[0]

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
-from jax_rnnt._xla import loading
 from jax_rnnt.lattices import _pallas as pallas
 from jax_rnnt.lattices import _reference as reference
 from jax_rnnt.lattices._reference import inside
@@ -96,33 +95,20 @@ def _workspace(sizes, first, *_, gradient, **attributes):
     return (sum(blocks) + 1) // 2 * 2
 
 
-def _unsupported_arcs(limits, *, dt, du, plane, other, **_):
+def _unsupported(limits, first, num_frames, *_, **attributes):
+    frames, columns = first.shape[-2:]
+    dt, du, planes = attributes["dt"], attributes["du"], 1 + max(*attributes["plane"], *attributes["other"])
     return _xla.beyond(
         limits,
         ("arc_labels", "labels written by an arc", max(du)),
         ("arcs", "arcs", len(dt)),
-        ("arcs", "planes of arcs", 1 + max(*plane, *other)),
-    )
-
-
-def _unsupported(limits, first, num_frames, *_, **attributes):
-    frames, columns = first.shape[-2:]
-    return _unsupported_arcs(limits, **attributes) or _xla.beyond(
-        limits,
+        ("arcs", "planes of arcs", planes),
         ("lattice_nodes", "nodes [T, U + 1]", frames * columns),
         ("diagonals", "diagonals", frames + columns),
         ("sequences", "sequences", math.prod(num_frames.shape)),
         *([("unit_columns", "columns U + 1", columns)] if _is_unit_step(**attributes) else []),
-        (
-            "columns_by_planes",
-            "columns U + 1, times planes of arcs",
-            columns * (1 + max(*attributes["plane"], *attributes["other"])),
-        ),
-        (
-            "columns_by_diagonals",
-            "columns U + 1, times diagonals of an arc",
-            columns * max(map(operator.add, attributes["dt"], attributes["du"])),
-        ),
+        ("columns_by_planes", "columns U + 1, times planes of arcs", columns * planes),
+        ("columns_by_diagonals", "columns U + 1, times diagonals of an arc", columns * max(map(operator.add, dt, du))),
         ("bytes", "bytes a number (float32)", first.dtype.itemsize),
     )
 
@@ -144,12 +130,6 @@ _grad_kernel = _xla.Kernel(
     unsupported=_unsupported,
     tpu=_grad_tpu,
 )
-
-
-def supported(topology: Topology, platform: str) -> bool:
-    """Whether a platform ("cpu", "cuda", "tpu") has a kernel for this topology."""
-    limits = loading.LIMITS.get(platform)
-    return limits is not None and _unsupported_arcs(limits, **_attributes(topology)) is None
 
 
 def value(topology: Topology, arcs, num_frames, num_labels, *, strict=False):

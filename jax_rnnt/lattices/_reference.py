@@ -108,13 +108,15 @@ def _sweep(topology: Topology, num_frames, num_labels, diagonals, keep=False):
     return ends, alphas
 
 
+def shifted(x, du, fill):
+    """Moved by `du` columns."""
+    return lax.pad(x, np.asarray(fill, x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(du, -du, 0)])
+
+
 def _shift(a, du):
     """Numbers moved by `du` columns, with zeros in the first ones."""
-
-    def along(x, fill):
-        return lax.pad(x, np.asarray(fill, x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(du, -du, 0)])
-
-    return extended.Number(along(a.m, 0), along(a.e, 0), along(a.h, extended.lowest(a.h.dtype))) if du else a
+    fills = 0, 0, extended.lowest(a.h.dtype)
+    return extended.Number(*(shifted(x, du, fill) for x, fill in zip(a, fills))) if du else a
 
 
 @functools.partial(jax.jit, static_argnums=0)  # losses that differ in their emission alone share its trace

@@ -9,12 +9,11 @@ in it, no path begins: a(t, 0) is the share of s(t) that stops there, which is 1
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_rnnt._xla import shard_like, vary_together
 from jax_rnnt.lattices._order import logaddexp
-from jax_rnnt.lattices._reference import inside, skew
+from jax_rnnt.lattices._reference import inside, shifted, skew
 
 
 def silence(blanks, within):
@@ -69,9 +68,6 @@ def spotted(arcs, planes, last, num_frames, num_labels):
     enters = jnp.pad(jnp.moveaxis(enters, -1, 0), [(0, columns - 1)] + [(0, 0)] * num_frames.ndim)
     column = lax.broadcasted_iota(jnp.int32, (1,) * num_labels.ndim + (columns,), num_labels.ndim)
     final = column == num_labels[..., None] - 1
-
-    def shifted(x, du, fill):
-        return lax.pad(x, np.asarray(fill, x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(du, -du, 0)])
 
     def of_last(x):
         return jnp.sum(jnp.where(final, x, 0), -1, dtype=x.dtype)

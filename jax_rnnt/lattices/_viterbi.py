@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_rnnt._xla import vary_together
 from jax_rnnt.lattices import _order as order
-from jax_rnnt.lattices._reference import prepared, skew
+from jax_rnnt.lattices._reference import prepared, shifted, skew
 from jax_rnnt.lattices._topology import Topology
 
 
@@ -63,9 +63,6 @@ def forward_best(arcs: Topology, diagonals, num_frames, num_labels):
     start = nothing._replace(hi=jnp.where(column == 0, 0, minus))
     end = Best(jnp.full_like(minus[..., 0], -jnp.inf), jnp.zeros_like(minus[..., 0]), jnp.full_like(last, none))
 
-    def shift(x, du, fill):
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(du, 0)], constant_values=fill)[..., :columns]
-
     def step(carry, xs):
         (alpha, *coming), end = carry  # coming[k]: what already entered diagonal n + 1 + k
         n, weights = xs
@@ -74,7 +71,7 @@ def forward_best(arcs: Topology, diagonals, num_frames, num_labels):
             hi, lo = _add(alpha.hi, alpha.lo, weight)
             k = arc.dt + arc.du
             which = jnp.where(hi == -jnp.inf, none, rank).astype(jnp.int32)
-            moved = Best(shift(hi, arc.du, -jnp.inf), shift(lo, arc.du, 0), shift(which, arc.du, none))
+            moved = Best(*(shifted(x, arc.du, fill) for x, fill in zip((hi, lo, which), (-jnp.inf, 0, none))))
             coming[k - 1] = coming[k - 1].or_better(moved)
             if arc.may_end:
                 ends = (n + k == last)[..., None] & (column == num_labels[..., None] - arc.du)

@@ -204,6 +204,7 @@ class AdditiveLogits(Layout):
     """
 
     instead = "compute with its arrays am and lm"
+    sides = "lm", "am"
 
     am: jax.Array
     lm: jax.Array
@@ -237,11 +238,6 @@ class AdditiveLogits(Layout):
                 expected = f"shape {(classes,)} or {(*batch, classes)}"
                 raise ValueError(f"{function}: unigram must have {expected}, got {unigram.shape}.")
         return AdditiveLogits(am, lm, lm_only, am_only, unigram)
-
-    def sequences(self, function, targets, logit_lengths, target_lengths):
-        shape = self.am.shape[:-2], self.lm.shape[-2] - 1
-        sequences = targets, logit_lengths, target_lengths
-        return _checks.sequences(function, *sequences, *shape, "lm", "am", self.frames)
 
     def emission(self, function, loss, softmax, *sequences):
         name = type(loss).__name__

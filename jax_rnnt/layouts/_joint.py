@@ -113,6 +113,7 @@ class JointLogits(Layout):
         joint, parameters, encoder_out, predictor_out = leaves if function is None else (function, *leaves)
         return _pytree.make(cls, _FIELDS, (joint, encoder_out, predictor_out, chunk, parameters))
 
+    sides = "predictor_out", "encoder_out"
     instead = (
         "let joint compute it, as lambda e, p: network(e, p) / 2, or make the array: "
         "joint(encoder_out[..., :, None, :], predictor_out[..., None, :, :])"
@@ -183,11 +184,6 @@ class JointLogits(Layout):
             if str(logits.dtype) not in _checks.FLOATS:
                 raise TypeError(f"{function}: joint must make logits of a floating dtype, got {logits.dtype}.")
         return logits
-
-    def sequences(self, function, targets, logit_lengths, target_lengths):
-        shape = self.shape[:-3], self.shape[-2] - 1
-        sequences = targets, logit_lengths, target_lengths
-        return _checks.sequences(function, *sequences, *shape, "predictor_out", "encoder_out", self.frames)
 
     def split_arrays(self, function, option):
         if option == "frame_axis":

@@ -1,14 +1,13 @@
 """A linear joint network and its emission on GPUs: kernels of `xla_kernels/cuda/joint.h`, and matrix products of XLA.
 
 Hidden units and the gradient of logits are in memory for a slab of blocks at a time, logits never. The order of
-classes, the list of blocks, and what planes are made of are those of the TPU (`_joint_plan.py`, `_joint_rows.py`).
+classes, the list of blocks, and what planes are made of are those of the TPU (`_joint_plan.py`).
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,8 +18,7 @@ from jax import lax
 from jax_rnnt import _xla
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _joint_plan as plans
-from jax_rnnt.layouts._joint_plan import Classes, rounded
-from jax_rnnt.layouts._joint_rows import numbers, planes
+from jax_rnnt.layouts._joint_plan import Classes, numbers, planes, rounded
 from jax_rnnt.layouts._tile_blocks import Blocks
 
 CLASSES, BYTES = 128, 128  # of a stage of the weight
@@ -65,17 +63,13 @@ class Problem:
         classes, softmax = self.classes, self.softmax
         bits = cut.bits
         sizes = inputs.encoder.shape[0], inputs.copies, *inputs.shape, self.units, classes.lanes, self.padded
-        sizes += len(classes.others), classes.kept, self.rows, *bits, _blocks(cut), slab, self.activation
+        sizes += len(classes.others), classes.kept, self.rows, *bits, cut.size, slab, self.activation
         sizes += self.exact, softmax.normalize, softmax.bernoulli, len(classes.blanks)
         return np.array(sizes, np.int64)
 
     def product(self, x, y, axes, dtype):
         precision = lax.Precision.HIGHEST if self.exact else lax.Precision.DEFAULT
         return lax.dot_general(x, y, (axes, ((), ())), precision=precision, preferred_element_type=dtype)
-
-
-def _blocks(cut) -> int:
-    return cut.encoders * cut.copies * math.prod(cut.shape)
 
 
 def plan(tiled, parameters, inputs, shared: int | str) -> Problem | str:
@@ -102,7 +96,7 @@ def plan(tiled, parameters, inputs, shared: int | str) -> Problem | str:
         problem = dataclasses.replace(problem, rows=rows)
         if rows * row > free:
             continue
-        if _blocks(plans.cut_of(inputs, problem.blocks)) > _MOST_BLOCKS:
+        if plans.cut_of(inputs, problem.blocks).size > _MOST_BLOCKS:
             return f"it takes at most {_MOST_BLOCKS} blocks of {rows} nodes"
         return problem
     needed = 32 * row + shared - free
@@ -156,7 +150,7 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
     table, (weight, bias) = _table(problem, inputs, listed), _weights(problem, parameters)
     rows = jnp.stack(numbers(problem.softmax, inputs, cotangents, norm, scale))
     bound = jnp.where(clamp > 0, clamp * jnp.abs(scale), jnp.inf).astype(jnp.float32)
-    slab = min(problem.slab, _blocks(cut))
+    slab = min(problem.slab, cut.size)
     call = functools.partial(_xla.custom_call, shape=problem.shape(inputs, cut, slab))
     nodes, lanes, units = slab * problem.rows, classes.lanes, problem.padded
     factors = [((nodes, width), problem.factor) for width in (units, lanes)]

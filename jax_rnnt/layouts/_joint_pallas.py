@@ -6,8 +6,7 @@ takes the blocks of a list, `Cut.listed`; the weight lies in VMEM all the while.
 
 Classes have an order of their own (`Classes`): those of other heads than the softmax in 128 lanes, then its blanks,
 then its other classes. So all that a loss treats in a way of its own lies in the first chunk, in known lanes. The
-kernels know no loss: the forward kernel makes numbers of rows, and the backward kernel takes such numbers
-(`_joint_rows.py`).
+kernels know no loss: the forward kernel makes numbers of rows, and the backward kernel takes such numbers.
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """
@@ -22,9 +21,8 @@ import numpy as np
 from jax import lax
 
 from jax_rnnt._xla import struct_like
-from jax_rnnt.layouts._joint_plan import BLOCKS, COLUMNS, FRAMES, LANES, ROWS, SUBLANES, Problem, rounded
-from jax_rnnt.layouts._joint_rows import numbers as numbers_of
-from jax_rnnt.layouts._joint_rows import planes
+from jax_rnnt.layouts._joint_plan import BLOCKS, COLUMNS, FRAMES, LANES, ROWS, SUBLANES, Problem, planes, rounded
+from jax_rnnt.layouts._joint_plan import numbers as numbers_of
 
 
 def _lane(shape):
@@ -77,9 +75,6 @@ def _forward_kernel(
             total = jnp.where((lane == label)[None], _by_columns(z), total)
         return total.reshape(ROWS, LANES)
 
-    def peak_of(groups, peak):
-        return functools.reduce(jnp.maximum, groups, peak)
-
     def finite(peak):
         return jnp.where(peak == -jnp.inf, 0, peak)
 
@@ -98,7 +93,7 @@ def _forward_kernel(
         z = logits(c)
         groups = [_group(z, i) for i in range(classes.chunk // LANES)]
         old = peak_ref[...]
-        peak = peak_of(groups, old)
+        peak = functools.reduce(jnp.maximum, groups, old)
         base = finite(peak)
         peak_ref[...] = peak
         total_ref[...] = total_ref[...] * jnp.exp(old - base) + sum(jnp.exp(z - base) for z in groups)
@@ -184,46 +179,38 @@ def _specs(problem):
     return operands, of_block, of_encoder
 
 
-class Blocked(typing.NamedTuple):
-    """What a `pl.pallas_call` is made of."""
+def _call(kernel, problem: Problem, name, count, products, interpret, scalars, operands, specs, results, scratch):
+    """The results of a kernel, over `count` blocks of each group; `products`: how many it takes of all nodes.
 
-    scalars: tuple
-    operands: tuple
-    in_specs: list
-    out_specs: list
-    out_shapes: list
-    scratch: list
-
-
-def _call(kernel, problem: Problem, name, count, products, blocked: Blocked, interpret):
-    """The results of a kernel, over `count` blocks of each group; `products`: how many it takes of all nodes."""
+    `specs`: those of the operands, and those of the results.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     cut, classes = problem.cut, problem.classes
-    elements = cut.encoders * cut.copies * math.prod(cut.shape) * ROWS * classes.groups * classes.lanes
+    elements = cut.size * ROWS * classes.groups * classes.lanes
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(blocked.scalars),
+        num_scalar_prefetch=len(scalars),
         grid=(classes.groups, jnp.maximum(count, 1)),
-        in_specs=blocked.in_specs,
-        out_specs=blocked.out_specs,
-        scratch_shapes=blocked.scratch,
+        in_specs=specs[0],
+        out_specs=specs[1],
+        scratch_shapes=scratch,
     )
     return pl.pallas_call(
         functools.partial(kernel, problem=problem),
         grid_spec=grid,
-        out_shape=blocked.out_shapes,
+        out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=problem.vmem
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * elements * problem.units,
             transcendentals=elements,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*blocked.operands, *blocked.out_shapes)),
+            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)),
         ),
         interpret=interpret,
         name=f"jax_rnnt_joint_{name}",
-    )(*blocked.scalars, *blocked.operands)
+    )(*scalars, *operands)
 
 
 def forward(problem, parameters, inputs, interpret=False):
@@ -239,15 +226,11 @@ def forward(problem, parameters, inputs, interpret=False):
     shape = classes.groups, codes.size - 1, rounded(used, SUBLANES), ROWS
     result = struct_like(arrays.encoder, shape, jnp.float32)
     by_lane = pltpu.VMEM((ROWS, LANES), jnp.float32)
-    blocked = Blocked(
-        (codes, inputs.num_frames, inputs.num_labels),
-        arrays,
-        specs,
-        [pl.BlockSpec((1, 1, *shape[2:]), lambda g, *rest: (g, *of_block(g, *rest)))],
-        [result],
-        [pltpu.VMEM((ROWS, problem.units), problem.factor), by_lane, by_lane, by_lane],
-    )
-    (out,) = _call(_forward_kernel, problem, "forward", count, 1, blocked, interpret)
+    scalars = codes, inputs.num_frames, inputs.num_labels
+    of_result = pl.BlockSpec((1, 1, *shape[2:]), lambda g, *rest: (g, *of_block(g, *rest)))
+    scratch = [pltpu.VMEM((ROWS, problem.units), problem.factor), by_lane, by_lane, by_lane]
+    of_call = scalars, arrays, (specs, [of_result]), [result], scratch
+    (out,) = _call(_forward_kernel, problem, "forward", count, 1, interpret, *of_call)
     rows = [BLOCKS.join(x, inputs.shape) for x in _joined(out, used)]
     return planes(problem.softmax, classes, inputs, rows)
 
@@ -447,9 +430,9 @@ def backward(problem, parameters, inputs, cotangents, norm, scale, clamp, flags,
         pltpu.SemaphoreType.DMA,
     ]
     scalars, in_specs = (codes, inputs.num_frames, inputs.num_labels, bound), [*specs, of_planes, *of_anchors]
-    blocked = Blocked(scalars, (*arrays, planes, *anchors), in_specs, out_specs, results, scratch)
+    of_call = scalars, (*arrays, planes, *anchors), (in_specs, out_specs), results, scratch
     of_encoder_rows, of_predictor, of_weight, of_bias = _call(
-        _backward_kernel, problem, "backward", count, 3, blocked, interpret
+        _backward_kernel, problem, "backward", count, 3, interpret, *of_call
     )
     some = flags.reshape(cut.encoders, cut.copies, *cut.shape)
     of_frames = jnp.repeat(jnp.any(some, (1, 3)), FRAMES, 1)

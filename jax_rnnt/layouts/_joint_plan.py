@@ -1,6 +1,7 @@
 """What kernels of a linear joint network take, and how they cut it: those of TPUs (`_joint_pallas.py`).
 
-Those of GPUs (`_joint_cuda.py`) have a `Problem` of their own, and the same order of classes and list of blocks.
+Those of GPUs (`_joint_cuda.py`) have a `Problem` of their own, and the same order of classes and list of blocks. Both
+leave to XLA what is at the end: planes of numbers of rows, and numbers of cotangents.
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes.
 """
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_rnnt.emissions._softmax import Softmax
+from jax_rnnt.emissions import _norm
+from jax_rnnt.emissions._emission import Nodes, inside_rows, scale_cotangent
+from jax_rnnt.emissions._softmax import Heads, Softmax, planes_of
 from jax_rnnt.layouts._joint_networks import Tanh
 from jax_rnnt.layouts._tile_blocks import Blocks
 
@@ -135,6 +138,11 @@ class Cut:
     encoders: int
     copies: int  # N
     shape: tuple[int, int]  # blocks of frames and of columns
+
+    @property
+    def size(self) -> int:
+        """All blocks."""
+        return self.encoders * self.copies * math.prod(self.shape)
 
     @property
     def bits(self) -> list[int]:
@@ -291,9 +299,8 @@ def plan(tiled, parameters, inputs, device) -> Problem | str:
     if len(others) + len(blanks) + 4 > LANES:
         return f"it takes at most {LANES - 4} blanks and durations, got {len(others) + len(blanks)}"
     cut = cut_of(inputs)
-    blocks = cut.encoders * cut.copies * math.prod(cut.shape)
-    if blocks > MOST_BLOCKS:
-        return f"it takes at most {MOST_BLOCKS} blocks of {FRAMES} frames and {COLUMNS} columns, got {blocks}"
+    if cut.size > MOST_BLOCKS:
+        return f"it takes at most {MOST_BLOCKS} blocks of {FRAMES} frames and {COLUMNS} columns, got {cut.size}"
     exact = tiled.precision not in _FAST and weight.dtype != jnp.bfloat16
     kind, cores = device
     vmem = VMEM.get(kind, LEAST_VMEM) << 20
@@ -307,3 +314,50 @@ def plan(tiled, parameters, inputs, device) -> Problem | str:
 
 # `jax.default_matmul_precision` of products of bfloat16 factors.
 _FAST = None, "default", "fastest", "bfloat16", "BF16_BF16_F32"
+
+
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
+def inside(inputs):
+    return inside_rows(Nodes(inputs.label, inputs.num_frames), inputs.shape[-2])
+
+
+def planes(softmax, classes, inputs, rows):
+    """(planes by slot, norm) from numbers [B N, T, U1], of any value outside the lengths.
+
+    Logits of other heads, then those that `classes` keeps; the largest logit, the sum of exponentials relative to it,
+    the logit of the label.
+    """
+    within = inside(inputs)
+    rows = [jnp.where(within, x, 0) for x in rows]
+    others = len(classes.others)
+    of_others, kept, (peak, total, of_label) = rows[:others], rows[others:-3], rows[-3:]
+    row = _norm.row_sum_of_total(peak, total) if softmax.normalize else None
+    blank, durations = (of_others[0], []) if softmax.bernoulli else (None, of_others)
+    heads = Heads(within, row, of_label, kept[: len(classes.blanks)], durations, blank, kept[0])
+    *made, norm = planes_of(heads, inputs.label, softmax.blanks)
+    return dict(zip(softmax._names(), made)), norm
+
+
+def numbers(softmax, inputs, cotangents, norm, scale):
+    """Numbers of rows [B N, T, U1] for the backward kernel.
+
+    What other heads get; what is added at each blank, and at the label; the factor of exp(logit - base), and base: -inf
+    for the logit of the anchor, +inf where the softmax adds nothing.
+    """
+    cotangents = [cotangents[name] for name in softmax._names()]
+    used = inside(inputs) & functools.reduce(jnp.logical_or, (x != 0 for x in cotangents))
+    cotangents = [jnp.where(used, scale_cotangent(x, scale), 0) for x in cotangents]
+    count = len(softmax.blanks)
+    of_blanks, of_label, of_others = cotangents[:count], cotangents[count], cotangents[count + 1 :]
+    if softmax.bernoulli:  # a label that is the blank counts as one
+        same = inputs.label == softmax.blanks[0]
+        of_others, of_blanks = [of_blanks[0] + jnp.where(same, of_label, 0)], []
+        of_label = jnp.where(same, 0, of_label)
+    factor, base = jnp.zeros_like(of_label), jnp.full_like(of_label, jnp.inf)
+    if softmax.normalize:
+        anchored, total = _norm.denominator(norm)
+        factor = -sum(of_blanks, of_label) / jnp.where(used, total, 1)
+        base = jnp.where(used, jnp.where(anchored, -jnp.inf, norm), base)
+    return [*of_others, *of_blanks, of_label, factor, base]

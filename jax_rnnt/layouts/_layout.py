@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _checks, _pytree
@@ -23,6 +22,7 @@ class Layout(LazyArray):
     """What all layouts share. A loss calls `checked` first, and the other methods on its result."""
 
     logits: Any
+    sides: tuple[str, str] = "logits", ""  # the argument with U + 1 columns, and if it is another one, that with T rows
 
     @property
     def shape(self) -> Any:
@@ -52,7 +52,8 @@ class Layout(LazyArray):
 
     def sequences(self, function: str, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
         """targets [..., U] and both lengths [...], checked against the logits."""
-        raise NotImplementedError
+        shape, sequences = self.shape, (targets, logit_lengths, target_lengths)
+        return _checks.sequences(function, *sequences, shape[:-3], shape[-2] - 1, *self.sides, self.frames)
 
     def emission(self, function: str, loss, softmax, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
         """(emission, its logits); `softmax` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
@@ -71,10 +72,6 @@ class Layout(LazyArray):
 
     # What `TransducerLoss.validate` asks.
     integers: Any = ()  # arrays of integers that say where the rows lie
-
-    def fits(self, num_frames, num_labels) -> jax.Array:
-        """bool [...]: whether the rows of a sequence are there."""
-        return jnp.ones(num_frames.shape, bool)
 
     def kept(self, frames: int, columns: int) -> jax.Array | None:
         """bool [..., frames, columns]: nodes that have a row; None: all."""
@@ -115,8 +112,7 @@ class ArrayLogits(Layout):
 
     def sequences(self, function, targets, logit_lengths, target_lengths):
         _dimensions(function, self.shape, targets, target_lengths)
-        shape = self.shape[:-3], self.shape[-2] - 1
-        return _checks.sequences(function, targets, logit_lengths, target_lengths, *shape, "logits")
+        return super().sequences(function, targets, logit_lengths, target_lengths)
 
     def split_arrays(self, function, option):
         return {"logits": self.logits}

@@ -177,6 +177,3 @@ class PackedLogits(Layout):
             return int(self.max_frames)
         rows, known = self.rows.shape[0], _checks.known(logit_lengths)
         return rows if known is None else max(min(int(np.max(known, initial=0)), rows), 0)
-
-    def fits(self, num_frames, num_labels):
-        return offsets(num_frames, num_labels, self.rows.shape[0])[1] <= self.rows.shape[0]

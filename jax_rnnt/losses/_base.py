@@ -253,7 +253,7 @@ class TransducerLoss(metaclass=_Once):
             As for `rnnt_loss`; TypeError also for a layout that does not suit the loss.
         """
         batch = logits, targets, logit_lengths, target_lengths, label_windows, key
-        return _call.run(_call.of(_methods.LOSS, type(self).__name__, self, *batch))
+        return _call.run(_methods.LOSS, type(self).__name__, self, *batch)
 
     @keywords
     def posteriors(
@@ -570,7 +570,7 @@ class TransducerLoss(metaclass=_Once):
         return self._run(_methods.ARC_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     def _run(self, method, *batch):
-        return _call.run(_call.of(method, f"{type(self).__name__}.{method.name}", self, *batch))
+        return _call.run(method, f"{type(self).__name__}.{method.name}", self, *batch)
 
     @keywords
     def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike, target_lengths: ArrayLike) -> None:
@@ -613,10 +613,3 @@ class TransducerLoss(metaclass=_Once):
 
 keywords(TransducerLoss)
 _pytree.register(TransducerLoss)
-
-
-def build(function: str, kind: type[TransducerLoss], **fields) -> TransducerLoss:
-    """kind(**fields), of all its fields; errors name `function`."""
-    loss = _pytree.make(kind, fields.keys(), fields.values())
-    loss._check(function)
-    return loss

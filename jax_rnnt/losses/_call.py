@@ -12,8 +12,7 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses._composition import Composition
-from jax_rnnt.losses._methods import Method
-from jax_rnnt.losses._reductions import reduce
+from jax_rnnt.losses._methods import Method, reduce
 from jax_rnnt.sharding import _over_mesh
 from jax_rnnt.sharding._device import emission_of_device
 
@@ -33,16 +32,6 @@ class Call:
     function: str = dataclasses.field(metadata={"static": True})  # as errors name it
 
 
-def of(
-    method: Method, function: str, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None
-) -> Call:
-    """The call of a method with these arguments; errors name `function`."""
-    layout = logits if isinstance(logits, _layout.Layout) else _layout.of(function, logits)
-    _checks.key(function, key)
-    loss = switched_off(loss._draw(function, key))
-    return Call(loss, layout, targets, logit_lengths, target_lengths, label_windows, method, function)
-
-
 # What JAX says, and what to do about it.
 _NOTES = {
     "custom_vjp": 'Forward mode (jvp, jacfwd, linearize, hessian) needs implementation="reference" and no clamp.',
@@ -53,13 +42,18 @@ _NOTES = {
 }
 
 
-def run(call: Call) -> Any:
-    """The result of a call."""
+def run(
+    method: Method, function: str, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None
+) -> Any:
+    """The result of a method with these arguments; errors name `function`."""
+    layout = logits if isinstance(logits, _layout.Layout) else _layout.of(function, logits)
+    _checks.key(function, key)
+    loss = switched_off(loss._draw(function, key))
     try:
-        return _run(call)
+        return _run(Call(loss, layout, targets, logit_lengths, target_lengths, label_windows, method, function))
     except (TypeError, jax.errors.UnexpectedTracerError) as error:
         text = f"{type(error).__name__}: {error}"
-        for note in (f"{call.function}: {note}" for words, note in _NOTES.items() if words in text):
+        for note in (f"{function}: {note}" for words, note in _NOTES.items() if words in text):
             error.add_note(note)
         raise
 

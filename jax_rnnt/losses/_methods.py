@@ -38,7 +38,6 @@ from jax_rnnt.lattices._topology import bounded, expanded
 from jax_rnnt.lattices._viterbi import best_path
 from jax_rnnt.losses._adjustments import adjust, frame
 from jax_rnnt.losses._composition import Alignment, Spot
-from jax_rnnt.losses._reductions import reduce
 
 
 def _strict(loss) -> bool:
@@ -191,6 +190,27 @@ def _prepare(loss, emission, logits, targets, logit_lengths, target_lengths, win
     return (loss, logits, placed, num_frames, num_labels, windows), bad
 
 
+def reduce(losses: jax.Array, num_labels: jax.Array, reduction: str) -> jax.Array:
+    """ "none", "mean" over sequences, "sum", "mean_target" or "mean_volume"; an empty batch gives 0.
+
+    mean_target is the mean of loss_b / max(U_b, 1); mean_volume is the sum of the losses / max(sum of U_b, 1).
+    """
+    count = max(losses.size, 1)
+    match reduction:
+        case "none":
+            return losses
+        case "sum":
+            return jnp.sum(losses)
+        case "mean":
+            return jnp.sum(losses) / count
+        case "mean_target":
+            return jnp.sum(losses / jnp.maximum(num_labels, 1).astype(losses.dtype)) / count
+        case "mean_volume":
+            return jnp.sum(losses) / jnp.maximum(jnp.sum(num_labels), 1).astype(losses.dtype)
+        case _:
+            raise AssertionError(reduction)
+
+
 _jit = functools.partial(jax.jit, static_argnums=1)
 
 
@@ -216,12 +236,10 @@ def _plain_planes(loss, emission, logits, placed):
 
 
 def _lattice(loss, emission, *problem):
-    """(topology, arcs by slot, num_frames, num_labels, sequences that are NaN) for methods other than the loss."""
-    return _lattice_and_ends(loss, emission, *problem)[:-1]
+    """(topology, arcs by slot, num_frames, num_labels, sequences that are NaN, ends) for methods other than the loss.
 
-
-def _lattice_and_ends(loss, emission, *problem):
-    """`_lattice`, and the arcs without what must follow a label, if they differ."""
+    `ends` are the arcs without what must follow a label, if they differ.
+    """
     # FastEmit acts on the loss's gradient alone.
     loss = _pytree.replace(loss, fastemit_lambda=None)
     (loss, logits, placed, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
@@ -243,7 +261,7 @@ def posteriors(loss, emission, *problem):
 
 
 def _posteriors(loss, emission, *problem):
-    topology, arcs, num_frames, num_labels, bad = _lattice(loss, emission, *problem)
+    topology, arcs, num_frames, num_labels, bad, _ = _lattice(loss, emission, *problem)
     if loss.implementation == "reference":
         _, gradients = lattice.reference_grad(topology, arcs, num_frames, num_labels)
     else:
@@ -276,28 +294,26 @@ def latency(loss, emission, logits, targets, logit_lengths, target_lengths, wind
 @_jit
 def align(loss, emission, *problem):
     """The best path."""
-    *arguments, bad = _lattice(loss, emission, *problem)
+    *arguments, bad, _ = _lattice(loss, emission, *problem)
     score, frames = best_path(*arguments)
-    return Alignment(
-        *map(emission.exchange.joined, (jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames)))
-    )
+    found = jnp.where(bad, jnp.nan, score), jnp.where(bad[..., None], -1, frames)
+    return Alignment(*map(emission.exchange.joined, found))
 
 
 @_jit
 def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengths, windows):
     """log P(y_u | y_<u, x) of every label, [..., U]."""
     problem = logits, targets, logit_lengths, target_lengths, windows
-    *arguments, bad, ends = _lattice_and_ends(loss, emission, *problem)
-    losses = emission.exchange.joined(
-        jnp.where(bad[..., None], jnp.nan, 0 - reference.label_log_probs(*arguments, ends))
-    )
+    *arguments, bad, ends = _lattice(loss, emission, *problem)
+    losses = jnp.where(bad[..., None], jnp.nan, 0 - reference.label_log_probs(*arguments, ends))
+    losses = emission.exchange.joined(losses)
     return 0 - _nonnegative(loss, emission, losses, targets, target_lengths)
 
 
 @_jit
 def spot(loss, emission, *problem):
     """The odds of a phrase, and where it is; the topology has blanks, and labels one by one."""
-    topology, planes, num_frames, num_labels, bad, ends = _lattice_and_ends(loss, emission, *problem)
+    topology, planes, num_frames, num_labels, bad, ends = _lattice(loss, emission, *problem)
     each = [arc.of(planes) for arc in topology]
     topology = bounded(topology, each[0].shape[-2])
     # What must follow a label pays for its frame.

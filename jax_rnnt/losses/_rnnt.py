@@ -3,11 +3,11 @@
 import jax
 from jax.typing import ArrayLike
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.losses import _call, _methods
-from jax_rnnt.losses._base import Logits, TransducerLoss, build
+from jax_rnnt.losses._base import Logits, TransducerLoss
 from jax_rnnt.losses._composition import Composition
 
 
@@ -123,10 +123,11 @@ def rnnt_loss(
     >>> round(float(loss), 3)
     6.347
     """
-    loss = build(
-        "rnnt_loss", RNNTLoss,
+    options = dict(
         blank=blank, clamp=clamp, reduction=reduction, fused_log_softmax=fused_log_softmax,
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
+    loss = _pytree.make(RNNTLoss, options.keys(), options.values())
+    loss._check("rnnt_loss")
     batch = logits, targets, logit_lengths, target_lengths, label_windows
-    return _call.run(_call.of(_methods.LOSS, "rnnt_loss", loss, *batch))
+    return _call.run(_methods.LOSS, "rnnt_loss", loss, *batch)

@@ -40,7 +40,8 @@ def validate(function: str, loss, layout, softmax, targets, logit_lengths, targe
 
     with now():
         targets, num_frames, num_labels = layout.sequences(function, *sequences)
-    layout.emission(function, loss, softmax, targets, num_frames, num_labels)  # raises where the two do not fit
+    # Raises where the two do not fit.
+    emission, logits = layout.emission(function, loss, softmax, targets, num_frames, num_labels)
     check = functools.partial(_check, function)
     in_frames, in_classes = devices_of(loss)
     frames, labels = layout.frames * in_frames, targets.shape[-1]
@@ -56,7 +57,8 @@ def validate(function: str, loss, layout, softmax, targets, logit_lengths, targe
         is_blank = functools.reduce(jnp.logical_or, (targets == blank for blank in softmax.blanks))
         blanks = ", ".join(map(str, softmax.blanks))
         check("targets", targets, unused | ~is_blank, f"not be a blank class ({blanks})")
-        check("logit_lengths", num_frames, layout.fits(num_frames, num_labels), "leave a row of logits for every node")
+        if (fits := emission.placement.fits(logits, num_frames, num_labels)) is not None:
+            check("logit_lengths", num_frames, fits, "leave a row of logits for every node")
         if known:
             frames = int(np.max(num_frames, initial=0))
         path = _has_path(loss, layout.kept(frames, labels + 1), num_frames, num_labels, frames, labels)

@@ -3,17 +3,10 @@
 Files: CTM (NIST), TextGrid (Praat), SubRip (SRT) and WebVTT, and what `json` writes.
 """
 
-from jax_rnnt.timing._captions import captions as captions
-from jax_rnnt.timing._captions import write_srt as write_srt
-from jax_rnnt.timing._captions import write_vtt as write_vtt
-from jax_rnnt.timing._files import read_ctm as read_ctm
-from jax_rnnt.timing._files import to_json as to_json
-from jax_rnnt.timing._files import write_ctm as write_ctm
-from jax_rnnt.timing._files import write_textgrid as write_textgrid
-from jax_rnnt.timing._intervals import Interval as Interval
-from jax_rnnt.timing._intervals import frames_to_seconds as frames_to_seconds
-from jax_rnnt.timing._intervals import intervals as intervals
-from jax_rnnt.timing._words import words as words
+from jax_rnnt.timing._captions import captions, write_srt, write_vtt
+from jax_rnnt.timing._files import read_ctm, to_json, write_ctm, write_textgrid
+from jax_rnnt.timing._intervals import Interval, frames_to_seconds, intervals
+from jax_rnnt.timing._words import words
 
 __all__ = [
     "Interval",

@@ -225,7 +225,7 @@ def write_srt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interva
         timing.write_srt("lecture.srt", timing.captions(timing.words(labels, frames, vocabulary, hop=0.08)))
     """
     cues: list[str] = []
-    for start, end, text in _checked("write_srt", captions):
+    for start, end, text, _ in checked_intervals("write_srt", "captions", "captions", captions, MILLISECONDS, "lines"):
         if "-->" in text:
             raise ValueError(f"write_srt: texts of captions must be without '-->', as times have it, got {text!r}.")
         cues.append(f"{len(cues) + 1}\n{_time(start, ',')} --> {_time(end, ',')}\n{text}\n")
@@ -253,16 +253,10 @@ def write_vtt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interva
         timing.write_vtt("lecture.vtt", timing.captions(timing.words(labels, frames, vocabulary, hop=0.08)))
     """
     cues = ["WEBVTT\n"]
-    for start, end, text in _checked("write_vtt", captions):
+    for start, end, text, _ in checked_intervals("write_vtt", "captions", "captions", captions, MILLISECONDS, "lines"):
         text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         cues.append(f"{_time(start, '.')} --> {_time(end, '.')}\n{text}\n")
     put(file, "\n".join(cues))
-
-
-def _checked(function: str, captions):
-    """(start, end, text) of captions, in milliseconds."""
-    for start, end, text, _ in checked_intervals(function, "captions", "captions", captions, MILLISECONDS, "lines"):
-        yield start, end, text
 
 
 def _time(milliseconds: int, point: str) -> str:

@@ -97,13 +97,11 @@ def units(text: str, edges: set[int], every: bool) -> list[list[int]]:
     punctuation begin a part. `every`: labels do in all scripts.
     """
     found: list[list[int]] = []
-    begin = None
     for i, x in enumerate(text):
         if x.isspace():
-            begin = None
             continue
-        before = text[i - 1]
-        if begin is None:
+        before = text[i - 1] if i else " "
+        if before.isspace():
             apart = True
         elif joins(before, x):
             apart = False
@@ -114,7 +112,6 @@ def units(text: str, edges: set[int], every: bool) -> list[list[int]]:
             punctuation = "P" in (unicodedata.category(before)[0], unicodedata.category(x)[0])
             apart = any(dense) and (not all(dense) or punctuation or i in edges)
         if apart:
-            begin = i
             found.append([i, i])
         found[-1][1] = i + 1
     return found

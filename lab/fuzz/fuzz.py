@@ -101,7 +101,7 @@ def emission(draw, kernel, large):
     plane = "float64" if dtype == "float64" else "float32"
     operands = [[(*nodes, classes + durations), dtype], [(*batch, draw.choice([1, frames]), columns), "int32"]]
     operands += [[batch, "int32"]]
-    if kernel is _softmax._backward_kernel:
+    if kernel is _softmax.backward_kernel:
         planes = blanks + durations + 1 + (0 if bernoulli else draw.randrange(2))  # one more: the total
         operands += [[nodes, plane], [batch, plane], [batch, plane]] + [[nodes, plane]] * planes
     attributes = {"blanks": tuple(draw.randrange(classes) for _ in range(blanks)), "durations": durations}
@@ -131,8 +131,8 @@ def lattice(draw, kernel, large):
 
 
 MAKERS = {
-    _softmax._forward_kernel: emission,
-    _softmax._backward_kernel: emission,
+    _softmax.forward_kernel: emission,
+    _softmax.backward_kernel: emission,
     _lattice._loss_kernel: lattice,
     _lattice._grad_kernel: lattice,
 }

@@ -16,7 +16,8 @@ import door
 import family
 import platforms
 from jax_rnnt._xla import loading
-from jax_rnnt.emissions import _softmax
+from jax_rnnt.emissions import Softmax
+from jax_rnnt.emissions._emission import Nodes
 
 B, T, U1, V = 2, 3, 4, 5
 F32, S32 = "float32", "int32"
@@ -71,7 +72,8 @@ def test_subnormals_are_flushed():
     small = np.full((1, 1, 1, 2), 1e-40, np.float32)
     label, frames = np.zeros((1, 1, 1), np.int32), np.ones(1, np.int32)
     with door.opened():
-        log_blank, log_label, _ = _softmax.forward(small, label, frames, blanks=(1,), normalize=False)
+        planes, _ = Softmax((1,), normalize=False).forward(small, Nodes(label, frames))
+    log_blank, log_label = planes["blank"], planes["label"]
     assert log_blank == 0 and log_label == 0
     assert (small * np.float32(1) > 0).all()
 

@@ -106,7 +106,7 @@ def test_threads_warn_once():
     reason = f"a reason of {test_threads_warn_once.__name__}"
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        at_once(lambda i: primitive.warn_reference(reason))
+        at_once(lambda i: primitive.warn_once(reason))
     assert sum(reason in str(w.message) for w in seen) == 1
 
 

@@ -61,16 +61,16 @@ def expected(x, label, inside, blanks, normalize, cotangents, scale, clamp, *, d
 @functools.cache
 def stages(implementation, blanks, normalize, **head):
     """(forward, backward): of the kernels through the door, or of the reference in JAX."""
-    options = dict(blanks=blanks, normalize=normalize, **head)
+    options = dict(blanks=blanks, normalize=normalize, durations=0, bernoulli=False) | head
+    call = dict(num_batch_dims=1, strict=True, **options)
 
     def forward(*arguments, target=None):
         with door.opened(), door.using(target):
-            return [np.asarray(x) for x in softmax.forward(*arguments, strict=True, **options)]
+            return [np.asarray(x) for x in softmax.forward_kernel(*arguments, **call)]
 
-    def backward(x, label, frames, norm, scale, clamp, *cotangents, target=None, alias=True):
-        rest = x, label, frames, norm, cotangents, scale, clamp
+    def backward(*arguments, target=None, alias=True):
         with door.opened(), door.using(target):
-            return np.asarray(softmax.backward(*rest, strict=True, alias=alias, **options))
+            return np.asarray(softmax.backward_kernel(*arguments, alias=alias, **call)[0])
 
     if implementation == "kernel":
         return forward, backward

@@ -11,7 +11,7 @@ from jax_rnnt._xla import loading
 from jax_rnnt.emissions import _softmax as softmax
 from jax_rnnt.lattices import _lattice as lattice
 
-KERNELS = (softmax._forward_kernel, softmax._backward_kernel, lattice._loss_kernel, lattice._grad_kernel)
+KERNELS = (softmax.forward_kernel, softmax.backward_kernel, lattice._loss_kernel, lattice._grad_kernel)
 
 
 def install():

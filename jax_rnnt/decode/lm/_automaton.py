@@ -63,6 +63,27 @@ def one_root(scores, targets, arcs, backoffs, suffixes) -> Arcs:
     return Arcs(*(jnp.asarray(x.astype(dtype)) for x, dtype in zip(fields, types)))
 
 
+class Trie:
+    """The trees of sequences of symbols. Nodes are numbered by depth, first the roots; edge i leads to node R + i."""
+
+    def __init__(self, lengths, symbols, kinds: int, trees=0, roots: int = 1):
+        """The sequences, one after another: `symbols` below `kinds`, and of each one its tree, below `roots`."""
+        offset = np.cumsum(lengths) - lengths
+        node, self.count = np.zeros(len(lengths), np.int64) + trees, roots
+        keys, self.depths, self.passed = [np.zeros(0, np.int64)], [slice(0, roots)], []
+        for depth in range(int(lengths.max(initial=0))):
+            longer = np.flatnonzero(lengths > depth)
+            self.passed.append((longer, node[longer]))  # sequences that go on behind this depth, and from which node
+            key, place = np.unique(node[longer] * kinds + symbols[offset[longer] + depth], return_inverse=True)
+            node[longer] = self.count + place.ravel()
+            keys.append(key)
+            self.depths.append(slice(self.count, self.count + len(key)))
+            self.count += len(key)
+        self.ends = node  # of each sequence
+        self.keys = np.concatenate(keys)  # ascending, as parents are
+        self.parent, self.symbol = self.keys // kinds, self.keys % kinds
+
+
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
 class Automaton:
     """What models of fusion share that walk on arcs."""

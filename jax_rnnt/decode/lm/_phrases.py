@@ -17,7 +17,7 @@ import numpy as np
 from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode.lm._arpa import LARGEST
-from jax_rnnt.decode.lm._automaton import Arcs, Automaton, Tour, follow, score_rows
+from jax_rnnt.decode.lm._automaton import Arcs, Automaton, Tour, Trie, follow, score_rows
 
 
 @_pytree.register
@@ -211,34 +211,22 @@ def earned(labels, weights, depth: float):
 
 
 class Tree:
-    """The trees of all utterances. Arrays are [nodes]; edge i leads to node B + i."""
+    """The trees of all utterances, as of `Trie`. Arrays are [nodes]."""
 
     def __init__(self, utterances, lengths, labels, weights, batch: int, classes: int, more: float):
         """The phrases, one after another: `utterances`, `lengths`, `weights` [P], `labels` [sum of the lengths].
 
         `more`: `depth` of `Phrases`.
         """
-        self.batch, self.classes = batch, classes
-        offset = np.cumsum(lengths) - lengths
-        node, count = utterances.astype(np.int64), batch
-        keys, self.depths, best = [], [slice(0, batch)], [np.zeros(batch)]
-        for depth in range(int(lengths.max(initial=0))):
-            longer = np.flatnonzero(lengths > depth)
-            if depth:  # what a phrase that goes on gives here
-                weight = np.full(count, -math.inf)
-                np.maximum.at(weight, node[longer], earned(depth, weights[longer], more))
-                best.append(weight[self.depths[-1]])
-            key, place = np.unique(node[longer] * classes + labels[offset[longer] + depth], return_inverse=True)
-            node[longer] = count + place.ravel()
-            keys.append(key)
-            self.depths.append(slice(count, count + len(key)))
-            count += len(key)
-        best.append(np.full(count - sum(map(len, best)), -math.inf))
-        self.keys = np.concatenate([*keys, np.zeros(0, np.int64)])  # ascending, as parents are
-        self.parent, self.label = self.keys // classes, self.keys % classes
-        whole = np.full(count, -math.inf)
-        np.maximum.at(whole, node, earned(lengths, weights, more))
-        self.link(np.where(np.isneginf(whole), 0, whole), np.concatenate(best))
+        trie = Trie(lengths, labels, classes, utterances, batch)
+        self.batch, self.classes, self.depths = batch, classes, trie.depths
+        self.keys, self.parent, self.label = trie.keys, trie.parent, trie.symbol
+        best, whole = np.full((2, trie.count), -math.inf)
+        best[:batch] = 0
+        for depth, (longer, nodes) in enumerate(trie.passed[1:], 1):  # what phrases that go on give here
+            np.maximum.at(best, nodes, earned(depth, weights[longer], more))
+        np.maximum.at(whole, trie.ends, earned(lengths, weights, more))
+        self.link(np.where(np.isneginf(whole), 0, whole), best)
 
     def link(self, whole, best):
         """Suffixes by depth, and what nodes earn: `whole` as a phrase, `best` in progress."""

@@ -21,7 +21,7 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import rows_at
 from jax_rnnt.decode.lm._arpa import LARGEST, Arpa, Grams, names_of
-from jax_rnnt.decode.lm._automaton import Automaton, follow, one_root, score_rows
+from jax_rnnt.decode.lm._automaton import Automaton, Trie, follow, one_root, score_rows
 from jax_rnnt.decode.lm._ngram import NGram, ngram_of
 
 FUNCTION = "WordNGram.from_arpa"
@@ -212,39 +212,28 @@ class WordNGram(Automaton):
 # -------------------------------------------------------------------------------------------------------- tables
 
 
-class Trie:
-    """The tree of some texts, character by character. Nodes are numbered by depth, first the root."""
+class Spellings(Trie):
+    """The tree of some texts, character by character."""
 
     def __init__(self, texts: list[str]):
-        lengths = np.array([*map(len, texts)], np.int64)
         characters = np.array([*map(ord, "".join(texts))], np.int64)
-        offset = np.cumsum(lengths) - lengths
-        self.ends, keys, count = np.zeros(len(texts), np.int64), [np.zeros(1, np.int64)], 1
-        for depth in range(int(lengths.max(initial=0))):
-            longer = np.flatnonzero(lengths > depth)
-            key = self.ends[longer] * CHARACTERS + characters[offset[longer] + depth]
-            key, place = np.unique(key, return_inverse=True)
-            self.ends[longer] = count + place.ravel()  # the node of each text
-            keys.append(key)
-            count += len(key)
-        self.keys = np.concatenate(keys)  # of each node, ascending behind the root, as parents are
-        self.parent, self.character = self.keys // CHARACTERS, self.keys % CHARACTERS
+        super().__init__(np.array([*map(len, texts)], np.int64), characters, CHARACTERS)
 
     def child(self, node, character):
         """The children of nodes by these characters, -1: none."""
         key = node * CHARACTERS + character
-        at = 1 + np.searchsorted(self.keys[1:], key)
-        return np.where(np.append(self.keys, -1)[at] == key, at, -1)
+        at = np.searchsorted(self.keys, key)
+        return np.where(np.append(self.keys, -1)[at] == key, 1 + at, -1)
 
     def within(self, texts: list[str]):
         """(node, which text, the node after it) of all places where different texts, none empty, occur in the tree."""
-        backward = Trie([text[::-1] for text in texts])
-        which = np.full(len(backward.keys), -1)
+        backward = Spellings([text[::-1] for text in texts])
+        which = np.full(backward.count, -1)
         which[backward.ends] = np.arange(len(texts))
-        target = node = np.arange(1, len(self.keys))
+        target = node = np.arange(1, self.count)
         at, places = np.zeros(len(node), np.int64), [np.zeros((3, 0), np.int64)]
         while len(target):
-            at, node = backward.child(at, self.character[node]), self.parent[node]
+            at, node = backward.child(at, self.symbol[node - 1]), self.parent[node - 1]
             here = which[at[at >= 0]] >= 0
             places.append(np.stack([node, which[at], target])[:, at >= 0][:, here])
             more = (at >= 0) & (node > 0)
@@ -292,14 +281,14 @@ class Spelling:
         self.unknown = "<unk>" in numbers  # with estimates that count
         return numbers
 
-    def trie(self, names: list[str]) -> Trie:
-        return Trie([*map(self.spelled, names)])
+    def trie(self, names: list[str]) -> Spellings:
+        return Spellings([*map(self.spelled, names)])
 
     def spelled(self, text: str) -> str:
         """Its characters, or a character for each of its bytes, where labels are parts of characters."""
         return text.encode("utf-8", "surrogateescape").decode("latin-1") if self.bytes else text
 
-    def places(self, trie: Trie):
+    def places(self, trie: Spellings):
         """(arcs (node, label, target) within words, ascending; {label that begins a word: node}, -1: outside)"""
         texts = [*{text: None for text in self.texts.values() if text}]
         node, which, target = trie.within([*map(self.spelled, texts)])
@@ -314,7 +303,7 @@ class Spelling:
         """Which words some sequence of labels spells."""
         trie = self.trie(names)
         (node, _, target), begins = self.places(trie)
-        reached = np.zeros(len(trie.keys), bool)
+        reached = np.zeros(trie.count, bool)
         reached[[0, *(x for x in begins.values() if x >= 0)]] = True
         while not reached[after := target[reached[node]]].all():
             reached[after] = True
@@ -330,11 +319,11 @@ class Spelling:
         unknown = paid[-1] if self.unknown else log_probs[-1]
 
         trie = self.trie(self.names)
-        states = 1 + len(trie.keys)
+        states = 1 + trie.count
         ahead = np.full(states, unknown)
         np.maximum.at(ahead, 1 + trie.ends, paid[:-1])
         for node in range(states - 1, ROOT, -1):
-            parent = 1 + trie.parent[node - 1]
+            parent = 1 + trie.parent[node - 1 - ROOT]
             ahead[parent] = max(ahead[parent], ahead[node])
         ahead[ROOT] = 0
         words = np.full(states, self.count, np.int32)

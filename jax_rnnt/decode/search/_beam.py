@@ -97,11 +97,8 @@ def run_steps(rules: Rules, stream: Stream, bad) -> State:
     problem, beam, networks = rules.problem, stream.beam, stream.networks
     bad = jnp.broadcast_to((stream.bad | problem.bad | bad)[:, None], beam.score.shape)
     state = problem.vary(State(stream.reached, beam, networks, bad))
-    running, few_steps = (
-        functools.partial(_beam_step.running, rules),
-        functools.partial(_beam_step.few_steps, rules, by_kernel),
-    )
-    return jax.lax.while_loop(running, few_steps, state)
+    few_steps = functools.partial(_beam_step.few_steps, rules, by_kernel)
+    return jax.lax.while_loop(lambda state: jnp.any(state.frame < problem.lengths), few_steps, state)
 
 
 def result(rules: Rules, committed, state: State, length_norm) -> Hypotheses:

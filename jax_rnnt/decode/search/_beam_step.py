@@ -59,11 +59,6 @@ class Rules(typing.NamedTuple):
         return self.first.shape[0] * self.width * self.window
 
     @property
-    def usual_rows(self):
-        """Rows of the joint network that a step usually computes."""
-        return self.nodes // (1 if self.recurrent else 4)
-
-    @property
     def kinds(self):
         """Of each W candidates: (frames that the move reads, frames that it needs), from where it begins.
 
@@ -189,10 +184,6 @@ class Candidates(typing.NamedTuple):
         """Candidates with equal numbers here have the same labels and the same future."""
         return self.frame, self.count_here, *self.key
 
-    def take(self, chosen) -> Candidates:
-        """The `chosen` ones [B, W]."""
-        return take_each(self, chosen)
-
 
 def first_beam(problem: Problem, width: int, max_labels: int) -> Beam:
     """One live hypothesis of each utterance, without labels, and one slot of each hypothesis."""
@@ -233,10 +224,6 @@ def recurrent(networks: Networks) -> bool:
     """Whether a state holds floating-point numbers."""
     states = networks.predictor, networks.models
     return not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(states))
-
-
-def running(rules: Rules, state: State):
-    return jnp.any(state.frame < rules.problem.lengths)
 
 
 def few_steps(rules: Rules, inner, state: State) -> State:
@@ -312,7 +299,7 @@ def read_label(rules: Rules, networks: Networks, label) -> Networks:
     """Rows of the networks after one more label [N]."""
     after, key = _fusion.read(rules.fusion, rules.problem, networks, label), networks.key
     if key is not None and rules.recurrent:
-        key = jnp.stack(append_label(key_parts(key), label), 1)
+        key = jnp.stack(append_label((key[..., 0], key[..., 1]), label), 1)
     elif key is not None:
         key = fingerprints((after.rows, after.predictor, after.models))
     return after._replace(key=key)
@@ -323,18 +310,13 @@ def keys(networks: Networks, slot):
     return None if networks.key is None else take(networks.key, slot)
 
 
-def key_parts(key):
-    """The two numbers of each hash of `key` [..., 2]."""
-    return key[..., 0], key[..., 1]
-
-
 def first_equal(wanted, key, label=None):
     """[B, W], of all B W rows: the first wanted one of the utterance with the key, and the label, of this one."""
     batch, width = wanted.shape
     rows = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
     if key is None:
         return rows
-    parts = [*key_parts(key)] + ([] if label is None else [label])
+    parts = [key[..., 0], key[..., 1]] + ([] if label is None else [label])
     same = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in parts]) & wanted[:, None]
     return jnp.where(wanted, jnp.where(same, rows[:, None], batch * width).min(-1), rows)
 
@@ -354,7 +336,8 @@ def score(rules: Rules, state: State, active, in_packs: bool = True):
 
     source = first_equal(active, keys(networks, slot), frame if rules.window > 1 else None)
     if in_packs:
-        results, row = compute_rows(flat(active), flat(source), rules.usual_rows, score_pack, state.results)
+        usual = rules.nodes // (1 if rules.recurrent else 4)
+        results, row = compute_rows(flat(active), flat(source), usual, score_pack, state.results)
     else:
         results, row = score_pack(None), jnp.arange(rules.nodes, dtype=jnp.int32)
     moves, labels, bad, confidence = results
@@ -540,7 +523,7 @@ def keep_best(rules: Rules, state: State, scores: Scores, candidates: Candidates
         needed = frames_needed(rules, candidates, alive, chosen)
         reached = jnp.maximum(reached, jnp.where(score > -jnp.inf, needed, 0).max(-1))
     reads = rows_at(jnp.asarray(rules.reads), chosen)
-    moves = candidates._replace(score=None).take(chosen)._replace(score=score)
+    moves = take_each(candidates._replace(score=None), chosen)._replace(score=score)
     beam, written = moved(rules, state, scores, moves, reads)
     steps = state.recent.steps + (state.frame < rules.problem.lengths)[:, None].astype(jnp.int32)
     return state._replace(reached=reached, beam=beam, recent=Recent(steps, written), bad=moves.bad)

@@ -50,11 +50,6 @@ class Rules(typing.NamedTuple):
     max_labels: int
     choose: Callable  # of the move out of each node, as `most_probable`
 
-    @property
-    def offsets(self):
-        """[1, K]: frames of the window after its first one."""
-        return np.arange(self.window, dtype=np.int32)[None]
-
 
 class State(typing.NamedTuple):
     """Of the loop over steps."""
@@ -213,7 +208,7 @@ def best_moves(rules: Rules, state: State):
 def window_rows(rules: Rules, state: State, joint):
     """What `joint` makes of the frames of the windows, [B K, ...]."""
     problem, window = rules.problem, rules.window
-    encoder = problem.frame(state.frame[:, None] + rules.offsets)
+    encoder = problem.frame(state.frame[:, None] + np.arange(window, dtype=np.int32)[None])
     encoder = encoder.reshape(encoder.shape[0] * window, problem.encoder_out.shape[-1])
     return joint(encoder, jnp.repeat(state.networks.rows, window, 0))
 

@@ -34,7 +34,11 @@ def run(search, encoder_out, lengths, rounds, exact_end) -> Hypotheses:
     function = "parallel"
     max_labels, rounds = _options.sizes(function, max_labels=search.max_labels, rounds=rounds)
     scoring = search._scoring(function, max_symbols=1)
-    models = masks(function, search._models(function))
+    models = search._models(function)
+    for name, model, _ in models.models:
+        if not isinstance(model, Labels):
+            expected = "a decode.Labels, as this search knows no labels that another model could read"
+            raise ValueError(f"{function}: {name} must be {expected}, got {_checks.shown(model)}.")
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
     check_utterances(function, models, encoder_out)
 
@@ -45,25 +49,13 @@ def run(search, encoder_out, lengths, rounds, exact_end) -> Hypotheses:
         bonus = bonus_of(models, problem, start)
         draft, scores = without_predictor(problem, masked_row(function, problem.predictor, row), max_labels, bonus)
         if rounds:
-
-            def again(_, x):
-                return choose_again(problem, first, x, bonus)
-
-            draft = jax.lax.fori_loop(0, rounds, again, problem.vary(draft))
+            draft = problem.vary(draft)
+            draft = jax.lax.fori_loop(0, rounds, lambda _, x: choose_again(problem, first, x, bonus), draft)
         scores = jnp.where(problem.bad | draft.bad | (scores == jnp.inf), jnp.nan, scores)
         written = draft.labels, draft.frames, draft.durations, draft.log_probs
         return hypotheses(*written, draft.counts, scores, None)
 
     return on_devices(of_device, encoder_out, lengths, exact_end, None)
-
-
-def masks(function: str, fusion: Fusion) -> Fusion:
-    """The models, checked: others than masks would have to read labels that are not known yet."""
-    for name, model, _ in fusion.models:
-        if not isinstance(model, Labels):
-            expected = "a decode.Labels, as this search knows no labels that another model could read"
-            raise ValueError(f"{function}: {name} must be {expected}, got {_checks.shown(model)}.")
-    return fusion
 
 
 def bonus_of(models: Fusion, problem: Problem, start: int):

@@ -6,7 +6,6 @@ own, and those of a node that is not reached decide nothing.
 """
 
 import functools
-import typing
 from typing import Any
 
 import jax
@@ -23,17 +22,6 @@ from jax_rnnt.decode.search._largest import peak
 from jax_rnnt.decode.search._problem import checked, on_devices, prepare
 
 
-class Truncation(typing.NamedTuple):
-    """Which classes of a node may be drawn; None: all."""
-
-    top_k: Any
-    top_p: Any
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        return {name: x for name, x in self._asdict().items() if x is not None}
-
-
 def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end) -> Hypotheses:
     """`Search.sample`."""
     function = "sample"
@@ -48,8 +36,7 @@ def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end) -> 
 
     def of_device(encoder_out, lengths, exact_end, seeds):
         batch = encoder_out, lengths, exact_end
-        numbers = models.numbers | few.numbers
-        problem, label, first = prepare(function, search, *batch, scoring, samples, numbers)
+        problem, label, first = prepare(function, search, *batch, scoring, samples, models.numbers | few)
         lengths, bad, ends_here = (
             x if isinstance(x, bool) else jnp.repeat(x, samples, 0)
             for x in (problem.lengths, problem.bad, problem.ends_here)
@@ -85,19 +72,20 @@ def seeds_of(function: str, key, batch: int):
     return jax.random.key_data(jax.vmap(functools.partial(jax.random.fold_in, one))(jnp.arange(batch)))
 
 
-def truncation(function: str, top_k, top_p) -> Truncation:
-    top_p = _checks.scalar(function, "top_p", top_p)
+def truncation(function: str, top_k, top_p) -> dict[str, Any]:
+    """`top_k` and `top_p`, but those that leave all classes of a node."""
+    few, top_p = {}, _checks.scalar(function, "top_p", top_p)
     if top_k is not None:
         if isinstance(top_k, bool) or not jnp.issubdtype(getattr(top_k, "dtype", type(top_k)), np.integer):
             raise TypeError(f"{function}: top_k must be an integer, a scalar integer Array or None, got {top_k!r}.")
-        top_k = _checks.scalar(function, "top_k", top_k)
-    return Truncation(top_k, None if _checks.is_number(top_p) and top_p == 1 else top_p)
+        few["top_k"] = _checks.scalar(function, "top_k", top_k)
+    return few if _checks.is_number(top_p) and top_p == 1 else few | {"top_p": top_p}
 
 
 def draw(keys, few, symbols, scores, labels, allowed, frame, count_here):
     """As `most_probable`, but drawn; the score is the log-probability of the draw. `keys` [B N]."""
     moves, model, labels = scores.shape[-1], labels, labels.rows()
-    if few.numbers:
+    if few:
         scores, labels = truncated(few, symbols, jnp.where(allowed, scores, -jnp.inf), labels)
 
     def noise(key, frame, count):
@@ -119,7 +107,7 @@ def draw(keys, few, symbols, scores, labels, allowed, frame, count_here):
     return score, move, jnp.where(writes, label, -1), log_prob
 
 
-def truncated(few: Truncation, symbols, scores, labels):
+def truncated(few: dict[str, Any], symbols, scores, labels):
     """Scores of moves [..., moves] and of labels [..., V], with -inf where a class is not among the most probable.
 
     A class has the summed probability of the moves that are allowed and write or read it. Numbers are those of `few`.
@@ -135,10 +123,10 @@ def truncated(few: Truncation, symbols, scores, labels):
     keys = -mass, is_label.astype(jnp.int32), classes  # of equal ones blanks are first
     ordered = jax.lax.sort(keys, num_keys=3)
     weights, kept = jnp.exp(ordered[0][..., :1] - ordered[0]), jnp.ones_like(is_label)
-    if few.top_k is not None:
-        kept = classes.astype(mass.dtype) < jnp.asarray(few.top_k, mass.dtype)
-    if few.top_p is not None:
-        top_p = jnp.asarray(few.top_p, mass.dtype)
+    if "top_k" in few:
+        kept = classes.astype(mass.dtype) < jnp.asarray(few["top_k"], mass.dtype)
+    if "top_p" in few:
+        top_p = jnp.asarray(few["top_p"], mass.dtype)
         rounding = 16 * jnp.finfo(mass.dtype).eps  # probabilities that add up to `top_p` but for it have reached it
         weights = jnp.where(kept, weights, 0)
         before = jnp.cumsum(weights, -1) - weights

@@ -1,4 +1,8 @@
-"""Pictures of lattices, emissions and hypotheses.
+"""Pictures of lattices, emissions and confidences, with matplotlib.
+
+Every `draw_...` draws on Axes, returns them and shows nothing. The pictures work in grey: dark is probable, and marks
+and line styles tell things apart, not colours alone. Long utterances have thinner lines, and names only where there is
+room; a space appears as ␣.
 
 T frames of the encoder, U labels, F features of an input frame; `hop` and `subsampling` turn frames into seconds
 (`jax_rnnt.timing`).
@@ -7,7 +11,7 @@ T frames of the encoder, U labels, F features of an input frame; `hop` and `subs
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -31,6 +35,11 @@ with needed_by("jax_rnnt.plot", "plot"):
     from matplotlib.collections import LineCollection
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FixedLocator
+
+if TYPE_CHECKING:
+    from jax_rnnt.metrics import Calibration
+
+__all__ = ["arc_posteriors", "draw_beam", "draw_emissions", "draw_latencies", "draw_lattice", "draw_reliability"]
 
 FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
 LETTER = 0.09  # inches of a letter, with room around it
@@ -434,6 +443,54 @@ def draw_beam(
     ax.set(xlim=(0, end), ylim=(max(len(rows), 1) - 0.5, -0.5), xlabel=_time_label(hop), ylabel="score")
     names = None if texts is None or not rows else [texts[label] for label in best]
     ax.set_title(_title(names, float(scores[rows[0]]), "best of the beam") if rows else "no hypothesis")
+    return ax
+
+
+@keywords
+def draw_reliability(calibration: "Calibration", *, ax: Axes | None = None) -> Axes:
+    """Draws how often words are right, by the confidence in them: a reliability diagram.
+
+    The height of a bar is the share of its bin's words that is right; the more words, the darker it is. A dot marks
+    their mean confidence. On the dashed line confidences are probabilities; below it the model is too sure. The title
+    has the expected calibration error.
+
+    Parameters
+    ----------
+    calibration : metrics.Calibration
+        From `metrics.calibration`.
+    ax : matplotlib.axes.Axes, optional
+        Default: the current ones of pyplot.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    TypeError
+        `calibration` lacks a field of `metrics.Calibration`.
+
+    Examples
+    --------
+    ::
+
+        plot.draw_reliability(metrics.calibration(confidences, correct), ax=ax)
+    """
+    fields = "edges", "counts", "confidences", "accuracies"
+    if not all(hasattr(calibration, name) for name in fields):
+        raise TypeError(f"draw_reliability: calibration must be that of metrics.calibration, got {calibration!r}.")
+    edges, counts, confidences, accuracies = (np.asarray(getattr(calibration, name)) for name in fields)
+    ax = plt.gca() if ax is None else ax
+    ax.plot([0, 1], [0, 1], "--", color="0.4", lw=1, zorder=3, label="confidences that are probabilities")
+    filled = counts > 0
+    shades = plt.get_cmap("Greys")(0.15 + 0.6 * counts[filled] / max(counts.max(initial=0), 1))
+    left, width = edges[:-1][filled], np.diff(edges)[filled]
+    ax.bar(left, accuracies[filled], width, align="edge", color=shades, edgecolor="black", lw=0.5)
+    (dots,) = ax.plot(confidences[filled], accuracies[filled], "o", color="tab:red", label="words of a bin")
+    dots.set(markersize=4, zorder=4)
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="share that is right")
+    ax.set_title(f"{counts.sum()} words, expected calibration error {100 * calibration.expected_error:.1f}%")
+    ax.legend(loc="upper left")
     return ax
 
 
