@@ -138,9 +138,16 @@ def test_members(form, tmp_path, monkeypatch):
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "a/0"
             tar.addfile(info)
-        info, more = tarfile.TarInfo("last.txt"), {"GNU.other": "x\ny"} if form == tarfile.PAX_FORMAT else {}
+        info, more = tarfile.TarInfo("last.txt"), {"size": "3"} if form == tarfile.PAX_FORMAT else {}
         info.size, info.pax_headers = 3, more
         tar.addfile(info, io.BytesIO(b"end"))
+    if more:  # a size that a header has no room for stands before it alone
+        data = bytearray((tmp_path / "x.tar").read_bytes())
+        place = data.rindex(b"last.txt")
+        data[place + 124 : place + 135] = b"%011o" % 0
+        data[place + 148 : place + 156] = b" " * 8
+        data[place + 148 : place + 155] = b"%06o\0" % sum(data[place : place + 512])
+        (tmp_path / "x.tar").write_bytes(data)
     with tarfile.open(tmp_path / "x.tar") as tar:
         expected = [(x.name, x.offset, x.offset_data, x.size) for x in tar if x.isreg()]
     assert len(expected) == len(sizes) + 1
@@ -152,6 +159,14 @@ def test_members(form, tmp_path, monkeypatch):
         assert [y[:4] for y in archives.tars.walked(tmp_path / "x.tar", x.offset, x.end)] == [x[:4]]
     monkeypatch.setattr(archives.tars.tarfile, "open", None)
     assert list(archives.tars.walked(tmp_path / "x.tar", 0, expected[-2][2])) == found[:-1]
+
+
+def test_one_tar_of_nemo(packed, tmp_path):
+    """The lines of its manifest need no number of a tar."""
+    lines = [json.dumps({"audio_filepath": f"u{i}.flac", "text": TEXTS[i]}) for i in range(7)]
+    (tmp_path / "tarred_audio_manifest.json").write_text("\n".join(lines))
+    shutil.copy(packed / "nemo/audio_0.tar", tmp_path)
+    assert [x.text for x in manifests.read(tmp_path / "audio_0.tar")] == TEXTS[:7]
 
 
 def test_rows_of_other_lists(packed, tmp_path):
@@ -176,10 +191,10 @@ def test_rows_of_other_lists(packed, tmp_path):
     (tmp_path / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = index.indexed(archives.of(tmp_path / "parts.jsonl"), keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), np.subtract(SECONDS, 0.1), atol=1e-4)
-    (tmp_path / "bad.jsonl").write_text('{"audio": "a.wav", "text": "A"}\nno\n{"text": "A", "duration": 1}\n')
-    found = index.indexed(archives.of(tmp_path / "bad.jsonl"), keys, tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"audio": "a.wav", "text": "A"}\nno\n{"text": "A", "duration": 1}\nnor this\n')
+    found = index.indexed(archives.of(tmp_path / "bad.jsonl", readers=2), keys, tmp_path)
     assert sorted(found.faults) == [
-        ["no name of an audio file", "bad.jsonl line 3"], ["not JSON", "bad.jsonl line 2"],
+        ["no name of an audio file", "bad.jsonl line 3"], ["not JSON", "bad.jsonl line 2"], ["not JSON", "bad.jsonl line 4"],
     ]  # fmt: skip
     assert np.isnan(found.lengths(np.array([0])))
 
@@ -199,16 +214,16 @@ def test_damaged_archives(packed, tmp_path, refused, said):
         "between": (whole[: places["a/u3.txt"][0]], 3, {cut: ["x.tar after a/u3.flac"], "no text": ["x.tar/a/u3"]}),
         "header": (bytes(flipped), 3, {damaged: ["x.tar after a/u2.json"]}),
         "none": (b"no tar at all" * 100, 0, {"no tar archive": ["x.tar after the start"]}),
-        "alone": (None, 2, {"no text": ["x.tar/b"], "a text without its audio": ["x.tar/c"], "not JSON": ["x.tar/d"],
+        "alone": (None, 3, {"no text": ["x.tar/b"], "a text without its audio": ["x.tar/c"], "not JSON": ["x.tar/d"],
                             "no audio that FFmpeg knows": ["x.tar/e.flac"]}),
     }  # fmt: skip
     for name, (data, count, left_out) in cases.items():
         path = tmp_path / name / "x.tar"
         flac = (packed / "files/u0.flac").read_bytes()
         if data is None:
-            pack(path, [("a.flac", flac), ("a.txt", b"A"), ("b.flac", flac), ("c.txt", b"A"), ("d.flac", flac),
-                        ("d.json", b"{"), ("e.flac", b"flac"), ("e.txt", b"A"),
-                        ("f.g.flac", flac), ("f.txt", TEXTS[1].encode())])  # fmt: skip
+            pack(path, [("a.flac", flac), ("a.txt", b"A"), ("a.flac", flac), ("a.txt", TEXTS[1].encode()),
+                        ("b.flac", flac), ("c.txt", b"A"), ("d.flac", flac), ("d.json", b"{"), ("e.flac", b"flac"),
+                        ("e.txt", b"A"), ("f.g.flac", flac), ("f.txt", TEXTS[2].encode())])  # fmt: skip
         else:
             path.parent.mkdir()
             path.write_bytes(data)
@@ -296,7 +311,8 @@ def source(request, packed, monkeypatch):
 
 def test_epochs_are_exact(source, tmp_path):
     """Each epoch has each utterance once, with its features and labels; in another order each time."""
-    config = configuration(train=source, on_the_fly=True, batch=4, buffer=5)
+    readers = 3 if source.endswith("web") else 1  # more than there are tars: each reads a part of every tar
+    config = configuration(train=source, on_the_fly=True, batch=4, buffer=5, readers=readers)
     found = opened(config, tmp_path)
     assert found.written == source.endswith("web") and found.order.windows == (1 if found.written else 3)
     expected = [found.extractor(samples(i)) for i in range(COUNT)]
@@ -351,6 +367,10 @@ def test_the_same_whoever_works(source, tmp_path):
     assert len({tuple(x[:5]) for x in drawn}) == 4  # versions, by the reader and the epoch
     tones = {len(x) for x, _ in rows_of(whole.values())}
     assert len(tones) > COUNT  # other speeds in other epochs
+    first = (int(x[0]) for x in found.order.sequence(0, 0, found.order.most(0, 0)))
+    _, shape, items = found.order.batch(0, 0, *first)
+    one, other = (found.loads(epoch, shape, items) for epoch in (0, 1))
+    assert (one["features"] != other["features"]).any() and (one["spans"] != other["spans"]).any()  # of equal versions
     # Each of two processes has the rows of its own reader.
     both = []
     for part in range(2):
@@ -416,12 +436,11 @@ def test_weights(packed, tmp_path):
         each = [found.order.readers[0].epoch(i)[0] for i in range(epochs)]
         return found.indices[0].shards, kinds, each
 
-    shards, kinds, each = draws(train=[f"{web}:3", f"{nemo}:1"])
-    counts = [np.bincount(kinds[shards[x]]) for x in each]
-    assert [x.tolist() for x in counts] == [[18, 6]] * 3  # of 24 utterances
+    for weights in ({"train": [f"{web}:9", f"{nemo}:1"], "temperature": 0.5}, {"train": [f"{web}:3", f"{nemo}:1"]}):
+        shards, kinds, each = draws(**weights)
+        assert [np.bincount(kinds[shards[x]]).tolist() for x in each] == [[18, 6]] * 3  # of 24 utterances
     first = collections.Counter(np.concatenate([x[kinds[shards[x]] == 0] for x in each]).tolist())
     assert len(first) == COUNT and max(first.values()) - min(first.values()) <= 1
-    assert draws(train=[f"{web}:3", f"{nemo}:1"], temperature=0.0)[2][0].size == 24
     shards, kinds, each = draws(train=web, synthetic=nemo, synthetic_share=0.25)
     counts = [np.bincount(kinds[shards[x]]).tolist() for x in each]
     assert counts == [[12, 4]] * 3 and len(set(each[0][kinds[shards[each[0]]] == 0])) == COUNT
