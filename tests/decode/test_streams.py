@@ -183,10 +183,14 @@ def test_commit_labels():
     for most in (3 * MOST, room):
         assert rest["stable", most][0] == expected
         np.testing.assert_array_equal(rest["stable", most][1], scores)
-    far = found._replace(state=found.state._replace(beam=found.state.beam._replace(score=found.scores - 1e5)))
+    beam = found.state.beam
+    far = beam._replace(score=beam.score - 1e5, path_score=beam.path_score - 1e5)
+    far = found._replace(state=found.state._replace(beam=far))
     for x, expected in ((found, found.scores), (far, found.scores - found.scores.max(1, keepdims=True))):
-        after = np.sort(commit(x, np.zeros(3, int)).beam.score)
-        np.testing.assert_allclose(after, np.sort(expected), atol=1e-9)
+        after = commit(x, np.zeros(3, int)).beam
+        np.testing.assert_allclose(np.sort(after.score), np.sort(expected), atol=1e-9)
+        ratios = [np.where(np.isfinite(y.score), y.path_score - y.score, 0) for y in (after, beam)]
+        np.testing.assert_allclose(*ratios, atol=1e-9)
 
 
 @BOTH
