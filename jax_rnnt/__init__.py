@@ -12,13 +12,57 @@ from jax_rnnt._lengths import lengths_from_paddings as lengths_from_paddings
 from jax_rnnt._lengths import paddings_from_lengths as paddings_from_lengths
 from jax_rnnt._selftest import selftest as selftest
 from jax_rnnt._xla import export_checks as export_checks
-from jax_rnnt.layouts import *  # noqa: F403
-from jax_rnnt.losses import *  # noqa: F403
+from jax_rnnt.layouts import AdditiveLogits, BandLogits, JointLogits, LinearJoint, PackedLogits, sum_over_nodes
+from jax_rnnt.losses import (
+    Alignment,
+    Composition,
+    ConstrainedRNNTLoss,
+    DecodingRules,
+    HATLoss,
+    MonotonicRNNTLoss,
+    MultiblankRNNTLoss,
+    RNNTLoss,
+    Spot,
+    TargetRobustRNNTLoss,
+    TDTLoss,
+    TransducerLoss,
+    WildcardRNNTLoss,
+    mwer_loss,
+    prune_inputs,
+    prune_ranges,
+    rnnt_loss,
+)
 
 __version__ = "0.4.0"
-__all__ = ["export_checks", "lengths_from_paddings", "paddings_from_lengths", "selftest"]
-__all__ += layouts.__all__
-__all__ += losses.__all__
+__all__ = [  # in full: of a sum of lists of modules mypy sees nothing
+    "AdditiveLogits",
+    "Alignment",
+    "BandLogits",
+    "Composition",
+    "ConstrainedRNNTLoss",
+    "DecodingRules",
+    "HATLoss",
+    "JointLogits",
+    "LinearJoint",
+    "MonotonicRNNTLoss",
+    "MultiblankRNNTLoss",
+    "PackedLogits",
+    "RNNTLoss",
+    "Spot",
+    "TDTLoss",
+    "TargetRobustRNNTLoss",
+    "TransducerLoss",
+    "WildcardRNNTLoss",
+    "export_checks",
+    "lengths_from_paddings",
+    "mwer_loss",
+    "paddings_from_lengths",
+    "prune_inputs",
+    "prune_ranges",
+    "rnnt_loss",
+    "selftest",
+    "sum_over_nodes",
+]
 
 if not _typing.TYPE_CHECKING:  # a type checker would take any name
     _elsewhere = {

@@ -61,6 +61,11 @@ def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:
     return reshard(x, NamedSharding(aval.sharding.mesh, PartitionSpec(*spec)))
 
 
+def state_like(batch: jax.Array, x: jax.Array) -> jax.Array:
+    """`shard_like` of a predictor's state; where no axis splits `batch`, the predictor says what splits its state."""
+    return shard_like(batch, x) if is_split(batch) else x
+
+
 def is_split(x: jax.Array) -> bool:
     """Whether explicit mesh axes split a dimension."""
     return any(axes is not None for axes in spec_of(jax.typeof(x)))

@@ -203,7 +203,7 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
         raise ValueError("predict: start must be given, as the predictor has no start of its own, got None.")
     labels = jnp.pad(jnp.asarray(targets, jnp.int32), ((0, 0), (1, 0)), constant_values=label)
     # On explicit mesh axes every sequence has its state where its labels are.
-    state = jax.tree.map(lambda x: _xla.shard_like(labels, jnp.asarray(x)), predictor.initial(targets.shape[0]))
+    state = jax.tree.map(lambda x: _xla.state_like(labels, jnp.asarray(x)), predictor.initial(targets.shape[0]))
 
     def step(state, labels):
         rows, state = predictor.step(state, labels)

@@ -127,7 +127,7 @@ def layered(predictor, cells, products, targets) -> jax.Array:
     x = jnp.swapaxes(embedded(predictor.embed, inside(targets, predictor.symbols)), 0, 1)
     for cell, state in zip(cells, predictor.initial(targets.shape[0]), strict=True):
         of_input, of_state = products(cell)
-        state = jax.tree.map(lambda x: _xla.shard_like(targets, x), state)
+        state = jax.tree.map(lambda x: _xla.state_like(targets, x), state)
         # For a GPU's launches: the backward pass has the gates alone and computes the rest again; long loops have fewer
         # turns, which a CPU takes longer to compile, where their number is known.
         kept = jax.checkpoint_policies.save_only_these_names(_GATES)

@@ -8,6 +8,7 @@ from typing import assert_type
 import jax
 import numpy as np
 
+from jax_rnnt import *  # noqa: F403
 from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, Spot, TDTLoss, decode, mwer_loss, rnnt_loss
 
 
@@ -23,6 +24,7 @@ def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: Li
     assert_type(loss.spot(z, y, n, n), Spot)
     assert_type(loss.arc_log_probs(z, y, n, n), dict[str, jax.Array])
     loss.validate(z, y, n, n)
+    assert_type(loss(PackedLogits(z), y, n, n), jax.Array)  # noqa: F405 (a name of `*`)
 
 
 def decoders(loss: TDTLoss, joint: LinearJoint, predictor: decode.Predictor, z: jax.Array, n: jax.Array) -> None:

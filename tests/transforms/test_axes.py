@@ -70,3 +70,19 @@ def test_rows_of_streams(devices):
             decode.select_streams(found.state, np.int32([0, 1, 2]))
     of_jax = jax.make_mesh((4,), ("data",), devices=devices[:4])
     assert of_jax == mesh or jax.sharding.AxisType.Explicit not in of_jax.axis_types
+
+
+@pytest.mark.parametrize("spec", [("data", None), (None, "data")])
+def test_split_state_of_a_predictor(devices, spec):
+    """It stays as the predictor splits it where nothing splits the labels."""
+    targets, first = np.int32([[1, 2], [0, 3], [4, 4], [2, 0]]), jnp.zeros((4, E))
+
+    def rows(split):
+        step = lambda state, label: (jnp.tanh(state + split(jnp.sin(label[:, None] * jnp.arange(1.0, E + 1)))),) * 2
+        return decode.predict(decode.Predictor(lambda batch: split(first), step, 0), targets)
+
+    alone = rows(lambda x: x)
+    with mesh_of(devices[:4], "explicit", (4,)) as mesh:
+        found = rows(lambda x: jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))))
+        assert [*jax.typeof(found).sharding.spec] == [spec[0], None, spec[1]]
+    compare.assert_close(jax.device_get(found), alone, 1e-6)
