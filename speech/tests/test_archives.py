@@ -220,6 +220,10 @@ def test_damaged_archives(packed, tmp_path, refused, said):
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(whole))
     refused(["check", tmp_path / "x.tar.gz"], "x.tar.gz is compressed by gzip, so that no part can be read alone")
     refused(["check", f"{packed}/web/part-{{000..003}}.tar"], "lacks 2 of 4 files")
+    for name in ("none*.tar", "none?.jsonl"):
+        refused(["check", tmp_path / name], f"{name} matches no file")
+    with pytest.raises(manifests.ListError, match="none.jsonl does not exist"):
+        archives.of(tmp_path / "none.jsonl")
     shutil.copytree(packed / "nemo", tmp_path / "nemo")
     (tmp_path / "nemo/audio_1.tar").unlink()
     refused(["check", tmp_path / "nemo/tarred_audio_manifest.json"], "names 1 tars that are not beside it: number 1")
@@ -479,8 +483,11 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch, said):
     command = ["train", "--train", packed / "web", *usual]
     out = said([*command, "--workdir", tmp_path / "a"]).out
     assert "2 epochs of 3 batches" in out and "12 utterances" in out and "padding" in out
-    (tmp_path / "hook.py").write_text(
-        "import os\nend = lambda i, x: i == 1 and 'loss' in x and os.kill(os.getpid(), 2)\n"
+    (tmp_path / "hook.py").write_text(  # SIGTERM at all processes, as services send it, and later Ctrl-C
+        "import multiprocessing, os\n"
+        "def end(i, x):\n"
+        "    i == 1 and [y.terminate() for y in multiprocessing.active_children()]\n"
+        "    i == 4 and 'loss' in x and os.kill(os.getpid(), 2)\n"
     )
     run([*command, "--workdir", tmp_path / "b", "--workers", 1, "--hook", f"{tmp_path}/hook.py:end"], 130)
     capsys.readouterr()
