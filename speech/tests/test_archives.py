@@ -222,7 +222,7 @@ def test_damaged_archives(packed, tmp_path, refused, said):
     refused(["check", f"{packed}/web/part-{{000..003}}.tar"], "lacks 2 of 4 files")
     for name in ("none*.tar", "none?.jsonl"):
         refused(["check", tmp_path / name], f"{name} matches no file")
-    with pytest.raises(manifests.ListError, match="none.jsonl does not exist"):
+    with pytest.raises(manifests.ListError, match=r"none\.jsonl does not exist"):
         archives.of(tmp_path / "none.jsonl")
     shutil.copytree(packed / "nemo", tmp_path / "nemo")
     (tmp_path / "nemo/audio_1.tar").unlink()
