@@ -548,7 +548,7 @@ def test_a_request_to_end_is_heard_as_ctrl_c(monkeypatch):
 
 
 def test_signals_that_nobody_should_hear():
-    """Ctrl-C where a shell has it ignored; and workers end with a first process that can no longer tell them."""
+    """Ctrl-C where a shell has it ignored, and signals at all processes in workers, which end with the first one."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with runs.interruptions() as heard:
@@ -562,6 +562,8 @@ from jax_rnnt_speech.data import workers
 
 def worker():
     workers.alone()
+    for x in (2, 15):
+        os.kill(os.getpid(), x)
     os.kill(os.getppid(), 9)
     time.sleep(60)
 
