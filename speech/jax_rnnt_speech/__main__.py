@@ -1,6 +1,5 @@
 """`python -m jax_rnnt_speech` is the command rnnt-speech."""
 
-import _thread
 import os
 import signal
 import sys
@@ -17,7 +16,8 @@ def ignored(x):
     if x.exc_type is not KeyboardInterrupt:
         return sys.__unraisablehook__(x)
     ends = signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-    later = threading.Timer(0.1, _thread.interrupt_main, [signal.SIGTERM if ends else signal.SIGINT])
+    again = threading.main_thread().ident, signal.SIGTERM if ends else signal.SIGINT
+    later = threading.Timer(0.1, signal.pthread_kill, again)
     later.daemon = True
     later.start()
 
