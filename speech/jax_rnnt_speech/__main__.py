@@ -2,11 +2,24 @@
 
 import os
 import signal
+import sys
+import threading
 
 
 def interrupted(*_):
     os.write(2, b"rnnt-speech: interrupted\n")
     os._exit(130)
+
+
+def ignored(x):
+    """Python ignores errors in what its garbage collector calls, such as a function of JAX: Ctrl-C is heard again."""
+    if x.exc_type is not KeyboardInterrupt:
+        return sys.__unraisablehook__(x)
+    ends = signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    again = threading.main_thread().ident, signal.SIGTERM if ends else signal.SIGINT
+    later = threading.Timer(0.1, signal.pthread_kill, again)
+    later.daemon = True
+    later.start()
 
 
 def main():
@@ -18,6 +31,7 @@ def main():
     signal.signal(signal.SIGINT, heard)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # as Ctrl-C: what is written is whole then
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.unraisablehook = ignored
     cli.main()
 
 

@@ -234,6 +234,10 @@ def test_damaged_archives(packed, tmp_path, refused, said):
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(whole))
     refused(["check", tmp_path / "x.tar.gz"], "x.tar.gz is compressed by gzip, so that no part can be read alone")
     refused(["check", f"{packed}/web/part-{{000..003}}.tar"], "lacks 2 of 4 files")
+    for name in ("none*.tar", "none?.jsonl"):
+        refused(["check", tmp_path / name], f"{name} matches no file")
+    with pytest.raises(manifests.ListError, match=r"none\.jsonl does not exist"):
+        archives.of(tmp_path / "none.jsonl")
     shutil.copytree(packed / "nemo", tmp_path / "nemo")
     (tmp_path / "nemo/audio_1.tar").unlink()
     refused(["check", tmp_path / "nemo/tarred_audio_manifest.json"], "names 1 tars that are not beside it: number 1")

@@ -51,7 +51,7 @@ BAD = [  # what is wrong with a line that is good otherwise, or a line, and why 
     ({"segments": [{"start": 0, "end": 1}]}, "no text"),
     *(({"text": x}, "the text is no string of characters") for x in (["A"], "\ud800")),
     ({"audio": None}, "no name of an audio file"),
-    ({"audio": "\ud800.wav"}, "the name of the audio is no string of characters"),
+    *(({"audio": x}, "the name of the audio is no string of characters") for x in ("\ud800.wav", 5, True)),
     *(
         ({"start": 0, "duration": x}, "duration is no number of seconds")
         for x in ("nan", True, -1, [], "long", 10**400)
@@ -154,6 +154,10 @@ def test_own_lines(folder):
     ]
     found = {name.removesuffix(" segment 1"): reason for reason, names in faults.items() for name in names}
     assert found == {f"own.jsonl line {i}": reason for i, (_, reason) in enumerate(BAD, 1 + len(good))}
+    for name in (5, True):  # as rows are read whose audio is in an archive
+        row = {"audio": name, "text": "x", "start": 0, "end": 1}
+        (fault,) = manifests.of_row(row, lambda x: x, "a row", manifests.keys_of())
+        assert fault == ("the name of the audio is no string of characters", "a row")
     (folder / "own.json").write_text(json.dumps([*good[:2], 3], indent=1))
     assert listed(folder / "own.json") == (entries[:2], {"not an object with keys": ["own.json item 3"]})
     noted, named, _ = manifests.read(folder / "own.json", speaker_column="speaker_id")

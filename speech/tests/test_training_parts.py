@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import chex
 import jax
@@ -525,12 +526,18 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
 
 
 def test_a_request_to_end_is_heard_as_ctrl_c(monkeypatch):
-    """Slurm and services send it: what a command has written is whole then, too."""
+    """Slurm and services send it: what a command has written is whole then, too; also as Python collects garbage."""
+
+    class Garbage:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
 
     def command():
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        signal.raise_signal(signal.SIGTERM)
+        Garbage()
+        time.sleep(10)
 
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     monkeypatch.setattr(asr.cli, "main", command)
     try:
@@ -538,3 +545,30 @@ def test_a_request_to_end_is_heard_as_ctrl_c(monkeypatch):
             importlib.import_module("jax_rnnt_speech.__main__").main()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_that_nobody_should_hear():
+    """Ctrl-C where a shell has it ignored, and signals at all processes in workers, which end with the first one."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with runs.interruptions() as heard:
+            signal.raise_signal(signal.SIGINT)
+        assert not heard and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    program = """
+import multiprocessing, os, time
+from jax_rnnt_speech.data import workers
+
+def worker():
+    workers.alone()
+    for x in (2, 15):
+        os.kill(os.getpid(), x)
+    os.kill(os.getppid(), 9)
+    time.sleep(60)
+
+multiprocessing.get_context("fork").Process(target=worker).start()
+time.sleep(60)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)  # both have its pipes
+    assert ended.returncode == -signal.SIGKILL, ended.stderr

@@ -401,7 +401,6 @@ def located(name, manifest):
 
     A Mac may have written accents of the name by themselves, on its disk or in the list, and Windows backslashes.
     """
-    name = encodable(name, "the name of the audio")
     if os.path.isfile(usual := os.path.join(manifest.parent, name)):
         return Path(usual)
     forms = dict.fromkeys((name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))))
@@ -437,6 +436,7 @@ def entry(row, path, keys, name=""):
     audio, notes = first_of(row, keys[0]), []
     audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
     leave_out_if(not audio, "no name of an audio file")
+    audio = encodable(audio, "the name of the audio")
     file = path(audio) if callable(path) else located(audio, path)
     (start, end, whole), text = span(row, notes), first_of(row, keys[1])
     leave_out_if(keys[1] and not any(x in row for x in keys[1]), "no text")

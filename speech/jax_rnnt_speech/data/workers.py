@@ -1,9 +1,13 @@
 """Grain's threads and processes, which make what is taken in order."""
 
+import multiprocessing
 import os
 import signal
+import threading
 
 from jax_rnnt_speech.system import UserError
+
+BY_SIGNALS = f" -{signal.SIGINT:d}", f" -{signal.SIGTERM:d}"  # ends of what Grain says of a worker
 
 
 def items(function, count, threads, workers=0):
@@ -26,6 +30,8 @@ def items(function, count, threads, workers=0):
         if "Worker process" not in str(error):
             raise
         ended = str(error).partition(". ")[0]
+        if ended.endswith(BY_SIGNALS):  # before it was `alone`
+            raise KeyboardInterrupt from None
         raise UserError(f"--workers {workers}: {ended}; it may have needed more memory than there is") from None
     finally:
         if workers:
@@ -46,6 +52,14 @@ class Told:
 
 
 def alone(*_):
-    """In a worker: Ctrl-C is for the first process, and devices are not for workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """In a worker: Ctrl-C and SIGTERM are for the first process, and devices are not for workers."""
+    for x in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(x, signal.SIG_IGN)
     os.environ["JAX_PLATFORMS"] = "cpu"
+    threading.Thread(target=orphaned, daemon=True).start()
+
+
+def orphaned():
+    """Ends a worker whose first process was killed: Grain waits for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

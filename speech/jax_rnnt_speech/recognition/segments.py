@@ -36,7 +36,7 @@ def times(start, end=None, duration=None):
     try:
         start = float(start)
         end = float(end) if duration is None else round(start + float(duration), 6)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise LineError("its times are no numbers") from None
     manifests.leave_out_if(not 0 <= start < end < math.inf, f"it must end after it begins, got {start:g} to {end:g} s")
     return start, end

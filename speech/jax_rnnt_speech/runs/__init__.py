@@ -228,6 +228,7 @@ def interruptions():
     """A list that holds something after Ctrl-C or SIGTERM; the second one ends, and in several processes the first."""
     heard, alone = [], jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
     before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)} if alone else {}
+    before = {x: handler for x, handler in before.items() if handler is not signal.SIG_IGN}  # as nohup and & have it
 
     def restore():
         for x, handler in before.items():

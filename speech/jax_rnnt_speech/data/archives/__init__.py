@@ -31,7 +31,10 @@ def expanded(name):
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ListError(name, f"lacks {len(missing)} of {len(names)} files: {', '.join(missing[:3])}{more}")
         return names
-    return sorted(glob.glob(name, recursive=True)) or [name]
+    found = sorted(glob.glob(name, recursive=True))
+    if not found and glob.has_magic(name):
+        raise ListError(name, "matches no file")
+    return found or [name]
 
 
 def is_pattern(name):

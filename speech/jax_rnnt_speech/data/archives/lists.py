@@ -68,6 +68,8 @@ def shards(path, columns, several):
 
 def of_lines(path, several):
     """Parts of a manifest of JSON lines, or None if it is none of them."""
+    if not path.is_file():
+        return None  # the list tells what there is in its place
     with open(path, "rb") as file:
         start = file.read(2)
         if start[:1] != b"{":
