@@ -17,11 +17,12 @@ inline ffi::Error ReadJoint(Call* call, size_t factor, JointShape* shape, JointI
             x[16] != 0, x[17] != 0, x[18] != 0};
   *added_blanks = x[19];
   const JointShape& s = *shape;
-  const bool fits = s.classes % kJointClasses == 0 && s.classes < INT32_MAX && s.padded_units < 1 << 24 &&
-                    s.units <= s.padded_units && s.slab >= 1 && s.blocks < INT32_MAX &&
-                    s.frame_bits + s.copy_bits + s.column_bits < 31 && x[15] >= 0 && x[15] <= 4 && s.others >= 0 &&
-                    s.others <= kJointClasses && s.blanks >= 1 && *added_blanks >= 0 && *added_blanks <= s.blanks &&
-                    s.blanks <= kJointClasses && 2 * s.slab * s.padded_units / 32 < INT32_MAX;
+  const bool fits = s.classes > 0 && s.classes % kJointClasses == 0 && s.classes < INT32_MAX &&
+                    s.padded_units < 1 << 24 && s.units >= 0 && s.units <= s.padded_units && s.slab >= 1 &&
+                    s.blocks < INT32_MAX && s.frame_bits + s.copy_bits + s.column_bits < 31 && x[15] >= 0 &&
+                    x[15] <= 4 && s.others >= 0 && s.others <= kJointClasses && s.blanks >= 1 && *added_blanks >= 0 &&
+                    *added_blanks <= s.blanks && s.blanks <= kJointClasses &&
+                    2 * s.slab * s.padded_units / 32 < INT32_MAX;
   if (!fits) return Invalid("no kernel has such a joint network");
   const ffi::DataType rows = call->Type(5);
   if (!ToDType(call->Type(factor), &inputs->dtype) || !ToDType(rows, &inputs->rows) || inputs->dtype == DType::kF64 ||
@@ -30,7 +31,7 @@ inline ffi::Error ReadJoint(Call* call, size_t factor, JointShape* shape, JointI
   if (s.padded_units * (inputs->dtype == DType::kF32 ? 4 : 2) % kJointBytes != 0)
     return Invalid("units must be padded to 128 bytes");
   const int64_t sequences = Product({s.encoders, s.copies});
-  inputs->list = call->In<int32_t>(std::max(s.blocks, call->Dimension(0, 0)));  // it may be longer
+  inputs->list = call->In<int32_t>(std::max(s.blocks, call->Elements(0)));  // it may be longer
   inputs->count = call->In<int32_t>(1);
   inputs->num_frames = call->In<int32_t>(sequences);
   inputs->num_labels = call->In<int32_t>(sequences);

@@ -1,4 +1,4 @@
-// Custom calls of the searches, read into the structs of search.h. All sizes are those of the call->
+// Custom calls of the searches, read into the structs of search.h. All sizes are those of the buffers.
 #pragma once
 
 #include "xla_kernels/common/call.h"
@@ -51,7 +51,8 @@ inline ffi::Error Read(Call* call, ChoiceArgs* args) {
   const int64_t window = call->Number("window"), blanks = call->Number("blanks"), moves = frames.size();
   const int64_t batch = call->Dimension(0, 2), width = call->Dimension(0, 1), room = call->Dimension(2, 0) - 1;
   const int64_t best = call->Dimension(4, 0), nodes = width * window;
-  if (window < 1 || width < 1 || width > kMaxWidth || nodes > kMaxBeamNodes || room < 1 || best < 1)
+  if (window < 1 || window > kMaxBeamNodes || width < 1 || width > kMaxWidth || nodes > kMaxBeamNodes || room < 1 ||
+      best < 1)
     return Invalid("a beam has a wrong size");
   if (moves > kMaxMoves || may_end.size() != frames.size() || blanks < 1 || blanks >= moves)
     return Invalid("a beam has wrong moves");
