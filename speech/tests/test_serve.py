@@ -30,7 +30,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from jax_rnnt import timing
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import recognise, transcripts
-from jax_rnnt_speech.serving import server
+from jax_rnnt_speech.serving import form as form_module
+from jax_rnnt_speech.serving import schema, server
 
 ROUTE = "/v1/audio/transcriptions"
 # Required fields of openai-python 3.57: types.audio.TranscriptionVerbose, TranscriptionSegment, TranscriptionWord, the
@@ -107,7 +108,7 @@ def fits(x, kind):
 
 def heard(served, samples):
     """The Result that `transcribe` has."""
-    (result,) = recognise.transcribe(served.model, [("a", samples)], served.decoding)
+    (result,) = recognise.transcribe(served.model, [("a", samples)], served.forms.decoding)
     return result
 
 
@@ -231,27 +232,31 @@ def test_languages():
     x = server.Server(model, Decoding(), serve.Serving(name="tiny"))
 
     def asked(**fields):
-        return x.checked({"model": ["tiny"]} | {name: [text] for name, text in fields.items()})
+        return x.forms.checked({"model": ["tiny"]} | {name: [text] for name, text in fields.items()})
 
     for language, allowed in (("ru", "Б1 "), ("Russian", "Б1 "), ("en", "AB1 "), ("pt-BR", "AB1 ")):
         found = asked(language=language)
         assert [y for y, z in zip(pieces.pieces, found.decoding.allowed) if z] == [*allowed]
         assert found.language == language and asked(language=language).decoding is found.decoding
-    assert asked().decoding is x.decoding and asked().language == "" and asked(**{"languages": "ru"}).language == "ru"
+    assert (
+        asked().decoding is x.forms.decoding
+        and asked().language == ""
+        and asked(**{"languages": "ru"}).language == "ru"
+    )
     for language, message in (("xx", "must be a code of ISO 639"), ("el", "no label of the script Greek")):
-        with pytest.raises(server.Problem) as caught:
+        with pytest.raises(schema.Problem) as caught:
             asked(language=language)
         assert caught.value.status == 400 and message in caught.value.error["message"]
     x.model.tokens = asr.data.tokens.Characters("ABCD ")  # of one script: English and German differ in nothing
-    x.languages.clear()
-    assert asked(language="de").language == "" and asked(language="de").decoding == x.decoding
+    x.forms.languages.clear()
+    assert asked(language="de").language == "" and asked(language="de").decoding == x.forms.decoding
 
 
 def test_bad_requests(served, corpus):
     """Two hundred: each is told what is wrong, and nothing of it stays."""
     good = next(corpus.rglob("*.flac")).read_bytes()
     rng = np.random.default_rng(0)
-    forms = [form(good[:n], response_format=x) for x in server.FORMATS for n in rng.integers(0, len(good) - 9, 12)]
+    forms = [form(good[:n], response_format=x) for x in schema.FORMATS for n in rng.integers(0, len(good) - 9, 12)]
     forms += [form(rng.bytes(int(n))) for n in rng.integers(0, 3000, 40)]
     forms += [form(good, **{name: text}) for name, text in (
         ("model", "huge"), ("response_format", "xml"), ("language", "de"), ("temperature", "1.1"), ("temperature", "x"),
@@ -322,7 +327,7 @@ def test_fields_of_segments():
     labels = [(i, text, -(i % 7) / 8) for i, text in enumerate(texts)]
     for space in " ", "":
         transcript = transcripts.Transcript(space.join(x.text for x in words), 40 / 6, words, space=space)
-        found = json.loads(server.answer(transcript, "verbose_json", {"segment"}, "", labels).text)
+        found = json.loads(schema.answer(transcript, "verbose_json", {"segment"}, "", labels).text)
         assert found["language"] == "und" and len(found["segments"]) > 2
         assert space.join(x["text"] for x in found["segments"]) == transcript.text
         for x in found["segments"]:
@@ -355,7 +360,7 @@ def test_events(served, corpus, monkeypatch):
         assert go_on.wait(20)
         file.watch(asr.recognition.results.Labels(labels("A BC"), [], [-0.5, -0.25, -1.0, 0.0], [], []))
         bad = b"bad" in file.getvalue()
-        return [server.Problem(400, "cut off") if bad else transcripts.Transcript("A BC", 1.0, [])]
+        return [schema.Problem(400, "cut off") if bad else transcripts.Transcript("A BC", 1.0, [])]
 
     async def conversation(client):
         for include, more in ({}, {}), ({"include[]": "logprobs"}, {"response_format": "json"}):
@@ -444,10 +449,10 @@ def test_clients_that_go(served, monkeypatch):
         ran.extend(jobs)
         begun.set()
         assert go_on.wait(20)
-        return [server.Problem(400, "it has arrived") for _ in jobs]
+        return [schema.Problem(400, "it has arrived") for _ in jobs]
 
     monkeypatch.setattr(served.files, "run", slow)
-    monkeypatch.setattr(server, "PATIENCE", 1)
+    monkeypatch.setattr(form_module, "PATIENCE", 1)
     head = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x\r\n'
     head += b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
 

@@ -6,120 +6,33 @@ OpenAI's API, errors too.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import json
-import logging
 import sys
-import zlib
-from typing import NamedTuple
 
 import aiohttp
 import av
 import numpy as np
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage
 
-from jax_rnnt import timing
 from jax_rnnt_speech.data import audio, features, manifests
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, unheard
-from jax_rnnt_speech.recognition.results import no_labels
-from jax_rnnt_speech.recognition.search import Decoding
+from jax_rnnt_speech.recognition import recognise, streams, transcripts, unheard
+from jax_rnnt_speech.serving import form
+from jax_rnnt_speech.serving.schema import UNLIKELY, Problem, answer, log_probs, require, unexpected
+from jax_rnnt_speech.serving.together import Together
 from jax_rnnt_speech.system import UserError, refuse_if
 
-FORMATS = "json", "text", "srt", "vtt", "verbose_json"
-ALIASES = "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe", "gpt-transcribe"  # many clients name no others
 SAMPLES = {"pcm16": np.dtype("<i2"), "float32": np.dtype("<f4")}
-GRANULARITIES = "timestamp_granularities"
-ONCE = {"file", "model", "response_format", "language", "temperature", "prompt", "stream"}
-# Lists, which clients write as name[]; chunking_strategy is an object, written as name[key].
-LISTS = {GRANULARITIES, "include", "languages", "keywords", "chunking_strategy"}
-FIELDS = 2**16  # bytes of all fields that are no file
-UNLIKELY = -9999.0  # OpenAI's log-probability of what is very unlikely: JSON has no infinity
 MESSAGE = 2**20  # bytes of a message of a stream
 TOGETHER = 8  # files that are transcribed together
-PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
-# What aiohttp raises, or warns of, where a form is none.
-MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning
-MALFORMED += aiohttp.ClientError, BadHttpMessage, web.RequestPayloadError
-
-
-class Problem(Exception):
-    """What is wrong with a request."""
-
-    def __init__(self, status, message, field=None, code=None):
-        self.status, self.error = status, {"message": message, "type": "server_error", "param": field, "code": code}
-        if status < 500:
-            self.error["type"] = "rate_limit_error" if status == 429 else "invalid_request_error"
-
-
-def require(fine, message, field=None, status=400):
-    """Raises the Problem of a request that is not fine."""
-    if not fine:
-        raise Problem(status, message, field)
-
-
-class Together:
-    """Calls of coroutines, as one call of `run` in a thread for all that wait, at most so many."""
-
-    def __init__(self, run, most):
-        self.run, self.most, self.waiting, self.task = run, most, [], None
-        self.thread = concurrent.futures.ThreadPoolExecutor(1)
-
-    async def __call__(self, job):
-        loop = asyncio.get_running_loop()
-        self.waiting.append(entry := (job, future := loop.create_future()))
-        if self.task is None or self.task.done():
-            self.task = loop.create_task(self.work(loop))
-        try:
-            return await future
-        finally:
-            self.waiting = [x for x in self.waiting if x is not entry]  # nobody waits any more
-
-    async def work(self, loop):
-        while self.waiting:
-            chosen, self.waiting = self.waiting[: self.most], self.waiting[self.most :]
-            try:
-                results = await loop.run_in_executor(self.thread, self.run, [job for job, _ in chosen])
-            except Exception as error:
-                results = [error] * len(chosen)
-            for (_, future), result in zip(chosen, results, strict=True):
-                if not future.done():
-                    (future.set_exception if isinstance(result, Exception) else future.set_result)(result)
-
-
-class File(audio.Memory):
-    """An upload. `gone`: nobody waits for it; `listener`: takes its Labels so far, in the thread that finds them."""
-
-    def __init__(self, data, name):
-        super().__init__(data, name)
-        self.heard, self.gone, self.listener, self.decoding = no_labels(), False, None, None
-
-    def watch(self, labels):
-        self.heard = labels
-        if self.listener:
-            self.listener(labels)
-        return not self.gone
-
-
-class Asked(NamedTuple):
-    """What a form asks for."""
-
-    form: str
-    granularities: set
-    language: str
-    stream: bool
-    log_probs: bool
-    decoding: Decoding
 
 
 class Server:
     """`options`: a `cli.serve.Serving` with a name."""
 
     def __init__(self, model, decoding, options):
-        self.model, self.decoding, self.options = model, decoding, options
-        self.languages = {}  # (Decoding, whether the language decides anything) of those that forms have named
+        self.model, self.options, self.forms = model, options, form.Forms(model, decoding, options)
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
         self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
@@ -184,12 +97,8 @@ class Server:
 
     async def one_model(self, request):
         name = request.match_info["name"]
-        self.check_name(name)
+        self.forms.check_name(name)
         return web.json_response(self.described(name))
-
-    def check_name(self, name):
-        if name != self.options.name and name not in ALIASES:
-            raise Problem(404, f"no model {shown(name)}: there is {self.options.name}", "model", "model_not_found")
 
     async def translation(self, _):
         raise Problem(404, "nothing is translated: /v1/audio/transcriptions writes what is said")
@@ -206,8 +115,8 @@ class Server:
         self.uploads += 1
         file = None
         try:
-            file, fields = await flowing(request, self.form(request))
-            asked = self.checked(fields)
+            file, fields = await form.flowing(request, self.forms.read(request))
+            asked = self.forms.checked(fields)
             file.decoding = asked.decoding
             if asked.stream:
                 return await self.told(request, file, asked)
@@ -217,90 +126,13 @@ class Server:
             if file:
                 file.gone = True
 
-    async def form(self, request):
-        """(File, {name: texts}) of a form, of which no more than the limits is read."""
-        most, fields, file, size = self.options.max_bytes, {}, None, 0
-        too_large = Problem(413, f"the file must have {most} bytes or fewer (--max-bytes)", "file")
-        kind = request.content_type
-        require(kind == "multipart/form-data", f"the request must be multipart/form-data, got {kind}")
-        if (request.content_length or 0) > most + 2 * FIELDS:
-            raise too_large
-        try:
-            async for part in await request.multipart():
-                name = getattr(part, "name", None) or ""
-                key, data = name.partition("[")[0], bytearray()
-                if not isinstance(part, aiohttp.BodyPartReader) or (key not in LISTS and name not in ONCE):
-                    known = ", ".join(sorted(ONCE | LISTS))
-                    raise Problem(
-                        400, f"an unknown field, {shown(name) or '(no name)'}: known are {known}", shown(name)
-                    )
-                is_file = key == "file"
-                known = file is not None if is_file else key in fields
-                require(key not in ONCE or not known, f"{key} is there twice", key)
-                while chunk := await part.read_chunk(2**16):
-                    data += chunk
-                    if len(data) > (most if is_file else FIELDS - size):
-                        raise too_large if is_file else Problem(413, f"more than {FIELDS} bytes of fields", key)
-                data = part.decode(data)  # of a transfer encoding, such as base64
-                if is_file:
-                    file = File(bytes(data), shown(part.filename or "file"))
-                    require(data, f"{file}: an empty file", "file")
-                else:
-                    size += len(data) + 1
-                    fields.setdefault(key, []).append(data.decode())
-        except MALFORMED as error:
-            raise Problem(400, f"the form is malformed or cut off: {shown(error) or type(error).__name__}") from None
-        require(file is not None, "the field file is missing", "file")
-        return file, fields
-
-    def checked(self, fields):
-        """What is Asked; raises where a field asks for what is not done."""
-        one = {name: texts[0].strip() for name, texts in fields.items()}
-        form, parts = one.get("response_format") or "json", fields.get(GRANULARITIES, [])
-        require("model" in one, "the field model is missing", "model")
-        self.check_name(one["model"])
-        require(form in FORMATS, f"response_format must be one of {', '.join(FORMATS)}", "response_format")
-        fine = set(parts) <= {"word", "segment"} and (not parts or form == "verbose_json")
-        require(fine, f"{GRANULARITIES}[] must be word or segment, with verbose_json", GRANULARITIES)
-        language, named = self.options.language, [one.get("language"), *fields.get("languages", [])]
-        fine = not language or not any(named) or language.lower() in [x.lower() for x in named if x]
-        require(fine, f"language must be {language}, which the model was trained on", "language")
-        try:
-            usual = 0 <= float(one.get("temperature") or 0) <= 1
-        except ValueError:
-            usual = False
-        require(usual, "temperature must be a number from 0 to 1", "temperature")
-        include, stream = set(fields.get("include", [])), one.get("stream", "").lower()
-        fine = include <= {"logprobs"} and (not include or form == "json")
-        require(fine, "include[] must be logprobs, with response_format json", "include")
-        require(stream in ("", "false", "true"), "stream must be true or false", "stream")
-        fine = stream != "true" or form in ("json", "text")
-        require(fine, "stream has events with text alone: response_format must be json or text", "stream")
-        decoding, named = self.decoding_of(one.get("language") or next(filter(None, named), ""))
-        return Asked(form, set(parts) or {"segment"}, language or named, stream == "true", bool(include), decoding)
-
-    def decoding_of(self, language):
-        """(the Decoding of a language that a form names, the language if that decides anything)."""
-        if not language:
-            return self.decoding, ""
-        if language not in self.languages:
-            try:
-                found = search_options.of_language(self.model, self.decoding, language)
-            except UserError as error:
-                raise Problem(400, f"language {shown(language)}: {error}", "language") from None
-            code = "language must be a code of ISO 639 such as en"
-            require(found is not None, f"{code}, got {shown(language)}", "language")
-            self.languages[language] = found  # no more than CLDR has
-        decoding, decides = self.languages[language]
-        return decoding, shown(language) if decides else ""
-
     async def told(self, request, file, asked):
         """Server-sent events; what is wrong before the first one is an answer as usual."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             async with contextlib.aclosing(self.events(request, file, asked.log_probs)) as events:
                 async for event in events:
-                    async with asyncio.timeout(PATIENCE):
+                    async with asyncio.timeout(form.PATIENCE):
                         if not response.prepared:
                             await response.prepare(request)
                         await response.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -389,7 +221,7 @@ class Server:
         limits = f"{audio.RATES.start} to {audio.RATES.stop - 1}"
         fine = rate.isascii() and rate.isdecimal() and len(rate) < 9 and int(rate) in audio.RATES
         require(fine, f"rate must be the samples in a second, {limits}, as in /v1/stream?rate=16000", "rate")
-        socket = web.WebSocketResponse(max_msg_size=MESSAGE, heartbeat=PATIENCE / 2)
+        socket = web.WebSocketResponse(max_msg_size=MESSAGE, heartbeat=form.PATIENCE / 2)
         require(socket.can_prepare(request), "/v1/stream is a WebSocket")
         busy = f"{self.slots.count} streams are open, which is the limit: try again later"
         require(self.slots.free, busy, None, 503)
@@ -414,9 +246,9 @@ class Server:
         end = False
         while not end:
             try:
-                message = await socket.receive(timeout=PATIENCE)
+                message = await socket.receive(timeout=form.PATIENCE)
             except TimeoutError:
-                raise Problem(408, f"no message came for {PATIENCE} seconds") from None
+                raise Problem(408, f"no message came for {form.PATIENCE} seconds") from None
             end = message.type is aiohttp.WSMsgType.TEXT and message.data.strip() == "end"
             if message.type is aiohttp.WSMsgType.TEXT and not end:
                 raise Problem(400, 'messages must be samples, and at last the text "end"')
@@ -430,30 +262,9 @@ class Server:
         await socket.close()
 
     async def send(self, socket, events):
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(form.PATIENCE):
             for event in events:
                 await socket.send_str(json.dumps(event, ensure_ascii=False))
-
-
-async def flowing(request, reading):
-    """The result of a coroutine that reads the body of a request, however long it takes, while data flow."""
-    loop, task = asyncio.get_running_loop(), asyncio.create_task(reading)
-    count, since = 0, loop.time()
-    try:
-        while not (await asyncio.wait([task], timeout=PATIENCE / 8))[0]:
-            if request.content.total_bytes > count:
-                count, since = request.content.total_bytes, loop.time()
-            elif loop.time() - since >= PATIENCE:
-                raise Problem(408, f"nothing of the form came for {PATIENCE} seconds")
-        return task.result()
-    finally:
-        task.cancel()
-
-
-def unexpected(request):
-    """The Problem that an exception of ours is to a client; it is logged."""
-    logging.getLogger(__name__).exception("%s %s", request.method, shown(request.path))
-    return Problem(500, "an error of the server")
 
 
 class Samples:
@@ -486,62 +297,6 @@ class Samples:
 
 def joined(frames):
     return np.concatenate([np.zeros(0, np.float32), *(x.to_ndarray()[0] for x in frames)])
-
-
-def log_probs(labels):
-    """Of (label, text, log-probability) of each, as OpenAI's clients read them."""
-    texts = ((data_of(text), x) for _, text, x in labels)
-    return [{"token": data.decode(errors="replace"), "bytes": list(data), "logprob": x} for data, x in texts]
-
-
-def data_of(text):
-    """The bytes of what a label adds to a text, which may be a part of a character."""
-    return text.encode(errors="surrogateescape")
-
-
-def answer(transcript, form, granularities, language, labels=(), include=False):
-    """The response in a form. `labels`: -> `Server.spelled`; `include`: their log-probabilities."""
-    if form == "text":
-        return web.Response(text=f"{transcript.text}\n")
-    missed = {"unheard": unheard.rounded(transcript.unheard)} if transcript.unheard else {}
-    if form == "json":
-        more = {"logprobs": log_probs(labels)} if include else {}
-        return web.json_response({"text": transcript.text} | more | missed)
-    if form != "verbose_json":
-        captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
-        return web.Response(text=transcripts.captioned(form, captions))
-    # "und" is ISO 639's code of a language that is not known.
-    whole = {"task": "transcribe", "language": language or "und"}
-    whole |= {"duration": float(transcript.duration), "text": transcript.text} | missed
-    if "word" in granularities:
-        whole["words"] = timing.to_json(transcript.words)
-    if "segment" in granularities:
-        whole["segments"] = segments(transcripts.segments(transcript), labels)
-    return web.json_response(whole)
-
-
-def segments(captions, labels):
-    """Captions with all that OpenAI's schema requires.
-
-    `avg_logprob` is the mean of the labels, `compression_ratio` that of zlib, as in Whisper. The search draws nothing,
-    so its `temperature` is 0, and it begins with the recording, so `seek` is 0. No model here has a `no_speech_prob`:
-    with 0, no reader takes a segment for silence.
-    """
-    ends, begins = (np.cumsum([len(data_of("".join(x.split()))) for x in texts]) for texts in (
-        [x.text for x in captions], ["", *(text for _, text, _ in labels)]
-    ))  # fmt: skip
-    places = np.minimum(np.searchsorted(ends, begins[:-1], side="right"), len(captions) - 1)
-    bounds, found = np.searchsorted(places, np.arange(len(captions) + 1)), []  # labels of a caption follow each other
-    for i, x in enumerate(captions):
-        own = labels[bounds[i] : bounds[i + 1]]
-        data = x.text.encode()
-        found.append(
-            {"id": i, "seek": 0, "start": round(float(x.start), 6), "end": round(float(x.end), 6), "text": x.text}
-            | {"tokens": [label for label, *_ in own], "temperature": 0.0, "no_speech_prob": 0.0}
-            | {"avg_logprob": float(np.mean([x for *_, x in own])) if own else 0.0}
-            | {"compression_ratio": len(data) / len(zlib.compress(data))}
-        )
-    return found
 
 
 def run(server):
