@@ -9,17 +9,23 @@ from aiohttp.http_exceptions import BadHttpMessage
 
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import search_options
+from jax_rnnt_speech.recognition import scripts, search_options
 from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.serving.schema import FORMATS, Problem, require
 from jax_rnnt_speech.system import UserError
 
-ALIASES = "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe", "gpt-transcribe"  # many clients name no others
 GRANULARITIES = "timestamp_granularities"
 ONCE = {"file", "model", "response_format", "language", "temperature", "prompt", "stream"}
 # Lists, which clients write as name[]; chunking_strategy is an object, written as name[key].
 LISTS = {GRANULARITIES, "include", "languages", "keywords", "chunking_strategy"}
+# Fields that clients of Whisper's servers send by habit: they have no effect on a search that draws nothing, ...
+WITHOUT_EFFECT = {"user", "hotwords", "vad_filter", "temperature_inc", "beam_size", "best_of", "suppress_tokens"}
+NO, YES = ("", "false", "0", "no", "off"), ("true", "1", "yes", "on")
+# ... or ask for nothing only where they have one of these values.
+HARMLESS = {"task": ("", "transcribe"), "translate": NO, "diarize": NO, "tinydiarize": NO}
+ONCE |= WITHOUT_EFFECT | HARMLESS.keys()
+ANY = "", "auto", "und"  # languages that say that nobody knows which one it is
 FIELDS = 2**16  # bytes of all fields that are no file
 PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
 # What aiohttp raises, or warns of, where a form is none.
@@ -58,10 +64,6 @@ class Forms:
     def __init__(self, model, decoding, options):
         self.model, self.decoding, self.options = model, decoding, options
         self.languages = {}  # (Decoding, whether the language decides anything) of those that forms have named
-
-    def check_name(self, name):
-        if name != self.options.name and name not in ALIASES:
-            raise Problem(404, f"no model {shown(name)}: there is {self.options.name}", "model", "model_not_found")
 
     async def read(self, request):
         """(File, {name: texts}) of a form, of which no more than the limits is read."""
@@ -102,28 +104,29 @@ class Forms:
     def checked(self, fields):
         """What is Asked; raises where a field asks for what is not done."""
         one = {name: texts[0].strip() for name, texts in fields.items()}
-        form, parts = one.get("response_format") or "json", fields.get(GRANULARITIES, [])
-        require("model" in one, "the field model is missing", "model")
-        self.check_name(one["model"])
+        form, parts = one.get("response_format", "").lower() or "json", listed(fields.get(GRANULARITIES, []))
+        for name, fine in HARMLESS.items():
+            require(one.get(name, "").lower() in fine, f"{name} must be {fine[1]}: the server only transcribes", name)
         require(form in FORMATS, f"response_format must be one of {', '.join(FORMATS)}", "response_format")
         fine = set(parts) <= {"word", "segment"} and (not parts or form == "verbose_json")
         require(fine, f"{GRANULARITIES}[] must be word or segment, with verbose_json", GRANULARITIES)
-        language, named = self.options.language, [one.get("language"), *fields.get("languages", [])]
-        fine = not language or not any(named) or language.lower() in [x.lower() for x in named if x]
+        language, named = self.options.language, [one.get("language", ""), *listed(fields.get("languages", []))]
+        named = [x for x in named if x.lower() not in ANY]
+        fine = not language or not named or scripts.subtags(language)[0] in [scripts.subtags(x)[0] for x in named]
         require(fine, f"language must be {language}, which the model was trained on", "language")
         try:
             usual = 0 <= float(one.get("temperature") or 0) <= 1
         except ValueError:
             usual = False
         require(usual, "temperature must be a number from 0 to 1", "temperature")
-        include, stream = set(fields.get("include", [])), one.get("stream", "").lower()
+        include, stream = set(listed(fields.get("include", []))), one.get("stream", "").lower()
         fine = include <= {"logprobs"} and (not include or form == "json")
         require(fine, "include[] must be logprobs, with response_format json", "include")
-        require(stream in ("", "false", "true"), "stream must be true or false", "stream")
-        fine = stream != "true" or form in ("json", "text")
+        require(stream in NO + YES, "stream must be true or false", "stream")
+        fine = stream in NO or form in ("json", "text")
         require(fine, "stream has events with text alone: response_format must be json or text", "stream")
-        decoding, named = self.decoding_of(one.get("language") or next(filter(None, named), ""))
-        return Asked(form, set(parts) or {"segment"}, language or named, stream == "true", bool(include), decoding)
+        decoding, decisive = self.decoding_of(named[0] if named else "")
+        return Asked(form, set(parts) or {"segment"}, language or decisive, stream in YES, bool(include), decoding)
 
     def decoding_of(self, language):
         """(the Decoding of a language that a form names, the language if that decides anything)."""
@@ -139,6 +142,11 @@ class Forms:
             self.languages[language] = found  # no more than CLDR has
         decoding, decides = self.languages[language]
         return decoding, shown(language) if decides else ""
+
+
+def listed(texts):
+    """The elements of a list, which some clients send as one text: with commas, or as JSON."""
+    return [x for text in texts for y in text.strip("[] ").split(",") if (x := y.strip().strip("\"'"))]
 
 
 async def flowing(request, reading):

@@ -7,7 +7,9 @@ OpenAI's API, errors too.
 
 import asyncio
 import contextlib
+import functools
 import json
+import signal
 import sys
 
 import aiohttp
@@ -21,11 +23,16 @@ from jax_rnnt_speech.recognition import recognise, streams, transcripts, unheard
 from jax_rnnt_speech.serving import form
 from jax_rnnt_speech.serving.schema import UNLIKELY, Problem, answer, log_probs, require, unexpected
 from jax_rnnt_speech.serving.together import Together
-from jax_rnnt_speech.system import UserError, refuse_if
+from jax_rnnt_speech.system import UserError, leave, refuse_if
 
 SAMPLES = {"pcm16": np.dtype("<i2"), "float32": np.dtype("<f4")}
 MESSAGE = 2**20  # bytes of a message of a stream
 TOGETHER = 8  # files that are transcribed together
+ALIVE = 5  # seconds of work after which events have a comment, as proxies end connections on which nothing comes
+RETRY = 5  # seconds after which a client that was refused may try again
+CLOSING = 0.5  # seconds that clients have to take their last answers, twice
+ALIASES = "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe", "gpt-transcribe"  # clients look for these
+SLASHES = "{_:/*}"  # behind a path, as some clients write them
 
 
 class Server:
@@ -35,6 +42,8 @@ class Server:
         self.model, self.options, self.forms = model, options, form.Forms(model, decoding, options)
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
+        self.checked = self.forms.checked
+        self.ending = False  # whether the server refuses what is new
         self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
         if self.slots:
             self.slots.step = Together(self.slots.run, options.connections)
@@ -42,15 +51,20 @@ class Server:
 
     def application(self):
         app = web.Application(middlewares=[self.answered])
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{name:.+}", self.one_model)
-        app.router.add_post("/v1/audio/transcriptions", self.transcription)
-        app.router.add_post("/v1/audio/translations", self.translation)
-        app.router.add_get("/v1/stream", self.stream)
+        for path, handler in (
+            ("/", self.health), ("/health", self.health), ("/healthz", self.health), ("/v1/models", self.models),
+            ("/v1/models/{name:.+?}", self.one_model), ("/v1/stream", self.stream),
+        ):  # fmt: skip
+            app.router.add_get(path + SLASHES, handler)  # and HEAD
+        app.router.add_post("/v1/audio/transcriptions" + SLASHES, self.transcription)
+        app.router.add_post("/v1/audio/translations" + SLASHES, self.translation)
+        app.on_startup.append(self.start_up)
         app.on_response_prepare.append(self.allow)
         app.on_shutdown.append(self.shut_down)
         return app
+
+    async def start_up(self, _):
+        self.over = asyncio.get_running_loop().create_future()  # done once no work goes on
 
     @web.middleware
     async def answered(self, request, handler):
@@ -58,9 +72,11 @@ class Server:
         try:
             if request.method == "OPTIONS" and self.allowed(request) in self.options.cors:
                 return web.Response(status=204)
+            if self.ending:
+                raise closed()
             return await handler(request)
         except Problem as error:
-            problem, headers = error, {}
+            problem, headers = error, {"Retry-After": f"{RETRY}"} if error.status in (429, 503) else {}
         except web.HTTPException as error:
             problem = Problem(error.status, f"{request.method} {shown(request.path)}: {error.reason}")
             headers = {name: x for name, x in error.headers.items() if name == "Allow"}
@@ -97,15 +113,41 @@ class Server:
 
     async def one_model(self, request):
         name = request.match_info["name"]
-        self.forms.check_name(name)
+        if name != self.options.name and name not in ALIASES:
+            raise Problem(404, f"no model {shown(name)}: there is {self.options.name}", "model", "model_not_found")
         return web.json_response(self.described(name))
 
     async def translation(self, _):
         raise Problem(404, "nothing is translated: /v1/audio/transcriptions writes what is said")
 
+    async def end(self, seconds):
+        """Refuses what is new, and gives work in hand so many seconds; then its clients hear that the server ends."""
+        self.ending = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.uploads or self.sockets:
+                    await asyncio.sleep(0.02)
+        self.over.set_result(None)
+
+    async def before_the_end(self, work):
+        """The result of a coroutine; a Problem if the server ends before it."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, self.over], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise closed()
+            return task.result()
+        finally:
+            task.cancel()
+
     async def shut_down(self, _):
-        for socket in list(self.sockets):
-            await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+        async def leave(socket):
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(CLOSING):
+                    await self.send(socket, [{"type": "error", "error": closed().error}])
+                    await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+
+        await asyncio.gather(*map(leave, self.sockets))
 
     # ------------------------------------------------------------------------------------------------------------ files
 
@@ -115,33 +157,42 @@ class Server:
         self.uploads += 1
         file = None
         try:
-            file, fields = await form.flowing(request, self.forms.read(request))
-            asked = self.forms.checked(fields)
+            reading = form.flowing(request, self.forms.read(request))
+            file, fields = await self.before_the_end(reading)
+            asked = self.checked(fields)
             file.decoding = asked.decoding
             if asked.stream:
                 return await self.told(request, file, asked)
-            return answer(await self.files(file), *asked[:3], self.spelled(file.heard), asked.log_probs)
+            return answer(
+                await self.before_the_end(self.files(file)), *asked[:3], self.spelled(file.heard), asked.log_probs
+            )
         finally:
             self.uploads -= 1
             if file:
                 file.gone = True
 
     async def told(self, request, file, asked):
-        """Server-sent events; what is wrong before the first one is an answer as usual."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        """Server-sent events. What is no audio is an answer as usual; what is wrong later is an event."""
+        await self.before_the_end(asyncio.to_thread(self.check_audio, file))
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        response = web.StreamResponse(headers=headers)
         try:
+            await response.prepare(request)
             async with contextlib.aclosing(self.events(request, file, asked.log_probs)) as events:
                 async for event in events:
+                    # The first comment takes the heads with it: they wait for what follows them.
+                    text = f"data: {json.dumps(event)}\n\n" if event else ": transcribing\n\n"
                     async with asyncio.timeout(form.PATIENCE):
-                        if not response.prepared:
-                            await response.prepare(request)
-                        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+                        await response.write(text.encode())
         except (TimeoutError, ConnectionError):  # the client is gone, or does not read
             response.force_close()
         return response
 
     async def events(self, request, file, include):
-        """Those of a File: its text as it becomes final, and all of it. `include`: log-probabilities too."""
+        """Those of a File: its text as it becomes final, and all of it; None: nothing is new.
+
+        `include`: log-probabilities too.
+        """
         loop, queue, said, count = asyncio.get_running_loop(), asyncio.Queue(), "", 0
 
         def tell(labels):
@@ -152,20 +203,24 @@ class Server:
             return {"logprobs": log_probs(labels)} if include else {}
 
         file.listener = tell
-        job = loop.create_task(self.files(file))
+        job = loop.create_task(self.before_the_end(self.files(file)))
         job.add_done_callback(lambda _: queue.put_nowait(None))
         try:
+            yield None
             found = ()
             while found is not None:
-                found = await queue.get()
+                try:
+                    async with asyncio.timeout(ALIVE):
+                        found = await queue.get()
+                except TimeoutError:
+                    yield None
+                    continue
                 text, labels = found or (job.result().text, self.spelled(file.heard))
                 if text.startswith(said) and text != said:
                     yield {"type": "transcript.text.delta", "delta": text[len(said) :]} | more(labels[count:])
                     said, count = text, len(labels)
             yield {"type": "transcript.text.done", "text": text} | more(labels)
         except Exception as error:
-            if not said:
-                raise
             problem = error if isinstance(error, Problem) else unexpected(request)
             yield {"type": "error", "error": problem.error}
         finally:
@@ -184,6 +239,13 @@ class Server:
             results = recognise.transcribe(self.model, recordings, decoding, lambda i, x, of=some: of[i].watch(x))
             found |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
         return [found[id(x)] for x in files]
+
+    def check_audio(self, file):
+        """Raises where nothing of a file can be decoded."""
+        try:
+            next(audio.blocks(file), None)
+        except UserError as error:
+            raise Problem(400, str(error), "file") from None
 
     def samples(self, file):
         """Its name, and its samples in pieces, as it is decoded."""
@@ -299,11 +361,44 @@ def joined(frames):
     return np.concatenate([np.zeros(0, np.float32), *(x.to_ndarray()[0] for x in frames)])
 
 
-def run(server):
-    """Serves until it is interrupted."""
-    options = server.options
-    ways = "POST /v1/audio/transcriptions" + (", WebSocket /v1/stream" if server.slots else "")
-    print(f"{options.name} at http://{options.host}:{options.port}: {ways}", flush=True)
+def closed():
+    """The Problem of a request that meets the end of the server."""
+    return Problem(503, "the server is shutting down: try again")
+
+
+def runner(server):
     # Handlers end with their clients, which makes their places free.
-    quiet = {"access_log": None, "print": None, "handler_cancellation": True}
-    web.run_app(server.application(), host=options.host, port=options.port, **quiet)
+    return web.AppRunner(
+        server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSING, handle_signals=False
+    )
+
+
+async def serving(server):
+    """Serves until Ctrl-C or SIGTERM, and then for as long as `end` takes. The second of these ends at once."""
+    options, loop, asked = server.options, asyncio.get_running_loop(), asyncio.Event()
+
+    def hear(number):
+        if asked.is_set():
+            leave(128 + number)
+        asked.set()
+        print(f"{options.name}: shutting down, in {options.grace:g} seconds at most", file=sys.stderr, flush=True)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and & have it
+            loop.add_signal_handler(number, functools.partial(hear, number))
+    running = runner(server)
+    await running.setup()
+    await web.TCPSite(running, options.host, options.port).start()
+    port = running.addresses[0][1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    ways = "POST /v1/audio/transcriptions" + (", WebSocket /v1/stream" if server.slots else "")
+    print(f"{options.name} at http://{host}:{port}: {ways}", flush=True)
+    await asked.wait()
+    await server.end(options.grace)
+    await running.cleanup()
+
+
+def run(server):
+    """Serves until it is interrupted; ends the process, as the thread of a window would hold it up."""
+    asyncio.run(serving(server))
+    leave(0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 
 from tqdm import tqdm
@@ -14,6 +15,14 @@ class UserError(Exception):
 def reason(error):
     """What an error of a file says to a person: its number says nothing, and its name is known."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def leave(status):
+    """Ends the process at once: threads that compute, and what would wait for them, are left as they are."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 @functools.lru_cache(4096)
