@@ -3,12 +3,14 @@ that go leave nothing behind; an exported model alone."""
 
 import asyncio
 import base64
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zlib
 
 import numpy as np
@@ -26,7 +29,7 @@ from jax_rnnt_speech import runs
 from jax_rnnt_speech.cli import serve
 from jax_rnnt_speech.data import features, manifests
 from jax_rnnt_speech.recognition.search import Decoding
-from support import CONVOLUTIONAL, asr, configuration, random_model, run, start
+from support import CONVOLUTIONAL, asr, configuration, random_model, run
 
 pytest.importorskip("aiohttp")
 
@@ -55,19 +58,15 @@ SCHEMA = {
 }  # fmt: skip
 
 
-def saved(model, path):
-    """The folder, as a run of the model."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a model with random weights that writes many words."""
+    model, path = random_model(**CONVOLUTIONAL), tmp_path_factory.mktemp("run")
     of = runs.Run(path)
     of.open()
     of.save(1, model.setup(), params=model.params)
     of.close()
     return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Of a model with random weights that writes many words."""
-    return saved(random_model(**CONVOLUTIONAL), tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")
@@ -487,21 +486,34 @@ def test_the_end_of_a_server(served, monkeypatch):
             served.ending = False
 
 
-def test_a_server_that_is_ended(tmp_path):
-    """The port that the command names listens once it is named; SIGTERM ends it with 0, whatever stands still."""
-    folder = saved(random_model(**CONVOLUTIONAL, chunk=0), tmp_path / "run")  # which compiles nothing at the start
-    with start("serve", "--model", folder, "--port", 0, "--grace", 0.5) as process:
-        line = process.stdout.readline()
-        port = int(re.search(r"http://127\.0\.0\.1:(\d+): ", line)[1])
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(
-                b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n" % ROUTE.encode()
-            )
-            client.sendall(b"Content-Length: 99999\r\n\r\n--b\r\n")
-            time.sleep(0.2)
-            process.send_signal(signal.SIGTERM)
-            assert b" 503 " in client.makefile("rb").readline()
-            assert process.wait(5) == 0
+def test_a_server_that_is_ended(served, monkeypatch, signals):
+    """The port that it names listens; SIGTERM ends it with 0, whatever stands still, and a second one at once."""
+    statuses, lines = [], queue.SimpleQueue()
+    monkeypatch.setattr(server, "leave", statuses.append)
+    site = server.Server.__new__(server.Server)
+    vars(site).update(vars(served) | {"options": dataclasses.replace(served.options, port=0, grace=0.3)})
+
+    def client(count):
+        port = int(re.search(r" http://127\.0\.0\.1:(\d+): ", lines.get(timeout=30))[1])
+        with socket.create_connection(("127.0.0.1", port)) as upload:
+            upload.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n" % ROUTE.encode())
+            upload.sendall(b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n")
+            for _ in range(count):
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return upload.makefile("rb").readline(), time.monotonic()
+
+    for count, expected_statuses in (1, [0]), (2, [143, 0]):
+        statuses.clear()
+        site.ending = False
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            future = thread.submit(client, count)
+            with contextlib.redirect_stdout(types.SimpleNamespace(write=lines.put, flush=lambda: None)):
+                server.run(site)
+            answered, at = future.result()
+        assert b" 503 " in answered and time.monotonic() < at + 2
+        assert statuses == expected_statuses
+        lines.get()  # the end of the line
 
 
 def test_events(served, corpus, monkeypatch):

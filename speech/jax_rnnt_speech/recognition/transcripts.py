@@ -232,10 +232,10 @@ def writer(to, entries):
     try:
         yield write
         refuse_if(not count, "no recording could be used")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         files.close()
         where = to.output or "the screen"
-        raise KeyboardInterrupt(f"interrupted: {count} of {len(names)} recordings are written to {where}") from None
+        raise type(error)(f"interrupted: {count} of {len(names)} recordings are written to {where}") from None
     except BaseException:
         with contextlib.suppress(UserError, OSError):
             files.close()

@@ -8,6 +8,17 @@ import sys
 from tqdm import tqdm
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, of which services and schedulers expect another status than that of Ctrl-C."""
+
+    status = 143
+
+    @classmethod
+    def hear(cls, *_):
+        """Its handler: as after Ctrl-C, what is written is whole then."""
+        raise cls
+
+
 class UserError(Exception):
     """A problem with options, files or devices, in one line."""
 
