@@ -156,8 +156,8 @@ class Recording:
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
-            decode = self.model.tokens.decode
-            self.nbest = [(decode(before + x[:n]), score) for x, n, score in listed if score > -np.inf]
+            text = self.model.text
+            self.nbest = [(text(before + x, len(before) + n), score) for x, n, score in listed if score > -np.inf]
         if not self.done:
             self.go_on(rows)
             self.done = bool(self.error)
@@ -190,7 +190,7 @@ class Recording:
         if self.error:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
-        text, missed = self.model.tokens.decode(self.found.labels), self.ear.found if self.ear else ()
+        text, missed = self.model.text(self.found.labels, len(self.found.labels)), self.ear.found if self.ear else ()
         return Result(self.name, text, *self.found, seconds, self.nbest, unheard=tuple(missed))
 
 

@@ -196,7 +196,8 @@ class Server:
         loop, queue, said, count = asyncio.get_running_loop(), asyncio.Queue(), "", 0
 
         def tell(labels):
-            text = self.model.tokens.decode(labels.labels).rstrip("\ufffd")  # of a character that is not whole
+            # Without a character that is not whole, and without white space, as a text may end here.
+            text = self.model.tokens.decode(labels.labels).rstrip("\ufffd").strip()
             loop.call_soon_threadsafe(queue.put_nowait, (text, self.spelled(labels) if include else []))
 
         def more(labels):
@@ -216,7 +217,7 @@ class Server:
                     yield None
                     continue
                 text, labels = found or (job.result().text, self.spelled(file.heard))
-                if text.startswith(said) and text != said:
+                if text.startswith(said) and (text != said or (include and labels[count:])):
                     yield {"type": "transcript.text.delta", "delta": text[len(said) :]} | more(labels[count:])
                     said, count = text, len(labels)
             yield {"type": "transcript.text.done", "text": text} | more(labels)
