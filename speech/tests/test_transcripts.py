@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import html
+import io
 import json
 import os
 import re
@@ -457,7 +458,12 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch, said):
         assert all(0 <= y["start"] < y["end"] <= x["duration"] and 0 < y["confidence"] <= 1 for y in x["words"])
         assert x["nbest"][0]["text"] == x["text"] and len(x["nbest"]) == 2
         assert x["nbest"][0]["score"] >= x["nbest"][1]["score"]
-    run([*command, "--format", "jsonl", "--output", tmp_path / "o.jsonl", manifest])
+    for terminal in False, True:  # which alone has a bar
+        screen = io.StringIO()
+        screen.isatty = lambda terminal=terminal: terminal
+        with contextlib.redirect_stderr(screen):
+            run([*command, "--format", "jsonl", "--output", tmp_path / "o.jsonl", manifest])
+        assert (re.search(r"recordings: +0%\|.*\| 0 of [01] s heard", screen.getvalue()) is not None) == terminal
     whole, part = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
     assert "nbest" not in whole and whole == {name: x for name, x in found[0].items() if name != "nbest"}
     assert part["start"] == 0.2 and part["duration"] < 0.3
