@@ -103,8 +103,9 @@ def prepared(config, start, searching):
     until = None
     if count := config.run.epochs:
         config, about = config.replace(steps=steps(count), epochs=0).consistent(), ""
-        if fly and known[0].order.window:  # the number of steps is an estimate, which the learning rate follows
-            read, about, until = functools.partial(read, until=count), "about ", count
+        if fly:  # the number of steps may be an estimate, which the learning rate follows
+            read, until = functools.partial(read, until=count), count
+            about = "about " * bool(known[0].order.window)
         hosts.say(f"{count} epochs of {about}{steps(1):,} batches")
     ended = known[0].place[1] >= until if until else config.run.steps <= (run.last or 0)
     seen = [
