@@ -39,7 +39,7 @@ def spot(args):
     options = command_line.taken(args, Spotting).checked()
     model = command_line.taken(args, Computing).opened()
     phrases = [spotting.Phrase(*x) for x in search_options.spelled(options.phrases, model, options.threshold)]
-    entries, bad = list(recognise.listed(args.files)), 0
+    entries, bad = list(recognise.settled(recognise.listed(args.files))), 0
     for entry, (name, samples) in zip(entries, recognise.loaded(entries, model.extractor.rate)):
         try:
             if isinstance(samples, UserError):

@@ -47,6 +47,7 @@ CUT, DAMAGED, FOREIGN = "audio that is cut off", "damaged audio", "no audio that
 UNREAD = "audio of a form that FFmpeg does not read"
 CANCELLED = "opposed channels, of which the louder is read"
 BEYOND = "a segment beyond the end of its file"
+OVERRUN = "a segment that ends behind its file, at whose end it is cut"
 ORIGINAL = "its times are those of the recording from which it was cut; all of it is read"
 
 
@@ -315,7 +316,7 @@ def seconds(file):
     return sum(x.samples / x.rate for x in file)
 
 
-def within(path, length, start, end):
+def within(path, length, start, end, least=0.5):
     """The part of a file that the times of a row mean: (start, end, None or a note of what was changed).
 
     The times of a row count from the start of its file, or from the start of the recording from which the file was cut,
@@ -325,8 +326,8 @@ def within(path, length, start, end):
     * Where the file ends before the segment does, but is as long as the segment (within 0.1 s and 1%), it was cut
       from a longer recording, and all of it is read. Near the start of a file both may be true: the closer one is.
     * A recording within its row, as in Parquet, is a clip. Where the segment does not fit, all of it is read.
-    * A segment that begins within the file and ends behind it is cut at the end of the file, if at least half of the
-      segment is there.
+    * A segment that begins within the file and ends behind it is cut at the end of the file, if at least this share of
+      the segment is there: half of it where a text says what all of it is.
     * Anything else is an error.
     """
     behind = end - length if end is not None and manifests.later(end, length) else 0.0
@@ -337,9 +338,9 @@ def within(path, length, start, end):
         raise Beyond(path, length)
     if behind <= SLACK:
         return start, end, None
-    if length - start < (end - start) / 2:
+    if length - start < least * (end - start):
         raise Beyond(path, length)
-    return start, None, "a segment that ends behind its file is cut at the end of the file"
+    return start, None, OVERRUN
 
 
 def checked(path, file, start, end, channel):

@@ -37,7 +37,6 @@ from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
 SAMPLE = 20_000  # texts of which a vocabulary is made, and the longest ones are found
 ROOM = 1.25  # for labels in a batch, beyond the longest of a sample
-SMALL = 20  # hours for which a cache takes less time
 THREADS = 2  # that load batches, without workers
 RUNS = RUN = 10  # of how many utterances hours are estimated
 FULL = 20  # batches that a window has at least
@@ -406,8 +405,6 @@ class OnTheFly:
         if window:
             hosts.say(f"not all lengths are written: headers are read as training goes on, and batches are made within "
                       f"windows of {window:,} utterances of each part")  # fmt: skip
-        if self.hours.sum() < SMALL:
-            hosts.say(f"under {SMALL} hours, a cache takes less time: --no-on-the-fly keeps features on the disk")
 
     def steps(self, epochs):
         """Steps until the end of so many epochs of the whole run; about that where lengths are not written."""
