@@ -28,6 +28,7 @@ RATES = range(1000, 400_000)  # samples a second that a file may have
 PLANES = 8  # PyAV reads memory beyond the channels of a frame with more, and may end the process
 PIECE = 16_384  # samples that are resampled at once, or more
 SLACK = 0.1  # seconds that a segment may end after its file, as manifests round them
+ALIKE = 0.05, 0.01  # seconds, and share, by which a file that was cut out of a longer one may differ from its times
 JITTER = 0.1  # seconds by which clock and samples may differ before silence is put in: that of FFmpeg's aresample
 RESET = 1  # seconds; a clock that goes back by more begins anew, and the audio goes on. No sample is ever dropped.
 SILENCE = 3600  # seconds of it that are put into a file at most: a damaged clock may say anything
@@ -323,7 +324,7 @@ def within(path, length, start, end, least=0.5):
     as in MLS, AMI and GigaSpeech. Keys do not tell which; the length of the file, in seconds, does:
 
     * A segment that ends within the file, or up to `SLACK` behind it, is a part of the file.
-    * Where the file ends before the segment does, but is as long as the segment (within 0.1 s and 1%), it was cut
+    * Where the file ends before the segment does, but is as long as the segment (within 0.05 s and 1%), it was cut
       from a longer recording, and all of it is read. Near the start of a file both may be true: the closer one is.
     * A recording within its row, as in Parquet, is a clip. Where the segment does not fit, all of it is read.
     * A segment that begins within the file and ends behind it is cut at the end of the file, if at least this share of
@@ -331,7 +332,7 @@ def within(path, length, start, end, least=0.5):
     * Anything else is an error.
     """
     behind = end - length if end is not None and manifests.later(end, length) else 0.0
-    cut_out = behind and abs(length - (end - start)) < min(behind, SLACK + 0.01 * length)
+    cut_out = behind and abs(length - (end - start)) < min(behind, ALIKE[0] + ALIKE[1] * length)
     if cut_out or (getattr(path, "clip", False) and (start >= length or behind > SLACK)):
         return 0.0, None, ORIGINAL
     if start >= length:

@@ -51,7 +51,7 @@ def word_of(name):
 @functools.lru_cache(10_000)
 def of_folders(base, folder):
     """(split, group) by the names of the folders from a base on; the outermost that says one decides."""
-    parts = [x for x in os.path.relpath(folder, base).split(os.sep) if x != "."]
+    parts = [x for x in os.path.relpath(folder or ".", base).split(os.sep) if x != "."]
     for i, part in enumerate(parts, 1):
         if found := word_of(part):
             return found[0], os.path.join(base, *parts[:i])
