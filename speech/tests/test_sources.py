@@ -1,4 +1,4 @@
-"""Which files sources are, what the times of their rows mean, and that neither guesses nor roundings leave anything out.
+"""Which files sources are, what the times of their rows mean, and that no guess leaves anything out.
 
 Each table has kinds of sources by oddities; what is expected is arithmetic on what the tests write.
 """
@@ -19,6 +19,7 @@ from jax_rnnt_speech.cli import train as command
 from jax_rnnt_speech.data import on_the_fly, order
 from jax_rnnt_speech.data.manifests import Entry
 from jax_rnnt_speech.recognition import segments
+from jax_rnnt_speech.system import refuse_if
 from recordings import encode
 from support import configuration, write_audio
 from test_archives import pack
@@ -87,7 +88,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("files, name, splits", LAYOUTS)
+@pytest.mark.parametrize(("files", "name", "splits"), LAYOUTS)
 def test_splits(files, name, splits, tmp_path, refused, said):
     """A source of several splits is counted apart by `check`; `train` and `test` refuse it, and name its parts."""
     names, top = itertools.count(), tmp_path / "set"
@@ -225,19 +226,18 @@ def mp3(path, seconds, loud_first):
 def of_guesses(folder):
     """(bytes of audio, keys, seconds) by names: what headers and manifests say of its length is wrong."""
     guesses = {}
-    for i in range(6):
-        seconds = 1.2 + i / 10
+    for i in range(3):
+        seconds = 1.2 + i / 5
         guesses[f"mp3-{i}"] = mp3(folder / "x.mp3", seconds, i % 2), {}, seconds
         guesses[f"header-{i}"] = wav(seconds, stated=0.3), {}, seconds
         guesses[f"joined-{i}"] = wav(0.5) + wav(seconds - 0.5), {}, seconds
         encode(folder / "x.aac", np.zeros(round(seconds * 16000)), bit_rate="8000")
         guesses[f"aac-{i}"] = (folder / "x.aac").read_bytes(), {}, seconds
-        guesses[f"rounded-{i}"] = wav(seconds), {"duration": [1, 2, 1.0, 2.0, 1, 2][i]}, seconds
+        guesses[f"rounded-{i}"] = wav(seconds), {"duration": (1, 2.0, 2)[i]}, seconds
     return guesses
 
 
-@pytest.mark.parametrize("kind", ["m.jsonl", "m.tar"])
-@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize(("kind", "windows"), [("m.jsonl", False), ("m.tar", True)])
 def test_guesses(kind, windows, tmp_path, said, monkeypatch):
     """Lengths that are guessed decide when an utterance comes, and never whether; a resumed run goes on alike."""
     if windows:
@@ -254,10 +254,10 @@ def test_guesses(kind, windows, tmp_path, said, monkeypatch):
     assert not left and np.abs(np.array(sorted(frames)) - sizes).max() <= 15  # codecs add up to 0.15 s
     corpus = opened(tmp_path / kind, tmp_path, **most)
     whole = list(corpus.read(0, None, until=2))
+    first = 1 + [x["last"] for x in opened(tmp_path / kind, tmp_path, **most).read(0, None, until=1)].index(True)
     long = {x for names in corpus.report.names.values() for x in names}
     assert {*corpus.report.names} == {"longer than 1.71 s"} and len(long) in range(1, 8)
-    again = opened(tmp_path / kind, tmp_path, **most)
-    for step in range(1, len(whole)):
+    for step in (2, first - 1, first, len(whole) - 1):  # the last batches of an epoch are for what is longer
         again = opened(tmp_path / kind, tmp_path, **most)
         some = list(itertools.islice(again.read(0, 10**9), step))
         state = json.loads(json.dumps(again.at(step)))
@@ -284,10 +284,9 @@ def test_turns_behind_the_end(form, held, tmp_path, monkeypatch, capsys):
     sizes = []
     for _, x in segments.loaded(entries, RATE):
         try:
+            refuse_if(isinstance(x, asr.system.UserError), x)
             sizes.append(len(x) if isinstance(x, np.ndarray) else sum(map(len, x)))
         except asr.system.UserError as error:
-            x = error
-        if isinstance(x, Exception):
-            sizes.append(str(x).partition(": ")[2])
+            sizes.append(str(error).partition(": ")[2])
     assert sizes == [1.5 * RATE, 3 * RATE, "a segment beyond the end of its file"]
     assert "B: a segment that ends behind its file, at whose end it is cut" in capsys.readouterr().err

@@ -59,7 +59,8 @@ def decide_road(options, start):
         hours = sources.hours(known, columns)
         if hours >= SMALL:
             options["on_the_fly"] = True
-        return f"as --train has about {hours:,.{0 if hours >= 10 else 2}f} hours, {'less than' if hours < SMALL else 'and not less than'} {SMALL}"
+        than = "less than" if hours < SMALL else "and not less than"
+        return f"as --train has about {hours:,.{0 if hours >= 10 else 2}f} hours, {than} {SMALL}"
     return ""
 
 

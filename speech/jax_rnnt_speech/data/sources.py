@@ -140,12 +140,12 @@ def apart(trained, tested):
     if not both:
         return
     what = shown(both[0].path) + f" and {len(both) - 1:,} more files" * (len(both) > 1)
-    cure = "name some of the folders or files for --valid and the others for --train, best by speakers"
-    if both[0].kind == KINDS[None]:
-        cure = "put some of its lines, best those of some speakers, into a manifest for --valid and the others into one " \
-               "for --train"  # fmt: skip
-    raise UserError(f"--train and --valid both read {what}, so that error rates would be those of the training: {cure}; "
-                    f"to see a model learn its data by heart, name a manifest for --valid that lists the same audio")  # fmt: skip
+    parts = "put some of its lines into a manifest for --valid, and the others into one for --train"
+    if both[0].kind != KINDS[None]:
+        parts = "name some of the folders or files for --valid, and the others for --train"
+    raise UserError(f"--train and --valid both read {what}, so that error rates would be those of the training: {parts}"
+                    ", best by speakers; to see a model learn its data by heart, name a manifest for --valid that "
+                    "lists the same audio")  # fmt: skip
 
 
 def in_both(train, valid):

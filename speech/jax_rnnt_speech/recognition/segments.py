@@ -11,12 +11,13 @@ import sys
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.data.manifests import LineError
 from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import recognise
-from jax_rnnt_speech.system import UserError, refuse_if, say_once, told
+from jax_rnnt_speech.system import UserError, refuse_if, told
 
 GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
 HELD = 60  # seconds of a segment that is decoded with its neighbours; a longer one is decoded by itself
@@ -217,13 +218,14 @@ def cut_at_the_end(x, rate):
 
 
 def say_overrun(x):
-    say_once(f"{shown(x.name)}: {audio.OVERRUN}")
+    tqdm.write(f"{shown(x.name)}: {audio.OVERRUN}", file=sys.stderr)
 
 
 def cuts(entries, rate):
     """The samples of each segment, or a UserError: cut out of a recording as it is decoded, in order of their starts.
 
-    A segment that ends behind its recording, as diarizers write them, is cut there; a line says so. Samples are held from the start of the last segment on.
+    A segment that ends behind its recording, as diarizers write them, is cut there, and a line says so. Samples are
+    held from the start of the last segment on.
     """
     pieces, error = audio.pieces(entries[0].audio, rate, 0.0, None, entries[0].channel) if entries else None, None
     held, begin = np.zeros(0, np.float32), 0

@@ -78,7 +78,7 @@ def prepared(config, start, searching, lines=()):
     known = [training_corpus(config, start, run, folder)]
     known += [corpora.open_corpus(config.data.valid, config, "valid", folder)]
     if both := sources.in_both(*known):
-        warn(f"train is tested on {both} utterances that are also in --train: their error rates are those of the training")
+        warn(f"train is tested on {both} utterances that are also in --train: their rates are those of the training")
     record = Record(run, *known)
     model = record.open(config, devices, start)
     fly, parts = config.data.on_the_fly, Parts(config, model.shapes)
