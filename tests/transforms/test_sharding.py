@@ -157,10 +157,12 @@ def test_pmap(kernel, devices):
 
 @pytest.mark.parametrize("kind", ["pmap", "unchecked", "checked"])
 def test_gradient_inside(kernel, devices, kind):
-    """The steps of docs/sharding.md, which take the gradient on each device: of a bias that all devices share, and of the
-    device's own logits. A sum over devices inside makes the gradient eight times too large unless JAX checks types."""
+    """The steps of docs/sharding.md, which take the gradient on each device: of a bias that all devices share, and of
+    the device's own logits. A sum over devices inside makes the gradient eight times too large unless JAX checks types.
+    """
     p, (_, gradient) = batch_of()
-    of_bias, own = gradient.sum((0, 1, 2), keepdims=True) / 16, gradient / 2  # of the mean of 16, and of a device's mean of two
+    of_bias = gradient.sum((0, 1, 2), keepdims=True) / 16  # of the mean of all
+    own = gradient / 2  # of a device's mean of two
     value = lambda bias, logits, *batch: call(family.RNNT, kernel)(logits + bias, *batch)
 
     def step(*p):
