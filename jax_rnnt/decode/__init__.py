@@ -14,7 +14,7 @@ from jax_rnnt.decode.lm._ngram import NGram
 from jax_rnnt.decode.lm._phrases import Phrases
 from jax_rnnt.decode.lm._words import WordNGram
 from jax_rnnt.decode.search._entropy import Entropy
-from jax_rnnt.decode.search._search import Search, beam, greedy, parallel, sample
+from jax_rnnt.decode.search._search import Search, beam, greedy, sample
 
 __all__ = [
     "Entropy",
@@ -33,7 +33,6 @@ __all__ = [
     "greedy",
     "linen_predictor",
     "nnx_predictor",
-    "parallel",
     "phrase_scores",
     "predict",
     "reset_streams",

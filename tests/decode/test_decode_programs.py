@@ -20,14 +20,6 @@ SEARCHES = [(decode.greedy, (40,)), (decode.beam, (40, 11))]  # 3 * 11 rows are 
 BOTH = pytest.mark.parametrize(("function", "sizes"), SEARCHES, ids=["greedy", "beam"])
 
 
-def parallel(*given, state=None, max_symbols=1, **options):
-    """Has no streams."""
-    return decode.parallel(*given, rounds=1, **options)
-
-
-ALL = pytest.mark.parametrize(("function", "sizes"), [*SEARCHES, (parallel, (40,))], ids=["greedy", "beam", "parallel"])
-
-
 def run(function=decode.greedy, sizes=(MOST,), model=None, **changes):
     """A search by the networks and arrays of a model, with some changed."""
     model = model or Model(family.RNNT)
@@ -79,7 +71,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
 
 
 @pytest.mark.quick("greedy")
-@ALL
+@BOTH
 def test_padding_and_batch(function, sizes):
     """What stands outside the lengths, and other utterances, change no bit; an empty utterance is empty."""
     model = Model(family.TDT, batch=3, frames=13)
@@ -249,7 +241,7 @@ def test_rules(message):
 
 
 @pytest.mark.quick("beam", "greedy")
-@ALL
+@BOTH
 def test_bad_data_spoils_itself_alone(function, sizes):
     """A traced length out of range, NaN or +inf of the blank or of a label: the score of that utterance is NaN."""
     predictor = decode.stateless_predictor(lambda labels: labels.astype(float), 2, start=3)

@@ -23,7 +23,6 @@ VERBS = {
     "greedy": lambda search, *arrays: search.greedy(*arrays),
     "beam": lambda search, *arrays: search.beam(*arrays, 3),
     "sample": lambda search, *arrays: search.sample(*arrays, jax.random.key(1), samples=2),
-    "parallel": lambda search, *arrays: search.parallel(*arrays, rounds=1),
 }
 
 

@@ -208,7 +208,7 @@ def test_unknown_arguments_of_every_name():
     results = jax_rnnt.Alignment, jax_rnnt.Spot, decode.FoundPhrase, decode.Hypotheses, decode.Predictor
     made = [getattr(module, name) for module in (jax_rnnt, decode, metrics, timing) for name in module.__all__]
     made += [getattr(jax_rnnt.RNNTLoss(), name) for name in QUESTIONS]
-    made += [getattr(decode.Search, name) for name in ("greedy", "beam", "sample", "parallel")]
+    made += [getattr(decode.Search, name) for name in ("greedy", "beam", "sample")]
     skipped = jax_rnnt.Composition, jax_rnnt.DecodingRules, decode.NGram, decode.WordNGram, decode.linen_predictor
     skipped += *results, timing.Interval, metrics.Calibration, metrics.LabelErrors
     skipped += jax_rnnt.export_checks, jax_rnnt.selftest

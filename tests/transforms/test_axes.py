@@ -20,9 +20,9 @@ ROWS = np.random.default_rng(0).normal(size=(B, T, E)).astype(np.float32)
 FRAMES = np.int32([6, 5, 6, 4, 1, 3, 6, 6])
 
 
-def test_masking(devices):
-    """The same predictor rows are masked, with gradients. Modules without: decode/test_agreement.py."""
-    joint, rows = flax_linen.Joint(8, V, masking=0.3), (ROWS[:, :, None], np.ones((B, 1, 4, E), np.float32))
+def test_dropout(devices):
+    """The same entries are dropped, with gradients. Modules without: decode/test_agreement.py."""
+    joint, rows = flax_linen.Joint(8, V, dropout=0.3), (ROWS[:, :, None], np.ones((B, 1, 4, E), np.float32))
     variables = joint.init(jax.random.key(1), *rows, deterministic=True)
     options = dict(deterministic=False, rngs={"dropout": jax.random.key(2)})
     run = jax.jit(jax.value_and_grad(lambda x, *rows: jnp.sum(joint.apply(x, *rows, **options) ** 2)))

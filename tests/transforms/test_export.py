@@ -115,7 +115,7 @@ def test_symbolic_rows_and_posteriors():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "kind"),
-    [("greedy", "StatelessPredictor"), ("beam", "LSTMPredictor"), ("parallel", "StatelessPredictor")],
+    [("greedy", "StatelessPredictor"), ("beam", "LSTMPredictor")],
 )
 def test_symbolic_search(search, kind, flax_promotion):
     nnx = pytest.importorskip("flax.nnx")
@@ -123,7 +123,7 @@ def test_symbolic_search(search, kind, flax_promotion):
 
     predictor = getattr(modules, kind)(5, 6, rngs=nnx.Rngs(0))
     joint = modules.Joint(4, 6, 6, 7, rngs=nnx.Rngs(1))
-    options = {"parallel": {"rounds": 1}, "beam": {"max_symbols": 2, "width": 3}}.get(search, {"max_symbols": 2})
+    options = {"max_symbols": 2} | ({"width": 3} if search == "beam" else {})
     b, t, u = names("b", "t", "u")
 
     def f(encoder, lengths, targets):
