@@ -121,7 +121,8 @@ class Joint(nnx.Module):
         The bias of the encoder's projection is in the predictor's rows: so an encoder row of zeros means no encoder, as
         `ilm_weight` of a search needs it. Adapters in place of `encoder` or `predictor` work too.
 
-        ``decode.greedy(loss, *joint.decoder_inputs(predictor, encoder_out), lengths, max_labels)``
+        ``joint, predictor, rows = joint.decoder_inputs(predictor, encoder_out)``, and then
+        ``decode.Search(loss, joint, predictor, max_labels).greedy(rows, lengths)``.
         """
         layers = in_evaluation(self.encoder), in_evaluation(self.predictor)
         rows = jnp.asarray(encoder_out, self.dtype)

@@ -7,9 +7,9 @@ import pytest
 
 import batches
 import compare
+import decoding
 import family
 import jax_rnnt
-from jax_rnnt import decode
 
 pytestmark = pytest.mark.usefixtures("flax_promotion")
 nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
@@ -197,7 +197,7 @@ def check_decoder_inputs(joint, predictor, rows):
 
     def search(*inputs):
         loss, lengths = jax_rnnt.RNNTLoss(), jnp.full(B, 2)
-        return decode.greedy(loss, *inputs, lengths, 5, max_symbols=2, ilm_weight=0.5)[:-1]
+        return decoding.greedy(loss, *inputs, lengths, 5, max_symbols=2, ilm_weight=0.5)[:-1]
 
     found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0][:, :2])
     plain = jax.jit(lambda x: search(joint, predictor, x))(rows[0][:, :2])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import decoding
 import family
 from decoding import EXACT, MOST, Model, assert_same
 from jax_rnnt import DecodingRules, HATLoss, MonotonicRNNTLoss, RNNTLoss, TDTLoss, TransducerLoss, decode, lattices
@@ -72,9 +73,9 @@ SHOWN = {"weight": "fusion[0] weight", "arc_weights": "Weighted.decoding() arc_w
 TAKEN = [(verb, name) for name, x in (OPTIONS | ARGUMENTS).items() for verb in x.verbs.split()]
 PAIRS = [(verb, name) for verb, name in TAKEN if (OPTIONS | ARGUMENTS)[name].valid]
 SEARCHES = {
-    "greedy": decode.greedy,
-    "beam": functools.partial(decode.beam, width=4),
-    "sample": functools.partial(decode.sample, key=jax.random.key(0), samples=3),
+    "greedy": decoding.greedy,
+    "beam": functools.partial(decoding.beam, width=4),
+    "sample": functools.partial(decoding.sample, key=jax.random.key(0), samples=3),
 }
 MODEL = Model(family.RNNT)
 
@@ -252,11 +253,11 @@ def test_float32():
     """A number counts as it is in the dtype of scores."""
     predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2), jnp.float32), 1, start=0)
     arguments = RNNTLoss(0), jnp.add, predictor, jnp.zeros((1, 1, 2), jnp.float32), jnp.array([1]), 1
-    run = jax.jit(lambda temperature: decode.greedy(*arguments, temperature=temperature).scores)
+    run = jax.jit(lambda temperature: decoding.greedy(*arguments, temperature=temperature).scores)
     for value in (1e-40, 1e39):
         message = f"greedy: temperature must be finite and above 0 in float32, the dtype of scores, got {value!r}"
         with pytest.raises(ValueError, match=re.escape(message)):
-            decode.greedy(*arguments, temperature=value)
+            decoding.greedy(*arguments, temperature=value)
         assert np.isnan(run(value)).all()
 
 

@@ -89,8 +89,8 @@ def test_errors_come_when_a_search_is_made():
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             search(**options)
-    with pytest.raises(TypeError, match="greedy: unknown argument beam_sizes; it takes loss, "):
-        decode.greedy(None, None, None, *ARRAYS, 4, beam_sizes=3)
+    with pytest.raises(TypeError, match="Search: unknown argument beam_sizes; it takes loss, "):
+        search(beam_sizes=3)
     assert repr(search(window=2)).endswith(", max_labels=4, window=2)")
 
 

@@ -28,8 +28,9 @@ def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: Li
 
 
 def decoders(loss: TDTLoss, joint: LinearJoint, predictor: decode.Predictor, z: jax.Array, n: jax.Array) -> None:
-    assert_type(decode.greedy(loss, joint, predictor, z, n, 10, duration_choice="token_first"), decode.Hypotheses)
-    assert_type(decode.beam(loss, joint, predictor, z, n, 10, 4), decode.Hypotheses)
+    search = decode.Search(loss, joint, predictor, 10, duration_choice="token_first")
+    assert_type(search.greedy(z, n), decode.Hypotheses)
+    assert_type(search.beam(z, n, 4), decode.Hypotheses)
     assert_type(mwer_loss(z, n, "sum"), jax.Array)
 
 
@@ -46,5 +47,5 @@ def mistakes(loss: RNNTLoss, z: jax.Array, n: jax.Array, joint: LinearJoint) -> 
     loss.label_log_probs(z, n, n, n, label_windows="all")  # type: ignore[arg-type]
     loss.arc_log_probs(joint, n, n, n)  # type: ignore[arg-type]
     loss.validate(z, n, n, "lengths")  # type: ignore[arg-type]
-    decode.greedy(RNNTLoss, joint, joint, z, n, 10)  # type: ignore[arg-type]
-    decode.greedy(loss, "joint", joint, z, n, 10)  # type: ignore[arg-type]
+    decode.Search(RNNTLoss, joint, joint, 10)  # type: ignore[arg-type]
+    decode.Search(loss, "joint", joint, 10).greedy(z, n)  # type: ignore[arg-type]

@@ -9,10 +9,11 @@ from jax import export
 
 import batches
 import compare
+import decoding
 import family
 import jax_rnnt
 import platforms
-from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss, decode
+from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss
 
 pytestmark = pytest.mark.no_kernel
 
@@ -128,7 +129,7 @@ def test_symbolic_search(search, kind, flax_promotion):
 
     def f(encoder, lengths, targets):
         networks = joint.decoder_inputs(predictor, encoder)
-        found = getattr(decode, search)(TDTLoss((0, 2)), *networks, lengths, 5, **options)
+        found = decoding.found(search, TDTLoss((0, 2)), *networks, lengths, 5, **options)
         return found[:-1], predictor(targets)
 
     encoder = np.random.default_rng(0).normal(size=(3, 7, 4)).astype(np.float32)

@@ -6,7 +6,6 @@ B utterances, T frames, E and P the widths of encoder and predictor rows, V clas
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import numbers
 import typing
 from collections.abc import Callable, Sequence
@@ -144,10 +143,8 @@ class Search:
     start: int | None = None
 
     def __post_init__(self):
-        self._check("Search")
-
-    def _check(self, function: str) -> None:
         """Checks the options before there are utterances; a Flax NNX module becomes a pytree of its parameters."""
+        function = "Search"
         _options.sizes(function, max_labels=self.max_labels, window=self.window)
         self._scoring(function)
         self._models(function)
@@ -283,6 +280,16 @@ class Search:
         ----------
         Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
         Saon, Tüske and Audhkhasi, "Alignment-Length Synchronous Decoding for RNN Transducer", ICASSP 2020.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss, decode
+        >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+        >>> search = decode.Search(RNNTLoss(blank=0), jnp.add, predictor, max_labels=2)
+        >>> lists = search.beam(jnp.log(jnp.array([[[0.5, 0.3, 0.2]]])), jnp.array([1]), width=3)
+        >>> lists.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(lists.scores[0])]
+        ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
         """
         self._refuse_unused("beam")
         more = merge, threshold, length_norm, exact_end, state, frames_at_once
@@ -344,6 +351,22 @@ class Search:
         See Also
         --------
         mwer_loss : The expected number of errors of a list.
+
+        Examples
+        --------
+        One frame that emits a label with probability 0.2, and then another one:
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss, decode
+        >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
+        >>> search = decode.Search(RNNTLoss(blank=0), jnp.add, predictor, max_labels=5)
+        >>> frame = jnp.log(jnp.array([[[0.8, 0.2]]]))
+        >>> drawn = search.sample(frame, jnp.array([1]), jax.random.key(0), samples=4000)
+        >>> bool(abs((drawn.counts == 0).mean() - 0.8) < 0.03)
+        True
+        >>> [round(float(jnp.exp(drawn.scores[drawn.counts == n][0])), 3) for n in (0, 1, 2)]
+        [0.8, 0.16, 0.032]
         """
         self._refuse_unused("sample")
         return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end)
@@ -422,160 +445,3 @@ def _unflatten(structure: _Structure, leaves):
 
 
 jax.tree_util.register_pytree_node(Search, _flatten, _unflatten)
-
-
-# ----------------------------------------------------------------------------------------------------------- functions
-
-
-def _search(function: str, *model, **options) -> Search:
-    """Search(*model, **options), whose errors name `function`."""
-    fields = {f.name: f.default for f in dataclasses.fields(Search)} | options
-    fields |= dict(zip(fields, model))
-    search = _pytree.make(Search, fields.keys(), fields.values())
-    search._check(function)
-    return search
-
-
-Function = typing.TypeVar("Function", bound=Callable[..., Hypotheses])
-
-
-def _with_options(function: Function) -> Function:
-    """The function, which takes the options of `Search` and shows them in its signature."""
-    options = [x for x in inspect.signature(Search).parameters.values() if x.kind is x.KEYWORD_ONLY]
-    known = [x for x in inspect.signature(function).parameters.values() if x.kind is not x.VAR_KEYWORD]
-    wrapper = _keywords.keywords(function, [x.name for x in options])
-    wrapper.__signature__ = inspect.Signature([*known, *options], return_annotation=Hypotheses)  # type: ignore[attr-defined]
-    return wrapper
-
-
-@_with_options
-def greedy(
-    loss: TransducerLoss,
-    joint: Joint,
-    predictor: Any,
-    encoder_out: jax.Array,
-    lengths: jax.Array,
-    max_labels: int,
-    *,
-    exact_end: bool | jax.Array = False,
-    state: Any = None,
-    **options: Any,
-) -> Hypotheses:
-    """``Search(loss, joint, predictor, max_labels, **options).greedy(encoder_out, lengths, ...)``.
-
-    Parameters
-    ----------
-    loss, joint, predictor, max_labels, **options
-        As for `Search`.
-    encoder_out, lengths, exact_end, state
-        As for `Search.greedy`.
-
-    Returns
-    -------
-    Hypotheses
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss, decode
-    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
-    >>> frames = jnp.array([[[0.0, 5.0, 1.0], [5.0, 0.0, 1.0]]])
-    >>> decode.greedy(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([2]), 2, max_symbols=1).labels.tolist()
-    [[1, -1]]
-    """
-    search = _search("greedy", loss, joint, predictor, max_labels, **options)
-    return search.greedy(encoder_out, lengths, exact_end=exact_end, state=state)
-
-
-@_with_options
-def beam(
-    loss: TransducerLoss,
-    joint: Joint,
-    predictor: Any,
-    encoder_out: jax.Array,
-    lengths: jax.Array,
-    max_labels: int,
-    width: int,
-    *,
-    merge: bool = True,
-    threshold: float | jax.Array | None = None,
-    length_norm: float | jax.Array = 0.0,
-    exact_end: bool | jax.Array = False,
-    state: Any = None,
-    frames_at_once: int = 1,
-    **options: Any,
-) -> Hypotheses:
-    """``Search(loss, joint, predictor, max_labels, **options).beam(encoder_out, lengths, width, ...)``.
-
-    Parameters
-    ----------
-    loss, joint, predictor, max_labels, **options
-        As for `Search`.
-    encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state, frames_at_once
-        As for `Search.beam`.
-
-    Returns
-    -------
-    Hypotheses
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss, decode
-    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
-    >>> frames = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
-    >>> lists = decode.beam(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([1]), max_labels=2, width=3)
-    >>> lists.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(lists.scores[0])]
-    ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
-    """
-    search = _search("beam", loss, joint, predictor, max_labels, **options)
-    more = dict(merge=merge, threshold=threshold, length_norm=length_norm, exact_end=exact_end, state=state)
-    return search.beam(encoder_out, lengths, width, **more, frames_at_once=frames_at_once)
-
-
-@_with_options
-def sample(
-    loss: TransducerLoss,
-    joint: Joint,
-    predictor: Any,
-    encoder_out: jax.Array,
-    lengths: jax.Array,
-    max_labels: int,
-    key: jax.Array,
-    *,
-    samples: int,
-    top_k: int | jax.Array | None = None,
-    top_p: float | jax.Array = 1.0,
-    exact_end: bool | jax.Array = False,
-    **options: Any,
-) -> Hypotheses:
-    """``Search(loss, joint, predictor, max_labels, **options).sample(encoder_out, lengths, key, ...)``.
-
-    Parameters
-    ----------
-    loss, joint, predictor, max_labels, **options
-        As for `Search`.
-    encoder_out, lengths, key, samples, top_k, top_p, exact_end
-        As for `Search.sample`.
-
-    Returns
-    -------
-    Hypotheses
-
-    Examples
-    --------
-    One frame that emits a label with probability 0.2, and then another one:
-
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss, decode
-    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
-    >>> model = RNNTLoss(blank=0), jnp.add, predictor, jnp.log(jnp.array([[[0.8, 0.2]]])), jnp.array([1])
-    >>> drawn = decode.sample(*model, 5, jax.random.key(0), samples=4000)
-    >>> bool(abs((drawn.counts == 0).mean() - 0.8) < 0.03)
-    True
-    >>> [round(float(jnp.exp(drawn.scores[drawn.counts == n][0])), 3) for n in (0, 1, 2)]
-    [0.8, 0.16, 0.032]
-    """
-    search = _search("sample", loss, joint, predictor, max_labels, **options)
-    return search.sample(encoder_out, lengths, key, samples=samples, top_k=top_k, top_p=top_p, exact_end=exact_end)
