@@ -205,7 +205,7 @@ def test_arguments_of_a_subclass():
 
 def test_unknown_arguments_of_every_name():
     """Of functions, classes and methods alike."""
-    results = jax_rnnt.Alignment, jax_rnnt.Spot, decode.FoundPhrase, decode.Hypotheses, decode.Predictor
+    results = jax_rnnt.Alignment, decode.FoundPhrase, decode.Hypotheses, decode.Predictor
     made = [getattr(module, name) for module in (jax_rnnt, decode, metrics, timing) for name in module.__all__]
     made += [getattr(jax_rnnt.RNNTLoss(), name) for name in QUESTIONS]
     made += [getattr(decode.Search, name) for name in ("greedy", "beam", "sample")]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_rnnt import *  # noqa: F403
-from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, Spot, TDTLoss, decode, mwer_loss, rnnt_loss
+from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, TDTLoss, decode, mwer_loss, rnnt_loss
 
 
 def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: LinearJoint) -> None:
@@ -21,7 +21,6 @@ def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: Li
     assert_type(loss.label_frames(z, y, n, n, label_windows=y), jax.Array)
     assert_type(loss.latency(z, y, n, n), jax.Array)
     assert_type(loss.label_log_probs(z, y, n, n), jax.Array)
-    assert_type(loss.spot(z, y, n, n), Spot)
     assert_type(loss.arc_log_probs(z, y, n, n), dict[str, jax.Array])
     loss.validate(z, y, n, n)
     assert_type(loss(PackedLogits(z), y, n, n), jax.Array)  # noqa: F405 (a name of `*`)
