@@ -106,11 +106,16 @@ def _sharding_rule(num_batch_dims: int, operands, results) -> str:
     return f"#sdy.op_sharding_rule<({left})->({right}) {{{factors}}}{need}, custom>"
 
 
-def no_pallas(ctx) -> str | None:
-    """Why Pallas cannot run here at all."""
+def too_old_for_pallas() -> str | None:
+    """Why this JAX runs no kernel in Pallas."""
     if jax.__version_info__ < PALLAS:
         return f"the TPU kernels need jax {'.'.join(map(str, PALLAS))}, got {jax.__version__}"
-    return no_parts(ctx, "the TPU kernels")
+    return None
+
+
+def no_pallas(ctx) -> str | None:
+    """Why Pallas cannot run here at all."""
+    return too_old_for_pallas() or no_parts(ctx, "the TPU kernels")
 
 
 def no_parts(ctx, kernels: str) -> str | None:

@@ -142,7 +142,7 @@ def build(platform: str) -> str:
 
 def folder() -> pathlib.Path:
     """The user's cache, where verdicts are."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
+    base: str | pathlib.Path = os.environ.get("XDG_CACHE_HOME", "")
     if sys.platform == "win32":
         base = base or os.environ.get("LOCALAPPDATA", "")
     if not os.path.isabs(base):  # the standard says that a relative one counts nothing

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
+from jax_rnnt._xla.loading import JOINT
 from jax_rnnt.emissions._emission import Rows, has_nan
 from jax_rnnt.layouts import _joint_cuda, _joint_pallas, _joint_plan
 from jax_rnnt.layouts._joint_networks import Linear, LinearJoint, split, sum_dtype
