@@ -16,7 +16,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
-SOURCES = ("softmax_emission", "lattice", "skip_lattice", "joint", "search")
+SOURCES = ("softmax_emission", "lattice", "skip_lattice", "joint")
 OPTIONS = ["-std=c++17", "-O3", "--extended-lambda", "--expt-relaxed-constexpr", f"-I{ROOT}"]
 
 

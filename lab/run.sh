@@ -107,7 +107,7 @@ case $mode in
     JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q lab/tests/test_gpu_compile.py "$@"
     ;;
   searches)
-    emulated '.[test]' 'jax[cuda13-local]' 'jax[tpu]'
+    environment "$PYTHON" '.[test]' 'jax[cuda13-local]' 'jax[tpu]'
     JAX_RNNT_REQUIRE=searches build/searches/bin/pytest -q lab/tests/test_searches.py
     build/searches/bin/python lab/benchmarks/searches.py "$@"
     ;;

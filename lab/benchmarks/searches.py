@@ -200,17 +200,10 @@ def kinds(thunk, kind, graph=False):
         yield from kinds(inside, kind, graph or inside.kind == "CommandBuffer")
 
 
-def calls(thunk):
-    """Whether custom calls are inside, but not in a loop inside."""
-    inside = (x for x in thunk.all_inside() if x.kind != "While")
-    return any(x.kind == "CustomCall" or calls(x) for x in inside)
-
-
 def step_counts(program):
     """What a turn of the loop that does most in the program does."""
     all_loops = [*kinds(program, "While")]
-    # The kernels of the searches, where there are any, are in the loop over steps.
-    loop, graph = max(all_loops, key=lambda found: (calls(found[0]), launches(found[0], loops=False)))
+    loop, graph = max(all_loops, key=lambda found: launches(found[0], loops=False))
     around = [launches(x) - launches(loop) for x, _ in all_loops if loop in (y for y, _ in kinds(x, "While"))]
     loops, branches = ([*kinds(loop, kind, graph)] for kind in ("While", "Conditional"))
     waits = sum(not inside for _, inside in [(loop, graph), *loops, *branches])
