@@ -413,7 +413,7 @@ __global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable tab
 
 // -------------------------------------------------------------------------------------------------------------- host
 
-// Whether the current device has the instructions. A wheel has no code of this file for others.
+// Whether the current device has the instructions.
 bool HasTensorCores() {
   int device = 0, major = 0;
   return cudaGetDevice(&device) == cudaSuccess &&
