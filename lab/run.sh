@@ -19,6 +19,7 @@
 # Further arguments are those of pytest, or of the program. ONLY=avx2: the CPU kernels for that instruction set alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export JAX_RNNT_KERNELS=all # no device has shown that the kernels of joint networks and those of TPUs are right
 PYTHON=${PYTHON:-python3} CXX=${CXX:-g++} FREE=${FREE:-python3.14t}
 mode=${1-}
 shift || true

@@ -1,9 +1,9 @@
 """The one folder that knows JAX's machinery: custom calls, primitives, lowering, jaxprs and their types.
 
-`loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `primitive` binds one as a
-primitive, `grouped` and `local` make one of plain JAX that the partitioner splits by the batch, `retracing` evaluates a
-function where it was not traced, and `avals` has the mesh axes and shardings of types. No other file imports these from
-JAX: `tests/tools/test_public.py`.
+`loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `proof` whether a device has
+shown that they are right, `primitive` binds one as a primitive, `grouped` and `local` make one of plain JAX that the
+partitioner splits by the batch, `retracing` evaluates a function where it was not traced, and `avals` has the mesh axes
+and shardings of types.
 """
 
 from jax_rnnt._xla.avals import explicit_axes as explicit_axes
