@@ -589,7 +589,7 @@ def recordings(path):
 
 def key_of(file):
     """What an audio file and its text have in common."""
-    return file.parent, composed(file.stem)
+    return composed(str(file.parent)), composed(file.stem)
 
 
 def beside(path):
@@ -607,8 +607,8 @@ def beside(path):
             for file in lists for i, line in lines_of(file)]  # fmt: skip
     said += [(x.name, x.parent, x.stem, text_of(x)) for x in texts if x not in lists]
     for line, parent, name, text in said:
-        file = files.get((parent, composed(name)))
-        first = unused.pop((parent, composed(name)), None)
+        key = composed(str(parent)), composed(name)
+        file, first = files.get(key), unused.pop(key, None)
         try:
             leave_out_if(file is None, "a text without its audio file")
             leave_out_if(first is None, "a second text for the same audio file")

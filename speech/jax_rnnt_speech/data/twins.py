@@ -33,10 +33,14 @@ def lists():
     return manifests.LISTS
 
 
-def once(paths):
-    """The paths, but of those that stand for the same thing one; a line says so. Raises where they differ."""
+def once(paths, same=False):
+    """The paths, but of those that stand for the same thing one; a line says so. Raises where they differ.
+
+    `same`: all of them do, whatever their names are.
+    """
     paths, found = [Path(x) for x in paths], set()
-    for _, group in itertools.groupby(sorted(filter(Path.is_file, paths), key=key), lambda x: key(x)[:3]):
+    some = paths if same else sorted(filter(Path.is_file, paths), key=key)
+    for _, group in itertools.groupby(some, lambda x: same or key(x)[:3]):
         first, *others = group
         for x in others:
             if not plain(x)[1] and content(x) != content(first):

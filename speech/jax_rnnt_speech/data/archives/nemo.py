@@ -37,8 +37,8 @@ def manifest_of(tar):
     if alone := own(tar):
         if common:
             say(f"{tar.parent}: the manifest of each tar is read, such as {alone[0].name}, and not {common[0].name}")
-        return once(alone)[0]
-    return once(common)[0] if common else None
+        return once(alone, same=True)[0]
+    return once(common, same=True)[0] if common else None
 
 
 def tars_of(manifest):
