@@ -32,6 +32,12 @@ KINDS = TARS + FILES
 NFC, NFD = ("é/ü", "é/o"), tuple(unicodedata.normalize("NFD", x) for x in ("é/ü", "é/o"))
 
 
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch):
+    """Waiting for the disk would be half of the time."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 def tone(hertz):
     """A quarter of a second in a WAV file."""
     file = io.BytesIO()

@@ -4,12 +4,17 @@ import os
 import re
 import struct
 
+INITIAL = re.escape(bytes(x for x in range(256) if x & 8))  # of the flags of WavPack: the first block of a moment
 # Begins of files that FFmpeg reads once, where several are joined. Patterns of which each begins in one way are fast.
 JOINED = (
     *(name + rb".{4}WAVE[ -~]{4}" for name in (b"RIFF", b"RIFX", b"RF64", b"BW64")),
     *(rb"FORM.{4}AIF[FC]", rb"riff\x2e\x91\xcf\x11", rb"caff\0\x01\0\0desc"),
-    *(rb"fLaC[\0\x80]\0\0\x22", rb"\0\0\0.ftyp[ -~]{4}"),
+    *(rb"fLaC[\0\x80]\0\0\x22", rb"\0\0\0.ftyp[ -~]{4}", rb"RIFF.{4}AVI LIST", rb"FLV\x01[\1\4\5]\0\0\0\x09"),
+    *(rb"\.snd\0\0.{6}\0\0\0[\1-\x1b]", rb"TTA1[\1-\3]\0", rb"NIST_1A\n   \d{4}\n", rb"Creative Voice F"),
+    rb"0&\xb2u\x8ef\xcf\x11\xa6\xd9\0\xaa\0\x62\xce\x6c",
+    rb"wvpk.{12}\0\0\0\0.{5}[" + INITIAL + b"]",
 )
+BEGIN = 32  # bytes of which a pattern has fewer
 # FFmpeg neither says where a header ends the samples, nor doubts it. Chunks by the first bytes of a file: the form of
 # name and size, where the first is, how many bytes of these the size counts, and to which multiple it is filled up.
 CHUNKS = {
@@ -63,14 +68,14 @@ class Part:
 def begins(file):
     """Where the files begin that are joined in a file, of kinds of which FFmpeg reads the first alone."""
     file.seek(0)
-    start, found, tail, place = file.read(16), {0}, b"", 0
+    start, found, tail, place = file.read(BEGIN), {0}, b"", 0
     for pattern in JOINED:
         if re.match(pattern, start, re.DOTALL):
             file.seek(0)
             while more := file.read(2**20):
                 data = tail + more
                 found |= {place - len(tail) + x.start() for x in re.finditer(pattern, data, re.DOTALL)}
-                tail, place = data[-20:], place + len(more)
+                tail, place = data[1 - BEGIN :], place + len(more)
     return sorted(found)
 
 
