@@ -377,6 +377,15 @@ def test_names_of_files_and_segments(tmp_path, refused):
             audio.read(tmp_path / name, RATE)
         assert error.value.reason == reason
 
+    for name in ("ü.wav", f"{NFD[0][3:]}.wav"):  # whatever the disk has
+        assert len(audio.read(tmp_path / name, RATE)) == RATE // 4
+    for i, kind in enumerate(("web", "folder", "manifest")):
+        forms = NFC[0], NFD[0]
+        source = built(kind, tmp_path / kind / forms[i % 2], *both("a", "b"))
+        other = Path(str(source).replace(*forms[:: 1 - 2 * (i % 2)]))
+        for named in (other, f"{other}*"):
+            assert heard(named, tmp_path) == ([400, 440], {}) and manifests.is_list(Path(named))
+
     def cut(names, lines, form="rttm"):
         (tmp_path / f"t.{form}").write_text("".join(f"{x}\n" for x in lines))
         whole = [manifests.Entry(str(tmp_path / x), tmp_path / x, "") for x in names]

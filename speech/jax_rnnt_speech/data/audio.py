@@ -83,6 +83,7 @@ def opened(path):
             raise AudioError(path, "an empty file")
         return contextlib.nullcontext(path)
     try:
+        path = names.actual(path)
         kind = os.stat(path).st_mode
         if stat.S_ISDIR(kind):
             raise AudioError(path, "a folder, not a file")

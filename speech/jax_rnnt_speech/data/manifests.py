@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jax_rnnt_speech.data import twins
-from jax_rnnt_speech.data.names import SUFFIXES, composed, is_hidden, listing
+from jax_rnnt_speech.data.names import SUFFIXES, actual, composed, is_hidden
 from jax_rnnt_speech.system import UserError, reason
 
 AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file", "audio_path", "audio_file", "wav",
@@ -86,7 +86,7 @@ def is_list(path):
     """Whether `read` takes it for a list of recordings, and not for one."""
     from jax_rnnt_speech.data import archives
 
-    known = path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
+    known = actual(path).is_dir() or path.name in KALDI or suffix_of(path) in LISTS
     return known or archives.is_archive(path) or archives.is_pattern(path)
 
 
@@ -107,7 +107,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
     """
     from jax_rnnt_speech.data import archives  # which reads lines of manifests
 
-    path, several = Path(path), archives.is_pattern(path)
+    path, several = actual(Path(path)), archives.is_pattern(path)
     if several:
         for x, shards in archives.sources(path):
             yield from read(x, audio_column, text_column, speaker_column, texts, alone, shards)
@@ -387,7 +387,7 @@ def speaker(row, notes, keys=SPEAKER_KEYS):
     try:
         if isinstance(x, (int, float)) or (isinstance(x, str) and re.fullmatch(r"\d+\.0+", x)):
             return str(x if as_integer(x) is None else as_integer(x))
-        return "" if x is None else encodable(x, "the speaker")
+        return "" if x is None else composed(encodable(x, "the speaker"))
     except LineError as error:
         notes.append(str(error).replace("no string of characters", "no name"))
         return ""
@@ -413,19 +413,9 @@ def located(name, manifest):
     if os.path.isfile(usual := os.path.join(manifest.parent, name)):
         return Path(usual)
     places = manifest.parent, manifest.parent / "clips", Path()
-    found = next((file for x in places if (file := there(x, name))), None)
+    found = next((file for x in places if is_file(file := actual(x / name))), None)
     other = name.replace("\\", os.sep) if found or not re.match("~|[A-Za-z][A-Za-z0-9+.-]+:/", name) else local(name)
-    return found or next((file for x in places if (file := there(x, other))), manifest.parent / other)
-
-
-def there(place, name):
-    """The file of a name in a folder, with accents in whatever form, or None."""
-    if is_file(place / name) or name.isascii():
-        return place / name if is_file(place / name) else None
-    for part in Path(name).parts:
-        exact = place / part
-        place = exact if part == ".." or exact.exists() else place / listing(place)[0].get(composed(part), part)
-    return place if is_file(place) else None
+    return found or next((file for x in places if is_file(file := actual(x / other))), manifest.parent / other)
 
 
 def local(name):

@@ -9,6 +9,7 @@ import functools
 import os
 import re
 import unicodedata
+from pathlib import Path
 
 # Of the forms that `audio` reads; names of them that are also those of pictures or subtitles are left out.
 SUFFIXES = {".3g2", ".3gp", ".aac", ".ac3", ".aif", ".aifc", ".aiff", ".amr", ".ape", ".asf", ".au", ".avi", ".caf",
@@ -45,6 +46,25 @@ def listed(folder, _changed):
     for x in known:
         stems[os.path.splitext(x)[0].lower()].append(x)
     return known, stems
+
+
+def actual(path):
+    """The path with its accents in the form that they have on the disk, if there is something; otherwise as it is."""
+    path = Path(path)
+    if str(path).isascii() or exists(path):
+        return path
+    place = Path()
+    for part in path.parts:
+        exact = place / part
+        place = exact if part == ".." or exists(exact) else place / listing(place)[0].get(composed(part), part)
+    return place
+
+
+def exists(path):
+    try:
+        return os.path.lexists(path)
+    except ValueError:  # of characters that no name can have
+        return False
 
 
 def parts(name):

@@ -7,12 +7,13 @@ is one, and `shards` are its shards. The first kind that takes a path has it.
 import glob
 import os
 import re
+import unicodedata
 from pathlib import Path
 
 from jax_rnnt_speech.data import manifests
 from jax_rnnt_speech.data.archives import lists, nemo, parquet, shar, tars
 from jax_rnnt_speech.data.manifests import ListError
-from jax_rnnt_speech.data.names import is_hidden
+from jax_rnnt_speech.data.names import actual, is_hidden
 from jax_rnnt_speech.data.twins import once, say
 
 KINDS = shar, nemo, tars, parquet
@@ -22,18 +23,21 @@ RANGE = re.compile(r"(?:_OP_|\{)(\d+)\.\.(\d+)(?:_CL_|\})")
 def expanded(name):
     """The names that a pattern or a range is for; a name that is neither by itself."""
     name = str(name)
-    if os.path.exists(name):
-        return [name]
+    if os.path.exists(found := actual(name)):
+        return [str(found)]
     if found := RANGE.search(name):
         first, last = int(found[1]), int(found[2])
         width = len(found[1]) if found[1].startswith("0") else 0
         names = [name[: found.start()] + f"{i:0{width}}" + name[found.end() :] for i in range(first, last + 1)]
-        names = [y for x in names for y in (expanded(x) if RANGE.search(x) else [x])]
+        names = [y for x in names for y in (expanded(x) if RANGE.search(x) else [str(actual(x))])]
         if missing := [x for x in names if not os.path.exists(x)]:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ListError(name, f"lacks {len(missing)} of {len(names)} files: {', '.join(missing[:3])}{more}")
         return names
-    found = sorted(x for x in glob.glob(name, recursive=True) if is_hidden(name) or not is_hidden(x))
+    forms = dict.fromkeys([name, *(unicodedata.normalize(x, name) for x in ("NFC", "NFD"))])
+    found = sorted(
+        {x for form in forms for x in glob.glob(form, recursive=True) if is_hidden(name) or not is_hidden(x)}
+    )
     if not found and glob.has_magic(name):
         raise ListError(name, "matches no file")
     return list(map(str, once(found))) or [name]
@@ -41,7 +45,7 @@ def expanded(name):
 
 def is_pattern(name):
     """Whether several files may be meant."""
-    return not os.path.exists(name) and bool(RANGE.search(str(name)) or glob.has_magic(str(name)))
+    return not os.path.exists(actual(name)) and bool(RANGE.search(str(name)) or glob.has_magic(str(name)))
 
 
 def weighted(name):
