@@ -179,6 +179,9 @@ def decoded(path, part):
             stream = container.streams.best("audio") or container.streams.audio[0]
             if stream.codec_context is None:
                 raise AudioError(path, CUT if headers.atoms_are_cut(part) else "audio of an unknown codec")
+            if (container.format.name, stream.codec_context.name) == ("caf", "alac"):
+                # The last packet is as long as its audio: what FFmpeg would cut from it as padding is none.
+                stream.codec_context.flags2 |= av.codec.context.Flags2.skip_manual
             bases = [float(x.time_base or 0) for x in container.streams]  # fractions are slow
             for packet in packets_of(container):
                 if packet.pts is not None:
