@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _xla
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
@@ -28,6 +28,7 @@ from jax_rnnt.decode.search._symbols import Move, Scoring, Symbols
 from jax_rnnt.emissions import Softmax
 
 
+@_pytree.exportable("GreedyStream")
 class Stream(typing.NamedTuple):
     """Where a part of a stream ended."""
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_rnnt import _keywords, _pytree
 from jax_rnnt.decode._hypotheses import Hypotheses
-from jax_rnnt.decode._model import switched_off
+from jax_rnnt.decode._model import constant, switched_off
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._predictor import Predictor
 from jax_rnnt.decode.search import _beam, _greedy, _options, _parallel, _sample
@@ -221,7 +221,7 @@ class Search:
         Xu, Bataev, Jia and Ginsburg, "Label-Looping: Highly Efficient Decoding for Transducers", 2024,
         arXiv:2406.06220.
         """
-        return _greedy.run(self, encoder_out, lengths, exact_end, state)
+        return _greedy.run(constant(self), encoder_out, lengths, exact_end, state)
 
     @_keywords.keywords
     def beam(
@@ -287,7 +287,7 @@ class Search:
         """
         self._refuse_unused("beam")
         more = merge, threshold, length_norm, exact_end, state, frames_at_once
-        return _beam.run(self, encoder_out, lengths, width, *more)
+        return _beam.run(constant(self), encoder_out, lengths, width, *more)
 
     @_keywords.keywords
     def sample(
@@ -347,7 +347,7 @@ class Search:
         mwer_loss : The expected number of errors of a list.
         """
         self._refuse_unused("sample")
-        return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end)
+        return _sample.run(constant(self), encoder_out, lengths, key, samples, top_k, top_p, exact_end)
 
     @_keywords.keywords
     def parallel(
@@ -389,7 +389,7 @@ class Search:
         arXiv:2410.02597.
         """
         self._refuse_unused("parallel")
-        return _parallel.run(self, encoder_out, lengths, rounds, exact_end)
+        return _parallel.run(constant(self), encoder_out, lengths, rounds, exact_end)
 
 
 # ------------------------------------------------------------------------------------------------------------ a pytree
