@@ -105,7 +105,10 @@ def of_header(recording):
         begin = recording.place if member else 0
         end = begin + recording.size if member else file.seek(0, os.SEEK_END)
         part = headers.Part(file, begin, end)
-        return headers.seconds(file.read(storage.HEAD), end - begin) or probed(recording, part)
+        if known := headers.seconds(file.read(storage.HEAD), end - begin):
+            return known
+        headers.correct(part)
+        return probed(recording, part)
 
 
 def probed(recording, part):
@@ -116,12 +119,15 @@ def probed(recording, part):
     """
     import av
 
-    start = part.at(0, 4096)
+    start, (form, options) = part.at(0, 4096), part.raw or (None, {"format_whitelist": audio.FORMATS})
     part.seek(0)
-    part.name, options = os.path.basename(str(recording)), {"format_whitelist": audio.FORMATS}
-    with contextlib.suppress(av.error.FFmpegError), av.open(part, options=options, **audio.TAGS) as container:
+    part.name = os.path.basename(str(recording))
+    with (
+        contextlib.suppress(av.error.FFmpegError),
+        av.open(part, format=form, options=options, **audio.TAGS) as container,
+    ):
         kind = container.format.name
-        stated = kind in STATED or (kind == "mp3" and headers.frames_of_mp3(start) is not None)
+        stated = part.raw or kind in STATED or (kind == "mp3" and headers.frames_of_mp3(start) is not None)
         if stated and container.duration:
             return -container.duration / av.time_base
         stream = container.streams.best("audio") or container.streams.audio[0]
