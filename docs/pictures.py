@@ -142,8 +142,8 @@ def beam():
         for place, letter in enumerate(letters):
             heard[:, ord(letter) - ord("a") + 1] += np.maximum(0, 9 - place - 8 * np.abs(np.arange(FRAMES) - middle))
     predictor = decode.stateless_predictor(lambda labels: jax.numpy.zeros((len(labels), 27)), 1, start=27)
-    inputs = jax.numpy.add, predictor, heard[None], np.array([FRAMES])  # the joint network only adds
-    found = decode.beam(MonotonicRNNTLoss(blank=0), *inputs, max_labels=20, width=6)
+    search = decode.Search(MonotonicRNNTLoss(blank=0), jax.numpy.add, predictor, max_labels=20)  # the joint only adds
+    found = search.beam(heard[None], np.array([FRAMES]), width=6)
     plot.draw_beam(found, texts=["", *"abcdefghijklmnopqrstuvwxyz"], **CLOCK, ax=axes(2.2))
 
 

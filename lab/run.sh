@@ -19,6 +19,7 @@
 # Further arguments are those of pytest, or of the program. ONLY=avx2: the CPU kernels for that instruction set alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export JAX_RNNT_KERNELS=all # no device has shown that the kernels of joint networks and those of TPUs are right
 PYTHON=${PYTHON:-python3} CXX=${CXX:-g++} FREE=${FREE:-python3.14t}
 mode=${1-}
 shift || true
@@ -108,7 +109,7 @@ case $mode in
     JAX_RNNT_REQUIRE=gpu-compile JAX_PLATFORMS=cpu build/gpu-compile/bin/pytest -q lab/tests/test_gpu_compile.py "$@"
     ;;
   searches)
-    emulated '.[test]' 'jax[cuda13-local]' 'jax[tpu]'
+    environment "$PYTHON" '.[test]' 'jax[cuda13-local]' 'jax[tpu]'
     JAX_RNNT_REQUIRE=searches build/searches/bin/pytest -q lab/tests/test_searches.py
     build/searches/bin/python lab/benchmarks/searches.py "$@"
     ;;

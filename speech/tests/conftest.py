@@ -12,6 +12,7 @@ import contextlib
 import gc
 import io
 import json
+import signal
 
 import chex
 import jax
@@ -30,6 +31,17 @@ def pytest_configure(config):
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR") and hasattr(config, "cache"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.fixture
+def signals():
+    """Ctrl-C and SIGTERM are heard as usual, also where a script has started the tests in its background."""
+    before = {x: signal.signal(x, handler) for x, handler in (
+        (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL),
+    )}  # fmt: skip
+    yield
+    for x, handler in before.items():
+        signal.signal(x, handler)
 
 
 @pytest.fixture

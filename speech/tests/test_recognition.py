@@ -110,8 +110,10 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
         np.testing.assert_allclose([x[:2] for x in words], [x[:2] for x in expected], atol=1e-9)
     monkeypatch.setattr(windows, "WINDOW", 0.5)
     pieces, seen = iter(np.split(samples, [5000, 6000])), []
-    (long,) = recognise.transcribe(model, [("a", pieces)], decoding, lambda _, x: seen.append([*x.labels]) or True)
+    watch, seconds = (lambda _, x: seen.append([*x.labels]) or True), []
+    (long,) = recognise.transcribe(model, [("a", pieces)], decoding, watch, seconds.append)
     assert long.text == whole.text and long.duration == whole.duration
+    assert len(seconds) > 1 and min(seconds) >= 0 and sum(seconds) == pytest.approx(len(samples) / 8000)
     assert len(seen) == 4 and all(x == whole.labels[: len(x)] for x in seen) and seen[-1] == whole.labels
     pieces = iter(np.split(samples, [5000, 6000]))
     (long,) = recognise.transcribe(model, [("a", pieces)], decoding, lambda *_: False)

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import av
 import numpy as np
 
-from jax_rnnt_speech.data import headers
+from jax_rnnt_speech.data import headers, names
 from jax_rnnt_speech.data.features import scaled
+from jax_rnnt_speech.data.names import composed
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.system import UserError, say_once
 
@@ -82,6 +83,7 @@ def opened(path):
             raise AudioError(path, "an empty file")
         return contextlib.nullcontext(path)
     try:
+        path = names.actual(path)
         kind = os.stat(path).st_mode
         if stat.S_ISDIR(kind):
             raise AudioError(path, "a folder, not a file")
@@ -91,11 +93,23 @@ def opened(path):
             raise AudioError(path, "an empty file")
         return open(path, "rb")
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with \0 or half of a surrogate pair too
-        raise AudioError(path, "no such file") from None
+        raise AudioError(path, absent(path)) from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise AudioError(path, "no such file") from None
         raise AudioError(path, f"a file that cannot be opened ({error.strerror})", passing=True) from None
+
+
+def absent(path):
+    """Why there is no file of a name, as far as a second look at its folder tells."""
+    if os.path.islink(path):
+        return "a link to a file that is not there"
+    name = composed(os.path.basename(path)).lower()
+    known = names.listing(os.path.dirname(path) or ".")[1].get(os.path.splitext(name)[0], ())
+    if name in [x.lower() for x in known]:
+        return "no such file, but one with other capital letters"
+    suffix = next((x for x in map(os.path.splitext, known) if x[1].lower() in names.SUFFIXES), None)
+    return "no such file" + (f", but {suffix[1]}" if suffix else "")
 
 
 def unreadable(path, error):
@@ -165,6 +179,9 @@ def decoded(path, part):
             stream = container.streams.best("audio") or container.streams.audio[0]
             if stream.codec_context is None:
                 raise AudioError(path, CUT if headers.atoms_are_cut(part) else "audio of an unknown codec")
+            if (container.format.name, stream.codec_context.name) == ("caf", "alac"):
+                # The last packet is as long as its audio: what FFmpeg would cut from it as padding is none.
+                stream.codec_context.flags2 |= av.codec.context.Flags2.skip_manual
             bases = [float(x.time_base or 0) for x in container.streams]  # fractions are slow
             for packet in packets_of(container):
                 if packet.pts is not None:

@@ -16,6 +16,7 @@ from jax_rnnt_speech.config.options import names
 from jax_rnnt_speech.data import archives, audio, augmentation, cache, features, manifests, texts
 from jax_rnnt_speech.data.audio import AudioError
 from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.data.names import actual
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
@@ -152,8 +153,8 @@ def absolute(name):
         return [absolute(x) for x in name]
     if made := by_function(name):
         return ":".join([texts.absolute(made[0]), *map(absolute, made[1])])
-    if name and Path(name).exists():
-        return str(Path(name).resolve())
+    if name and actual(name).exists():
+        return str(actual(name).resolve())
     if archives.is_pattern(name):
         return os.path.abspath(name)
     rest, weight = archives.weighted(name)

@@ -104,16 +104,23 @@ def of_header(recording):
         begin = recording.place if member else 0
         end = begin + recording.size if member else file.seek(0, os.SEEK_END)
         part = headers.Part(file, begin, end)
-        return headers.seconds(file.read(storage.HEAD), end - begin) or probed(recording, part)
+        if known := headers.seconds(file.read(storage.HEAD), end - begin):
+            return known
+        headers.correct(part)
+        return probed(recording, part)
 
 
 def probed(recording, part):
     """Seconds that FFmpeg finds in a header or estimates from a size, below 0."""
     import av
 
+    form, options = part.raw or (None, {"format_whitelist": audio.FORMATS})
     part.seek(0)
-    part.name, options = os.path.basename(str(recording)), {"format_whitelist": audio.FORMATS}
-    with contextlib.suppress(av.error.FFmpegError), av.open(part, options=options, **audio.TAGS) as container:
+    part.name = os.path.basename(str(recording))
+    with (
+        contextlib.suppress(av.error.FFmpegError),
+        av.open(part, format=form, options=options, **audio.TAGS) as container,
+    ):
         if container.duration:
             return -container.duration / av.time_base
     return -audio.seconds(audio.stretches(recording))  # nothing but decoding tells

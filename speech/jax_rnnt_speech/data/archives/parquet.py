@@ -93,7 +93,8 @@ class Parquet(Shard):
     def entries(self, i, sound, inside, known, row, keys):
         name = f"{self.base} row {self.group}.{i}"
         try:
-            manifests.leave_out_if(not inside and not isinstance(known, str), "no audio")
+            none = not inside and not isinstance(known, str)
+            manifests.leave_out_if(none, manifests.ARRAY if holds_arrays(self.path, sound) else "no audio")
             shown = f"{name} ({known})" if isinstance(known, str) else name
             if inside:
                 cell = Cell(self.path, sound, self.group, i)
@@ -133,6 +134,12 @@ def cells_of(path, group, column):
     if any(x.name == "path" for x in kind.fields):
         paths = [x and x.get("path") for x in table_of(path, group, [f"{column}.path"])[column].to_pylist()]
     return [(nulls == 0, x) for x in paths]
+
+
+def holds_arrays(path, column):
+    """Whether a column has lists of numbers in place of audio."""
+    kind = opened(path).schema_arrow.field(column).type
+    return "list" in str(kind) and "bytes" not in [x.name for x in getattr(kind, "fields", ())]
 
 
 def takes(path):
