@@ -91,8 +91,9 @@ FILMS = {
 }  # fmt: skip
 ALONE = {
     "wav": ("wav", "pcm_s16le", 0), "w64": ("w64", "pcm_s16le", 0), "aiff": ("aiff", "pcm_s16be", 0),
-    "caf": ("caf", "pcm_s16be", 0), "au": ("au", "pcm_s16be", 0), "avi": ("avi", "pcm_s16le", 0),
-    "mkv_wv": ("matroska", "wavpack", 0), "avi_mp3": ("avi", "libmp3lame", 1105), "asf": ("asf", "pcm_s16le", 0),
+    "caf": ("caf", "pcm_s16be", 0), "caf_alac": ("caf", "alac", 0), "au": ("au", "pcm_s16be", 0),
+    "avi": ("avi", "pcm_s16le", 0), "mkv_wv": ("matroska", "wavpack", 0), "avi_mp3": ("avi", "libmp3lame", 1105),
+    "asf": ("asf", "pcm_s16le", 0),
     "voc": ("voc", "pcm_s16le", 0), "flac": ("flac", "flac", 0), "oga": ("ogg", "flac", 0), "wv": ("wv", "wavpack", 0),
     "tta": ("tta", "tta", 0), "opus": ("ogg", "libopus", 0), "mp3": ("mp3", "libmp3lame", 0), "m4a": ("ipod", "aac", 0),
     "aac": ("adts", "aac", 1024),
