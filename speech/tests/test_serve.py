@@ -22,6 +22,7 @@ import time
 import types
 import zlib
 
+import jax
 import numpy as np
 import pytest
 
@@ -714,15 +715,19 @@ for size in (7000, 5000, 100, 0):
     x[0, :size], x[0, size:] = np.load(sys.argv[2])[:size], 9
     labels, frames, log_probs, counts = program.call(x, np.array([size, 0, 0], np.int32))
     texts.append("".join(about["labels"][i] for i in labels[0, : counts[0]]))
+assert about["jax"] == jax.__version__
 print(json.dumps(texts))
 """
 
 
 @pytest.mark.slow
-def test_export(served, folder, tmp_path):
-    """A process that cannot import the packages finds the same texts, whatever is behind the samples."""
+def test_export(served, folder, tmp_path, capsys):
+    """A process that cannot import the packages finds the same texts, whatever is behind the samples. The command says
+    which JAX wrote the file, since later ones may refuse it."""
     pytest.importorskip("flatbuffers")
     run(["export", tmp_path / "x.zip", "--model", folder, "--seconds", 1])
+    said = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in said and "six months" in said
     samples = np.random.default_rng(0).normal(0, 0.3, 7000).astype(np.float32)
     np.save(tmp_path / "x.npy", samples)
     command = [sys.executable, "-c", ALONE, tmp_path / "x.zip", tmp_path / "x.npy"]

@@ -1,7 +1,6 @@
 """The arguments that searches share, checked."""
 
 import functools
-import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import take
-from jax_rnnt.decode._model import checked_joint, scores_dtype
+from jax_rnnt.decode._model import checked_joint, constant, scores_dtype
 from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._symbols import Symbols, symbols_of
 from jax_rnnt.layouts import LinearJoint
@@ -26,7 +25,6 @@ class Problem(typing.NamedTuple):
     symbols: Symbols
     joint: Callable  # may leave labels out where the blank is sure (`blank_first`)
     whole_joint: Callable
-    parts: tuple  # (function of rows, what else to add or None) as kernels take logits: `in_parts`
     predictor: Any
     encoder_out: jax.Array  # [B, T, E]
     lengths: jax.Array  # [B], 0 where out of range
@@ -80,7 +78,7 @@ def checked(function, encoder_out, lengths, exact_end):
             got = f"{exact_end.dtype} {tuple(exact_end.shape)}" if hasattr(exact_end, "dtype") else repr(exact_end)
             raise TypeError(f"{function}: exact_end must be True or False, or bool [B] with B = {batch}, got {got}.")
         exact_end = jnp.asarray(exact_end)
-    return encoder_out, lengths, exact_end
+    return constant(encoder_out), lengths, exact_end
 
 
 def on_devices(run, encoder_out, lengths, exact_end, state):
@@ -121,7 +119,9 @@ def prepare(function, search, encoder_out, lengths, exact_end, scoring, width=1,
     ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
 
     def paired(joint, encoder, predictor):
-        return joint(encoder, predictor) if encoder.shape[0] else jnp.zeros((0, layout.classes), dtype)
+        if not encoder.shape[0]:
+            return jnp.zeros((0, layout.classes), dtype)
+        return constant(joint(encoder, predictor))
 
     joint = layout.joint
     # Not with a traced threshold: 1 must be off by value, and XLA rounds the products of another program otherwise.
@@ -129,42 +129,8 @@ def prepare(function, search, encoder_out, lengths, exact_end, scoring, width=1,
     if known and symbols.emission.bernoulli and isinstance(joint, LinearJoint):
         joint = functools.partial(blank_first, symbols, joint)
     pair, whole = functools.partial(paired, joint), functools.partial(paired, layout.joint)
-    parts = in_parts(layout.joint, whole)
-
     arrays = encoder_out, lengths, bad, ends_here
-    return (
-        Problem(function, symbols, pair, whole, parts, predictor, *arrays, layout.classes, labels, dtype),
-        start,
-        first,
-    )
-
-
-def in_parts(joint, whole):
-    """(function, bias [V + D] or None): logits are the sum of the function's parts [S, R, V + D] and the bias.
-
-    Before a custom call a bias would be a kernel of its own. So would the sum of the parts in which XLA computes a
-    product that has few tiles for the processors of a GPU; `whole` makes all logits at once.
-    """
-    if not isinstance(joint, LinearJoint) or joint.weight.dtype != np.float32:
-        return lambda encoder, predictor: whole(encoder, predictor)[None], None
-    units, classes = joint.weight.shape
-    bias = None if joint.bias is None else joint.bias.astype(np.float32)
-
-    def parts(encoder, predictor):
-        rows, size = encoder.shape[0], 64
-        few = rows >= 16 and 2 * math.ceil(rows / size) * math.ceil(classes / size) <= 132
-        count = 4 if few and units % 4 == 0 else 1
-        hidden = joint.activation(encoder.astype(np.float32) + predictor.astype(np.float32))
-        hidden, weight = hidden.reshape(rows, count, -1), joint.weight.reshape(count, -1, classes)
-        return jnp.einsum("rsh,shv->srv", hidden, weight)
-
-    return parts, bias
-
-
-def of_parts(logits, *bias):
-    """Logits [R, V + D] of what `in_parts` makes."""
-    total = functools.reduce(jnp.add, [logits[i] for i in range(logits.shape[0])])
-    return total + bias[0][None] if bias else total
+    return Problem(function, symbols, pair, whole, predictor, *arrays, layout.classes, labels, dtype), start, first
 
 
 def blank_first(symbols: Symbols, joint: LinearJoint, encoder, predictor):

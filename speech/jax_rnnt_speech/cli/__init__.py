@@ -3,11 +3,11 @@
 import argparse
 import sys
 
-from jax_rnnt_speech.cli import align, check, convert, export, ngram, serve, spot, stream, testing, train, transcribe
+from jax_rnnt_speech.cli import align, check, convert, export, ngram, serve, stream, testing, train, transcribe
 from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.system import UserError, outputs
 
-COMMANDS = check, train, testing, transcribe, stream, spot, convert, align, ngram, export, serve
+COMMANDS = check, train, testing, transcribe, stream, convert, align, ngram, export, serve
 
 
 class Parser(argparse.ArgumentParser):
