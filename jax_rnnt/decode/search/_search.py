@@ -344,7 +344,7 @@ class Search:
 
         See Also
         --------
-        mwer_loss : The expected number of errors of a list.
+        mwer_loss : Training by the expected number of errors of a list.
         """
         self._refuse_unused("sample")
         return _sample.run(constant(self), encoder_out, lengths, key, samples, top_k, top_p, exact_end)
