@@ -447,7 +447,7 @@ def _pairs(function, labels, counts, targets, target_lengths):
         way = "targets[:, None] and target_lengths[:, None] for N hypotheses of each utterance"
         raise ValueError(f"{function}: targets must have {expected} ({way}), got {targets.shape}.")
     try:
-        shape = np.broadcast_shapes(counts.shape, target_lengths.shape)
+        shape = jnp.broadcast_shapes(counts.shape, target_lengths.shape)
     except ValueError:
         expected = f"batch dimensions that broadcast with those of labels, {counts.shape}"
         raise ValueError(f"{function}: targets must have {expected}, got {target_lengths.shape}.") from None

@@ -19,6 +19,7 @@ from jax_rnnt._xla.avals import split_alike as split_alike
 from jax_rnnt._xla.avals import state_like as state_like
 from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together
+from jax_rnnt._xla.avals import whole as whole
 from jax_rnnt._xla.avals import varying_axes as varying_axes
 from jax_rnnt._xla.grouped import Grouped as Grouped
 from jax_rnnt._xla.grouped import custom_call as custom_call

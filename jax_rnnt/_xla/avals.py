@@ -70,15 +70,24 @@ def split_alike(dimensions: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     def place(x):
         spec = [axes if n == size else None for axes, n, size in zip(specs, x.shape, sizes)]
-        spec += spec_of(jax.typeof(x))[dimensions:]
-        if spec == spec_of(jax.typeof(x)):
-            return x
-        if isinstance(x, jax.core.Tracer) or isinstance(source, jax.core.Tracer):
-            return reshard(x, NamedSharding(jax.typeof(source).sharding.mesh, PartitionSpec(*spec)))
-        # Without `jax.set_mesh` only the array knows the devices.
-        return jax.device_put(x, NamedSharding(source.sharding.mesh, PartitionSpec(*spec)))
+        return _resharded(x, spec + spec_of(jax.typeof(x))[dimensions:], source)
 
     return tuple(map(place, arrays))
+
+
+def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, none of them split over explicit mesh axes."""
+    return tuple(_resharded(x, [None] * x.ndim, x) for x in arrays)
+
+
+def _resharded(x, spec: list, source):
+    """x, split as `spec` says over the mesh of `source`."""
+    if spec == spec_of(jax.typeof(x)):
+        return x
+    if isinstance(x, jax.core.Tracer) or isinstance(source, jax.core.Tracer):
+        return reshard(x, NamedSharding(jax.typeof(source).sharding.mesh, PartitionSpec(*spec)))
+    # Without `jax.set_mesh` only the array knows the devices.
+    return jax.device_put(x, NamedSharding(source.sharding.mesh, PartitionSpec(*spec)))
 
 
 def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:

@@ -242,7 +242,9 @@ def _split_alike(layouts, x: Sequences):
     fields = [(i, name) for i, layout in enumerate(layouts) for name in layout.batched]
     own = [getattr(layouts[i], name) for i, name in fields]
     names = [name for name in ("weights", "targets", "num_frames", "num_labels") if getattr(x, name) is not None]
-    placed = iter(_xla.split_alike(x.num_frames.ndim, *own, *(getattr(x, name) for name in names)))
+    arrays = *own, *(getattr(x, name) for name in names)
+    packed = isinstance(layouts[0], PackedLogits)
+    placed = iter(_xla.whole(*arrays) if packed else _xla.split_alike(x.num_frames.ndim, *arrays))
     for i, name in fields:
         layouts[i] = _pytree.replace(layouts[i], **{name: next(placed)})
     return layouts, x._replace(**dict(zip(names, placed)))

@@ -350,7 +350,7 @@ class Search:
 
         See Also
         --------
-        mwer_loss : The expected number of errors of a list.
+        mwer_loss : Training by the expected number of errors of a list.
 
         Examples
         --------
