@@ -15,6 +15,7 @@ from jax_rnnt._xla.avals import rows_of_table as rows_of_table
 from jax_rnnt._xla.avals import shard_like as shard_like
 from jax_rnnt._xla.avals import shards as shards
 from jax_rnnt._xla.avals import spec_of as spec_of
+from jax_rnnt._xla.avals import split_alike as split_alike
 from jax_rnnt._xla.avals import state_like as state_like
 from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together

@@ -62,7 +62,7 @@ def unvouched(platform: str) -> list[str]:
 
 
 def doubt(ctx, platform: str, kernels: Iterable[str]) -> str | None:
-    """Why these kernels are not the default in the program that is being lowered, and the cure; None: they are."""
+    """Why these kernels are not the default in the program that is being lowered, and what to do; None: they are."""
     chosen, unproven = all_chosen(), unvouched(platform)
     if chosen or set(unproven).isdisjoint(kernels):
         return None
@@ -166,7 +166,7 @@ def proven(platform: str, device: jax.Device) -> bool:
 
 
 def keep(platform: str, device: jax.Device) -> str:
-    """Writes that the kernels are right; a sentence about what comes of it."""
+    """Writes that the kernels are right, and returns a sentence about what follows."""
     name, text = _verdict(platform, device)
     kernels = ", ".join(unvouched(platform))
     try:

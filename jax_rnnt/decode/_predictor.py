@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
+from jax_rnnt.decode._model import constant
 
 
 class Predictor(typing.NamedTuple):
@@ -33,8 +34,6 @@ class Predictor(typing.NamedTuple):
     symbols : int, optional
         Labels that `step` takes, with the start label; the joint network must not have more. A negative start label
         counts from their end, and is an error without `symbols`.
-    masked_row : Array [P], optional
-        The row in place of all others where no label is read (`parallel`). Without it, a row of zeros.
 
     Notes
     -----
@@ -66,7 +65,6 @@ class Predictor(typing.NamedTuple):
     step: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
     start: int | None = None
     symbols: int | None = None
-    masked_row: jax.Array | None = None
 
 
 def declared_symbols(predictor) -> int | None:
@@ -241,7 +239,7 @@ def begin(function: str, name: str, predictor, batch: int, start: int, makes: st
     if getattr(rows, "ndim", None) != 2 or rows.shape[0] != batch:
         raise ValueError(f"{function}: {name}.step must make {makes}, {batch} of them, got {rows!r}.")
     same_state(function, name, state, after)
-    return predictor.step(state, labels)
+    return constant(predictor.step(constant(state), labels))
 
 
 def same_state(function: str, name: str, before, after):

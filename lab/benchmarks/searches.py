@@ -83,10 +83,9 @@ def search(name, predictor="LSTM", batch=16, classes=V, width=0, tdt=False, mode
     loss = TDTLoss(blank=0, durations=DURATIONS) if tdt else RNNTLoss(blank=0)
 
     def run(weights, output, bias, encoder_out, lengths):
-        joint = LinearJoint(output, bias)
         fusion = ((model, 0.3),) if model else ()
-        arguments = loss, joint, make(*weights), encoder_out, lengths, LABELS
-        found = decode.beam(*arguments, width, fusion=fusion) if width else decode.greedy(*arguments, fusion=fusion)
+        search = decode.Search(loss, LinearJoint(output, bias), make(*weights), LABELS, fusion=fusion)
+        found = search.beam(encoder_out, lengths, width) if width else search.greedy(encoder_out, lengths)
         return found[:-1]
 
     run.__name__ = re.sub(r"\W", "_", name)
