@@ -47,10 +47,12 @@ def test_a_process_that_dies(corpus, tmp_path):
         time.sleep(0.1)
     processes[1].send_signal(signal.SIGKILL)
     try:
-        assert processes[0].wait(timeout=10 * HEARTBEAT) != 0
+        _, error = processes[0].communicate(timeout=10 * HEARTBEAT)
     finally:
         processes[0].kill()
-    finished(processes)
+    assert processes[0].returncode != 0 and "another process has ended" in error.splitlines()[-1]
+    assert "start all again with --resume" in error.splitlines()[-1] and "Check failure stack trace" not in error
+    finished(processes[1:])
     (first, *_), (second, quiet, _) = results = finished(start_two(corpus, workdir, "--resume"))
     assert first == second == 0, results
     printed = [line for line in quiet.splitlines() if "peer ranks" not in line]  # of collectives

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ import jax_rnnt
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
 from jax_rnnt_speech.model import Model, ctc, encoders, losses, transducer
-from jax_rnnt_speech.system import hosts, programs
+from jax_rnnt_speech.system import hosts, outputs, programs
 from jax_rnnt_speech.training import epochs, evaluation, frozen_rows, objective
 from support import (
     CONVOLUTIONAL,
@@ -131,14 +132,14 @@ def test_ctc_is_that_of_all_paths():
 def test_options_of_losses():
     """Durations, sigma, the blank and the number of logits of five labels; what may be named is there."""
     assert losses.LOSSES.keys() == {*asr.config.LOSSES}
-    for name, loss, outputs in (
+    for name, loss, sizes in (
         ("tdt", jax_rnnt.TDTLoss((0, 1, 3), sigma=0.2), (5, 9)),
         ("multiblank", jax_rnnt.MultiblankRNNTLoss((2, 3, 4), sigma=0.2), (8, 9)),
         ("hat", jax_rnnt.HATLoss(), (5, 6)),
         ("ctc", None, (5, 6)),
     ):
         found = losses.variant_of(configuration(loss=name, sigma=0.2, durations=(0, 1, 3)).head)
-        assert (found.loss, found.outputs(5)) == (loss, outputs)
+        assert (found.loss, found.outputs(5)) == (loss, sizes)
 
 
 def test_loss_of_texts(corpus, tmp_path, capsys):
@@ -579,3 +580,36 @@ time.sleep(60)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)  # both have its pipes
     assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+
+def test_a_pipe_that_nobody_reads(corpus, capsys):
+    """`check | head`: the status is that of SIGPIPE, and nothing is said of it."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe, contextlib.redirect_stdout(pipe):
+        run(["check", corpus / "all.jsonl", "--json"], 141)
+    assert capsys.readouterr().err == ""
+
+
+def test_two_commands_with_one_output(tmp_path, refused):
+    """The second one is refused before it reads anything, until the first one has ended, however it ends."""
+    path = tmp_path / "o.txt"
+    program = "import sys, pathlib as p; from jax_rnnt_speech.system import outputs as o"
+    program += "; o.claim(p.Path(sys.argv[1]), ''); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, f"{tmp_path}/../{tmp_path.name}/o.txt"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as other:
+        assert other.stdout.readline() == b"\n"
+        refused(["transcribe", "a.wav", "--output", path], f"--output {path}: another command is writing there")
+        other.kill()
+    outputs.claim(path, "")
+
+
+@pytest.mark.slow
+def test_batches_that_nobody_takes():
+    """Those of workers at the end of a good run are removed from shared memory without a word of leaks."""
+    program = "import numpy as np; from jax_rnnt_speech.data import workers"
+    program += "; x = workers.items(np.ones, 30, 1, 1); kept = [next(x), next(x)]"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert ended.returncode == 0 and "leaked" not in ended.stderr

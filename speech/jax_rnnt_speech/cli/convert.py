@@ -9,7 +9,7 @@ from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.models import Opening
 from jax_rnnt_speech.pretrained import hugging_face, package
-from jax_rnnt_speech.system import UserError, refuse_if, told
+from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,7 @@ def convert(args):
     refuse_if((args.folder / runs.CHECKPOINTS).exists(), f"{args.folder} holds a training: name another folder")
     opening = command_line.taken(args, Opening)
     refuse_if(args.folder.resolve() == opening.folder.resolve(), f"{args.folder} must not be the folder that is read")
+    outputs.claim(args.folder, f"{args.folder}")
     model = opening.opened()
     if to.dtype != "float32":
         print(f"weights are rounded to {to.dtype}")

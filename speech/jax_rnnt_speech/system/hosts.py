@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 
@@ -14,6 +15,37 @@ from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from jax_rnnt_speech.system import UserError, refuse_if
+
+DIED = "another process has ended or is out of reach; start all again with --resume"
+# Where another process dies, JAX aborts this one from C++, and no Python of it can say anything. A helper can: it
+# passes on what C++ says, but for the stack, and then has the last word.
+RELAY = """
+import sys
+fatal = False
+for line in sys.stdin.buffer:
+    fatal = fatal or b"JAX distributed service detected fatal errors" in line
+    if not fatal:
+        sys.stderr.buffer.write(line)
+        sys.stderr.flush()
+if fatal:
+    print(sys.argv[1], file=sys.stderr)
+"""
+
+
+RELAYS = []
+
+
+def relay(words):
+    """Lets a `RELAY` write what C++ says, and at last perhaps its words.
+
+    The standard error of Python stays what it is, such as a terminal.
+    """
+    own, command = os.dup(2), [sys.executable, "-S", "-c", RELAY, words]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    RELAYS.append(child)  # its end is not waited for
+    sys.stderr = os.fdopen(own, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")
+    os.dup2(child.stdin.fileno(), 2)
+    child.stdin.close()
 
 
 def join(platform, count, coordinator=None, processes=None, process=None, heartbeat=60):
@@ -33,8 +65,11 @@ def join(platform, count, coordinator=None, processes=None, process=None, heartb
         except (RuntimeError, ValueError) as error:
             raise UserError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}") from None
     devices(platform, count)
-    if jax.process_index():
-        sys.stderr = Numbered(sys.stderr, f"process {jax.process_index()}: ")
+    number = f"process {jax.process_index()}: " if jax.process_index() else ""
+    if jax.process_count() > 1:
+        relay(f"{number}rnnt-speech: {DIED}")
+    if number:
+        sys.stderr = Numbered(sys.stderr, number)
 
 
 class Numbered:
@@ -98,8 +133,7 @@ def together():
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        print(f"rnnt-speech: another process has ended or is out of reach; start all "
-              f"again with --resume ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)  # fmt: skip
+        print(f"rnnt-speech: {DIED} ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
         os._exit(2)
 
 

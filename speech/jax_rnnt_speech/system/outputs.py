@@ -2,13 +2,16 @@
 
 import contextlib
 import ctypes
+import errno
 import functools
 import glob
+import hashlib
 import io
 import json
 import os
 import select
 import shutil
+import socket
 import sys
 import zlib
 from pathlib import Path
@@ -18,6 +21,7 @@ from tqdm import tqdm
 from jax_rnnt_speech.system import UserError, reason, refuse_if, told
 
 SUMS = "sums.json"  # of a sealed folder
+CLAIMS = {}  # open sockets, by what this process writes
 BROKEN_PIPE = 141  # the status of what SIGPIPE ends
 
 # On a terminal alone. No delay: what is written before a delayed bar is shown leaves a part of it.
@@ -40,6 +44,25 @@ def unread():
     return True
 
 
+def claim(path, name):
+    """Raises where another command of this machine writes the same; else none may, while this process lives.
+
+    A name of Linux's for sockets says so: unlike a file that locks, it ends with the process, and nothing stays.
+    """
+    place = path.resolve()
+    if sys.platform != "linux" or place in CLAIMS or (path.exists() and not (path.is_file() or path.is_dir())):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        parent = place.parent.stat()
+        mark = hashlib.sha256(f"{parent.st_dev} {parent.st_ino} {place.name}".encode(errors="surrogateescape"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claimed:
+            try:
+                claimed.bind(f"\0rnnt-speech {mark.hexdigest()}")
+                CLAIMS[place] = claimed.detach()
+            except OSError as error:
+                refuse_if(error.errno == errno.EADDRINUSE, f"{name}: another command is writing there")
+
+
 def check(path, sources, folder=False, option="--output"):
     """Raises where a file or folder cannot be written, or is one of the files that are read."""
     name = f"{option} {path}".strip()
@@ -48,6 +71,8 @@ def check(path, sources, folder=False, option="--output"):
     refuse_if(not os.access(path if path.exists() else path.parent, os.W_OK), f"{name} cannot be written")
     if path.exists() and path.resolve() in {Path(x).resolve() for x in sources}:
         raise UserError(f"{name} is one of the files that are read")
+    if not folder:  # into which several commands may write files of other recordings
+        claim(path, name)
 
 
 def writing(path):
