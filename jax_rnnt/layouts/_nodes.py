@@ -248,7 +248,8 @@ def _split_alike(layouts, x: Sequences):
     placed = iter(_xla.whole(*arrays) if packed else _xla.split_alike(x.num_frames.ndim, *arrays))
     for i, name in fields:
         layouts[i] = _pytree.replace(layouts[i], **{name: next(placed)})
-    return layouts, x._replace(**dict(zip(names, placed)))
+    changed: dict[str, Any] = dict(zip(names, placed))
+    return layouts, x._replace(**changed)
 
 
 def _traced(function, rows, like, layouts, labels, dtype):
