@@ -44,14 +44,13 @@ _OTHERS = {
 }
 
 
-def keywords(decorated: Decorated, options: Collection[str] = ()) -> Decorated:
-    """Decorator of a public function, method or class. `options`: names that its ``**`` takes; none: any."""
+def keywords(decorated: Decorated) -> Decorated:
+    """Decorator of a public function, method or class. One that takes ``**`` stays as it is."""
     function: Any = decorated.__init__ if isinstance(decorated, type) else decorated  # type: ignore[misc]
     parameters = inspect.signature(function).parameters.values()
-    if not options and any(x.kind is x.VAR_KEYWORD for x in parameters):  # as `__init__` of a user's own loss
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):  # as `__init__` of a user's own loss
         return decorated
-    names = [x.name for x in parameters if x.name not in ("self", "cls") and x.kind is not x.VAR_KEYWORD]
-    names += options
+    names = [x.name for x in parameters if x.name not in ("self", "cls")]
     known = frozenset(names)
 
     @functools.wraps(function)

@@ -388,7 +388,7 @@ def draw_beam(
     Parameters
     ----------
     hypotheses : decode.Hypotheses [B, N]
-        From `decode.beam`.
+        From `Search.beam`.
     utterance : int, default 0
         The utterance's row in the batch.
     texts : sequence of str, optional
@@ -409,12 +409,12 @@ def draw_beam(
     --------
     ::
 
-        hypotheses = decode.beam(loss, joint, predictor, encoder_out, lengths, max_labels=100, width=4)
+        hypotheses = decode.Search(loss, joint, predictor, max_labels=100).beam(encoder_out, lengths, width=4)
         plot.draw_beam(hypotheses, utterance=2, texts=vocabulary, hop=0.01, subsampling=4)
     """
     labels = np.asarray(hypotheses.labels)
     if labels.ndim != 3:
-        raise ValueError(f"draw_beam: hypotheses must have labels [B, N, L], those of decode.beam, got {labels.shape}.")
+        raise ValueError(f"draw_beam: hypotheses must have labels [B, N, L], those of Search.beam, got {labels.shape}.")
     counts, scores, frames, sure = (
         np.asarray(x)[utterance]
         for x in (hypotheses.counts, hypotheses.scores, hypotheses.frames, hypotheses.label_log_probs)

@@ -53,9 +53,9 @@ def main():
     def beam(params, batch, weights, width):
         network = model.network(params)
         rows, lengths = network.encode(model.inputs(batch), batch["lengths"])
-        inputs = *network.joint.decoder_inputs(network.predictor, rows), lengths, 20
-        fusion, ilm_weight = ((ngrams, weights[0]),), weights[1]
-        hypotheses = decode.beam(model.loss, *inputs, width, max_symbols=3, fusion=fusion, ilm_weight=ilm_weight)
+        joint, predictor, rows = network.joint.decoder_inputs(network.predictor, rows)
+        options = dict(max_symbols=3, fusion=[(ngrams, weights[0])], ilm_weight=weights[1])
+        hypotheses = decode.Search(model.loss, joint, predictor, 20, **options).beam(rows, lengths, width)
         return hypotheses.labels[:, 0], hypotheses.counts[:, 0]
 
     def rate(lines, weights):

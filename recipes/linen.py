@@ -48,8 +48,8 @@ class Transducer(nn.Module):
 
     def search(self, x, batch):
         rows, lengths = self.encoder(x, batch["lengths"]), -(-batch["lengths"] // 2)
-        inputs = self.joint.decoder_inputs(self.predictor, rows)
-        return decode.greedy(LOSS, *inputs, lengths, max_labels=20, max_symbols=4)
+        joint, predictor, rows = self.joint.decoder_inputs(self.predictor, rows)
+        return decode.Search(LOSS, joint, predictor, max_labels=20, max_symbols=4).greedy(rows, lengths)
 
 
 def main():

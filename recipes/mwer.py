@@ -22,8 +22,8 @@ def main():
         """The N best hypotheses of each utterance: labels [B, N, L], counts and scores [B, N]."""
         network = model.network(params)
         rows, lengths = network.encode(model.inputs(batch), batch["lengths"])
-        inputs = network.joint.decoder_inputs(network.predictor, rows)
-        return decode.beam(model.loss, *inputs, lengths, 12, args.width, max_symbols=3)
+        joint, predictor, rows = network.joint.decoder_inputs(network.predictor, rows)
+        return decode.Search(model.loss, joint, predictor, 12, max_symbols=3).beam(rows, lengths, args.width)
 
     def of_lists(params, batch, step):
         """Search, edit distances and loss are one program on the device."""

@@ -1,9 +1,9 @@
 """The one folder that knows JAX's machinery: custom calls, primitives, lowering, jaxprs and their types.
 
-`loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `primitive` binds one as a
-primitive, `step` those of the searches, `grouped` and `local` make one of plain JAX that the partitioner splits by the
-batch, `retracing` evaluates a function where it was not traced, and `avals` has the mesh axes and shardings of types.
-No other file imports these from JAX: `tests/tools/test_public.py`.
+`loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `proof` whether a device has
+shown that they are right, `primitive` binds one as a primitive, `grouped` and `local` make one of plain JAX that the
+partitioner splits by the batch, `retracing` evaluates a function where it was not traced, and `avals` has the mesh axes
+and shardings of types.
 """
 
 from jax_rnnt._xla.avals import explicit_axes as explicit_axes
@@ -35,5 +35,3 @@ from jax_rnnt._xla.retracing import is_trained as is_trained
 from jax_rnnt._xla.retracing import pure as pure
 from jax_rnnt._xla.retracing import shape_of as shape_of
 from jax_rnnt._xla.retracing import trace as trace
-from jax_rnnt._xla.step import Step as Step
-from jax_rnnt._xla.step import where_steps as where_steps

@@ -21,8 +21,6 @@ TARGETS = (
 )
 # Of GPUs alone, and without a batch dimension.
 JOINT = "jax_rnnt_joint_fwd", "jax_rnnt_joint_bwd", "jax_rnnt_joint_sums"
-# Of searches, on GPUs alone.
-STEPS = tuple(f"jax_rnnt_search_{name}" for name in ("moves", "walk", "rows", "choice"))
 # JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
 PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
 
@@ -155,4 +153,4 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     ...     return 2 * x
     >>> exported = jax.export.export(jax.jit(double), disabled_checks=jax_rnnt.export_checks())(1.0)
     """
-    return [export.DisabledSafetyCheck.custom_call(target) for target in (*TARGETS, *JOINT, *STEPS)]
+    return [export.DisabledSafetyCheck.custom_call(target) for target in (*TARGETS, *JOINT)]

@@ -14,7 +14,7 @@ from jax_rnnt.decode.lm._ngram import NGram
 from jax_rnnt.decode.lm._phrases import Phrases
 from jax_rnnt.decode.lm._words import WordNGram
 from jax_rnnt.decode.search._entropy import Entropy
-from jax_rnnt.decode.search._search import Search, beam, greedy, parallel, sample
+from jax_rnnt.decode.search._search import Search
 
 __all__ = [
     "Entropy",
@@ -26,18 +26,14 @@ __all__ = [
     "Predictor",
     "Search",
     "WordNGram",
-    "beam",
     "commit_labels",
     "concatenate_streams",
     "find_phrases",
-    "greedy",
     "linen_predictor",
     "nnx_predictor",
-    "parallel",
     "phrase_scores",
     "predict",
     "reset_streams",
-    "sample",
     "select_streams",
     "stateless_predictor",
 ]

@@ -33,7 +33,8 @@ def nnx_predictor(module: Any, *, initial: str = "initial", step: str = "step") 
     --------
     ::
 
-        decode.greedy(loss, joint, decode.nnx_predictor(model.predictor), encoder_out, lengths, max_labels=200)
+        search = decode.Search(loss, joint, decode.nnx_predictor(model.predictor), max_labels=200)
+        search.greedy(encoder_out, lengths)
     """
     check_methods("nnx_predictor", "module", module, (initial, step))
     evaluated = Evaluated.of(module)
@@ -66,7 +67,7 @@ def linen_predictor(
     ::
 
         predictor = decode.linen_predictor(Predictor(), {"params": params["predictor"]})
-        decode.greedy(loss, joint, predictor, encoder_out, lengths, max_labels=200)
+        decode.Search(loss, joint, predictor, max_labels=200).greedy(encoder_out, lengths)
     """
 
     def method(name):

@@ -34,8 +34,6 @@ class Predictor(typing.NamedTuple):
     symbols : int, optional
         Labels that `step` takes, with the start label; the joint network must not have more. A negative start label
         counts from their end, and is an error without `symbols`.
-    masked_row : Array [P], optional
-        The row in place of all others where no label is read (`parallel`). Without it, a row of zeros.
 
     Notes
     -----
@@ -67,7 +65,6 @@ class Predictor(typing.NamedTuple):
     step: Callable[[Any, jax.Array], tuple[jax.Array, Any]]
     start: int | None = None
     symbols: int | None = None
-    masked_row: jax.Array | None = None
 
 
 def declared_symbols(predictor) -> int | None:

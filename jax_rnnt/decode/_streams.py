@@ -67,10 +67,10 @@ def select_streams(state: Any, rows: jax.Array) -> Any:
     >>> from jax_rnnt import RNNTLoss, decode
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
     >>> part = jnp.log(jnp.array([[[0.9, 0.1]], [[0.8, 0.2]]]))
-    >>> networks = RNNTLoss(blank=0), jnp.add, predictor
-    >>> state = decode.greedy(*networks, part, jnp.array([1, 1]), 2).state
+    >>> search = decode.Search(RNNTLoss(blank=0), jnp.add, predictor, max_labels=2)
+    >>> state = search.greedy(part, jnp.array([1, 1])).state
     >>> state = decode.select_streams(state, jnp.array([1]))
-    >>> later = decode.greedy(*networks, part[:1], jnp.array([1]), 2, state=state)
+    >>> later = search.greedy(part[:1], jnp.array([1]), state=state)
     >>> round(float(jnp.exp(later.scores[0])), 2)  # 0.8 * 0.9
     0.72
     """
@@ -115,9 +115,9 @@ def concatenate_streams(states: Sequence[Any]) -> Any:
     >>> import jax.numpy as jnp
     >>> from jax_rnnt import RNNTLoss, decode
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
-    >>> search = lambda part: decode.greedy(RNNTLoss(blank=0), jnp.add, predictor, part, jnp.ones(len(part), int), 2)
-    >>> part = jnp.zeros((2, 1, 2))
-    >>> state = decode.concatenate_streams([search(part).state, search(part[:1]).state])
+    >>> search = decode.Search(RNNTLoss(blank=0), jnp.add, predictor, max_labels=2)
+    >>> states = [search.greedy(jnp.zeros((n, 1, 2)), jnp.ones(n, int)).state for n in (2, 1)]
+    >>> state = decode.concatenate_streams(states)
     >>> state.fresh.shape
     (3,)
     """
@@ -166,7 +166,8 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
     >>> from jax_rnnt import RNNTLoss, decode
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
     >>> part, ones = jnp.log(jnp.array([[[0.9, 0.1]], [[0.8, 0.2]]])), jnp.ones(2, int)
-    >>> search = jax.jit(lambda part, state: decode.greedy(RNNTLoss(0), jnp.add, predictor, part, ones, 2, state=state))
+    >>> greedy = decode.Search(RNNTLoss(0), jnp.add, predictor, max_labels=2).greedy
+    >>> search = jax.jit(lambda part, state: greedy(part, ones, state=state))
     >>> state = decode.reset_streams(jax.eval_shape(search, part, None).state, jnp.ones(2, bool))
     >>> state = search(part, state).state
     >>> later = search(part, decode.reset_streams(state, jnp.array([True, False])))
@@ -217,10 +218,10 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     >>> import jax.numpy as jnp
     >>> from jax_rnnt import RNNTLoss, decode
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
-    >>> batch = RNNTLoss(0), jnp.add, predictor, jnp.log(jnp.array([[[0.1, 0.9]]])), jnp.array([1])
-    >>> search = lambda state: decode.beam(*batch, max_labels=2, width=1, max_symbols=1, state=state)
-    >>> found = search(None)
-    >>> found = search(decode.commit_labels(found, found.stable))
+    >>> search = decode.Search(RNNTLoss(0), jnp.add, predictor, max_labels=2, max_symbols=1)
+    >>> part = jnp.log(jnp.array([[[0.1, 0.9]]])), jnp.array([1])
+    >>> found = search.beam(*part, width=1)
+    >>> found = search.beam(*part, width=1, state=decode.commit_labels(found, found.stable))
     >>> found.labels[0, 0].tolist(), found.frames[0, 0].tolist()
     ([1, -1], [1, -1])
     """
@@ -228,7 +229,7 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     state: Any = getattr(hypotheses, "state", None)
     batch = utterances(function, "hypotheses.state", state)
     if not hasattr(state, "beam") or hypotheses.counts.ndim != 2:
-        raise TypeError(f"{function}: hypotheses must be those of decode.beam, the N best of each utterance.")
+        raise TypeError(f"{function}: hypotheses must be those of Search.beam, the N best of each utterance.")
     counts = _checks.integers(function, "counts", counts, (batch,), "[B]")
     counts = jnp.clip(counts, 0, hypotheses.counts[:, 0])
     now, place = state.beam, jnp.arange(hypotheses.labels.shape[-1], dtype=jnp.int32)[None]
@@ -252,6 +253,6 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
 def utterances(function: str, name: str, state) -> int:
     """B of a state."""
     if not {"fresh", "bad"} <= {*getattr(state, "_fields", ())}:
-        expected = "Hypotheses.state of decode.greedy or decode.beam"
+        expected = "Hypotheses.state of Search.greedy or Search.beam"
         raise TypeError(f"{function}: {name} must be {expected}, got {state!r}.")
     return state.fresh.shape[0]

@@ -23,8 +23,8 @@ _GATES = "gates of an LSTM"
 def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
     """Predictor and encoder rows [B, T, H] of a decoder, after the projections `encoder` and `predictor` of a joint.
 
-    A row of zeros should mean no encoder. So the predictor's rows contain what `encoder` makes of zeros, its bias; a
-    masked row contains nothing else. The encoder's rows are what remains: the derivative where `encoder` is affine,
+    A row of zeros should mean no encoder. So the predictor's rows contain what `encoder` makes of zeros, its bias. The
+    encoder's rows are what remains: the derivative where `encoder` is affine,
     which has no rounding error, else the difference.
     """
     check_methods("decoder_inputs", "predictor", steps)
@@ -40,32 +40,16 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
         return predictor(row) + bias, state
 
     start = declared_start("decoder_inputs", "predictor", steps)
-    return Predictor(steps.initial, step, start, declared_symbols(steps), bias), rows
+    return Predictor(steps.initial, step, start, declared_symbols(steps)), rows
 
 
 def dropped(dropout: Layer, rows: jax.Array, **options) -> jax.Array:
-    """Rows with single entries dropped, and the others scaled."""
-    mask = _mask(dropout, rows, options)
-    return jnp.where(mask > 0, rows * mask, 0)
+    """Rows with single entries dropped, and the others scaled.
 
-
-def masked(dropout: Layer, rows: jax.Array, **options) -> jax.Array:
-    """Rows [..., P], some of which `dropout` makes zero as a whole.
-
-    The others are not scaled: a decoder takes the row of each node as it is, or none.
+    The mask is drawn for all devices: Linen's Dropout takes no array that explicit mesh axes split (flax 0.12).
     """
-    return jnp.where(_mask(dropout, rows[..., :1], options) > 0, rows, 0)
-
-
-def _mask(dropout, like, options):
-    """Draws for all devices: Linen's Dropout takes no array that explicit mesh axes split (flax 0.12)."""
-    return _xla.shard_like(like, dropout(jnp.ones(like.shape, like.dtype), **options))
-
-
-def checked_masking(masking: float) -> float:
-    if not 0 <= masking <= 1:
-        raise ValueError(f"Joint: masking must lie in [0, 1], got {masking!r}.")
-    return masking
+    mask = _xla.shard_like(rows, dropout(jnp.ones(rows.shape, rows.dtype), **options))
+    return jnp.where(mask > 0, rows * mask, 0)
 
 
 def check_output(plain: bool, layer, expected: str):

@@ -29,9 +29,9 @@ class Joint(nn.Module):
 
     Parameters
     ----------
-    width, outputs, activation, dropout, masking, dtype, param_dtype
-        As for `jax_rnnt.flax.nnx.Joint`. With dropout or masking, calls need ``deterministic=``,
-        and those with False a "dropout" key.
+    width, outputs, activation, dropout, dtype, param_dtype
+        As for `jax_rnnt.flax.nnx.Joint`. With dropout, calls need ``deterministic=``, and those with False a "dropout"
+        key.
 
     Examples
     --------
@@ -57,7 +57,6 @@ class Joint(nn.Module):
     outputs: int
     activation: Callable[[jax.Array], jax.Array] = jnp.tanh
     dropout: float = 0.0
-    masking: float = 0.0
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
@@ -66,7 +65,7 @@ class Joint(nn.Module):
         self.encoder = nn.Dense(self.width, **options)
         self.predictor = nn.Dense(self.width, use_bias=False, **options)
         self.output = nn.Dense(self.outputs, **options)
-        self.drop, self.mask = nn.Dropout(self.dropout), nn.Dropout(_rows.checked_masking(self.masking))
+        self.drop = nn.Dropout(self.dropout)
 
     @property
     def _dtype(self):
@@ -74,8 +73,6 @@ class Joint(nn.Module):
 
     def _project(self, encoder_out, predictor_out, deterministic):
         encoder, predictor = self.encoder(encoder_out), self.predictor(predictor_out)
-        if self.masking:
-            predictor = _rows.masked(self.mask, predictor, deterministic=deterministic)
         if not self.dropout:
             return encoder, predictor
         options = {"deterministic": deterministic}

@@ -41,25 +41,16 @@ class Joint(nnx.Module):
         Element-wise and hashable: jnp.tanh, jax.nn.relu.
     dropout : float, default 0.0
         Share of projected entries that training drops; ``model.eval()`` turns it off.
-    masking : float, default 0.0
-        Share of projected predictor rows that training masks: a row is zero as a whole, none is scaled. The model
-        learns to do without the predictor (HAINAN, Xu et al. 2024), as `decode.parallel` does; there 0.5 is usual.
-        ``model.eval()`` turns it off.
     dtype : dtype, optional
         Of products and logits; sums before the activation are float32 or better. Default: `param_dtype`.
     param_dtype : dtype, default float32
         Of the parameters.
     rngs : flax.nnx.Rngs
-        Makes parameters, and masks if there is dropout or masking.
+        Makes parameters, and masks if there is dropout.
 
     See Also
     --------
     jax_rnnt.JointLogits : What `logits` returns.
-
-    References
-    ----------
-    Xu, Bartley, Bataev and Ginsburg, "HAINAN: Fast and Accurate Transducer for Hybrid-Autoregressive ASR", 2024,
-    arXiv:2410.02597.
 
     Examples
     --------
@@ -86,7 +77,6 @@ class Joint(nnx.Module):
         *,
         activation: Callable[[jax.Array], jax.Array] = jnp.tanh,
         dropout: float = 0.0,
-        masking: float = 0.0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -95,16 +85,13 @@ class Joint(nnx.Module):
         self.encoder = nnx.Linear(encoder_width, width, **options)
         self.predictor = nnx.Linear(predictor_width, width, use_bias=False, **options)
         self.output = nnx.Linear(width, outputs, **options)
-        # Without dropout and masking no random state: the state of the module is its parameters.
+        # Without dropout no random state: the state of the module is its parameters.
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
-        self.mask = nnx.Dropout(masking, rngs=rngs) if _rows.checked_masking(masking) else None
         self.activation = activation
         self.dtype = options["dtype"]
 
     def _project(self, encoder_out, predictor_out):
         encoder, predictor = self.encoder(encoder_out), self.predictor(predictor_out)
-        if self.mask is not None:
-            predictor = _rows.masked(self.mask, predictor)
         if self.dropout is None:
             return encoder, predictor
         return _rows.dropped(self.dropout, encoder), _rows.dropped(self.dropout, predictor)
@@ -134,7 +121,8 @@ class Joint(nnx.Module):
         The bias of the encoder's projection is in the predictor's rows: so an encoder row of zeros means no encoder, as
         `ilm_weight` of a search needs it. Adapters in place of `encoder` or `predictor` work too.
 
-        ``decode.greedy(loss, *joint.decoder_inputs(predictor, encoder_out), lengths, max_labels)``
+        ``joint, predictor, rows = joint.decoder_inputs(predictor, encoder_out)``, and then
+        ``decode.Search(loss, joint, predictor, max_labels).greedy(rows, lengths)``.
         """
         layers = in_evaluation(self.encoder), in_evaluation(self.predictor)
         rows = jnp.asarray(encoder_out, self.dtype)

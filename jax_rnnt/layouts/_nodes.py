@@ -248,7 +248,7 @@ def _split_alike(layouts, x: Sequences):
     placed = iter(_xla.whole(*arrays) if packed else _xla.split_alike(x.num_frames.ndim, *arrays))
     for i, name in fields:
         layouts[i] = _pytree.replace(layouts[i], **{name: next(placed)})
-    changed: dict[str, Any] = dict(zip(names, placed))
+    changed: dict[str, typing.Any] = dict(zip(names, placed))
     return layouts, x._replace(**changed)
 
 

@@ -1,7 +1,7 @@
 """Losses of the transducer family, as values."""
 
 from jax_rnnt.losses._base import TransducerLoss
-from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules, Spot
+from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
 from jax_rnnt.losses._constrained import ConstrainedRNNTLoss
 from jax_rnnt.losses._hat import HATLoss
 from jax_rnnt.losses._monotonic import MonotonicRNNTLoss
@@ -22,7 +22,6 @@ __all__ = [
     "MonotonicRNNTLoss",
     "MultiblankRNNTLoss",
     "RNNTLoss",
-    "Spot",
     "TDTLoss",
     "TargetRobustRNNTLoss",
     "TransducerLoss",

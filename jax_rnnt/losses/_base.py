@@ -16,8 +16,7 @@ from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import _call, _methods, _validation
-from jax_rnnt.losses._adjustments import UnderNormalize, forbid_final_label
-from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules, Spot
+from jax_rnnt.losses._composition import Alignment, Composition, DecodingRules
 from jax_rnnt.sharding._device import devices_of
 
 Logits: typing.TypeAlias = "ArrayLike | _layout.Layout"
@@ -56,7 +55,7 @@ class TransducerLoss(metaclass=_Once):
     `dataclasses.replace` changes it, and a module can store it. It is hashable if its fields are.
 
     A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `label_frames`,
-    `latency`, `label_log_probs`, `spot`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the
+    `latency`, `label_log_probs`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the
     loss. `decoding` tells `jax_rnnt.decode` what the classes mean.
 
     Parameters
@@ -78,9 +77,9 @@ class TransducerLoss(metaclass=_Once):
         Adds delay_penalty * ((T_b - 1) / 2 - t) to the label arcs of frame t (k2), which rewards early labels. The
         returned loss includes it; it has a gradient.
     implementation : {None, "kernel", "reference"}
-        None: kernels where there are some, else the reference, with a warning that says why; "kernel": an error where
-        there are none; "reference": plain JAX, differentiable any number of times, and in forward mode if `clamp` is
-        off.
+        None: kernels that are known to be right on the device (docs/accelerators.md), else tiles or the reference, with
+        a warning that says why; "kernel": all kernels, and an error where there are none; "reference": plain JAX,
+        differentiable any number of times, and in forward mode if `clamp` is off.
     inplace : bool, default True
         Lets the gradient overwrite the logits, which saves their size at the peak of memory. XLA first copies logits
         that are still needed: choose False where they are an argument of the differentiated program and not donated.
@@ -471,78 +470,6 @@ class TransducerLoss(metaclass=_Once):
         0.3125
         """
         return self._run(_methods.LABEL_LOG_PROBS, logits, targets, logit_lengths, target_lengths, label_windows, key)
-
-    @keywords
-    def spot(
-        self,
-        logits: Logits,
-        targets: ArrayLike,
-        logit_lengths: ArrayLike,
-        target_lengths: ArrayLike,
-        *,
-        label_windows: ArrayLike | None = None,
-        key: jax.Array | None = None,
-    ) -> Spot:
-        """Where in a sequence a phrase is said, and the log-odds that it is said at all.
-
-        `targets` are the labels of the phrase alone, and column u of the logits is the model after its first u labels,
-        as if the sequence began with it. With log-probabilities l of the arcs of `RNNTLoss`::
-
-            a(t, 0) = 1                                                                        for every t
-            a(t, u) = a(t - 1, u) exp(l[t - 1, u, blank] - l[t - 1, 0, blank])
-                      + a(t, u - 1) exp l[t, u - 1, targets[u - 1]]
-            e(t)    = a(t, U_b - 1) exp l[t, U_b - 1, targets[U_b - 1]]
-            score   = max over t < T_b of log e(t)
-
-        So e(t) sums over all frames in which the phrase may begin, and all its alignments that say the last label in
-        frame t, and divides by the probability of saying nothing until then. What follows the phrase is left open. A
-        label that reads its frame, as in `MonotonicRNNTLoss`, is divided by the blank of that frame, too; the blank
-        that ends a frame of `ConstrainedRNNTLoss` is part of all labels but the last.
-
-        Arcs of `TDTLoss` and `MultiblankRNNTLoss` read several frames. Let s(t) be the probability that nothing is said
-        in the frames before t, whether blanks stop at t or pass it by, and alpha(t, u) that of the paths to a node,
-        from the first frame on. Then, with all durations d of the last label, ::
-
-            e(t) = alpha(t, U_b - 1) times the sum over d of exp l[t, U_b - 1, targets[U_b - 1], d] / s(min(t + d, T_b))
-
-        which is the same number where blanks read one frame.
-
-        Scores of several phrases and recordings can be compared with one threshold, which held-out recordings give.
-        Batch dimensions are any: phrases against recordings are [N, B, ...] of `JointLogits`.
-
-        Arguments and errors are those of the call; delay penalty and windows act on arcs. The recursion is plain JAX.
-        Losses of known targets, which skip frames or labels, are an error, and so is `omega` of `TDTLoss`. A band must
-        hold column 0 in all frames.
-
-        Returns
-        -------
-        score : Array, float32 (float64 for float64 logits) [...]
-            0 for U_b = 0, -inf where no path exists; NaN where the blanks of column 0 have the probability 0 in a
-            frame, a length or a label is out of range, or logits inside the lengths are NaN or +inf. It has a gradient.
-        start : Array, int32 [...]
-            The frame of the first label on the most probable path that ends there; of equal ones the latest. -1
-            without labels, a path or a score.
-        end : Array, int32 [...]
-            The first t of the largest e(t); -1 like `start`.
-
-        Examples
-        --------
-        >>> import jax, jax.numpy as jnp
-        >>> from jax_rnnt import RNNTLoss
-        >>> said = jax.nn.one_hot(jnp.array([[4, 4, 4], [1, 4, 4], [4, 4, 4], [4, 2, 4]]), 5) * 9.0
-        >>> score, start, end = RNNTLoss().spot(said, jnp.array([1, 2]), jnp.array(4), jnp.array(2))
-        >>> int(start), int(end)
-        (1, 3)
-        """
-        composition = _call.switched_off(_pytree.replace(self, fastemit_lambda=None)).compose()
-        known = {0: "blank", 1: "label"}  # by labels that an arc writes
-        wrong = [arc for arc in composition.topology if arc.slot.partition("+")[0] != known.get(arc.du)]
-        wrong += [x for x in composition.steps if x is not forbid_final_label and not isinstance(x, UnderNormalize)]
-        if wrong:
-            expected = "arcs of blanks and of single labels, and no steps, as those of RNNTLoss"
-            got = ", ".join(str(x) for x in wrong)
-            raise TypeError(f"{type(self).__name__}.spot: the loss must have {expected}, got {got}.")
-        return self._run(_methods.SPOT, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
     @keywords
     def arc_log_probs(

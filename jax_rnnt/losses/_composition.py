@@ -135,29 +135,3 @@ class Alignment(typing.NamedTuple):
 
     score: jax.Array
     frames: jax.Array
-
-
-class Spot(typing.NamedTuple):
-    """Where a phrase is in a sequence, as `TransducerLoss.spot` finds it.
-
-    `...` is any number of batch dimensions.
-
-    Parameters
-    ----------
-    score : Array, float32 (float64 for float64 logits) [...]
-        Log-odds, in nats, of having said the phrase against having said nothing.
-    start, end : Array, int32 [...]
-        The frames of its first and its last label; -1 where there is none.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss
-    >>> found = RNNTLoss().spot(jnp.zeros((3, 2, 4)), jnp.array([1]), jnp.array(3), jnp.array(1))
-    >>> round(float(found.score), 3), int(found.start), int(found.end)
-    (-1.386, 0, 0)
-    """
-
-    score: jax.Array
-    start: jax.Array
-    end: jax.Array

@@ -32,11 +32,10 @@ from jax_rnnt.emissions._emission import has_nan, inside_targets, isolate, scale
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.lattices import _order as order
 from jax_rnnt.lattices import _reference as reference
-from jax_rnnt.lattices._spot import spotted
-from jax_rnnt.lattices._topology import bounded, expanded
+from jax_rnnt.lattices._topology import expanded
 from jax_rnnt.lattices._viterbi import best_path
 from jax_rnnt.losses._adjustments import adjust, frame
-from jax_rnnt.losses._composition import Alignment, Spot
+from jax_rnnt.losses._composition import Alignment
 
 
 def _strict(loss) -> bool:
@@ -310,22 +309,6 @@ def label_log_probs(loss, emission, logits, targets, logit_lengths, target_lengt
 
 
 @_jit
-def spot(loss, emission, *problem):
-    """The odds of a phrase, and where it is; the topology has blanks, and labels one by one."""
-    topology, planes, num_frames, num_labels, bad, ends = _lattice(loss, emission, *problem)
-    each = [arc.of(planes) for arc in topology]
-    topology = bounded(topology, each[0].shape[-2])
-    # What must follow a label pays for its frame.
-    last = [(arc.dt, x) if ends is None else (0, arc.of(ends)) for arc, x in zip(topology, each) if arc.du]
-    arcs = [(arc.dt, arc.du) for arc in topology]
-    score, start, end, impossible = spotted(arcs, each, last, num_frames, num_labels)
-    bad |= impossible
-    missing = bad | jnp.isneginf(score)
-    found = jnp.where(bad, jnp.nan, score), *(jnp.where(missing, -1, frame) for frame in (start, end))
-    return Spot(*map(emission.exchange.joined, found))
-
-
-@_jit
 def arc_log_probs(loss, emission, *problem):
     """{slot: log-probabilities [..., T, U1]} for the slots of the expanded topology."""
     (loss, logits, placed, num_frames, num_labels, windows), bad = _prepare(loss, emission, *problem)
@@ -356,5 +339,4 @@ ALIGN = Method("align", align)
 LABEL_FRAMES = Method("label_frames", label_frames)
 LATENCY = Method("latency", latency, reduces=True)
 LABEL_LOG_PROBS = Method("label_log_probs", label_log_probs)
-SPOT = Method("spot", spot)
 ARC_LOG_PROBS = Method("arc_log_probs", arc_log_probs, per_node=True)

@@ -45,7 +45,7 @@ def mwer_loss(nll: ArrayLike, errors: ArrayLike, reduction: Literal["mean", "non
 
     See Also
     --------
-    decode.beam : N-best lists.
+    decode.Search.beam : N-best lists.
     JointLogits : [B, 1, T, E] and [B, N, U + 1, P] score N hypotheses of each utterance without a copy of the encoder.
 
     References

@@ -1,13 +1,10 @@
-"""Tables of docs/live.md and docs/phrases.md, from a run on spoken digits.
+"""The table of docs/live.md, from a run on spoken digits.
 
     rnnt-speech train --config recipes/corpora/spoken_digits.json --train recipes/corpora/digits.py:spoken:FOLDER \
         --valid recipes/corpora/digits.py:spoken:FOLDER --workdir RUN --ctc 0.3
-    python lab/benchmarks/digits.py live --model RUN recipes/corpora/digits.py:spoken:FOLDER
-    python lab/benchmarks/digits.py spot --model RUN recipes/corpora/digits.py:spoken:FOLDER
+    python lab/benchmarks/digits.py --model RUN recipes/corpora/digits.py:spoken:FOLDER
 
-`live`: the error rate of digits, and seconds from the frame of a digit until it is final, by seconds behind a chunk.
-`spot`: of held-out strings, the share of phrases of two digits that are found with one false alarm an hour for each
-phrase, by their score and by the text of a greedy search.
+It has the error rate of digits, and seconds from the frame of a digit until it is final, by seconds behind a chunk.
 """
 
 import argparse
@@ -17,9 +14,9 @@ import numpy as np
 
 from jax_rnnt_speech import models
 from jax_rnnt_speech.data import corpora
-from jax_rnnt_speech.recognition import errors, live, recognise, spotting
+from jax_rnnt_speech.recognition import errors, live, recognise
 
-JOINED = 5  # strings of a recording of `live`
+JOINED = 5  # strings of a recording
 LEFT, CHUNK = 3.0, 0.5
 RIGHT = 0.0, 0.1, 0.2, 0.4, 0.8, 1.6
 
@@ -67,41 +64,14 @@ def show_live(model, data):
     print(f"| transcribe | {errors.summed(counts).rate:.1f} | |")
 
 
-def show_spot(model, data):
-    texts, rng = [text for _, text in data], np.random.default_rng(1)
-    pairs = sorted({text[i : i + 2] for text in texts for i in range(len(text) - 1)})
-    chosen = [str(x) for x in rng.choice(pairs, min(20, len(pairs)), replace=False)]
-    phrases = [spotting.Phrase(x, model.tokens.encode(x), -30.0) for x in chosen]
-    hours = sum(len(x) for x, _ in data) / model.extractor.rate / 3600
-    scores = {True: [], False: []}  # whether the phrase is there
-    for i, (samples, text) in enumerate(data):
-        best = dict.fromkeys(chosen, -np.inf)
-        for x in spotting.spot(model, str(i), samples, phrases):
-            best[x.text] = max(best[x.text], x.score)
-        for phrase, score in best.items():
-            scores[phrase in text].append(score)
-    allowed = int(hours * len(chosen))
-    threshold = np.sort(scores[False])[::-1][allowed]
-    found = np.mean(np.array(scores[True]) > threshold)
-    results = [x.text for x in recognise.transcribe(model, [(str(i), x) for i, (x, _) in enumerate(data)])]
-    pairs = [(phrase in text, phrase in said) for said, text in zip(results, texts) for phrase in chosen]
-    in_text, false = np.mean([b for a, b in pairs if a]), sum(b for a, b in pairs if not a)
-    print(f"{len(data)} strings, {hours:.2f} hours, {len(chosen)} phrases, {len(scores[True])} times said")
-    print("| | found, % | false alarms an hour of a phrase |\n|---|--:|--:|")
-    print(f"| `spot`, threshold {threshold:.1f} | {100 * found:.1f} | {allowed / hours / len(chosen):.2f} |")
-    print(f"| greedy text | {100 * in_text:.1f} | {false / hours / len(chosen):.2f} |")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("live", "spot"))
     parser.add_argument("data", help="recipes/corpora/digits.py:spoken:FOLDER")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--count", type=int, default=500, help="held-out strings (%(default)s)")
     options = parser.parse_args()
     model = models.open_model(options.model)
-    data = held_out(model, options.data, options.count)
-    (show_live if options.table == "live" else show_spot)(model, data)
+    show_live(model, held_out(model, options.data, options.count))
 
 
 if __name__ == "__main__":

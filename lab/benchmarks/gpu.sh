@@ -21,9 +21,9 @@ cd "$(dirname "$0")/../.."
 
 PARTS=(build joint searches check selftest librispeech benchmark counters decode suite large memcheck racecheck example)
 SETTLED=' benchmark counters decode example ' # have a record: they run only where they are named
-TOGETHER=' suite large memcheck racecheck example ' # time nothing, so they run side by side, at the end
+TOGETHER=' selftest suite large memcheck racecheck example ' # time nothing, so they run side by side, at the end
 # Time limits in seconds. Those of the others and the longest of these add up to less than ten minutes.
-declare -A SECONDS_OF=([build]=110 [joint]=170 [searches]=70 [check]=30 [selftest]=30 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
+declare -A SECONDS_OF=([build]=110 [joint]=170 [searches]=70 [check]=30 [selftest]=120 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
   [large]=120 [memcheck]=60 [racecheck]=120 [example]=120)
 # B, T, U, V: the first stands for LibriSpeech; the second has the narrowest rows. There XLA compiles plain JAX for two
 # minutes, so the last alone has the other contestants.
@@ -34,7 +34,7 @@ COUNTERS=gpu__time_duration.sum,sm__inst_issued.avg.pct_of_peak_sustained_active
 COUNTERS+=,dram__throughput.avg.pct_of_peak_sustained_elapsed
 L1=l1tex__t_requests_$LOADS,l1tex__t_sectors_$LOADS,l1tex__t_set_accesses_$LOADS,l1tex__t_output_wavefronts_$LOADS
 L1+=,l1tex__data_pipe_lsu_wavefronts.sum,l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_active
-KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,joint,search,devices}.cu)
+KERNELS=(xla_kernels/cuda/{softmax_emission,lattice,skip_lattice,joint,devices}.cu)
 
 run_part() {
   if [[ $DRY_RUN ]]; then SHAPES=('2 12 5 7 --alone --loss tdt'); fi
@@ -188,6 +188,7 @@ PATH=$PATH:/usr/local/cuda/bin PYTHONPATH=$SITE${PYTHONPATH:+:$PYTHONPATH}
 export DRY_RUN ARCHITECTURE CHECK JAX_PLATFORMS JAX_RNNT_REQUIRE PYTHONPATH PYTHONUNBUFFERED=1 JAX_RNNT_INSTALLED=$SITE
 OUT=$(cd "$OUT" && pwd)
 export OUT PYTHON=${PYTHON:-python3} FLASH=${FLASH:-build/flash} XLA_PYTHON_CLIENT_PREALLOCATE=false
+export JAX_RNNT_KERNELS=all # also those that no device has shown to be right: this is where they show it
 export TORCH_PYTHON=${TORCH_PYTHON:-$PYTHON}
 LIMIT=${LIMIT:-$((DRY_RUN ? 9000 : 585))}
 

@@ -83,10 +83,9 @@ def search(name, predictor="LSTM", batch=16, classes=V, width=0, tdt=False, mode
     loss = TDTLoss(blank=0, durations=DURATIONS) if tdt else RNNTLoss(blank=0)
 
     def run(weights, output, bias, encoder_out, lengths):
-        joint = LinearJoint(output, bias)
         fusion = ((model, 0.3),) if model else ()
-        arguments = loss, joint, make(*weights), encoder_out, lengths, LABELS
-        found = decode.beam(*arguments, width, fusion=fusion) if width else decode.greedy(*arguments, fusion=fusion)
+        search = decode.Search(loss, LinearJoint(output, bias), make(*weights), LABELS, fusion=fusion)
+        found = search.beam(encoder_out, lengths, width) if width else search.greedy(encoder_out, lengths)
         return found[:-1]
 
     run.__name__ = re.sub(r"\W", "_", name)
@@ -200,17 +199,10 @@ def kinds(thunk, kind, graph=False):
         yield from kinds(inside, kind, graph or inside.kind == "CommandBuffer")
 
 
-def calls(thunk):
-    """Whether custom calls are inside, but not in a loop inside."""
-    inside = (x for x in thunk.all_inside() if x.kind != "While")
-    return any(x.kind == "CustomCall" or calls(x) for x in inside)
-
-
 def step_counts(program):
     """What a turn of the loop that does most in the program does."""
     all_loops = [*kinds(program, "While")]
-    # The kernels of the searches, where there are any, are in the loop over steps.
-    loop, graph = max(all_loops, key=lambda found: (calls(found[0]), launches(found[0], loops=False)))
+    loop, graph = max(all_loops, key=lambda found: launches(found[0], loops=False))
     around = [launches(x) - launches(loop) for x, _ in all_loops if loop in (y for y, _ in kinds(x, "While"))]
     loops, branches = ([*kinds(loop, kind, graph)] for kind in ("While", "Conditional"))
     waits = sum(not inside for _, inside in [(loop, graph), *loops, *branches])

@@ -10,7 +10,6 @@
 #include "lab/emulation/check_emission.h"
 #include "lab/emulation/check_joint.h"
 #include "lab/emulation/check_lattice.h"
-#include "lab/emulation/check_search.h"
 #include "xla_kernels/cuda/devices.h"
 
 namespace jax_rnnt::cuda {
@@ -298,7 +297,6 @@ int main(int count, char** arguments) {
   LoadKernels();  // from here on the emulation runs no kernel that this did not find
   CheckEmissions();
   CheckJoints();
-  CheckSearches();
   CheckUnitSteps();
   CheckSkips();
   CheckSizes();

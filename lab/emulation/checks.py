@@ -21,7 +21,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulation-check"
-NAMES = "softmax_emission", "lattice", "skip_lattice", "joint", "search", "devices"
+NAMES = "softmax_emission", "lattice", "skip_lattice", "joint", "devices"
 KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in NAMES)
 OTHERS = ("lab/emulation/cuda_emulation.cc", "lab/emulation/check.cc")
 TEST = "lab/emulation/cuda_emulation_test.cc"

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import compare
+import decoding
 import family
 import jax_rnnt
 import meshes
@@ -21,7 +22,7 @@ from jax_rnnt.flax import linen as of_linen  # noqa: E402
 from jax_rnnt.flax import nnx as of_nnx  # noqa: E402
 
 V, E, P, H, MOST = 3, 5, 4, 6, 3
-GREEDY, BEAM = decode.greedy, functools.partial(decode.beam, width=2)
+GREEDY, BEAM = decoding.greedy, functools.partial(decoding.beam, width=2)
 
 
 # ------------------------------------------------------------------------------------- the start label, and scores
@@ -87,7 +88,7 @@ def test_scores_are_losses():
 
     @jax.jit
     def everything(x, n):
-        found = decode.beam(value, joint, predictor, x, n, MOST, lossless(family.RNNT), **options)
+        found = decoding.beam(value, joint, predictor, x, n, MOST, lossless(family.RNNT), **options)
         targets, frames = jnp.maximum(found.labels, 0), jnp.broadcast_to(n[:, None], found.counts.shape)
         rows = training(targets.reshape(-1, MOST)).reshape(*targets.shape[:2], MOST + 1, -1)
         nll = value(JointLogits(joint, x[:, None], rows), targets, frames, found.counts)
@@ -219,15 +220,15 @@ def test_modules_on_meshes(devices):
         dense = joint(x[:, :, None], rows[:, None])
         tiles = loss(joint.logits(x, rows), y, n, jnp.full_like(n, 2))
         networks = joint.decoder_inputs(decoder, x)
-        best = decode.greedy(loss, *networks, n, MOST, max_symbols=2)
-        lists = decode.beam(loss, *networks, n, MOST, 6, max_symbols=2)  # 48 rows are packed, 12 of a device are not
+        best = decoding.greedy(loss, *networks, n, MOST, max_symbols=2)
+        lists = decoding.beam(loss, *networks, n, MOST, 6, max_symbols=2)  # 48 rows are packed, 12 of a device are not
         return best[:-1], rows, pull(jnp.cos(rows)), dense, tiles, lists[:-1]
 
     expected = jax.jit(everything)(encoder, targets, lengths)
     with meshes.mesh_of(devices[:4], "explicit", (4,)) as mesh:
         wide = LinearJoint(jax.device_put(np.zeros((P, 4)), NamedSharding(mesh, PartitionSpec(None, "data"))))
         with pytest.raises(ValueError, match=r"greedy: logits of joint must not be split over V.*reshard"):
-            decode.greedy(loss, wide, decoder, encoder[..., :P], lengths, MOST)
+            decoding.greedy(loss, wide, decoder, encoder[..., :P], lengths, MOST)
         split = NamedSharding(mesh, PartitionSpec("data"))
         found = jax.jit(everything)(*(jax.device_put(x, split) for x in (encoder, targets, lengths)))
         assert found[0][0].sharding.is_equivalent_to(split, 2)

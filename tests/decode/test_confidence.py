@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import decoding
 import family
 import reference_numpy as truth
 from decoding import EXACT, NAMED, Model, assert_same, select
@@ -78,7 +79,7 @@ def expected_confidences(model, b, labels, frames, entropy):
         yield by_definition(entropy, np.exp(log_probs))
 
 
-PAIRS = [("rnnt", decode.greedy), ("hat", decode.greedy), family.slow("tdt", decode.beam)]
+PAIRS = [("rnnt", decoding.greedy), ("hat", decoding.greedy), family.slow("tdt", decoding.beam)]
 
 
 @pytest.mark.quick("rnnt-greedy")
@@ -89,7 +90,7 @@ def test_searches(name, function):
     """
     model, entropy = Model(NAMED[name], batch=9, frames=8), decode.Entropy()
     model.temperature = 1.5
-    sizes = (16,) if function is decode.greedy else (16, 4)  # 36 rows are packed
+    sizes = (16,) if function is decoding.greedy else (16, 4)  # 36 rows are packed
     options = {"temperature": np.float64(1.5), "blank_penalty": 0.5, "max_symbols": 2}
     off = model.search(function, *sizes, state=model.idle(function, *sizes, **options), **options)
     options["confidence"] = entropy
@@ -109,7 +110,7 @@ def test_searches(name, function):
         np.testing.assert_allclose(found[:n], expected, rtol=1e-9, atol=EXACT)
         assert (found[n:] == 0).all()
         seen += n
-        parts = (first, second) if function is decode.greedy else (second,)
+        parts = (first, second) if function is decoding.greedy else (second,)
         assert_same(np.concatenate([x.label_confidences[index][: x.counts[index]] for x in parts]), found[:n])
     assert seen > 20
     one = select(first.state, np.array([4]))
@@ -117,7 +118,7 @@ def test_searches(name, function):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("function", "sizes"), [(decode.greedy, (16,)), (decode.beam, (16, 4))])
+@pytest.mark.parametrize(("function", "sizes"), [(decoding.greedy, (16,)), (decoding.beam, (16, 4))])
 def test_off_costs_nothing(function, sizes, monkeypatch):
     """Without it no entropy is computed, and the state of no search has a number more."""
     model = Model(family.TDT, batch=9)
@@ -129,7 +130,7 @@ def test_off_costs_nothing(function, sizes, monkeypatch):
     monkeypatch.setattr(decode.Entropy, "confidence", never)
     off = model.idle(function, *sizes, confidence=None)
     numbers = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (on, off)]
-    assert (numbers[0] > numbers[1]) if function is decode.beam else (numbers[0] == numbers[1])
+    assert (numbers[0] > numbers[1]) if function is decoding.beam else (numbers[0] == numbers[1])
     with pytest.raises(AssertionError, match="was computed"):
         model.idle(function, *sizes, confidence=decode.Entropy("renyi"))
 
@@ -148,7 +149,7 @@ def test_off_costs_nothing(function, sizes, monkeypatch):
         (lambda: decode.Entropy("gibbs", 1.5), "Entropy: exponent must be 1 or less for Gibbs.*got 1.5"),
         (lambda: decode.Entropy(normalization="exp"), "Entropy: normalization must be .*got 'exp'"),
         (
-            lambda: Model(family.RNNT).search(decode.greedy, 4, confidence="entropy"),
+            lambda: Model(family.RNNT).search(decoding.greedy, 4, confidence="entropy"),
             "greedy: confidence must be an Entropy or None, got 'entropy'",
         ),
     ],

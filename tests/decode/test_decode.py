@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import compare
+import decoding
 import family
 from decoding import (
     EXACT,
@@ -38,7 +39,7 @@ def test_greedy_is_the_plain_loop(name):
     window, max_symbols = {"tdt": (9, 3), "multiblank": (1, 2), "rnnt": (4, 1)}.get(name, (4, 2))
     for seed in range(4):
         model, exact = Model(NAMED[name], batch=16, frames=7, seed=seed), ends(16)
-        found = model.search(decode.greedy, ROOM, window=window, max_symbols=max_symbols, exact_end=exact)
+        found = model.search(decoding.greedy, ROOM, window=window, max_symbols=max_symbols, exact_end=exact)
         check_greedy(model, found, exact_end=exact, max_symbols=max_symbols)
 
 
@@ -56,7 +57,7 @@ def test_beam_is_the_enumeration(name, kind, monkeypatch):
         rules, search = dict(max_symbols=2), dict(length_norm=0.5, frames_at_once=2)
         rank = lambda scores, counts: scores / np.sqrt(counts + 1)
     width = lossless(model.loss) * (2 if kind == "open" else 1)  # in windows, hypotheses of several frames compete
-    found = model.search(decode.beam, MOST, width, **search, **rules)
+    found = model.search(decoding.beam, MOST, width, **search, **rules)
     check_all(model, found, rank=rank, **rules)
     assert kind != "open" or (found.scores[:, 1:] > found.scores[:, :-1]).any()
 
@@ -65,7 +66,7 @@ def test_beam_is_the_enumeration(name, kind, monkeypatch):
 def test_width_1(loss):
     """Without merging it is the plain loop of greedy search."""
     model, options = Model(loss, batch=8, frames=7), dict(exact_end=True, max_symbols=3)
-    check_greedy(model, model.search(decode.beam, ROOM, 1, merge=False, **options), 0, **options)
+    check_greedy(model, model.search(decoding.beam, ROOM, 1, merge=False, **options), 0, **options)
 
 
 def test_no_labels_stand_twice():
@@ -74,7 +75,7 @@ def test_no_labels_stand_twice():
     Labels are stable that all live hypotheses share; none without a hypothesis.
     """
     model = Model(family.TDT, batch=3, frames=13)
-    search = lambda threshold: model.search(decode.beam, 40, 4, threshold=np.float64(threshold))
+    search = lambda threshold: model.search(decoding.beam, 40, 4, threshold=np.float64(threshold))
     greedy, four = [greedy_loop(model, b, room=40)[-1] for b in range(3)], search(np.inf)
     assert (four.scores[:, 0] >= np.array(greedy) - 1e-9).mean() > 0.6
     alive = four.scores > -np.inf
@@ -103,7 +104,7 @@ def test_weights_of_zero():
     def scores(step, weight, internal=0.0):
         models = ((decode.Predictor(lambda batch: (), step), weight),)
         options = dict(fusion=models, ilm_weight=internal, max_symbols=2)
-        return decode.beam(*model.networks, model.encoder, model.lengths, MOST, 4, **options).scores
+        return decoding.beam(*model.networks, model.encoder, model.lengths, MOST, 4, **options).scores
 
     plain = jax.jit(lambda: scores(step, 0))()
     assert not calls
@@ -149,7 +150,7 @@ def test_fingerprints():
 def test_packs_are_of_the_platform():
     """For which a program is lowered, whatever this process runs on; others have no trace of the packs."""
     model, rows = Model(family.RNNT, batch=4), 4 * 11
-    search = jax.jit(lambda *batch: decode.beam(*model.networks, *batch, MOST, 11)[:-1])
+    search = jax.jit(lambda *batch: decoding.beam(*model.networks, *batch, MOST, 11)[:-1])
     traced, packed = search.trace(model.encoder, model.lengths), {}
     for platform in ("cpu", "cuda", "tpu"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -168,7 +169,7 @@ def test_utterances_in_one_program(monkeypatch):
 
     def search(encoder, lengths):
         options = dict(max_labels=ROOM, width=6, max_symbols=3)
-        return decode.beam(model.loss.value(), model.parameters.joint, predictor, encoder, lengths, **options)[:-1]
+        return decoding.beam(model.loss.value(), model.parameters.joint, predictor, encoder, lengths, **options)[:-1]
 
     assert _packing.packs(8 * 6) and not _packing.packs(6)
     alone = jax.jit(search)

@@ -10,25 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import decoding
 import family
 import jax_rnnt
 import reference_numpy as truth
 from decoding import EXACT, LABELS, MOST, NAMED, H, Model, T, TwoStepLoss, assert_same, stateless, trimmed
 from jax_rnnt import DecodingRules, LinearJoint, RNNTLoss, decode, lattices
 
-SEARCHES = [(decode.greedy, (40,)), (decode.beam, (40, 11))]  # 3 * 11 rows are packed
+SEARCHES = [(decoding.greedy, (40,)), (decoding.beam, (40, 11))]  # 3 * 11 rows are packed
 BOTH = pytest.mark.parametrize(("function", "sizes"), SEARCHES, ids=["greedy", "beam"])
 
 
-def parallel(*given, state=None, max_symbols=1, **options):
-    """Has no streams."""
-    return decode.parallel(*given, rounds=1, **options)
-
-
-ALL = pytest.mark.parametrize(("function", "sizes"), [*SEARCHES, (parallel, (40,))], ids=["greedy", "beam", "parallel"])
-
-
-def run(function=decode.greedy, sizes=(MOST,), model=None, **changes):
+def run(function=decoding.greedy, sizes=(MOST,), model=None, **changes):
     """A search by the networks and arrays of a model, with some changed."""
     model = model or Model(family.RNNT)
     names = "loss", "joint", "predictor", "encoder_out", "lengths"
@@ -39,12 +32,12 @@ def run(function=decode.greedy, sizes=(MOST,), model=None, **changes):
 # -------------------------------------------------------------------------------------------------------- streams
 
 
-UNMERGED = functools.partial(decode.beam, merge=False)
+UNMERGED = functools.partial(decoding.beam, merge=False)
 MORE = {"tdt124": family.tdt((1, 2, 4))}
 ENDS = [
     ("tdt124", UNMERGED, (12, 4)),
-    family.slow("monotonic_final_blank", decode.beam, (12, 4)),
-    family.slow("multiblank", decode.greedy, (90,)),
+    family.slow("monotonic_final_blank", decoding.beam, (12, 4)),
+    family.slow("multiblank", decoding.greedy, (90,)),
 ]
 
 
@@ -69,7 +62,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
         good = ~np.isnan(np.asarray(two.scores).reshape(batch, -1)).any(-1)
         assert (good | (rest < 4)).all()  # no move reads further
         assert_same(np.asarray(two.scores)[good], np.asarray(whole.scores)[good])
-        if function is not decode.greedy:
+        if function is not decoding.greedy:
             assert_same(*jax.tree.map(lambda x: np.asarray(x)[good], (two[:-1], whole[:-1])))
         if (late, function) == ("tdt124", UNMERGED) and not good.all() and cut == 5:
             with pytest.raises(ValueError, match="exact_end must be False, or True for utterances whose last part has"):
@@ -79,7 +72,7 @@ def test_exact_end_of_a_stream(late, function, sizes):
 
 
 @pytest.mark.quick("greedy")
-@ALL
+@BOTH
 def test_padding_and_batch(function, sizes):
     """What stands outside the lengths, and other utterances, change no bit; an empty utterance is empty."""
     model = Model(family.TDT, batch=3, frames=13)
@@ -97,7 +90,7 @@ def test_padding_and_batch(function, sizes):
 
 @pytest.mark.quick("greedy-None-2-0", "greedy-None-0-3")
 @pytest.mark.parametrize(("batch", "frames"), [(2, 0), (0, 3)])
-@pytest.mark.parametrize(("function", "width"), [(decode.greedy, None), (decode.beam, 40)])
+@pytest.mark.parametrize(("function", "width"), [(decoding.greedy, None), (decoding.beam, 40)])
 def test_nothing_to_decode(batch, frames, function, width):
     """No frames: one empty hypothesis of score 0. No utterances: empty arrays."""
     model = Model(family.TDT)
@@ -154,7 +147,7 @@ def test_a_loss_of_ones_own():
     """Its arcs are its moves; steps need rules, and those of another loss will not do."""
     model = Model(family.RNNT)
     options = dict(loss=TwoStepLoss(), exact_end=True, max_symbols=MOST)
-    found = jax.tree.map(np.asarray, jax.jit(lambda: run(decode.beam, (MOST, 64), model, **options))())
+    found = jax.tree.map(np.asarray, jax.jit(lambda: run(decoding.beam, (MOST, 64), model, **options))())
     labels, *_ = trimmed(found, 0, 0)
     rows = np.array([[model.logits(0, t, labels[:u]) for u in range(len(labels) + 1)] for t in range(T)])
     arcs, _ = truth.softmax_emission(rows, np.append(labels, -1).astype(int), blank=LABELS)
@@ -249,7 +242,7 @@ def test_rules(message):
 
 
 @pytest.mark.quick("beam", "greedy")
-@ALL
+@BOTH
 def test_bad_data_spoils_itself_alone(function, sizes):
     """A traced length out of range, NaN or +inf of the blank or of a label: the score of that utterance is NaN."""
     predictor = decode.stateless_predictor(lambda labels: labels.astype(float), 2, start=3)

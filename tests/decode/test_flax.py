@@ -7,9 +7,9 @@ import pytest
 
 import batches
 import compare
+import decoding
 import family
 import jax_rnnt
-from jax_rnnt import decode
 
 pytestmark = pytest.mark.usefixtures("flax_promotion")
 nnx, nn = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen")
@@ -31,7 +31,7 @@ def make(flavour, name, *sizes, like=(), param_dtype=jnp.float64, **options):
         return module, nnx.to_pure_dict(nnx.state(module, nnx.Param))
     module = getattr(MODULES["linen"], name)(*sizes, param_dtype=param_dtype, **options)
     arguments = like or (jnp.zeros((1, 2), int),)
-    keywords = {"deterministic": True} if {"dropout", "masking"} & {*options} else {}
+    keywords = {"deterministic": True} if "dropout" in options else {}
     variables = module.init(jax.random.key(1), *arguments, **keywords)
     return module.bind(variables), variables["params"]
 
@@ -143,12 +143,11 @@ def test_training():
     assert all(np.any(x) for x in jax.tree.leaves(of_tiles))
 
 
-@pytest.mark.quick("masking-nnx")
+@pytest.mark.quick("nnx")
 @FLAVOURS
-@pytest.mark.parametrize("option", ["dropout", "masking"])
-def test_dropout(flavour, option):
+def test_dropout(flavour):
     """Tiles and all logits drop the same; in evaluation nothing is random."""
-    joint, parameters, rows = joint_and_rows(flavour, **{option: 0.5})
+    joint, parameters, rows = joint_and_rows(flavour, dropout=0.5)
     rest = batches.problem(B, T, U, V)[1:]
     loss = jax_rnnt.RNNTLoss(reduction="none")
     paired = rows[0][:, :, None], rows[1][:, None]
@@ -176,41 +175,6 @@ def test_dropout(flavour, option):
     np.testing.assert_allclose(still[0], loss(by_hand(parameters, rows), *rest), rtol=EXACT)
 
 
-@FLAVOURS
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_masking(flavour, share):
-    """Each predictor row of each utterance is as projected, or zero as a whole; encoder rows stay; gradients too."""
-    joint, parameters, rows = joint_and_rows(flavour, masking=share)
-    rows = rows[0], np.random.default_rng(1).normal(size=(40, 50, P))
-    module, variables = (joint, None) if flavour == "nnx" else joint.unbind()
-
-    def project(predictor):
-        if flavour == "nnx":
-            copy = nnx.clone(module)
-            nnx.reseed(copy, dropout=3)
-            return copy.logits(rows[0][:1], predictor)
-        options = {"deterministic": False, "rngs": {"dropout": jax.random.key(3)}}
-        return module.apply(variables, rows[0][:1], predictor, method="logits", **options)
-
-    made, whole = project(rows[1]), rows[1] @ np.asarray(parameters["predictor"]["kernel"])
-    masked = (np.asarray(made.predictor_out) == 0).all(-1)
-    assert abs(masked.mean() - share) < 0.05
-    if share < 1:
-        counts = masked.sum(0), masked.sum(1)  # of columns and utterances: neither goes as a whole
-        assert all(0 < x.min() < x.max() < len(x) * 1.3 for x in counts) and masked.std(0).min() > 0
-    np.testing.assert_allclose(made.predictor_out[~masked], whole[~masked], rtol=1e-9)
-    expected = rows[0][:1] @ np.asarray(parameters["encoder"]["kernel"]) + np.asarray(parameters["encoder"]["bias"])
-    np.testing.assert_allclose(made.encoder_out, expected, rtol=1e-9)
-    gradient = jax.grad(lambda x: jnp.sum(project(x).predictor_out))(rows[1])
-    np.testing.assert_allclose(gradient, np.where(masked[..., None], 0, parameters["predictor"]["kernel"].sum(1)))
-
-
-@FLAVOURS
-def test_masking_is_a_share(flavour):
-    with pytest.raises(ValueError, match=r"Joint: masking must lie in \[0, 1\], got 1.5"):
-        joint_and_rows(flavour, masking=1.5)
-
-
 def with_bias(joint, parameters):
     """The joint with another bias of its encoder's projection."""
     bias = jnp.linspace(-3, 3, H)
@@ -221,8 +185,8 @@ def with_bias(joint, parameters):
     return module.bind({"params": {**variables["params"], "encoder": {**parameters["encoder"], "bias": bias}}})
 
 
-def check_decoder_inputs(joint, predictor, rows, *, every=False):
-    """Step by step the logits of the joint, those of zeros without an encoder, results of one search or all."""
+def check_decoder_inputs(joint, predictor, rows):
+    """Step by step the logits of the joint, those of zeros without an encoder, results of a search."""
     linear, steps, projected = joint.decoder_inputs(predictor, rows[0])
     state, reference = steps.initial(B), predictor.initial(B)
     for labels in (jnp.full(B, V - 1), jnp.arange(B)):
@@ -233,14 +197,11 @@ def check_decoder_inputs(joint, predictor, rows, *, every=False):
 
     def search(*inputs):
         loss, lengths = jax_rnnt.RNNTLoss(), jnp.full(B, 2)
-        greedy = decode.greedy(loss, *inputs, lengths, 5, max_symbols=2, ilm_weight=0.5)
-        if not every:
-            return (greedy[:-1],)
-        return greedy[:-1], decode.parallel(loss, *inputs, lengths, 5, rounds=1)[:-1]
+        return decoding.greedy(loss, *inputs, lengths, 5, max_symbols=2, ilm_weight=0.5)[:-1]
 
     found = jax.jit(lambda x: search(*joint.decoder_inputs(predictor, x)))(rows[0][:, :2])
     plain = jax.jit(lambda x: search(joint, predictor, x))(rows[0][:, :2])
-    assert found[0][3].max() > 0
+    assert found[3].max() > 0
     compare.assert_close(found, plain, rtol=1e-9)
 
 
@@ -250,7 +211,7 @@ def test_decoder_inputs():
     predictor, _ = make("linen", "StatelessPredictor", V, P)
     joint, parameters, rows = joint_and_rows("linen")
     joint = with_bias(joint, parameters)
-    check_decoder_inputs(joint, predictor, rows, every=True)
+    check_decoder_inputs(joint, predictor, rows)
     # What the matrix gives, with no bit of the bias in it.
     expected = rows[0] @ jnp.asarray(parameters["encoder"]["kernel"])
     np.testing.assert_array_equal(joint.decoder_inputs(predictor, rows[0])[2], expected)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import compare
+import decoding
 import family
 import meshes
 import reference_numpy as truth
@@ -32,7 +33,7 @@ from decoding import (
 from jax_rnnt import decode
 from jax_rnnt.decode.search import _packing
 
-BEAM = functools.partial(decode.beam, width=11)  # 3 * 11 rows are packed
+BEAM = functools.partial(decoding.beam, width=11)  # 3 * 11 rows are packed
 
 
 class FourGrams:
@@ -114,7 +115,7 @@ def test_greedy_is_the_plain_loop(loss):
     model, exact = Model(loss, batch=16, frames=7), ends(16)
     traced = adjust(model)
     options, added = models_of(model, forbidden=(..., 0, 1, 1))
-    found = model.search(decode.greedy, ROOM, window=3, max_symbols=2, exact_end=exact, **traced, **options)
+    found = model.search(decoding.greedy, ROOM, window=3, max_symbols=2, exact_end=exact, **traced, **options)
     expected = check_greedy(model, found, exact_end=exact, max_symbols=2, **added)
     plain = [greedy_loop(model, b, exact_end=exact[b], max_symbols=2)[0] for b in range(16)]
     assert sum(x != y for x, y in zip(expected, plain)) > 4
@@ -128,7 +129,7 @@ def test_beam_is_the_enumeration(name):
     traced = adjust(model)
     options, added = models_of(model)
     rules = dict(max_symbols=2, exact_end=name != "tdt")
-    found = model.search(decode.beam, MOST, lossless(model.loss), **traced, **options, **rules)
+    found = model.search(decoding.beam, MOST, lossless(model.loss), **traced, **options, **rules)
     check_all(model, found, **rules, **added)
 
 
@@ -141,7 +142,7 @@ def test_shared_rows():
     predictor = decode.stateless_predictor(lambda labels: embed[labels[:, 0]], 1, start=model.tokens - 1)
     options, added = models_of(model, memory=0)
     options |= dict(max_symbols=2)
-    search = lambda x, n: decode.beam(model.loss.value(), parameters.joint, predictor, x, n, MOST, 64, **options)
+    search = lambda x, n: decoding.beam(model.loss.value(), parameters.joint, predictor, x, n, MOST, 64, **options)
     found = jax.tree.map(np.asarray, jax.jit(search)(model.encoder, model.lengths))
     assert _packing.packs(2 * 64) and found.state.networks.key is not None
     check_all(model, found, max_symbols=2, **added)
@@ -220,15 +221,15 @@ def test_split_batches(devices):
     """Models for all utterances are run by each device, with traced weights; those of single ones are refused."""
     model = Model(family.RNNT, batch=8)
     options, _ = models_of(model)
-    expected = model.search(decode.greedy, MOST, **options)
+    expected = model.search(decoding.greedy, MOST, **options)
     with meshes.mesh_of(devices[:4], "explicit", (4,)) as mesh:
         split = NamedSharding(mesh, PartitionSpec("data"))
         given = *model.networks, *(jax.device_put(x, split) for x in (model.encoder, model.lengths)), MOST
         weigh = lambda weights: tuple((model, w) for (model, _), w in zip(options["fusion"], weights))
-        search = lambda x, n, w: decode.greedy(*given[:3], x, n, MOST, fusion=weigh(w), ilm_weight=0.3)
+        search = lambda x, n, w: decoding.greedy(*given[:3], x, n, MOST, fusion=weigh(w), ilm_weight=0.3)
         found = jax.jit(search)(*given[3:5], (0.7, -0.4))
         with pytest.raises(ValueError, match=r"greedy: fusion\[0\].utterances must be None, got 8 where.*shard_map"):
-            decode.greedy(*given, fusion=((Tables(np.zeros((8, model.tokens))), 1.0),))
+            decoding.greedy(*given, fusion=((Tables(np.zeros((8, model.tokens))), 1.0),))
     compare.assert_close(found[:-1], expected[:-1], rtol=EXACT)
 
 
@@ -283,7 +284,7 @@ def test_masks():
         traces.append(None)
         given = *model.networks, model.encoder, model.lengths, MOST
         masked = options | dict(fusion=((decode.Labels(mask), weight),))
-        return decode.greedy(*given, **masked), decode.beam(*given, lossless(model.loss), **masked)
+        return decoding.greedy(*given, **masked), decoding.beam(*given, lossless(model.loss), **masked)
 
     everything = np.ones((2, model.tokens), bool)
     one, other = everything.copy(), everything.copy()
@@ -304,7 +305,7 @@ def test_masks():
 
 def test_masks_are_checked():
     model = Model(family.TDT)
-    greedy = functools.partial(decode.greedy, *model.networks, model.encoder, model.lengths, MOST)
+    greedy = functools.partial(decoding.greedy, *model.networks, model.encoder, model.lengths, MOST)
     for allowed, error, message in (
         ([1, 0, 1], TypeError, "Labels: allowed must have the dtype bool, got int64"),
         (True, ValueError, r"Labels: allowed must have shape \[V\] or \[B, V\] with V > 0, got \(\)"),
@@ -344,10 +345,10 @@ def test_modules():
 
     model, noisy, still = Model(family.RNNT), Noisy(), Noisy()
     still.eval()
-    found, expected = (model.search(decode.greedy, MOST, fusion=((x, 0.5),)) for x in (noisy, still))
+    found, expected = (model.search(decoding.greedy, MOST, fusion=((x, 0.5),)) for x in (noisy, still))
     assert_same(found[:-1], expected[:-1])
     assert not noisy.noise.deterministic
-    assert not np.allclose(found.scores, model.search(decode.greedy, MOST).scores)
+    assert not np.allclose(found.scores, model.search(decoding.greedy, MOST).scores)
 
 
 class Broken(Memory):
@@ -386,7 +387,7 @@ WRONG = [
 @pytest.mark.parametrize(("given", "error", "message"), WRONG, ids=range(len(WRONG)))
 def test_wrong_models(given, error, message):
     model = Model(family.RNNT)
-    search, name = (BEAM, "beam") if len(message) % 2 else (decode.greedy, "greedy")
+    search, name = (BEAM, "beam") if len(message) % 2 else (decoding.greedy, "greedy")
     with pytest.raises(error, match=f"{name}: {message}"):
         search(*model.networks, model.encoder, model.lengths, MOST, fusion=given)
 
@@ -394,7 +395,7 @@ def test_wrong_models(given, error, message):
 def test_wrong_parts():
     """Of streams: a model of another kind, a `place` that makes another state."""
     model = Model(family.RNNT)
-    greedy = functools.partial(decode.greedy, *model.networks, model.encoder, model.lengths, MOST)
+    greedy = functools.partial(decoding.greedy, *model.networks, model.encoder, model.lengths, MOST)
     search = lambda **options: jax.eval_shape(functools.partial(greedy, fusion=options.pop("fusion", ())), **options)
     state = search(fusion=((GOOD, 1.0),)).state
     with pytest.raises(ValueError, match="greedy: state of greedy must keep the structure of its state"):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import decoding
 import family
 from decoding import EXACT, MOST, Model, assert_same
 from jax_rnnt import DecodingRules, HATLoss, MonotonicRNNTLoss, RNNTLoss, TDTLoss, TransducerLoss, decode, lattices
@@ -42,18 +43,18 @@ class Option(typing.NamedTuple):
     wrong: tuple = ()
 
 
-ALL, LARGE = "greedy beam sample parallel", (-1e300, 0.0, 0.3, 1e300)
+ALL, LARGE = "greedy beam sample", (-1e300, 0.0, 0.3, 1e300)
 CLASSES = jnp.arange(Model(family.TDT).tokens, dtype=float)[None]
 LM = decode.Predictor(lambda batch: (), lambda state, labels: (jnp.sin(labels[:, None].astype(float) + CLASSES), state))
 OPTIONS = {  # fields of a `Search`, in their order
-    "max_symbols": Option("greedy beam sample", 3),
+    "max_symbols": Option(ALL, 3),
     "window": Option("greedy sample", 2),
     "fusion": Option(ALL, ((decode.Labels([True] * CLASSES.size), 0.5),)),
     "ilm_weight": Option("greedy beam", 0.1, LARGE, NOT_FINITE),
-    "blank_penalty": Option("greedy beam parallel", 0.1, LARGE, NOT_FINITE),
+    "blank_penalty": Option("greedy beam", 0.1, LARGE, NOT_FINITE),
     "temperature": Option(ALL, 1.5, (SMALLEST, 1.0, 1.7, LARGEST), (0.0, -1.0, SMALLEST / 4, *NOT_FINITE)),
-    "blank_threshold": Option("greedy beam parallel", 0.9, (1.0, 0.0, 0.9), (-0.1, 1.5, *NOT_FINITE)),
-    "duration_choice": Option("greedy parallel", "token_first"),
+    "blank_threshold": Option("greedy beam", 0.9, (1.0, 0.0, 0.9), (-0.1, 1.5, *NOT_FINITE)),
+    "duration_choice": Option("greedy", "token_first"),
     "confidence": Option("greedy beam", decode.Entropy()),
     "start": Option(ALL, 0),
 }
@@ -67,16 +68,14 @@ ARGUMENTS = {  # of the verbs, of fusion and of losses
     "width": Option("beam"),
     "frames_at_once": Option("beam"),
     "samples": Option("sample"),
-    "rounds": Option("parallel"),
 }
 SHOWN = {"weight": "fusion[0] weight", "arc_weights": "Weighted.decoding() arc_weights[1]"}  # in errors
 TAKEN = [(verb, name) for name, x in (OPTIONS | ARGUMENTS).items() for verb in x.verbs.split()]
 PAIRS = [(verb, name) for verb, name in TAKEN if (OPTIONS | ARGUMENTS)[name].valid]
 SEARCHES = {
-    "greedy": decode.greedy,
-    "beam": functools.partial(decode.beam, width=4),
-    "sample": functools.partial(decode.sample, key=jax.random.key(0), samples=3),
-    "parallel": functools.partial(decode.parallel, rounds=1),
+    "greedy": decoding.greedy,
+    "beam": functools.partial(decoding.beam, width=4),
+    "sample": functools.partial(decoding.sample, key=jax.random.key(0), samples=3),
 }
 MODEL = Model(family.RNNT)
 
@@ -144,7 +143,7 @@ def test_no_option_is_ignored(verb, name):
 
 
 # Of other options of greedy and beam search, their tests know what they change.
-FEW = [("greedy", "window"), *(x for x in TAKEN if x[0] in ("sample", "parallel") and x[1] in OPTIONS)]
+FEW = [("greedy", "window"), *(x for x in TAKEN if x[0] == "sample" and x[1] in OPTIONS)]
 
 
 @pytest.mark.parametrize(("verb", "name"), FEW)
@@ -254,11 +253,11 @@ def test_float32():
     """A number counts as it is in the dtype of scores."""
     predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2), jnp.float32), 1, start=0)
     arguments = RNNTLoss(0), jnp.add, predictor, jnp.zeros((1, 1, 2), jnp.float32), jnp.array([1]), 1
-    run = jax.jit(lambda temperature: decode.greedy(*arguments, temperature=temperature).scores)
+    run = jax.jit(lambda temperature: decoding.greedy(*arguments, temperature=temperature).scores)
     for value in (1e-40, 1e39):
         message = f"greedy: temperature must be finite and above 0 in float32, the dtype of scores, got {value!r}"
         with pytest.raises(ValueError, match=re.escape(message)):
-            decode.greedy(*arguments, temperature=value)
+            decoding.greedy(*arguments, temperature=value)
         assert np.isnan(run(value)).all()
 
 

@@ -23,7 +23,6 @@ VERBS = {
     "greedy": lambda search, *arrays: search.greedy(*arrays),
     "beam": lambda search, *arrays: search.beam(*arrays, 3),
     "sample": lambda search, *arrays: search.sample(*arrays, jax.random.key(1), samples=2),
-    "parallel": lambda search, *arrays: search.parallel(*arrays, rounds=1),
 }
 
 
@@ -90,8 +89,8 @@ def test_errors_come_when_a_search_is_made():
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             search(**options)
-    with pytest.raises(TypeError, match="greedy: unknown argument beam_sizes; it takes loss, "):
-        decode.greedy(None, None, None, *ARRAYS, 4, beam_sizes=3)
+    with pytest.raises(TypeError, match="Search: unknown argument beam_sizes; it takes loss, "):
+        search(beam_sizes=3)
     assert repr(search(window=2)).endswith(", max_labels=4, window=2)")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import compare
+import decoding
 import family
 import meshes
 import reference_numpy as truth
@@ -27,7 +28,7 @@ def test_options_that_are_off():
     """The program is the one without them."""
     model = Model(NAMED["tdt"])
     networks = model.loss.value(), model.parameters.joint, model.parameters.predictor
-    search = lambda options: lambda *batch: decode.greedy(*networks, *batch, MOST, **options)[:-1]
+    search = lambda options: lambda *batch: decoding.greedy(*networks, *batch, MOST, **options)[:-1]
     text = lambda **options: addresses.sub("", str(jax.make_jaxpr(search(options))(model.encoder, model.lengths)))
     addresses = re.compile(" at 0x[0-9a-f]+")
     assert text(blank_penalty=0.0, temperature=1) == text(blank_penalty=0, temperature=1.0) == text()
@@ -57,9 +58,9 @@ def test_errors(options, error, message):
     given = options.pop("loss", model.loss.value()), model.parameters.joint, model.parameters.predictor
     batch = model.encoder, model.lengths, MOST
     if {"key", "samples"} & {*options}:
-        call = functools.partial(decode.sample, **dict(key=jax.random.key(0), samples=2) | options)
+        call = functools.partial(decoding.sample, **dict(key=jax.random.key(0), samples=2) | options)
     else:
-        call = functools.partial(decode.greedy, **options)
+        call = functools.partial(decoding.greedy, **options)
     with pytest.raises(error, match=message):
         call(*given, *batch)
 
@@ -100,9 +101,9 @@ def test_token_first(durations):
         model.bias[:2], model.bias[model.tokens :] = 2 * (seed % 2), 2.0 * (np.array(durations) == 0)
         model.penalty = penalty
         rules = dict(max_symbols=max_symbols, window=window, blank_penalty=np.float64(penalty))
-        found = model.search(decode.greedy, room, duration_choice="token_first", **rules)
+        found = model.search(decoding.greedy, room, duration_choice="token_first", **rules)
         if max_symbols == 3:
-            others += (found.labels != model.search(decode.greedy, room, **rules).labels).any(-1).sum()
+            others += (found.labels != model.search(decoding.greedy, room, **rules).labels).any(-1).sum()
         for b in range(12):
             *expected, score = token_first_loop(model, b, durations, max_symbols, room)
             assert trimmed(found, b) == expected
@@ -136,7 +137,7 @@ def test_token_first_of_ones_own():
     tokens, lengths = np.log([0.6, 0.3, 0.1]), np.log([0.2, 0.5, 0.3])
     predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 6)), 1, start=0)
     encoder = np.concatenate([tokens, lengths])[None, None].repeat(3, 1)
-    search = functools.partial(decode.greedy, duration_choice="token_first")
+    search = functools.partial(decoding.greedy, duration_choice="token_first")
     found = jax.jit(lambda x: search(LabelsStay(blank=2), jnp.add, predictor, x, np.array([3]), 2))(encoder)
     np.testing.assert_allclose(found.scores[0], 3 * np.log(0.1 * 0.5), rtol=EXACT)
 
@@ -153,17 +154,17 @@ def test_blank_first(monkeypatch):
         return product(*arguments)
 
     model, number = Model(NAMED["hat"], batch=1, frames=40, seed=3), {}
-    plain = model.search(decode.greedy, 90, window=2)
+    plain = model.search(decoding.greedy, 90, window=2)
     monkeypatch.setattr(_problem, "product", counted)
     for threshold in (0.999999999, 0.5):
         products.clear()
-        found = model.search(decode.greedy, 90, window=2, blank_threshold=threshold)
+        found = model.search(decoding.greedy, 90, window=2, blank_threshold=threshold)
         jax.effects_barrier()
         number[threshold] = len(products)
         assert_same(found[:3], plain[:3])
         np.testing.assert_allclose(found.scores, plain.scores, rtol=EXACT)
     assert plain.counts[0] > 20 and 20 < number[0.5] < number[0.999999999], number
-    traced = [model.search(decode.greedy, 90, window=2, blank_threshold=np.float64(x)) for x in (1, 0)]
+    traced = [model.search(decoding.greedy, 90, window=2, blank_threshold=np.float64(x)) for x in (1, 0)]
     assert_same(traced[0][:-1], plain[:-1])
     assert (traced[1].counts == 0).all()
 
@@ -251,7 +252,7 @@ def test_samples(loss):
 
 def sampled(*arguments, **options):
     *arguments, samples = arguments
-    return decode.sample(*arguments, jax.random.key(1), samples=samples, **options)
+    return decoding.sample(*arguments, jax.random.key(1), samples=samples, **options)
 
 
 KEYS = jax.random.split(jax.random.key(5), 4)
@@ -270,7 +271,7 @@ def five(loss, options):
 
     def run(parameters, encoder, lengths, key, traced):
         given = loss.value(), parameters.joint, parameters.predictor, encoder, lengths, MOST, key
-        return decode.sample(*given, samples=5, **static, **traced)
+        return decoding.sample(*given, samples=5, **static, **traced)
 
     return lambda *arrays: jax.jit(run)(*arrays, traced)
 

@@ -7,18 +7,19 @@ import jax
 import numpy as np
 import pytest
 
+import decoding
 from decoding import LABELS, NAMED, Model, assert_same, common, concatenate, select
 from jax_rnnt import decode
 
 ROWS, PART, MOST = 3, 4, 30  # utterances in the server's batch, frames of a part, labels
-BEAM = functools.partial(decode.beam, width=3)
-WIDE = functools.partial(decode.beam, width=11)  # rows of the networks are packed
+BEAM = functools.partial(decoding.beam, width=3)
+WIDE = functools.partial(decoding.beam, width=11)  # rows of the networks are packed
 SEARCHES = {
-    "greedy": decode.greedy,
+    "greedy": decoding.greedy,
     "beam": functools.partial(BEAM, threshold=2.0),
     "wide": functools.partial(WIDE, threshold=2.0),
 }
-BOTH = pytest.mark.parametrize("function", [decode.greedy, BEAM], ids=["greedy", "beam"])
+BOTH = pytest.mark.parametrize("function", [decoding.greedy, BEAM], ids=["greedy", "beam"])
 
 
 class Server:
@@ -121,7 +122,7 @@ def whole_and_half(function):
 @pytest.mark.slow
 def test_select_and_concatenate():
     """They are those of NumPy, array by array, and rows go on in another batch as in their own."""
-    part, half = whole_and_half(decode.greedy)
+    part, half = whole_and_half(decoding.greedy)
     expected = part([0, 1, 2, 3], 6, half.state)
     both, rows = concatenate(half.state, expected.state), np.array([3, 1, 1, 4])
     assert_same(both, jax.tree.map(lambda *x: np.concatenate(x), half.state, expected.state))
@@ -213,8 +214,8 @@ def test_rows_out_of_range(function):
 @pytest.mark.slow
 def test_errors():
     model, lengths = Model(NAMED["rnnt"], batch=2), np.zeros(2, np.int32)
-    greedy, beam = (model.idle(search, MOST, lengths=lengths) for search in (decode.greedy, BEAM))
-    others = model.idle(decode.beam, MOST, 2), model.idle(BEAM, MOST + 1)
+    greedy, beam = (model.idle(search, MOST, lengths=lengths) for search in (decoding.greedy, BEAM))
+    others = model.idle(decoding.beam, MOST, 2), model.idle(BEAM, MOST + 1)
     select, concatenate, reset = decode.select_streams, decode.concatenate_streams, decode.reset_streams
     different = r"states\[2\] must be of the same"
     cases = [
@@ -231,7 +232,7 @@ def test_errors():
         (reset, (greedy, [True]), ValueError, r"where must be bool \[B\] with B = 2, got bool \(1,"),
         (reset, (greedy, [0, 1]), ValueError, r"where must be bool \[B\] .*, got int64 \(2,\)"),
         (reset, (3, [True]), TypeError, "state must be Hypotheses.state of .*, got 3"),
-        (decode.commit_labels, (model.search(decode.greedy, MOST), lengths), TypeError, "hypotheses must be those of"),
+        (decode.commit_labels, (model.search(decoding.greedy, MOST), lengths), TypeError, "hypotheses must be those"),
         (decode.commit_labels, (beam, lengths), TypeError, "hypotheses.state must be"),
         (decode.commit_labels, (model.search(BEAM, MOST), lengths[:1]), ValueError, r"counts must have shape \[B\]"),
     ]

@@ -25,7 +25,7 @@ from pages import code
 pytestmark = pytest.mark.no_kernel
 EXACT = 1e-11
 LOSSES = {loss.kind.__name__: loss for loss in family.LOSSES if loss.name != "monotonic_final_blank"}
-QUESTIONS = ("value", "posteriors", "align", "label_frames", "latency", "label_log_probs", "spot", "arc_log_probs")
+QUESTIONS = ("value", "posteriors", "align", "label_frames", "latency", "label_log_probs", "arc_log_probs")
 DIFFERENTIATED = ("value", "arc_log_probs", "latency")
 OF_LAYOUTS = "value", "arc_log_probs"  # the others are functions of the same arcs: one layout stands for all
 RNNT = jax_rnnt.RNNTLoss(reduction="none")
@@ -120,8 +120,6 @@ def test_table(kind, name):
         return
     for question in (*QUESTIONS, "validate"):
         text = rf"{kind}.*{name}: {re.escape(reason)}"
-        if question == "spot":  # which some losses refuse, whatever the layout
-            text += rf"|{kind}.spot: the loss must have arcs"
         with pytest.raises(TypeError, match=text):
             ask(loss, question, make(*arrays), p[1:])
 

@@ -171,10 +171,10 @@ UNKNOWN = {  # of torch, NeMo, k2, warp-rnnt, optax, icefall, ESPnet, transforme
     "boundary": (lambda **x: jax_rnnt.rnnt_loss(**x), "did you mean logit_lengths or target_lengths"),
     "labels_lengths": (lambda **x: jax_rnnt.rnnt_loss(**x), "did you mean target_lengths"),
     "blank_id": (lambda **x: jax_rnnt.HATLoss(**x), "HATLoss: .* did you mean blank"),
-    "beam_size": (lambda **x: decode.beam(**x), "beam: .* did you mean width"),
+    "beam_size": (lambda **x: decode.Search.beam(**x), "beam: .* did you mean width"),
     "beam_width": (lambda **x: decode.Search.beam(**x), "Search.beam: .* did you mean width"),
-    "encoder_out_lens": (lambda **x: decode.greedy(**x), "greedy: .* did you mean lengths"),
-    "max_new_tokens": (lambda **x: decode.sample(**x), "sample: .* did you mean max_labels"),
+    "encoder_out_lens": (lambda **x: decode.Search.greedy(**x), "greedy: .* did you mean lengths"),
+    "max_new_tokens": (lambda **x: decode.Search(**x), "Search: .* did you mean max_labels"),
     "s_range": (lambda **x: jax_rnnt.prune_ranges(**x), "prune_ranges: .* did you mean width"),
     "decoder_out": (lambda **x: jax_rnnt.JointLogits(**x), "JointLogits: .* did you mean predictor_out"),
     "reductions": (lambda **x: jax_rnnt.mwer_loss(**x), "mwer_loss: .* did you mean reduction"),  # a slip
@@ -205,10 +205,10 @@ def test_arguments_of_a_subclass():
 
 def test_unknown_arguments_of_every_name():
     """Of functions, classes and methods alike."""
-    results = jax_rnnt.Alignment, jax_rnnt.Spot, decode.FoundPhrase, decode.Hypotheses, decode.Predictor
+    results = jax_rnnt.Alignment, decode.FoundPhrase, decode.Hypotheses, decode.Predictor
     made = [getattr(module, name) for module in (jax_rnnt, decode, metrics, timing) for name in module.__all__]
     made += [getattr(jax_rnnt.RNNTLoss(), name) for name in QUESTIONS]
-    made += [getattr(decode.Search, name) for name in ("greedy", "beam", "sample", "parallel")]
+    made += [getattr(decode.Search, name) for name in ("greedy", "beam", "sample")]
     skipped = jax_rnnt.Composition, jax_rnnt.DecodingRules, decode.NGram, decode.WordNGram, decode.linen_predictor
     skipped += *results, timing.Interval, metrics.Calibration, metrics.LabelErrors
     skipped += jax_rnnt.export_checks, jax_rnnt.selftest

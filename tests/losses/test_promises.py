@@ -125,7 +125,7 @@ def learned(loss, name):
 
 
 # They depend on arcs alone, so one loss stands for all.
-OF_ARCS = "label_log_probs", "label_frames", "latency", "align", "spot"
+OF_ARCS = "label_log_probs", "label_frames", "latency", "align"
 
 
 def answers(loss, methods, **static):

@@ -3,12 +3,10 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import batches
-import compare
 import family
 import jax_rnnt
 import reference_numpy as truth
@@ -202,128 +200,6 @@ def test_best_path_of_a_long_utterance():
 def test_search_has_no_kernel():
     with pytest.raises(NotImplementedError, match="implementation='kernel'"):
         jax_rnnt.RNNTLoss(implementation="kernel").align(*batches.problem())
-
-
-# ------------------------------------------------------------------------------------------------------ phrases
-
-
-def spot_of(topology, arcs, num_frames, num_labels):
-    """(score, start, end) by sums over all paths, whatever frames arcs read. Arcs of column 0 are those of silence.
-
-    The last label is `alone`: it reads no frame where others pay for the next node. Sums are compared to 9 digits.
-    """
-    silent = np.zeros(num_frames + 1)  # of the paths of blanks: whether they enter a frame at all or pass it by
-    paths = {}  # (end, first frame, the path but its beginning in column 0): [log-probability]
-
-    def pause(t, score):
-        for arc in topology if t < num_frames else ():
-            if not arc.du:
-                after = score + arcs[arc.slot][t, 0]
-                silent[t + 1 : t + arc.dt + 1] += np.exp(after)
-                pause(t + arc.dt, after)
-
-    def walk(t, u, score, first, path):
-        for arc in topology if t < num_frames else ():
-            here = t if arc.du and first is None else first
-            rest = (*path, (arc.slot, t, u)) if u or arc.du else path
-            if u + arc.du == num_labels and topology == truth.MONOTONIC_FINAL_BLANK and t == num_frames - 1:
-                continue
-            if u + arc.du == num_labels:
-                slot = truth.alone(arc.slot, arcs)
-                passed = silent[min(t + arc.dt * (slot == arc.slot), num_frames)]
-                odds = score + arcs[slot][t, u] - np.log(passed)
-                paths.setdefault((t, here, rest[:-1]), []).append(odds)
-            else:
-                walk(t + arc.dt, u + arc.du, score + arcs[arc.slot][t, u], here, rest)
-
-    if num_labels == 0:
-        return 0.0, -1, -1
-    silent[0] = 1
-    pause(0, 0.0)
-    walk(0, 0, 0.0, None, ())
-    total = lambda keys: np.logaddexp.reduce([x for key in keys for x in paths[key]])
-    of_end = {end: [key for key in paths if key[0] == end] for end, *_ in paths}
-    end = max(of_end, key=lambda t: (round(total(of_end[t]), 9), -t), default=-1)
-    if end < 0 or total(of_end[end]) == -np.inf:
-        return -np.inf, -1, -1
-    best = max(of_end[end], key=lambda key: (round(total([key]), 9), key[1]))
-    return total(of_end[end]), best[1], end
-
-
-@pytest.mark.quick("rnnt", "tdt", "multiblank")
-@pytest.mark.no_kernel
-@pytest.mark.parametrize("loss", [x for x in family.LOSSES if x not in family.SKIPPING], ids=str)
-def test_spot(loss):
-    """Score and frames are those of enumeration, the slope that of its differences; odd sequences are NaN, alone."""
-    lengths = ([6, 6, 5, 3, 4, 0, 6, 6, 7, 6], [2, 3, 0, 1, 3, 1, 2, 1, 1, 2])
-    p = batches.problem(10, 6, 3, 6, loss=loss, scale=2.0, lengths=lengths)
-    classes = p.logits.shape[-1]
-    blanks = range(5 - loss.first_blank, 6)
-    p.logits[0] = 0  # of equal paths the latest start, of equal ends the first
-    p.logits[1, 2] += 5 * np.eye(classes)[p.targets[1, 0]]
-    p.logits[4, :, 1, p.targets[4, 1]] = -np.inf
-    p.logits[6, :3, 0, blanks] = -np.inf  # no path of silence gets over these frames
-    p.logits[7, 2, 1, 0], p.targets[9, 1] = np.nan, 6
-    value, weights = loss.value(fastemit_lambda=0.1), np.random.default_rng(3).normal(size=10)  # of the loss alone
-
-    @jax.jit
-    def run(x, *rest):
-        _, pull = jax.vjp(lambda x: value.spot(x, *rest).score, x)
-        return value.spot(x, *rest), pull(weights)[0]
-
-    found, gradient = jax.tree.map(np.asarray, run(*batches.poisoned(p)))
-    good = slice(6)
-
-    def expected(x):
-        sequences = loss.sequences(p._replace(logits=x).take(good))
-        return np.array([spot_of(topology, arcs, n, m) for _, n, m, topology, arcs in sequences])
-
-    wanted = expected(p.logits)
-    assert_close(found.score[good], wanted[:, 0])
-    np.testing.assert_array_equal(np.stack(found[1:], 1)[good], wanted[:, 1:])
-    assert (wanted[:4, 1] >= 0).tolist() == [True, True, False, True] and np.isneginf(wanted[4:, 0]).all()
-    assert np.isnan(found.score[6:]).all() and (np.stack(found[1:])[:, 6:] == -1).all()
-    assert not gradient[[2, 4, 5, 8, 9]].any() and np.isfinite(gradient[:6]).all()
-    direction = np.random.default_rng(4).normal(size=p.logits.shape)
-    ends = [expected(p.logits + h * direction)[[0, 1, 3], 0] for h in (slopes.STEP, -slopes.STEP)]
-    slope = (ends[0] - ends[1]) / (2 * slopes.STEP)
-    np.testing.assert_allclose(
-        (gradient * np.nan_to_num(direction)).sum((1, 2, 3))[[0, 1, 3]], weights[[0, 1, 3]] * slope, rtol=1e-6
-    )
-
-
-@pytest.mark.no_kernel
-def test_phrases_against_recordings():
-    """Any batch: phrases [N, 1] in recordings [1, B] of a joint network, also by `jax.vmap`."""
-    rng = np.random.default_rng(7)
-    encoder, predictor = rng.normal(size=(1, 3, 8, 4)), rng.normal(size=(2, 1, 4, 4))
-    joint = jax_rnnt.LinearJoint(jnp.asarray(rng.normal(size=(4, 6))), jnp.zeros(6))
-    labels, counts, frames = rng.integers(0, 5, (2, 3)), np.array([3, 2]), np.array([8, 7, 4])
-    loss = family.RNNT.value()
-
-    wide = lambda x: np.broadcast_to(x, (2, 3, *x.shape[2:]))
-    batch = wide(labels[:, None]), wide(frames[None]), wide(counts[:, None])
-    logits = np.tanh(encoder[..., None, :] + predictor[:, :, None]) @ np.asarray(joint.weight)
-
-    @jax.jit
-    def run(encoder, predictor, logits, *batch):
-        return loss.spot(jax_rnnt.JointLogits(joint, encoder, predictor), *batch), jax.vmap(loss.spot)(logits, *batch)
-
-    together, apart = run(encoder, predictor, logits, *batch)
-    compare.assert_close(together, apart, 1e-12)
-    for n in range(2):
-        for b in range(3):
-            x = truth.log_softmax(logits[n, b])
-            arcs = {"blank": x[..., -1], "label": np.take(x, [*labels[n], 0], -1).diagonal(0, 1, 2)}
-            expected = spot_of(truth.STANDARD, arcs, frames[b], counts[n])
-            assert_close([x[n, b] for x in together], expected)
-
-
-@pytest.mark.no_kernel
-def test_losses_that_spot_nothing():
-    for loss in (family.ROBUST, family.WILDCARD):
-        with pytest.raises(TypeError, match=rf"{loss.kind.__name__}.spot: the loss must have arcs of blanks and of s"):
-            loss.value().spot(*batches.problem(loss=loss))
 
 
 # ---------------------------------------------------------------------------------------------- log-probabilities

@@ -1,5 +1,6 @@
 """Networks, truths by plain loops over nodes, and a search in one program, for the tests of decoding."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,6 +20,19 @@ MOST, ROOM = 3, 9  # labels of a hypothesis, in small and in larger problems
 EXACT = 1e-11
 assert_same = compare.assert_same_bits
 WAYS = {0: 0.5, 1: 0.8}  # of a label of `SplitLoss` by the frames that it reads: not normalised
+
+
+FIELDS = {f.name for f in dataclasses.fields(decode.Search)}
+
+
+def found(verb, loss, joint, predictor, encoder_out, lengths, max_labels, *sizes, **options):
+    """What a verb of a `Search` finds; `options` are those of both."""
+    own = {name: options.pop(name) for name in FIELDS & {*options}}
+    search = decode.Search(loss, joint, predictor, max_labels, **own)
+    return getattr(search, verb)(encoder_out, lengths, *sizes, **options)
+
+
+greedy, beam, sample = (functools.partial(found, verb) for verb in ("greedy", "beam", "sample"))
 
 
 class TwoStepLoss(TransducerLoss):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jax_rnnt import *  # noqa: F403
-from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, Spot, TDTLoss, decode, mwer_loss, rnnt_loss
+from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, TDTLoss, decode, mwer_loss, rnnt_loss
 
 
 def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: LinearJoint) -> None:
@@ -21,15 +21,15 @@ def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: Li
     assert_type(loss.label_frames(z, y, n, n, label_windows=y), jax.Array)
     assert_type(loss.latency(z, y, n, n), jax.Array)
     assert_type(loss.label_log_probs(z, y, n, n), jax.Array)
-    assert_type(loss.spot(z, y, n, n), Spot)
     assert_type(loss.arc_log_probs(z, y, n, n), dict[str, jax.Array])
     loss.validate(z, y, n, n)
     assert_type(loss(PackedLogits(z), y, n, n), jax.Array)  # noqa: F405 (a name of `*`)
 
 
 def decoders(loss: TDTLoss, joint: LinearJoint, predictor: decode.Predictor, z: jax.Array, n: jax.Array) -> None:
-    assert_type(decode.greedy(loss, joint, predictor, z, n, 10, duration_choice="token_first"), decode.Hypotheses)
-    assert_type(decode.beam(loss, joint, predictor, z, n, 10, 4), decode.Hypotheses)
+    search = decode.Search(loss, joint, predictor, 10, duration_choice="token_first")
+    assert_type(search.greedy(z, n), decode.Hypotheses)
+    assert_type(search.beam(z, n, 4), decode.Hypotheses)
     assert_type(mwer_loss(z, n, "sum"), jax.Array)
 
 
@@ -46,5 +46,5 @@ def mistakes(loss: RNNTLoss, z: jax.Array, n: jax.Array, joint: LinearJoint) -> 
     loss.label_log_probs(z, n, n, n, label_windows="all")  # type: ignore[arg-type]
     loss.arc_log_probs(joint, n, n, n)  # type: ignore[arg-type]
     loss.validate(z, n, n, "lengths")  # type: ignore[arg-type]
-    decode.greedy(RNNTLoss, joint, joint, z, n, 10)  # type: ignore[arg-type]
-    decode.greedy(loss, "joint", joint, z, n, 10)  # type: ignore[arg-type]
+    decode.Search(RNNTLoss, joint, joint, 10)  # type: ignore[arg-type]
+    decode.Search(loss, "joint", joint, 10).greedy(z, n)  # type: ignore[arg-type]

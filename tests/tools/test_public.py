@@ -59,7 +59,7 @@ def test_names():
 
 def test_names_that_stand_elsewhere():
     for module, name, place in (
-        ("jax_rnnt", "greedy", "jax_rnnt.decode.greedy"),
+        ("jax_rnnt", "Search", "jax_rnnt.decode.Search"),
         ("jax_rnnt", "rnnt_loss_pruned", r"RNNTLoss\(\)\(BandLogits"),
         ("jax_rnnt.flax", "Joint", r"jax_rnnt.flax.nnx.Joint or jax_rnnt.flax.linen.Joint"),
     ):
@@ -85,9 +85,8 @@ def undocumented(function):
         block = re.split(r"\n[\w ]+\n-+\n", block)[0]
         names = (line.split(" : ")[0] for line in block.splitlines() if line[:1].strip())  # at the margin
         names = {name.strip(" *") for line in names for name in line.split(",")}
-        if "options" in names:  # "Those of `TransducerLoss`.", or of `Search`
-            options = jax_rnnt.TransducerLoss if inspect.isclass(function) else jax_rnnt.decode.Search
-            others = {x for x in inspect.signature(options).parameters if x not in names}
+        if "options" in names:  # "Those of `TransducerLoss`."
+            others = {x for x in inspect.signature(jax_rnnt.TransducerLoss).parameters if x not in names}
             parameters = {"options"} | parameters - others
         yield from sorted(parameters ^ names)
     if not inspect.isclass(function) and not function.__name__.startswith("write_"):

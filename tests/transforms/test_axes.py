@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import compare
+import decoding
 from jax_rnnt import RNNTLoss, decode
 from jax_rnnt.flax import linen as flax_linen
 from jax_rnnt.flax import nnx as flax_nnx
@@ -20,9 +21,9 @@ ROWS = np.random.default_rng(0).normal(size=(B, T, E)).astype(np.float32)
 FRAMES = np.int32([6, 5, 6, 4, 1, 3, 6, 6])
 
 
-def test_masking(devices):
-    """The same predictor rows are masked, with gradients. Modules without: decode/test_agreement.py."""
-    joint, rows = flax_linen.Joint(8, V, masking=0.3), (ROWS[:, :, None], np.ones((B, 1, 4, E), np.float32))
+def test_dropout(devices):
+    """The same entries are dropped, with gradients. Modules without: decode/test_agreement.py."""
+    joint, rows = flax_linen.Joint(8, V, dropout=0.3), (ROWS[:, :, None], np.ones((B, 1, 4, E), np.float32))
     variables = joint.init(jax.random.key(1), *rows, deterministic=True)
     options = dict(deterministic=False, rngs={"dropout": jax.random.key(2)})
     run = jax.jit(jax.value_and_grad(lambda x, *rows: jnp.sum(joint.apply(x, *rows, **options) ** 2)))
@@ -39,7 +40,7 @@ def search(function, predictor, rows, frames, state=None):
 def test_streams(devices):
     """A stream in two parts, with its rows changed between them in every way."""
 
-    beam = functools.partial(search, functools.partial(decode.beam, width=3), flax_nnx.StatelessPredictor)
+    beam = functools.partial(search, functools.partial(decoding.beam, width=3), flax_nnx.StatelessPredictor)
 
     @jax.jit
     def run(first, second, lengths, more, order):
@@ -53,7 +54,7 @@ def test_streams(devices):
     alone = jax.device_get(run(*parts, order))
     with mesh_of(devices[:4], "explicit", (4,)) as mesh:
         compare.assert_close(jax.device_get(run(*at(mesh, (*parts, order), "data"))), alone, 1e-5)
-    wide, of = functools.partial(decode.beam, width=17), jax.sharding.PartitionSpec("data")  # rows are packed
+    wide, of = functools.partial(decoding.beam, width=17), jax.sharding.PartitionSpec("data")  # rows are packed
     manual = dict(mesh=jax.sharding.Mesh(np.array(devices[:4]), "data"), in_specs=of, out_specs=of)
     part = jax.shard_map(lambda *x: search(wide, flax_nnx.StatelessPredictor, *x).scores, **manual)
     assert jax.eval_shape(part, ROWS, FRAMES).shape == (B, 17)
@@ -62,7 +63,7 @@ def test_streams(devices):
 def test_rows_of_streams(devices):
     """They lie where the frames do; no mesh splits three of them."""
     with mesh_of(devices[:4], "explicit", (4,)) as mesh:
-        found = jax.jit(functools.partial(search, decode.greedy, flax_nnx.StatelessPredictor))(
+        found = jax.jit(functools.partial(search, decoding.greedy, flax_nnx.StatelessPredictor))(
             at(mesh, ROWS, "data"), at(mesh, FRAMES, "data")
         )
         assert jax.typeof(found.labels).sharding.spec[0] == "data"

@@ -325,7 +325,6 @@ PARTS = {  # of the cases above, or of another case's result
     *("Alignment", "Composition", "DecodingRules", "TransducerLoss", "decode.Search", "decode.Hypotheses"),
     *(f"decode.{x}" for x in ("Entropy", "Labels", "Phrases", "Predictor", "stateless_predictor")),
     *(f"decode.{x}" for x in ("commit_labels", "concatenate_streams", "reset_streams", "select_streams")),
-    *("Spot", "decode.greedy", "decode.beam", "decode.sample", "decode.parallel"),
     *(f"lattices.{x}" for x in ("Arc", "STANDARD", "MONOTONIC", "multi_blank", "products", "token_and_duration")),
 }
 
@@ -339,10 +338,10 @@ def test_every_public_function_is_here():
         found |= {f"{module.__name__.removeprefix('jax_rnnt.')}.{x}" for x in names}
     assert found - {*CASES} - HOST - PARTS == set()
     verbs = {x for x in vars(decode.Search) if not x.startswith("_") and callable(getattr(decode.Search, x))}
-    assert verbs - {x.split(".")[-1] for x in CASES} - {"parallel"} == set()
+    assert verbs - {x.split(".")[-1] for x in CASES} == set()
     methods = {x for x in vars(jax_rnnt.TransducerLoss) if not x.startswith("_")}
     methods = {x for x in methods if callable(getattr(jax_rnnt.TransducerLoss, x))}
-    assert methods - {*METHODS, "compose", "decoding", "validate", "spot"} == set()
+    assert methods - {*METHODS, "compose", "decoding", "validate"} == set()
 
 
 # ----------------------------------------------------------------------------------------------------------- transforms

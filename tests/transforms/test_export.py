@@ -9,10 +9,11 @@ from jax import export
 
 import batches
 import compare
+import decoding
 import family
 import jax_rnnt
 import platforms
-from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss, decode
+from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss
 
 pytestmark = pytest.mark.no_kernel
 
@@ -115,7 +116,7 @@ def test_symbolic_rows_and_posteriors():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "kind"),
-    [("greedy", "StatelessPredictor"), ("beam", "LSTMPredictor"), ("parallel", "StatelessPredictor")],
+    [("greedy", "StatelessPredictor"), ("beam", "LSTMPredictor")],
 )
 def test_symbolic_search(search, kind, flax_promotion):
     nnx = pytest.importorskip("flax.nnx")
@@ -123,12 +124,12 @@ def test_symbolic_search(search, kind, flax_promotion):
 
     predictor = getattr(modules, kind)(5, 6, rngs=nnx.Rngs(0))
     joint = modules.Joint(4, 6, 6, 7, rngs=nnx.Rngs(1))
-    options = {"parallel": {"rounds": 1}, "beam": {"max_symbols": 2, "width": 3}}.get(search, {"max_symbols": 2})
+    options = {"max_symbols": 2} | ({"width": 3} if search == "beam" else {})
     b, t, u = names("b", "t", "u")
 
     def f(encoder, lengths, targets):
         networks = joint.decoder_inputs(predictor, encoder)
-        found = getattr(decode, search)(TDTLoss((0, 2)), *networks, lengths, 5, **options)
+        found = decoding.found(search, TDTLoss((0, 2)), *networks, lengths, 5, **options)
         return found[:-1], predictor(targets)
 
     encoder = np.random.default_rng(0).normal(size=(3, 7, 4)).astype(np.float32)

@@ -80,7 +80,6 @@ class Call {
   int64_t Number(std::string_view name) { return Attribute<int64_t>(name); }
   ffi::Span<const int64_t> Numbers(std::string_view name) { return Attribute<ffi::Span<const int64_t>>(name); }
 
-  bool more() const { return in_ < arguments_.size(); }
   bool fit() const {
     return fits_ && in_ == arguments_.size() && out_ == results_.size() && attributes_read_ == attributes_.size();
   }

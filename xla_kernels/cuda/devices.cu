@@ -11,7 +11,6 @@
 
 #include "xla_kernels/cuda/joint.h"
 #include "xla_kernels/cuda/lattice.h"
-#include "xla_kernels/cuda/search.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 #if defined(__CUDACC__)
 #include <cuda.h>
@@ -106,22 +105,8 @@ void LoadJoint() {
   }
 }
 
-void LoadSearches() {
-  (void)Walk({}, nullptr);
-  RowsArgs rows{};
-  rows.joint.rows = 1;
-  (void)Rows(rows, nullptr);
-  MovesArgs moves{};
-  moves.joint.rows = 1;
-  (void)Moves(moves, nullptr);
-  ChoiceArgs choice{};
-  choice.batch = choice.width = choice.window = choice.best_labels = choice.room = choice.blanks = choice.labels = 1;
-  (void)Choose(choice, nullptr);
-}
-
 void LoadOnThisDevice() {
   const Loading loading;
-  LoadSearches();
   LoadEmission();
   LoadLattice();
   LoadJoint();

@@ -9,7 +9,6 @@
 #include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/cuda/joint_calls.h"
 #include "xla_kernels/cuda/lattice.h"
-#include "xla_kernels/cuda/search_calls.h"
 #include "xla_kernels/cuda/softmax_emission.h"
 
 namespace jax_rnnt {
@@ -41,10 +40,6 @@ cudaError_t Launch(const LatticeCall& call, cudaStream_t stream) { return Lattic
 cudaError_t Launch(const JointForwardArgs& args, cudaStream_t stream) { return JointForward(args, stream); }
 cudaError_t Launch(const JointGradientArgs& args, cudaStream_t stream) { return JointGradient(args, stream); }
 cudaError_t Launch(const JointSumsArgs& args, cudaStream_t stream) { return JointSums(args, stream); }
-cudaError_t Launch(const ChoiceArgs& args, cudaStream_t stream) { return Choose(args, stream); }
-cudaError_t Launch(const MovesArgs& args, cudaStream_t stream) { return Moves(args, stream); }
-cudaError_t Launch(const RowsArgs& args, cudaStream_t stream) { return Rows(args, stream); }
-cudaError_t Launch(const WalkArgs& args, cudaStream_t stream) { return Walk(args, stream); }
 
 // Reads a call as `Work`, and launches its kernels.
 template <class Work>
@@ -72,10 +67,6 @@ JAX_RNNT_HANDLER(kLatticeGradient, LatticeOf<true>, "lattice");
 JAX_RNNT_HANDLER(kJointForward, JointForwardArgs, "joint network forward");
 JAX_RNNT_HANDLER(kJointGradient, JointGradientArgs, "gradient of a joint network");
 JAX_RNNT_HANDLER(kJointSums, JointSumsArgs, "sums of a joint network");
-JAX_RNNT_HANDLER(kChoice, ChoiceArgs, "step of a beam search");
-JAX_RNNT_HANDLER(kMoves, MovesArgs, "moves of a greedy search");
-JAX_RNNT_HANDLER(kRows, RowsArgs, "rows of a search");
-JAX_RNNT_HANDLER(kWalk, WalkArgs, "step of a greedy search");
 
 // Some versions of XLA pass operands and results to this stage, some do not.
 ffi::Error InstantiateHandler(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
@@ -101,10 +92,6 @@ std::vector<Registration> Registrations() {
       stages("jax_rnnt_joint_fwd", cuda::kJointForward),
       stages("jax_rnnt_joint_bwd", cuda::kJointGradient),
       stages("jax_rnnt_joint_sums", cuda::kJointSums),
-      stages("jax_rnnt_search_choice", cuda::kChoice),
-      stages("jax_rnnt_search_moves", cuda::kMoves),
-      stages("jax_rnnt_search_rows", cuda::kRows),
-      stages("jax_rnnt_search_walk", cuda::kWalk),
   };
 }
 

@@ -43,8 +43,8 @@ class Labels:
     >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
     >>> frames = jnp.log(jnp.array([[[0.1, 0.6, 0.3]]]))
     >>> masked = decode.Labels(jnp.array([False, False, True]))
-    >>> model = MonotonicRNNTLoss(blank=0), jnp.add, predictor
-    >>> found = decode.greedy(*model, frames, jnp.array([1]), 1, fusion=((masked, 1.0),))
+    >>> search = decode.Search(MonotonicRNNTLoss(blank=0), jnp.add, predictor, 1, fusion=[(masked, 1.0)])
+    >>> found = search.greedy(frames, jnp.array([1]))
     >>> found.labels.tolist(), round(float(jnp.exp(found.scores[0])), 3)
     ([[2]], 0.3)
     """

@@ -17,7 +17,6 @@ from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._model import constant
 from jax_rnnt.decode._streams import begin_part
 from jax_rnnt.decode.search import _beam_step, _fusion, _greedy, _options
-from jax_rnnt.decode.search._beam_kernel import by_kernel
 from jax_rnnt.decode.search._beam_step import Beam, Rules, State
 from jax_rnnt.decode.search._fusion import Fusion, Networks, check_utterances
 from jax_rnnt.decode.search._hashing import append_label
@@ -101,7 +100,7 @@ def run_steps(rules: Rules, stream: Stream, bad) -> State:
     problem, beam, networks = rules.problem, stream.beam, stream.networks
     bad = jnp.broadcast_to((stream.bad | problem.bad | bad)[:, None], beam.score.shape)
     state = problem.vary(State(stream.reached, beam, networks, bad))
-    few_steps = functools.partial(_beam_step.few_steps, rules, by_kernel)
+    few_steps = functools.partial(_beam_step.few_steps, rules)
     return jax.lax.while_loop(lambda state: jnp.any(state.frame < problem.lengths), few_steps, state)
 
 

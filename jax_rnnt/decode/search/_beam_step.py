@@ -142,7 +142,6 @@ class Scores(typing.NamedTuple):
     model_row: jax.Array  # [B, W K]
     confidence: jax.Array | None  # [R]: of the model alone
     bad: jax.Array  # [B, W K]: NaN or +inf has been met
-    places: jax.Array | None = None  # [R, V]: the labels of the columns; None: their numbers
 
 
 class Nodes(typing.NamedTuple):
@@ -228,11 +227,8 @@ def recurrent(networks: Networks) -> bool:
     return not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(states))
 
 
-def few_steps(rules: Rules, inner, state: State) -> State:
-    """Steps to the end of these frames, or as many as may come before the table has the new labels.
-
-    ``inner(rules, state, room, plain)`` is the loop over steps; ``plain(state)`` is that of `step`.
-    """
+def few_steps(rules: Rules, state: State) -> State:
+    """Steps to the end of these frames, or as many as may come before the table has the new labels."""
     problem, beam = rules.problem, state.beam
     room = min(STEPS, rules.max_labels)
     itself = jnp.broadcast_to(jnp.arange(rules.width, dtype=jnp.int32)[None], beam.counts.shape)
@@ -245,10 +241,7 @@ def few_steps(rules: Rules, inner, state: State) -> State:
     def more(state):
         return jnp.any((state.frame < problem.lengths) & (state.recent.steps[:, 0] < room))
 
-    def plain(state):
-        return jax.lax.while_loop(more, functools.partial(step, rules), state)._replace(results=None)
-
-    state = inner(rules, state, room, plain)
+    state = jax.lax.while_loop(more, functools.partial(step, rules), state)
     beam, (_, written) = state.beam, state.recent
     place = np.arange(rules.max_labels, dtype=np.int32)[None, None]
     is_new = (place >= written[:, :, 1, -1:]) & (place < beam.counts[..., None])
@@ -326,8 +319,8 @@ def first_equal(wanted, key, label=None):
 # ------------------------------------------------------------------------------------------------------ score
 
 
-def score(rules: Rules, state: State, active, in_packs: bool = True):
-    """(state, `Scores`) after the joint network has seen the active hypotheses [B, W], perhaps in packs."""
+def score(rules: Rules, state: State, active):
+    """(state, `Scores`) after the joint network has seen the active hypotheses [B, W]."""
     problem, networks = rules.problem, state.networks
     slot, frame, active, bad_before = spread(rules, state, active)
     shape = active.shape
@@ -337,11 +330,8 @@ def score(rules: Rules, state: State, active, in_packs: bool = True):
         return score_rows(problem, encoder, hypothesis_rows(networks.rows, slot, rows))
 
     source = first_equal(active, keys(networks, slot), frame if rules.window > 1 else None)
-    if in_packs:
-        usual = rules.nodes // (1 if rules.recurrent else 4)
-        results, row = compute_rows(flat(active), flat(source), usual, score_pack, state.results)
-    else:
-        results, row = score_pack(None), jnp.arange(rules.nodes, dtype=jnp.int32)
+    usual = rules.nodes // (1 if rules.recurrent else 4)
+    results, row = compute_rows(flat(active), flat(source), usual, score_pack, state.results)
     moves, labels, bad, confidence = results
     moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
     row = row.reshape(shape)
@@ -413,8 +403,6 @@ def expand(rules: Rules, state: State, active, scores: Scores, gains) -> Candida
         begin = take(nodes.score, jnp.broadcast_to(node, scores.row.shape))
     for gain in moves[blanks:]:
         parent, label, best = largest_sums(scores.labels, scores.row, begin + gain, rules.width)
-        if scores.places is not None:
-            label = scores.places[take(scores.row, parent), label]
         gain = take(gain, parent) + best
         kinds.append(Expansion(parent if node is None else rows_at(node[0], parent), gain, label))
     move = jax.tree.map(lambda *x: one_after_another(x), *kinds)
@@ -545,11 +533,7 @@ def moved(rules: Rules, state: State, scores: Scores, moves: Candidates, reads):
     places = np.arange(room + 1, dtype=np.int32)[None, None]
     here = (places == (moves.counts[..., None] - 1) % room) & writes[..., None]
     row = take(scores.model_row, node)
-    if scores.places is None:
-        numbers = [scores.model_labels.at[row, label].get(mode="clip")]
-    else:
-        here_in_list = rows_at(scores.places, row) == label[..., None]
-        numbers = [jnp.sum(jnp.where(here_in_list, rows_at(scores.model_labels, row), 0), -1)]
+    numbers = [scores.model_labels.at[row, label].get(mode="clip")]
     if scores.confidence is not None:
         numbers.append(rows_at(scores.confidence, row))
     new = jnp.stack([label, rules.first[:, None] + moves.frame - reads, reads], 2)

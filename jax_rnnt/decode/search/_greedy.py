@@ -16,16 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _pytree, _xla
+from jax_rnnt import _checks, _pytree
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
 from jax_rnnt.decode.search import _fusion, _options
 from jax_rnnt.decode.search._fusion import Fusion, Networks, check_utterances
 from jax_rnnt.decode.search._packing import any_or_always
-from jax_rnnt.decode.search._problem import Problem, beyond_the_end, checked, of_parts, on_devices, prepare
-from jax_rnnt.decode.search._symbols import Move, Scoring, Symbols
-from jax_rnnt.emissions import Softmax
+from jax_rnnt.decode.search._problem import Problem, beyond_the_end, checked, on_devices, prepare
 
 
 @_pytree.exportable("GreedyStream")
@@ -129,26 +127,7 @@ def run_steps(rules: Rules, stream: Stream) -> State:
     written = none, none, none, sure, sure if rules.problem.symbols.scoring.entropy else None
     state = State(stream.skip, zeros, zeros, stream.reached, stream.scores, *written, stream.networks)
     state = rules.problem.vary(state)
-
-    def plain(state):
-        return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
-
-    def with_kernel(state):
-        """The kernel tells whether there is another step. XLA would make a constant anew in each one."""
-        ends = jnp.broadcast_to(rules.problem.ends_here, (zeros.shape[0], 1))[:, 0].astype(jnp.int32)
-        first, ends = jax.lax.optimization_barrier((rules.first, rules.problem.vary(ends)))
-
-        def turn(carry):
-            best = best_by_kernel(rules, carry[0], ends)
-            state, label, going = walk_by_kernel(rules._replace(first=first), carry[0], *best)
-            return advance(rules, state, label), going
-
-        return jax.lax.while_loop(lambda carry: carry[1], turn, (state, running(rules, state)))[0]
-
-    known = all(isinstance(x, int) for x in state.labels.shape)
-    if rules.problem.dtype != np.float32 or state.confidences is not None or not known:
-        return plain(state)
-    return _xla.where_steps(with_kernel, plain, state)
+    return jax.lax.while_loop(functools.partial(running, rules), functools.partial(step, rules), state)
 
 
 def result(rules: Rules, state: State, bad) -> Hypotheses:
@@ -172,60 +151,29 @@ def running(rules: Rules, state: State):
 
 def step(rules: Rules, state: State) -> State:
     """Every utterance goes on to its next label, or to the end of its window."""
-    limits = limits_of(rules)
-    walk = walk_to_label(limits, state, *best_moves(rules, state))
-    return advance(rules, *write(limits, state, walk))
-
-
-class Limits(typing.NamedTuple):
-    """What a walk has to know."""
-
-    lengths: jax.Array  # [B]
-    first: jax.Array  # [B]: as of `Rules`
-    labels_per_frame: int
-    token_first: bool
-    reach: bool
-
-
-def limits_of(rules: Rules) -> Limits:
-    symbols = rules.problem.symbols
-    token_first, reach = symbols.scoring.token_first, symbols.reach > 0
-    return Limits(rules.problem.lengths, rules.first, symbols.labels_per_frame, token_first, reach)
+    walk = walk_to_label(rules, state, *best_moves(rules, state))
+    return advance(rules, *write(rules, state, walk))
 
 
 def best_moves(rules: Rules, state: State):
     """Of each frame of the windows [B, K]: score, frames read, frames that an exact end needs, label or -1, and its
     log-probability and confidence in the model alone.
     """
-    problem = rules.problem
-    logits = window_rows(rules, state, problem.joint).reshape(-1, rules.window, problem.classes)
-    bonus = state.networks.bonus[:, None] if rules.fusion.adds else None
-    now = state.frame, state.count_here, state.counts, problem.lengths, problem.ends_here
-    best = moves_out(problem.symbols, rules.max_labels, rules.choose, logits, *now, bonus)
-    # Computed once: the walk reads single numbers of each frame.
-    return jax.lax.optimization_barrier((*best, problem.symbols.confidence(logits)))
-
-
-def window_rows(rules: Rules, state: State, joint):
-    """What `joint` makes of the frames of the windows, [B K, ...]."""
-    problem, window = rules.problem, rules.window
-    encoder = problem.frame(state.frame[:, None] + np.arange(window, dtype=np.int32)[None])
-    encoder = encoder.reshape(encoder.shape[0] * window, problem.encoder_out.shape[-1])
-    return joint(encoder, jnp.repeat(state.networks.rows, window, 0))
-
-
-def moves_out(symbols: Symbols, max_labels, choose, logits, frame, count_here, counts, lengths, ends_here, bonus=None):
-    """`best_moves` of logits [B, K, V + D], without the confidence; `ends_here` as of `Problem`."""
-    offsets = np.arange(logits.shape[1], dtype=np.int32)[None]
-    frame = frame[:, None] + offsets
+    problem, symbols, window = rules.problem, rules.problem.symbols, rules.window
+    offsets = np.arange(window, dtype=np.int32)[None]
+    frame = state.frame[:, None] + offsets
+    encoder = problem.frame(frame).reshape(frame.shape[0] * window, problem.encoder_out.shape[-1])
+    logits = problem.joint(encoder, jnp.repeat(state.networks.rows, window, 0)).reshape(-1, window, problem.classes)
     scores, labels = symbols.scores(logits)
-    count_here = jnp.where(offsets == 0, count_here[:, None], 0)
-    may_write = (count_here < symbols.labels_per_frame) & (counts < max_labels)[:, None]
-    allowed = symbols.allowed(frame, lengths[:, None], may_write, ends_here)
-    labels = labels if bonus is None else labels._replace(bonus=bonus)
-    score, move, label, log_prob = choose(symbols, scores, labels, allowed, frame, count_here)
+    count_here = jnp.where(offsets == 0, state.count_here[:, None], 0)
+    may_write = (count_here < symbols.labels_per_frame) & (state.counts < rules.max_labels)[:, None]
+    allowed = symbols.allowed(frame, problem.lengths[:, None], may_write, problem.ends_here)
+    if rules.fusion.adds:
+        labels = labels._replace(bonus=state.networks.bonus[:, None])
+    score, move, label, log_prob = rules.choose(symbols, scores, labels, allowed, frame, count_here)
     reads, needs = (symbols.of_move(move, x) for x in zip(*((x.frames, x.needs) for x in symbols.moves)))
-    return score, reads, needs, label, log_prob
+    # Computed once: the walk reads single numbers of each frame.
+    return jax.lax.optimization_barrier((score, reads, needs, label, log_prob, symbols.confidence(logits)))
 
 
 def most_probable(symbols, scores, labels, allowed, *_):
@@ -244,112 +192,43 @@ def most_probable(symbols, scores, labels, allowed, *_):
     return best, move, jnp.where(move >= len(symbols.blanks), label, -1), log_prob
 
 
-def walk_to_label(limits: Limits, state: State, score, reads, needs, label, log_prob, confidence) -> Walk:
+def walk_to_label(rules: Rules, state: State, score, reads, needs, label, log_prob, confidence) -> Walk:
     """The best moves up to the first label, or out of the window."""
-    window, zeros = score.shape[1], jnp.zeros_like(state.frame)
-    sure = [jax.tree.map(lambda x, k=k: x[:, k], confidence) for k in range(window)]
+    problem, zeros = rules.problem, jnp.zeros_like(state.frame)
+    sure = [jax.tree.map(lambda x, k=k: x[:, k], confidence) for k in range(rules.window)]
     walk = Walk(zeros, state.reached, state.scores, zeros - 1, log_prob[:, 0], zeros, zeros, sure[0])
-    for k in range(window):
+    for k in range(rules.window):
         frame = state.frame + k
-        here = (walk.ahead == k) & (walk.label < 0) & (frame < limits.lengths)
-        reached = frame + needs[:, k] if limits.reach else walk.reached
+        here = (walk.ahead == k) & (walk.label < 0) & (frame < problem.lengths)
+        reached = frame + needs[:, k] if problem.symbols.reach else walk.reached
         score_after, at = walk.score + score[:, k], zeros + k
         move = Walk(k + reads[:, k], reached, score_after, label[:, k], log_prob[:, k], at, reads[:, k], sure[k])
         walk = replace_rows(here, move, walk)
     return walk
 
 
-def write(limits: Limits, state: State, walk: Walk):
+def write(rules: Rules, state: State, walk: Walk):
     """(the state after the walk, its label [B]), which the networks have not read yet."""
     writes = walk.label >= 0
-    going = state.frame < limits.lengths
+    going = state.frame < rules.problem.lengths
     before = jnp.where(walk.at == 0, state.count_here, 0)
     after = jnp.where(going, 0, state.count_here)
     count_here = jnp.where(writes & (walk.reads == 0), before + 1, after)
-    frame = state.frame + walk.ahead
-    if limits.token_first:  # the last label of a frame leaves it
-        leaves = count_here >= limits.labels_per_frame
+    frame, symbols = state.frame + walk.ahead, rules.problem.symbols
+    if symbols.scoring.token_first:  # the last label of a frame leaves it
+        leaves = count_here >= symbols.labels_per_frame
         frame, count_here = frame + leaves.astype(jnp.int32), jnp.where(leaves, 0, count_here)
-    counts, at = state.counts + writes.astype(jnp.int32), limits.first + state.frame + walk.at
+    counts, at = state.counts + writes.astype(jnp.int32), rules.first + state.frame + walk.at
     fields: dict[str, Any] = dict(frame=frame, count_here=count_here, counts=counts)
     fields |= dict(reached=walk.reached, scores=walk.score)
     new = dict(labels=walk.label, frames=at, durations=walk.reads, log_probs=walk.log_prob)
     new |= {} if walk.confidence is None else {"confidences": walk.confidence}
     # The walk is computed once, and what follows reads no array of the old state that it replaces: no copies.
     fields, new = jax.lax.optimization_barrier((fields, new))
-    places = np.arange(1, state.labels.shape[1] + 1, dtype=np.int32)[None]
+    places = np.arange(1, rules.max_labels + 1, dtype=np.int32)[None]
     here = (places == fields["counts"][:, None]) & (new["labels"] >= 0)[:, None]
     fields |= {name: jnp.where(here, x[:, None], getattr(state, name)) for name, x in new.items()}
     return state._replace(**fields), new["labels"]
-
-
-def walk(*operands, labels_per_frame: int, token_first: int, reach: int):
-    """The walk of a step as the kernel has it; operands as `walk_by_kernel` gives them."""
-    best, arrays, (lengths, first) = operands[:5], operands[5:14], operands[14:]
-    limits = Limits(lengths, first, labels_per_frame, bool(token_first), bool(reach))
-    state = State(*arrays, None, None)  # type: ignore[call-arg]
-    state, label = write(limits, state, walk_to_label(limits, state, *best, None))  # type: ignore[call-arg]
-    return [*state[:9], label, jnp.any(state.frame < lengths)]
-
-
-_walk = _xla.Step("jax_rnnt_search_walk", walk, {5 + i: i for i in range(9)})
-
-
-def walk_by_kernel(rules: Rules, state: State, *best):
-    """(state, label [B], whether any utterance goes on): as `write` of `walk_to_label` of these `best_moves`."""
-    limits = limits_of(rules)
-    attributes = {name: int(getattr(limits, name)) for name in ("labels_per_frame", "token_first", "reach")}
-    *after, label, going = _walk(*best, *state[:9], limits.lengths, limits.first, **attributes)
-    return State(*after, None, state.networks), label, going  # type: ignore[call-arg]
-
-
-def moves(
-    *operands,
-    blanks: tuple,
-    durations: int,
-    tokens: tuple,
-    of_durations: tuple,
-    frames: tuple,
-    may_end: tuple,
-    window: int,
-    labels_per_frame: int,
-    max_labels: int,
-    token_first: int,
-):
-    """`moves_out` as the kernel has it; operands and attributes as `best_by_kernel` gives them."""
-    (logits, frame, count_here, counts, lengths, ends), bias = operands[:6], operands[6:]
-    emission = Softmax(blanks, num_durations=durations, slots=tuple(f"blank{i}" for i in range(len(blanks))))
-    each = zip((*(None if i < 0 else blanks[i] for i in tokens),), of_durations, frames, map(bool, may_end))
-    every = tuple(Move(token, None if i < 0 else i, *more) for token, i, *more in each)
-    of_blanks, of_labels = (tuple(x for x in every if (x.token is None) == writes) for writes in (False, True))
-    scoring = Scoring(labels_per_frame, token_first=bool(token_first))
-    symbols = Symbols(emission, of_blanks, of_labels, labels_per_frame, scoring, {})
-    logits = of_parts(logits, *bias).reshape(-1, window, logits.shape[-1])
-    now = frame, count_here, counts, lengths, (ends != 0)[:, None]
-    return [*moves_out(symbols, max_labels, most_probable, logits, *now)]
-
-
-_moves = _xla.Step("jax_rnnt_search_moves", moves, {})
-
-
-def best_by_kernel(rules: Rules, state: State, ends):
-    """`best_moves` without the confidence, by the kernel if it knows such moves; `ends` int32 [B]: who ends here."""
-    problem, symbols = rules.problem, rules.problem.symbols
-    scoring, emission = symbols.scoring, symbols.emission
-    weighted = not all(_checks.is_zero(move.weight) for move in symbols.moves)
-    own = weighted or scoring.penalizes or scoring.skips or rules.fusion.adds or rules.choose is not most_probable
-    joint, bias = problem.parts
-    logits = None if own or not symbols.of_softmax else window_rows(rules, state, joint)
-    if logits is None or logits.dtype != np.float32:
-        return best_moves(rules, state)[:-1]
-    tokens = tuple(-1 if x.token is None else emission.blanks.index(x.token) for x in symbols.moves)
-    of_durations = tuple(-1 if x.duration is None else x.duration for x in symbols.moves)
-    frames, may_end = (tuple(int(getattr(x, name)) for x in symbols.moves) for name in ("frames", "may_end"))
-    kinds = dict(tokens=tokens, of_durations=of_durations, frames=frames, may_end=may_end, window=rules.window)
-    kinds |= dict(blanks=tuple(emission.blanks), durations=emission.num_durations, max_labels=rules.max_labels)
-    kinds |= dict(labels_per_frame=symbols.labels_per_frame, token_first=int(scoring.token_first))
-    now = state.frame, state.count_here, state.counts, problem.lengths, ends
-    return _moves(logits, *now, *([] if bias is None else [bias]), **kinds)
 
 
 def advance(rules: Rules, state: State, label) -> State:

@@ -38,7 +38,6 @@ RANGES = {
     "frames_at_once": LIMIT,
     "width": AT_LEAST_1,
     "samples": AT_LEAST_1,
-    "rounds": AT_LEAST_0,
     "threshold": AT_LEAST_0,
     "length_norm": FINITE,
     "weight": FINITE,

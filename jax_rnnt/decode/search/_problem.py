@@ -1,7 +1,6 @@
 """The arguments that searches share, checked."""
 
 import functools
-import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,6 @@ class Problem(typing.NamedTuple):
     symbols: Symbols
     joint: Callable  # may leave labels out where the blank is sure (`blank_first`)
     whole_joint: Callable
-    parts: tuple  # (function of rows, what else to add or None) as kernels take logits: `in_parts`
     predictor: Any
     encoder_out: jax.Array  # [B, T, E]
     lengths: jax.Array  # [B], 0 where out of range
@@ -133,42 +131,8 @@ def prepare(function, search, encoder_out, lengths, exact_end, scoring, width=1,
     if known and symbols.emission.bernoulli and isinstance(joint, LinearJoint):
         joint = functools.partial(blank_first, symbols, joint)
     pair, whole = functools.partial(paired, joint), functools.partial(paired, layout.joint)
-    parts = in_parts(layout.joint, whole)
-
     arrays = encoder_out, lengths, bad, ends_here
-    return (
-        Problem(function, symbols, pair, whole, parts, predictor, *arrays, layout.classes, labels, dtype),
-        start,
-        first,
-    )
-
-
-def in_parts(joint, whole):
-    """(function, bias [V + D] or None): logits are the sum of the function's parts [S, R, V + D] and the bias.
-
-    Before a custom call a bias would be a kernel of its own. So would the sum of the parts in which XLA computes a
-    product that has few tiles for the processors of a GPU; `whole` makes all logits at once.
-    """
-    if not isinstance(joint, LinearJoint) or joint.weight.dtype != np.float32:
-        return lambda encoder, predictor: whole(encoder, predictor)[None], None
-    units, classes = joint.weight.shape
-    bias = None if joint.bias is None else joint.bias.astype(np.float32)
-
-    def parts(encoder, predictor):
-        rows, size = encoder.shape[0], 64
-        few = rows >= 16 and 2 * math.ceil(rows / size) * math.ceil(classes / size) <= 132
-        count = 4 if few and units % 4 == 0 else 1
-        hidden = joint.activation(encoder.astype(np.float32) + predictor.astype(np.float32))
-        hidden, weight = hidden.reshape(rows, count, -1), joint.weight.reshape(count, -1, classes)
-        return jnp.einsum("rsh,shv->srv", hidden, weight)
-
-    return parts, bias
-
-
-def of_parts(logits, *bias):
-    """Logits [R, V + D] of what `in_parts` makes."""
-    total = functools.reduce(jnp.add, [logits[i] for i in range(logits.shape[0])])
-    return total + bias[0][None] if bias else total
+    return Problem(function, symbols, pair, whole, predictor, *arrays, layout.classes, labels, dtype), start, first
 
 
 def blank_first(symbols: Symbols, joint: LinearJoint, encoder, predictor):

@@ -6,7 +6,6 @@ B utterances, T frames, E and P the widths of encoder and predictor rows, V clas
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import numbers
 import typing
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._model import constant, switched_off
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._predictor import Predictor
-from jax_rnnt.decode.search import _beam, _greedy, _options, _parallel, _sample
+from jax_rnnt.decode.search import _beam, _greedy, _options, _sample
 from jax_rnnt.decode.search._entropy import Entropy
 from jax_rnnt.decode.search._fusion import Fusion, checked_fusion
 from jax_rnnt.decode.search._options import option
@@ -39,8 +38,8 @@ class Search:
 
     B utterances, T frames, E and P the widths of encoder and predictor rows, V classes. A move is an arc of the loss, a
     blank or a label, with the log-probability of this arc in the loss. A search goes from move to move, from the first
-    frame to the last: `greedy` takes the best one, `beam` keeps the best sequences of labels, `sample` draws,
-    `parallel` does without the predictor. A verb refuses options that it does not use, unless they have their defaults.
+    frame to the last: `greedy` takes the best one, `beam` keeps the best sequences of labels, `sample` draws. A verb
+    refuses options that it does not use, unless they have their defaults.
 
     A search is frozen and a pytree. Arrays are its leaves: those of the loss, of networks that are pytrees, of models
     of `fusion`, and weights. Functions, other objects and counts are its structure: a new one compiles anew. Options
@@ -65,14 +64,13 @@ class Search:
         L, room for labels in a hypothesis. Once it is full, no label follows; `Hypotheses.full` says so. Of a stream,
         `beam` has so much room for all parts, `greedy` for each part.
     max_symbols : int, default 10
-        Labels that one frame may emit; after these only a blank is allowed. Of all verbs but `parallel`, which has one
-        at most.
+        Labels that one frame may emit; after these only a blank is allowed.
     window : int, default 4
         Frames that a step looks at. More frames make fewer and larger steps. Of `greedy` and `sample`.
     fusion : sequence of pairs (model, weight), default ()
         Adds weight times the score that a model gives to each label, and to an end: shallow fusion. `Predictor` says
         which objects are models. A score of -inf forbids the label. Weights may be traced, or below 0. A weight of 0
-        adds nothing; a Python 0 skips the model. `parallel` takes masks alone, `Labels`.
+        adds nothing; a Python 0 skips the model.
     ilm_weight : float or scalar Array, default 0.0
         Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
         of ``joint(0, predictor row)``. If `encoder_out` was projected before, the bias of that projection belongs in
@@ -98,7 +96,7 @@ class Search:
         one frame, and so does, with no log-probability, a label of duration 0 that is the `max_symbols`-th of its frame
         (Hugging Face has no such limit). The score is the log-probability of the chosen tokens and durations. A path
         with such frames is not in the loss's lattice, so `exact_end` is an error. For losses without durations it
-        changes nothing. Of `greedy` and `parallel`.
+        changes nothing. Of `greedy`.
     confidence : Entropy, optional
         Adds `Hypotheses.label_confidences`, from the entropy of the row of each label. None: only the log-probabilities
         of the labels tell how sure the model is, and the program computes nothing more. Of `greedy` and `beam`.
@@ -136,22 +134,20 @@ class Search:
     predictor: Predictor | Any
     max_labels: int
     _: dataclasses.KW_ONLY
-    max_symbols: int = option(10, "greedy", "beam", "sample", range=_options.LIMIT)
+    max_symbols: int = option(10, range=_options.LIMIT)
     window: int = option(4, "greedy", "sample", range=_options.LIMIT)
     fusion: Sequence[tuple[Any, float | jax.Array]] = ()
     ilm_weight: float | jax.Array = option(0.0, "greedy", "beam", range=_options.FINITE)
-    blank_penalty: float | jax.Array = option(0.0, "greedy", "beam", "parallel", range=_options.FINITE)
+    blank_penalty: float | jax.Array = option(0.0, "greedy", "beam", range=_options.FINITE)
     temperature: float | jax.Array = option(1.0, range=_options.ABOVE_0)
-    blank_threshold: float | jax.Array = option(1.0, "greedy", "beam", "parallel", range=_options.UP_TO_1)
-    duration_choice: typing.Literal["pair", "token_first"] = option("pair", "greedy", "parallel")
+    blank_threshold: float | jax.Array = option(1.0, "greedy", "beam", range=_options.UP_TO_1)
+    duration_choice: typing.Literal["pair", "token_first"] = option("pair", "greedy")
     confidence: Entropy | None = option(None, "greedy", "beam")
     start: int | None = None
 
     def __post_init__(self):
-        self._check("Search")
-
-    def _check(self, function: str) -> None:
         """Checks the options before there are utterances; a Flax NNX module becomes a pytree of its parameters."""
+        function = "Search"
         _options.sizes(function, max_labels=self.max_labels, window=self.window)
         self._scoring(function)
         self._models(function)
@@ -161,9 +157,9 @@ class Search:
         for name, x in values.items():
             object.__setattr__(self, name, x)
 
-    def _scoring(self, function: str, **others) -> Scoring:
+    def _scoring(self, function: str) -> Scoring:
         names = "max_symbols", "duration_choice", "confidence", *Scoring.names()
-        return checked_scoring(function, **{name: getattr(self, name) for name in names} | others)
+        return checked_scoring(function, **{name: getattr(self, name) for name in names})
 
     def _models(self, function: str) -> Fusion:
         return checked_fusion(function, self.fusion, self.ilm_weight)
@@ -287,6 +283,16 @@ class Search:
         ----------
         Graves, "Sequence Transduction with Recurrent Neural Networks", 2012, arXiv:1211.3711.
         Saon, Tüske and Audhkhasi, "Alignment-Length Synchronous Decoding for RNN Transducer", ICASSP 2020.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss, decode
+        >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+        >>> search = decode.Search(RNNTLoss(blank=0), jnp.add, predictor, max_labels=2)
+        >>> lists = search.beam(jnp.log(jnp.array([[[0.5, 0.3, 0.2]]])), jnp.array([1]), width=3)
+        >>> lists.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(lists.scores[0])]
+        ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
         """
         self._refuse_unused("beam")
         more = merge, threshold, length_norm, exact_end, state, frames_at_once
@@ -348,51 +354,25 @@ class Search:
         See Also
         --------
         mwer_loss : Training by the expected number of errors of a list.
+
+        Examples
+        --------
+        One frame that emits a label with probability 0.2, and then another one:
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from jax_rnnt import RNNTLoss, decode
+        >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
+        >>> search = decode.Search(RNNTLoss(blank=0), jnp.add, predictor, max_labels=5)
+        >>> frame = jnp.log(jnp.array([[[0.8, 0.2]]]))
+        >>> drawn = search.sample(frame, jnp.array([1]), jax.random.key(0), samples=4000)
+        >>> bool(abs((drawn.counts == 0).mean() - 0.8) < 0.03)
+        True
+        >>> [round(float(jnp.exp(drawn.scores[drawn.counts == n][0])), 3) for n in (0, 1, 2)]
+        [0.8, 0.16, 0.032]
         """
         self._refuse_unused("sample")
         return _sample.run(constant(self), encoder_out, lengths, key, samples, top_k, top_p, exact_end)
-
-    @_keywords.keywords
-    def parallel(
-        self, encoder_out: jax.Array, lengths: jax.Array, *, rounds: int = 0, exact_end: bool | jax.Array = False
-    ) -> Hypotheses:
-        """The most probable moves without a predictor, all frames at once; then labels are chosen again, with it.
-
-        The model must be trained with masked predictor rows, as ``Joint(masking=0.5)`` of `jax_rnnt.flax` does (HAINAN,
-        Xu et al. 2024). Without rounds it is greedy search with one predictor row at every node, that of a masked
-        predictor (`masked_row`; zeros where it has none), and at most one label a frame: the joint network runs once,
-        on B T rows, and the predictor never. The logits of all frames are in memory.
-
-        In a round (semi-autoregressive), the predictor reads all labels of an utterance. Then each label becomes the
-        most probable one at its frame, after the labels before it, for all labels at once. Frames, durations and counts
-        stay.
-
-        Parameters
-        ----------
-        encoder_out, lengths, exact_end
-            As for `greedy`; `exact_end` is that of an utterance, as there are no streams.
-        rounds : int, default 0
-            How many times all labels are chosen again.
-
-        Returns
-        -------
-        Hypotheses
-            One of each utterance. `scores` are those of the moves without a predictor, also after rounds;
-            `label_log_probs` those of the last choice. `state` is None.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As for `greedy`; `masked_row` is no row of the predictor; the search has an option that is not of
-            `parallel`, or a model of `fusion` that is no `Labels`.
-
-        References
-        ----------
-        Xu, Bataev, Jia and Ginsburg, "HAINAN: Fast and Accurate Transducer for Hybrid-Autoregressive ASR", 2024,
-        arXiv:2410.02597.
-        """
-        self._refuse_unused("parallel")
-        return _parallel.run(constant(self), encoder_out, lengths, rounds, exact_end)
 
 
 # ------------------------------------------------------------------------------------------------------------ a pytree
@@ -468,203 +448,3 @@ def _unflatten(structure: _Structure, leaves):
 
 
 jax.tree_util.register_pytree_node(Search, _flatten, _unflatten)
-
-
-# ----------------------------------------------------------------------------------------------------------- functions
-
-
-def _search(function: str, *model, **options) -> Search:
-    """Search(*model, **options), whose errors name `function`."""
-    fields = {f.name: f.default for f in dataclasses.fields(Search)} | options
-    fields |= dict(zip(fields, model))
-    search = _pytree.make(Search, fields.keys(), fields.values())
-    search._check(function)
-    return search
-
-
-Function = typing.TypeVar("Function", bound=Callable[..., Hypotheses])
-
-
-def _with_options(function: Function) -> Function:
-    """The function, which takes the options of `Search` and shows them in its signature."""
-    options = [x for x in inspect.signature(Search).parameters.values() if x.kind is x.KEYWORD_ONLY]
-    known = [x for x in inspect.signature(function).parameters.values() if x.kind is not x.VAR_KEYWORD]
-    wrapper = _keywords.keywords(function, [x.name for x in options])
-    wrapper.__signature__ = inspect.Signature([*known, *options], return_annotation=Hypotheses)  # type: ignore[attr-defined]
-    return wrapper
-
-
-@_with_options
-def greedy(
-    loss: TransducerLoss,
-    joint: Joint,
-    predictor: Any,
-    encoder_out: jax.Array,
-    lengths: jax.Array,
-    max_labels: int,
-    *,
-    exact_end: bool | jax.Array = False,
-    state: Any = None,
-    **options: Any,
-) -> Hypotheses:
-    """``Search(loss, joint, predictor, max_labels, **options).greedy(encoder_out, lengths, ...)``.
-
-    Parameters
-    ----------
-    loss, joint, predictor, max_labels, **options
-        As for `Search`.
-    encoder_out, lengths, exact_end, state
-        As for `Search.greedy`.
-
-    Returns
-    -------
-    Hypotheses
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss, decode
-    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
-    >>> frames = jnp.array([[[0.0, 5.0, 1.0], [5.0, 0.0, 1.0]]])
-    >>> decode.greedy(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([2]), 2, max_symbols=1).labels.tolist()
-    [[1, -1]]
-    """
-    search = _search("greedy", loss, joint, predictor, max_labels, **options)
-    return search.greedy(encoder_out, lengths, exact_end=exact_end, state=state)
-
-
-@_with_options
-def beam(
-    loss: TransducerLoss,
-    joint: Joint,
-    predictor: Any,
-    encoder_out: jax.Array,
-    lengths: jax.Array,
-    max_labels: int,
-    width: int,
-    *,
-    merge: bool = True,
-    threshold: float | jax.Array | None = None,
-    length_norm: float | jax.Array = 0.0,
-    exact_end: bool | jax.Array = False,
-    state: Any = None,
-    frames_at_once: int = 1,
-    **options: Any,
-) -> Hypotheses:
-    """``Search(loss, joint, predictor, max_labels, **options).beam(encoder_out, lengths, width, ...)``.
-
-    Parameters
-    ----------
-    loss, joint, predictor, max_labels, **options
-        As for `Search`.
-    encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state, frames_at_once
-        As for `Search.beam`.
-
-    Returns
-    -------
-    Hypotheses
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss, decode
-    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
-    >>> frames = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
-    >>> lists = decode.beam(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([1]), max_labels=2, width=3)
-    >>> lists.labels[0].tolist(), [round(float(x), 3) for x in jnp.exp(lists.scores[0])]
-    ([[-1, -1], [1, -1], [2, -1]], [0.5, 0.15, 0.1])
-    """
-    search = _search("beam", loss, joint, predictor, max_labels, **options)
-    more = dict(merge=merge, threshold=threshold, length_norm=length_norm, exact_end=exact_end, state=state)
-    return search.beam(encoder_out, lengths, width, **more, frames_at_once=frames_at_once)
-
-
-@_with_options
-def sample(
-    loss: TransducerLoss,
-    joint: Joint,
-    predictor: Any,
-    encoder_out: jax.Array,
-    lengths: jax.Array,
-    max_labels: int,
-    key: jax.Array,
-    *,
-    samples: int,
-    top_k: int | jax.Array | None = None,
-    top_p: float | jax.Array = 1.0,
-    exact_end: bool | jax.Array = False,
-    **options: Any,
-) -> Hypotheses:
-    """``Search(loss, joint, predictor, max_labels, **options).sample(encoder_out, lengths, key, ...)``.
-
-    Parameters
-    ----------
-    loss, joint, predictor, max_labels, **options
-        As for `Search`.
-    encoder_out, lengths, key, samples, top_k, top_p, exact_end
-        As for `Search.sample`.
-
-    Returns
-    -------
-    Hypotheses
-
-    Examples
-    --------
-    One frame that emits a label with probability 0.2, and then another one:
-
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss, decode
-    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 2)), 1, start=0)
-    >>> model = RNNTLoss(blank=0), jnp.add, predictor, jnp.log(jnp.array([[[0.8, 0.2]]])), jnp.array([1])
-    >>> drawn = decode.sample(*model, 5, jax.random.key(0), samples=4000)
-    >>> bool(abs((drawn.counts == 0).mean() - 0.8) < 0.03)
-    True
-    >>> [round(float(jnp.exp(drawn.scores[drawn.counts == n][0])), 3) for n in (0, 1, 2)]
-    [0.8, 0.16, 0.032]
-    """
-    search = _search("sample", loss, joint, predictor, max_labels, **options)
-    return search.sample(encoder_out, lengths, key, samples=samples, top_k=top_k, top_p=top_p, exact_end=exact_end)
-
-
-@_with_options
-def parallel(
-    loss: TransducerLoss,
-    joint: Joint,
-    predictor: Any,
-    encoder_out: jax.Array,
-    lengths: jax.Array,
-    max_labels: int,
-    *,
-    rounds: int = 0,
-    exact_end: bool | jax.Array = False,
-    **options: Any,
-) -> Hypotheses:
-    """``Search(loss, joint, predictor, max_labels, **options).parallel(encoder_out, lengths, ...)``.
-
-    Parameters
-    ----------
-    loss, joint, predictor, max_labels, **options
-        As for `Search`.
-    encoder_out, lengths, rounds, exact_end
-        As for `Search.parallel`.
-
-    Returns
-    -------
-    Hypotheses
-
-    Examples
-    --------
-    Frames ask for the classes 1, 1 and 2. The predictor forbids to repeat a label; class 2 is the next best one:
-
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> from jax_rnnt import RNNTLoss, decode
-    >>> predictor = decode.Predictor(lambda batch: (), lambda state, labels: (-9 * jax.nn.one_hot(labels, 3), state))
-    >>> frames = jnp.array([[[0.0, 5.0, 1.0], [0.0, 5.0, 1.0], [5.0, 0.0, 1.0]]])
-    >>> search = lambda n: decode.parallel(RNNTLoss(blank=0), jnp.add, predictor, frames, jnp.array([3]), 4, rounds=n)
-    >>> search(0).labels.tolist(), search(1).labels.tolist()
-    ([[1, 1, -1, -1]], [[1, 2, -1, -1]])
-    """
-    search = _search("parallel", loss, joint, predictor, max_labels, **options)
-    return search.parallel(encoder_out, lengths, rounds=rounds, exact_end=exact_end)

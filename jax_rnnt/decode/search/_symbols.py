@@ -229,16 +229,6 @@ class Symbols:
         weighted = not all(_checks.is_zero(move.weight) for move in self.labels)
         return weighted or every not in ([-1], [*range(self.emission.num_durations)])
 
-    @property
-    def of_softmax(self) -> bool:
-        """Whether the log-probabilities of moves are sums of those of one softmax, and perhaps of one of durations.
-
-        A kernel then makes them from logits.
-        """
-        emission = self.emission
-        plain = emission.normalize and not (emission.bernoulli or self.scoring.tempers or self.weighs_labels)
-        return plain and len(emission.blanks) + emission.num_durations <= 64 and len(self.moves) <= 32
-
     def all_labels(self, durations, nothing):
         """log of the summed weight of the moves that write one label [...], without the label; None: exactly 0.
 

@@ -3,11 +3,11 @@
 import argparse
 import sys
 
-from jax_rnnt_speech.cli import align, check, convert, export, ngram, serve, spot, stream, testing, train, transcribe
+from jax_rnnt_speech.cli import align, check, convert, export, ngram, serve, stream, testing, train, transcribe
 from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.system import UserError, outputs
 
-COMMANDS = check, train, testing, transcribe, stream, spot, convert, align, ngram, export, serve
+COMMANDS = check, train, testing, transcribe, stream, convert, align, ngram, export, serve
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,12 +25,16 @@ class Parser(argparse.ArgumentParser):
         args = self.parse_args(arguments)
         try:
             status = args.run(args)
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except (UserError, OSError) as error:
+            if any(isinstance(x, BrokenPipeError) for x in (error, error.__context__)) and outputs.unread():
+                raise SystemExit(outputs.BROKEN_PIPE) from None
             self.exit(2, f"{self.prog}: {error}\n")
         except KeyboardInterrupt as error:
             going_on = "; --resume goes on from the last checkpoint" if args.run is train.train else ""
             message = error if error.args else f"interrupted{going_on}"
-            self.exit(130, f"{self.prog}: {message}\n")
+            self.exit(getattr(error, "status", 130), f"{self.prog}: {message}\n")
         raise SystemExit(status)
 
 
