@@ -168,7 +168,7 @@ def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
         return jnp.where(used[..., None], following, row), None
 
     used = count(labels.shape[-1]) < counts[..., None]
-    steps = (jnp.broadcast_to(jnp.moveaxis(x, -1, 0), (labels.shape[-1], *shape)) for x in (labels, used))
+    steps = [jnp.broadcast_to(jnp.moveaxis(x, -1, 0), (labels.shape[-1], *shape)) for x in (labels, used)]
     # As the carry of a scan, the row varies over devices, or is split over them, as the labels are.
     row = jnp.broadcast_to(column, (*shape, column.shape[-1]))
     row, *_ = _xla.split_alike(len(shape), row, counts, targets)

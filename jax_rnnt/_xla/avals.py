@@ -3,17 +3,34 @@
 Every operand of one operation must vary over the same manual axes.
 """
 
+import functools
 import inspect
 import math
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 try:
     from jax.sharding import reshard
 except ImportError:  # before jax 0.7
     from jax.experimental.shard import reshard  # type: ignore[no-redef]
+
+
+def named(x, name: str):
+    """x under this name, for policies of `jax.checkpoint`."""
+    return checkpoint_name(x, name) if not getattr(jax.config, "jax_remat3", False) or _names_under_vmap() else x
+
+
+@functools.cache
+def _names_under_vmap() -> bool:
+    """Whether `vmap` may map a name while the flag `jax_remat3` is on; in jax 0.10 it may not."""
+    try:
+        jax.eval_shape(jax.vmap(lambda x: checkpoint_name(x, "any")), jax.ShapeDtypeStruct((1,), np.float32))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def varying_axes(aval) -> frozenset:

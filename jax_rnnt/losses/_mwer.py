@@ -20,8 +20,8 @@ def mwer_loss(nll: ArrayLike, errors: ArrayLike, reduction: Literal["mean", "non
 
         loss = sum over n of p[n] (errors[n] - e')
 
-    So the loss is not the expectation itself, but below 0 where better hypotheses are more probable. Subtracting e' changes
-    no gradient: d loss / d nll[n] = -p[n] (errors[n] - sum over m of p[m] errors[m]).
+    So the loss is not the expectation itself, but below 0 where better hypotheses are more probable. Subtracting e'
+    changes no gradient: d loss / d nll[n] = -p[n] (errors[n] - sum over m of p[m] errors[m]).
 
     Parameters
     ----------

@@ -161,7 +161,7 @@ def test_top_k():
         assert not np.isnan(scores(value)).any(), value
     for value in (0, -3):
         assert np.isnan(scores(value)).all(), value
-        with pytest.raises(ValueError, match=rf"sample: top_k must be 1 or more, got {value}\."):
+        with pytest.raises(ValueError, match=rf"sample: top_k must be 1 or more, got {value}\.$"):
             search("sample", {}, top_k=value)
     for value in (1.0, True, "1", jnp.float32(2)):
         with pytest.raises(TypeError, match="sample: top_k must be an integer, a scalar integer Array or None, got"):
