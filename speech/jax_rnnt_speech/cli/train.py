@@ -24,7 +24,7 @@ def resumed(options, start):
         return Config.of(**models.completed(options))
     setup = run.setup("params", "training", quiet=True)
     # A checkpoint of before an option has its default.
-    earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}"))
+    earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}", "train" not in options))
     now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
         option, before, (section, field) = flag(name), earlier.get(name), OPTIONS[name]
@@ -46,14 +46,14 @@ def train(args):
     given, file = command_line.given(args), files.read_file(args.config) if args.config else {}
     file = {name: x for name, x in file.items() if name not in command_line.decided(given)}
     options, judged = command_line.decided(file | given), named(given, file)
-    for name in {"train", "valid", "synthetic", "text", "noise"} & options.keys():
+    for name in {"train", "valid", "text", "noise"} & options.keys():
         options[name] = corpora.absolute(sources(options[name]))
     if corpora.by_function(options.get("train")):
         options.setdefault("valid", options["train"])
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
-    named_sources = [x for name in ("train", "synthetic") for x in names(options.get(name, ""))]
-    if "on_the_fly" not in options and (archives.wanted(named_sources) or (start.workers and not start.resume)):
+    archived = archives.wanted(names(options.get("train", "")))
+    if "on_the_fly" not in options and (archived or (start.workers and not start.resume)):
         options["on_the_fly"] = True
     if start.hook:
         start = dataclasses.replace(start, hook=texts.loaded(start.hook, "--hook", ""))
