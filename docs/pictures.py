@@ -161,29 +161,6 @@ def memory():
     right.legend(loc="upper right")
 
 
-CASES = {
-    "digits 16": ("o", "spoken digits"),
-    "stateless 16": ("s", "planted, stateless"),
-    "lstm 16": ("^", "planted, LSTM"),
-}
-
-
-def decoders():
-    """Of `lab/benchmarks/peers.py`."""
-    file = HERE.parent / "lab/benchmarks/results/2026-11-23-epyc-2-cores-rivals.json"
-    times = json.loads(file.read_text())["times"]
-    searches = [name for name in times["digits 16"] if name != "encoder"]
-    ax = axes(3.4)
-    for case, look in CASES.items():
-        known = [(times[case][name]["median_ms"] / 16, row) for row, name in enumerate(searches) if name in times[case]]
-        ax.plot(*zip(*known), look[0], markersize=5, label=look[1])
-    ax.set(xscale="log", xlabel="milliseconds an utterance", yticks=range(len(searches)), yticklabels=searches)
-    ax.axhline(3.5, color="0.7", lw=0.8)
-    ax.grid(axis="x", alpha=0.3)
-    ax.invert_yaxis()
-    ax.figure.legend(loc="outside upper center", ncols=len(CASES), frameon=False)  # beside all points
-
-
 def tuning():
     """Of `rnnt-speech train`, as docs/parakeet.md says: the lines of its metrics.jsonl."""
     file = HERE.parent / "lab/benchmarks/results/2026-11-26-epyc-2-cores-tuning.jsonl"
@@ -195,7 +172,7 @@ def tuning():
     ax.legend()
 
 
-PICTURES = untrained, lattice, topologies, planes, emissions, waveform, memory, decoders, tuning
+PICTURES = untrained, lattice, topologies, planes, emissions, waveform, memory, tuning
 
 
 def draw(folder):

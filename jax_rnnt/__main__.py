@@ -15,7 +15,7 @@ import numpy as np
 
 import jax_rnnt
 from jax_rnnt import _bench, _checks
-from jax_rnnt._xla import loading
+from jax_rnnt._xla import loading, proof
 
 
 def _positive(text: str) -> int:
@@ -63,6 +63,9 @@ def _info() -> tuple[dict[str, Any], list[str]]:
     kernels = {name: loading.instruction_set(name) for name in loading.KERNELS}
     for name in loading.KERNELS:
         ffi[name] = ".".join(map(str, loading.module(name).api_version()))
+    here = loading.default_platform()
+    proven = proof.all_chosen() or all(proof.proven(here, device) for device in proof.devices_of(here).values())
+    unproven = [] if proven else proof.unvouched(here)
     report = {
         "versions": versions,
         "device": {"kind": devices[0].device_kind, "platform": devices[0].platform, "count": len(devices)},
@@ -70,6 +73,7 @@ def _info() -> tuple[dict[str, Any], list[str]]:
         "kernels": kernels,
         "ffi": ffi,
         "missing": missing,
+        "unproven": unproven,
     }
     lines = [", ".join(f"{name} {version}" for name, version in versions.items())]
     lines.append(
@@ -77,6 +81,9 @@ def _info() -> tuple[dict[str, Any], list[str]]:
     )
     lines += [f"kernels for {name}: {which}, XLA FFI {ffi[name]}" for name, which in kernels.items()]
     lines += [f"no kernels for {name}: {why}" for name, why in missing.items()]
+    if unproven:
+        cure = "`python -m jax_rnnt selftest` finds out"
+        lines.append(f"not used, since no device has shown that they are right: {', '.join(unproven)}; {cure}")
     lines.append(f"XLA FFI of jaxlib: {ffi['runtime'] or 'unknown'}")
     return report, lines
 
@@ -94,6 +101,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command and prints its answer; the exit status is 1 where kernels are missing or wrong."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    try:
+        proof.all_chosen()
+    except ValueError as error:
+        parser.error(str(error))
     report: dict[str, Any] = {}
     lines: list[str] = []
     if options.command in (None, "info"):

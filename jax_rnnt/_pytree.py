@@ -4,10 +4,15 @@
 puts in their place (tracers, None, shardings). Here they run only when a user makes a value.
 """
 
+import ast
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
+from jax import export
+
+Tuple = TypeVar("Tuple", bound=type)
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
@@ -44,7 +49,31 @@ def register(cls):
         return make(cls, names[0] + names[1], [*leaves, *structure])
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    if cls.__module__.partition(".")[0] == __package__:
+        store = {"serialize_auxdata": lambda structure: _written(cls, structure), "deserialize_auxdata": _read}
+        export.register_pytree_node_serialization(cls, serialized_name=f"{__package__}.{cls.__qualname__}", **store)
     return cls
+
+
+def exportable(name: str) -> Callable[[Tuple], Tuple]:
+    """Decorator of a named tuple: programs that `jax.export` stores under this name may take and return it."""
+    return lambda cls: export.register_namedtuple_serialization(cls, serialized_name=f"{__package__}.{name}")
+
+
+def _written(cls, structure) -> bytes:
+    """The structure of a value as text, for the file of an exported program that takes or returns it."""
+    text = repr(structure)
+    try:
+        if ast.literal_eval(text) == structure:
+            return text.encode()
+    except (SyntaxError, ValueError):
+        pass
+    cure = "let the exported function close over it, and take its arrays as arguments"
+    raise ValueError(f"jax.export: {cls.__name__} must be made of numbers and texts alone, got {text}: {cure}.")
+
+
+def _read(text: bytes):
+    return ast.literal_eval(text.decode())
 
 
 def replace(x, **fields):

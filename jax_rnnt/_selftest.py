@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks
-from jax_rnnt._xla import loading
+from jax_rnnt import _checks, _selftest_joint
+from jax_rnnt._xla import loading, proof
 from jax_rnnt._xla.grouped import enable_x64
+from jax_rnnt._xla.primitive import too_old_for_pallas
 from jax_rnnt.emissions import _softmax as softmax
 from jax_rnnt.emissions._emission import label_map
 from jax_rnnt.lattices import _lattice as lattice
@@ -104,12 +105,16 @@ def _lattice_kernels(lattices):
 
 
 def _error(got, expected):
+    if isinstance(got, Exception):
+        return np.inf
+
     def one(a, b):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         with np.errstate(invalid="ignore"):
             return np.max(np.where(a == b, 0, np.abs(a - b) / np.maximum(1, np.abs(b))))
 
-    return np.max([one(a, b) for a, b in zip(got, expected, strict=True)])  # NaN wins, unlike in max()
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    return np.max([one(a, b) for a, b in pairs])  # NaN wins, unlike in max()
 
 
 def _required(require, platform: str) -> list[str]:
@@ -123,22 +128,18 @@ def _required(require, platform: str) -> list[str]:
     return [name for name in known if name in require]
 
 
-def _device(platform: str):
-    """A device of the platform, or None."""
-    if platform == loading.default_platform():
-        return jax.local_devices()[0]
-    try:
-        return jax.local_devices(backend=platform)[0]
-    except RuntimeError:
-        return None
-
-
 def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     """Runs every kind of kernel against the pure-JAX reference, on small ragged batches.
 
     Emissions: rows of each size, log-probabilities, several blanks, durations, a Bernoulli blank. Lattices: unit steps,
-    arcs that skip frames, arcs of -1e9. Dtypes: all that the kernel takes. The kernels of the default backend run, and
-    those of the required platforms.
+    arcs that skip frames, arcs of -1e9. Linear joint networks: value and gradients of several losses. Dtypes: all that
+    the kernel takes. The kernels of the default backend run, and those of the required platforms, on one device of each
+    kind. On a GPU or a TPU this takes about two minutes.
+
+    A kernel that no device has yet shown to be right is not the default. Where all lines are right, a verdict in the
+    user's cache (``$XDG_CACHE_HOME/jax_rnnt``, by default ``~/.cache/jax_rnnt``) makes such kernels the default on this
+    kind of device, until driver, jaxlib, JAX or this package change. Programs that are already compiled stay as they
+    are.
 
     Parameters
     ----------
@@ -151,15 +152,18 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     -------
     list of str
         One line for each kernel and kind: platform, kernel, kind, and for each dtype the largest error relative to
-        ``max(1, |reference|)``. One line for each platform that was not tested, with the reason.
+        ``max(1, |reference|)``, of a joint network relative to the largest number of an array. One line for each
+        platform that was not tested, with the reason. For devices with kernels that need a verdict, one line that names
+        device, driver and versions, and one that says what became of the verdict.
 
     Raises
     ------
     RuntimeError
         If kernels of a required platform are missing or did not run: the message names the reason and the remedy. If an
-        error exceeds the rounding of the dtype: the message holds the lines that are wrong.
+        error exceeds the rounding of the dtype, or a kernel raises: the message holds the lines that are wrong, and
+        names the device. No verdict is kept.
     ValueError
-        If `require` names another platform.
+        If `require` names another platform, or the environment variable JAX_RNNT_KERNELS has an unknown value.
 
     Examples
     --------
@@ -167,6 +171,7 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     >>> print(jax_rnnt.selftest()[0])  # doctest: +SKIP
     cpu   jax_rnnt_softmax_emission_fwd  softmax, tiny rows  float16 1.2e-07, ..., float64 2.2e-16  ok
     """
+    proof.all_chosen()  # which raises where the variable is wrong
     platform = loading.default_platform()
     required = _required(require, platform)
     reasons = {}
@@ -174,6 +179,8 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
         reasons[name] = loading.missing(name)
         if reasons[name] is None and name not in (*loading.KERNELS, "tpu"):
             reasons[name] = "there are none for this platform"
+        if name == "tpu":
+            reasons[name] = too_old_for_pallas()
     missing = [f"{name:5} no kernels: {reasons[name]}" for name in required if reasons[name]]
     if missing:
         raise RuntimeError("jax_rnnt.selftest: required kernels are missing:\n" + "\n".join(missing))
@@ -185,12 +192,13 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
             lines.append(f"{name:5} no kernels, the reference runs: {reason}")
         elif reason or name not in (platform, *required):
             lines.append(f"{name:5} not run: {reason or 'not required, and not the default backend'}")
-        elif (device := _device(name)) is None:
+        elif not (found := proof.devices_of(name)):
             lines.append(f"{name:5} not run: JAX sees no such device")
             idle += [lines[-1]] if require is not None else []
         else:
-            good, bad = _compare(name, device)
-            lines, wrong = lines + good + bad, wrong + bad
+            for device in found.values():
+                good, bad = _of_device(name, device)
+                lines, wrong = lines + good, wrong + bad
     if wrong:
         raise RuntimeError("jax_rnnt.selftest: kernels that disagree with the reference:\n" + "\n".join(wrong))
     if idle:
@@ -198,8 +206,25 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     return lines
 
 
-def _compare(platform, device) -> tuple[list[str], list[str]]:
-    """(lines of the right kernels, lines of the wrong ones)"""
+def _of_device(platform, device) -> tuple[list[str], list[str]]:
+    """(lines of the report, those of wrong kernels); keeps the verdict of a device whose kernels need one."""
+    home = next(iter(proof.devices_of("cpu").values()), device)
+    of_loss, of_joint = _compare(platform, device, home), _selftest_joint.compare(platform, device, home)
+    good, bad = (a + b for a, b in zip(of_loss, of_joint))
+    unproven, tested = proof.unvouched(platform), {line.split()[1] for line in good + bad}
+    if tested.isdisjoint(unproven):
+        return good, bad
+    name = f"{platform:5} " + ", ".join(f"{key} {value}" for key, value in proof.identity(platform, device).items())
+    if bad:
+        return [name, *good], [name, *bad]
+    return [name, *good, f"{platform:5} {proof.keep(platform, device)}"], []
+
+
+def _compare(platform, device, home) -> tuple[list[str], list[str]]:
+    """(lines of the right kernels, lines of the wrong ones); the references run on `home`, the CPU where there is one.
+
+    XLA compiles them for a GPU in half a minute.
+    """
     errors: dict[tuple[str, str], list[str]] = {}
     wrong = set()
     for dtype in _checks.FLOATS:
@@ -209,18 +234,18 @@ def _compare(platform, device) -> tuple[list[str], list[str]]:
         with enable_x64(wide == np.float64 or jax.config.read("jax_enable_x64")):
             emissions, lattices = jax.device_put((_emissions(dtype), _lattices(dtype)), device)
             as_read = {kind: (logits.astype(wide), *arrays) for kind, (logits, *arrays) in emissions.items()}
-            # On the CPU, where there is one: XLA compiles the references for a GPU in half a minute.
-            home = _device("cpu") or device
             as_read, same = jax.device_put((as_read, lattices), home)
             run = functools.partial(_quick, home.platform)
             expected = run(_emission_references)(as_read) | run(_lattice_references)(same)
-            run = functools.partial(_quick, platform)
             planes = jax.device_put(expected[loading.TARGETS[0]], device)
-            got = run(_emission_kernels)(emissions, planes) | run(_lattice_kernels)(lattices)
+            got = _attempt(platform, _emission_kernels, loading.TARGETS[:2], emissions, planes)
+            got |= _attempt(platform, _lattice_kernels, loading.TARGETS[2:], lattices)
         kinds = *((x, EMISSIONS) for x in loading.TARGETS[:2]), *((x, lattices) for x in loading.TARGETS[2:])
         for target, kind in ((target, kind) for target, table in kinds for kind in table):
-            error = _error(*(jax.tree.leaves(x[target][kind]) for x in (got, expected)))
-            errors.setdefault((target, kind), []).append(f"{dtype} {error:.1e}")
+            result = got[target][kind]
+            error = _error(result, expected[target][kind])
+            text = _selftest_joint.described(result) if isinstance(result, Exception) else f"{error:.1e}"
+            errors.setdefault((target, kind), []).append(f"{dtype} {text}")
             # Arcs and posteriors are float32 for 16-bit logits; only the gradient of the logits is rounded to 16 bits.
             rounded = dtype if target == loading.TARGETS[1] else wide
             if not error <= 32 * float(jnp.finfo(rounded).eps):
@@ -228,6 +253,26 @@ def _compare(platform, device) -> tuple[list[str], list[str]]:
     line = {key: f"{platform:5} {key[0]:29} {key[1]:24} {', '.join(x)}" for key, x in errors.items()}
     good, bad = ([key for key in line if (key in wrong) == is_bad] for is_bad in (False, True))
     return [f"{line[key]}  ok" for key in good], [f"{line[key]}  WRONG" for key in bad]
+
+
+def _attempt(platform, function, targets, *operands):
+    """{target: {kind: results}}, or the exception in their place where kernels of a kind raise."""
+
+    def run(*operands):
+        return jax.block_until_ready(_quick(platform, function)(*operands))
+
+    try:
+        return run(*operands)
+    except Exception:  # of XLA, Mosaic or the driver: the kinds one by one tell which
+        found: dict[str, dict[str, Any]] = {target: {} for target in targets}
+    for kind in operands[0]:
+        try:
+            results = run(*({kind: x[kind]} for x in operands))
+        except Exception as error:
+            results = {target: {kind: error} for target in targets}
+        for target in targets:
+            found[target] |= results[target]
+    return found
 
 
 def _quick(platform, function):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt._extras import needed_by
 from jax_rnnt._keywords import keywords
 from jax_rnnt.timing._words import OF_A_WORD, checked_confidences
@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 
+@_pytree.exportable("LabelErrors")
 class LabelErrors(typing.NamedTuple):
     """Edits that turn targets into hypotheses, from `label_errors`.
 
@@ -151,6 +152,8 @@ def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
         for name, x in zip(("labels", "counts", "targets", "target_lengths"), arrays)
     )
 
+    labels, targets, counts, target_lengths = _xla.split_alike(len(shape), labels, targets, counts, target_lengths)
+
     def count(size):  # int32 [1, ..., 1, size]
         return lax.broadcasted_iota(jnp.int32, (1,) * len(shape) + (size,), len(shape))
 
@@ -166,7 +169,11 @@ def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
 
     used = count(labels.shape[-1]) < counts[..., None]
     steps = (jnp.broadcast_to(jnp.moveaxis(x, -1, 0), (labels.shape[-1], *shape)) for x in (labels, used))
-    row = lax.scan(add_label, jnp.broadcast_to(column, (*shape, column.shape[-1])), tuple(steps))[0]
+    # As the carry of a scan, the row varies over devices, or is split over them, as the labels are.
+    row = jnp.broadcast_to(column, (*shape, column.shape[-1]))
+    row, *_ = _xla.split_alike(len(shape), row, counts, targets)
+    row, *steps = _xla.vary_together(row, *steps, like=(targets,))
+    row, _ = lax.scan(add_label, row, tuple(steps))
     distance = jnp.sum(jnp.where(column == target_lengths[..., None], row, 0), -1, dtype=jnp.int32)
     lengths = ((counts, labels.shape[-1]), (target_lengths, targets.shape[-1]))
     in_range = [(n >= 0) & (n <= most) for n, most in lengths]
@@ -343,6 +350,7 @@ def correct_words(words: Sequence[str], reference: Sequence[str]) -> np.ndarray:
     return found
 
 
+@_pytree.exportable("Calibration")
 class Calibration(typing.NamedTuple):
     """How often words are right, by the confidence in them, from `calibration`.
 

@@ -14,10 +14,12 @@
 #   lab/run.sh training       memory and launches of a training step of a Parakeet, on one H100 and on eight TPUs v5e
 #   lab/run.sh parakeet       a training step of transformers beside ours, in time and memory; alone on the machine
 #   lab/run.sh tpu            the losses compiled for five generations of TPUs
+#   lab/run.sh coming-from    the programs of docs/coming_from beside other libraries, in the versions that the pages name
 #
 # Further arguments are those of pytest, or of the program. ONLY=avx2: the CPU kernels for that instruction set alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export JAX_RNNT_KERNELS=all # no device has shown that the kernels of joint networks and those of TPUs are right
 PYTHON=${PYTHON:-python3} CXX=${CXX:-g++} FREE=${FREE:-python3.14t}
 mode=${1-}
 shift || true
@@ -122,6 +124,11 @@ case $mode in
   tpu)
     environment "$PYTHON" . 'jax[tpu]'
     build/tpu/bin/python lab/benchmarks/tpu.py "$@"
+    ;;
+  coming-from)
+    environment "$PYTHON" '.[test,metrics]' -r docs/coming_from/requirements.txt
+    build/coming-from/bin/pip install --quiet --no-deps espnet==202511 # it wants a setuptools that torch refuses
+    build/coming-from/bin/python -m pytest -q -p no:xdist -k 'coming_from or peers' tests/tools/test_docs.py lab/tests/test_peers.py "$@"
     ;;
   *)
     sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2

@@ -1,9 +1,9 @@
 """The one folder that knows JAX's machinery: custom calls, primitives, lowering, jaxprs and their types.
 
-`loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `primitive` binds one as a
-primitive, `grouped` and `local` make one of plain JAX that the partitioner splits by the batch, `retracing` evaluates a
-function where it was not traced, and `avals` has the mesh axes and shardings of types. No other file imports these from
-JAX: `tests/tools/test_public.py`.
+`loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `proof` whether a device has
+shown that they are right, `primitive` binds one as a primitive, `grouped` and `local` make one of plain JAX that the
+partitioner splits by the batch, `retracing` evaluates a function where it was not traced, and `avals` has the mesh axes
+and shardings of types.
 """
 
 from jax_rnnt._xla.avals import explicit_axes as explicit_axes
@@ -15,6 +15,7 @@ from jax_rnnt._xla.avals import rows_of_table as rows_of_table
 from jax_rnnt._xla.avals import shard_like as shard_like
 from jax_rnnt._xla.avals import shards as shards
 from jax_rnnt._xla.avals import spec_of as spec_of
+from jax_rnnt._xla.avals import split_alike as split_alike
 from jax_rnnt._xla.avals import state_like as state_like
 from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together

@@ -52,6 +52,35 @@ def spec_of(aval) -> list:
     return spec + [None] * (aval.ndim - len(spec))
 
 
+def split_alike(dimensions: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, whose first dimensions, so many, are split over the same explicit mesh axes in all of them.
+
+    They are those of the batch, and an array may have 1 there for all. JAX adds no two arrays that are split otherwise,
+    so a dimension follows the first array in which it is split. That costs nothing where the others are whole.
+    """
+    specs: list = [None] * dimensions
+    sizes = [0] * dimensions
+    source = None
+    for x in arrays:
+        for i, axes in enumerate(spec_of(jax.typeof(x))[:dimensions]):
+            if axes is not None and specs[i] is None:
+                specs[i], sizes[i], source = axes, x.shape[i], x if source is None else source
+    if source is None:
+        return arrays
+
+    def place(x):
+        spec = [axes if n == size else None for axes, n, size in zip(specs, x.shape, sizes)]
+        spec += spec_of(jax.typeof(x))[dimensions:]
+        if spec == spec_of(jax.typeof(x)):
+            return x
+        if isinstance(x, jax.core.Tracer) or isinstance(source, jax.core.Tracer):
+            return reshard(x, NamedSharding(jax.typeof(source).sharding.mesh, PartitionSpec(*spec)))
+        # Without `jax.set_mesh` only the array knows the devices.
+        return jax.device_put(x, NamedSharding(source.sharding.mesh, PartitionSpec(*spec)))
+
+    return tuple(map(place, arrays))
+
+
 def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:
     """x split over the same explicit mesh axes as the leading dimensions of `like`; further ones are not split."""
     aval = jax.typeof(like)

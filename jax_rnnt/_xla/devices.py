@@ -52,6 +52,11 @@ def shared_memory(module, emulated: bool, kind: str | None) -> int | str:
     for i, (major, minor, _) in enumerate(visible):
         if major < 8:
             return f"it needs compute capability 8.0, and device {i} has {major}.{minor}"
+        if not _has_code(module.joint_architectures, major, minor, newest_ptx=True):
+            return (
+                f"its kernels have code for {module.joint_architectures}, and none for device {i}, of compute "
+                f"capability {major}.{minor}"
+            )
     if visible:
         return min(shared for *_, shared in visible)
     return (227 if emulated or _LARGE.search(kind or "") else 99) << 10

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
-from jax_rnnt._xla import loading
+from jax_rnnt._xla import loading, proof
 from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, struct_like, vary_together
 from jax_rnnt._xla.over_devices import Devices, device_of, lower_plain, unpartitioned
 from jax_rnnt._xla.primitive import new_primitive, no_pallas, no_parts
@@ -96,10 +96,11 @@ class Grouped:
         in plain JAX, for one group. Shared results are sums over the batch. `grouped`: for `most_over_groups`.
         `platforms`: the program is lowered for these.
     kernel : callable, optional
-        ``kernel(kind, static, shared, batched, device, reason) -> function`` of kernels, where `function` runs as one:
-        ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none. It gets
-        their kind ("tpu": in Pallas, "cuda"), avals, what is known of a device (`device_of` the program; for CUDA, its
-        shared memory), and why no kernel can run here at all, or None.
+        ``kernel(kind, static, shared, batched, device, reason, doubt) -> function`` of kernels, where `function` runs
+        as one: ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none.
+        It gets their kind ("tpu": in Pallas, "cuda"), avals, what is known of a device (`device_of` the program; for
+        CUDA, its shared memory), and why no kernel can run here at all, or None. ``doubt(names)`` is why kernels of
+        these names are not the default here, or None.
     """
 
     def __init__(self, name: str, function: Callable, kernel: Callable = lambda *_: None):
@@ -183,7 +184,8 @@ class Grouped:
             device = loading.shared_memory(platform, device[0])
         several = f"the program is for {' and '.join(platforms)}" if len(platforms) > 1 else None
         reason = several or (no_pallas(ctx) if kind == "tpu" else no_parts(ctx, "the CUDA kernels"))
-        kernel = self.kernel(kind, static, avals[:num_shared], avals[num_shared:], device, reason)
+        doubt = functools.partial(proof.doubt, ctx, platform)
+        kernel = self.kernel(kind, static, avals[:num_shared], avals[num_shared:], device, reason, doubt)
         return kernel and functools.partial(kernel, interpret=loading.INTERPRETED.get(platforms[0], False))
 
     def _lower_kernel(self, ctx, kernel, operands, mapped, depth, num_shared):

@@ -25,7 +25,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir, xla
 
 from jax_rnnt import _installation
-from jax_rnnt._xla import loading
+from jax_rnnt._xla import loading, proof
 from jax_rnnt._xla.avals import result_aval, vary_together
 from jax_rnnt._xla.over_devices import lower_over_devices, unpartitioned
 
@@ -106,11 +106,16 @@ def _sharding_rule(num_batch_dims: int, operands, results) -> str:
     return f"#sdy.op_sharding_rule<({left})->({right}) {{{factors}}}{need}, custom>"
 
 
-def no_pallas(ctx) -> str | None:
-    """Why Pallas cannot run here at all."""
+def too_old_for_pallas() -> str | None:
+    """Why this JAX runs no kernel in Pallas."""
     if jax.__version_info__ < PALLAS:
         return f"the TPU kernels need jax {'.'.join(map(str, PALLAS))}, got {jax.__version__}"
-    return no_parts(ctx, "the TPU kernels")
+    return None
+
+
+def no_pallas(ctx) -> str | None:
+    """Why Pallas cannot run here at all."""
+    return too_old_for_pallas() or no_parts(ctx, "the TPU kernels")
 
 
 def no_parts(ctx, kernels: str) -> str | None:
@@ -204,6 +209,8 @@ class Kernel:
         reason = loading.missing(platform) or self.unsupported(loading.limits(platform), *ctx.avals_in, **attributes)
         if reason:
             return self.lower_reference(ctx, *operands, reason=reason, **params)
+        if not strict and (doubt := proof.doubt(ctx, platform, [self.target])):
+            return self._lower_plain(ctx, *operands, doubt=doubt, **attributes)
         aliases = self.aliases(len(operands)) if alias else {}
         exporting = ctx.module_context.lowering_parameters.for_export
         if aliases and platform == "cpu" and unpartitioned(ctx) and not exporting:
@@ -231,12 +238,13 @@ class Kernel:
         """XLA's program, or the kernel in Pallas, each device on its part of the batch."""
         kernel = self.tpu
         if kernel is None:
-            function = functools.partial(self.reference, **attributes)
-            return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+            return self._lower_plain(ctx, *operands, **attributes)
         reason = no_pallas(ctx) or self.unsupported(loading.LIMITS["tpu"], *ctx.avals_in, **attributes)
         if reason:
             params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
             return self.lower_reference(ctx, *operands, reason=reason, **params)
+        if not (strict or interpret) and (doubt := proof.doubt(ctx, "tpu", [self.target])):
+            return self._lower_plain(ctx, *operands, doubt=doubt, **attributes)
 
         def run(*operands):
             batch = operands[0].shape[:num_batch_dims]
@@ -259,8 +267,13 @@ class Kernel:
         if strict:
             message = f"implementation='kernel': jax_rnnt has no kernel {self.target} for this: {reason}; "
             raise NotImplementedError(message + "use implementation=None or 'reference'.")
-        if not known:
-            warn_once(f"jax_rnnt runs on its pure-JAX reference: {reason}.")
+        warning = None if known else f"jax_rnnt runs on its pure-JAX reference: {reason}."
+        return self._lower_plain(ctx, *operands, doubt=warning, **attributes)
+
+    def _lower_plain(self, ctx, *operands, doubt=None, **attributes):
+        """The reference, after a warning."""
+        if doubt:
+            warn_once(doubt)
         function = functools.partial(self.reference, **attributes)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode.lm._phrases import depth_of, earned, is_list, weights_of
 
 
+@_pytree.exportable("FoundPhrase")
 class FoundPhrase(typing.NamedTuple):
     """A place where a phrase is said, as `find_phrases` finds it.
 
@@ -103,6 +104,7 @@ def phrase_scores(
     lengths = _checks.integers(function, "lengths", lengths, log_probs.shape[:1], "[B]")
     counts = _checks.integers(function, "phrase_lengths", phrase_lengths, phrases.shape[:1], "[P]")
     blank = _checks.class_index(function, "blank", blank, log_probs.shape[2])
+    log_probs, lengths = _xla.split_alike(1, log_probs, lengths)
     return _phrase_scores(log_probs, lengths, phrases, counts, blank)
 
 

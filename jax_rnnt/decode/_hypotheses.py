@@ -6,7 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_rnnt import _pytree
 
+
+@_pytree.exportable("Hypotheses")
 class Hypotheses(typing.NamedTuple):
     """Decoded label sequences: one of each utterance [B], or the N best, the best one first [B, N].
 

@@ -4,6 +4,8 @@ Everything else that it uses of them is public: `TransducerLoss` and `DecodingRu
 `Softmax`.
 """
 
+import jax
+
 from jax_rnnt import _checks, _xla
 from jax_rnnt.emissions._softmax import accumulation_dtype as scores_dtype  # in which losses sum rows of logits
 from jax_rnnt.emissions._softmax import one_hot as is_class
@@ -13,7 +15,15 @@ from jax_rnnt.layouts._joint_networks import row_avals
 from jax_rnnt.losses import TransducerLoss
 from jax_rnnt.losses._call import switched_off
 
-__all__ = ["checked_joint", "is_class", "log_softmax", "scores_dtype", "switched_off"]
+__all__ = ["checked_joint", "constant", "is_class", "log_softmax", "scores_dtype", "switched_off"]
+
+
+def constant(tree):
+    """The pytree, whose arrays have no derivative: no search has one, and its loops allow none in reverse.
+
+    A search applies it to its arguments, and to what networks return, as these may close over parameters in training.
+    """
+    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x, tree)
 
 
 def log_softmax(logits):

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
+from jax_rnnt.decode._model import constant
 
 
 class Predictor(typing.NamedTuple):
@@ -238,7 +239,7 @@ def begin(function: str, name: str, predictor, batch: int, start: int, makes: st
     if getattr(rows, "ndim", None) != 2 or rows.shape[0] != batch:
         raise ValueError(f"{function}: {name}.step must make {makes}, {batch} of them, got {rows!r}.")
     same_state(function, name, state, after)
-    return predictor.step(state, labels)
+    return constant(predictor.step(constant(state), labels))
 
 
 def same_state(function: str, name: str, before, after):

@@ -15,6 +15,7 @@ from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses
+from jax_rnnt.decode._model import constant
 from jax_rnnt.decode._predictor import same_state
 
 FAR = 2.0**16  # nats of a score; a float32 there is a multiple of 2^-7
@@ -30,7 +31,9 @@ def begin_part(function: str, first, state, vary):
         raise TypeError(f"{function}: state must be Hypotheses.state of an earlier part by {function}, got {got}.")
     same_state(function, f"state of {function}", expected, state)
     # A branch, so that parts without a fresh row run no network here.
-    return jax.lax.cond(jnp.any(state.fresh), lambda x: replace_rows(x.fresh, first(), x), lambda x: x, vary(state))
+    return jax.lax.cond(
+        jnp.any(state.fresh), lambda x: replace_rows(x.fresh, first(), x), lambda x: x, vary(constant(state))
+    )
 
 
 @keywords

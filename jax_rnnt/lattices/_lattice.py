@@ -240,6 +240,8 @@ def log_likelihood(
         _checks.integers(name, argument, x, tuple(batch), "[...]")
         for argument, x in (("num_frames", num_frames), ("num_labels", num_labels))
     )
+    *each, num_frames, num_labels = _xla.split_alike(len(batch), *planes.values(), num_frames, num_labels)
+    planes = dict(zip(planes, each))
     bad = (num_frames < 0) | (num_frames > frames) | (num_labels < 0) | (num_labels >= columns)
     num_frames, num_labels = (jnp.where(bad, 0, n) for n in (num_frames, num_labels))
     arguments = topology, planes, num_frames, num_labels

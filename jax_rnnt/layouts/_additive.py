@@ -205,6 +205,7 @@ class AdditiveLogits(Layout):
 
     instead = "compute with its arrays am and lm"
     sides = "lm", "am"
+    batched = "am", "lm"
 
     am: jax.Array
     lm: jax.Array
@@ -237,6 +238,7 @@ class AdditiveLogits(Layout):
             if unigram.shape not in ((classes,), (*batch, classes)):
                 expected = f"shape {(classes,)} or {(*batch, classes)}"
                 raise ValueError(f"{function}: unigram must have {expected}, got {unigram.shape}.")
+        am, lm = _xla.split_alike(len(batch), am, lm)
         return AdditiveLogits(am, lm, lm_only, am_only, unigram)
 
     def emission(self, function, loss, softmax, *sequences):

@@ -101,6 +101,7 @@ class BandLogits(Layout):
 
     logits: jax.Array
     first: jax.Array
+    batched = "logits", "first"
 
     def checked(self, function):
         logits = rows_of_frames(function, self.logits, "S")

@@ -114,6 +114,7 @@ class JointLogits(Layout):
         return _pytree.make(cls, _FIELDS, (joint, encoder_out, predictor_out, chunk, parameters))
 
     sides = "predictor_out", "encoder_out"
+    batched = "encoder_out", "predictor_out"
     instead = (
         "let joint compute it, as lambda e, p: network(e, p) / 2, or make the array: "
         "joint(encoder_out[..., :, None, :], predictor_out[..., None, :, :])"
@@ -171,6 +172,8 @@ class JointLogits(Layout):
             raise ValueError(f"{function}: predictor_out must have {expected}, got {predictor.shape}.")
         _checks.unsplit(function, "encoder_out", encoder, {-2: "T", -1: "E"})
         _checks.unsplit(function, "predictor_out", predictor, {-2: "U + 1", -1: "P"})
+        if encoder.ndim == predictor.ndim:
+            encoder, predictor = _xla.split_alike(len(batch), encoder, predictor)
         predictor = jnp.broadcast_to(predictor, (*batch, *predictor.shape[-2:]))
         outer = encoder.shape[:-2]
         alike = next((i for i, (n, m) in enumerate(zip(outer, batch)) if n != m), len(outer))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jax_rnnt import _checks, _pytree
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt._lazy import LazyArray
 from jax_rnnt.emissions._emission import Emission
 
@@ -54,6 +54,14 @@ class Layout(LazyArray):
         """targets [..., U] and both lengths [...], checked against the logits."""
         shape, sequences = self.shape, (targets, logit_lengths, target_lengths)
         return _checks.sequences(function, *sequences, shape[:-3], shape[-2] - 1, *self.sides, self.frames)
+
+    batched: tuple[str, ...] = ()  # fields with arrays [..., more], which explicit mesh axes may split by the batch
+
+    def split_alike(self, *arrays) -> tuple[Any, ...]:
+        """(the layout, arrays of the sequences, the last one [...]), all split over the same explicit mesh axes."""
+        own = [getattr(self, name) for name in self.batched]
+        placed = _xla.split_alike(arrays[-1].ndim, *own, *arrays)
+        return _pytree.replace(self, **dict(zip(self.batched, placed))), *placed[len(own) :]
 
     def emission(self, function: str, loss, softmax, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
         """(emission, its logits); `softmax` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
@@ -106,6 +114,7 @@ class ArrayLogits(Layout):
     """An array [..., T, U + 1, V]."""
 
     logits: Any
+    batched = ("logits",)
 
     def checked(self, function):
         return type(self)(rows_of_frames(function, self.logits, "U + 1"))

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jax_rnnt import _checks, _xla
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions import _emission
 from jax_rnnt.emissions._emission import gradient, inside_rows, inside_targets, label_map, scale_cotangent
@@ -156,8 +156,10 @@ def _padded(layouts, x: Sequences) -> Terms:
     *batch, frames, width, _ = layouts[0].shape
     firsts = [layout.first for layout in layouts if isinstance(layout, BandLogits)]
     differ = (jnp.any(firsts[0] != first, -1) for first in firsts[1:])
-    bad, num_frames, num_labels = x.within(frames, functools.reduce(operator.or_, differ, jnp.zeros(batch, bool)))
-    targets = jnp.zeros((*batch, (x.columns or 1) - 1), jnp.int32) if x.targets is None else x.targets
+    bad, num_frames, num_labels = x.within(frames, functools.reduce(operator.or_, differ, jnp.zeros_like(x.num_frames, bool)))
+    targets = x.targets
+    if targets is None:  # split over devices as the lengths are
+        targets = jnp.broadcast_to(jnp.zeros_like(x.num_frames)[..., None], (*batch, (x.columns or 1) - 1))
     labels, weights, last = label_map(targets, num_labels), x.weights, num_labels
     if firsts:
         labels = band_label_map(targets, num_labels, firsts[0], width)
@@ -233,6 +235,17 @@ def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) ->
         columns = np.shape(targets)[-1] + 1 if columns is None and np.ndim(targets) else columns
         targets = _checks.integers(NAME, "targets", targets, (*batch, (columns or 1) - 1), "[..., U]")
     return Sequences(num_frames, num_labels, weights, targets, columns, max(x.classes for x in layouts))
+
+
+def _split_alike(layouts, x: Sequences):
+    """(layouts, arguments), all split over the same explicit mesh axes by the batch."""
+    fields = [(i, name) for i, layout in enumerate(layouts) for name in layout.batched]
+    own = [getattr(layouts[i], name) for i, name in fields]
+    names = [name for name in ("weights", "targets", "num_frames", "num_labels") if getattr(x, name) is not None]
+    placed = iter(_xla.split_alike(x.num_frames.ndim, *own, *(getattr(x, name) for name in names)))
+    for i, name in fields:
+        layouts[i] = _pytree.replace(layouts[i], **{name: next(placed)})
+    return layouts, x._replace(**dict(zip(names, placed)))
 
 
 def _traced(function, rows, like, layouts, labels, dtype):
@@ -366,11 +379,13 @@ def sum_over_nodes(
     layouts = _checked_layouts(logits)
     dtype = accumulation_dtype(common_dtype(layouts))
     terms_of = _packed if isinstance(layouts[0], PackedLogits) else _padded
-    terms = terms_of(layouts, _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype))
+    sequences = _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype)
+    layouts, sequences = _split_alike(layouts, sequences)
+    terms = terms_of(layouts, sequences)
     nodes, inside = terms.nodes, terms.nodes.counts
     labels = [] if targets is None else [jnp.broadcast_to(terms.labels, inside.shape)[..., None]]
     emission, inputs = _in_tiles(function, layouts, inside.shape, labels)
-    plane = jnp.ones(inside.shape, dtype) if terms.weights is None else terms.weights
+    plane = jnp.ones_like(inside, dtype) if terms.weights is None else terms.weights
     nodes = nodes._replace(counts=inside & (plane != 0))
     leaves, structure = jax.tree.flatten((plane, inputs, nodes))
     plane, inputs, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))

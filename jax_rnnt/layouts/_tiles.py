@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
+from jax_rnnt._xla.loading import JOINT
 from jax_rnnt.emissions._emission import Rows, has_nan
 from jax_rnnt.layouts import _joint_cuda, _joint_pallas, _joint_plan
 from jax_rnnt.layouts._joint_networks import Linear, LinearJoint, split, sum_dtype
@@ -413,8 +414,8 @@ _KERNELS = {"tpu": (_joint_pallas, _joint_plan.plan, "TPUs"), "cuda": (_joint_cu
 def _kernel(function, inputs_of):
     """What `_xla.Grouped` asks: the kernel where it takes the problem."""
 
-    def choose(kind, static, parameters, batched, device, reason):
-        tiled, _, structure = static
+    def choose(kind, static, parameters, batched, device, reason, doubt):
+        tiled, strict, structure = static
         if not isinstance(tiled.joint, Linear):
             return None
         encoder, *others = batched
@@ -424,6 +425,10 @@ def _kernel(function, inputs_of):
         plan = reason or plan_of(tiled, parameters, inputs, device)
         if isinstance(plan, str):
             _xla.warn_once(f"jax_rnnt computes a LinearJoint in tiles, not by its kernels for {name}: {plan}.")
+            return None
+        # Those of both passes are chosen together.
+        if not strict and (warning := doubt(JOINT)):
+            _xla.warn_once(warning)
             return None
         return lambda shared, batched, interpret: function(kernels, plan, static, shared, batched, interpret)
 

@@ -74,6 +74,9 @@ def _of_device(call: Call) -> Any:
     batch = layout.sequences(function, call.targets, call.logit_lengths, call.target_lengths)
     if windows is not None:
         windows = _checks.integers(function, "label_windows", windows, (*batch[0].shape, 2), "[..., U, 2]")
+    others = () if windows is None else (windows,)
+    layout, *others, targets, logit_lengths, target_lengths = layout.split_alike(*others, *batch)
+    batch, windows = (targets, logit_lengths, target_lengths), others[0] if others else None
     softmax = softmax_of(function, loss)
     emission, logits = emission_of_device(function, loss, layout, softmax, batch, windows)
     return call.method.compute(loss, emission, logits, *batch, windows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.lattices._topology import STANDARD, Arc, Topology
 from jax_rnnt.losses._adjustments import Step
@@ -112,6 +112,7 @@ def _checked_sequence(parts, name, suitable, expected, least):
     object.__setattr__(parts, name, tuple(value))
 
 
+@_pytree.exportable("Alignment")
 class Alignment(typing.NamedTuple):
     """The best path of a lattice, as `TransducerLoss.align` finds it.
 

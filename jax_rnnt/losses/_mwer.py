@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import accumulation_dtype
 
@@ -71,6 +71,7 @@ def mwer_loss(nll: ArrayLike, errors: ArrayLike, reduction: Literal["mean", "non
         raise ValueError(f"mwer_loss: errors must have the shape of nll, {nll.shape}, got {tuple(errors.shape)}.")
     _checks.choice("mwer_loss", "reduction", reduction, ("mean", "none", "sum"))
     errors = jax.lax.stop_gradient(jnp.asarray(errors)).astype(accumulation_dtype(nll.dtype))
+    nll, errors = _xla.split_alike(nll.ndim - 1, nll, errors)
     no_number = jnp.isnan(nll) | jnp.isneginf(nll) | (~jnp.isposinf(nll) & ~jnp.isfinite(errors))
     bad = jnp.any(no_number, -1, keepdims=True)
     nll = jnp.where(bad, 0, nll).astype(errors.dtype)

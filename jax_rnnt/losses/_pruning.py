@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt.losses._hat import UNIT_STEP_LOSSES
 
@@ -86,7 +86,8 @@ def prune_ranges(
     frames, labels = _checks.known(logit_lengths), _checks.known(target_lengths)
     if frames is not None and labels is not None:
         _check_width(name, blank.shape, frames.astype(np.int64), labels.astype(np.int64), width, variant)
-    return _prune_ranges(blank, label, num_frames, num_labels, width, variant == "standard")
+    arrays = _xla.split_alike(len(batch), blank, label, num_frames, num_labels)
+    return _prune_ranges(*arrays, width, variant == "standard")
 
 
 def _check_width(name, shape, num_frames, num_labels, width, variant):
@@ -179,6 +180,7 @@ def prune_inputs(
         raise ValueError(f"{name}: predictor_out must have {expected}, got {tuple(predictor_out.shape)}.")
     first = _checks.integers(name, "first", first, (*batch, frames), "[..., T]")
     width = _checks.positive(name, "width", width)
+    encoder_out, predictor_out, first = _xla.split_alike(len(batch), encoder_out, predictor_out, first)
     column = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*first.shape, width), first.ndim)
     column = jnp.clip(column, 0, predictor_out.shape[-2] - 1)
     predictor = jnp.take_along_axis(predictor_out[..., None, :, :], column[..., None], -2)

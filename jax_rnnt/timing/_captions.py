@@ -14,6 +14,8 @@ from jax_rnnt.timing._intervals import Interval
 from jax_rnnt.timing._spelling import begins_line, columns, is_dense, joins
 
 MILLISECONDS = 1000  # of a second, in which captions have their times
+# SubRip has no escapes: what players read as markup (<i>, {\an8}, \N) is written in full-width forms.
+PLAIN = str.maketrans("<>{}\\", "＜＞｛｝＼")
 LEAST = 0.002  # seconds from one caption to the next, however short words are: they differ when they are rounded
 
 
@@ -203,7 +205,8 @@ def _found(text: str, place: int, word: str) -> tuple[int, int] | None:
 def write_srt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interval]) -> None:
     """Writes the captions of one recording as SubRip (SRT), for video players. `captions` makes them from words.
 
-    Times are rounded to milliseconds.
+    Times are rounded to milliseconds. Texts are no markup: where players could read one as such, for example "<i>" or
+    "{\\an8}", its signs have their full-width forms, from which Unicode's form NFKC makes the usual ones.
 
     Parameters
     ----------
@@ -228,6 +231,8 @@ def write_srt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interva
     for start, end, text, _ in checked_intervals("write_srt", "captions", "captions", captions, MILLISECONDS, "lines"):
         if "-->" in text:
             raise ValueError(f"write_srt: texts of captions must be without '-->', as times have it, got {text!r}.")
+        if any(x in text for x in "<{\\"):
+            text = text.translate(PLAIN)
         cues.append(f"{len(cues) + 1}\n{_time(start, ',')} --> {_time(end, ',')}\n{text}\n")
     put(file, "\n".join(cues))
 

@@ -31,10 +31,11 @@ GLIBC = (2, 27)
 LARGEST = 10 << 20
 # Kernels of CUDA 12 run under the drivers of CUDA 12 and of all later ones; 12.8 is the first that knows sm_120.
 CUDA = (12, 8), (13,)
-# Code for 8.6 is code for 8.9, byte for byte, and runs there. PTX is of 10.0, since 11.0 cannot take that of 12.0.
-ARCHITECTURES = "75-real;80-real;86-real;90-real;100;120-real"
-# A kernel that spills is an error. Speed is LZ4, which every driver of CUDA 12 reads; zstd needs one of 12.4.
-NVCC_FLAGS = "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error --compress-mode=speed"
+# Code for 8.0 runs on 8.6, 8.7 and 8.9. PTX is of 10.0, since 11.0 cannot take that of 12.0.
+ARCHITECTURES = "75-real;80-real;90-real;100;120-real"
+# A kernel that spills is an error. Code is not compressed: the wheel itself is, better than LZ4 would, and PTX by a
+# seventh of all; zstd would need a driver of CUDA 12.4.
+NVCC_FLAGS = "-Xptxas=--warn-on-spills,--warn-on-local-memory-usage,--warning-as-error --compress-mode=none"
 NVCC_HOSTS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 
 # CMake and nvcc call it as a compiler. libgcc comes before zig's own runtime, which knows no processors.

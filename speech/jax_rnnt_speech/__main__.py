@@ -1,5 +1,6 @@
 """`python -m jax_rnnt_speech` is the command rnnt-speech."""
 
+import gc
 import os
 import signal
 import sys
@@ -13,10 +14,10 @@ def interrupted(*_):
 
 def ignored(x):
     """Python ignores errors in what its garbage collector calls, such as a function of JAX: Ctrl-C is heard again."""
-    if x.exc_type is not KeyboardInterrupt:
+    if not issubclass(x.exc_type, KeyboardInterrupt):
         return sys.__unraisablehook__(x)
-    ends = signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-    again = threading.main_thread().ident, signal.SIGTERM if ends else signal.SIGINT
+    number = signal.SIGTERM if hasattr(x.exc_type, "status") else signal.SIGINT
+    again = threading.main_thread().ident, number
     later = threading.Timer(0.1, signal.pthread_kill, again)
     later.daemon = True
     later.start()
@@ -26,13 +27,20 @@ def main():
     heard = signal.getsignal(signal.SIGINT)
     if heard is signal.default_int_handler:  # extensions make an ImportError of Ctrl-C while they are imported
         signal.signal(signal.SIGINT, interrupted)
-    from jax_rnnt_speech import cli  # takes seconds
+    from jax_rnnt_speech import cli, system  # takes seconds
 
     signal.signal(signal.SIGINT, heard)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # as Ctrl-C: what is written is whole then
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, system.Terminated.hear)
     sys.unraisablehook = ignored
-    cli.main()
+    try:
+        cli.main()
+    except SystemExit as error:
+        if error.code not in (130, system.Terminated.status):
+            raise
+        status, error.__context__ = error.code, None
+    gc.collect()  # generators end their processes
+    system.leave(status)  # a thread of XLA that still compiles would meet what Python has taken away
 
 
 if __name__ == "__main__":

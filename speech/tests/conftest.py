@@ -12,6 +12,7 @@ import contextlib
 import gc
 import io
 import json
+import signal
 
 import chex
 import jax
@@ -33,12 +34,26 @@ def pytest_configure(config):
 
 
 @pytest.fixture
+def signals():
+    """Ctrl-C and SIGTERM are heard as usual, also where a script has started the tests in its background."""
+    before = {x: signal.signal(x, handler) for x, handler in (
+        (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL),
+    )}  # fmt: skip
+    yield
+    for x, handler in before.items():
+        signal.signal(x, handler)
+
+
+@pytest.fixture
 def refused(said):
-    """Asserts that a command says one line with this message, and ends with this status."""
+    """Asserts that a command says one line with this message, and ends with this status.
+
+    Lines before it may say which files are read, and how.
+    """
 
     def check(arguments, message, status=2):
-        error = said(arguments, status).err
-        assert message in error and len(error.strip().splitlines()) == 1
+        *before, error = said(arguments, status).err.strip().splitlines()
+        assert message in error and all(x.startswith(("reading ", "train ")) for x in before)
 
     return check
 

@@ -469,7 +469,7 @@ def test_the_buffer():
 
 
 @pytest.mark.slow
-def test_a_run(packed, tmp_path, capsys, refused, monkeypatch, said):
+def test_a_run(packed, tmp_path, capsys, refused, monkeypatch, said, signals):
     """Two epochs; a run by a worker that is stopped within one goes on without it, with the same losses.
 
     Once from tars, and once in windows of utterances whose lengths nothing tells.
@@ -491,7 +491,9 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch, said):
         "import multiprocessing\nhook = lambda i, x: i == 3 and [y.kill() for y in multiprocessing.active_children()]\n"
     )
     run([*command, "--workdir", tmp_path / "killed", "--workers", 1, "--hook", f"{tmp_path}/kill.py:hook"], 2)
-    assert "unexpectedly with exit code -9; it may have needed more memory than there is" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "unexpectedly with exit code -9; it may have needed more memory than there is; step " in error
+    assert f" is saved: rnnt-speech train --workdir {tmp_path / 'killed'} --resume goes on" in error
     assert 2 < len(losses(tmp_path / "killed")) < 10
     run([x if x != tmp_path / "windows" else tmp_path / "killed" for x in again])
     assert losses(tmp_path / "killed") == whole

@@ -110,8 +110,10 @@ def test_streams_of_random_weights(beam, options, monkeypatch):
         np.testing.assert_allclose([x[:2] for x in words], [x[:2] for x in expected], atol=1e-9)
     monkeypatch.setattr(windows, "WINDOW", 0.5)
     pieces, seen = iter(np.split(samples, [5000, 6000])), []
-    (long,) = recognise.transcribe(model, [("a", pieces)], decoding, lambda _, x: seen.append([*x.labels]) or True)
+    watch, seconds = (lambda _, x: seen.append([*x.labels]) or True), []
+    (long,) = recognise.transcribe(model, [("a", pieces)], decoding, watch, seconds.append)
     assert long.text == whole.text and long.duration == whole.duration
+    assert len(seconds) > 1 and min(seconds) >= 0 and sum(seconds) == pytest.approx(len(samples) / 8000)
     assert len(seen) == 4 and all(x == whole.labels[: len(x)] for x in seen) and seen[-1] == whole.labels
     pieces = iter(np.split(samples, [5000, 6000]))
     (long,) = recognise.transcribe(model, [("a", pieces)], decoding, lambda *_: False)
@@ -427,7 +429,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"
 def test_the_tutorial(tmp_path, capsys, monkeypatch, said):
     """Its commands as they are, on two devices, recognise words, and so does a beam."""
     monkeypatch.chdir(tmp_path)
-    text, printed = PAGE.read_text().replace(" recipes/", f" {PAGE.parents[1]}/recipes/"), []
+    text, printed = PAGE.read_text().replace(" recipes/", f" {PAGE.parents[1]}/recipes/").replace("\\\n", ""), []
     runpy.run_path(str(PAGE.with_name("toy_recordings.py")))
     commands = re.findall(r"^    rnnt-speech (.*)", text, re.MULTILINE)
     assert [x.split()[0] for x in commands] == ["check", "train", "test", "transcribe", "transcribe"]
@@ -435,7 +437,7 @@ def test_the_tutorial(tmp_path, capsys, monkeypatch, said):
         printed.append(said(shlex.split(command, comments=True) + ["--devices", "2"] * command.startswith("train")).out)
     check, training, rates, words, timed = printed
     assert "220 utterances" in check and "left out" not in check
-    (found,), (expected,) = json.loads(timed), json.loads(re.search(r"^    (\[{.*)", text, re.MULTILINE)[1])
+    (found,), (expected,) = json.loads(timed), json.loads(re.search(r"^    (\[{.*?}\])$", text, re.M | re.S)[1])
     assert words == f"test/000.wav\t{found['text']}\n" and found["duration"] == expected["duration"]
     assert found.keys() == expected.keys() and found["words"][0].keys() == expected["words"][0].keys()
     run(["ngram", "words.arpa", "train"])

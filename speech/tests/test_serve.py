@@ -3,16 +3,26 @@ that go leave nothing behind; an exported model alone."""
 
 import asyncio
 import base64
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
+import queue
+import re
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
+import types
 import zlib
 
+import jax
 import numpy as np
 import pytest
 
@@ -30,7 +40,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from jax_rnnt import timing
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import recognise, transcripts
-from jax_rnnt_speech.serving import server
+from jax_rnnt_speech.serving import form as form_module
+from jax_rnnt_speech.serving import schema, server
 
 ROUTE = "/v1/audio/transcriptions"
 # Required fields of openai-python 3.57: types.audio.TranscriptionVerbose, TranscriptionSegment, TranscriptionWord, the
@@ -72,18 +83,13 @@ def served(folder):
 
 def talk(served, conversation):
     """Runs a coroutine of (a client of the server), which is run as the command runs it."""
-    kept = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(web, "run_app", lambda app, **more: kept.append((app, more)))
-        server.run(served)
-    ((application, more),) = kept
 
     class Local(TestServer):
         async def _make_runner(self, **_):
-            return web.AppRunner(self.app, handler_cancellation=more.get("handler_cancellation", False))
+            return server.runner(served)
 
     async def main():
-        async with TestClient(Local(application)) as client:
+        async with TestClient(Local(web.Application())) as client:
             await conversation(client)
 
     asyncio.run(main())
@@ -98,6 +104,12 @@ def form(file, /, **fields):
     return data
 
 
+def wav(size):
+    """So many samples of silence, by the definition of WAV."""
+    head = b"fmt " + struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16000, 2, 16) + b"data" + struct.pack("<I", 2 * size)
+    return b"RIFF" + struct.pack("<I", 4 + len(head) + 2 * size) + b"WAVE" + head + bytes(2 * size)
+
+
 def fits(x, kind):
     """Whether an object has the fields of the schema; an integer is a float, too, as in pydantic's strict mode."""
     for name, expected in SCHEMA[kind].items():
@@ -107,7 +119,7 @@ def fits(x, kind):
 
 def heard(served, samples):
     """The Result that `transcribe` has."""
-    (result,) = recognise.transcribe(served.model, [("a", samples)], served.decoding)
+    (result,) = recognise.transcribe(served.model, [("a", samples)], served.forms.decoding)
     return result
 
 
@@ -231,32 +243,37 @@ def test_languages():
     x = server.Server(model, Decoding(), serve.Serving(name="tiny"))
 
     def asked(**fields):
-        return x.checked({"model": ["tiny"]} | {name: [text] for name, text in fields.items()})
+        return x.forms.checked({"model": ["tiny"]} | {name: [text] for name, text in fields.items()})
 
     for language, allowed in (("ru", "Б1 "), ("Russian", "Б1 "), ("en", "AB1 "), ("pt-BR", "AB1 ")):
         found = asked(language=language)
         assert [y for y, z in zip(pieces.pieces, found.decoding.allowed) if z] == [*allowed]
         assert found.language == language and asked(language=language).decoding is found.decoding
-    assert asked().decoding is x.decoding and asked().language == "" and asked(**{"languages": "ru"}).language == "ru"
+    assert (
+        asked().decoding is x.forms.decoding
+        and asked().language == ""
+        and asked(**{"languages": "ru"}).language == "ru"
+    )
     for language, message in (("xx", "must be a code of ISO 639"), ("el", "no label of the script Greek")):
-        with pytest.raises(server.Problem) as caught:
+        with pytest.raises(schema.Problem) as caught:
             asked(language=language)
         assert caught.value.status == 400 and message in caught.value.error["message"]
     x.model.tokens = asr.data.tokens.Characters("ABCD ")  # of one script: English and German differ in nothing
-    x.languages.clear()
-    assert asked(language="de").language == "" and asked(language="de").decoding == x.decoding
+    x.forms.languages.clear()
+    assert asked(language="de").language == "" and asked(language="de").decoding == x.forms.decoding
 
 
 def test_bad_requests(served, corpus):
     """Two hundred: each is told what is wrong, and nothing of it stays."""
     good = next(corpus.rglob("*.flac")).read_bytes()
     rng = np.random.default_rng(0)
-    forms = [form(good[:n], response_format=x) for x in server.FORMATS for n in rng.integers(0, len(good) - 9, 12)]
+    forms = [form(good[:n], response_format=x) for x in schema.FORMATS for n in rng.integers(0, len(good) - 9, 12)]
     forms += [form(rng.bytes(int(n))) for n in rng.integers(0, 3000, 40)]
     forms += [form(good, **{name: text}) for name, text in (
-        ("model", "huge"), ("response_format", "xml"), ("language", "de"), ("temperature", "1.1"), ("temperature", "x"),
-        ("temperature", "nan"), ("stream", "x"), ("user", "me"), ("timestamp_granularities[]", "word"), ("[]", "x"),
+        ("response_format", "xml"), ("language", "de"), ("temperature", "1.1"), ("temperature", "x"),
+        ("temperature", "nan"), ("stream", "x"), ("speed", "2"), ("timestamp_granularities[]", "word"), ("[]", "x"),
         ("prompt", "x" * 70_000), ("file", "twice"), ("languages[]", "de"), ("include[]", "x"), ("model[]", "tiny"),
+        ("language", "de-AT"), ("translate", "true"), ("task", "translate"),
     )]  # fmt: skip
     forms += [FormData({"model": "tiny"}), form(good, model=["tiny", "tiny"]), form(b"x", stream="true")]
     captions = {"stream": "true", "include[]": "logprobs"}  # which have neither
@@ -322,7 +339,7 @@ def test_fields_of_segments():
     labels = [(i, text, -(i % 7) / 8) for i, text in enumerate(texts)]
     for space in " ", "":
         transcript = transcripts.Transcript(space.join(x.text for x in words), 40 / 6, words, space=space)
-        found = json.loads(server.answer(transcript, "verbose_json", {"segment"}, "", labels).text)
+        found = json.loads(schema.answer(transcript, "verbose_json", {"segment"}, "", labels).text)
         assert found["language"] == "und" and len(found["segments"]) > 2
         assert space.join(x["text"] for x in found["segments"]) == transcript.text
         for x in found["segments"]:
@@ -334,16 +351,174 @@ def test_fields_of_segments():
 
 
 async def events_of(answer):
-    """Yields the objects of server-sent events."""
-    async for line in answer.content:
-        if line.strip():
-            assert line.startswith(b"data: ")
-            x = json.loads(line[6:])
+    """Yields the objects of server-sent events, after which an empty line stands; lines with a colon are comments."""
+    lines = [(await answer.content.readline()).decode()]
+    while lines[-1]:
+        lines.append((await answer.content.readline()).decode())
+        if lines[-2].startswith("data: "):
+            assert lines[-1] == "\n"
+            x = json.loads(lines[-2][6:])
             yield fits(x, x["type"]) if "error" not in x else x
+        assert lines[-1][:6] in ("", "\n", "data: ") or lines[-1][0] == ":"
+
+
+def test_habits(served, corpus):
+    """What clients of OpenAI and Whisper send by habit changes no text. Truth: the text of `transcribe`."""
+    good = max(corpus.rglob("*.flac"))
+    truth = expected(served, audio.read(good, 8000)).text
+    habits = [
+        {"language": x} for x in ("auto", "", "AUTO", "en", "EN", "en-US", "en_us", "english", "eng", "und")
+    ]  # fmt: skip
+    habits += [{"model": x} for x in ("", "large-v3", "Systran/faster-whisper-small", "gpt-4o-transcribe-diarize")]
+    habits += [{"stream": x} for x in ("", "false", "False", "0")]
+    habits += [{"temperature": x} for x in ("", "0", "0.0", "1")]
+    habits += [{"response_format": x} for x in ("", "JSON", "json")]
+    habits += [{"languages[]": "auto"}, {"languages": "de,en"}, {"languages[0]": "en-GB"}, {"include": '["logprobs"]'}]
+    habits += [{"user": "me", "task": "transcribe", "translate": "false", "hotwords": "x", "temperature_inc": "0.2"}]
+
+    async def chunks(body):
+        for i in range(0, len(body), 999):
+            yield body[i : i + 999]
+
+    async def conversation(client):
+        async def text(data, path=ROUTE, **more):
+            async with client.post(path, data=data, **more) as answer:
+                assert answer.status == 200, await answer.text()
+                return (await answer.json())["text"]
+
+        for fields in habits:
+            assert await text(form(good.read_bytes(), **fields)) == truth, fields
+        alone = FormData()
+        alone.add_field("file", good.read_bytes(), filename="a.flac")
+        assert await text(alone, f"{ROUTE}/") == truth
+        for x in "true", "True", "1":
+            async with client.post(ROUTE, data=form(good.read_bytes(), stream=x)) as answer:
+                assert [x async for x in events_of(answer)][-1]["text"] == truth
+        for both in ["word", "segment"], "word,segment", '["word", "segment"]':
+            parts = {"response_format": "verbose_json", "timestamp_granularities[]": both}
+            async with client.post(ROUTE, data=form(good.read_bytes(), **parts)) as answer:
+                assert {"words", "segments"} <= (await answer.json()).keys()
+        body = (
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+            + good.read_bytes()
+            + b"\r\n--x--\r\n"
+        )
+        kind = {"Content-Type": "multipart/form-data; boundary=x"}
+        assert await text(chunks(body), headers=kind) == truth
+        assert await text(form(good.read_bytes()), expect100=True) == truth
+        for path in "/", "/health", "/health/", "/healthz", "/v1/models", "/v1/models/", "/v1/models/tiny/":
+            for ask in client.get, client.head:
+                assert (await ask(path)).status == 200, path
+
+    talk(served, conversation)
+
+
+def test_signs_of_life(served, monkeypatch):
+    """The head of a stream comes before there is a text, and comments after it; a proxy is told to pass them on."""
+    go_on = threading.Event()
+
+    def slow(jobs):
+        assert go_on.wait(20)
+        return [transcripts.Transcript("A", 1.0, []) for _ in jobs]
+
+    monkeypatch.setattr(served.files, "run", slow)
+    monkeypatch.setattr(server, "ALIVE", 0.05)
+
+    async def conversation(client):
+        async with client.post(ROUTE, data=form(wav(800), stream="true")) as answer:
+            assert answer.status == 200 and not go_on.is_set()
+            assert answer.headers["X-Accel-Buffering"] == "no" and answer.headers["Cache-Control"] == "no-cache"
+            for _ in range(3):
+                assert (await answer.content.readline()).startswith(b":") and await answer.content.readline() == b"\n"
+            go_on.set()
+            assert [x async for x in events_of(answer)][-1]["text"] == "A"
+
+    talk(served, conversation)
+
+
+def test_the_end_of_a_server(served, monkeypatch):
+    """What is new is refused at once; what is in hand has its time, and is then told that there is no more."""
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow(jobs):
+        begun.set()
+        assert go_on.wait(20)
+        return [transcripts.Transcript("A", 1.0, []) for _ in jobs]
+
+    monkeypatch.setattr(served.files, "run", slow)
+
+    async def conversation(client, late):
+        async def texts(socket):
+            return [json.loads(x.data) async for x in socket]
+
+        go_on.clear()
+        waiting = asyncio.create_task(client.post(ROUTE, data=form(wav(800))))
+        await asyncio.to_thread(begun.wait, 20)
+        stream = await client.post(ROUTE, data=form(wav(800), stream="true"))
+        reader, writer = await asyncio.open_connection(client.host, client.port)  # an upload that stands still
+        writer.write(b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n" % ROUTE.encode())
+        writer.write(b"Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n")
+        socket = await client.ws_connect("/v1/stream?rate=8000")
+        while (await (await client.get("/health")).json())["files"] < 3:
+            await asyncio.sleep(0.01)
+        end = asyncio.create_task(served.end(0.5))
+        await asyncio.sleep(0)
+        for ask in client.post(ROUTE, data=form(wav(800))), client.get("/health"), client.get("/v1/stream?rate=8000"):
+            async with ask as refused:
+                assert refused.status == 503 and int(refused.headers["Retry-After"]) > 0
+                assert "shutting down" in fits((await refused.json())["error"], "error")["message"]
+        if not late:
+            go_on.set()
+        await end
+        answer, last = await waiting, [x async for x in events_of(stream)][-1]
+        assert answer.status == (503 if late else 200)
+        assert ("shutting down" in last["error"]["message"]) if late else (last["text"] == "A")
+        assert (await reader.readline()).split()[1] == b"503"
+        closing = asyncio.create_task(served.shut_down(None))
+        assert [x["type"] for x in await texts(socket)] == ["error"] and socket.close_code == 1001
+        await closing
+        go_on.set()
+        writer.close()
+
+    for late in True, False:
+        try:
+            talk(served, functools.partial(conversation, late=late))
+        finally:
+            served.ending = False
+
+
+def test_a_server_that_is_ended(served, monkeypatch, signals):
+    """The port that it names listens; SIGTERM ends it with 0, whatever stands still, and a second one at once."""
+    statuses, lines = [], queue.SimpleQueue()
+    monkeypatch.setattr(server, "leave", statuses.append)
+    site = server.Server.__new__(server.Server)
+    vars(site).update(vars(served) | {"options": dataclasses.replace(served.options, port=0, grace=0.3)})
+
+    def client(count):
+        port = int(re.search(r" http://127\.0\.0\.1:(\d+): ", lines.get(timeout=30))[1])
+        with socket.create_connection(("127.0.0.1", port)) as upload:
+            upload.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n" % ROUTE.encode())
+            upload.sendall(b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n")
+            for _ in range(count):
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return upload.makefile("rb").readline(), time.monotonic()
+
+    for count, expected_statuses in (1, [0]), (2, [143, 0]):
+        statuses.clear()
+        site.ending = False
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            future = thread.submit(client, count)
+            with contextlib.redirect_stdout(types.SimpleNamespace(write=lines.put, flush=lambda: None)):
+                server.run(site)
+            answered, at = future.result()
+        assert b" 503 " in answered and time.monotonic() < at + 2
+        assert statuses == expected_statuses
+        lines.get()  # the end of the line
 
 
 def test_events(served, corpus, monkeypatch):
-    """A client has read what is final before the rest is found; deltas make the text. Errors are events, or answers."""
+    """A client has read what is final before the rest is found; deltas make the text. Errors are events."""
     (good, *_), go_on = sorted(corpus.rglob("*.flac")), threading.Event()
     truth, labels = expected(served, audio.read(good, 8000)), lambda x: served.model.tokens.encode(x)
 
@@ -355,7 +530,7 @@ def test_events(served, corpus, monkeypatch):
         assert go_on.wait(20)
         file.watch(asr.recognition.results.Labels(labels("A BC"), [], [-0.5, -0.25, -1.0, 0.0], [], []))
         bad = b"bad" in file.getvalue()
-        return [server.Problem(400, "cut off") if bad else transcripts.Transcript("A BC", 1.0, [])]
+        return [schema.Problem(400, "cut off") if bad else transcripts.Transcript("A BC", 1.0, [])]
 
     async def conversation(client):
         for include, more in ({}, {}), ({"include[]": "logprobs"}, {"response_format": "json"}):
@@ -367,7 +542,7 @@ def test_events(served, corpus, monkeypatch):
             assert listed == done.get("logprobs", [])
             assert "".join(fits(x, "logprob")["token"] for x in listed) == (truth.text if include else "")
         monkeypatch.setattr(served.files, "run", slow)
-        for file, last in (b"good", "transcript.text.done"), (b"bad", "error"):
+        for file, last in (wav(800), "transcript.text.done"), (wav(800) + b"bad", "error"):
             go_on.clear()
             async with client.post(ROUTE, data=form(file, stream="true", **{"include[]": "logprobs"})) as answer:
                 events, found = events_of(answer), []
@@ -380,9 +555,10 @@ def test_events(served, corpus, monkeypatch):
             assert [x["logprob"] for y in found[:-1] for x in y["logprobs"]] == [-0.5, -0.25, -1.0, 0.0]
         monkeypatch.setattr(served.files, "run", lambda jobs: 1 / 0)
         for fields in {}, {"stream": "true"}:
-            async with client.post(ROUTE, data=form(b"x", **fields)) as answer:
-                assert answer.status == 500
-                fits((await answer.json())["error"], "error")
+            async with client.post(ROUTE, data=form(wav(800), **fields)) as answer:
+                assert answer.status == (200 if fields else 500)
+                (error,) = [x async for x in events_of(answer)] if fields else [await answer.json()]
+                fits(error["error"], "error")
 
     talk(served, conversation)
 
@@ -444,10 +620,10 @@ def test_clients_that_go(served, monkeypatch):
         ran.extend(jobs)
         begun.set()
         assert go_on.wait(20)
-        return [server.Problem(400, "it has arrived") for _ in jobs]
+        return [schema.Problem(400, "it has arrived") for _ in jobs]
 
     monkeypatch.setattr(served.files, "run", slow)
-    monkeypatch.setattr(server, "PATIENCE", 1)
+    monkeypatch.setattr(form_module, "PATIENCE", 1)
     head = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n--x\r\n'
     head += b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
 
@@ -480,7 +656,7 @@ def test_clients_that_go(served, monkeypatch):
             await asyncio.to_thread(begun.wait, 60)
         await until(3)
         async with client.post(ROUTE, data=form(b"x")) as answer:
-            assert answer.status == 429
+            assert answer.status == 429 and int(answer.headers["Retry-After"]) > 0
         for x in waiting:
             x.cancel()
         await asyncio.wait(waiting)
@@ -539,15 +715,19 @@ for size in (7000, 5000, 100, 0):
     x[0, :size], x[0, size:] = np.load(sys.argv[2])[:size], 9
     labels, frames, log_probs, counts = program.call(x, np.array([size, 0, 0], np.int32))
     texts.append("".join(about["labels"][i] for i in labels[0, : counts[0]]))
+assert about["jax"] == jax.__version__
 print(json.dumps(texts))
 """
 
 
 @pytest.mark.slow
-def test_export(served, folder, tmp_path):
-    """A process that cannot import the packages finds the same texts, whatever is behind the samples."""
+def test_export(served, folder, tmp_path, capsys):
+    """A process that cannot import the packages finds the same texts, whatever is behind the samples. The command says
+    which JAX wrote the file, since later ones may refuse it."""
     pytest.importorskip("flatbuffers")
     run(["export", tmp_path / "x.zip", "--model", folder, "--seconds", 1])
+    said = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in said and "six months" in said
     samples = np.random.default_rng(0).normal(0, 0.3, 7000).astype(np.float32)
     np.save(tmp_path / "x.npy", samples)
     command = [sys.executable, "-c", ALONE, tmp_path / "x.zip", tmp_path / "x.npy"]

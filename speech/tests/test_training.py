@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jax_rnnt_speech import runs
+from jax_rnnt_speech.data import batches
 from jax_rnnt_speech.model import Model, transducer
 from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts, outputs
-from jax_rnnt_speech.training import evaluation, objective, record, steps, train
+from jax_rnnt_speech.training import epochs, evaluation, objective, record, steps, train
 from support import CONVOLUTIONAL, arguments, configuration, losses, prepared, run, steps_of, weights, write_audio
 
 
@@ -95,7 +96,33 @@ def test_a_run(trained):
     assert list((workdir / "tensorboard").glob("events*")) and [x[0] for x in losses(workdir)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_resume_is_exact(corpus, trained, tmp_path, refused, said):
+def test_reads_that_fail(corpus, trained, tmp_path, monkeypatch, said):
+    """The step before them is saved; a run that goes on logs means over whole intervals, and has the same weights.
+
+    Once a batch cannot be read, and once a test's. Truth: the uninterrupted run, which logs each step.
+    """
+    command, read, testing = arguments(corpus, tmp_path / "run", log_every=4), epochs.read, batches.testing
+
+    def fails(*_):
+        raise OSError(5, "Input/output error", "a.tar")
+
+    def two(*more):
+        yield from itertools.islice(read(*more), 2)
+        fails()
+
+    for fault, step in ((epochs, "read", two), 2), ((batches, "testing", fails), 3), ((batches, "testing", testing), 6):
+        monkeypatch.setattr(*fault)
+        out = said([*command, *["--resume"] * (step > 2)], 0 if step == 6 else 2)
+        saved = f"a.tar'; step {step} is saved: rnnt-speech train --workdir {tmp_path}/run --resume goes on"
+        assert step == 6 or (saved in out.err and len(out.err.splitlines()[-1:]) == 1), out.err
+        assert f"{step}" in {x.name for x in (tmp_path / "run/checkpoints").iterdir()}
+        monkeypatch.setattr(epochs, "read", read)
+    found, every = losses(tmp_path / "run"), [x for _, x, _ in losses(trained[0])]
+    assert [x[:2] for x in found] == [(4, pytest.approx(np.mean(every[:4]))), (6, pytest.approx(np.mean(every[4:])))]
+    chex.assert_trees_all_equal(weights(tmp_path / "run"), weights(trained[0]))
+
+
+def test_resume_is_exact(corpus, trained, tmp_path, refused, said, signals):
     """A run that Ctrl-C ends in step 2, before any test, goes on with the same losses and weights, bit for bit."""
     workdir = tmp_path / "run"
     (tmp_path / "hook.py").write_text(

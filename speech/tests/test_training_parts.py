@@ -521,37 +521,44 @@ def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch)
     assert [x["step"] for x in lines] == [1, 1, 2, 2, 3, 3, 4, 4] and lines[1]["valid_wer"] == 50.0
 
 
-def test_a_request_to_end_is_heard_as_ctrl_c(monkeypatch):
-    """Slurm and services send it: what a command has written is whole then, too; also as Python collects garbage."""
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_request_to_end_is_heard_as_ctrl_c(number, status, monkeypatch, signals, capsys):
+    """Slurm and services send it: what a command has written is whole then, too; also as Python collects garbage.
+
+    The status is 128 and the number of the signal, as shells have it, and no thread that computes has a say.
+    """
 
     class Garbage:
         def __del__(self):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
-    def command():
+    def command(args):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         Garbage()
         time.sleep(10)
 
+    class Ended(Exception):
+        pass
+
+    def leave(found):
+        raise Ended(found)
+
+    parser = asr.cli.Parser(prog="rnnt-speech")
+    parser.set_defaults(run=command)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    monkeypatch.setattr(asr.cli, "main", command)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            importlib.import_module("jax_rnnt_speech.__main__").main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setattr(asr.cli, "main", lambda: parser.perform([]))
+    monkeypatch.setattr(asr.system, "leave", leave)
+    with pytest.raises(Ended) as ended:
+        importlib.import_module("jax_rnnt_speech.__main__").main()
+    assert ended.value.args == (status,) and capsys.readouterr().err == "rnnt-speech: interrupted\n"
 
 
-def test_signals_that_nobody_should_hear():
+def test_signals_that_nobody_should_hear(signals):
     """Ctrl-C where a shell has it ignored, and signals at all processes in workers, which end with the first one."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with runs.interruptions() as heard:
-            signal.raise_signal(signal.SIGINT)
-        assert not heard and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with runs.interruptions() as heard:
+        signal.raise_signal(signal.SIGINT)
+    assert not heard and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     program = """
 import multiprocessing, os, time
 from jax_rnnt_speech.data import workers

@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import html
+import io
 import json
 import os
 import re
@@ -217,8 +219,81 @@ def test_files(tmp_path):
     japanese = [(one, 1, "今日は A"), ([I(2.6, 2.7, "B")], 0, "B")]
     write("vtt", "o.vtt", found=japanese)
     assert (tmp_path / "o.vtt").read_text().split("\n")[3] == "今日は A"
-    with pytest.raises(asr.system.UserError, match=r"--format ctm: write_ctm: .*white space"):
-        write("ctm", "o.ctm", found=[([I(0.0, 1.0, "a b")], 0)])
+
+
+def parsed_srt(data):
+    """Texts of cues as players show them: no number, no times, no markup of HTML or SSA."""
+    cues = [x.split("\n", 2) for x in data.strip().split("\n\n")]
+    assert all(int(number) == i and times.count("-->") == 1 for i, (number, times, _) in enumerate(cues, 1))
+    return [re.sub(r"<[^>]*>|\{[^}]*\}", "", text.replace("\\N", "\n").replace("\\h", " ")) for *_, text in cues]
+
+
+def parsed_ctm(data):
+    """Words of rows, without comments and without the marks of alternatives, after NIST's description."""
+    rows = [x.split() for x in data.splitlines() if not x.startswith(";;")]
+    assert all(len(x) in (5, 6) for x in rows)
+    return [x[4] for x in rows if not re.fullmatch(r"<.*>", x[4])]
+
+
+def parsed_textgrid(data):
+    """Texts of intervals, after Praat's manual: a quote within a text is doubled."""
+    return [x.replace('""', '"') for x in re.findall(r'text = "((?:[^"]|"")*)" *\n', data) if x]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<i>so</i>",
+        "{\\an8}so",
+        "{b}",
+        "so\\Nbe",
+        "-->",
+        "so-->be",
+        "<",
+        ";;so",
+        'so "be"',
+        '"',
+        "<ALT_BEGIN>",
+        "<v Ann>",
+        "&lt;",
+    ],
+)
+def test_marks_of_formats(text, tmp_path):
+    """What is said is no markup. Truth: readers of these formats, after their descriptions; NFKC joins both forms."""
+    words = [timing.Interval(i / 4, (i + 1) / 4, x) for i, x in enumerate(text.split())]
+    readers = {
+        "srt": lambda data: " ".join(parsed_srt(data)).replace("→", "-->"),
+        "vtt": lambda data: html.unescape(re.sub("<[^>]*>", "", data.split("\n")[3])),
+        "ctm": lambda data: " ".join(parsed_ctm(data)).replace("_;", ";;"),
+        "textgrid": lambda data: " ".join(parsed_textgrid(data)),
+        "text": lambda data: data.split("\t")[1].rstrip("\n"),
+        "json": lambda data: json.loads(data)[0]["text"],
+    }
+    for form, read in readers.items():
+        for speaker in "", "Ann <b>":
+            path = tmp_path / f"{form}{transcripts.SUFFIXES.get(form, '')}"
+            with transcripts.writer(transcripts.Output(form, path), [Entries.whole]) as write:
+                write(0, transcripts.Transcript(text, 2.0, words, speaker=speaker))
+            data = path.read_text()
+            if speaker and form in ("ctm", "textgrid"):  # which have columns or tiers of them
+                continue
+            found = unicodedata.normalize("NFKC", read(data))
+            named = speaker and form in ("srt", "text")
+            assert found == (f"{speaker}: {text}" if named else text), (form, data)
+
+
+def test_texts_are_lines(tmp_path):
+    """A text is one line behind a tab, also where a vocabulary writes line breaks; a CTM's word is one column.
+
+    White space at its ends is none of it, whichever labels a model writes there.
+    """
+    assert random_model(**CONVOLUTIONAL).text(np.array([3, 0, 3, 1, 3, 2]), 5) == "A B"
+    with transcripts.writer(transcripts.Output("text", tmp_path / "o"), [Entries.whole]) as write:
+        write(0, transcripts.Transcript("so\nbe\u2028it", 2.0, []))
+    assert (tmp_path / "o").read_text() == "t/my talk.wav\tso be it\n"
+    with transcripts.writer(transcripts.Output("ctm", tmp_path / "c"), [Entries.whole]) as write:
+        write(0, transcripts.Transcript("", 2.0, [timing.Interval(0.0, 1.0, "so\u00a0be")]))
+    assert parsed_ctm((tmp_path / "c").read_text()) == ["so_be"]
 
 
 def test_what_was_written_stays(tmp_path, monkeypatch):
@@ -253,17 +328,17 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
             write(0, done[0])
             assert form != "srt" or parse(first) == ["so be"]
             write(1, done[1])
-            assert form != "ctm" or parse(first) == ["a --> b <c>", "it is so be"]
+            assert form != "ctm" or parse(first) == ["a --> b ＜c＞", "it is so be"]
             raise KeyboardInterrupt
         if folder:
             (other,) = (x for x in args.output.iterdir() if x != first)
-            texts = {"srt": "a → b <c>", "vtt": "a --&gt; b &lt;c&gt;", "textgrid": "a --> b <c>"}
+            texts = {"srt": "a → b ＜c＞", "vtt": "a --&gt; b &lt;c&gt;", "textgrid": "a --> b <c>"}
             assert parse(other) == [texts[form]]
             assert " ".join(parse(first)) == "it is so be"
             assert not list(args.output.glob(".*"))
         else:
             texts = [said[i][0] for i in range(3)]  # in the order of the entries
-            assert parse(first) == (["a --> b <c>", "it is so be"] if form == "ctm" else texts)
+            assert parse(first) == (["a --> b ＜c＞", "it is so be"] if form == "ctm" else texts)
     args = transcripts.Output("ctm", tmp_path / "late")
     with transcripts.writer(args, entries) as write:  # a segment without a transcript holds back no other
         write(0, done[0])
@@ -383,7 +458,12 @@ def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch, said):
         assert all(0 <= y["start"] < y["end"] <= x["duration"] and 0 < y["confidence"] <= 1 for y in x["words"])
         assert x["nbest"][0]["text"] == x["text"] and len(x["nbest"]) == 2
         assert x["nbest"][0]["score"] >= x["nbest"][1]["score"]
-    run([*command, "--format", "jsonl", "--output", tmp_path / "o.jsonl", manifest])
+    for terminal in False, True:  # which alone has a bar
+        screen = io.StringIO()
+        screen.isatty = lambda terminal=terminal: terminal
+        with contextlib.redirect_stderr(screen):
+            run([*command, "--format", "jsonl", "--output", tmp_path / "o.jsonl", manifest])
+        assert (re.search(r"recordings: +0%\|.*\| 0 of [01] s heard", screen.getvalue()) is not None) == terminal
     whole, part = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
     assert "nbest" not in whole and whole == {name: x for name, x in found[0].items() if name != "nbest"}
     assert part["start"] == 0.2 and part["duration"] < 0.3
@@ -495,7 +575,7 @@ def test_segments_of_speakers(tmp_path, refused, monkeypatch, said):
     for x, (_, start, end) in zip(found, turns):
         assert x["duration"] == end - start and all(start <= y["start"] < y["end"] <= end for y in x["words"])
     words = [(x["speaker"], y["word"], y["start"]) for x in found for y in x["words"]]
-    names = {"srt": ("Ann <&>: ", "Bo: "), "vtt": ("<v Ann &lt;&amp;&gt;>", "<v Bo>")}
+    names = {"srt": ("Ann ＜&＞: ", "Bo: "), "vtt": ("<v Ann &lt;&amp;&gt;>", "<v Bo>")}
     for form, (ann, bo) in names.items():
         cues = wrote(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")
         lines = [x.split("\n")[form == "srt" :] for x in cues]
@@ -513,12 +593,12 @@ def test_segments_of_speakers(tmp_path, refused, monkeypatch, said):
     rttm += [f"SPEAKER {x} <NA> <NA> Bo" + " <NA>" * (i % 3) for i, x in enumerate(spoken)]
     (tmp_path / "a.rttm").write_text("\n".join(rttm))
     out, error = wrote("text", "a.rttm", 1)
-    assert out.split("\t")[1] == f"{alone[1].text}\n"
+    assert out.split("\t")[1] == f"Bo: {alone[1].text}\n"
     assert "SPKR-INFO are not used: 1" in error and "a.rttm, line 4: it must end after it begins" in error
     assert "b: no recording has this name" in error
     (tmp_path / "a.ctm").write_text("a 1 0.75 0.3 so 0.9 lex Bo\na 1 1.25 0.25 be 0.9 lex Bo\na 1 9 1 it NA lex Bo\n")
     out, error = wrote("text", "a.ctm", 1)
-    assert out.split("\t")[1] == f"{alone[1].text}\n" and "a segment beyond the end of its file" in error
+    assert out.split("\t")[1] == f"Bo: {alone[1].text}\n" and "a segment beyond the end of its file" in error
     (tmp_path / "b.rttm").write_text(rttm[-1])
     messages = {"b.rttm": "has no segment of", "none.rttm": "is no file", "a.flac": "must end in .rttm"}
     for file, message in messages.items():

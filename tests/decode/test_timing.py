@@ -317,7 +317,7 @@ def test_captions_of_any_text(characters):
 
 SRT = """1
 00:00:01,000 --> 00:00:02,235
-a <b>
+a ＜b＞
 c & d
 
 2

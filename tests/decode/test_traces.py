@@ -1,4 +1,13 @@
-"""Is greedy search what the traces say, which other decoders may test against, too?"""
+"""Is greedy search what the traces say, which other decoders may test against, too?
+
+A case of tests/golden/traces.json holds a whole model: rows of the encoder [T, H], rows of the predictor [V, H] by the
+last label (`start`: before the first one), and `weight` [H, classes] and `bias` of the logits tanh(encoder + predictor)
+weight + bias. Classes are the labels, `big_blanks` (the frames that they read) from the last to the first, `blank`, and
+`durations`. `max_symbols` bounds the labels of a frame, and `token_first` is the rule of NeMo. Each of `steps` is a
+move: the `frame` that it leaves, its `label` (-1 for a blank), its `duration`, the frames that it reads, and its
+`score`, the log-probability of the choice. A label of duration 0 keeps it where `max_symbols` takes it one frame on.
+The first step that reaches T is the last.
+"""
 
 import itertools
 import json

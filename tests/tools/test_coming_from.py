@@ -61,7 +61,10 @@ def parameters(path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_and_defaults(page):
-    """Every name is there, every argument, with the default that the table states."""
+    """Every name is there, every argument, with the default that the table states; and the page says of which version
+    the other library's are."""
+    text = (project.ROOT / f"docs/coming_from/{page}.md").read_text()
+    assert re.search(r"Checked against (\w+ \d|(the|its)\s+source\s+of)", text)
     table = rows(page)
     assert len(table) > 5
     argument = r"`(\w+)(?:=([^`]+))?` of `([\w.]+)`"

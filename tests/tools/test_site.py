@@ -82,11 +82,16 @@ def test_readme_on_the_package_index(monkeypatch):
 
 
 def test_commands_of_the_readme():
-    """It has the command that trains and the one that tests, and CI runs the latter as it is written there."""
+    """Before anything else a door for each kind of user, with its commands, and CI runs the last one as it is there."""
     readme = (project.ROOT / "README.md").read_text()
-    block = re.search(r"^```\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)[1]
-    commands = [line.split("#")[0].strip() for line in block.splitlines()]
-    assert commands == ["pip install .", "make demo", "make test"]
+    doors = r"\*\*(You [\w ]+)\.\*\*[^`]*(?:`[\w-]+`[^`]*)?```\n(.*?)^```$"
+    found = [
+        (door, [line for line in block.splitlines() if not line.startswith("#")])
+        for door, block in re.findall(doors, readme, re.MULTILINE | re.DOTALL)
+    ]
+    commands = ["pip install . ./speech", "make demo", "make test"]
+    assert found == [("You train in JAX", ["pip install ."]), ("You have recordings", commands)]
+    assert readme.index("make test") < 1200
     if (project.ROOT / ".ci").exists():  # a source distribution has none
         assert f"\nstep {commands[-1]}\n" in (project.ROOT / ".ci/run").read_text()
 

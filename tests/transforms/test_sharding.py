@@ -155,6 +155,35 @@ def test_pmap(kernel, devices):
     compare.assert_mean((values[0], gradient.reshape(p.logits.shape) / 8), expected)
 
 
+@pytest.mark.parametrize("kind", ["pmap", "unchecked", "checked"])
+def test_gradient_inside(kernel, devices, kind):
+    """The steps of docs/sharding.md, which take the gradient on each device: of a bias that all devices share, and of
+    the device's own logits. A sum over devices inside makes the gradient eight times too large unless JAX checks types.
+    """
+    p, (_, gradient) = batch_of()
+    of_bias = gradient.sum((0, 1, 2), keepdims=True) / 16  # of the mean of all
+    own = gradient / 2  # of a device's mean of two
+    value = lambda bias, logits, *batch: call(family.RNNT, kernel)(logits + bias, *batch)
+
+    def step(*p):
+        reduced = jax.grad(lambda *p: jax.lax.pmean(value(*p), "data"))(*p)
+        if kind != "checked":
+            reduced = jax.lax.pmean(jax.grad(value)(*p), "data")
+        return reduced, jax.grad(lambda *p: jax.lax.psum(value(*p), "data"), 1)(*p)
+
+    bias, axes = np.zeros((1, 1, 1, p.logits.shape[-1]), np.float32), (None, 0, 0, 0, 0)
+    if kind == "pmap":
+        split = [x.reshape(8, 2, *x.shape[1:]) for x in p]
+        each, of_logits = jax.pmap(step, axis_name="data", devices=devices, in_axes=axes)(bias, *split)
+        got = each[0], of_logits.reshape(p.logits.shape)
+    else:
+        with mesh_of(devices, "auto") as mesh:
+            specs = {"in_specs": (P(), *[P("data")] * 4), "out_specs": (P(), P("data"))}
+            got = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=kind == "checked", **specs))(bias, *p)
+    np.testing.assert_allclose(got[0], of_bias, atol=1e-5)
+    np.testing.assert_allclose(got[1], own * (1 if kind == "checked" else 8), atol=1e-4)
+
+
 # ------------------------------------------------------------------ dimensions that are not the batch: docs/sharding.md
 AXES = {"T": 1, "U + 1": 2, "V": 3}
 

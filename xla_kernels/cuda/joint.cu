@@ -363,7 +363,7 @@ __global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable tab
   };
   if (unit >= s.padded_units) return;
   // Of rows of the encoder, or of the predictor: a warp takes a row of the block at a time.
-  const auto add_rows = [&](auto frames, const auto& activation) {
+  const auto add_rows = [&](auto frames) {
     constexpr bool kFrames = decltype(frames)::value != 0;
     const int end = kFrames ? table.frames_of_block : kJointColumns;
     const int others = kFrames ? kJointColumns : table.frames_of_block;
@@ -378,11 +378,22 @@ __global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable tab
         if (at >= (kFrames ? block.frames : block.columns)) return;
         const JointRows rows(table, block);
         const Two x = kFrames ? rows.Encoder(at, unit) : rows.Predictor(at, unit);
-#pragma unroll 4
-        for (int k = 0; k < others; ++k) {  // the gradient of rows outside the lengths is 0
-          const Two y = kFrames ? rows.Predictor(block.column + k, unit) : rows.Encoder(block.frame + k, unit);
-          const Two g = of_row(position, kFrames ? i * kJointColumns + k : k * kJointColumns + i);
-          sum.x += g.x * activation.Derivative(x.x + y.x), sum.y += g.y * activation.Derivative(x.y + y.y);
+#pragma unroll 1
+        for (int first = 0; first < others; first += kAtOnce) {  // the gradient of rows outside the lengths is 0
+          Two y[kAtOnce], g[kAtOnce];
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) {
+            const int k = first + j;
+            y[j] = kFrames ? rows.Predictor(block.column + k, unit) : rows.Encoder(block.frame + k, unit);
+            g[j] = of_row(position, kFrames ? i * kJointColumns + k : k * kJointColumns + i);
+          }
+          ForActivation(table.activation, [&](const auto& activation) {
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {
+              sum.x += g[j].x * activation.Derivative(x.x + y[j].x);
+              sum.y += g[j].y * activation.Derivative(x.y + y[j].y);
+            }
+          });
         }
       });
       if (at >= (kFrames ? table.frames : table.columns)) continue;
@@ -393,13 +404,11 @@ __global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable tab
       }
     }
   };
-  ForActivation(table.activation, [&](const auto& activation) {
-    if (of_encoder) {
-      add_rows(Number<1>(), activation);
-    } else {
-      add_rows(Number<0>(), activation);
-    }
-  });
+  if (of_encoder) {
+    add_rows(Number<1>());
+  } else {
+    add_rows(Number<0>());
+  }
 }
 
 // -------------------------------------------------------------------------------------------------------------- host
@@ -476,6 +485,7 @@ cudaError_t JointGradient(const JointGradientArgs& args, cudaStream_t stream) {
 
 cudaError_t JointSums(const JointSumsArgs& args, cudaStream_t stream) {
   const JointShape& shape = args.shape;
+  if (!HasTensorCores()) return Loading::active ? cudaSuccess : cudaErrorNotSupported;
   const JointTable table(shape, args.inputs);
   const SumsTable sums = {args.slab,
                           int(shape.slab),

@@ -90,17 +90,28 @@ __device__ __forceinline__ void MakeHidden(const JointTable& table, const JointB
                                            unsigned char* hidden) {
   const int pairs = row_bytes / int(2 * sizeof(T));
   const JointRows rows(table, block);
-  ForActivation(table.activation, [&](const auto& activation) {
-    int i = 0, pair = int(threadIdx.x);
-    while (true) {
-      while (pair >= pairs) pair -= pairs, ++i;
-      if (i >= kRows / kJointColumns) return;
-      const Two x = rows.Encoder(block.frame + i, 2 * pair);
-#pragma unroll 4
-      for (int c = 0; c < kJointColumns; ++c) {
-        const Two y = rows.Predictor(block.column + c, 2 * pair);
-        const float a = activation.Value(x.x + y.x), b = activation.Value(x.y + y.y);
-        unsigned char* const place = hidden + (i * kJointColumns + c) * (row_bytes + 16) + pair * int(2 * sizeof(T));
+  int i = 0, pair = int(threadIdx.x);
+  while (true) {
+    while (pair >= pairs) pair -= pairs, ++i;
+    if (i >= kRows / kJointColumns) return;
+    const Two x = rows.Encoder(block.frame + i, 2 * pair);
+#pragma unroll 1
+    for (int first = 0; first < kJointColumns; first += kAtOnce) {
+      Two values[kAtOnce];
+#pragma unroll
+      for (int c = 0; c < kAtOnce; ++c) {
+        const Two y = rows.Predictor(block.column + first + c, 2 * pair);
+        values[c] = {x.x + y.x, x.y + y.y};
+      }
+      ForActivation(table.activation, [&](const auto& activation) {
+#pragma unroll
+        for (int c = 0; c < kAtOnce; ++c) values[c] = {activation.Value(values[c].x), activation.Value(values[c].y)};
+      });
+#pragma unroll
+      for (int c = 0; c < kAtOnce; ++c) {
+        const float a = values[c].x, b = values[c].y;
+        const int row = i * kJointColumns + first + c;
+        unsigned char* const place = hidden + row * (row_bytes + 16) + pair * int(2 * sizeof(T));
         if constexpr (sizeof(T) == 2) {
           *reinterpret_cast<uint32_t*>(place) = NarrowPair<T>(a, b);
         } else {
@@ -108,9 +119,9 @@ __device__ __forceinline__ void MakeHidden(const JointTable& table, const JointB
           reinterpret_cast<float*>(place)[1] = kExact ? b : RoundToTF32(b);
         }
       }
-      pair += kJointThreads;
     }
-  });
+    pair += kJointThreads;
+  }
 }
 
 // Starts the copies of a stage, and makes them a group; an empty one past the last stage.

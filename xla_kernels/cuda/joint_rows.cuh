@@ -62,6 +62,10 @@ struct Activated {
   static __device__ __forceinline__ float Normal(float x) { return 0.5f * erfcf(-0.7071067812f * x); }
 };
 
+// Rows that are loaded before an activation takes them. Only the activation is compiled for each kind, not the loads: a
+// wheel holds the kernels for several architectures.
+constexpr int kAtOnce = 4;
+
 // f(activation) of the kind.
 template <class F>
 __device__ __forceinline__ void ForActivation(Activation kind, const F& f) {

@@ -6,15 +6,17 @@
 #include "xla_kernels/cuda/devices.h"
 #include "xla_kernels/cuda/lattice.h"
 
-// As CMake names them: "75-real 80-real 90"; empty in the emulation.
+// As CMake names them: "75-real 80-real 90"; empty in the emulation. Those of the kernels of a joint network are fewer.
 #ifndef JAX_RNNT_ARCHITECTURES
 #define JAX_RNNT_ARCHITECTURES ""
+#define JAX_RNNT_JOINT_ARCHITECTURES ""
 #endif
 
 PYBIND11_MODULE(JAX_RNNT_MODULE, m, pybind11::mod_gil_not_used()) {
   using namespace jax_rnnt::cuda;
   jax_rnnt::Export(m, "cuda");
   m.attr("architectures") = JAX_RNNT_ARCHITECTURES;
+  m.attr("joint_architectures") = JAX_RNNT_JOINT_ARCHITECTURES;
   m.attr("runtime_version") = RuntimeVersion();
   m.def("driver_version", &DriverVersion, "1000 * major + 10 * minor of the newest CUDA of the driver; 0 without one.");
   m.def(

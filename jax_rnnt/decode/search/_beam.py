@@ -11,9 +11,10 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree
 from jax_rnnt.decode._gather import flat, hypothesis_rows, take
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
+from jax_rnnt.decode._model import constant
 from jax_rnnt.decode._streams import begin_part
 from jax_rnnt.decode.search import _beam_step, _fusion, _greedy, _options
 from jax_rnnt.decode.search._beam_step import Beam, Rules, State
@@ -23,6 +24,7 @@ from jax_rnnt.decode.search._packing import by_platform, packs
 from jax_rnnt.decode.search._problem import Problem, beyond_the_end, checked, on_devices, prepare
 
 
+@_pytree.exportable("BeamStream")
 class Stream(typing.NamedTuple):
     """Where a part of a stream ended; the beam's frames count from the start of the next part."""
 
@@ -46,9 +48,11 @@ def run(
     if window > 1 and not merge:
         raise ValueError(f"{function}: frames_at_once must be 1 with merge=False, got {window}.")
     window = _greedy.frames_at_once(window, encoder_out)
-    numbers = {"length_norm": _checks.scalar(function, "length_norm", length_norm)}
+    length_norm = constant(_checks.scalar(function, "length_norm", length_norm))
+    numbers = {"length_norm": length_norm}
     if threshold is not None:
-        numbers["threshold"] = _checks.scalar(function, "threshold", threshold)
+        threshold = constant(_checks.scalar(function, "threshold", threshold))
+        numbers["threshold"] = threshold
     scoring, models = search._scoring(function), search._models(function)
     encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
     check_utterances(function, models, encoder_out)

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_rnnt import _pytree
 from jax_rnnt.decode._gather import flat, hypothesis_rows, one_after_another, over_hypotheses, rows_at, take, take_each
 from jax_rnnt.decode.search import _fusion
 from jax_rnnt.decode.search._fusion import Fusion, Networks
@@ -88,6 +89,7 @@ class Rules(typing.NamedTuple):
         return jnp.minimum(end, self.problem.lengths)
 
 
+@_pytree.exportable("Beam")
 class Beam(typing.NamedTuple):
     """The hypotheses of all utterances; a dead one has the score -inf."""
 

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _checks, _xla
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import replace_rows
-from jax_rnnt.decode._model import log_softmax
+from jax_rnnt.decode._model import constant, log_softmax
 from jax_rnnt.decode.search._problem import Problem
 
 
@@ -58,6 +58,7 @@ class Fusion(typing.NamedTuple):
 NO_FUSION = Fusion((), 0.0)
 
 
+@_pytree.exportable("Networks")
 class Networks(typing.NamedTuple):
     """The predictor and the models of fusion, after all labels that they have read."""
 
@@ -137,7 +138,7 @@ def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
     for fused, state in zip(fusion.models, networks.models):
         if place := fused.function("place"):
             before = jax.tree.map(lambda x: x.reshape(rows, *x.shape[len(batch) :]), state)
-            after = place(before)
+            after = constant(place(before))
             _predictor.same_state(function, f"{fused.name}.place", before, after)
             state = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), after)
         models.append(state)
@@ -146,8 +147,8 @@ def placed(fusion: Fusion, function: str, networks: Networks) -> Networks:
 
 def read(fusion: Fusion, problem: Problem, networks: Networks, labels) -> Networks:
     """The networks after one more label [N], without a key."""
-    rows, state = problem.predictor.step(networks.predictor, labels)
-    steps = [fused.model.step(state, labels) for fused, state in zip(fusion.models, networks.models)]
+    rows, state = constant(problem.predictor.step(networks.predictor, labels))
+    steps = [constant(fused.model.step(state, labels)) for fused, state in zip(fusion.models, networks.models)]
     scores, states = [scores for scores, _ in steps], tuple(after for _, after in steps)
     return Networks(rows, state, states, bonus(fusion, problem, scores, rows))
 
@@ -189,9 +190,9 @@ def at_the_end(fusion: Fusion, states: tuple, unread, scores):
     for fused, state in zip(fusion.models, states):
         if final := fused.function("final"):
             if unread is not None:
-                _, after = fused.model.step(state, jnp.maximum(unread, 0))
+                _, after = constant(fused.model.step(state, jnp.maximum(unread, 0)))
                 state = replace_rows(unread >= 0, after, state)
-            total = added(total, fused.weight, final(state))
+            total = added(total, fused.weight, constant(final(state)))
     return jnp.where(scores > -jnp.inf, jnp.where(total < jnp.inf, total, jnp.nan), scores)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._streams import begin_part
@@ -26,6 +26,7 @@ from jax_rnnt.decode.search._packing import any_or_always
 from jax_rnnt.decode.search._problem import Problem, beyond_the_end, checked, on_devices, prepare
 
 
+@_pytree.exportable("GreedyStream")
 class Stream(typing.NamedTuple):
     """Where a part of a stream ended."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import take
-from jax_rnnt.decode._model import checked_joint, scores_dtype
+from jax_rnnt.decode._model import checked_joint, constant, scores_dtype
 from jax_rnnt.decode.search import _options
 from jax_rnnt.decode.search._symbols import Symbols, symbols_of
 from jax_rnnt.layouts import LinearJoint
@@ -78,7 +78,7 @@ def checked(function, encoder_out, lengths, exact_end):
             got = f"{exact_end.dtype} {tuple(exact_end.shape)}" if hasattr(exact_end, "dtype") else repr(exact_end)
             raise TypeError(f"{function}: exact_end must be True or False, or bool [B] with B = {batch}, got {got}.")
         exact_end = jnp.asarray(exact_end)
-    return encoder_out, lengths, exact_end
+    return constant(encoder_out), lengths, exact_end
 
 
 def on_devices(run, encoder_out, lengths, exact_end, state):
@@ -119,7 +119,9 @@ def prepare(function, search, encoder_out, lengths, exact_end, scoring, width=1,
     ends_here = exact_end if isinstance(exact_end, bool) else exact_end[:, None]
 
     def paired(joint, encoder, predictor):
-        return joint(encoder, predictor) if encoder.shape[0] else jnp.zeros((0, layout.classes), dtype)
+        if not encoder.shape[0]:
+            return jnp.zeros((0, layout.classes), dtype)
+        return constant(joint(encoder, predictor))
 
     joint = layout.joint
     # Not with a traced threshold: 1 must be off by value, and XLA rounds the products of another program otherwise.

@@ -74,11 +74,12 @@ def seeds_of(function: str, key, batch: int):
 
 def truncation(function: str, top_k, top_p) -> dict[str, Any]:
     """`top_k` and `top_p`, but those that leave all classes of a node."""
-    few, top_p = {}, _checks.scalar(function, "top_p", top_p)
+    few, top_p = {}, _model.constant(_checks.scalar(function, "top_p", top_p))
     if top_k is not None:
         if isinstance(top_k, bool) or not jnp.issubdtype(getattr(top_k, "dtype", type(top_k)), np.integer):
             raise TypeError(f"{function}: top_k must be an integer, a scalar integer Array or None, got {top_k!r}.")
-        few["top_k"] = _checks.scalar(function, "top_k", top_k)
+        top_k = _checks.scalar(function, "top_k", top_k)
+        few["top_k"] = int(top_k) if isinstance(top_k, float) else top_k  # an error shows what was given
     return few if _checks.is_number(top_p) and top_p == 1 else few | {"top_p": top_p}
 
 

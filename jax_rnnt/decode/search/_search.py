@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_rnnt import _keywords, _pytree
 from jax_rnnt.decode._hypotheses import Hypotheses
-from jax_rnnt.decode._model import switched_off
+from jax_rnnt.decode._model import constant, switched_off
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._predictor import Predictor
 from jax_rnnt.decode.search import _beam, _greedy, _options, _sample
@@ -217,7 +217,7 @@ class Search:
         Xu, Bataev, Jia and Ginsburg, "Label-Looping: Highly Efficient Decoding for Transducers", 2024,
         arXiv:2406.06220.
         """
-        return _greedy.run(self, encoder_out, lengths, exact_end, state)
+        return _greedy.run(constant(self), encoder_out, lengths, exact_end, state)
 
     @_keywords.keywords
     def beam(
@@ -293,7 +293,7 @@ class Search:
         """
         self._refuse_unused("beam")
         more = merge, threshold, length_norm, exact_end, state, frames_at_once
-        return _beam.run(self, encoder_out, lengths, width, *more)
+        return _beam.run(constant(self), encoder_out, lengths, width, *more)
 
     @_keywords.keywords
     def sample(
@@ -369,7 +369,7 @@ class Search:
         [0.8, 0.16, 0.032]
         """
         self._refuse_unused("sample")
-        return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end)
+        return _sample.run(constant(self), encoder_out, lengths, key, samples, top_k, top_p, exact_end)
 
 
 # ------------------------------------------------------------------------------------------------------------ a pytree

@@ -275,7 +275,7 @@ def symbols_of(function: str, loss, classes: int, scoring: Scoring) -> Symbols:
     if scoring.tempers and not emission.normalize:
         expected = "1 with fused_log_softmax=False: rows are log-probabilities already"
         raise ValueError(f"{function}: temperature must be {expected}, got {scoring.temperature!r}.")
-    weights = rules.arc_weights or (0.0,) * len(rules.topology)
+    weights = _model.constant(rules.arc_weights or (0.0,) * len(rules.topology))
     blanks, labels = moves_of(f"{function}: {name}", rules.topology, weights, emission)
     if scoring.token_first:
         blanks += more_blanks(blanks, labels, emission.num_durations)

@@ -25,12 +25,16 @@ class Parser(argparse.ArgumentParser):
         args = self.parse_args(arguments)
         try:
             status = args.run(args)
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except (UserError, OSError) as error:
+            if any(isinstance(x, BrokenPipeError) for x in (error, error.__context__)) and outputs.unread():
+                raise SystemExit(outputs.BROKEN_PIPE) from None
             self.exit(2, f"{self.prog}: {error}\n")
         except KeyboardInterrupt as error:
             going_on = "; --resume goes on from the last checkpoint" if args.run is train.train else ""
             message = error if error.args else f"interrupted{going_on}"
-            self.exit(130, f"{self.prog}: {message}\n")
+            self.exit(getattr(error, "status", 130), f"{self.prog}: {message}\n")
         raise SystemExit(status)
 
 

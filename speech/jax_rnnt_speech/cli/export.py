@@ -47,7 +47,7 @@ def write(model, path, seconds, platforms):
     shape = exporting.symbolic_shape(f"recordings, {samples}")
     shapes = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:1], jnp.int32)
     made = exporting.export(program_of(model), platforms=platforms)(*shapes)
-    about = {"rate": rate, "seconds": model.seconds, "samples": samples, "platforms": platforms}
+    about = {"jax": jax.__version__, "rate": rate, "seconds": model.seconds, "samples": samples, "platforms": platforms}
     about |= {"labels": ["" if x in SILENT else x for x in tokens.texts], "separator": tokens.separator}
     with outputs.whole(path) as part:
         part.write_bytes(made.serialize())
@@ -62,6 +62,7 @@ def export(args):
     model = command_line.taken(args, Computing).opened("cpu")
     write(model, args.file, args.seconds, args.platforms)
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
+    print(f"written by jax {jax.__version__}: versions more than six months newer may refuse it, so keep the model")
     return 0
 
 

@@ -37,6 +37,7 @@ class Serving:
     connections: int = option(16, positive, "how many streams, and how many files, are served at once")
     max_bytes: int = option(25 * 2**20, positive, "bytes of an uploaded file, at most")
     max_seconds: float = option(1500.0, amount, "seconds of a file, at most", metavar="S")
+    grace: float = option(8.0, amount, "seconds that work in hand has after SIGTERM or Ctrl-C", metavar="SECONDS")
     endpoint: float = option(
         1.0, amount, "seconds of silence that end an utterance of a stream; with 0, none does", metavar="SECONDS"
     )

@@ -15,6 +15,7 @@ from jax_rnnt_speech.config.options import names
 from jax_rnnt_speech.data import archives, audio, augmentation, cache, features, manifests, texts
 from jax_rnnt_speech.data.audio import AudioError
 from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.data.names import actual
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
@@ -37,9 +38,11 @@ def usable(entries, report, lengths):
             if isinstance(file, AudioError):
                 raise file
             seconds = audio.seconds(file)
-            audio.checked(entry.audio, file, entry.start, entry.end, entry.channel)
-            if entry.whole is not None and abs(entry.whole - seconds) > 0.1 + 0.05 * seconds:
+            start, end, note = audio.within(entry.audio, seconds, entry.start, entry.end)
+            audio.lacks_channel(entry.audio, file, entry.channel)
+            if entry.whole is not None and manifests.differs(entry.whole, seconds):
                 raise AudioError(entry.audio, "duration differs from the manifest's")
+            entry = entry._replace(start=start, end=end, notes=(*entry.notes, *[note] * bool(note)))
         except AudioError as error:
             report.add(error.reason, entry.name)
         else:
@@ -146,8 +149,8 @@ def absolute(name):
         return [absolute(x) for x in name]
     if made := by_function(name):
         return ":".join([texts.absolute(made[0]), *map(absolute, made[1])])
-    if name and Path(name).exists():
-        return str(Path(name).resolve())
+    if name and actual(name).exists():
+        return str(actual(name).resolve())
     if archives.is_pattern(name):
         return os.path.abspath(name)
     rest, weight = archives.weighted(name)

@@ -4,12 +4,17 @@ import os
 import re
 import struct
 
+INITIAL = re.escape(bytes(x for x in range(256) if x & 8))  # of the flags of WavPack: the first block of a moment
 # Begins of files that FFmpeg reads once, where several are joined. Patterns of which each begins in one way are fast.
 JOINED = (
     *(name + rb".{4}WAVE[ -~]{4}" for name in (b"RIFF", b"RIFX", b"RF64", b"BW64")),
     *(rb"FORM.{4}AIF[FC]", rb"riff\x2e\x91\xcf\x11", rb"caff\0\x01\0\0desc"),
-    *(rb"fLaC[\0\x80]\0\0\x22", rb"\0\0\0.ftyp[ -~]{4}"),
+    *(rb"fLaC[\0\x80]\0\0\x22", rb"\0\0\0.ftyp[ -~]{4}", rb"RIFF.{4}AVI LIST", rb"FLV\x01[\1\4\5]\0\0\0\x09"),
+    *(rb"\.snd\0\0.{6}\0\0\0[\1-\x1b]", rb"TTA1[\1-\3]\0", rb"NIST_1A\n   \d{4}\n", rb"Creative Voice F"),
+    rb"0&\xb2u\x8ef\xcf\x11\xa6\xd9\0\xaa\0\x62\xce\x6c",
+    rb"wvpk.{12}\0\0\0\0.{5}[" + INITIAL + b"]",
 )
+BEGIN = 32  # bytes of which a pattern has fewer
 # FFmpeg neither says where a header ends the samples, nor doubts it. Chunks by the first bytes of a file: the form of
 # name and size, where the first is, how many bytes of these the size counts, and to which multiple it is filled up.
 CHUNKS = {
@@ -18,6 +23,9 @@ CHUNKS = {
     rb"caff": (">4sq", 8, 0, 1),
     rb"riff": ("<16sq", 40, 24, 8),
 }
+# From these on, a size that is more than there is means that the program that wrote it into a pipe did not know it:
+# SoX has 0x7F000000 for AIFF, others have 2^31 - 1 or 2^32 - 1, and as much of 64 bits.
+UNKNOWN, WIDE = 0x7F000000, 2**48
 ASF, SIZES = b"0&\xb2u\x8ef\xcf\x11", b"\xa1\xdc\xab\x8cG\xa9\xcf\x11"  # how a file and the chunk of its size begin
 KNOWN = re.escape(ASF) + b"|" + b"|".join(CHUNKS)
 KNOWN += rb"|RIFF....AVI |OggS|....ftyp|fLaC|ID3|\xff[\xe2-\xfb]|\x1aE\xdf\xa3|\.snd|NIST_1A|wvpk|TTA1"
@@ -60,14 +68,14 @@ class Part:
 def begins(file):
     """Where the files begin that are joined in a file, of kinds of which FFmpeg reads the first alone."""
     file.seek(0)
-    start, found, tail, place = file.read(16), {0}, b"", 0
+    start, found, tail, place = file.read(BEGIN), {0}, b"", 0
     for pattern in JOINED:
         if re.match(pattern, start, re.DOTALL):
             file.seek(0)
             while more := file.read(2**20):
                 data = tail + more
                 found |= {place - len(tail) + x.start() for x in re.finditer(pattern, data, re.DOTALL)}
-                tail, place = data[-20:], place + len(more)
+                tail, place = data[1 - BEGIN :], place + len(more)
     return sorted(found)
 
 
@@ -123,7 +131,8 @@ def correct(part):
     another = len(behind) == length and re.match(rb"[ -~]{4}", behind)
     another = another and there - told - length >= struct.unpack(form, behind)[1] - counted - 1
     another = another or re.match(rb"ID3[\2-\4]\0", behind)
-    if (told < max(9, there - 4096) and not another) or (narrow and told > there and told >= 0x7FFFF000):
+    unknown = told > there and told >= (UNKNOWN if narrow else WIDE)
+    if (told < max(9, there - 4096) and not another) or unknown:
         told = min(there + counted, 0xFFFFFFFF) if narrow else there + counted
         part.replaced.append((field[0], struct.pack(field[1], max(0, told))))
         told = there
@@ -187,7 +196,7 @@ def is_cut(part):
 
 
 def seconds(start, size):
-    """Seconds of FLAC and of WAV, or None where they are not where they usually are."""
+    """Seconds of FLAC and of WAV, or None where they are not where they usually are, or need not be all."""
     if start[:4] == b"fLaC" and len(start) >= 26 and start[4] & 127 == 0:
         rate = int.from_bytes(start[18:21], "big") >> 4
         samples = int.from_bytes(start[21:26], "big") & (2**36 - 1)
@@ -196,7 +205,8 @@ def seconds(start, size):
         a_second, place = int.from_bytes(start[28:32], "little"), 12
         while len(chunk := start[place : place + 8]) == 8:
             length, place = int.from_bytes(chunk[4:], "little"), place + 8
-            if chunk[:4] == b"data":
-                return min(length, size - place) / a_second if a_second and length else None
+            if chunk[:4] == b"data":  # much that follows may be more samples, as `correct` finds, or another file
+                known = a_second and length > size - place - 4096
+                return min(length, size - place) / a_second if known and length else None
             place += length + length % 2
     return None

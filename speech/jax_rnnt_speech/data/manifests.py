@@ -11,18 +11,19 @@ import json
 import math
 import os
 import re
-import unicodedata
 import urllib.request
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+from jax_rnnt_speech.data import twins
+from jax_rnnt_speech.data.names import SUFFIXES, actual, composed, is_hidden
 from jax_rnnt_speech.system import UserError, reason
 
 AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file", "audio_path", "audio_file", "wav",
               "wav_filename")  # fmt: skip
 TEXT_KEYS = "text", "sentence", "transcript", "transcription"
-START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin"), ("end", "end_time", "stop")
+START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin_time", "begin"), ("end", "end_time", "stop")
 CHANNEL_KEYS = "channel", "channel_selector", "channels"  # a number under the last one counts them
 SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
 PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
@@ -30,14 +31,12 @@ PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialec
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
 # What tables have for a number that is missing; as a text, it is a word.
 NOTHING = dict.fromkeys((*START_KEYS, *END_KEYS, "duration", *CHANNEL_KEYS, *UNREAD), ("nan", "none", "null", "<na>"))
-# Of the forms that `audio` reads; names of them that are also those of pictures or subtitles are left out.
-SUFFIXES = {".3g2", ".3gp", ".aac", ".ac3", ".aif", ".aifc", ".aiff", ".amr", ".ape", ".asf", ".au", ".avi", ".caf",
-            ".eac3", ".ec3", ".f4v", ".flac", ".flv", ".ism", ".isma", ".ismv", ".m2a", ".m2ts", ".m4a", ".m4b",
-            ".m4v", ".mk3d", ".mka", ".mkv", ".mov", ".mp2", ".mp3", ".mp4", ".mpa", ".mpeg", ".mpg", ".mts",
-            ".nist", ".oga", ".ogg", ".opus", ".psp", ".snd", ".sph", ".ts", ".tta", ".voc", ".w64", ".wav",
-            ".webm", ".wma", ".wmv", ".wv"}  # fmt: skip
 COLUMNS = "--audio-column", "--text-column", "--speaker-column"
 TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
+NEAR = 0.1, 0.05  # seconds, and share of a file, by which its length may differ from what is stated
+ARRAY = "an array in place of audio: name a file"
+SAVED = ("which datasets.save_to_disk writes as Arrow, and which is not read: write Parquet, by "
+         "datasets.load_from_disk(FOLDER)[SPLIT].to_parquet(FILE)")  # fmt: skip
 KALDI = "wav.scp", "segments", "text"
 
 
@@ -54,6 +53,7 @@ class Entry(NamedTuple):
     speaker: str = ""  # "": unknown
     notes: tuple = ()  # what of its line is not read, and does no harm
     columns: bool = False  # whether they have names, which an option may choose
+    listed: str = ""  # the file or folder that lists it
 
 
 class Fault(NamedTuple):
@@ -88,7 +88,7 @@ def is_list(path):
     """Whether `read` takes it for a list of recordings, and not for one."""
     from jax_rnnt_speech.data import archives
 
-    known = path.is_dir() or path.name in KALDI or suffix_of(path) in LISTS
+    known = actual(path).is_dir() or path.name in KALDI or suffix_of(path) in LISTS
     return known or archives.is_archive(path) or archives.is_pattern(path)
 
 
@@ -99,18 +99,20 @@ def keys_of(audio_column="", text_column="", speaker_column="", texts=True):
     return [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
 
 
-def read(path, audio_column="", text_column="", speaker_column="", texts=True, alone=True):
+def read(path, audio_column="", text_column="", speaker_column="", texts=True, alone=True, shards=None):
     """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
+
+    `shards`: those of an archive that are to be read, by default all.
 
     A column must be there; one of a list may be missing, and then the usual ones count. A form that has no columns is
     an error if it is `alone`; beside others, for which the column may be meant, its entries have a note.
     """
     from jax_rnnt_speech.data import archives  # which reads lines of manifests
 
-    path, several = Path(path), archives.is_pattern(path)
+    path, several = actual(Path(path)), archives.is_pattern(path)
     if several:
-        for x in archives.expanded(path):
-            yield from read(x, audio_column, text_column, speaker_column, texts, alone)
+        for x, shards in archives.sources(path):
+            yield from read(x, audio_column, text_column, speaker_column, texts, alone, shards)
         return
     keys = keys_of(audio_column, text_column, speaker_column, texts)
     try:
@@ -118,7 +120,8 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
             raise ListError(path, "does not exist")
         of_kaldi = path.name in KALDI and not path.is_dir()
         rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
-        if (shards := archives.of_archive(path)) is not None:
+        shards = archives.of_archive(path) if shards is None else shards
+        if shards is not None:
             rows = (x if isinstance(x, Fault) else x[1] for shard in shards for x in shard.read(keys))
         named = [option for option, x in zip(COLUMNS, keys) if len(x) == 1]
         for x in itertools.chain([next(rows, Fault("nothing is listed", path.name))], rows):
@@ -126,7 +129,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
                 if alone:
                     raise ListError(path, f"has no columns or keys that one could name: leave out {named[0]}")
                 x = x._replace(notes=(*x.notes, f"{named[0]} names no column of theirs"))
-            yield x
+            yield x._replace(listed=str(path)) if isinstance(x, Entry) else x
     except (OSError, EOFError, zlib.error) as error:
         inside = getattr(error, "filename", None)
         place = f"{Path(inside).name}: " if inside and Path(inside) != path else ""
@@ -178,6 +181,8 @@ def sentences(path):
 
 def manifest(path, keys):
     rows = LISTS.get(suffix_of(path))
+    if path.suffix == ".arrow" or path.name == "dataset_dict.json":
+        raise ListError(path, f"is a part of a folder {SAVED}")
     if rows is None:
         raise ListError(path, f"is neither a folder nor a manifest ({MANIFESTS})")
     for name, row in rows(path, keys):
@@ -194,8 +199,7 @@ def of_row(row, path, name, keys):
 
 def object_of(row):
     """The row, which must be an object; raises the LineError that it may be."""
-    if isinstance(row, LineError):
-        raise row
+    row = plainly(row)
     leave_out_if(not isinstance(row, dict), "not an object with keys")
     return row
 
@@ -273,8 +277,9 @@ LISTS = {".jsonl": objects, ".ndjson": objects, ".json": objects, ".tsv": table,
 MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
 
 
-# Keys of a line that is not one utterance, or not measured in seconds.
-APART = {*UNREAD, *END_KEYS, "segments", "supervisions", "recording", "tracks"}
+# Keys of a line that is not one utterance, is not measured in seconds, or may be one to skip.
+SKIP = "_skipme"  # NeMo's: whatever is under it is a reason, unless it is nothing or false
+APART = {*UNREAD, *END_KEYS, "segments", "supervisions", "recording", "tracks", SKIP}
 
 
 def plain(line, keys, name=None):
@@ -298,6 +303,11 @@ def later(a, b):
     return a > b + TOUCH
 
 
+def differs(stated, found):
+    """Whether a file lasts other than its manifest states. A whole number of seconds may have been rounded."""
+    return abs(stated - found) > NEAR[0] + NEAR[1] * found + (stated == round(stated))
+
+
 def missing(x):
     """Whether it is what tools write where there is nothing. NaN is no number in JSON, but pandas writes it."""
     return x is None or x == "" or (isinstance(x, float) and math.isnan(x))
@@ -305,6 +315,12 @@ def missing(x):
 
 def first_of(row, keys):
     return next((row[x] for x in keys if not missing(row.get(x))), None)
+
+
+def leave_out_if_marked(*rows):
+    """Raises the LineError of a line that NeMo skips. Some rows may be no objects."""
+    marks = [str(x[SKIP]).strip().lower() for x in rows if isinstance(x, dict) and not missing(x.get(SKIP))]
+    leave_out_if({*marks} - {"", "0", "0.0", "false", "no", "none", "null", "nan"}, f"marked to be skipped ({SKIP})")
 
 
 def number(row, keys):
@@ -378,7 +394,7 @@ def speaker(row, notes, keys=SPEAKER_KEYS):
     try:
         if isinstance(x, (int, float)) or (isinstance(x, str) and re.fullmatch(r"\d+\.0+", x)):
             return str(x if as_integer(x) is None else as_integer(x))
-        return "" if x is None else encodable(x, "the speaker")
+        return "" if x is None else composed(encodable(x, "the speaker"))
     except LineError as error:
         notes.append(str(error).replace("no string of characters", "no name"))
         return ""
@@ -403,11 +419,10 @@ def located(name, manifest):
     """
     if os.path.isfile(usual := os.path.join(manifest.parent, name)):
         return Path(usual)
-    forms = dict.fromkeys((name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))))
     places = manifest.parent, manifest.parent / "clips", Path()
-    found = next((file for x in places for form in forms if is_file(file := x / form)), None)
+    found = next((file for x in places if is_file(file := actual(x / name))), None)
     other = name.replace("\\", os.sep) if found or not re.match("~|[A-Za-z][A-Za-z0-9+.-]+:/", name) else local(name)
-    return found or next((file for x in places if is_file(file := x / other)), manifest.parent / other)
+    return found or next((file for x in places if is_file(file := actual(x / other))), manifest.parent / other)
 
 
 def local(name):
@@ -434,7 +449,10 @@ def entry(row, path, keys, name=""):
     `path`: the manifest, or a function that finds the audio by its name.
     """
     audio, notes = first_of(row, keys[0]), []
-    audio = audio.get("path") if isinstance(audio, dict) else audio  # as Hugging Face has it
+    if isinstance(audio, dict):  # as Hugging Face has it
+        leave_out_if(not audio.get("path") and not missing(audio.get("array")), ARRAY)
+        audio = audio.get("path")
+    leave_out_if(isinstance(audio, list), ARRAY)
     leave_out_if(not audio, "no name of an audio file")
     audio = encodable(audio, "the name of the audio")
     file = path(audio) if callable(path) else located(audio, path)
@@ -451,6 +469,7 @@ def entry(row, path, keys, name=""):
 def utterances(row, path, line, keys):
     """Entries of one row: one, or one for each of its segments."""
     parts = row.get("segments")
+    leave_out_if_marked(row)
     if missing(parts):
         yield entry(row, path, keys)
         return
@@ -460,6 +479,7 @@ def utterances(row, path, line, keys):
     common = {x: row[x] for x in (*keys[0], *CHANNEL_KEYS, *keys[2]) if x in row}
     for i, part in enumerate(parts, 1):
         try:
+            leave_out_if_marked(part)
             leave_out_if(span(part, [])[:2] == (0.0, None), "a segment without start and end")
             found, notes = entry(common | part, path, keys), []
             yield found._replace(whole=length(row, notes), notes=(*found.notes, *notes))
@@ -475,6 +495,7 @@ def is_cut(row):
 def cuts(row, path, line, _):
     """Entries of one of Lhotse's cuts: one for each of its supervisions."""
     recording, supervisions = row.get("recording"), row.get("supervisions")
+    leave_out_if_marked(row, row.get("custom"))
     leave_out_if("tracks" in row, "a mixed cut of Lhotse is not read")
     if not isinstance(recording, dict) or not isinstance(recording.get("sources"), list):
         raise LineError("a cut of Lhotse without a recording")
@@ -484,6 +505,7 @@ def cuts(row, path, line, _):
     first, duration = number(row, ("start",)) or 0.0, number(row, ("duration",))
     for i, x in enumerate(supervisions, 1):
         try:
+            leave_out_if_marked(x, x.get("custom"))
             named = first_of(x, ("id",)), first_of(row, ("id",)), f"{line} supervision {i}"
             name = next(str(y) for y in named if isinstance(y, (int, str)))
             yield supervision(x, encodable(name, "the id of a supervision"), row, recording, path, first, duration)
@@ -522,20 +544,25 @@ def folder(path, keys):
     """What the layout of a folder says: Kaldi, Hugging Face's table, LibriSpeech, or a text beside each file."""
     if (path / "wav.scp").exists():
         return kaldi(path, bool(keys[1]))
-    tables = [path / f"metadata.{x}" for x in ("jsonl", "csv") if (path / f"metadata.{x}").exists()]
+    tables = twins.once(x for form in ("jsonl", "csv") if (x := path / f"metadata.{form}").exists())
     return manifest(tables[0], keys) if tables else beside(path) if keys[1] else recordings(path)
 
 
 def no_corpus(path, what):
     """The error of a folder; it names the largest manifest there or one level below, which a person may have meant."""
-    inside = [*sorted(path.glob("*")), *sorted(path.glob("*/*"))]
+    inside = [x for level in ("*", "*/*") for x in sorted(path.glob(level)) if not is_hidden(x.relative_to(path))]
+    if any(x.suffix == ".arrow" for x in inside):
+        return ListError(path, f"is a folder {SAVED}")
     found = [x for x in inside if suffix_of(x) in LISTS and x.is_file()]
     such = f"such as {max(found, key=lambda x: x.stat().st_size)}" if found else MANIFESTS
     return ListError(path, f"holds no {what}; to read a manifest, name it ({such})")
 
 
 def below(folder):
-    """Files below a folder, also behind links, sorted. Each folder is read once, however many links lead there."""
+    """Files below a folder, also behind links, sorted; none that a system has put there.
+
+    Each folder is read once, however many links lead there.
+    """
 
     def fail(error):
         raise error
@@ -543,8 +570,9 @@ def below(folder):
     seen, found = {os.path.realpath(folder)}, []
     for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         real = {x: os.path.realpath(os.path.join(place, x)) for x in folders}
-        folders[:] = [x for x in sorted(folders) if real[x] not in seen and not seen.add(real[x])]
-        found += [Path(place, x) for x in names]
+        several = (x for x in sorted(folders) if not is_hidden(f"{x}/"))
+        folders[:] = [x for x in several if real[x] not in seen and not seen.add(real[x])]
+        found += [Path(place, x) for x in names if not is_hidden(x)]
     return sorted(found)
 
 
@@ -556,25 +584,31 @@ def recordings(path):
     yield from (Entry(str(x.relative_to(path)), x, "") for x in files)
 
 
+def key_of(file):
+    """What an audio file and its text have in common."""
+    return composed(str(file.parent)), composed(file.stem)
+
+
 def beside(path):
     """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, beside the audio files NAME.*."""
     files, found = {}, below(path)
     for x in found:
-        if x.suffix.lower() in SUFFIXES and files.setdefault((x.parent, x.stem), x) != x:
+        if x.suffix.lower() in SUFFIXES and files.setdefault(key_of(x), x) != x:
             yield Fault("a second audio file for the same text", str(x.relative_to(path)))
     unused, lists = dict(files), [x for x in found if x.name.endswith(".trans.txt")]
-    texts = [x for x in found if x.suffix.lower() == ".txt" and ((x.parent, x.stem) in files or not lists)]
-    if not lists and not any((x.parent, x.stem) in files for x in texts):
+    texts = [x for x in found if x.suffix.lower() == ".txt" and (key_of(x) in files or not lists)]
+    if not lists and not any(key_of(x) in files for x in texts):
         raise no_corpus(path, "*.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files with a text "
                         "of the same name")  # fmt: skip
     said = [(f"{file.name} line {i}", file.parent, *[*line.split(None, 1), ""][:2])
             for file in lists for i, line in lines_of(file)]  # fmt: skip
     said += [(x.name, x.parent, x.stem, text_of(x)) for x in texts if x not in lists]
     for line, parent, name, text in said:
-        file = files.get((parent, name))
-        unused.pop((parent, name), None)
+        key = composed(str(parent)), composed(name)
+        file, first = files.get(key), unused.pop(key, None)
         try:
             leave_out_if(file is None, "a text without its audio file")
+            leave_out_if(first is None, "a second text for the same audio file")
             names = Path(os.path.abspath(file)).parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
             known = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
             yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=known)
@@ -583,23 +617,42 @@ def beside(path):
     yield from (Fault("an audio file without a text", str(x.relative_to(path))) for x in unused.values())
 
 
+def plainly(x):
+    """What is no LineError; raises what is one."""
+    if isinstance(x, LineError):
+        raise x
+    return x
+
+
 def kaldi(path, texts=True):
     """A folder of Kaldi: wav.scp, text, and perhaps segments and utt2spk."""
 
     def fields(name):
-        return [line.split(None, 1) for _, line in lines_of(path / name)]
+        return [(composed(x[0]), *x[1:]) for _, line in lines_of(path / name) if (x := line.split(None, 1))]
 
-    files = {x[0]: x[1].strip() if len(x) > 1 else "" for x in fields("wav.scp")}
-    segments = {x: (x, "0", "-1") for x in files}
+    def by_name(name):
+        """{a name: the rest of its line}, or the LineError that two lines of one name differ."""
+        found = {}
+        for x, *rest in fields(name):
+            rest, other = "".join(rest).strip(), found.get(x)
+            twice = other is not None and other != rest
+            found[x] = LineError(f"two lines of one name in {name}: {other} and {rest}") if twice else rest
+        return found
+
+    files, speakers = by_name("wav.scp"), by_name("utt2spk") if (path / "utt2spk").exists() else {}
+    segments = {x: f"{x} 0 -1" for x in files}
     if (path / "segments").exists():
-        segments = {x[0]: x[1].split() if len(x) > 1 else () for x in fields("segments")}
-    speakers = {x[0]: x[-1].strip() for x in fields("utt2spk")} if (path / "utt2spk").exists() else {}
+        segments = by_name("segments")
+    seen = set()
     for name, *text in fields("text") if texts else [[x] for x in segments]:
         try:
+            leave_out_if(name in seen, "a second text of the same name")
+            seen.add(name)
             where = segments.pop(name, None)
+            where = where if where is None else plainly(where).split()
             leave_out_if(where is None, "a text without its recording")
             leave_out_if(len(where) not in (3, 4), "no segment: expected a recording, a start and an end")
-            file = files.get(where[0])
+            file = plainly(files.get(composed(where[0])))
             leave_out_if(not file, "a segment of a recording that wav.scp lacks")
             leave_out_if(file.endswith("|") or file.startswith("|"), "a command in wav.scp is not run")
             row = {"audio": file, "text": " ".join(text), "speaker": speakers.get(name), "channel": "".join(where[3:])}

@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 
 from jax_rnnt_speech.system import UserError
 
+SHARED = "/dev/shm"  # where Grain puts what its workers make
 BY_SIGNALS = f" -{signal.SIGINT:d}", f" -{signal.SIGTERM:d}"  # ends of what Grain says of a worker
 
 
@@ -32,10 +34,23 @@ def items(function, count, threads, workers=0):
         ended = str(error).partition(". ")[0]
         if ended.endswith(BY_SIGNALS):  # before it was `alone`
             raise KeyboardInterrupt from None
-        raise UserError(f"--workers {workers}: {ended}; it may have needed more memory than there is") from None
+        raise UserError(f"--workers {workers}: {ended}{cause(ended)}") from None
     finally:
         if workers:
             found.close()
+
+
+def cause(ended):
+    """Why a worker may have ended, by the signal that its exit code is."""
+    number = next((x for x in (signal.SIGKILL, signal.SIGBUS) if ended.endswith(f" -{x:d}")), None)
+    if number == signal.SIGBUS:
+        try:
+            size = f", which has {shutil.disk_usage(SHARED).total / 1e6:.3g} MB"
+        except OSError:
+            size = ""
+        return (f": a bus error. Batches come through {SHARED}{size}, and it may be full: give the container more "
+                "(docker run --shm-size=8g, or --ipc=host), or train with fewer --workers")  # fmt: skip
+    return "; it may have needed more memory than there is" * (number == signal.SIGKILL)
 
 
 class Told:

@@ -148,4 +148,4 @@ class Model:
         return encoder.lower(self.inputs(batch), batch["lengths"], layers), encoder.lengths(batch["lengths"])
 
     def text(self, labels, count):
-        return self.tokens.decode(np.asarray(labels)[: int(count)])
+        return self.tokens.decode(np.asarray(labels)[: int(count)]).strip()

@@ -2,13 +2,18 @@
 
 import contextlib
 import functools
+import sys
 from pathlib import Path
 
-from jax_rnnt_speech.data import audio, manifests
+from tqdm import tqdm
+
+from jax_rnnt_speech.data import audio, index, manifests
+from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import windows
 from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.system import UserError
 
+ROOM = 1.1  # a file that is so much longer than a segment by its header is not measured
 HELD = 60_000  # frames of the recordings that are sorted by length at once: 10 minutes of usual features
 
 
@@ -32,6 +37,26 @@ def recordings(arguments, audio_column=""):
     return found
 
 
+def settled(entries):
+    """The entries, each with the part of its file that its times mean, as `audio.within` decides; a note says so.
+
+    A file is decoded for that where its header does not tell that it is longer than its segments.
+    """
+    lengths = {}
+    for x in entries:
+        if isinstance(x, manifests.Entry) and x.end is not None:
+            with contextlib.suppress(UserError, OSError):  # it is an error once it is read
+                if x.audio not in lengths:
+                    lengths[x.audio] = abs(index.of_header(x.audio)), False
+                if not lengths[x.audio][1] and lengths[x.audio][0] < ROOM * x.end + 1:
+                    lengths[x.audio] = audio.seconds(audio.stretches(x.audio)), True
+                start, end, note = audio.within(x.audio, lengths[x.audio][0], x.start, x.end, least=0)
+                if note:
+                    tqdm.write(f"{shown(x.name)}: {note}", file=sys.stderr)
+                    x = x._replace(start=start, end=end)
+        yield x
+
+
 def loaded(entries, rate):
     """(name, pieces of its samples or the UserError that there are none) of each entry."""
     for x in entries:
@@ -41,7 +66,7 @@ def loaded(entries, rate):
             yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
 
 
-def transcribe(model, recordings, decoding=GREEDY, watch=None):
+def transcribe(model, recordings, decoding=GREEDY, watch=None, progress=None):
     """Yields the Result of each (name, recording), in their order.
 
     A recording is samples [S], floats in [-1, 1] or integers, at `model.extractor.rate`; or pieces of them, one
@@ -50,11 +75,12 @@ def transcribe(model, recordings, decoding=GREEDY, watch=None):
     on how long they are.
 
     `watch` is called with a recording's place and its Labels so far, after each of its windows and before it waits for
-    one; a recording for which it returns false is heard no further, and its Result is an error.
+    one; a recording for which it returns false is heard no further, and its Result is an error. `progress` is called
+    with the seconds that were heard since it was last called.
     """
     waiting, held = [], 0
     for i, (name, samples) in enumerate(recordings):
-        x = windows.Recording(name, samples, model, watch and functools.partial(watch, i))
+        x = windows.Recording(name, samples, model, watch and functools.partial(watch, i), progress=progress)
         waiting.append(x)
         held += x.frames
         if held >= HELD:

@@ -34,12 +34,17 @@ def codes(names):
     return found
 
 
-def of_language(language):
-    """Scripts of a language, by its code such as ru, sr-Latn or rus, or its English name; None: there is none."""
+def subtags(language):
+    """The code of a language, and what follows it, from a tag such as ru, sr-Latn or rus, or an English name."""
     text = language.strip().replace("_", "-").lower()
     named = {x.lower(): code for code, x in babel.Locale("en").languages.items()}
     code, *rest = named.get(text, text).replace("_", "-").split("-")
-    code = get_global("language_aliases").get(code, code)
+    return get_global("language_aliases").get(code, code), rest
+
+
+def of_language(language):
+    """Scripts of a language, by its code such as ru, sr-Latn or rus, or its English name; None: there is none."""
+    code, rest = subtags(language)
     script = next((x.capitalize() for x in rest if len(x) == 4), None)
     if script is None:
         likely = get_global("likely_subtags")

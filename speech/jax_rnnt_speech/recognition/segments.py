@@ -11,9 +11,11 @@ import sys
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.data.manifests import LineError
+from jax_rnnt_speech.data.names import Names, composed
 from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import recognise
 from jax_rnnt_speech.system import UserError, refuse_if, told
@@ -122,7 +124,7 @@ def read(path):
             if x is None:
                 others[row.split()[0]] += 1
             else:
-                found.append(x._replace(speaker=shown(x.speaker)))
+                found.append(x._replace(speaker=composed(shown(x.speaker))))
     for name, count in others.items():
         print(f"--segments {path}: lines of type {shown(name)} are not used: {count}", file=sys.stderr)
     return joined(found, GAP if form is of_ctm else 0), faults
@@ -149,31 +151,48 @@ def entries(path, recordings):
     """Entries of the segments of recordings, which are whole Entries or Faults; and Faults of what has no place."""
     found, faults = read(path)
     bad = [f"; {x.name.rpartition(', ')[2]}: {x.reason}" for x in faults]
-    known, used = collections.defaultdict(list), set()
+    known = collections.defaultdict(list)
     for x in found:
-        known[x.recording].append(x)
+        known[composed(x.recording)].append(x)
     whole = [x for x in recordings if isinstance(x, manifests.Entry)]
     results = [x for x in recordings if not isinstance(x, manifests.Entry)]
+    meant = recordings_of(known, whole, path)
+    used = {name for names in meant.values() for name in names}
     for x in whole:
         refuse_if((x.start, x.end) != (0.0, None), f"--segments needs whole recordings, got {x.name}")
-        names = [x.audio.stem, x.audio.name, str(x.audio)]
-        names += [*map(column, names)] + [""] * (len(whole) == 1)  # as CTM has them, too
-        name = next((name for name in names if name in known), None)
-        if name is None:
+        some = [y for name in meant[x.audio] for y in known[name]]
+        if not some:
             faults.append(manifests.Fault(f"{path} has no segment of it", x.name))
-            continue
-        used.add(name)
-        channels = {y.channel for y in known[name]}
-        for y in known[name]:
+        channels = {y.channel for y in some}
+        for y in some:
             # Tools write 1 for recordings of any number of channels.
             chosen = x.channel if channels == {"1"} else number_of(y.channel)
             about = f" from {y.start:g} s to {y.end:g} s" + (f", {y.speaker}" if y.speaker else "")
             results.append(x._replace(name=x.name + about, start=y.start, end=y.end, speaker=y.speaker, channel=chosen))
-    faults += [manifests.Fault(f"no recording has this name, as {path} has it", shown(x)) for x in known.keys() - used]
+    lost = f"no recording has this name, as {path} has it", f"{path} has segments without the name of a recording"
+    faults += [manifests.Fault(lost[not x], shown(x)) for x in sorted(known.keys() - used)]
     if whole and not used:
         raise UserError(f"--segments {path} has no segment of {shown(whole[0].audio)}; it names "
                         f"{', '.join(sorted(map(shown, known))) or 'no recording'}{''.join(bad[:1])}")  # fmt: skip
     return results + faults
+
+
+def recordings_of(known, whole, path):
+    """{audio: the names that are known of it} of whole recordings; an error names those that one name may mean."""
+    names, meant = Names(), collections.defaultdict(list)
+    for x in whole:
+        for name in {str(x.audio), x.name}:
+            for form in {name, column(name)}:  # as CTM has it
+                names.add(form, x.audio)
+    audios = dict.fromkeys(x.audio for x in whole)
+    for name in known:
+        found = names.find(name) if name else [*audios] * (len(audios) == 1)  # without a name: the only one
+        if len(found) > 1:
+            raise UserError(f"--segments {path}: {shown(name)} may be {shown(found[0])} or {shown(found[1])}: "
+                            "name their folders, too, or transcribe them one by one")  # fmt: skip
+        for audio_of_it in found:
+            meant[audio_of_it].append(name)
+    return meant
 
 
 def number_of(channel):
@@ -192,8 +211,10 @@ def loaded(entries, rate):
     for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and x.audio):
         found, sources = list(group), {}  # of the channels of a recording
         for x in found:
-            if isinstance(x, manifests.Fault) or x.end - x.start > HELD:
+            if isinstance(x, manifests.Fault):
                 yield from recognise.loaded([x], rate)
+            elif x.end - x.start > HELD:
+                yield x.name, cut_at_the_end(x, rate)
             else:
                 if x.channel not in sources:
                     short = [y for y in found if y.channel == x.channel and y.end - y.start <= HELD]
@@ -201,10 +222,28 @@ def loaded(entries, rate):
                 yield x.name, next(sources[x.channel])
 
 
+def cut_at_the_end(x, rate):
+    """Pieces of the samples of a segment, which may end behind its recording."""
+    found = False
+    try:
+        for piece in audio.pieces(x.audio, rate, x.start, x.end, x.channel):
+            found = True
+            yield piece
+    except audio.Beyond:
+        if not found:
+            raise
+        say_overrun(x)
+
+
+def say_overrun(x):
+    tqdm.write(f"{shown(x.name)}: {audio.OVERRUN}", file=sys.stderr)
+
+
 def cuts(entries, rate):
     """The samples of each segment, or a UserError: cut out of a recording as it is decoded, in order of their starts.
 
-    Samples are held from the start of the last segment on.
+    A segment that ends behind its recording, as diarizers write them, is cut there, and a line says so. Samples are
+    held from the start of the last segment on.
     """
     pieces, error = audio.pieces(entries[0].audio, rate, 0.0, None, entries[0].channel) if entries else None, None
     held, begin = np.zeros(0, np.float32), 0
@@ -224,5 +263,10 @@ def cuts(entries, rate):
         dropped = min(max(0, first - begin), len(held))
         held, begin = held[dropped:], begin + dropped
         found, missing = held[: max(0, last - begin)], last - begin - len(held)
-        lacks = not pieces and (not len(found) or missing > audio.SLACK * rate)
-        yield (error or audio.AudioError(x.name, "a segment beyond the end of its file")) if lacks else found
+        lacks = not pieces and missing > audio.SLACK * rate
+        if not pieces and (not len(found) or (lacks and error)):
+            yield error or audio.AudioError(x.name, audio.BEYOND)
+            continue
+        if lacks:
+            say_overrun(x)
+        yield found

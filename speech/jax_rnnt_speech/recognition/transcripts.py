@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -100,14 +101,14 @@ def spoken_captions(form, parts, end):
     """Captions of (start, Transcript) as the text of a file that names speakers, whose captions may overlap."""
     cues = []
     for _, x in parts:
-        name = f"{x.speaker}: " if x.speaker and form == "srt" else ""
+        name = f"{shown(x.speaker)}: " if x.speaker and form == "srt" else ""
         words = in_order(x.words)
         for caption in captions(words, end, x.space, x.text, line_length=max(LEAST_COLUMNS, 42 - len(name))):
             # The library checks and spells one caption at a time; in a list, it lets none overlap.
-            times, text = captioned(form, [caption]).removeprefix("WEBVTT\n\n").removeprefix("1\n").split("\n", 1)
-            if form == "vtt" and x.speaker:
-                name = f"<v {html.escape(x.speaker, quote=False)}>"
-            cues.append((caption[:2], f"{times}\n{name.replace('-->', '→')}{text}"))
+            cue = captioned(form, [caption._replace(text=name + caption.text)])
+            times, text = cue.removeprefix("WEBVTT\n\n").removeprefix("1\n").split("\n", 1)
+            voice = f"<v {html.escape(shown(x.speaker), quote=False)}>" if form == "vtt" and x.speaker else ""
+            cues.append((caption[:2], f"{times}\n{voice}{text}"))
     cues = [text for _, text in sorted(cues, key=lambda x: x[0])]
     if form == "vtt":
         return "\n".join(["WEBVTT\n", *cues])
@@ -232,10 +233,10 @@ def writer(to, entries):
     try:
         yield write
         refuse_if(not count, "no recording could be used")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         files.close()
         where = to.output or "the screen"
-        raise KeyboardInterrupt(f"interrupted: {count} of {len(names)} recordings are written to {where}") from None
+        raise type(error)(f"interrupted: {count} of {len(names)} recordings are written to {where}") from None
     except BaseException:
         with contextlib.suppress(UserError, OSError):
             files.close()
@@ -298,7 +299,8 @@ class Lines:
 
     def text(self, i, x):
         if self.to.format == "text":
-            return f"{shown(self.entries[i].name)}\t{x.text}\n"
+            who = f"{x.speaker}: " if x.speaker else ""
+            return f"{shown(self.entries[i].name)}\t{' '.join(f'{who}{x.text}'.splitlines())}\n"
         line = json.dumps(x.object(self.entries[i]), ensure_ascii=False)
         return f"{line}\n" if self.to.format == "jsonl" else f",\n{line}"
 
@@ -311,6 +313,11 @@ class Lines:
         finally:
             if self.file is not None:
                 self.file.close()
+
+
+def ctm_word(text):
+    """A word as one column of CTM. NIST's tools take <...> for marks of theirs, such as <ALT_BEGIN>."""
+    return re.sub("^<(.*)>$", "＜\\1＞", column("_".join(text.split())))
 
 
 class Rows(Lines):
@@ -327,7 +334,7 @@ class Rows(Lines):
         channel = self.entries[i].channel
         channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
         with told(f"--format {self.to.format}", ValueError):
-            timing.write_ctm(rows, {self.names[i]: x.words}, channel)
+            timing.write_ctm(rows, {self.names[i]: [y._replace(text=ctm_word(y.text)) for y in x.words]}, channel)
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
         return rows.getvalue().replace("\n", more)
 

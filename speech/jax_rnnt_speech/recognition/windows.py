@@ -66,9 +66,10 @@ def before_all(model, rows, lengths, decoding):
 class Recording:
     """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
 
-    def __init__(self, name, samples, model, watch=None, again=False):
+    def __init__(self, name, samples, model, watch=None, again=False, progress=None):
         self.ear = None if again else Ear(model.extractor.rate)  # what is heard again is heard no third time
         self.name, self.model, self.extractor, self.watch = name, model, model.extractor, watch
+        self.progress, self.passed = progress, 0.0  # seconds that it has been told of
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
@@ -156,14 +157,18 @@ class Recording:
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
-            decode = self.model.tokens.decode
-            self.nbest = [(decode(before + x[:n]), score) for x, n, score in listed if score > -np.inf]
+            text = self.model.text
+            self.nbest = [(text(before + x, len(before) + n), score) for x, n, score in listed if score > -np.inf]
         if not self.done:
             self.go_on(rows)
             self.done = bool(self.error)
 
     def heard(self, labels, rows):
         """Labels, also such as may change, of the rows until these."""
+        if self.progress:
+            seconds = self.total / self.extractor.rate if self.done else rows * self.model.seconds
+            self.progress(seconds - self.passed)
+            self.passed = seconds
         if self.ear:
             self.ear.wrote(labels, self.model.seconds)
             self.ear.take(rows * self.model.seconds, self.step, self.done)
@@ -190,7 +195,7 @@ class Recording:
         if self.error:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
-        text, missed = self.model.tokens.decode(self.found.labels), self.ear.found if self.ear else ()
+        text, missed = self.model.text(self.found.labels, len(self.found.labels)), self.ear.found if self.ear else ()
         return Result(self.name, text, *self.found, seconds, self.nbest, unheard=tuple(missed))
 
 

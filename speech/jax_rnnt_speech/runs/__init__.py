@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jax_rnnt_speech.system import UserError, hosts, outputs, reason
+from jax_rnnt_speech.system import Terminated, UserError, hosts, outputs, reason
 
 METRICS, TENSORBOARD, CHECKPOINTS, BEST = "metrics.jsonl", "tensorboard", "checkpoints", "best"
 BEST_FIRST = BEST, CHECKPOINTS
@@ -225,7 +225,7 @@ def metrics_of(workdir):
 
 @contextlib.contextmanager
 def interruptions():
-    """A list that holds something after Ctrl-C or SIGTERM; the second one ends, and in several processes the first."""
+    """A list that gets the exception of Ctrl-C or SIGTERM; the second one ends, and in several processes the first."""
     heard, alone = [], jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
     before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)} if alone else {}
     before = {x: handler for x, handler in before.items() if handler is not signal.SIG_IGN}  # as nohup and & have it
@@ -234,8 +234,8 @@ def interruptions():
         for x, handler in before.items():
             signal.signal(x, handler)
 
-    def hear(*_):
-        heard.append(True)
+    def hear(number, _):
+        heard.append(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
         restore()
         os.write(2, b"\ninterrupted: the run is saved after this step; Ctrl-C again ends it now\n")
 

@@ -6,122 +6,44 @@ OpenAI's API, errors too.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
+import functools
 import json
-import logging
+import signal
 import sys
-import zlib
-from typing import NamedTuple
 
 import aiohttp
 import av
 import numpy as np
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage
 
-from jax_rnnt import timing
 from jax_rnnt_speech.data import audio, features, manifests
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import recognise, search_options, streams, transcripts, unheard
-from jax_rnnt_speech.recognition.results import no_labels
-from jax_rnnt_speech.recognition.search import Decoding
-from jax_rnnt_speech.system import UserError, refuse_if
+from jax_rnnt_speech.recognition import recognise, streams, transcripts, unheard
+from jax_rnnt_speech.serving import form
+from jax_rnnt_speech.serving.schema import UNLIKELY, Problem, answer, log_probs, require, unexpected
+from jax_rnnt_speech.serving.together import Together
+from jax_rnnt_speech.system import UserError, leave, refuse_if
 
-FORMATS = "json", "text", "srt", "vtt", "verbose_json"
-ALIASES = "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe", "gpt-transcribe"  # many clients name no others
 SAMPLES = {"pcm16": np.dtype("<i2"), "float32": np.dtype("<f4")}
-GRANULARITIES = "timestamp_granularities"
-ONCE = {"file", "model", "response_format", "language", "temperature", "prompt", "stream"}
-# Lists, which clients write as name[]; chunking_strategy is an object, written as name[key].
-LISTS = {GRANULARITIES, "include", "languages", "keywords", "chunking_strategy"}
-FIELDS = 2**16  # bytes of all fields that are no file
-UNLIKELY = -9999.0  # OpenAI's log-probability of what is very unlikely: JSON has no infinity
 MESSAGE = 2**20  # bytes of a message of a stream
 TOGETHER = 8  # files that are transcribed together
-PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
-# What aiohttp raises, or warns of, where a form is none.
-MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning
-MALFORMED += aiohttp.ClientError, BadHttpMessage, web.RequestPayloadError
-
-
-class Problem(Exception):
-    """What is wrong with a request."""
-
-    def __init__(self, status, message, field=None, code=None):
-        self.status, self.error = status, {"message": message, "type": "server_error", "param": field, "code": code}
-        if status < 500:
-            self.error["type"] = "rate_limit_error" if status == 429 else "invalid_request_error"
-
-
-def require(fine, message, field=None, status=400):
-    """Raises the Problem of a request that is not fine."""
-    if not fine:
-        raise Problem(status, message, field)
-
-
-class Together:
-    """Calls of coroutines, as one call of `run` in a thread for all that wait, at most so many."""
-
-    def __init__(self, run, most):
-        self.run, self.most, self.waiting, self.task = run, most, [], None
-        self.thread = concurrent.futures.ThreadPoolExecutor(1)
-
-    async def __call__(self, job):
-        loop = asyncio.get_running_loop()
-        self.waiting.append(entry := (job, future := loop.create_future()))
-        if self.task is None or self.task.done():
-            self.task = loop.create_task(self.work(loop))
-        try:
-            return await future
-        finally:
-            self.waiting = [x for x in self.waiting if x is not entry]  # nobody waits any more
-
-    async def work(self, loop):
-        while self.waiting:
-            chosen, self.waiting = self.waiting[: self.most], self.waiting[self.most :]
-            try:
-                results = await loop.run_in_executor(self.thread, self.run, [job for job, _ in chosen])
-            except Exception as error:
-                results = [error] * len(chosen)
-            for (_, future), result in zip(chosen, results, strict=True):
-                if not future.done():
-                    (future.set_exception if isinstance(result, Exception) else future.set_result)(result)
-
-
-class File(audio.Memory):
-    """An upload. `gone`: nobody waits for it; `listener`: takes its Labels so far, in the thread that finds them."""
-
-    def __init__(self, data, name):
-        super().__init__(data, name)
-        self.heard, self.gone, self.listener, self.decoding = no_labels(), False, None, None
-
-    def watch(self, labels):
-        self.heard = labels
-        if self.listener:
-            self.listener(labels)
-        return not self.gone
-
-
-class Asked(NamedTuple):
-    """What a form asks for."""
-
-    form: str
-    granularities: set
-    language: str
-    stream: bool
-    log_probs: bool
-    decoding: Decoding
+ALIVE = 5  # seconds of work after which events have a comment, as proxies end connections on which nothing comes
+RETRY = 5  # seconds after which a client that was refused may try again
+CLOSING = 0.5  # seconds that clients have to take their last answers, twice
+ALIASES = "whisper-1", "gpt-4o-transcribe", "gpt-4o-mini-transcribe", "gpt-transcribe"  # clients look for these
+SLASHES = "{_:/*}"  # behind a path, as some clients write them
 
 
 class Server:
     """`options`: a `cli.serve.Serving` with a name."""
 
     def __init__(self, model, decoding, options):
-        self.model, self.decoding, self.options = model, decoding, options
-        self.languages = {}  # (Decoding, whether the language decides anything) of those that forms have named
+        self.model, self.options, self.forms = model, options, form.Forms(model, decoding, options)
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
+        self.checked = self.forms.checked
+        self.ending = False  # whether the server refuses what is new
         self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
         if self.slots:
             self.slots.step = Together(self.slots.run, options.connections)
@@ -129,15 +51,20 @@ class Server:
 
     def application(self):
         app = web.Application(middlewares=[self.answered])
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{name:.+}", self.one_model)
-        app.router.add_post("/v1/audio/transcriptions", self.transcription)
-        app.router.add_post("/v1/audio/translations", self.translation)
-        app.router.add_get("/v1/stream", self.stream)
+        for path, handler in (
+            ("/", self.health), ("/health", self.health), ("/healthz", self.health), ("/v1/models", self.models),
+            ("/v1/models/{name:.+?}", self.one_model), ("/v1/stream", self.stream),
+        ):  # fmt: skip
+            app.router.add_get(path + SLASHES, handler)  # and HEAD
+        app.router.add_post("/v1/audio/transcriptions" + SLASHES, self.transcription)
+        app.router.add_post("/v1/audio/translations" + SLASHES, self.translation)
+        app.on_startup.append(self.start_up)
         app.on_response_prepare.append(self.allow)
         app.on_shutdown.append(self.shut_down)
         return app
+
+    async def start_up(self, _):
+        self.over = asyncio.get_running_loop().create_future()  # done once no work goes on
 
     @web.middleware
     async def answered(self, request, handler):
@@ -145,9 +72,11 @@ class Server:
         try:
             if request.method == "OPTIONS" and self.allowed(request) in self.options.cors:
                 return web.Response(status=204)
+            if self.ending:
+                raise closed()
             return await handler(request)
         except Problem as error:
-            problem, headers = error, {}
+            problem, headers = error, {"Retry-After": f"{RETRY}"} if error.status in (429, 503) else {}
         except web.HTTPException as error:
             problem = Problem(error.status, f"{request.method} {shown(request.path)}: {error.reason}")
             headers = {name: x for name, x in error.headers.items() if name == "Allow"}
@@ -184,19 +113,41 @@ class Server:
 
     async def one_model(self, request):
         name = request.match_info["name"]
-        self.check_name(name)
-        return web.json_response(self.described(name))
-
-    def check_name(self, name):
         if name != self.options.name and name not in ALIASES:
             raise Problem(404, f"no model {shown(name)}: there is {self.options.name}", "model", "model_not_found")
+        return web.json_response(self.described(name))
 
     async def translation(self, _):
         raise Problem(404, "nothing is translated: /v1/audio/transcriptions writes what is said")
 
+    async def end(self, seconds):
+        """Refuses what is new, and gives work in hand so many seconds; then its clients hear that the server ends."""
+        self.ending = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.uploads or self.sockets:
+                    await asyncio.sleep(0.02)
+        self.over.set_result(None)
+
+    async def before_the_end(self, work):
+        """The result of a coroutine; a Problem if the server ends before it."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, self.over], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise closed()
+            return task.result()
+        finally:
+            task.cancel()
+
     async def shut_down(self, _):
-        for socket in list(self.sockets):
-            await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+        async def leave(socket):
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(CLOSING):
+                    await self.send(socket, [{"type": "error", "error": closed().error}])
+                    await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+
+        await asyncio.gather(*map(leave, self.sockets))
 
     # ------------------------------------------------------------------------------------------------------------ files
 
@@ -206,134 +157,71 @@ class Server:
         self.uploads += 1
         file = None
         try:
-            file, fields = await flowing(request, self.form(request))
+            reading = form.flowing(request, self.forms.read(request))
+            file, fields = await self.before_the_end(reading)
             asked = self.checked(fields)
             file.decoding = asked.decoding
             if asked.stream:
                 return await self.told(request, file, asked)
-            return answer(await self.files(file), *asked[:3], self.spelled(file.heard), asked.log_probs)
+            return answer(
+                await self.before_the_end(self.files(file)), *asked[:3], self.spelled(file.heard), asked.log_probs
+            )
         finally:
             self.uploads -= 1
             if file:
                 file.gone = True
 
-    async def form(self, request):
-        """(File, {name: texts}) of a form, of which no more than the limits is read."""
-        most, fields, file, size = self.options.max_bytes, {}, None, 0
-        too_large = Problem(413, f"the file must have {most} bytes or fewer (--max-bytes)", "file")
-        kind = request.content_type
-        require(kind == "multipart/form-data", f"the request must be multipart/form-data, got {kind}")
-        if (request.content_length or 0) > most + 2 * FIELDS:
-            raise too_large
-        try:
-            async for part in await request.multipart():
-                name = getattr(part, "name", None) or ""
-                key, data = name.partition("[")[0], bytearray()
-                if not isinstance(part, aiohttp.BodyPartReader) or (key not in LISTS and name not in ONCE):
-                    known = ", ".join(sorted(ONCE | LISTS))
-                    raise Problem(
-                        400, f"an unknown field, {shown(name) or '(no name)'}: known are {known}", shown(name)
-                    )
-                is_file = key == "file"
-                known = file is not None if is_file else key in fields
-                require(key not in ONCE or not known, f"{key} is there twice", key)
-                while chunk := await part.read_chunk(2**16):
-                    data += chunk
-                    if len(data) > (most if is_file else FIELDS - size):
-                        raise too_large if is_file else Problem(413, f"more than {FIELDS} bytes of fields", key)
-                data = part.decode(data)  # of a transfer encoding, such as base64
-                if is_file:
-                    file = File(bytes(data), shown(part.filename or "file"))
-                    require(data, f"{file}: an empty file", "file")
-                else:
-                    size += len(data) + 1
-                    fields.setdefault(key, []).append(data.decode())
-        except MALFORMED as error:
-            raise Problem(400, f"the form is malformed or cut off: {shown(error) or type(error).__name__}") from None
-        require(file is not None, "the field file is missing", "file")
-        return file, fields
-
-    def checked(self, fields):
-        """What is Asked; raises where a field asks for what is not done."""
-        one = {name: texts[0].strip() for name, texts in fields.items()}
-        form, parts = one.get("response_format") or "json", fields.get(GRANULARITIES, [])
-        require("model" in one, "the field model is missing", "model")
-        self.check_name(one["model"])
-        require(form in FORMATS, f"response_format must be one of {', '.join(FORMATS)}", "response_format")
-        fine = set(parts) <= {"word", "segment"} and (not parts or form == "verbose_json")
-        require(fine, f"{GRANULARITIES}[] must be word or segment, with verbose_json", GRANULARITIES)
-        language, named = self.options.language, [one.get("language"), *fields.get("languages", [])]
-        fine = not language or not any(named) or language.lower() in [x.lower() for x in named if x]
-        require(fine, f"language must be {language}, which the model was trained on", "language")
-        try:
-            usual = 0 <= float(one.get("temperature") or 0) <= 1
-        except ValueError:
-            usual = False
-        require(usual, "temperature must be a number from 0 to 1", "temperature")
-        include, stream = set(fields.get("include", [])), one.get("stream", "").lower()
-        fine = include <= {"logprobs"} and (not include or form == "json")
-        require(fine, "include[] must be logprobs, with response_format json", "include")
-        require(stream in ("", "false", "true"), "stream must be true or false", "stream")
-        fine = stream != "true" or form in ("json", "text")
-        require(fine, "stream has events with text alone: response_format must be json or text", "stream")
-        decoding, named = self.decoding_of(one.get("language") or next(filter(None, named), ""))
-        return Asked(form, set(parts) or {"segment"}, language or named, stream == "true", bool(include), decoding)
-
-    def decoding_of(self, language):
-        """(the Decoding of a language that a form names, the language if that decides anything)."""
-        if not language:
-            return self.decoding, ""
-        if language not in self.languages:
-            try:
-                found = search_options.of_language(self.model, self.decoding, language)
-            except UserError as error:
-                raise Problem(400, f"language {shown(language)}: {error}", "language") from None
-            code = "language must be a code of ISO 639 such as en"
-            require(found is not None, f"{code}, got {shown(language)}", "language")
-            self.languages[language] = found  # no more than CLDR has
-        decoding, decides = self.languages[language]
-        return decoding, shown(language) if decides else ""
-
     async def told(self, request, file, asked):
-        """Server-sent events; what is wrong before the first one is an answer as usual."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        """Server-sent events. What is no audio is an answer as usual; what is wrong later is an event."""
+        await self.before_the_end(asyncio.to_thread(self.check_audio, file))
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        response = web.StreamResponse(headers=headers)
         try:
+            await response.prepare(request)
             async with contextlib.aclosing(self.events(request, file, asked.log_probs)) as events:
                 async for event in events:
-                    async with asyncio.timeout(PATIENCE):
-                        if not response.prepared:
-                            await response.prepare(request)
-                        await response.write(f"data: {json.dumps(event)}\n\n".encode())
+                    # The first comment takes the heads with it: they wait for what follows them.
+                    text = f"data: {json.dumps(event)}\n\n" if event else ": transcribing\n\n"
+                    async with asyncio.timeout(form.PATIENCE):
+                        await response.write(text.encode())
         except (TimeoutError, ConnectionError):  # the client is gone, or does not read
             response.force_close()
         return response
 
     async def events(self, request, file, include):
-        """Those of a File: its text as it becomes final, and all of it. `include`: log-probabilities too."""
+        """Those of a File: its text as it becomes final, and all of it; None: nothing is new.
+
+        `include`: log-probabilities too.
+        """
         loop, queue, said, count = asyncio.get_running_loop(), asyncio.Queue(), "", 0
 
         def tell(labels):
-            text = self.model.tokens.decode(labels.labels).rstrip("\ufffd")  # of a character that is not whole
+            # Without a character that is not whole, and without white space, as a text may end here.
+            text = self.model.tokens.decode(labels.labels).rstrip("\ufffd").strip()
             loop.call_soon_threadsafe(queue.put_nowait, (text, self.spelled(labels) if include else []))
 
         def more(labels):
             return {"logprobs": log_probs(labels)} if include else {}
 
         file.listener = tell
-        job = loop.create_task(self.files(file))
+        job = loop.create_task(self.before_the_end(self.files(file)))
         job.add_done_callback(lambda _: queue.put_nowait(None))
         try:
+            yield None
             found = ()
             while found is not None:
-                found = await queue.get()
+                try:
+                    async with asyncio.timeout(ALIVE):
+                        found = await queue.get()
+                except TimeoutError:
+                    yield None
+                    continue
                 text, labels = found or (job.result().text, self.spelled(file.heard))
-                if text.startswith(said) and text != said:
+                if text.startswith(said) and (text != said or (include and labels[count:])):
                     yield {"type": "transcript.text.delta", "delta": text[len(said) :]} | more(labels[count:])
                     said, count = text, len(labels)
             yield {"type": "transcript.text.done", "text": text} | more(labels)
         except Exception as error:
-            if not said:
-                raise
             problem = error if isinstance(error, Problem) else unexpected(request)
             yield {"type": "error", "error": problem.error}
         finally:
@@ -352,6 +240,13 @@ class Server:
             results = recognise.transcribe(self.model, recordings, decoding, lambda i, x, of=some: of[i].watch(x))
             found |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
         return [found[id(x)] for x in files]
+
+    def check_audio(self, file):
+        """Raises where nothing of a file can be decoded."""
+        try:
+            next(audio.blocks(file), None)
+        except UserError as error:
+            raise Problem(400, str(error), "file") from None
 
     def samples(self, file):
         """Its name, and its samples in pieces, as it is decoded."""
@@ -389,7 +284,7 @@ class Server:
         limits = f"{audio.RATES.start} to {audio.RATES.stop - 1}"
         fine = rate.isascii() and rate.isdecimal() and len(rate) < 9 and int(rate) in audio.RATES
         require(fine, f"rate must be the samples in a second, {limits}, as in /v1/stream?rate=16000", "rate")
-        socket = web.WebSocketResponse(max_msg_size=MESSAGE, heartbeat=PATIENCE / 2)
+        socket = web.WebSocketResponse(max_msg_size=MESSAGE, heartbeat=form.PATIENCE / 2)
         require(socket.can_prepare(request), "/v1/stream is a WebSocket")
         busy = f"{self.slots.count} streams are open, which is the limit: try again later"
         require(self.slots.free, busy, None, 503)
@@ -414,9 +309,9 @@ class Server:
         end = False
         while not end:
             try:
-                message = await socket.receive(timeout=PATIENCE)
+                message = await socket.receive(timeout=form.PATIENCE)
             except TimeoutError:
-                raise Problem(408, f"no message came for {PATIENCE} seconds") from None
+                raise Problem(408, f"no message came for {form.PATIENCE} seconds") from None
             end = message.type is aiohttp.WSMsgType.TEXT and message.data.strip() == "end"
             if message.type is aiohttp.WSMsgType.TEXT and not end:
                 raise Problem(400, 'messages must be samples, and at last the text "end"')
@@ -430,30 +325,9 @@ class Server:
         await socket.close()
 
     async def send(self, socket, events):
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(form.PATIENCE):
             for event in events:
                 await socket.send_str(json.dumps(event, ensure_ascii=False))
-
-
-async def flowing(request, reading):
-    """The result of a coroutine that reads the body of a request, however long it takes, while data flow."""
-    loop, task = asyncio.get_running_loop(), asyncio.create_task(reading)
-    count, since = 0, loop.time()
-    try:
-        while not (await asyncio.wait([task], timeout=PATIENCE / 8))[0]:
-            if request.content.total_bytes > count:
-                count, since = request.content.total_bytes, loop.time()
-            elif loop.time() - since >= PATIENCE:
-                raise Problem(408, f"nothing of the form came for {PATIENCE} seconds")
-        return task.result()
-    finally:
-        task.cancel()
-
-
-def unexpected(request):
-    """The Problem that an exception of ours is to a client; it is logged."""
-    logging.getLogger(__name__).exception("%s %s", request.method, shown(request.path))
-    return Problem(500, "an error of the server")
 
 
 class Samples:
@@ -488,67 +362,44 @@ def joined(frames):
     return np.concatenate([np.zeros(0, np.float32), *(x.to_ndarray()[0] for x in frames)])
 
 
-def log_probs(labels):
-    """Of (label, text, log-probability) of each, as OpenAI's clients read them."""
-    texts = ((data_of(text), x) for _, text, x in labels)
-    return [{"token": data.decode(errors="replace"), "bytes": list(data), "logprob": x} for data, x in texts]
+def closed():
+    """The Problem of a request that meets the end of the server."""
+    return Problem(503, "the server is shutting down: try again")
 
 
-def data_of(text):
-    """The bytes of what a label adds to a text, which may be a part of a character."""
-    return text.encode(errors="surrogateescape")
+def runner(server):
+    # Handlers end with their clients, which makes their places free.
+    return web.AppRunner(
+        server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSING, handle_signals=False
+    )
 
 
-def answer(transcript, form, granularities, language, labels=(), include=False):
-    """The response in a form. `labels`: -> `Server.spelled`; `include`: their log-probabilities."""
-    if form == "text":
-        return web.Response(text=f"{transcript.text}\n")
-    missed = {"unheard": unheard.rounded(transcript.unheard)} if transcript.unheard else {}
-    if form == "json":
-        more = {"logprobs": log_probs(labels)} if include else {}
-        return web.json_response({"text": transcript.text} | more | missed)
-    if form != "verbose_json":
-        captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
-        return web.Response(text=transcripts.captioned(form, captions))
-    # "und" is ISO 639's code of a language that is not known.
-    whole = {"task": "transcribe", "language": language or "und"}
-    whole |= {"duration": float(transcript.duration), "text": transcript.text} | missed
-    if "word" in granularities:
-        whole["words"] = timing.to_json(transcript.words)
-    if "segment" in granularities:
-        whole["segments"] = segments(transcripts.segments(transcript), labels)
-    return web.json_response(whole)
+async def serving(server):
+    """Serves until Ctrl-C or SIGTERM, and then for as long as `end` takes. The second of these ends at once."""
+    options, loop, asked = server.options, asyncio.get_running_loop(), asyncio.Event()
 
+    def hear(number):
+        if asked.is_set():
+            leave(128 + number)
+        asked.set()
+        print(f"{options.name}: shutting down, in {options.grace:g} seconds at most", file=sys.stderr, flush=True)
 
-def segments(captions, labels):
-    """Captions with all that OpenAI's schema requires.
-
-    `avg_logprob` is the mean of the labels, `compression_ratio` that of zlib, as in Whisper. The search draws nothing,
-    so its `temperature` is 0, and it begins with the recording, so `seek` is 0. No model here has a `no_speech_prob`:
-    with 0, no reader takes a segment for silence.
-    """
-    ends, begins = (np.cumsum([len(data_of("".join(x.split()))) for x in texts]) for texts in (
-        [x.text for x in captions], ["", *(text for _, text, _ in labels)]
-    ))  # fmt: skip
-    places = np.minimum(np.searchsorted(ends, begins[:-1], side="right"), len(captions) - 1)
-    bounds, found = np.searchsorted(places, np.arange(len(captions) + 1)), []  # labels of a caption follow each other
-    for i, x in enumerate(captions):
-        own = labels[bounds[i] : bounds[i + 1]]
-        data = x.text.encode()
-        found.append(
-            {"id": i, "seek": 0, "start": round(float(x.start), 6), "end": round(float(x.end), 6), "text": x.text}
-            | {"tokens": [label for label, *_ in own], "temperature": 0.0, "no_speech_prob": 0.0}
-            | {"avg_logprob": float(np.mean([x for *_, x in own])) if own else 0.0}
-            | {"compression_ratio": len(data) / len(zlib.compress(data))}
-        )
-    return found
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and & have it
+            loop.add_signal_handler(number, functools.partial(hear, number))
+    running = runner(server)
+    await running.setup()
+    await web.TCPSite(running, options.host, options.port).start()
+    port = running.addresses[0][1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    ways = "POST /v1/audio/transcriptions" + (", WebSocket /v1/stream" if server.slots else "")
+    print(f"{options.name} at http://{host}:{port}: {ways}", flush=True)
+    await asked.wait()
+    await server.end(options.grace)
+    await running.cleanup()
 
 
 def run(server):
-    """Serves until it is interrupted."""
-    options = server.options
-    ways = "POST /v1/audio/transcriptions" + (", WebSocket /v1/stream" if server.slots else "")
-    print(f"{options.name} at http://{options.host}:{options.port}: {ways}", flush=True)
-    # Handlers end with their clients, which makes their places free.
-    quiet = {"access_log": None, "print": None, "handler_cancellation": True}
-    web.run_app(server.application(), host=options.host, port=options.port, **quiet)
+    """Serves until it is interrupted; ends the process, as the thread of a window would hold it up."""
+    asyncio.run(serving(server))
+    leave(0)

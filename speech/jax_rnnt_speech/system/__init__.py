@@ -2,9 +2,21 @@
 
 import contextlib
 import functools
+import os
 import sys
 
 from tqdm import tqdm
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, of which services and schedulers expect another status than that of Ctrl-C."""
+
+    status = 143
+
+    @classmethod
+    def hear(cls, *_):
+        """Its handler: as after Ctrl-C, what is written is whole then."""
+        raise cls
 
 
 class UserError(Exception):
@@ -14,6 +26,14 @@ class UserError(Exception):
 def reason(error):
     """What an error of a file says to a person: its number says nothing, and its name is known."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def leave(status):
+    """Ends the process at once: threads that compute, and what would wait for them, are left as they are."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 @functools.lru_cache(4096)

@@ -7,7 +7,9 @@ import glob
 import io
 import json
 import os
+import select
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
@@ -16,9 +18,26 @@ from tqdm import tqdm
 from jax_rnnt_speech.system import UserError, reason, refuse_if, told
 
 SUMS = "sums.json"  # of a sealed folder
+BROKEN_PIPE = 141  # the status of what SIGPIPE ends
 
 # On a terminal alone. No delay: what is written before a delayed bar is shown leaves a part of it.
 bar = functools.partial(tqdm, mininterval=1, leave=False, disable=None)
+
+
+def unread():
+    """Whether the program that read the standard output has ended, as `head` does. Nothing more is written there."""
+    if sys.stdout is None:
+        return False
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout, 0)
+        if not poll.poll(0):
+            return False
+        with open(os.devnull, "wb") as nowhere:  # else Python says what it cannot flush at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    except (OSError, ValueError):  # no file of the system
+        return False
+    return True
 
 
 def check(path, sources, folder=False, option="--output"):

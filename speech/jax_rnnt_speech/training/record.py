@@ -46,6 +46,8 @@ class Record:
 
     def __init__(self, run, train, valid):
         self.run, self.progress, self.corpus, self.model = run, Progress(), train, None
+        self.losses = []  # of steps since the last line of metrics
+        self.at = None  # the step that is saved
         self.stored = {"utterances": digest(train), "held_out": digest(valid)}
 
     def open(self, config, devices, start):
@@ -63,6 +65,8 @@ class Record:
         self.model = Model.from_setup(setup | {"config": to_json(config)}, **more)
         (params,) = self.run.restore(params=devices.shapes(self.model.shapes))
         self.model.params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        self.at = self.run.last
+        self.losses = setup.get("losses", [])  # a run of an earlier version has none
         if "held_out" not in changed:  # rates of other utterances say nothing about those to come
             self.progress = Progress.of(setup["progress"])
         return self.model
@@ -82,9 +86,11 @@ class Record:
         if self.progress.better(step, rates):
             self.run.save(step, self.setup(step), best=True, params=params)
 
-    def save(self, step, params, training):
+    def save(self, step, params, training, losses):
         """Saves all that the steps after this one need."""
-        self.run.save(step, self.setup(step), params=params, training=training)
+        setup = self.setup(step) | {"losses": [float(x) for x in jax.device_get(losses)]}
+        self.run.save(step, setup, params=params, training=training)
+        self.at = step
 
     def impatient(self):
         """Whether the run ends because no test of late was better."""

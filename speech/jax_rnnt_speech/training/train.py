@@ -26,24 +26,49 @@ HOPELESS = 100  # steps in a row that are not finite end the run
 
 
 class Lines:
-    """What is said of steps: a bar, and in lines of metrics their means since the line before."""
+    """What is said of steps: a bar, and in lines of metrics their means since the line before.
 
-    def __init__(self, metrics, bar):
-        self.metrics, self.bar, self.losses, self.started = metrics, bar, [], time.perf_counter()
+    `losses`: of steps since that line, which a run that goes on has in its checkpoint.
+    """
+
+    def __init__(self, metrics, bar, losses):
+        self.metrics, self.bar, self.losses = metrics, bar, [np.float32(x) for x in losses]
+        self.begin()
+
+    def begin(self):
+        """Counts seconds and steps from here."""
+        self.timed, self.started = 0, time.perf_counter()
 
     def add(self, numbers):
         self.numbers = numbers
         self.losses.append(numbers["loss"])
+        self.timed += 1
         self.bar.update()
 
     def write(self, step):
         numbers, losses = jax.device_get((self.numbers, self.losses))
         mean, (skipped, row) = float(np.mean(losses)), (int(numbers[name]) for name in ("skipped", "row"))
-        seconds = (time.perf_counter() - self.started) / len(losses)
+        seconds = (time.perf_counter() - self.started) / self.timed
         self.metrics.write(step, loss=mean, norm=numbers["norm"], skipped=skipped, seconds=seconds)
         self.bar.set_postfix(loss=f"{mean:.3f}", skipped=skipped, refresh=False)
-        self.losses, self.started = [], time.perf_counter()
+        self.losses = []
+        self.begin()
         refuse_if(row >= HOPELESS, f"step {step}: the last {row} were not finite; try a lower --learning-rate")
+
+
+@contextlib.contextmanager
+def rescuing(save):
+    """Where files cannot be read, `save` keeps what was computed, as after SIGTERM; None: there is nothing yet."""
+    try:
+        yield
+    except Exception as error:
+        if not save or jax.process_count() > 1:  # the others do not come to this checkpoint, which takes all of them
+            raise
+        saved = save()
+        if not isinstance(error, UserError | OSError):
+            error.add_note(saved)
+            raise
+        raise UserError(f"{error}; {saved}") from None
 
 
 @dataclasses.dataclass
@@ -116,9 +141,23 @@ class Training:
         wait = devices.mesh.devices.flat[0].platform == "cpu"
         bar = tqdm(total=plan.steps, initial=first, unit="step", disable=bool(jax.process_index()),
                    mininterval=0.2 if sys.stderr.isatty() else 20)  # fmt: skip
+        command = f"rnnt-speech train --workdir {shlex.quote(str(record.run.workdir))} --resume"
+        lines = Lines(metrics, bar, record.losses)
+
+        def save():
+            """Saves the step, unless that is done; returns what a person is told of it."""
+            if record.at != step:
+                record.save(step, self.used(state, frozen), self.unused(state), lines.losses)
+            return f"step {step} is saved: {command} goes on"
+
         with bar:
-            lines = Lines(metrics, bar)
-            for step, batch in enumerate(self.read(first, plan.steps), first + 1):
+            batches, step = iter(self.read(first, plan.steps)), first
+            while True:
+                with rescuing(save if step else None):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                step += 1
                 batch.pop("index")
                 last = batch.pop("last", step == plan.steps)
                 state, numbers = step_of(state, devices.split(batch), frozen, step)
@@ -126,26 +165,26 @@ class Training:
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
                 stopped = bool(interrupted)
-                if step % plan.log_every == 0 or last or stopped:
+                if step % plan.log_every == 0 or last:
                     lines.write(step)
                     record.run.check()
                 tested = step % (plan.valid_every or plan.save_every) == 0 or last
-                saved = step % plan.save_every == 0 or last or stopped
-                params = self.used(state, frozen) if tested or saved else None
                 if tested:
-                    record.tested(step, self.test(params, step, metrics), params)
+                    params = self.used(state, frozen)
+                    with rescuing(save):
+                        rates = self.test(params, step, metrics)
+                    record.tested(step, rates, params)
+                    del params  # of no use to the next step, which takes the memory of the state
                 ends = tested and record.impatient()
-                if saved or ends:
-                    record.save(step, params, self.unused(state))
-                del params  # of no use to the next step, which takes the memory of the state
+                if step % plan.save_every == 0 or last or stopped or ends:
+                    save()
                 if tested:
-                    lines.started = time.perf_counter()
+                    lines.begin()
                 if ends:
                     hosts.say(f"step {step}: the last {plan.patience} tests were not better: the run ends")
                     return
                 if stopped and not last:
-                    command = f"rnnt-speech train --workdir {shlex.quote(str(record.run.workdir))} --resume"
-                    raise KeyboardInterrupt(f"interrupted; step {step} is saved: {command} goes on")
+                    raise interrupted[0](f"interrupted; {save()}")
 
     def test(self, params, step, metrics):
         rates = self.evaluation.measured(params, step)

@@ -1,41 +1,66 @@
 """NeMo's tarred sets: audio_*.tar with a manifest for each, or one for all whose lines name a tar in `shard_id`."""
 
 import functools
+import gzip
 import re
 
 import numpy as np
 
-from jax_rnnt_speech.data import manifests
 from jax_rnnt_speech.data.archives import tars
 from jax_rnnt_speech.data.archives.paired import Paired, lines_in, packed, unpacked
 from jax_rnnt_speech.data.manifests import ListError
+from jax_rnnt_speech.data.names import is_hidden
+from jax_rnnt_speech.data.twins import once, say
 
-NAMES, COMMON = tars.NAMES, "tarred_audio_manifest.json"
+NAMES, COMMON = tars.NAMES, "tarred_audio_manifest"
+FORMS = ".json", ".jsonl", ".json.gz", ".jsonl.gz"  # of a manifest, which tools write beside each other
 
 
-def number_of(tar):
-    found = re.search(r"\d+$", tar.stem)
-    return int(found[0]) if found else None
+def number_of(path):
+    """The number at the end of a name, before its suffixes."""
+    found = re.search(r"(\d+)\.(?:tar|jsonl?(?:\.gz)?)$", path.name)
+    return found and found[1]
+
+
+def own(tar):
+    """Manifests for a tar alone: beside it, or in the folder that NeMo makes for them."""
+    number = number_of(tar)
+    numbers = dict.fromkeys((number, str(int(number)))) if number else ()
+    places = tar.parent, tar.parent / "sharded_manifests"
+    names = [f"manifest_{x}{form}" for x in numbers for form in FORMS]
+    return [file for folder in places for x in names if (file := folder / x).exists()]
 
 
 def manifest_of(tar):
-    """The manifest of a tar, for it alone or for all beside it; or None."""
-    number = re.search(r"\d+$", tar.stem)
-    places = tar.parent, tar.parent / "sharded_manifests"
-    own = [folder / f"manifest_{number[0]}.json" for folder in places if number]
-    return next((x for x in (*own, tar.parent / COMMON) if x.exists()), None)
+    """The manifest of a tar, for it alone or for all beside it; or None. Those of two places must be the same."""
+    common = [file for form in FORMS if (file := tar.parent / f"{COMMON}{form}").exists()]
+    if alone := own(tar):
+        if common:
+            say(f"{tar.parent}: the manifest of each tar is read, such as {alone[0].name}, and not {common[0].name}")
+        return once(alone, same=True)[0]
+    return once(common, same=True)[0] if common else None
 
 
 def tars_of(manifest):
-    """The tars beside a manifest, by their numbers, if its lines name these."""
-    if manifests.suffix_of(manifest) not in (".json", ".jsonl") or packed(manifest) or not manifest.is_file():
+    """{number: tar} of those beside a manifest, if its lines name these, or if it is that of one."""
+    if not manifest.name.endswith(FORMS) or not manifest.is_file():
         return {}
-    with open(manifest, "rb") as file:
-        if b'"shard_id"' not in file.readline(2**16):
-            return {}
     folders = manifest.parent.parent, manifest.parent
-    return {number_of(x): x for folder in folders for x in sorted(folder.glob("*.tar"), reverse=True)
-            if number_of(x) is not None}  # fmt: skip
+    found = {int(number): x for folder in folders for x in sorted(folder.glob("*.tar"), reverse=True)
+             if not is_hidden(x.name) and (number := number_of(x))}  # fmt: skip
+    if found and b'"shard_id"' in first_line(manifest):
+        return found
+    number = number_of(manifest)
+    tar = found.get(int(number)) if number else None
+    return {int(number): tar} if tar and manifest in own(tar) else {}
+
+
+def first_line(path):
+    try:
+        with gzip.open(path) if packed(path) else open(path, "rb") as file:
+            return file.readline(2**16)
+    except (EOFError, gzip.BadGzipFile, gzip.zlib.error):
+        return b""  # whoever reads it says so
 
 
 @functools.lru_cache(4)
@@ -55,12 +80,14 @@ def takes(path):
 def shards(path):
     if path.suffix == ".tar":
         manifest, places = manifest_of(path), None
-        if manifest.name == COMMON:
-            known = by_shard(str(manifest), manifest.stat().st_mtime_ns)
-            places = known.get(number_of(path))
+        if manifest.name.startswith(COMMON):
+            known, number = by_shard(str(manifest), manifest.stat().st_mtime_ns), number_of(path)
+            places = known.get(number and int(number))
             places = places if places is not None else known.get(None, ((), ()))
         return [Paired(str(path), str(manifest), places)]
     known, found = by_shard(str(path), path.stat().st_mtime_ns), tars_of(path)
+    if [*known] == [None]:  # the manifest of one tar
+        return [Paired(str(tar), str(path)) for tar in found.values()]
     if missing := sorted({*known} - {*found} - {None}):
         raise ListError(path, f"names {len(missing)} tars that are not beside it: number {missing[0]}")
     return [Paired(str(found[i]), str(path), known[i]) for i in sorted({*known} & {*found})]

@@ -1,15 +1,19 @@
 """Tars of audio whose texts are in another file: those of NeMo, and parts of Lhotse Shar."""
 
+import collections
 import dataclasses
 import functools
 import gzip
 import re
 from pathlib import Path
 
-from jax_rnnt_speech.data import manifests
-from jax_rnnt_speech.data.archives.storage import Shard, bytes_of, steadily
-from jax_rnnt_speech.data.archives.tars import DAMAGED, is_audio, key_of, member_of, members, walked
-from jax_rnnt_speech.data.manifests import Fault, ListError
+from jax_rnnt_speech.data import manifests, names
+from jax_rnnt_speech.data.archives.storage import HEAD, Shard, bytes_of, steadily
+from jax_rnnt_speech.data.archives.tars import DAMAGED, LINK, is_audio, is_text, key_of, member_of, members, walked
+from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.names import Names
+
+CUT = ".shar"  # behind the id of a cut of Lhotse, which names its recording with all its folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +34,48 @@ class Paired(Shard):
             yield begin, size, text[begin : begin + size]
 
     def found(self, keys, brief):
-        known, base = {}, Path(self.lines).name
+        known, others, base = Names(), {}, Path(self.lines).name  # others: members that are no audio, by their names
         for x in members(self.path):
+            kind = "" if type(x) is Fault else key_of(x.name)[1]
             if type(x) is Fault:
                 yield (), [x]
-            elif is_audio(key_of(x.name)[1]):
-                stem, member = Path(x.name).stem, member_of(self.path, x)
-                if stem in known:
-                    yield (), [Fault("a second recording of the same name", str(member))]
-                else:
-                    known[stem] = member, (x.offset, x.end)
+            elif is_audio(kind):
+                known.add(x.name, x._replace(start=x.start[:HEAD]))
+            elif kind and not is_text(kind):
+                others[names.stem(x.name)] = kind
+        folders = functools.cache(lambda: self.folders(keys))
         for i, (begin, size, line) in enumerate(self.listed(), 1):
             name, place = f"{base} line {i}" if self.places is None else f"{base} byte {begin}", (0, 0)
 
             def where(wanted):
                 nonlocal place
-                stem = Path(wanted).stem
-                found = known.get(stem) or known.get(re.sub(r"-sub\d+$", "", stem))
-                manifests.leave_out_if(found is None, f"no such recording in {self.base}")
-                member, place = found
-                return member
+                found = named(known, wanted, folders)
+                manifests.leave_out_if(not found, self.missing(known, others, wanted))
+                if len(found) > 1:
+                    raise LineError(f"two recordings of one name: {found[0].name} and {found[1].name}")
+                manifests.leave_out_if(found[0].link, LINK)
+                place = found[0].offset, found[0].end
+                return member_of(self.path, found[0])
 
             entries = [*described(line, where, name, keys)]
             yield (*place, begin, size), entries
+
+    def folders(self, keys):
+        """The folders that lines name for each last part of a name."""
+        found = collections.defaultdict(set)
+        for *_, line in self.listed():
+            row = manifests.parsed(line)
+            name = manifests.first_of(row, keys[0]) if isinstance(row, dict) else None
+            if isinstance(name, str):
+                found[last(name)].add(names.parts(name)[0])
+        return found
+
+    def missing(self, known, others, wanted):
+        """Why there is no recording of a name, as far as a second look at the names tells."""
+        name = wanted.removesuffix(CUT)
+        kind = others.get("/".join(filter(None, name.split("/"))) if name != wanted else names.stem(name))
+        other = f", but .{kind}" if kind else ", but one of another folder" * known.namesakes(name)
+        return f"no such recording in {self.base}{other}"
 
     def entries_at(self, where, keys, sought):
         begin, end, place, size = where
@@ -61,7 +84,26 @@ class Paired(Shard):
         if type(info) is Fault:
             return [info]
         member = member_of(self.path, info)
+        if info.link:
+            return [Fault(LINK, member.name)]
         return described(line, lambda _: member, f"{Path(self.lines).name} byte {place}", keys)
+
+
+def last(name):
+    """The last part of a name, without its suffix and what NeMo writes behind further parts of a recording."""
+    return re.sub(r"-sub\d+$", "", names.stem(names.parts(name)[1]))
+
+
+def named(known, wanted, folders):
+    """The recordings that a name may mean. `folders`: -> {last part of a name: the folders that lines have for it}.
+
+    Where the archive has fewer folders than the name, and lines have several names that would fit, none does.
+    """
+    if wanted.endswith(CUT):
+        return known.find(wanted.removesuffix(CUT), whole=True)
+    found = known.find(wanted) or known.find(re.sub(r"-sub\d+(?=\.\w+$|$)", "", wanted))
+    few = len(found) == 1 and len(names.parts(found[0].name)[0]) < len(names.parts(wanted)[0])
+    return [] if few and len(folders()[last(wanted)]) > 1 else found
 
 
 def described(line, where, name, keys):
@@ -70,7 +112,7 @@ def described(line, where, name, keys):
     recording = row.get("recording") if isinstance(row, dict) else None
     for source in recording.get("sources") or () if isinstance(recording, dict) else ():
         if isinstance(source, dict) and source.get("type") == "shar":  # the audio is known by the id of the cut
-            source |= {"type": "file", "source": f"{row.get('id')}.shar"}
+            source |= {"type": "file", "source": f"{row.get('id')}{CUT}"}
     return manifests.of_row(row, where, name, keys)
 
 
@@ -82,13 +124,10 @@ def packed(path):
 def unpacked(path):
     """The bytes of a file of lines."""
 
-    def act():
-        with gzip.open(path) if packed(path) else open(path, "rb") as file:
-            return file.read()
-
     try:
-        return steadily(act, path)
-    except (EOFError, gzip.zlib.error):
+        data = steadily(Path(path).read_bytes, path)
+        return gzip.decompress(data) if packed(path) else data
+    except (EOFError, gzip.BadGzipFile, gzip.zlib.error):
         raise ListError(path, "is a damaged or unfinished archive of gzip") from None
 
 

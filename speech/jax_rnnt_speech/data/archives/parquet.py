@@ -20,6 +20,7 @@ class Cell:
     column: str
     group: int  # of rows
     row: int  # within the group
+    clip = True  # a row holds what it is about
 
     def __str__(self):
         return f"{self.archive}/{self.group}.{self.row}"
@@ -93,7 +94,8 @@ class Parquet(Shard):
     def entries(self, i, sound, inside, known, row, keys):
         name = f"{self.base} row {self.group}.{i}"
         try:
-            manifests.leave_out_if(not inside and not isinstance(known, str), "no audio")
+            none = not inside and not isinstance(known, str)
+            manifests.leave_out_if(none, manifests.ARRAY if holds_arrays(self.path, sound) else "no audio")
             shown = f"{name} ({known})" if isinstance(known, str) else name
             if inside:
                 cell = Cell(self.path, sound, self.group, i)
@@ -133,6 +135,12 @@ def cells_of(path, group, column):
     if any(x.name == "path" for x in kind.fields):
         paths = [x and x.get("path") for x in table_of(path, group, [f"{column}.path"])[column].to_pylist()]
     return [(nulls == 0, x) for x in paths]
+
+
+def holds_arrays(path, column):
+    """Whether a column has lists of numbers in place of audio."""
+    kind = opened(path).schema_arrow.field(column).type
+    return "list" in str(kind) and "bytes" not in [x.name for x in getattr(kind, "fields", ())]
 
 
 def takes(path):

@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 import os
+import stat
 import time
 
 from jax_rnnt_speech.data import audio, manifests
-from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.data.manifests import Fault, ListError
 from jax_rnnt_speech.system import UserError, reason
 
 WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
@@ -40,6 +41,12 @@ def bytes_of(path, place, size):
             return b"".join(parts)
 
     return steadily(act, path)
+
+
+def refuse_pipes(path):
+    """Raises where no part of an archive can be read by itself."""
+    if not stat.S_ISREG(steadily(lambda: os.stat(path), path).st_mode):
+        raise ListError(path, "is a pipe or device, of which no part can be read alone: save it as a file")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,10 @@
-"""Tars, which are read by their headers, at any place: so they must not be compressed. Those of WebDataset are here."""
+"""Tars, which are read by their headers, at any place: so they must not be compressed. Those of WebDataset are here.
 
+A tar ends where nothing but zeros follows: behind the end of one, another may have been joined.
+"""
+
+import collections
+import itertools
 import os
 import re
 import struct
@@ -9,18 +14,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jax_rnnt_speech.data import headers, manifests
-from jax_rnnt_speech.data.archives.storage import HEAD, Member, Shard, bytes_of, steadily, utterances
+from jax_rnnt_speech.data.archives.storage import HEAD, Member, Shard, bytes_of, refuse_pipes, steadily, utterances
 from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.names import composed, is_hidden
 
-NAMES = r".*\.tar"
+COMPRESSED = ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst"
+NAMES = r"(?!\._).*\.(tar|tar\.(gz|bz2|xz|zst)|tgz|tbz2?|txz|tzst)"
 CUT = "an archive that is cut off; what comes before was read"
 DAMAGED = "a damaged archive; what comes before was read"
+BEHIND = "bytes behind the end of an archive that are no archive"
+LINK = "a link within the archive: pack the file itself (tar --dereference --hard-dereference)"
+SECOND = "a second audio file for the same text"
+APART = "texts of one key that are apart in the archive: sort the files by name before they are packed"
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 BLOCK = 4096  # bytes of a tar that are read at once
 HEADER = struct.Struct("100s24x12s12x8sc188x155s12x")  # name, size, sum of the bytes, kind, prefix of the name
 ENOUGH = 512  # bytes of data that are wanted of a block that other files share
 PLAIN = {b"path", b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname"}  # of an extended header
 TEXTS = "txt", "json"
+ARRAYS = "npy", "npz", "pyd", "pkl", "pickle", "pt", "pth", "ten", "tensor", "mp", "msgpack"
+MOST = 64  # files of a key that are held until the next one comes
+NEAR = 2**20  # bytes that are read at once for two texts of a key
 
 
 class Info(NamedTuple):
@@ -31,6 +45,7 @@ class Info(NamedTuple):
     offset_data: int
     size: int
     start: bytes = b""  # of its data
+    link: str = ""  # the file that it stands for, in whose place a tar has a link
 
     @property
     def end(self):
@@ -77,10 +92,23 @@ def pax(data):
     return found.get(b"path", b"") if size + digits == len(data) and found.keys() <= PLAIN else None
 
 
+def past_zeros(read, place):
+    """Where the block of the first byte that is not zero begins, from a place on; None: there is no such byte."""
+    while data := read(place, 2**20):
+        if left := len(data.lstrip(b"\0")):
+            return (place + len(data) - left) // 512 * 512
+        place += len(data)
+    return None
+
+
 def walked(path, place=0, end=None):
-    """Infos of the files of a tar from a place on, and where that ends: a Fault where the tar ends early."""
+    """Infos of the files of a tar from a place on, and where that ends: a Fault where the tar ends early.
+
+    Those that a system has put there are left out. A link is an Info if its name is that of audio or of a text.
+    """
     with steadily(lambda: open(path, "rb", buffering=0), path) as file:
         size, last, tar, begin, block = os.fstat(file.fileno()).st_size, "the start", None, place, b""
+        ended = False  # whether an end has just been passed
 
         def unusual():
             nonlocal tar
@@ -103,27 +131,37 @@ def walked(path, place=0, end=None):
                 try:
                     info = usual(block, begin, place) or steadily(unusual, path)
                 except tarfile.TarError:
-                    what = DAMAGED if last != "the start" else "no tar archive"
+                    what = BEHIND if ended else DAMAGED if last != "the start" else "no tar archive"
                     yield Fault(what, f"{Path(path).name} after {last}")
                     return
             if info is None:
                 if block[:512] != bytes(512):
-                    yield Fault(CUT if len(block) < 512 else DAMAGED, f"{Path(path).name} after {last}")
-                return
-            plain = type(info) is Info
+                    what = BEHIND if ended else CUT if len(block) < 512 else DAMAGED
+                    yield Fault(what, f"{Path(path).name} after {last}")
+                    return
+                place, tar, ended = past_zeros(read, place), None, True
+                if place is None:
+                    return
+                continue
+            plain, ended = type(info) is Info, False
             if info.offset_data + info.size > size:
                 yield Fault(CUT, f"{Path(path).name}: {info.name}")
                 return
             last, place = info.name, info.end if plain else tar.offset
+            if is_hidden(info.name):
+                continue
             if plain:
                 yield info
             elif info.isreg():
                 start = read(info.offset_data, min(info.size, HEAD))
                 yield Info(info.name, info.offset, info.offset_data, info.size, start)
+            elif (info.issym() or info.islnk()) and (is_audio(kind := key_of(info.name)[1]) or is_text(kind)):
+                yield Info(info.name, info.offset, info.offset_data, 0, b"", info.linkname or "?")
 
 
 def members(path):
     """Infos of all files of a tar, and a Fault where it ends early."""
+    refuse_pipes(path)
     start = bytes_of(path, 0, 8)
     if kind := next((x for mark, x in PACKED.items() if start.startswith(mark)), None):
         raise ListError(path, f"is compressed by {kind}, so that no part can be read alone: unpack it")
@@ -139,56 +177,138 @@ def member_of(path, info):
 
 
 def key_of(name):
-    """A member's sample and its kind: a/b.c.txt is c.txt of a/b."""
-    folder, slash, base = name.rpartition("/")
+    """A member's sample and its kind: a/b.c.txt is c.txt of a/b, as WebDataset has it."""
+    folder, slash, base = composed(name).removeprefix("./").rpartition("/")
     key, _, kind = base.partition(".")
     return folder + slash + key, kind.lower()
-
-
-def samples(infos):
-    """(key, {kind: Info}) of files in a row with the same key, or Faults. A second file of a kind begins another."""
-    key, found = None, {}
-    for x in infos:
-        now, kind = (None, "") if type(x) is Fault else key_of(x.name)
-        if now != key or kind in found:
-            if found:
-                yield key, found
-            key, found = now, {}
-        if now is None:
-            yield x
-        else:
-            found[kind] = x
-    if found:
-        yield key, found
 
 
 def is_audio(kind):
     return f".{kind.rpartition('.')[2]}" in manifests.SUFFIXES
 
 
+def is_text(kind):
+    return kind.rpartition(".")[2] in TEXTS
+
+
+def stem_of(kind):
+    return kind.rpartition(".")[0]
+
+
+def samples(infos):
+    """(key, {kind: Info}) of files in a row with the same key, or Faults. A second file of a kind begins another.
+
+    So does a file that differs behind the first dot of its name, where both the audio and a text of the one before are
+    there: a.1.wav, a.1.txt, a.2.wav, a.2.txt.
+    """
+    key, found, last = None, {}, ""
+    for x in infos:
+        now, kind = (None, "") if type(x) is Fault else key_of(x.name)
+        ends = now != key or kind in found
+        if not ends and last and (stem := stem_of(kind)) and stem != last:
+            same = [y for y in found if stem_of(y) == last]
+            ends = len(found) >= MOST or (any(map(is_audio, same)) and any(map(is_text, same)))
+        if ends:
+            if found:
+                yield key, found
+            key, found = now, {}
+        if now is None:
+            yield x
+        else:
+            found[kind], last = x, stem_of(kind)
+    if found:
+        yield key, found
+
+
+def paired(infos):
+    """[(Infos of audio, {txt or json: Info})] of the files of a key.
+
+    A text of the key alone is for its first audio, unless that has one whose name agrees behind the first dot, too.
+    """
+    sounds, texts = collections.defaultdict(list), collections.defaultdict(dict)
+    for kind, x in infos.items():
+        if is_audio(kind):
+            sounds[stem_of(kind)].append(x)
+        elif is_text(kind):
+            texts[stem_of(kind)][kind.rpartition(".")[2]] = x
+    common, found, rest = texts[""], [], []
+    for stem, some in sounds.items():
+        own = texts[stem] if stem else {}
+        (found if own else rest).append((some, common | own))
+    if common and rest:
+        rest = [([x for some, _ in rest for x in some], common)]
+    return rest + found if sounds else [([], x) for x in texts.values() if x]
+
+
 class Tar(Shard):
-    """A tar of WebDataset: audio beside a text or an object of JSON with the same key. Rows: (start, end) of a key."""
+    """A tar of WebDataset: audio beside a text or an object of JSON with the same key.
+
+    Rows: (start, end) of a key, or of its audio, with (start, end) of its texts where these are elsewhere in the tar.
+    """
 
     def found(self, keys, brief):
+        apart, twice = collections.defaultdict(dict), {}  # files of keys that lack audio or a text, by kind
         for x in samples(members(self.path)):
             if type(x) is Fault:
                 yield (), [x]
                 continue
-            infos = [*x[1].values()]
-            known = self.plain(x[1], keys) if brief else None
-            yield (infos[0].offset, infos[-1].end, 0, 0), [known] if known else self.entries(*x, keys)
+            key, infos = x
+            if any(not sounds or (keys[1] and not texts) for sounds, texts in paired(infos)):
+                for kind, info in infos.items():
+                    if kind in apart[key]:
+                        twice[key] = apart[key][kind], info
+                    apart[key][kind] = info._replace(start=info.start[:HEAD] if is_audio(kind) else b"")
+                continue
+            several = [*infos.values()]
+            known = self.plain(infos, keys) if brief else None
+            yield (several[0].offset, several[-1].end, 0, 0), [known] if known else self.entries(key, infos, keys)
+        for key, (a, b) in twice.items():
+            del apart[key]
+            names = f"{self.base}/{a.name} at byte {a.offset} and {b.name} at byte {b.offset}"
+            yield (), [Fault("two files of one name, apart from those that they belong to", names)]
+        halves = {(key.rpartition("/")[2], any(map(is_audio, infos))) for key, infos in apart.items()}
+        for key, infos in apart.items():
+            for sounds, texts in paired(infos):
+                if sounds and texts:
+                    yield self.joined(key, sounds, texts, keys)
+                elif keys[1] or any(x.rpartition(".")[2] in ARRAYS for x in infos):
+                    elsewhere = (key.rpartition("/")[2], not sounds) in halves
+                    yield (), [self.incomplete(key, infos, sounds, texts, elsewhere)]
+
+    def joined(self, key, sounds, texts, keys):
+        """(place, Entries or Faults) of audio and texts that are apart in the tar."""
+        several = sorted(texts.values(), key=lambda x: x.offset)
+        if len(several) > 1 and several[-1].end - several[0].offset > NEAR:
+            return (), [Fault(APART, f"{self.base}/{key}")]
+        infos = {key_of(x.name)[1]: x for x in (sounds[0], *several)}
+        more = [Fault(SECOND, f"{self.base}/{x.name}") for x in sounds[1:]]
+        place = sounds[0].offset, sounds[0].end, several[0].offset, several[-1].end
+        return place, itertools.chain(self.entries(key, infos, keys), more)
+
+    def incomplete(self, key, infos, sounds, texts, elsewhere):
+        """The Fault of a key that lacks audio or a text; `elsewhere`: whether another folder has what is missing."""
+        kinds = sorted({x.rpartition(".")[2] for x in infos if not is_audio(x) and not is_text(x)})
+        folder = "; one of the same name is in another folder of the archive" * elsewhere
+        if sounds:
+            reason = "no text" + (f", but .{', .'.join(kinds)}: .txt and .json are read" if kinds else folder)
+        elif arrays := [x for x in kinds if x in ARRAYS]:
+            reason = f"an array (.{arrays[0]}) in place of audio: pack files of audio, such as FLAC"
+        else:
+            reason = "a text without its audio" + (f", but with .{', .'.join(kinds)}" if kinds else folder)
+        stem = stem_of(key_of(next(iter(sounds or texts.values())).name)[1])
+        return Fault(reason, f"{self.base}/{key}" + f".{stem}" * bool(stem))
 
     def plain(self, infos, keys):
         """What `manifests.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
-        if len(infos) != 2:
+        if len(infos) != 2 or any(x.link for x in infos.values()):
             return None
         (kind, sound), (other, text) = infos.items()
-        if kind in TEXTS:
+        if is_text(kind):
             kind, sound, other, text = other, text, kind, sound
-        if not is_audio(kind) or other not in TEXTS:
+        if not is_audio(kind) or not is_text(other):
             return None
         data, seconds = data_of(self.path, text), headers.seconds(sound.start[:HEAD], sound.size)
-        if other == "json":
+        if other.endswith("json"):
             known = manifests.plain(data, keys, sound.name)
             return known and (known[0], known[1] or seconds)
         try:
@@ -199,32 +319,39 @@ class Tar(Shard):
 
     def entries(self, key, infos, keys):
         """Entries or Faults of one key."""
-        name = f"{self.base}/{key}"
-        texts = {kind: data_of(self.path, x) for kind, x in infos.items() if kind in TEXTS}
-        sounds = [x for kind, x in infos.items() if is_audio(kind)]
-        if not sounds:
-            if texts:
-                yield Fault("a text without its audio", name)
-            return
-        try:
-            row = manifests.object_of(manifests.parsed(texts["json"])) if "json" in texts else {}
-            if "txt" in texts:
-                row["text"] = texts["txt"].decode("utf-8-sig", "surrogateescape").strip()
-            where = member_of(self.path, sounds[0])
-            row |= {"audio": f"{self.base}/{where.name}"}
-            yield from utterances(row, where, name, keys)
-        except LineError as error:
-            yield Fault(str(error), name)
-        for x in sounds[1:]:
-            yield Fault("a second audio file for the same text", f"{self.base}/{x.name}")
+        for sounds, texts in paired(infos):
+            if links := [x for x in (*sounds[:1], *texts.values()) if x.link]:
+                yield Fault(LINK, f"{self.base}/{links[0].name} to {links[0].link}")
+                continue
+            name = f"{self.base}/{key}"
+            try:
+                said = {kind: data_of(self.path, x) for kind, x in texts.items()}
+                row = manifests.object_of(manifests.parsed(said["json"])) if "json" in said else {}
+                if "txt" in said:
+                    row["text"] = said["txt"].decode("utf-8-sig", "surrogateescape").strip()
+                where = member_of(self.path, sounds[0])
+                row |= {"audio": f"{self.base}/{where.name}"}
+                yield from utterances(row, where, name, keys)
+            except LineError as error:
+                yield Fault(str(error), name)
+            for x in sounds[1:]:
+                yield Fault(SECOND, f"{self.base}/{x.name}")
 
     def entries_at(self, where, keys, sought):
-        found = next(samples(walked(self.path, *where[:2])), Fault(DAMAGED, self.base))
-        return [found] if type(found) is Fault else self.entries(*found, keys)
+        key, infos = None, {}
+        for place in (where[:2], where[2:4]):
+            for x in walked(self.path, *place) if place[1] else ():
+                if type(x) is Fault:
+                    return [x]
+                now, kind = key_of(x.name)
+                key = now if key is None else key
+                if now == key:
+                    infos.setdefault(kind, x)
+        return self.entries(key, infos, keys) if infos else [Fault(DAMAGED, self.base)]
 
 
 def takes(path):
-    return path.name.endswith((".tar", ".tar.gz", ".tgz", ".tar.zst"))
+    return path.name.lower().endswith((".tar", *COMPRESSED))
 
 
 def shards(path):

@@ -183,7 +183,8 @@ def positions(width, first, last):
 def by_distance(scores, keys):
     """[..., T, P] -> [..., T, keys]: score j of query i is that of position T - 1 - i + j, which is their distance's.
 
-    Row i begins one position before row i - 1, so all rows are one run through memory with steps of P - 1.
+    Row i begins one position before row i - 1, so all rows are one run through memory with steps of P - 1. A row holds
+    no more keys than that. So P is at least keys + 1, which makes a difference where there is a single query.
     """
     *batch, queries, count = scores.shape
     flat = scores.reshape(*batch, queries * count)[..., queries - 1 :]
@@ -342,7 +343,8 @@ class FastConformer(Encoder):
         """Lengths, the distances between frames, and which keys a query sees."""
         count, window = rows.shape[1], self.config.sliding_window - 1
         left, seen = (window, first[0]) if first else (0, 0)
-        distances = self.dropout_positions(positions(rows.shape[-1], left + count - 1, 1 - count))
+        # Each key and query have their distance in these, and the last one is there for `by_distance` alone.
+        distances = self.dropout_positions(positions(rows.shape[-1], left + count - 1, -count))
         mask = (jnp.arange(-left, count) < lengths[:, None])[:, None]
         if self.config.causal:
             keys = seen - left + jnp.arange(left + count)

@@ -1,0 +1,164 @@
+"""Forms with a file, as OpenAI's clients send them: how they are read, and what they ask for."""
+
+import asyncio
+from typing import NamedTuple
+
+import aiohttp
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+
+from jax_rnnt_speech.data import audio
+from jax_rnnt_speech.data.utterances import shown
+from jax_rnnt_speech.recognition import scripts, search_options
+from jax_rnnt_speech.recognition.results import no_labels
+from jax_rnnt_speech.recognition.search import Decoding
+from jax_rnnt_speech.serving.schema import FORMATS, Problem, require
+from jax_rnnt_speech.system import UserError
+
+GRANULARITIES = "timestamp_granularities"
+ONCE = {"file", "model", "response_format", "language", "temperature", "prompt", "stream"}
+# Lists, which clients write as name[]; chunking_strategy is an object, written as name[key].
+LISTS = {GRANULARITIES, "include", "languages", "keywords", "chunking_strategy"}
+# Fields that clients of Whisper's servers send by habit: they have no effect on a search that draws nothing, ...
+WITHOUT_EFFECT = {"user", "hotwords", "vad_filter", "temperature_inc", "beam_size", "best_of", "suppress_tokens"}
+NO, YES = ("", "false", "0", "no", "off"), ("true", "1", "yes", "on")
+# ... or ask for nothing only where they have one of these values.
+HARMLESS = {"task": ("", "transcribe"), "translate": NO, "diarize": NO, "tinydiarize": NO}
+ONCE |= WITHOUT_EFFECT | HARMLESS.keys()
+ANY = "", "auto", "und"  # languages that say that nobody knows which one it is
+FIELDS = 2**16  # bytes of all fields that are no file
+PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
+# What aiohttp raises, or warns of, where a form is none.
+MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning
+MALFORMED += aiohttp.ClientError, BadHttpMessage, web.RequestPayloadError
+
+
+class File(audio.Memory):
+    """An upload. `gone`: nobody waits for it; `listener`: takes its Labels so far, in the thread that finds them."""
+
+    def __init__(self, data, name):
+        super().__init__(data, name)
+        self.heard, self.gone, self.listener, self.decoding = no_labels(), False, None, None
+
+    def watch(self, labels):
+        self.heard = labels
+        if self.listener:
+            self.listener(labels)
+        return not self.gone
+
+
+class Asked(NamedTuple):
+    """What a form asks for."""
+
+    form: str
+    granularities: set
+    language: str
+    stream: bool
+    log_probs: bool
+    decoding: Decoding
+
+
+class Forms:
+    """What a server with these options takes."""
+
+    def __init__(self, model, decoding, options):
+        self.model, self.decoding, self.options = model, decoding, options
+        self.languages = {}  # (Decoding, whether the language decides anything) of those that forms have named
+
+    async def read(self, request):
+        """(File, {name: texts}) of a form, of which no more than the limits is read."""
+        most, fields, file, size = self.options.max_bytes, {}, None, 0
+        too_large = Problem(413, f"the file must have {most} bytes or fewer (--max-bytes)", "file")
+        kind = request.content_type
+        require(kind == "multipart/form-data", f"the request must be multipart/form-data, got {kind}")
+        if (request.content_length or 0) > most + 2 * FIELDS:
+            raise too_large
+        try:
+            async for part in await request.multipart():
+                name = getattr(part, "name", None) or ""
+                key, data = name.partition("[")[0], bytearray()
+                if not isinstance(part, aiohttp.BodyPartReader) or (key not in LISTS and name not in ONCE):
+                    known = ", ".join(sorted(ONCE | LISTS))
+                    raise Problem(
+                        400, f"an unknown field, {shown(name) or '(no name)'}: known are {known}", shown(name)
+                    )
+                is_file = key == "file"
+                known = file is not None if is_file else key in fields
+                require(key not in ONCE or not known, f"{key} is there twice", key)
+                while chunk := await part.read_chunk(2**16):
+                    data += chunk
+                    if len(data) > (most if is_file else FIELDS - size):
+                        raise too_large if is_file else Problem(413, f"more than {FIELDS} bytes of fields", key)
+                data = part.decode(data)  # of a transfer encoding, such as base64
+                if is_file:
+                    file = File(bytes(data), shown(part.filename or "file"))
+                    require(data, f"{file}: an empty file", "file")
+                else:
+                    size += len(data) + 1
+                    fields.setdefault(key, []).append(data.decode())
+        except MALFORMED as error:
+            raise Problem(400, f"the form is malformed or cut off: {shown(error) or type(error).__name__}") from None
+        require(file is not None, "the field file is missing", "file")
+        return file, fields
+
+    def checked(self, fields):
+        """What is Asked; raises where a field asks for what is not done."""
+        one = {name: texts[0].strip() for name, texts in fields.items()}
+        form, parts = one.get("response_format", "").lower() or "json", listed(fields.get(GRANULARITIES, []))
+        for name, fine in HARMLESS.items():
+            require(one.get(name, "").lower() in fine, f"{name} must be {fine[1]}: the server only transcribes", name)
+        require(form in FORMATS, f"response_format must be one of {', '.join(FORMATS)}", "response_format")
+        fine = set(parts) <= {"word", "segment"} and (not parts or form == "verbose_json")
+        require(fine, f"{GRANULARITIES}[] must be word or segment, with verbose_json", GRANULARITIES)
+        language, named = self.options.language, [one.get("language", ""), *listed(fields.get("languages", []))]
+        named = [x for x in named if x.lower() not in ANY]
+        fine = not language or not named or scripts.subtags(language)[0] in [scripts.subtags(x)[0] for x in named]
+        require(fine, f"language must be {language}, which the model was trained on", "language")
+        try:
+            usual = 0 <= float(one.get("temperature") or 0) <= 1
+        except ValueError:
+            usual = False
+        require(usual, "temperature must be a number from 0 to 1", "temperature")
+        include, stream = set(listed(fields.get("include", []))), one.get("stream", "").lower()
+        fine = include <= {"logprobs"} and (not include or form == "json")
+        require(fine, "include[] must be logprobs, with response_format json", "include")
+        require(stream in NO + YES, "stream must be true or false", "stream")
+        fine = stream in NO or form in ("json", "text")
+        require(fine, "stream has events with text alone: response_format must be json or text", "stream")
+        decoding, decisive = self.decoding_of(named[0] if named else "")
+        return Asked(form, set(parts) or {"segment"}, language or decisive, stream in YES, bool(include), decoding)
+
+    def decoding_of(self, language):
+        """(the Decoding of a language that a form names, the language if that decides anything)."""
+        if not language:
+            return self.decoding, ""
+        if language not in self.languages:
+            try:
+                found = search_options.of_language(self.model, self.decoding, language)
+            except UserError as error:
+                raise Problem(400, f"language {shown(language)}: {error}", "language") from None
+            code = "language must be a code of ISO 639 such as en"
+            require(found is not None, f"{code}, got {shown(language)}", "language")
+            self.languages[language] = found  # no more than CLDR has
+        decoding, decides = self.languages[language]
+        return decoding, shown(language) if decides else ""
+
+
+def listed(texts):
+    """The elements of a list, which some clients send as one text: with commas, or as JSON."""
+    return [x for text in texts for y in text.strip("[] ").split(",") if (x := y.strip().strip("\"'"))]
+
+
+async def flowing(request, reading):
+    """The result of a coroutine that reads the body of a request, however long it takes, while data flow."""
+    loop, task = asyncio.get_running_loop(), asyncio.create_task(reading)
+    count, since = 0, loop.time()
+    try:
+        while not (await asyncio.wait([task], timeout=PATIENCE / 8))[0]:
+            if request.content.total_bytes > count:
+                count, since = request.content.total_bytes, loop.time()
+            elif loop.time() - since >= PATIENCE:
+                raise Problem(408, f"nothing of the form came for {PATIENCE} seconds")
+        return task.result()
+    finally:
+        task.cancel()

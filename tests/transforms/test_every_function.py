@@ -1,0 +1,452 @@
+"""Does every public function of arrays give under each transform of JAX what it gives without?
+
+A public name is a case here, or stands in ELSEWHERE. Where a truth is cheap, the result without a transform is compared
+with it; the values of losses, searches and layouts have tests of their own.
+"""
+
+import functools
+import importlib
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import PartitionSpec as P
+
+import compare
+import jax_rnnt
+from jax_rnnt import decode, lattices, metrics
+from meshes import SET_MESH, at, mesh_of
+
+B, T, U, V, E = 4, 5, 3, 6, 4
+BLANK = V - 1
+RNG = np.random.default_rng(0)
+DIMENSIONS = {  # of the arrays of a batch; letters are symbols of an exported program
+    "logits": ("b", "t", "u + 1", V),
+    "frame_logits": ("b", "t", V),
+    "targets": ("b", "u"),
+    "frames": ("b",),
+    "labels": ("b",),
+    "encoder": ("b", "t", E),
+    "rows": ("b", "u + 1", E),
+    "errors": ("b", "u + 1"),
+    "key": ("b", 2),
+}
+SIZES = {"b": B, "t": T, "u": U, "u + 1": U + 1}
+
+
+def arrays(seed):
+    """The arrays of a batch, by their names."""
+    rng = np.random.default_rng(seed)
+    shapes = {name: [SIZES.get(n, n) for n in sizes] for name, sizes in DIMENSIONS.items()}
+    found = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    found["targets"] = rng.integers(0, 3, (B, U)).astype(np.int32)
+    found["frames"], found["labels"] = np.int32([5, 4, 3, 5]), np.int32([3, 2, 0, 1])
+    found["errors"] = rng.integers(0, 5, (B, U + 1)).astype(np.int32)
+    found["key"] = rng.integers(0, 2**32, (B, 2), np.uint32)
+    return found
+
+
+def parameters(seed):
+    """What all sequences share."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(n, m)).astype(np.float32) for name, n, m in (("out", E, V), ("table", V, E))}
+
+
+class Case(typing.NamedTuple):
+    """A function of the shared parameters and of some arrays of the batch; its results are those of each sequence."""
+
+    function: typing.Callable
+    names: tuple[str, ...]
+    truth: typing.Callable | None = None
+
+
+CASES = {}
+
+
+def case(*names, name=None, truth=None):
+    def add(function):
+        CASES[name or function.__name__] = Case(function, names, truth)
+        return function
+
+    return add
+
+
+SEQUENCES = "targets", "frames", "labels"
+
+# ------------------------------------------------------------------------------------------------- losses and layouts
+
+LOSS = jax_rnnt.RNNTLoss(reduction="none")
+LOSSES = {
+    "RNNTLoss": LOSS,
+    "ConstrainedRNNTLoss": jax_rnnt.ConstrainedRNNTLoss(reduction="none"),
+    "HATLoss": jax_rnnt.HATLoss(reduction="none"),
+    "MonotonicRNNTLoss": jax_rnnt.MonotonicRNNTLoss(reduction="none"),
+    "MultiblankRNNTLoss": jax_rnnt.MultiblankRNNTLoss((2,), reduction="none"),
+    "TDTLoss": jax_rnnt.TDTLoss((0, 2), reduction="none"),
+    "TargetRobustRNNTLoss": jax_rnnt.TargetRobustRNNTLoss(reduction="none"),
+    "WildcardRNNTLoss": jax_rnnt.WildcardRNNTLoss(reduction="none"),
+}
+METHODS = "align", "arc_log_probs", "label_frames", "label_log_probs", "latency", "posteriors"
+for _name, _loss in LOSSES.items():
+    case("logits", *SEQUENCES, name=_name)(lambda shared, *batch, loss=_loss: loss(*batch))
+for _name in METHODS:
+    case("logits", *SEQUENCES, name=f"RNNTLoss.{_name}")(lambda shared, *batch, name=_name: getattr(LOSS, name)(*batch))
+
+
+@case("logits", *SEQUENCES)
+def rnnt_loss(shared, *batch):
+    return jax_rnnt.rnnt_loss(*batch, reduction="none")
+
+
+@case("encoder", "rows", *SEQUENCES)
+def LinearJoint(shared, encoder, rows, *batch):
+    return LOSS(jax_rnnt.JointLogits(jax_rnnt.LinearJoint(shared["out"]), encoder, rows), *batch)
+
+
+@case("encoder", "rows", *SEQUENCES)
+def JointLogits(shared, encoder, rows, *batch):
+    joint = lambda encoder, rows: jnp.tanh(encoder * rows) @ shared["out"]
+    return LOSS(jax_rnnt.JointLogits(joint, encoder, rows), *batch)
+
+
+@case("encoder", "rows", *SEQUENCES)
+def AdditiveLogits(shared, encoder, rows, *batch):
+    scores = encoder @ shared["out"], rows @ shared["out"]
+    return LOSS(jax_rnnt.AdditiveLogits(*scores, lm_only_scale=0.2), *batch)
+
+
+@case("logits", *SEQUENCES)
+def PackedLogits(shared, logits, targets, frames, labels):
+    """Full lengths, as rows of shorter sequences would not lie where their sequence does."""
+    batch, most, columns, classes = logits.shape
+    packed = jax_rnnt.PackedLogits(logits.reshape(batch * most * columns, classes), most)
+    return LOSS(packed, targets, jnp.full_like(frames, most), jnp.full_like(labels, columns - 1))
+
+
+def band(logits, first, width):
+    index = jnp.clip(first[..., None] + jnp.arange(width, dtype=first.dtype)[None, None], 0, logits.shape[-2] - 1)
+    return jnp.take_along_axis(logits, index[..., None], -2)
+
+
+@case("logits", *SEQUENCES)
+def prune_ranges(shared, logits, targets, frames, labels):
+    lengths = {"logit_lengths": frames, "target_lengths": labels}
+    blank, label = LOSS.posteriors(logits, targets, **lengths)
+    return jax_rnnt.prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=2)
+
+
+@case("logits", *SEQUENCES)
+def BandLogits(shared, logits, targets, frames, labels):
+    first = prune_ranges(shared, logits, targets, frames, labels)
+    return LOSS(jax_rnnt.BandLogits(band(logits, first, 2), first), targets, frames, labels)
+
+
+@case("encoder", "rows", "frames")
+def prune_inputs(shared, encoder, rows, frames):
+    first = jnp.zeros(encoder.shape[:-1], jnp.int32) + (frames % 2)[..., None]
+    return jax_rnnt.prune_inputs(encoder, rows, first, 2)
+
+
+def nodes_by_hand(shared, encoder, rows, targets, frames, labels):
+    """In float64."""
+    x = (np.tanh(encoder[:, :, None].astype(float) + rows[:, None]) @ shared["out"]) ** 2
+    inside = (np.arange(T) < frames[:, None])[..., None] & (np.arange(U + 1) <= labels[:, None])[:, None]
+    index = np.broadcast_to(np.pad(targets, ((0, 0), (0, 1)))[:, None, :, None], (B, T, U + 1, 1))
+    here = np.take_along_axis(x, index, -1)[..., 0] * (np.arange(U + 1) < labels[:, None])[:, None]
+    return (np.where(inside, x.sum(-1) + here, 0)).sum((1, 2))
+
+
+@case("encoder", "rows", *SEQUENCES, truth=nodes_by_hand)
+def sum_over_nodes(shared, encoder, rows, targets, frames, labels):
+    def function(logits, labels):
+        one = jax.nn.one_hot(labels, V, dtype=logits.dtype)
+        return jnp.sum(logits**2 * (1 + one), -1)
+
+    logits = jax_rnnt.JointLogits(jax_rnnt.LinearJoint(shared["out"]), encoder, rows)
+    lengths = {"logit_lengths": frames, "target_lengths": labels}
+    return jax_rnnt.sum_over_nodes(function, logits, **lengths, targets=targets)
+
+
+@case("logits", "frames", "labels", name="sum_over_nodes of arrays")
+def sum_of_arrays(shared, logits, frames, labels):
+    weights = jnp.abs(logits[..., 0])
+    scaled = lambda rows, others: jnp.sum(rows * others * shared["out"][:1], -1)
+    lengths = {"logit_lengths": frames, "target_lengths": labels}
+    return jax_rnnt.sum_over_nodes(scaled, logits, logits + 1, **lengths, weights=weights)
+
+
+@case("logits", "frames", "labels", name="sum_over_nodes of rows")
+def sum_of_rows(shared, logits, frames, labels):
+    batch, most, columns, classes = logits.shape
+    packed = jax_rnnt.PackedLogits(logits.reshape(batch * most * columns, classes), most)
+    full = {"logit_lengths": jnp.full_like(frames, most), "target_lengths": jnp.full_like(labels, columns - 1)}
+    return jax_rnnt.sum_over_nodes(lambda rows: jnp.sum(rows @ shared["out"].T, -1), packed, **full)
+
+
+@case("logits", "frames", "labels", name="sum_over_nodes of a band")
+def sum_of_a_band(shared, logits, frames, labels):
+    first = jnp.zeros(logits.shape[:-2], jnp.int32) + (frames % 2)[..., None]
+    bands = jax_rnnt.BandLogits(band(logits, first, 2), first)
+    return jax_rnnt.sum_over_nodes(lambda x: jnp.sum(x, -1), bands, logit_lengths=frames, target_lengths=labels)
+
+
+def mwer_by_hand(shared, rows, errors):
+    nll = rows[..., 0].astype(float)
+    p = np.exp(-nll) / np.exp(-nll).sum(-1, keepdims=True)
+    return (p * errors).sum(-1) - errors.mean(-1)
+
+
+@case("rows", "errors", truth=mwer_by_hand)
+def mwer_loss(shared, rows, errors):
+    return jax_rnnt.mwer_loss(rows[..., 0], errors, "none")
+
+
+@case("logits", "frames", "labels", name="lattices.log_likelihood")
+def log_likelihood(shared, logits, frames, labels):
+    return lattices.log_likelihood(lattices.STANDARD, {"blank": logits[..., 0], "label": logits[..., 1]}, frames, labels)
+
+
+@case("frames", truth=lambda shared, frames: (np.arange(T) >= frames[:, None]))
+def paddings_from_lengths(shared, frames):
+    return jax_rnnt.paddings_from_lengths(frames, T)
+
+
+@case("frame_logits", "frames", truth=lambda shared, x, frames: frames)
+def lengths_from_paddings(shared, frame_logits, frames):
+    most = frame_logits.shape[-2]
+    return jax_rnnt.lengths_from_paddings(jnp.arange(most, dtype=jnp.int32)[None] >= frames[..., None])
+
+
+# ------------------------------------------------------------------------------------------------------------ decoding
+
+
+def predictor(shared):
+    """It looks its rows up in a table, which a search closes over."""
+    return decode.stateless_predictor(lambda labels: shared["table"][labels[:, -1]], 1, BLANK)
+
+
+def search(shared, joint="linear", loss=LOSS, **options):
+    function = lambda encoder, rows: jnp.tanh(encoder + rows) @ shared["out"]
+    joint = jax_rnnt.LinearJoint(shared["out"]) if joint == "linear" else function
+    return decode.Search(loss, joint, predictor(shared), max_labels=4, max_symbols=2, **options)
+
+
+@case("encoder", "frames", name="decode.Search.greedy")
+def greedy(shared, *batch):
+    return search(shared).greedy(*batch)
+
+
+@case("encoder", "frames", name="decode.Search.greedy of TDT")
+def greedy_tdt(shared, *batch):
+    return search(shared, "function", jax_rnnt.TDTLoss((0, 2)), confidence=decode.Entropy()).greedy(*batch)
+
+
+@case("encoder", "frames", name="decode.Search.beam")
+def beam(shared, *batch):
+    return search(shared, "function").beam(*batch, width=2)
+
+
+@case("encoder", "frames", "key", name="decode.Search.sample")
+def sample(shared, encoder, frames, key):
+    return search(shared).sample(encoder, frames, jax.random.wrap_key_data(key), samples=2, top_p=0.9)
+
+
+@case("encoder", "frames", name="decode.Search with fusion")
+def fused(shared, encoder, frames):
+    """A network in training, a list of phrases and a mask, with weights that are numbers of the program."""
+    model = decode.stateless_predictor(lambda labels: shared["table"][labels[:, -1]] @ shared["out"], 1, BLANK)
+    lists = decode.Phrases([[0, 1], [2]], 0.5, classes=V - 1)
+    mask = decode.Labels(np.arange(V) != 3)
+    fusion = (model, shared["out"][0, 0]), (lists, 0.7), (mask, 1.0)
+    return search(shared, fusion=fusion, ilm_weight=shared["out"][0, 1] ** 2).beam(encoder, frames, 3)
+
+
+@case("encoder", "frames", name="decode streams")
+def streams(shared, encoder, frames):
+    """Two parts of a stream; between them labels are committed, and a state is split and joined again."""
+    of = search(shared)
+    parts = encoder[:, :2], jnp.minimum(frames, 2), encoder[:, 2:], jnp.maximum(frames - 2, 0)
+    first = of.beam(*parts[:2], width=2)
+    state = decode.commit_labels(first, first.stable)
+    state = decode.reset_streams(state, frames == 3)
+    order = jnp.arange(encoder.shape[0], dtype=jnp.int32)
+    state = decode.select_streams(decode.concatenate_streams([state, state]), order)
+    return of.beam(*parts[2:], width=2, state=state)._replace(state=None), first.stable
+
+
+def rows_by_hand(shared, targets):
+    return shared["table"][np.pad(targets, ((0, 0), (1, 0)), constant_values=BLANK)]
+
+
+@case("targets", name="decode.predict", truth=rows_by_hand)
+def predict(shared, targets):
+    return decode.predict(predictor(shared), targets)
+
+
+@case("frame_logits", "frames", name="decode.phrase_scores")
+def phrase_scores(shared, *batch):
+    return decode.phrase_scores(*batch, jnp.array([[0, 1], [2, 2]], jnp.int32), jnp.array([2, 1], jnp.int32))
+
+
+def levenshtein(shared, labels, counts, targets, lengths):
+    def distance(a, b):
+        return max(len(a), len(b)) if not (a and b) else min(
+            distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0])
+        )
+
+    rows = zip(labels[..., 0].round().astype(int).tolist(), counts, targets.tolist(), lengths)
+    return np.array([distance(a[:n], b[:m]) for a, n, b, m in rows])
+
+
+@case("rows", "labels", "targets", "labels", name="metrics.edit_distance", truth=levenshtein)
+def edit_distance(shared, rows, counts, targets, lengths):
+    return metrics.edit_distance(jnp.round(rows[..., 0]).astype(jnp.int32), counts, targets, lengths)
+
+
+# ------------------------------------------------------------------------------------------------------------ all names
+
+HOST = {  # of NumPy arrays, texts and files, and of values that are known
+    *("export_checks", "selftest", "decode.find_phrases", "decode.linen_predictor", "decode.nnx_predictor"),
+    *(f"metrics.{x}" for x in ("calibration", "correct_words", "label_errors", "utterance_confidence")),
+    *(f"metrics.{x}" for x in ("word_confidence", "Calibration", "LabelErrors")),
+    *("decode.NGram", "decode.WordNGram", "decode.FoundPhrase"),
+}
+PARTS = {  # of the cases above, or of another case's result
+    *("Alignment", "Composition", "DecodingRules", "TransducerLoss", "decode.Search", "decode.Hypotheses"),
+    *(f"decode.{x}" for x in ("Entropy", "Labels", "Phrases", "Predictor", "stateless_predictor")),
+    *(f"decode.{x}" for x in ("commit_labels", "concatenate_streams", "reset_streams", "select_streams")),
+    *(f"lattices.{x}" for x in ("Arc", "STANDARD", "MONOTONIC", "multi_blank", "products", "token_and_duration")),
+}
+
+
+def test_every_public_function_is_here():
+    """Those of `timing` and `plot` take and make NumPy arrays; modules of Flax: decode/test_flax.py, test_axes.py."""
+    found = {*jax_rnnt.__all__} | {f"RNNTLoss.{x}" for x in METHODS}
+    for module in ("decode", "metrics", "lattices"):
+        module = importlib.import_module(f"jax_rnnt.{module}")
+        names = getattr(module, "__all__", None) or [x for x in vars(module) if not x.startswith("_")]
+        found |= {f"{module.__name__.removeprefix('jax_rnnt.')}.{x}" for x in names}
+    assert found - {*CASES} - HOST - PARTS == set()
+    verbs = {x for x in vars(decode.Search) if not x.startswith("_") and callable(getattr(decode.Search, x))}
+    assert verbs - {x.split(".")[-1] for x in CASES} == set()
+    methods = {x for x in vars(jax_rnnt.TransducerLoss) if not x.startswith("_")}
+    methods = {x for x in methods if callable(getattr(jax_rnnt.TransducerLoss, x))}
+    assert methods - {*METHODS, "compose", "decoding", "validate"} == set()
+
+
+# ----------------------------------------------------------------------------------------------------------- transforms
+
+
+@functools.cache
+def program(name):
+    return jax.jit(CASES[name].function)
+
+
+def inputs(name, seed=0):
+    batch = arrays(seed)
+    return parameters(seed + 10), *(batch[x] for x in CASES[name].names)
+
+
+@functools.cache
+def expected(name, seed=0):
+    return jax.device_get(program(name)(*inputs(name, seed)))
+
+
+def same(found, wanted):
+    compare.assert_close(jax.device_get(found), wanted, rtol=1e-5, atol=1e-5)
+
+
+def in_vmap(name):
+    """All arrays are mapped, the shared ones alone, and the first of the batch alone."""
+    function, one, other = CASES[name].function, inputs(name), inputs(name, 1)
+    for mapped in ({*range(1, len(one))}, {0}, {1}):
+        axes = [0 if i in mapped else None for i in range(len(one))]
+        both = [jax.tree.map(lambda *x: np.stack(x), x, y) if i in mapped else x for i, (x, y) in enumerate(zip(one, other))]
+        found = jax.device_get(jax.jit(jax.vmap(function, axes))(*both))
+        for i, x in enumerate((one, other)):
+            wanted = program(name)(*(x[j] if j in mapped else one[j] for j in range(len(one))))
+            same(jax.tree.map(lambda x, i=i: x[i], found), jax.device_get(wanted))
+
+
+def split(x):
+    return x.reshape(2, B // 2, *x.shape[1:])
+
+
+def in_pmap(name):
+    shared, *batch = inputs(name)
+    axes = None, *[0] * len(batch)
+    found = jax.pmap(CASES[name].function, in_axes=axes, devices=jax.devices("cpu")[:2])(shared, *map(split, batch))
+    same(jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), jax.device_get(found)), expected(name))
+
+
+def in_shard_map(name):
+    values = inputs(name)
+    with mesh_of(jax.devices("cpu")[:2], "auto", (2,)) as mesh:
+        specs = P(), *[P("data")] * (len(values) - 1)
+        mapped = jax.shard_map(CASES[name].function, mesh=mesh, in_specs=specs, out_specs=P("data"))
+        same(jax.jit(mapped)(*values), expected(name))
+
+
+def on_explicit_axes(name):
+    shared, *batch = inputs(name)
+    with mesh_of(jax.devices("cpu")[:2], "explicit", (2,)) as mesh:
+        same(program(name)(at(mesh, shared), *at(mesh, batch, "data")), expected(name))
+
+
+def partly_on_explicit_axes(name):
+    """One array is split and the others are whole: the value, or words about what to do."""
+    shared, *batch = inputs(name)
+    with mesh_of(jax.devices("cpu")[:2], "explicit", (2,)) as mesh:
+        for i in range(len(batch)):
+            arrays = [at(mesh, x, *["data"][: i == j]) for j, x in enumerate(batch)]
+            try:
+                found = program(name)(at(mesh, shared), *arrays)
+            except ValueError as error:
+                assert "reshard" in str(error), error
+            else:
+                same(found, expected(name))
+
+
+def exported(name):
+    """For batches of any size, after a round trip through bytes."""
+    pytest.importorskip("flatbuffers")
+    shared, *batch = inputs(name)
+    symbols = dict(zip("btu", export.symbolic_shape("b, t, u")))
+    symbols["u + 1"] = symbols["u"] + 1
+    shapes = [[symbols.get(n, n) for n in DIMENSIONS[x]] for x in CASES[name].names]
+    types = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, batch)]
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shared)
+    made = export.export(program(name), disabled_checks=jax_rnnt.export_checks())(whole, *types)
+    same(export.deserialize(made.serialize()).call(shared, *batch), expected(name))
+
+
+def inside_a_gradient(name):
+    """As a result beside the value: whatever it reads, it does not disturb the derivative of something else."""
+
+    def value(trained, others):
+        given = [others[i] if x is None else x for i, x in enumerate(trained)]
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(trained)), CASES[name].function(*given)
+
+    values = [jax.tree.map(jnp.asarray, x) for x in inputs(name)]
+    trained = [x if i == 0 or jnp.issubdtype(x.dtype, jnp.floating) else None for i, x in enumerate(values)]
+    (_, found), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(trained, values)
+    same(found, expected(name))
+    same(gradient, jax.tree.map(lambda x: 2 * np.asarray(x), trained))
+
+
+def truth(name):
+    if CASES[name].truth is not None:
+        wanted = CASES[name].truth(*inputs(name))
+        compare.assert_close(expected(name), wanted, rtol=1e-5, atol=1e-5)
+
+
+TRANSFORMS = truth, in_vmap, in_pmap, in_shard_map, on_explicit_axes, partly_on_explicit_axes, exported, inside_a_gradient
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("name", CASES)
+def test_transform(name, transform, devices):
+    transform(name)
