@@ -28,7 +28,7 @@ def resumed(options, start):
         return Config.of(**models.completed(options))
     setup = run.setup("params", "training", quiet=True)
     # A checkpoint of before an option has its default.
-    earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}"))
+    earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}", "train" not in options))
     now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
         option, before, (section, field) = flag(name), earlier.get(name), OPTIONS[name]
@@ -46,7 +46,7 @@ def resumed(options, start):
 
 def decide_road(options, start):
     """Says in the options of a new run whether its data are read on the fly, unless they say so; returns the reason."""
-    known = [x for name in ("train", "synthetic") for x in names(options.get(name, ""))]
+    known = names(options.get("train", ""))
     if "on_the_fly" in options:
         return "as asked for"
     if archives.wanted(known) or (start.workers and not start.resume):
@@ -74,11 +74,11 @@ def road_of(data, why):
 
 def reading(data, asked):
     """The files that a training reads, in a line; where somebody asks for them, they must not be those of its tests."""
-    every = {name: sources.listed(getattr(data, name)) for name in ("train", "synthetic", "valid")}
+    every = {name: sources.listed(getattr(data, name)) for name in ("train", "valid")}
     if asked:
         for name, x in every.items():
             sources.unmixed(f"--{name}", x, held_out=name == "valid")
-        sources.apart(every["train"] | every["synthetic"], every["valid"])
+        sources.apart(every["train"], every["valid"])
     return "reading " + "; ".join(f"--{name} {sources.described(x)}" for name, x in every.items() if x)
 
 
@@ -88,7 +88,7 @@ def train(args):
     given, file = command_line.given(args), files.read_file(args.config) if args.config else {}
     file = {name: x for name, x in file.items() if name not in command_line.decided(given)}
     options, judged = command_line.decided(file | given), named(given, file)
-    for name in {"train", "valid", "synthetic", "text", "noise"} & options.keys():
+    for name in {"train", "valid", "text", "noise"} & options.keys():
         options[name] = corpora.absolute(named_sources(options[name]))
     if corpora.by_function(options.get("train")):
         options.setdefault("valid", options["train"])
@@ -109,7 +109,7 @@ def train(args):
     started = time.perf_counter()
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
-        asked = not start.resume or {"train", "valid", "synthetic"} & options.keys()
+        asked = not start.resume or {"train", "valid"} & options.keys()
         lines = [reading(chosen.data, asked), road_of(chosen.data, why)]
         rates = prepared(chosen, start, searching, lines).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
