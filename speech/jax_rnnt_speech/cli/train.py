@@ -52,7 +52,7 @@ def decide_road(options, start):
     if archives.wanted(known) or (start.workers and not start.resume):
         options["on_the_fly"] = True
         return "as archives, weights of sources and --workers are"
-    if start.resume or any(map(corpora.by_function, known)):
+    if start.resume or any(map(corpora.by_function, known)) or options.get("bfloat16_rows"):  # rows of a cache
         return ""
     columns = [options.get(name, "") for name in ("audio_column", "text_column", "speaker_column")]
     with contextlib.suppress(UserError, OSError):  # it is an error once it is read
@@ -68,7 +68,7 @@ def road_of(data, why):
     """The way that a training reads its data, and the other one."""
     ways = ("decodes all audio before the first step and keeps features on the disk", "--no-on-the-fly"), \
            ("reads audio on the fly, anew in each epoch", "--on-the-fly")  # fmt: skip
-    (way, _), (other, flag) = ways[data.on_the_fly], ways[not data.on_the_fly]
+    way, (other, flag) = ways[data.on_the_fly][0], ways[not data.on_the_fly]
     return f"train {way}, {why}; {flag} {other}" if why else ""
 
 
@@ -79,7 +79,8 @@ def reading(data, asked):
         for name, x in every.items():
             sources.unmixed(f"--{name}", x, held_out=name == "valid")
         sources.apart(every["train"], every["valid"])
-    return "reading " + "; ".join(f"--{name} {sources.described(x)}" for name, x in every.items() if x)
+    lines = [f"--{name} {sources.described(x)}" for name, x in every.items() if x]
+    return f"reading {'; '.join(lines)}" if lines else ""
 
 
 def train(args):
