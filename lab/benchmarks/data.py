@@ -98,7 +98,7 @@ def memory(args):
 
     from jax_rnnt_speech.data import on_the_fly
 
-    on_the_fly.read = lambda entry, rate: np.zeros(rate // 4, np.float32)
+    on_the_fly.read = lambda entry, rate, notes: np.zeros(rate // 4, np.float32)
     found, sizes = opened(args.source, args.index, batch=64), []
     steps = found.steps(1)
     for i, _ in enumerate(found.read(0, steps)):

@@ -46,11 +46,14 @@ def signals():
 
 @pytest.fixture
 def refused(said):
-    """Asserts that a command says one line with this message, and ends with this status."""
+    """Asserts that a command says one line with this message, and ends with this status.
+
+    Lines before it may say which files are read, and how.
+    """
 
     def check(arguments, message, status=2):
-        error = said(arguments, status).err
-        assert message in error and len(error.strip().splitlines()) == 1
+        *before, error = said(arguments, status).err.strip().splitlines()
+        assert message in error and all(x.startswith(("reading ", "train ")) for x in before)
 
     return check
 

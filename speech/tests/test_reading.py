@@ -487,11 +487,12 @@ def test_corpus_of_segments(folder):
     rows = [{"audio": "b.flac", "text": "A"} | x for x in rows] + [{"audio": "a.wav", "text": "C", "channel": 1}]
     (folder / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     corpus = corpora.Recordings(folder / "parts.jsonl", configuration(rate=RATE))
-    assert [x.text for x in corpus.utterances] == ["A", "B"]
+    assert [x.text for x in corpus.utterances] == ["A", "B", "A"]
+    assert audio.read(corpus.entries[2].audio, RATE, 2.5).size == len(corpus.samples(2, None)) == RATE // 2
     np.testing.assert_allclose(corpus.samples(0, None), -0.5 * SWEEP[RATE // 2 : 3 * RATE // 2], atol=2e-5)
     assert corpus.utterances[0].frames == 1 + (16000 - 400) // 160
+    assert dict(corpus.report.notes) == {audio.OVERRUN: ["b.flac from 2.5 s to 3.5 s"]}
     assert dict(corpus.report.names) == {
-        "a segment beyond the end of its file": ["b.flac from 2.5 s to 3.5 s"],
         "no channel 1: the first is 0, and the file has 1": ["a.wav"],
     }
 
@@ -522,7 +523,8 @@ def test_check(folder, capsys, tmp_path, refused, said):
     run(["check", folder / "check.jsonl", folder / "none.jsonl", "--alphabet", "Word 0123456789", "--json"], 1)
     found, error = capsys.readouterr()
     left = {"characters outside the vocabulary": ["b.flac"], "does not exist": [str(folder / "none.jsonl")]}
-    assert json.loads(found)["left_out"] == left and not error
+    assert json.loads(found)["left_out"] == left
+    assert error.startswith("reading ") and error.count("\n") == 1
     (tmp_path / "c.json").write_text('{"batch_seconds": 60, "encoder": "whisper", "new_head": true}')  # no --init
     run(["check", folder / "check.jsonl", "--config", tmp_path / "c.json", "--batch", 2])
     assert "in batches of 2 x" in capsys.readouterr().out
@@ -536,4 +538,4 @@ def test_check(folder, capsys, tmp_path, refused, said):
     assert json.loads(capsys.readouterr().out)["left_out"] == {"nothing is listed": ["nothing.jsonl"]}
     (tmp_path / "bad.jsonl").write_text("{")
     found, error = said(["check", tmp_path / "bad.jsonl", "--json"], 2)
-    assert json.loads(found)["left_out"] == {"not JSON": ["bad.jsonl line 1"]} and error.count("\n") == 1
+    assert json.loads(found)["left_out"] == {"not JSON": ["bad.jsonl line 1"]} and error.count("\n") == 2

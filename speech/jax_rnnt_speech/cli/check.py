@@ -10,10 +10,10 @@ import numpy as np
 
 from jax_rnnt_speech import models
 from jax_rnnt_speech.config import Config, command_line, files, named, of_sections
-from jax_rnnt_speech.data import batches, corpora, texts, tokens
+from jax_rnnt_speech.data import batches, corpora, sources, texts, tokens
 from jax_rnnt_speech.data.utterances import listed, shown
 from jax_rnnt_speech.model import encoders
-from jax_rnnt_speech.system import refuse_if
+from jax_rnnt_speech.system import UserError, refuse_if
 
 # Options of train that decide what is read, or how it is padded.
 OPTIONS = of_sections("texts")
@@ -25,7 +25,7 @@ RARE = 3  # characters of fewer texts are named, where there are ten times as ma
 class Findings:
     """What some corpora hold."""
 
-    def __init__(self, paths, settings, vocabulary, subsampling):
+    def __init__(self, paths, settings, vocabulary, subsampling, splits):
         corpus = corpora.Recordings(paths, settings, lenient=True)
         self.report, self.utterances, self.settings = corpus.report, corpus.utterances, settings
         self.buckets, labels = [], {}
@@ -37,6 +37,7 @@ class Findings:
                 self.buckets = batches.make_buckets(data, settings, 1)
                 self.padding = batches.padding(data, self.buckets)
         self.kept = [(corpus.entries[i], self.utterances[i].text) for i in labels]
+        self.splits = splits
         self.seconds = np.array([entry.whole for entry, _ in self.kept])
 
     def object(self):
@@ -47,10 +48,19 @@ class Findings:
             "labels": self.size if self.kept else 0,
             "characters": sum(len(text) for _, text in self.kept),
             "words": sum(len(text.split()) for _, text in self.kept),
+            "splits": self.by_split(),
             "left_out": dict(self.report.names),
             "notes": dict(self.report.notes),
             "not_read_aloud": self.not_read_aloud(),
         }
+
+    def by_split(self):
+        """How many utterances each split has, by the names of files and folders; nothing where these say none."""
+        found = collections.Counter()
+        for entry, _ in self.kept:
+            places = str(getattr(entry.audio, "archive", entry.audio)), entry.listed
+            found[next((self.splits[x] for x in places if x in self.splits), "")] += 1
+        return {split or "none": n for split, n in found.items()} if any(found) else {}
 
     def not_read_aloud(self):
         """Names of utterances by what --normalize basic leaves as it is in them, the most frequent first."""
@@ -63,6 +73,8 @@ class Findings:
     def lines(self):
         x, said = self.object(), [text for _, text in self.kept]
         yield f"{x['utterances']} utterances, {x['hours']:.3g} hours, {x['labels']} labels"
+        if x["splits"]:
+            yield "splits, by names of files and folders: " + ", ".join(f"{n} of {k}" for k, n in x["splits"].items())
         shortest, half, most, longest = np.quantile(self.seconds, [0, 0.5, 0.95, 1])
         yield f"lengths: {shortest:.2f} to {longest:.2f} s; half up to {half:.2f} s, 95% up to {most:.2f} s"
         texts_with = collections.Counter(x for text in said for x in set(text))
@@ -108,7 +120,14 @@ def options_of(args):
 
 def check(args):
     settings, *model = options_of(args)
-    data = Findings(args.data, settings, *model)
+    every = {}
+    for name in args.data:
+        with contextlib.suppress(UserError, OSError):  # it is left out, with its reason
+            every |= sources.listed(name)
+    if every:
+        print(f"reading {sources.described(every)}", file=sys.stderr)
+    splits = {x.path: x.split for files in every.values() for x in files}
+    data = Findings(args.data, settings, *model, splits)
     if args.json:
         print(json.dumps(data.object(), indent=1))
     else:

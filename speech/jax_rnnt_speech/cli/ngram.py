@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jax_rnnt_speech.config import Config, command_line, of_sections
 from jax_rnnt_speech.config.options import positive
-from jax_rnnt_speech.data import corpora, texts
+from jax_rnnt_speech.data import corpora, sources, texts
 from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.system import outputs, refuse_if
 
@@ -63,6 +63,7 @@ def write(path, probabilities, shares):
 
 def make(args):
     outputs.check(args.file, args.sources, option="")
+    sources.unmixed("", sources.listed([*map(str, args.sources)]), held_out=False)
     settings = Config.of(**command_line.given(args, OPTIONS))
     normalize, report = texts.normalizer(settings.texts.normalize, settings.texts.lower), Report()
     columns = settings.texts.columns[:2]

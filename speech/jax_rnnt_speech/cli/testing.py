@@ -4,6 +4,7 @@ Every utterance with a text and readable audio counts, also one that is too long
 outside the vocabulary. References and hypotheses are normalised alike. Rates are in per cent.
 """
 
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -16,7 +17,7 @@ import numpy as np
 
 from jax_rnnt_speech.config import command_line, of_sections
 from jax_rnnt_speech.config.options import natural, option
-from jax_rnnt_speech.data import corpora, texts
+from jax_rnnt_speech.data import corpora, manifests, sources, texts
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import errors, recognise
@@ -138,6 +139,8 @@ class Shown:
 def test(args):
     searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Shown).checked(args.data)
     opening = command_line.taken(args, Computing)
+    with contextlib.suppress(manifests.ListError):  # it is left out, with its reason
+        sources.unmixed("", sources.listed(args.data))
     model = opening.opened()
     settings = command_line.changed(model.config, args, OPTIONS)
     result = Test(model, args.data, settings, decoding_of(searching, model))

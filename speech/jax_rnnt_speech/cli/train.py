@@ -1,5 +1,6 @@
 """Trains a model, or goes on with a training."""
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -7,12 +8,15 @@ from pathlib import Path
 
 from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config import FIXED, OPTIONS, Config, command_line, files, flag, named
-from jax_rnnt_speech.config.options import names, sources
-from jax_rnnt_speech.data import archives, corpora, texts
+from jax_rnnt_speech.config.options import names
+from jax_rnnt_speech.config.options import sources as named_sources
+from jax_rnnt_speech.data import archives, corpora, sources, texts
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.recognition.search_options import Searching
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
 from jax_rnnt_speech.training.options import Processes, Start
+
+SMALL = 20  # hours for which a cache takes less time than reading on the fly
 
 
 def resumed(options, start):
@@ -40,6 +44,44 @@ def resumed(options, start):
     return now
 
 
+def decide_road(options, start):
+    """Says in the options of a new run whether its data are read on the fly, unless they say so; returns the reason."""
+    known = [x for name in ("train", "synthetic") for x in names(options.get(name, ""))]
+    if "on_the_fly" in options:
+        return "as asked for"
+    if archives.wanted(known) or (start.workers and not start.resume):
+        options["on_the_fly"] = True
+        return "as archives, weights of sources and --workers are"
+    if start.resume or any(map(corpora.by_function, known)):
+        return ""
+    columns = [options.get(name, "") for name in ("audio_column", "text_column", "speaker_column")]
+    with contextlib.suppress(UserError, OSError):  # it is an error once it is read
+        hours = sources.hours(known, columns)
+        if hours >= SMALL:
+            options["on_the_fly"] = True
+        than = "less than" if hours < SMALL else "and not less than"
+        return f"as --train has about {hours:,.{0 if hours >= 10 else 2}f} hours, {than} {SMALL}"
+    return ""
+
+
+def road_of(data, why):
+    """The way that a training reads its data, and the other one."""
+    ways = ("decodes all audio before the first step and keeps features on the disk", "--no-on-the-fly"), \
+           ("reads audio on the fly, anew in each epoch", "--on-the-fly")  # fmt: skip
+    (way, _), (other, flag) = ways[data.on_the_fly], ways[not data.on_the_fly]
+    return f"train {way}, {why}; {flag} {other}" if why else ""
+
+
+def reading(data, asked):
+    """The files that a training reads, in a line; where somebody asks for them, they must not be those of its tests."""
+    every = {name: sources.listed(getattr(data, name)) for name in ("train", "synthetic", "valid")}
+    if asked:
+        for name, x in every.items():
+            sources.unmixed(f"--{name}", x, held_out=name == "valid")
+        sources.apart(every["train"] | every["synthetic"], every["valid"])
+    return "reading " + "; ".join(f"--{name} {sources.described(x)}" for name, x in every.items() if x)
+
+
 def train(args):
     start, processes = command_line.taken(args, Start), command_line.taken(args, Processes)
     searching = command_line.taken(args, Searching).checked()
@@ -47,14 +89,12 @@ def train(args):
     file = {name: x for name, x in file.items() if name not in command_line.decided(given)}
     options, judged = command_line.decided(file | given), named(given, file)
     for name in {"train", "valid", "synthetic", "text", "noise"} & options.keys():
-        options[name] = corpora.absolute(sources(options[name]))
+        options[name] = corpora.absolute(named_sources(options[name]))
     if corpora.by_function(options.get("train")):
         options.setdefault("valid", options["train"])
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])
-    named_sources = [x for name in ("train", "synthetic") for x in names(options.get(name, ""))]
-    if "on_the_fly" not in options and (archives.wanted(named_sources) or (start.workers and not start.resume)):
-        options["on_the_fly"] = True
+    why = decide_road(options, start)
     if start.hook:
         start = dataclasses.replace(start, hook=texts.loaded(start.hook, "--hook", ""))
     if options.get("steps") == 0 and not options.get("epochs"):
@@ -69,7 +109,9 @@ def train(args):
     started = time.perf_counter()
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
-        rates = prepared(chosen, start, searching).main()
+        asked = not start.resume or {"train", "valid", "synthetic"} & options.keys()
+        lines = [reading(chosen.data, asked), road_of(chosen.data, why)]
+        rates = prepared(chosen, start, searching, lines).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if start.expect_cer is not None and not rates.cer <= start.expect_cer:
         print(f"expected a CER of at most {start.expect_cer}%", file=sys.stderr)

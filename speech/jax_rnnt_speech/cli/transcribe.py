@@ -51,7 +51,7 @@ def transcribe(args):
     refuse_if(to.nbest > searching.beam, f"--nbest {to.nbest}: --beam {searching.beam} has fewer hypotheses")
     model = command_line.taken(args, Computing).opened()
     settings = command_line.changed(model.config, args, {"audio_column"})
-    entries, load = list(recognise.listed(args.files, settings.texts.audio_column)), recognise.loaded
+    entries, load = [*recognise.settled(recognise.listed(args.files, settings.texts.audio_column))], recognise.loaded
     if to.segments:
         entries, load = segments.entries(to.segments, entries), segments.loaded
     bad = 0

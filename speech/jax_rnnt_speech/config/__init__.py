@@ -88,7 +88,7 @@ class Data:
     )
     on_the_fly: bool = option(
         False, bool, "decode, augment and make features anew in each epoch, while the model trains; default: for "
-        "archives, for sources with weights, and with --workers",
+        "archives, for sources with weights, with --workers, and from 20 hours on",
     )  # fmt: skip
     buffer: int = option(10_000, natural, "utterances within which the order is shuffled, beside that of the shards",
                          needs=ON_THE_FLY)  # fmt: skip

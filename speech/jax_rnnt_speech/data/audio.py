@@ -19,7 +19,7 @@ from typing import NamedTuple
 import av
 import numpy as np
 
-from jax_rnnt_speech.data import headers, names
+from jax_rnnt_speech.data import headers, manifests, names
 from jax_rnnt_speech.data.features import scaled
 from jax_rnnt_speech.data.names import composed
 from jax_rnnt_speech.data.utterances import shown
@@ -29,6 +29,7 @@ RATES = range(1000, 400_000)  # samples a second that a file may have
 PLANES = 8  # PyAV reads memory beyond the channels of a frame with more, and may end the process
 PIECE = 16_384  # samples that are resampled at once, or more
 SLACK = 0.1  # seconds that a segment may end after its file, as manifests round them
+ALIKE = 0.05, 0.01  # seconds, and share, by which a file that was cut out of a longer one may differ from its times
 JITTER = 0.1  # seconds by which clock and samples may differ before silence is put in: that of FFmpeg's aresample
 RESET = 1  # seconds; a clock that goes back by more begins anew, and the audio goes on. No sample is ever dropped.
 SILENCE = 3600  # seconds of it that are put into a file at most: a damaged clock may say anything
@@ -47,6 +48,9 @@ TAGS = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 
 CUT, DAMAGED, FOREIGN = "audio that is cut off", "damaged audio", "no audio that FFmpeg knows"
 UNREAD = "audio of a form that FFmpeg does not read"
 CANCELLED = "opposed channels, of which the louder is read"
+BEYOND = "a segment beyond the end of its file"
+OVERRUN = "a segment that ends behind its file, at whose end it is cut"
+ORIGINAL = "its times are those of the recording from which it was cut; all of it is read"
 
 
 class AudioError(UserError):
@@ -55,6 +59,14 @@ class AudioError(UserError):
     def __init__(self, path, reason, passing=False):
         super().__init__(f"{shown(path)}: {reason}")
         self.reason, self.passing = reason, passing
+
+
+class Beyond(AudioError):
+    """The error of a segment that its file lacks, or lacks the end of; `length`: the seconds of the file."""
+
+    def __init__(self, path, length):
+        super().__init__(path, BEYOND)
+        self.length = length
 
 
 class Stretch(NamedTuple):
@@ -322,11 +334,43 @@ def seconds(file):
     return sum(x.samples / x.rate for x in file)
 
 
+def within(path, length, start, end, least=0.5):
+    """The part of a file that the times of a row mean: (start, end, None or a note of what was changed).
+
+    The times of a row count from the start of its file, or from the start of the recording from which the file was cut,
+    as in MLS, AMI and GigaSpeech. Keys do not tell which; the length of the file, in seconds, does:
+
+    * A segment that ends within the file, or up to `SLACK` behind it, is a part of the file.
+    * Where the file ends before the segment does, but is as long as the segment (within 0.05 s and 1%), it was cut
+      from a longer recording, and all of it is read. Near the start of a file both may be true: the closer one is.
+    * A recording within its row, as in Parquet, is a clip. Where the segment does not fit, all of it is read.
+    * A segment that begins within the file and ends behind it is cut at the end of the file, if at least this share of
+      the segment is there: half of it where a text says what all of it is.
+    * Anything else is an error.
+    """
+    behind = end - length if end is not None and manifests.later(end, length) else 0.0
+    cut_out = behind and abs(length - (end - start)) < min(behind, ALIKE[0] + ALIKE[1] * length)
+    if cut_out or (getattr(path, "clip", False) and (start >= length or behind > SLACK)):
+        return 0.0, None, ORIGINAL
+    if start >= length:
+        raise Beyond(path, length)
+    if behind <= SLACK:
+        return start, end, None
+    if length - start < least * (end - start):
+        raise Beyond(path, length)
+    return start, None, OVERRUN
+
+
 def checked(path, file, start, end, channel):
-    """Raises where a file, by its stretches, lacks a segment or a channel."""
+    """Raises where a file, by its stretches, lacks a channel, or a segment as it is: `within` may change that."""
     length = seconds(file)
-    if start >= length or (end is not None and end > length + SLACK):
-        raise AudioError(path, "a segment beyond the end of its file")
+    if start >= length or within(path, length, start, end)[2]:
+        raise Beyond(path, length)
+    lacks_channel(path, file, channel)
+
+
+def lacks_channel(path, file, channel):
+    """Raises where a file, by its stretches, lacks a channel."""
     missing = [x for x in channels_of(channel) if any(x >= y.channels for y in file)]
     if missing:
         raise AudioError(path, f"no channel {missing[0]}: the first is 0, and the file has {file[0].channels}")
@@ -359,6 +403,15 @@ def size(file, rate, start=0.0, end=None):
 def read(path, rate, start=0.0, end=None, channel=None):
     """Samples float32 [S] in [-1, 1] at a rate, as `pieces` has them; of opposed channels, the listing tells."""
     return np.concatenate([np.zeros(0, np.float32), *pieces(path, rate, start, end, channel, lambda: None)])
+
+
+def heard(path, rate, start=0.0, end=None, channel=None):
+    """(samples, None or a note) of the part that the times of a row mean, as `within` decides."""
+    try:
+        return read(path, rate, start, end, channel), None
+    except Beyond as error:
+        start, end, note = within(path, error.length, start, end)
+        return read(path, rate, start, end, channel), note
 
 
 def pieces(path, rate, start=0.0, end=None, channel=None, said=None):

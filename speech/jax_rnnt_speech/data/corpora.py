@@ -39,9 +39,11 @@ def usable(entries, report, lengths):
             if isinstance(file, AudioError):
                 raise file
             seconds = audio.seconds(file)
-            audio.checked(entry.audio, file, entry.start, entry.end, entry.channel)
-            if entry.whole is not None and abs(entry.whole - seconds) > 0.1 + 0.05 * seconds:
+            start, end, note = audio.within(entry.audio, seconds, entry.start, entry.end)
+            audio.lacks_channel(entry.audio, file, entry.channel)
+            if entry.whole is not None and manifests.differs(entry.whole, seconds):
                 raise AudioError(entry.audio, "duration differs from the manifest's")
+            entry = entry._replace(start=start, end=end, notes=(*entry.notes, *[note] * bool(note)))
         except AudioError as error:
             report.add(error.reason, entry.name)
         else:

@@ -25,6 +25,7 @@ LITTLE = 1e-3  # seconds of what begins behind the end of its file
 THREADS = 16  # that read headers, in each process
 PIECE = 100  # headers that one of them reads
 ARRAYS = "rows", "seconds", "shards"
+STATED = {*audio.STATED, *audio.ENDLESS, "ogg"} - {"mpegts", "mpeg"} | {audio.MATROSKA}  # durations are in headers
 
 
 class Index:
@@ -111,18 +112,28 @@ def of_header(recording):
 
 
 def probed(recording, part):
-    """Seconds that FFmpeg finds in a header or estimates from a size, below 0."""
+    """Seconds that FFmpeg finds in a header, or that its packets last, below 0.
+
+    FFmpeg estimates the duration of some formats from the size of the file, which may be wrong by any factor where the
+    bit rate varies. Their packets are counted, which reads all of the file and decodes nothing.
+    """
     import av
 
-    form, options = part.raw or (None, {"format_whitelist": audio.FORMATS})
+    start, (form, options) = part.at(0, 4096), part.raw or (None, {"format_whitelist": audio.FORMATS})
     part.seek(0)
     part.name = os.path.basename(str(recording))
     with (
         contextlib.suppress(av.error.FFmpegError),
         av.open(part, format=form, options=options, **audio.TAGS) as container,
     ):
-        if container.duration:
+        kind = container.format.name
+        stated = part.raw or kind in STATED or (kind == "mp3" and headers.frames_of_mp3(start) is not None)
+        if stated and container.duration:
             return -container.duration / av.time_base
+        stream = container.streams.best("audio") or container.streams.audio[0]
+        lengths = (x.duration or 0 for x in container.demux(stream))
+        if seconds := sum(lengths) * float(stream.time_base or 0):
+            return -seconds
     return -audio.seconds(audio.stretches(recording))  # nothing but decoding tells
 
 

@@ -23,7 +23,7 @@ from jax_rnnt_speech.system import UserError, reason
 AUDIO_KEYS = ("audio", "audio_filepath", "path", "file_name", "filename", "file", "audio_path", "audio_file", "wav",
               "wav_filename")  # fmt: skip
 TEXT_KEYS = "text", "sentence", "transcript", "transcription"
-START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin"), ("end", "end_time", "stop")
+START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin_time", "begin"), ("end", "end_time", "stop")
 CHANNEL_KEYS = "channel", "channel_selector", "channels"  # a number under the last one counts them
 SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
 PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
@@ -33,6 +33,7 @@ UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample
 NOTHING = dict.fromkeys((*START_KEYS, *END_KEYS, "duration", *CHANNEL_KEYS, *UNREAD), ("nan", "none", "null", "<na>"))
 COLUMNS = "--audio-column", "--text-column", "--speaker-column"
 TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
+NEAR = 0.1, 0.05  # seconds, and share of a file, by which its length may differ from what is stated
 ARRAY = "an array in place of audio: name a file"
 SAVED = ("which datasets.save_to_disk writes as Arrow, and which is not read: write Parquet, by "
          "datasets.load_from_disk(FOLDER)[SPLIT].to_parquet(FILE)")  # fmt: skip
@@ -52,6 +53,7 @@ class Entry(NamedTuple):
     speaker: str = ""  # "": unknown
     notes: tuple = ()  # what of its line is not read, and does no harm
     columns: bool = False  # whether they have names, which an option may choose
+    listed: str = ""  # the file or folder that lists it
 
 
 class Fault(NamedTuple):
@@ -127,7 +129,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
                 if alone:
                     raise ListError(path, f"has no columns or keys that one could name: leave out {named[0]}")
                 x = x._replace(notes=(*x.notes, f"{named[0]} names no column of theirs"))
-            yield x
+            yield x._replace(listed=str(path)) if isinstance(x, Entry) else x
     except (OSError, EOFError, zlib.error) as error:
         inside = getattr(error, "filename", None)
         place = f"{Path(inside).name}: " if inside and Path(inside) != path else ""
@@ -299,6 +301,11 @@ def plain(line, keys, name=None):
 def later(a, b):
     """Whether a time comes after another, and not just by a sum that was rounded."""
     return a > b + TOUCH
+
+
+def differs(stated, found):
+    """Whether a file lasts other than its manifest states. A whole number of seconds may have been rounded."""
+    return abs(stated - found) > NEAR[0] + NEAR[1] * found + (stated == round(stated))
 
 
 def missing(x):

@@ -2,7 +2,8 @@
 
 Before the first step, the index alone is read, and headers of one window where lengths are not written (`order`). What
 of an utterance cannot be used is found when its turn comes: its row of a batch is not valid then, and the report has
-its name.
+its name. An utterance that turns out to be longer than its manifest or header says, so that its batch has no room for
+it, is trained on at the end of the epoch, in a batch that has.
 """
 
 import collections
@@ -36,7 +37,6 @@ from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
 SAMPLE = 20_000  # texts of which a vocabulary is made, and the longest ones are found
 ROOM = 1.25  # for labels in a batch, beyond the longest of a sample
-SMALL = 20  # hours for which a cache takes less time
 THREADS = 2  # that load batches, without workers
 RUNS = RUN = 10  # of how many utterances hours are estimated
 FULL = 20  # batches that a window has at least
@@ -49,6 +49,28 @@ class Named(NamedTuple):
     name: str
     weight: float | None
     synthetic: bool = False
+
+
+class Late(NamedTuple):
+    """An utterance that its batch has no room for."""
+
+    reader: int
+    item: int
+    version: int
+    frames: int
+    labels: int
+    name: str
+
+
+class Note(NamedTuple):
+    """What of an utterance is not as its manifest says, and does no harm."""
+
+    text: str
+    name: str
+
+
+class LargerError(Exception):
+    """An utterance is larger than the rows of its batch; the arguments are its frames and labels."""
 
 
 def hours_of(found, items):
@@ -86,19 +108,23 @@ class Loader:
                 try:
                     entry = index.entry(number)
                     name = entry.name
-                    x, labels[i] = self.loaded(entry, version, key, shape, abs(index.lengths(np.array([number]))[0]))
+                    seconds, notes = index.lengths(np.array([number]))[0], []
+                    x, labels[i] = self.loaded(entry, version, key, shape, seconds, notes)
+                    left_out += [Note(note, name) for note in notes]
                     rng = np.random.default_rng((self.config.run.seed, 3, *key))
                     spans = features.draw_spans(self.config.data, rng, len(x), self.features)
                 except (audio.AudioError, manifests.LineError) as error:
                     left_out.append((getattr(error, "reason", str(error)), name))
+                except LargerError as error:
+                    left_out.append(Late(index.number, number, version, *error.args, name))
             items.append((i, x, spans))
         data = batches.Labelled(self, labels)
         return batches.collate(data, self.config.data, self.shapes[shape], items, len(rows)) | {"left_out": left_out}
 
-    def loaded(self, entry, version, key, shape, seconds):
+    def loaded(self, entry, version, key, shape, seconds, notes):
         """(features, labels) of an utterance, or a LineError or AudioError that says why there are none.
 
-        `seconds`: what it lasts by what is written, or by its header.
+        `seconds`: how long it lasts by its manifest or header. A batch without room for it raises a LargerError.
         """
         vocabulary, normalize, extractor, versions = self.tools
         if isinstance(entry, manifests.Fault):
@@ -108,25 +134,31 @@ class Loader:
         labels = vocabulary.encode(text)
         manifests.leave_out_if(labels is None, "characters outside the vocabulary")
         rate, most = self.config.features.rate, self.config.data.max_seconds
-        manifests.leave_out_if(seconds > most, f"longer than {most:g} s")
-        samples = read(entry, rate)
-        found = len(samples) / rate
-        if entry.end is None and entry.whole and abs(entry.whole - entry.start - found) > 0.1 + 0.05 * entry.whole:
+        manifests.leave_out_if(order.surely_longer(seconds, most), f"longer than {most:g} s")
+        samples = read(entry, rate, notes)
+        if entry.end is None and entry.whole and manifests.differs(entry.whole, entry.start + len(samples) / rate):
             raise manifests.LineError("duration differs from the manifest's")
         manifests.leave_out_if(len(samples) > round(most * rate), f"longer than {most:g} s")
         x = extractor(versions.of(samples, version, key))
         manifests.leave_out_if(not len(x), "shorter than a frame")
-        manifests.leave_out_if(len(x) > self.shapes[shape].frames, "longer than its manifest or header says")
         manifests.leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
-        if len(labels) > self.shapes[shape].labels:
-            raise manifests.LineError("more labels than batches of its length have room for")
+        if not roomy(self.shapes[shape], len(x), len(labels)):
+            raise LargerError(len(x), len(labels))
         return x, np.array(labels, np.int32)
 
 
-def read(entry, rate):
-    """Samples of an utterance."""
+def roomy(shape, frames, labels):
+    """Whether a row of batches of a shape has room for an utterance."""
+    return frames <= shape.frames and labels <= shape.labels
+
+
+def read(entry, rate, notes=None):
+    """Samples of an utterance; `notes` gets what differs from its manifest."""
     where = entry.audio, rate, entry.start, entry.end, entry.channel
-    return storage.steadily(lambda: audio.read(*where), entry.audio)
+    samples, note = storage.steadily(lambda: audio.heard(*where), entry.audio)
+    if note and notes is not None:
+        notes.append(note)
+    return samples
 
 
 def batch_of(drawn, loads, i):
@@ -189,7 +221,7 @@ class OnTheFly:
         kind, split = self.kinds[place][found.shards].T if len(found.shards) else np.zeros((2, 0), int)
         numbers = np.arange(len(found.shards))
         mine = (split == 0) | (numbers % self.readers == self.indices[place].number)
-        long = mine & (np.abs(found.seconds) > most)
+        long = mine & order.surely_longer(found.seconds, most)
         for i in np.flatnonzero(long):
             self.report.add(f"longer than {most:g} s", found.entry(i, False).name, again=False)
         return [np.flatnonzero(mine & ~long & (kind == k)) for k in range(len(self.named))]
@@ -216,7 +248,8 @@ class OnTheFly:
                 if x := self.said(place, i):
                     x, text = x
                     seconds = float(abs(self.indices[place].seconds[i])) or self.config.data.max_seconds
-                    samples = round(seconds * self.config.features.rate)
+                    longest = seconds * order.SURE[0] + order.SURE[1]  # whether its labels fit is found in its turn
+                    samples = round(longest * self.config.features.rate)
                     found.append(Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds))
                     places.append((place, i))
         return found, places
@@ -298,14 +331,23 @@ class OnTheFly:
                 known = None
             else:
                 self.first, place = known["first"], known["place"]
+        kept = (Late(*x) for x in (known or {}).get("late", ()))
+        self.late = [x for x in kept if x.reader in self.own]
         shapes = [order.Shape(*x) for x in known["shapes"]] if known else self.shapes(readers, model, devices, window)
         self.place = self.step, *place  # epoch, window, and how many batches of it came before
         self.order = order.Order(readers, shapes, config.run.seed, window)
-        self.loads = self.loader(model, shapes)
+        self.loads = self.loader(model, [*shapes, self.largest(shapes[-1], model, devices)])
         self.state = {"readers": self.readers, "list": self.digest, "options": decided,
                       "first": [*self.first], "shapes": [[*x] for x in shapes]}  # fmt: skip
         self.say(counts, draws)
         return self
+
+    def largest(self, last, model, devices):
+        """The shape of batches for what is longer than expected, and has no room in the `last` of the others."""
+        longest = (self.config.data.max_seconds + order.SLACK) / min(1.0, *self.versions.speeds)
+        frames = max(last.frames, self.extractor.count(math.ceil(longest * self.config.features.rate)))
+        labels = max(last.labels, min(2 * last.labels, -(-frames // model.subsampling)))
+        return order.Shape(longest, math.lcm(devices, self.readers) // self.readers, frames, labels)
 
     def shapes(self, readers, model, devices, window):
         epoch, rate, found = self.first[1], self.config.features.rate, []
@@ -363,8 +405,6 @@ class OnTheFly:
         if window:
             hosts.say(f"not all lengths are written: headers are read as training goes on, and batches are made within "
                       f"windows of {window:,} utterances of each part")  # fmt: skip
-        if self.hours.sum() < SMALL:
-            hosts.say(f"under {SMALL} hours, a cache takes less time: --no-on-the-fly keeps features on the disk")
 
     def steps(self, epochs):
         """Steps until the end of so many epochs of the whole run; about that where lengths are not written."""
@@ -373,7 +413,35 @@ class OnTheFly:
     def at(self, step):
         """What a checkpoint keeps of the order, to go on from a step."""
         collections.deque(self.read(step, step), 0)
-        return self.state | {"epoch": self.place[1], "place": [*self.place[1:]]}
+        late = [x for some in hosts.each(self.late) for x in some]
+        return self.state | {"epoch": self.place[1], "place": [*self.place[1:]], "late": late}
+
+    def planned(self):
+        """(shape, rows of this process) of batches for what came too late; processes have as many of each shape."""
+        shapes, found = self.loads.shapes, []
+        groups = [[] for _ in shapes]
+        for x in self.late:
+            k = next(k for k, shape in enumerate(shapes) if roomy(shape, x.frames, x.labels))
+            groups[k].append((self.own.index(x.reader), x.item, x.version))
+        sizes = [x.rows * len(self.own) for x in shapes]
+        counts = hosts.gathered(np.array([[-(-len(x) // size) for x, size in zip(groups, sizes)]])).max(0)
+        for k, (rows, size, count) in enumerate(zip(groups, sizes, counts.tolist())):
+            rows += [None] * (count * size - len(rows))
+            found += [(k, rows[i * size : (i + 1) * size]) for i in range(count)]
+        return found
+
+    def taken(self, batch, step, then):
+        """A batch as `read` gives it; what it lacks is noted."""
+        for x in batch.pop("left_out"):
+            if type(x) is Note:
+                self.report.note(*x, again=False)
+            elif type(x) is not Late:
+                self.report.add(*x, again=False)
+            elif any(roomy(shape, x.frames, x.labels) for shape in self.loads.shapes):
+                self.late.append(x)
+            else:
+                self.report.add("more labels than batches of its length have room for", x.name, again=False)
+        return then(batch, np.random.default_rng((self.config.run.seed, 4, step))) if then else batch
 
     def read(self, first, end, then=None, until=None):
         """Batches of steps `first` to `end`, or to the start of epoch `until`, whose `last` one says so.
@@ -381,7 +449,7 @@ class OnTheFly:
         `then`: a function of a batch and a generator of random numbers, to add to it.
         """
         source, made, ahead, pool = self.order, None, None, ThreadPoolExecutor(1)
-        step, epoch, window, done = self.place
+        (step, epoch, window, done), late = self.place, []
         try:
             while (epoch < until) if until is not None else (step < end):
                 if ahead is not None:
@@ -406,10 +474,20 @@ class OnTheFly:
                         made = workers.items(load, count, 1 if self.workers else THREADS, self.workers)
                     empty = [None] * source.shapes[shapes[i]].rows * len(source.readers)
                     batch = next(made) if mine[i] else self.loads(epoch, int(shapes[i]), empty)
-                    for reason, name in batch.pop("left_out"):
-                        self.report.add(reason, name, again=False)
-                    if then:
-                        batch = then(batch, np.random.default_rng((self.config.run.seed, 4, step)))
+                    batch = self.taken(batch, step, then)
+                    if ends and following[0] > epoch and (late := self.planned()):
+                        self.place = step, epoch, window, i + 1
+                    if until is not None:
+                        batch["last"] = ends and not late and following == (until, 0)
+                    yield batch
+                late = self.planned() if following[0] > epoch else []
+                for i in range(max(0, done - len(shapes)), len(late)):
+                    if step == end and until is None:
+                        return
+                    step, ends = step + 1, i + 1 == len(late)
+                    batch = self.taken(self.loads(epoch, *late[i]), step, then)
+                    self.place = (step, *following, 0) if ends else (step, epoch, window, len(shapes) + i + 1)
+                    self.late *= not ends
                     if until is not None:
                         batch["last"] = ends and following == (until, 0)
                     yield batch

@@ -2,13 +2,18 @@
 
 import contextlib
 import functools
+import sys
 from pathlib import Path
 
-from jax_rnnt_speech.data import audio, manifests
+from tqdm import tqdm
+
+from jax_rnnt_speech.data import audio, index, manifests
+from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import windows
 from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.system import UserError
 
+ROOM = 1.1  # a file that is so much longer than a segment by its header is not measured
 HELD = 60_000  # frames of the recordings that are sorted by length at once: 10 minutes of usual features
 
 
@@ -30,6 +35,26 @@ def recordings(arguments, audio_column=""):
     with contextlib.suppress(UserError):
         found.extend(listed(arguments, audio_column))
     return found
+
+
+def settled(entries):
+    """The entries, each with the part of its file that its times mean, as `audio.within` decides; a note says so.
+
+    A file is decoded for that where its header does not tell that it is longer than its segments.
+    """
+    lengths = {}
+    for x in entries:
+        if isinstance(x, manifests.Entry) and x.end is not None:
+            with contextlib.suppress(UserError, OSError):  # it is an error once it is read
+                if x.audio not in lengths:
+                    lengths[x.audio] = abs(index.of_header(x.audio)), False
+                if not lengths[x.audio][1] and lengths[x.audio][0] < ROOM * x.end + 1:
+                    lengths[x.audio] = audio.seconds(audio.stretches(x.audio)), True
+                start, end, note = audio.within(x.audio, lengths[x.audio][0], x.start, x.end, least=0)
+                if note:
+                    tqdm.write(f"{shown(x.name)}: {note}", file=sys.stderr)
+                    x = x._replace(start=start, end=end)
+        yield x
 
 
 def loaded(entries, rate):

@@ -11,6 +11,7 @@ import sys
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from jax_rnnt_speech.data import audio, manifests
 from jax_rnnt_speech.data.manifests import LineError
@@ -210,8 +211,10 @@ def loaded(entries, rate):
     for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and x.audio):
         found, sources = list(group), {}  # of the channels of a recording
         for x in found:
-            if isinstance(x, manifests.Fault) or x.end - x.start > HELD:
+            if isinstance(x, manifests.Fault):
                 yield from recognise.loaded([x], rate)
+            elif x.end - x.start > HELD:
+                yield x.name, cut_at_the_end(x, rate)
             else:
                 if x.channel not in sources:
                     short = [y for y in found if y.channel == x.channel and y.end - y.start <= HELD]
@@ -219,10 +222,28 @@ def loaded(entries, rate):
                 yield x.name, next(sources[x.channel])
 
 
+def cut_at_the_end(x, rate):
+    """Pieces of the samples of a segment, which may end behind its recording."""
+    found = False
+    try:
+        for piece in audio.pieces(x.audio, rate, x.start, x.end, x.channel):
+            found = True
+            yield piece
+    except audio.Beyond:
+        if not found:
+            raise
+        say_overrun(x)
+
+
+def say_overrun(x):
+    tqdm.write(f"{shown(x.name)}: {audio.OVERRUN}", file=sys.stderr)
+
+
 def cuts(entries, rate):
     """The samples of each segment, or a UserError: cut out of a recording as it is decoded, in order of their starts.
 
-    Samples are held from the start of the last segment on.
+    A segment that ends behind its recording, as diarizers write them, is cut there, and a line says so. Samples are
+    held from the start of the last segment on.
     """
     pieces, error = audio.pieces(entries[0].audio, rate, 0.0, None, entries[0].channel) if entries else None, None
     held, begin = np.zeros(0, np.float32), 0
@@ -242,5 +263,10 @@ def cuts(entries, rate):
         dropped = min(max(0, first - begin), len(held))
         held, begin = held[dropped:], begin + dropped
         found, missing = held[: max(0, last - begin)], last - begin - len(held)
-        lacks = not pieces and (not len(found) or missing > audio.SLACK * rate)
-        yield (error or audio.AudioError(x.name, "a segment beyond the end of its file")) if lacks else found
+        lacks = not pieces and missing > audio.SLACK * rate
+        if not pieces and (not len(found) or (lacks and error)):
+            yield error or audio.AudioError(x.name, audio.BEYOND)
+            continue
+        if lacks:
+            say_overrun(x)
+        yield found

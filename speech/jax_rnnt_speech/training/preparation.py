@@ -1,14 +1,16 @@
 """Opens all that a training needs, and checks it, before anything of an earlier run is set aside."""
 
 import functools
+import sys
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from tqdm import tqdm
 
 from jax_rnnt_speech import runs
-from jax_rnnt_speech.data import batches, cache, corpora
+from jax_rnnt_speech.data import batches, cache, corpora, sources
 from jax_rnnt_speech.data.on_the_fly import OnTheFly
 from jax_rnnt_speech.recognition import search_options
 from jax_rnnt_speech.system import UserError, hosts, programs, refuse_if
@@ -49,6 +51,13 @@ def report(model, parts, train, valid):
         hosts.say(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
 
+def warn(*lines):
+    """Prints lines that are not empty on the standard error, in the first process."""
+    for line in filter(None, lines):
+        if not jax.process_index():
+            tqdm.write(line, file=sys.stderr)
+
+
 def training_corpus(config, start, run, folder):
     """What --train names, in memory or on the fly."""
     if not config.data.on_the_fly:
@@ -58,15 +67,18 @@ def training_corpus(config, start, run, folder):
     return OnTheFly(config, folder, start.workers, order, run.last or 0)
 
 
-def prepared(config, start, searching):
-    """A Training by its configuration, a `Start` and a `Searching`."""
+def prepared(config, start, searching, lines=()):
+    """A Training by its configuration, a `Start` and a `Searching`; before data are read, these lines are printed."""
     run = runs.Run(start.workdir, resume=start.resume, overwrite=start.overwrite)
     devices = Devices(Mesh(np.array(hosts.devices(start.platform, start.devices)), ("data",)))
     programs.keep(run.workdir / "programs")
     folder = None if start.cache and start.cache.name == "none" else start.cache or run.workdir / "cache"
     refuse_if(start.workers and not config.data.on_the_fly, "--workers needs --on-the-fly")
+    warn(*lines)
     known = [training_corpus(config, start, run, folder)]
     known += [corpora.open_corpus(config.data.valid, config, "valid", folder)]
+    if both := sources.in_both(*known):
+        warn(f"train is tested on {both} utterances that are also in --train: their rates are those of the training")
     record = Record(run, *known)
     model = record.open(config, devices, start)
     fly, parts = config.data.on_the_fly, Parts(config, model.shapes)
@@ -103,8 +115,9 @@ def prepared(config, start, searching):
     until = None
     if count := config.run.epochs:
         config, about = config.replace(steps=steps(count), epochs=0).consistent(), ""
-        if fly and known[0].order.window:  # the number of steps is an estimate, which the learning rate follows
-            read, about, until = functools.partial(read, until=count), "about ", count
+        if fly:  # the number of steps may be an estimate, which the learning rate follows
+            read, until = functools.partial(read, until=count), count
+            about = "about " * bool(known[0].order.window)
         hosts.say(f"{count} epochs of {about}{steps(1):,} batches")
     ended = known[0].place[1] >= until if until else config.run.steps <= (run.last or 0)
     seen = [

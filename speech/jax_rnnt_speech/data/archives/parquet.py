@@ -20,6 +20,7 @@ class Cell:
     column: str
     group: int  # of rows
     row: int  # within the group
+    clip = True  # a row holds what it is about
 
     def __str__(self):
         return f"{self.archive}/{self.group}.{self.row}"
