@@ -63,7 +63,8 @@ class JointLogits(Layout):
     error of the gradient. Time grows with the lengths, not the padding. Projections of encoder or predictor alone
     belong outside of `joint`, where they run once a frame or column and not once a node.
 
-    On TPUs and GPUs a `LinearJoint` runs in kernels instead, which keep logits on the chip. They honour
+    On TPUs and GPUs a `LinearJoint` can run in kernels instead, which keep logits on the chip: where `selftest` has
+    found them right, or with implementation="kernel". They honour
     `jax.default_matmul_precision`: unless it asks for more, factors of products are rounded to bfloat16 on a TPU, and
     those of float32 to TF32 on a GPU.
 

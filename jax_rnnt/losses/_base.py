@@ -77,9 +77,9 @@ class TransducerLoss(metaclass=_Once):
         Adds delay_penalty * ((T_b - 1) / 2 - t) to the label arcs of frame t (k2), which rewards early labels. The
         returned loss includes it; it has a gradient.
     implementation : {None, "kernel", "reference"}
-        None: kernels where there are some, else the reference, with a warning that says why; "kernel": an error where
-        there are none; "reference": plain JAX, differentiable any number of times, and in forward mode if `clamp` is
-        off.
+        None: kernels that are known to be right on the device (docs/accelerators.md), else tiles or the reference, with
+        a warning that says why; "kernel": all kernels, and an error where there are none; "reference": plain JAX,
+        differentiable any number of times, and in forward mode if `clamp` is off.
     inplace : bool, default True
         Lets the gradient overwrite the logits, which saves their size at the peak of memory. XLA first copies logits
         that are still needed: choose False where they are an argument of the differentiated program and not donated.

@@ -21,9 +21,9 @@ cd "$(dirname "$0")/../.."
 
 PARTS=(build joint searches check selftest librispeech benchmark counters decode suite large memcheck racecheck example)
 SETTLED=' benchmark counters decode example ' # have a record: they run only where they are named
-TOGETHER=' suite large memcheck racecheck example ' # time nothing, so they run side by side, at the end
+TOGETHER=' selftest suite large memcheck racecheck example ' # time nothing, so they run side by side, at the end
 # Time limits in seconds. Those of the others and the longest of these add up to less than ten minutes.
-declare -A SECONDS_OF=([build]=110 [joint]=170 [searches]=70 [check]=30 [selftest]=30 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
+declare -A SECONDS_OF=([build]=110 [joint]=170 [searches]=70 [check]=30 [selftest]=120 [benchmark]=120 [counters]=70 [librispeech]=50 [decode]=80 [suite]=120
   [large]=120 [memcheck]=60 [racecheck]=120 [example]=120)
 # B, T, U, V: the first stands for LibriSpeech; the second has the narrowest rows. There XLA compiles plain JAX for two
 # minutes, so the last alone has the other contestants.

@@ -411,15 +411,24 @@ def test_refused_with_a_reason(case, kernels):
     assert count == 0 and reason in text
 
 
-@OF_CUDA
-def test_shared_memory(kernels, monkeypatch):
-    """Fewer rows of a block where a device has less of it; tiles before compute capability 8.0."""
-    module = lambda *found: type("Module", (), {"devices": staticmethod(lambda: found)})
+@pytest.mark.no_kernel
+def test_devices_of_kernels():
+    """Tiles before compute capability 8.0 and where there is no code, as the kernels have no PTX."""
+    own = {"joint_architectures": "80-real 90-real"}
+    module = lambda *found: type("Module", (), own | {"devices": staticmethod(lambda: found)})
     assert gpus.shared_memory(module((9, 0, 232448), (8, 9, 101376)), False, None) == 101376
     assert "device 0 has 7.5" in gpus.shared_memory(module((7, 5, 65536)), False, None)
+    assert "none for device 1, of compute capability 11.0" in gpus.shared_memory(
+        module((8, 6, 101376), (11, 0, 232448)), False, None
+    )
     kinds = {"NVIDIA H100 80GB HBM3": 227, "NVIDIA B200": 227, "NVIDIA H200": 227, "NVIDIA A100": 99, None: 99}
     for kind, size in kinds.items():
         assert gpus.shared_memory(module(), False, kind) == size << 10
+
+
+@OF_CUDA
+def test_shared_memory(kernels, monkeypatch):
+    """Fewer rows of a block where a device has less of it."""
     monkeypatch.setattr(loading, "shared_memory", lambda *_: 99 << 10)
     case = Case(family.RNNT, 9)
     check(case.run(activation=jnp.tanh), case.expected(), 2e-5)

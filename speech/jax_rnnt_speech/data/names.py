@@ -86,9 +86,9 @@ class Names:
         self.known = collections.defaultdict(list)  # by the last part, and by that without its suffix
 
     def add(self, name, recording):
-        folders, base = parts(name)
-        for key in {base, base.rpartition(".")[0] if "." in base else base}:
-            self.known[key].append((folders, base, recording))
+        found = *parts(name), recording
+        for key in {found[1], found[1].rpartition(".")[0] if "." in found[1] else found[1]}:
+            self.known[key].append(found)
 
     def find(self, name, whole=False):
         """The recordings that the name fits best: none, one, or several if it does not say which.

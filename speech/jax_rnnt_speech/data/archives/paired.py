@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from jax_rnnt_speech.data import manifests, names
-from jax_rnnt_speech.data.archives.storage import HEAD, Shard, bytes_of, steadily
-from jax_rnnt_speech.data.archives.tars import DAMAGED, LINK, is_audio, is_text, key_of, member_of, members, walked
+from jax_rnnt_speech.data.archives.storage import Member, Shard, bytes_of, steadily
+from jax_rnnt_speech.data.archives.tars import DAMAGED, LINK, is_audio, is_text, key_of, member_of, members, two, walked
 from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
 from jax_rnnt_speech.data.names import Names
 
@@ -40,7 +40,7 @@ class Paired(Shard):
             if type(x) is Fault:
                 yield (), [x]
             elif is_audio(kind):
-                known.add(x.name, x._replace(start=x.start[:HEAD]))
+                known.add(x.name, (x._replace(start=b""), member_of(self.path, x).seconds))
             elif kind and not is_text(kind):
                 others[names.stem(x.name)] = kind
         folders = functools.cache(lambda: self.folders(keys))
@@ -49,13 +49,18 @@ class Paired(Shard):
 
             def where(wanted):
                 nonlocal place
-                found = named(known, wanted, folders)
-                manifests.leave_out_if(not found, self.missing(known, others, wanted))
-                if len(found) > 1:
-                    raise LineError(f"two recordings of one name: {found[0].name} and {found[1].name}")
-                manifests.leave_out_if(found[0].link, LINK)
-                place = found[0].offset, found[0].end
-                return member_of(self.path, found[0])
+                found = some(known, wanted)
+                if not found:
+                    raise LineError(self.missing(known, others, wanted))
+                (info, seconds), *more = found
+                if more:
+                    raise LineError(f"two recordings of one name: {two(info, more[0][0])}")
+                bare = len(names.parts(info.name)[0]) < len(names.parts(wanted)[0])
+                if bare and len(folders()[last(wanted)]) > 1:
+                    raise LineError(f"{info.name} of {self.base} has no folder, and lines name it in several")
+                manifests.leave_out_if(info.link, LINK)
+                place = info.offset, info.end
+                return Member(self.path, info.offset_data, info.size, info.name, seconds)
 
             entries = [*described(line, where, name, keys)]
             yield (*place, begin, size), entries
@@ -84,26 +89,19 @@ class Paired(Shard):
         if type(info) is Fault:
             return [info]
         member = member_of(self.path, info)
-        if info.link:
-            return [Fault(LINK, member.name)]
         return described(line, lambda _: member, f"{Path(self.lines).name} byte {place}", keys)
 
 
 def last(name):
-    """The last part of a name, without its suffix and what NeMo writes behind further parts of a recording."""
+    """The last part of a name, without its suffix and what `some` leaves out."""
     return re.sub(r"-sub\d+$", "", names.stem(names.parts(name)[1]))
 
 
-def named(known, wanted, folders):
-    """The recordings that a name may mean. `folders`: -> {last part of a name: the folders that lines have for it}.
-
-    Where the archive has fewer folders than the name, and lines have several names that would fit, none does.
-    """
-    if wanted.endswith(CUT):
-        return known.find(wanted.removesuffix(CUT), whole=True)
-    found = known.find(wanted) or known.find(re.sub(r"-sub\d+(?=\.\w+$|$)", "", wanted))
-    few = len(found) == 1 and len(names.parts(found[0].name)[0]) < len(names.parts(wanted)[0])
-    return [] if few and len(folders()[last(wanted)]) > 1 else found
+def some(known, name):
+    """The recordings that a name may mean; NeMo writes -sub1, -sub2, ... behind further parts of one."""
+    if name.endswith(CUT):
+        return known.find(name.removesuffix(CUT), whole=True)
+    return known.find(name) or known.find(re.sub(r"-sub\d+(?=\.\w+$|$)", "", name))
 
 
 def described(line, where, name, keys):

@@ -92,6 +92,15 @@ def pax(data):
     return found.get(b"path", b"") if size + digits == len(data) and found.keys() <= PLAIN else None
 
 
+def size_of_common(block):
+    """Bytes of an extended header of all files, such as git writes, with nothing of importance; 0: it is none."""
+    try:
+        info = tarfile.TarInfo.frombuf(block[:512], "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return 0
+    return (info.type == tarfile.XGLTYPE) * (512 + -(-info.size // 512) * 512)
+
+
 def past_zeros(read, place):
     """Where the block of the first byte that is not zero begins, from a place on; None: there is no such byte."""
     while data := read(place, 2**20):
@@ -128,6 +137,9 @@ def walked(path, place=0, end=None):
             info = usual(block, begin, place)
             if info is None or (begin < place and len(info.start) < min(info.size, ENOUGH)):
                 begin, block = place, read(place, BLOCK)
+                if common := size_of_common(block):
+                    place += common
+                    continue
                 try:
                     info = usual(block, begin, place) or steadily(unusual, path)
                 except tarfile.TarError:
@@ -174,6 +186,11 @@ def data_of(path, info):
 
 def member_of(path, info):
     return Member(path, info.offset_data, info.size, info.name, headers.seconds(info.start[:HEAD], info.size) or 0.0)
+
+
+def two(a, b):
+    """The names of two files, with their places where the names are equal."""
+    return f"{a.name} and {b.name}" if a.name != b.name else f"{a.name} at byte {a.offset} and at byte {b.offset}"
 
 
 def key_of(name):
@@ -264,8 +281,7 @@ class Tar(Shard):
             yield (several[0].offset, several[-1].end, 0, 0), [known] if known else self.entries(key, infos, keys)
         for key, (a, b) in twice.items():
             del apart[key]
-            names = f"{self.base}/{a.name} at byte {a.offset} and {b.name} at byte {b.offset}"
-            yield (), [Fault("two files of one name, apart from those that they belong to", names)]
+            yield (), [Fault("two files of one name, apart from what they belong to", f"{self.base}: {two(a, b)}")]
         halves = {(key.rpartition("/")[2], any(map(is_audio, infos))) for key, infos in apart.items()}
         for key, infos in apart.items():
             for sounds, texts in paired(infos):
