@@ -477,30 +477,6 @@ def test_transform(name, transform, devices):
     transform(name)
 
 
-RESULTS = jax_rnnt.Alignment, decode.Hypotheses, decode.FoundPhrase, metrics.LabelErrors
-ARGUMENTS = LOSSES["TDTLoss"], LOSS, jax_rnnt.BandLogits(np.zeros((2, 3, 2, 4)), np.zeros((2, 3), np.int32))
-
-
-@pytest.mark.parametrize(
-    "x", [*(x(*np.arange(1.0 * len(x._fields))) for x in RESULTS), *ARGUMENTS], ids=lambda x: type(x).__name__
-)
-def test_exported_types(x):
-    """A program takes and returns results, losses and arrays of logits, also from a file."""
-    pytest.importorskip("flatbuffers")
-    made = export.export(jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))(x)
-    found = export.deserialize(made.serialize()).call(x)
-    assert type(found) is type(x)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * np.asarray(b)), found, x)
-
-
-def test_a_function_cannot_be_stored():
-    pytest.importorskip("flatbuffers")
-    loss = jax_rnnt.JointLogits(jax_rnnt.LinearJoint(np.zeros((E, V))), np.zeros((T, E)), np.zeros((U, E)))
-    made = export.export(jax.jit(lambda x: jax.tree.leaves(x)[0]))(loss)
-    with pytest.raises(ValueError, match=r"JointLogits|LinearJoint"):
-        made.serialize()
-
-
 def test_names_of_residuals_under_remat3():
     """JAX 0.10 cannot name what `vmap` maps under its flag `jax_remat3`."""
     if not hasattr(jax.config, "jax_remat3"):
