@@ -125,6 +125,7 @@ def test_the_same_files(tmp_path, refused):
     line = "put some of its lines"
     for train, valid, message in (
         ("m.jsonl", "m.jsonl", line), ("*.jsonl", "n.jsonl", line), ("m.jsonl", "l.jsonl", line),
+        ("l*.jsonl", "m.jsonl", line),
         ("a", "link/one", "by speakers"), ("?", "b", "by speakers"),
     ):  # fmt: skip
         train, valid = tmp_path / train, tmp_path / valid
