@@ -59,8 +59,6 @@ JOINT = (
     Case("subwords", B=4, T=160, U=40, V=1024, H=640),
     Case("subwords, 30% padded", B=4, T=160, U=40, V=1024, H=640, shortest=0.673),
     Case("subwords, 50% padded", B=4, T=160, U=40, V=1024, H=640, shortest=0.41),
-    Case("axlearn", B=4, T=375, U=100, V=1024, H=640),
-    Case("axlearn, ragged", B=4, T=375, U=100, V=1024, H=640, shortest=0.45),
     Case("words", B=2, T=100, U=25, V=8192, H=320),
     Case("V = 32768", B=1, T=100, U=20, V=32768, H=320),
     Case("V = 131072", B=1, T=50, U=10, V=131072, H=320),

@@ -1,12 +1,11 @@
 """The pictures of the pages: the build draws each function of `PICTURES` into docs/pictures, as an SVG.
 
-`python docs/pictures.py` draws docs/lattice.png, the picture of the README. Needs the extras "metrics" and "plot".
+`python docs/pictures.py` draws docs/lattice.png, the picture of the README. Needs the extra "plot".
 """
 
 import json
 import pathlib
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -18,8 +17,6 @@ from jax_rnnt import (
     TargetRobustRNNTLoss,
     TDTLoss,
     WildcardRNNTLoss,
-    decode,
-    metrics,
     plot,
     timing,
 )
@@ -129,30 +126,6 @@ def emissions():
     plot.draw_emissions(features, label, TARGETS, texts=list(WORD), **CLOCK, ax=axes(3.4))
 
 
-def latencies():
-    batch = model(1.0), TARGETS, FRAMES, len(WORD)
-    slow, fast = LOSS.label_frames(*batch), RNNTLoss(blank=0, delay_penalty=0.5).label_frames(*batch)
-    plot.draw_latencies(slow, fast, TARGETS, names=("plain", "penalty 0.5"), texts=list(WORD), **CLOCK, ax=axes(2.6))
-
-
-def beam():
-    heard = np.zeros((FRAMES, 27), np.float32)
-    heard[:, 0] = 3
-    for letters, middle in zip(("h", "ea", "l", "l", "ou"), SPOKEN):
-        for place, letter in enumerate(letters):
-            heard[:, ord(letter) - ord("a") + 1] += np.maximum(0, 9 - place - 8 * np.abs(np.arange(FRAMES) - middle))
-    predictor = decode.stateless_predictor(lambda labels: jax.numpy.zeros((len(labels), 27)), 1, start=27)
-    search = decode.Search(MonotonicRNNTLoss(blank=0), jax.numpy.add, predictor, max_labels=20)  # the joint only adds
-    found = search.beam(heard[None], np.array([FRAMES]), width=6)
-    plot.draw_beam(found, texts=["", *"abcdefghijklmnopqrstuvwxyz"], **CLOCK, ax=axes(2.2))
-
-
-def reliability():
-    rng = np.random.default_rng(0)
-    confidences = rng.beta(4, 1, 600)
-    plot.draw_reliability(metrics.calibration(confidences, rng.random(600) < confidences**1.5), ax=axes(3.6))
-
-
 def waveform():
     """Words with confidences, as `timing.words` gives them, over the sound."""
     said = (0.24, 0.61, "good", 0.98), (0.66, 1.12, "morning", 0.93), (1.5, 1.7, "to", 0.55), (1.72, 2.1, "you", 0.9)
@@ -199,8 +172,7 @@ def tuning():
     ax.legend()
 
 
-PICTURES = untrained, lattice, topologies, planes, emissions, latencies, beam, reliability, waveform, memory
-PICTURES += (tuning,)
+PICTURES = untrained, lattice, topologies, planes, emissions, waveform, memory, tuning
 
 
 def draw(folder):

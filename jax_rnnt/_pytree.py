@@ -6,6 +6,7 @@ puts in their place (tracers, None, shardings). Here they run only when a user m
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -50,14 +51,23 @@ def register(cls):
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     if cls.__module__.partition(".")[0] == __package__:
-        store = {"serialize_auxdata": lambda structure: _written(cls, structure), "deserialize_auxdata": _read}
-        export.register_pytree_node_serialization(cls, serialized_name=f"{__package__}.{cls.__qualname__}", **store)
+        export.register_pytree_node_serialization(
+            cls,
+            serialized_name=f"{__package__}.{cls.__qualname__}",
+            serialize_auxdata=functools.partial(_written, cls),
+            deserialize_auxdata=_read,
+        )
     return cls
 
 
 def exportable(name: str) -> Callable[[Tuple], Tuple]:
     """Decorator of a named tuple: programs that `jax.export` stores under this name may take and return it."""
-    return lambda cls: export.register_namedtuple_serialization(cls, serialized_name=f"{__package__}.{name}")
+
+    def decorate(cls: Tuple) -> Tuple:
+        export.register_namedtuple_serialization(cls, serialized_name=f"{__package__}.{name}")
+        return cls
+
+    return decorate
 
 
 def _written(cls, structure) -> bytes:

@@ -168,7 +168,7 @@ def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
         return jnp.where(used[..., None], following, row), None
 
     used = count(labels.shape[-1]) < counts[..., None]
-    steps = (jnp.broadcast_to(jnp.moveaxis(x, -1, 0), (labels.shape[-1], *shape)) for x in (labels, used))
+    steps = [jnp.broadcast_to(jnp.moveaxis(x, -1, 0), (labels.shape[-1], *shape)) for x in (labels, used)]
     # As the carry of a scan, the row varies over devices, or is split over them, as the labels are.
     row = jnp.broadcast_to(column, (*shape, column.shape[-1]))
     row, *_ = _xla.split_alike(len(shape), row, counts, targets)
@@ -447,7 +447,7 @@ def _pairs(function, labels, counts, targets, target_lengths):
         way = "targets[:, None] and target_lengths[:, None] for N hypotheses of each utterance"
         raise ValueError(f"{function}: targets must have {expected} ({way}), got {targets.shape}.")
     try:
-        shape = np.broadcast_shapes(counts.shape, target_lengths.shape)
+        shape = jnp.broadcast_shapes(counts.shape, target_lengths.shape)
     except ValueError:
         expected = f"batch dimensions that broadcast with those of labels, {counts.shape}"
         raise ValueError(f"{function}: targets must have {expected}, got {target_lengths.shape}.") from None

@@ -1,4 +1,4 @@
-"""Pictures of lattices, emissions and confidences, with matplotlib.
+"""Pictures of lattices and emissions, with matplotlib.
 
 Every `draw_...` draws on Axes, returns them and shows nothing. The pictures work in grey: dark is probable, and marks
 and line styles tell things apart, not colours alone. Long utterances have thinner lines, and names only where there is
@@ -9,9 +9,8 @@ T frames of the encoder, U labels, F features of an input frame; `hop` and `subs
 """
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +20,6 @@ from jax.typing import ArrayLike
 from jax_rnnt import PackedLogits, _checks, lattices, timing
 from jax_rnnt._extras import needed_by
 from jax_rnnt._keywords import keywords
-from jax_rnnt.decode import Hypotheses
 from jax_rnnt.lattices._topology import Topology
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import TransducerLoss
@@ -36,10 +34,7 @@ with needed_by("jax_rnnt.plot", "plot"):
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FixedLocator
 
-if TYPE_CHECKING:
-    from jax_rnnt.metrics import Calibration
-
-__all__ = ["arc_posteriors", "draw_beam", "draw_emissions", "draw_latencies", "draw_lattice", "draw_reliability"]
+__all__ = ["arc_posteriors", "draw_emissions", "draw_lattice"]
 
 FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
 LETTER = 0.09  # inches of a letter, with room around it
@@ -299,199 +294,6 @@ def _add_key_of_emissions(ax: Axes) -> None:
     columns = 3 if _width(ax) > 8 else 1  # three need 8 inches
     below = ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=columns)
     below.set(frame_on=False)
-
-
-@keywords
-def draw_latencies(
-    first: npt.ArrayLike,
-    second: npt.ArrayLike,
-    targets: npt.ArrayLike,
-    *,
-    names: tuple[str, str] = ("first", "second"),
-    texts: Sequence[str] | None = None,
-    hop: float = 1.0,
-    subsampling: int = 1,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draws when two models expect to emit each label of an utterance.
-
-    U labels. The title says by how much the second model is later, on average over the labels that both emit: a frame
-    below 0 is padding or no path, and has no time.
-
-    Parameters
-    ----------
-    first, second : Array, integer or floating [U]
-        Frames of the encoder: ``loss.label_frames`` of either model, or frames of best paths.
-    targets : Array, integer [U]
-    names : tuple of two str
-        What the models are called.
-    texts, hop, subsampling, ax
-        As in `draw_lattice`.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-
-    Raises
-    ------
-    ValueError
-        An argument has another shape, or `texts` are not one for each label.
-
-    Examples
-    --------
-    ::
-
-        frames = (model.label_frames(...)[0] for model in (offline, streaming))
-        plot.draw_latencies(*frames, targets[0], names=("offline", "streaming"), hop=0.04, ax=ax)
-    """
-    labels = _names("draw_latencies", targets, texts)
-    both = []
-    for name, frames in (("first", first), ("second", second)):
-        if np.shape(frames) != (len(labels),):
-            raise ValueError(f"draw_latencies: {name} must have shape [U] = {(len(labels),)}, got {np.shape(frames)}.")
-        both.append(timing.frames_to_seconds(frames, hop=hop, subsampling=subsampling))
-    ax = plt.gca() if ax is None else ax
-    rows = np.arange(len(labels))
-    thin = _thin(len(labels) / 40)
-    ax.hlines(rows, both[0], both[1], color="0.5", lw=1.5 * thin, zorder=1)
-    ax.plot(both[0], rows, "o", color="black", markersize=6 * thin, label=names[0])
-    (squares,) = ax.plot(both[1], rows, "s", markersize=6 * thin, label=names[1])
-    squares.set(markerfacecolor="white", markeredgecolor="tab:red", markeredgewidth=1.5 * thin)
-    later = both[1] - both[0]
-    later = later[~np.isnan(later)]
-    if len(later):
-        unit = "frames" if hop == 1 else "s"
-        ax.set_title(f"{names[1]} is {abs(later.mean()):.3g} {unit} {'later' if later.mean() >= 0 else 'earlier'}")
-    _label_rows(ax, labels)
-    ax.invert_yaxis()
-    ax.legend()
-    ax.set(xlabel=_time_label(hop), ylabel="label")
-    return ax
-
-
-@keywords
-def draw_beam(
-    hypotheses: Hypotheses,
-    utterance: int = 0,
-    *,
-    texts: Sequence[str] | None = None,
-    hop: float = 1.0,
-    subsampling: int = 1,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draws the hypotheses of one utterance below each other, the best one on top: each label at its frame.
-
-    A label is as dark as the model is sure of it. A label in a box is missing from the best hypothesis. Where labels
-    would overlap, they move right; ticks mark the true frames. A row begins with its score, in nats. B utterances, N
-    hypotheses of each.
-
-    Parameters
-    ----------
-    hypotheses : decode.Hypotheses [B, N]
-        From `Search.beam`.
-    utterance : int, default 0
-        The utterance's row in the batch.
-    texts : sequence of str, optional
-        What the classes of the vocabulary are called; default: their numbers.
-    hop, subsampling, ax
-        As in `draw_lattice`.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-
-    Raises
-    ------
-    ValueError
-        `hypotheses` are not those of a beam.
-
-    Examples
-    --------
-    ::
-
-        hypotheses = decode.Search(loss, joint, predictor, max_labels=100).beam(encoder_out, lengths, width=4)
-        plot.draw_beam(hypotheses, utterance=2, texts=vocabulary, hop=0.01, subsampling=4)
-    """
-    labels = np.asarray(hypotheses.labels)
-    if labels.ndim != 3:
-        raise ValueError(f"draw_beam: hypotheses must have labels [B, N, L], those of Search.beam, got {labels.shape}.")
-    counts, scores, frames, sure = (
-        np.asarray(x)[utterance]
-        for x in (hypotheses.counts, hypotheses.scores, hypotheses.frames, hypotheses.label_log_probs)
-    )
-    rows, labels = np.flatnonzero(np.isfinite(scores)).tolist(), labels[utterance]
-    ax = plt.gca() if ax is None else ax
-    second = float(timing.frames_to_seconds(1, hop=hop, subsampling=subsampling))
-    end = second * max([frames[row, : counts[row]].max(initial=0) for row in rows], default=0) + second
-    letter = end * LETTER / _width(ax)
-    best = labels[rows[0], : counts[rows[0]]].tolist() if rows else []
-    for place, row in enumerate(rows):
-        hypothesis = labels[row, : counts[row]].tolist()
-        matches = difflib.SequenceMatcher(None, best, hypothesis, autojunk=False).get_matching_blocks()
-        shared = {i for match in matches for i in range(match.b, match.b + match.size)}
-        times, right = frames[row, : counts[row]] * second, 0.0
-        ax.plot(times, np.full(len(times), place + 0.25), "|", color="0.6", markersize=4)
-        for i, (label, time) in enumerate(zip(hypothesis, times)):
-            name = str(label) if texts is None else _shown(texts[label])
-            left = max(time, right)
-            right = left + (len(name) + 0.3) * letter
-            box = None if i in shared else {"boxstyle": "square,pad=0.1", "facecolor": "none", "edgecolor": "tab:red"}
-            color = plt.get_cmap("Greys")(0.4 + 0.6 * float(np.exp(min(sure[row, i], 0.0))))
-            ax.text(left, place, name, color=color, bbox=box, va="center", ha="left", fontsize="small")
-        end = max(end, right)
-    ax.set_yticks(range(len(rows)), [f"{scores[row]:.1f}" for row in rows])
-    ax.set(xlim=(0, end), ylim=(max(len(rows), 1) - 0.5, -0.5), xlabel=_time_label(hop), ylabel="score")
-    names = None if texts is None or not rows else [texts[label] for label in best]
-    ax.set_title(_title(names, float(scores[rows[0]]), "best of the beam") if rows else "no hypothesis")
-    return ax
-
-
-@keywords
-def draw_reliability(calibration: "Calibration", *, ax: Axes | None = None) -> Axes:
-    """Draws how often words are right, by the confidence in them: a reliability diagram.
-
-    The height of a bar is the share of its bin's words that is right; the more words, the darker it is. A dot marks
-    their mean confidence. On the dashed line confidences are probabilities; below it the model is too sure. The title
-    has the expected calibration error.
-
-    Parameters
-    ----------
-    calibration : metrics.Calibration
-        From `metrics.calibration`.
-    ax : matplotlib.axes.Axes, optional
-        Default: the current ones of pyplot.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-
-    Raises
-    ------
-    TypeError
-        `calibration` lacks a field of `metrics.Calibration`.
-
-    Examples
-    --------
-    ::
-
-        plot.draw_reliability(metrics.calibration(confidences, correct), ax=ax)
-    """
-    fields = "edges", "counts", "confidences", "accuracies"
-    if not all(hasattr(calibration, name) for name in fields):
-        raise TypeError(f"draw_reliability: calibration must be that of metrics.calibration, got {calibration!r}.")
-    edges, counts, confidences, accuracies = (np.asarray(getattr(calibration, name)) for name in fields)
-    ax = plt.gca() if ax is None else ax
-    ax.plot([0, 1], [0, 1], "--", color="0.4", lw=1, zorder=3, label="confidences that are probabilities")
-    filled = counts > 0
-    shades = plt.get_cmap("Greys")(0.15 + 0.6 * counts[filled] / max(counts.max(initial=0), 1))
-    left, width = edges[:-1][filled], np.diff(edges)[filled]
-    ax.bar(left, accuracies[filled], width, align="edge", color=shades, edgecolor="black", lw=0.5)
-    (dots,) = ax.plot(confidences[filled], accuracies[filled], "o", color="tab:red", label="words of a bin")
-    dots.set(markersize=4, zorder=4)
-    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="share that is right")
-    ax.set_title(f"{counts.sum()} words, expected calibration error {100 * calibration.expected_error:.1f}%")
-    ax.legend(loc="upper left")
-    return ax
 
 
 def _names(function: str, targets: Any, texts) -> list[str]:

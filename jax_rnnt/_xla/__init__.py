@@ -8,6 +8,7 @@ and shardings of types.
 
 from jax_rnnt._xla.avals import explicit_axes as explicit_axes
 from jax_rnnt._xla.avals import is_split as is_split
+from jax_rnnt._xla.avals import named as named
 from jax_rnnt._xla.avals import reshard as reshard
 from jax_rnnt._xla.avals import result_aval as result_aval
 from jax_rnnt._xla.avals import rows_of_batch as rows_of_batch
@@ -20,6 +21,7 @@ from jax_rnnt._xla.avals import state_like as state_like
 from jax_rnnt._xla.avals import struct_like as struct_like
 from jax_rnnt._xla.avals import vary_together as vary_together
 from jax_rnnt._xla.avals import varying_axes as varying_axes
+from jax_rnnt._xla.avals import whole as whole
 from jax_rnnt._xla.grouped import Grouped as Grouped
 from jax_rnnt._xla.grouped import custom_call as custom_call
 from jax_rnnt._xla.grouped import most_over_groups as most_over_groups

@@ -3,17 +3,34 @@
 Every operand of one operation must vary over the same manual axes.
 """
 
+import functools
 import inspect
 import math
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 try:
     from jax.sharding import reshard
 except ImportError:  # before jax 0.7
     from jax.experimental.shard import reshard  # type: ignore[no-redef]
+
+
+def named(x, name: str):
+    """x under this name, for policies of `jax.checkpoint`."""
+    return checkpoint_name(x, name) if not getattr(jax.config, "jax_remat3", False) or _names_under_vmap() else x
+
+
+@functools.cache
+def _names_under_vmap() -> bool:
+    """Whether `vmap` may map a name while the flag `jax_remat3` is on; in jax 0.10 it may not."""
+    try:
+        jax.eval_shape(jax.vmap(lambda x: checkpoint_name(x, "any")), jax.ShapeDtypeStruct((1,), np.float32))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def varying_axes(aval) -> frozenset:
@@ -70,15 +87,24 @@ def split_alike(dimensions: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     def place(x):
         spec = [axes if n == size else None for axes, n, size in zip(specs, x.shape, sizes)]
-        spec += spec_of(jax.typeof(x))[dimensions:]
-        if spec == spec_of(jax.typeof(x)):
-            return x
-        if isinstance(x, jax.core.Tracer) or isinstance(source, jax.core.Tracer):
-            return reshard(x, NamedSharding(jax.typeof(source).sharding.mesh, PartitionSpec(*spec)))
-        # Without `jax.set_mesh` only the array knows the devices.
-        return jax.device_put(x, NamedSharding(source.sharding.mesh, PartitionSpec(*spec)))
+        return _resharded(x, spec + spec_of(jax.typeof(x))[dimensions:], source)
 
     return tuple(map(place, arrays))
+
+
+def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, none of them split over explicit mesh axes."""
+    return tuple(_resharded(x, [None] * x.ndim, x) for x in arrays)
+
+
+def _resharded(x, spec: list, source):
+    """x, split as `spec` says over the mesh of `source`."""
+    if spec == spec_of(jax.typeof(x)):
+        return x
+    if isinstance(x, jax.core.Tracer) or isinstance(source, jax.core.Tracer):
+        return reshard(x, NamedSharding(jax.typeof(source).sharding.mesh, PartitionSpec(*spec)))
+    # Without `jax.set_mesh` only the array knows the devices.
+    return jax.device_put(x, NamedSharding(source.sharding.mesh, PartitionSpec(*spec)))
 
 
 def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:

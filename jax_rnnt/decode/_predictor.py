@@ -200,8 +200,21 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     if label is None:
         raise ValueError("predict: start must be given, as the predictor has no start of its own, got None.")
     labels = jnp.pad(jnp.asarray(targets, jnp.int32), ((0, 0), (1, 0)), constant_values=label)
+    try:
+        return _rows(predictor, labels)
+    except Exception as error:
+        if type(error).__name__ != "ShardingTypeError" or not _xla.is_split(labels):
+            raise
+    # JAX leaves some functions of split labels to their author, such as `table[labels]`. Then each device computes the
+    # rows of all sequences, and keeps its own.
+    rows, _ = _xla.split_alike(1, _rows(predictor, *_xla.whole(labels)), labels)
+    return rows
+
+
+def _rows(predictor, labels):
+    """[B, U + 1, P] after each of the labels [B, U + 1]."""
     # On explicit mesh axes every sequence has its state where its labels are.
-    state = jax.tree.map(lambda x: _xla.state_like(labels, jnp.asarray(x)), predictor.initial(targets.shape[0]))
+    state = jax.tree.map(lambda x: _xla.state_like(labels, jnp.asarray(x)), predictor.initial(labels.shape[0]))
 
     def step(state, labels):
         rows, state = predictor.step(state, labels)

@@ -31,7 +31,9 @@ def begin_part(function: str, first, state, vary):
         raise TypeError(f"{function}: state must be Hypotheses.state of an earlier part by {function}, got {got}.")
     same_state(function, f"state of {function}", expected, state)
     # A branch, so that parts without a fresh row run no network here.
-    return jax.lax.cond(jnp.any(state.fresh), lambda x: replace_rows(x.fresh, first(), x), lambda x: x, vary(constant(state)))
+    return jax.lax.cond(
+        jnp.any(state.fresh), lambda x: replace_rows(x.fresh, first(), x), lambda x: x, vary(constant(state))
+    )
 
 
 @keywords

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode import Predictor, predict
@@ -122,7 +121,7 @@ def layered(predictor, cells, products, targets) -> jax.Array:
 
 def _lstm(layer, of_state, state, gates):
     cell, hidden = state
-    gates = checkpoint_name(gates + of_state(hidden), _GATES)
+    gates = _xla.named(gates + of_state(hidden), _GATES)
     read, forget, new, write = jnp.split(gates, 4, -1)
     cell = layer.gate_fn(forget) * cell + layer.gate_fn(read) * layer.activation_fn(new)
     hidden = layer.gate_fn(write) * layer.activation_fn(cell)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
@@ -94,7 +93,7 @@ def _sums_fwd(emission, *primals):
     learned = tuple(next(of_arrays if source is None else of_networks) for source in emission.joint.sources)
     emission = dataclasses.replace(emission, joint=dataclasses.replace(emission.joint, learned=learned))
     sums, values = _weighted(emission, weights, inputs, nodes)
-    return sums, (emission, weights, inputs, nodes, checkpoint_name(values, "rnnt_residuals"))
+    return sums, (emission, weights, inputs, nodes, _xla.named(values, "rnnt_residuals"))
 
 
 def _sums_bwd(residuals, cotangent):
@@ -156,7 +155,9 @@ def _padded(layouts, x: Sequences) -> Terms:
     *batch, frames, width, _ = layouts[0].shape
     firsts = [layout.first for layout in layouts if isinstance(layout, BandLogits)]
     differ = (jnp.any(firsts[0] != first, -1) for first in firsts[1:])
-    bad, num_frames, num_labels = x.within(frames, functools.reduce(operator.or_, differ, jnp.zeros_like(x.num_frames, bool)))
+    bad, num_frames, num_labels = x.within(
+        frames, functools.reduce(operator.or_, differ, jnp.zeros_like(x.num_frames, bool))
+    )
     targets = x.targets
     if targets is None:  # split over devices as the lengths are
         targets = jnp.broadcast_to(jnp.zeros_like(x.num_frames)[..., None], (*batch, (x.columns or 1) - 1))
@@ -242,10 +243,13 @@ def _split_alike(layouts, x: Sequences):
     fields = [(i, name) for i, layout in enumerate(layouts) for name in layout.batched]
     own = [getattr(layouts[i], name) for i, name in fields]
     names = [name for name in ("weights", "targets", "num_frames", "num_labels") if getattr(x, name) is not None]
-    placed = iter(_xla.split_alike(x.num_frames.ndim, *own, *(getattr(x, name) for name in names)))
+    arrays = *own, *(getattr(x, name) for name in names)
+    packed = isinstance(layouts[0], PackedLogits)
+    placed = iter(_xla.whole(*arrays) if packed else _xla.split_alike(x.num_frames.ndim, *arrays))
     for i, name in fields:
         layouts[i] = _pytree.replace(layouts[i], **{name: next(placed)})
-    return layouts, x._replace(**dict(zip(names, placed)))
+    changed: dict[str, typing.Any] = dict(zip(names, placed))
+    return layouts, x._replace(**changed)
 
 
 def _traced(function, rows, like, layouts, labels, dtype):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks, _pytree
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt._pytree import static
 from jax_rnnt.emissions._emission import NO_LABEL, Emission, Nodes, Placement
@@ -166,6 +166,10 @@ class PackedLogits(Layout):
             raise ValueError(f"{function}: targets must have shape [B, U], got {np.shape(targets)}.")
         batch, labels = np.shape(targets)
         return _checks.sequences(function, targets, logit_lengths, target_lengths, (batch,), labels)
+
+    def split_alike(self, *arrays):
+        """Each device has all rows, which may be of any sequence: so it gets all sequences."""
+        return self, *_xla.whole(*arrays)
 
     def emission(self, function, loss, softmax, targets, logit_lengths, target_lengths):
         frames = self.frames_for(logit_lengths)

@@ -74,7 +74,7 @@ def _of_device(call: Call) -> Any:
     batch = layout.sequences(function, call.targets, call.logit_lengths, call.target_lengths)
     if windows is not None:
         windows = _checks.integers(function, "label_windows", windows, (*batch[0].shape, 2), "[..., U, 2]")
-    others = () if windows is None else (windows,)
+    others = [] if windows is None else [windows]
     layout, *others, targets, logit_lengths, target_lengths = layout.split_alike(*others, *batch)
     batch, windows = (targets, logit_lengths, target_lengths), others[0] if others else None
     softmax = softmax_of(function, loss)

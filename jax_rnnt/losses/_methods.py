@@ -24,11 +24,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_rnnt import _pytree
-from jax_rnnt._xla import vary_together
+from jax_rnnt._xla import named, vary_together
 from jax_rnnt.emissions._emission import has_nan, inside_targets, isolate, scale_cotangent, widened
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.lattices import _order as order
@@ -112,7 +111,7 @@ def _fused_fwd(emission, *primals):
     # All sequences share the leaves and each has its own cotangent, so the leaves' gradient waits for it.
     later = (pullback, gradients, bad) if learned else None
     # A policy of jax.checkpoint that saves this name recomputes the logits alone.
-    name = functools.partial(checkpoint_name, name="rnnt_residuals")
+    name = functools.partial(named, name="rnnt_residuals")
     losses, saved, cotangents, later = jax.tree.map(name, (losses, saved, cotangents, later))  # jax 0.6: arrays only
     return losses, (emission, loss, logits, placed, saved, cotangents, later)
 

@@ -1,4 +1,4 @@
-"""mwer_loss: the expected number of errors of an N-best list."""
+"""mwer_loss: the expected number of errors of an N-best list, minus their mean."""
 
 from typing import Literal
 
@@ -13,14 +13,15 @@ from jax_rnnt.emissions._softmax import accumulation_dtype
 
 @keywords
 def mwer_loss(nll: ArrayLike, errors: ArrayLike, reduction: Literal["mean", "none", "sum"] = "mean") -> jax.Array:
-    """Minimum word error rate loss (Prabhavalkar et al. 2018): expected errors of an N-best list.
+    """Minimum word error rate loss (Prabhavalkar et al. 2018): expected errors of an N-best list, minus their mean.
 
     N hypotheses of each utterance; `...` is any number of batch dimensions. With p = softmax(-nll) over the list and
     the mean error e' of its hypotheses::
 
         loss = sum over n of p[n] (errors[n] - e')
 
-    Subtracting e' changes no gradient: d loss / d nll[n] = -p[n] (errors[n] - sum over m of p[m] errors[m]).
+    So the loss is not the expectation itself, but below 0 where better hypotheses are more probable. Subtracting e'
+    changes no gradient: d loss / d nll[n] = -p[n] (errors[n] - sum over m of p[m] errors[m]).
 
     Parameters
     ----------

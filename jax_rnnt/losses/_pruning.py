@@ -86,8 +86,8 @@ def prune_ranges(
     frames, labels = _checks.known(logit_lengths), _checks.known(target_lengths)
     if frames is not None and labels is not None:
         _check_width(name, blank.shape, frames.astype(np.int64), labels.astype(np.int64), width, variant)
-    arrays = _xla.split_alike(len(batch), blank, label, num_frames, num_labels)
-    return _prune_ranges(*arrays, width, variant == "standard")
+    blank, label, num_frames, num_labels = _xla.split_alike(len(batch), blank, label, num_frames, num_labels)
+    return _prune_ranges(blank, label, num_frames, num_labels, width, variant == "standard")
 
 
 def _check_width(name, shape, num_frames, num_labels, width, variant):

@@ -46,7 +46,7 @@ def _with_other_labels(label, blank, skip):
 
 
 def _everywhere(number, like):
-    return jnp.broadcast_to(jnp.asarray(number, like.dtype), like.shape)
+    return jnp.full_like(like, jnp.asarray(number, like.dtype))  # and split over devices as that is
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import decimal
 import json
 import shutil
-import types
 import unicodedata
 
 import babel.numbers
@@ -14,7 +13,7 @@ import scipy.io.wavfile
 import unicode_rbnf
 
 from jax_rnnt_speech.config import Config, files
-from jax_rnnt_speech.data import audio, batches, corpora, features, utterances
+from jax_rnnt_speech.data import audio, batches, corpora, features
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.training import epochs
@@ -33,6 +32,12 @@ def test_several_sources(corpus, tmp_path):
     earlier = {"copies": 1, "mel_on": "host", "kernel": 3, "encoder": "whisper"}  # of runs before there were sections
     found = {"train": paths, "valid": "a", "convolution": 3, "encoder": "whisper"}
     assert files.from_json({"train": paths, "valid": ["a"]} | earlier, "") == found
+    mixed = {"train": paths, "valid": "a", "synthetic": "b", "synthetic_share": 0.3}  # a training alone must know them
+    assert files.from_json(mixed, "") == files.from_json({"data": mixed}, "") == {"train": paths, "valid": "a"}
+    for tree in (mixed, {"data": mixed}):
+        with pytest.raises(asr.system.UserError, match="x: there is no option synthetic any more, got b: name"):
+            files.from_json(tree, "x", training=True)
+    assert files.from_json({"data": mixed | {"synthetic": ""}}, "", training=True) == {"train": paths, "valid": "a"}
     sections = {"data": {"train": paths, "valid": "a"}, "blocks": {"convolution": 3}, "encoder": {"kind": "whisper"}}
     assert files.from_json(sections, "") == found and files.from_json(files.to_json(Config.of(**found)), "") == (
         Config.of(**found).options()
@@ -81,11 +86,6 @@ def test_bad_data_is_left_out_by_name(tmp_path):
     (tmp_path / "m.jsonl").write_text(lines[5])
     with pytest.raises(asr.system.UserError, match=r"no usable utterance; left out, no such file: 1 \(missing\.wav\)"):
         corpora.open_corpus(str(tmp_path / "m.jsonl"), configuration(), "train")
-    (tmp_path / "good.jsonl").write_text(lines[0])
-    config = configuration(synthetic=str(tmp_path / "good.jsonl"))
-    corpus = corpora.open_corpus(str(tmp_path / "m.jsonl"), config, "train")
-    with pytest.raises(asr.system.UserError, match=r"no usable utterance of --train is left; .* 1 \(missing\.wav\)"):
-        batches.labelled(corpus, asr.data.tokens.Characters("AB "), 4)
 
 
 def test_audio_that_breaks_later(corpus, tmp_path):
@@ -286,21 +286,6 @@ def test_tokens(kind):
     for text in texts:
         assert stored.decode(stored.encode(text)) == text and max(stored.encode(text)) < len(stored.pieces)
     assert stored.encode("THE CAT?") is None
-
-
-@pytest.mark.slow
-def test_buckets_with_synthetic_speech():
-    """Batches have their share of it, and epochs all recordings, wherever the lengths of both lie."""
-    lengths = [*range(10, 20), 90, 91, *range(40, 80), *range(80, 140)]  # recordings are 0 to 11
-    of = [utterances.Utterance(f"{i}", n, "A") for i, n in enumerate(lengths)]
-    corpus = types.SimpleNamespace(utterances=of, further={*range(12, len(of))}, features=1,
-                                   load=lambda i, rng: np.zeros((lengths[i], 1), np.float32))  # fmt: skip
-    data = batches.Labelled(corpus, dict.fromkeys(range(len(of)), np.zeros(1, np.int32)))
-    for share, batch in ((0.5, 8), (0.75, 4), (0.25, 8)):
-        config = configuration(batch=batch, buckets=4, synthetic="x", synthetic_share=share)
-        epoch = epochs.training(data, config, batches.make_buckets(data, config, 1), (0, 1)).repeat(20)
-        shown = np.concatenate([epoch[i]["index"] for i in range(len(epoch))])
-        assert {*range(12)} <= {*shown.tolist()} and abs(np.mean(shown >= 12) - share) < 0.1
 
 
 def test_buckets(corpus):

@@ -183,6 +183,7 @@ ODD = {
     "of a Mac": (KINDS, TWO, of_a_mac, [400, 440], ""),
     "slashes": (KINDS, both("a/1", "b/1", "a/b/1"), tar, [400, 440, 480], ""),
     "dots": (KINDS, both("v1.0.1", "v1.0.2", "v1.1"), tar, [400, 440, 480], ""),
+    "dots in some": (KINDS, both("a", "a.b", "a.c", "d"), tar, [400, 440, 480, 520], ""),
     "left out": (KINDS, (TWO[0][:1], TWO[1]), tar, [400], ""),
     "a namesake is there": (KINDS, ([("a/1", 400)], [("b/1", 440), ("a/1", 400)]), tar, [400], ""),
     "accents by a Mac": (KINDS, (both(*NFD)[0], both(*NFC)[1]), tar, [400, 440], ""),

@@ -356,7 +356,6 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--durations", "0,1,2,3,4"], "--durations needs --loss tdt"),
         (["--average", 1], "--average: expected a number of 0 or more and less than 1, got 1"),
         (["--scan"], "--scan needs blocks that are alike"),
-        (["--synthetic-share", 0.3], "--synthetic-share needs --synthetic"),
         (["--hook", "nothing.py:f"], "--hook must be FILE:FUNCTION of a Python file, got nothing.py:f"),
         (["--alphabet", "xyz"], "no usable utterance is left; left out, characters outside the vocabulary: 10 ("),
         (["--tokens", "subwords", "--vocabulary", 5000], "--vocabulary 5000 does not suit the training texts: they"),

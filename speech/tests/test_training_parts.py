@@ -276,21 +276,20 @@ def test_versions_of_recordings(tmp_path):
 
 def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     """Features are those of the recordings up to float16, and a second start decodes nothing."""
-    config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25), synthetic=str(corpus / "held-out.jsonl"))
+    config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25))
     plain = corpora.open_corpus(config.data.train, config, "train")
     first = corpora.open_corpus(config.data.train, config, "train", tmp_path)
     monkeypatch.setattr(audio, "blocks", None)  # nothing can be decoded
     second = corpora.open_corpus(config.data.train, config, "train", tmp_path)
-    assert len(second.utterances) == 24 and second.further == {10, 11, 22, 23}
+    assert len(second.utterances) == 20
     assert [x.frames for x in second.utterances] == [x.frames for x in plain.utterances]
-    assert not any(x.frames for x in second.utterances[22:])  # synthetic speech at another speed
-    for i, x in enumerate(second.utterances[:22]):
+    for i, x in enumerate(second.utterances):
         np.testing.assert_array_equal(second.load(i, None), first.load(i, None))
         assert len(second.load(i, None)) == x.frames
     monkeypatch.undo()
-    for i in (0, 11, 21):
+    for i in (0, 11, 19):
         np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
-    both = config.replace(train=[config.data.train, config.data.synthetic], synthetic="")
+    both = config.replace(train=[config.data.train, str(corpus / "held-out.jsonl")])
     both = corpora.open_corpus(both.data.train, both, "train", tmp_path)
     assert len(both.load(23, None)) == both.utterances[23].frames  # not from the folder that lacks it
     known, free = corpora.Recordings(corpus, config), cache.shutil.disk_usage("/")
@@ -333,9 +332,6 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
     assert cache.stamp(tmp_path / "a.wav") != stamp and cache.Lengths(tmp_path).known
     monkeypatch.setattr(cache, "FORM", 0)
     assert not cache.Lengths(tmp_path).known
-    data = batches.labelled(second, asr.data.tokens.Characters("ABC "), 4)
-    share = [i in second.further for i in map(int, batches.mixed(list(range(24)), second, config)[:36])]
-    assert sum(share) == 18 and len(data.labels) == 22
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_off_costs_nothing(function, sizes, monkeypatch):
         (lambda: decode.Entropy(normalization="exp"), "Entropy: normalization must be .*got 'exp'"),
         (
             lambda: Model(family.RNNT).search(decoding.greedy, 4, confidence="entropy"),
-            "greedy: confidence must be an Entropy or None, got 'entropy'",
+            "Search: confidence must be an Entropy or None, got 'entropy'",
         ),
     ],
 )

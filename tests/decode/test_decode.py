@@ -94,7 +94,7 @@ def test_no_labels_stand_twice():
 
 @pytest.mark.slow
 def test_weights_of_zero():
-    """A Python 0 runs no language model; a traced one adds nothing, whatever the model says, and has its derivative."""
+    """A Python 0 runs no language model; a traced one adds nothing, whatever the model says."""
     model, calls = Model(NAMED["rnnt"]), []
 
     def step(state, labels):
@@ -110,11 +110,6 @@ def test_weights_of_zero():
     assert not calls
     np.testing.assert_allclose(jax.jit(lambda w: scores(step, w))(0.0), plain, rtol=EXACT)
     assert calls
-    half = lambda state, labels: (jnp.full((len(labels), model.tokens), np.log(0.5)), state)
-    run = jax.jit(lambda w: jax.jvp(lambda w: scores(half, w, w), (w,), (1.0,)))
-    tangent, slope = run(0.0)[1], (run(1e-6)[0] - run(-1e-6)[0]) / 2e-6
-    np.testing.assert_allclose(tangent, slope, rtol=1e-6, atol=1e-8)
-    assert np.abs(tangent).max() > 0.1
 
 
 # -------------------------------------------------------------------------------------------------- parts of a step

@@ -77,21 +77,6 @@ def test_emissions(ax):
     ax.figure.canvas.draw()
 
 
-def test_latencies(ax):
-    first, second = np.array([1.0, 4.0]), np.array([3.0, 5.0])
-    assert plot.draw_latencies(first, second, np.array([7, 8]), names=("a", "b"), **TIMES, ax=ax) is ax
-    np.testing.assert_allclose([x.get_xdata() for x in ax.lines], [[0.04, 0.16], [0.12, 0.2]])
-    assert ax.get_title() == "b is 0.06 s later"
-    assert plot.draw_latencies(second, first, np.array([7, 8]), ax=ax).get_title() == "second is 1.5 frames earlier"
-    ax.clear()  # -1 is no time: such a label has no marks and no part in the average
-    plot.draw_latencies([1, 4, -1, 6, -1], [3, -1, 5, 7, -1], np.arange(5), ax=ax)
-    assert ax.get_title() == "second is 1.5 frames later"
-    np.testing.assert_array_equal(ax.lines[0].get_xdata(), [1, 4, np.nan, 6, np.nan])
-    ax.figure.canvas.draw()
-    current = plt.gca()
-    assert plot.draw_latencies(first, second, np.array([7, 8])) is current
-
-
 @pytest.mark.slow
 def test_arcs_that_share_a_slot(ax):
     """Each has its own posterior: the share of the paths through it."""
@@ -114,7 +99,6 @@ def test_arcs_that_share_a_slot(ax):
 def test_no_labels_and_no_path(ax):
     plot.draw_lattice(RNNT, np.zeros((3, 1, 4)), np.zeros(0, int), ax=ax)
     plot.draw_emissions(np.zeros((3, 2)), np.zeros((3, 1)), np.zeros(0, int), ax=ax)
-    plot.draw_latencies(np.zeros(0), np.zeros(0), np.zeros(0, int), ax=ax)
     impossible = np.full((6, 4, 9), -np.inf)
     impossible[..., 8] = 0
     plot.draw_lattice(RNNT, impossible, np.arange(3, dtype=np.int32), ax=ax)
@@ -144,60 +128,6 @@ def test_titles_and_legends(ax):
     assert "␣" in {x.get_text().strip() for x in ax.child_axes[0].get_xticklabels()}
 
 
-BEAM = {
-    "labels": [[[1, 0, 2, -1], [1, 2, -1, -1], [1, 3, 0, 2], [-1] * 4]],
-    "frames": [[[0, 5, 9, -1], [0, 9, -1, -1], [0, 0, 5, 9], [-1] * 4]],
-    "counts": [[3, 2, 4, 0]],
-    "scores": [[-1.25, -2.0, -3.0, -np.inf]],
-    "label_log_probs": [[[-0.1, 0, 0, 0], [-3.0, 0, 0, 0], [0.0] * 4, [0.0] * 4]],
-}
-
-
-def test_beam(ax):
-    """A row for each hypothesis, labels at their frames in the order of their certainty, what the best lacks framed."""
-    fields = dict.fromkeys(jax_rnnt.decode.Hypotheses._fields) | {k: np.array(v) for k, v in BEAM.items()}
-    found = jax_rnnt.decode.Hypotheses(**fields)
-    assert plot.draw_beam(found, texts=[" ", "x", "yy", "z"], **TIMES, ax=ax) is ax
-    rows = [[x for x in ax.texts if x.get_position()[1] == row] for row in range(3)]
-    assert [[x.get_text() for x in row] for row in rows] == [["x", "␣", "yy"], ["x", "yy"], ["x", "z", "␣", "yy"]]
-    for texts, frames in zip(rows, BEAM["frames"][0]):
-        positions = [x.get_position()[0] for x in texts]
-        assert positions == sorted(positions) and len(set(positions)) == len(positions)
-        assert all(x >= 0.04 * frame - 1e-9 for x, frame in zip(positions, frames))
-    np.testing.assert_allclose([x.get_position()[0] for x in rows[0]], [0, 0.2, 0.36])
-    assert [[x.get_bbox_patch() is not None for x in row] for row in rows[1:]] == [
-        [False] * 2,
-        [False, True, False, False],
-    ]
-    assert rows[0][0].get_color()[0] < rows[1][0].get_color()[0]  # darker
-    assert [x.get_text() for x in ax.get_yticklabels()] == ["-1.2", "-2.0", "-3.0"]
-    assert ax.get_title() == "x yy\nbest of the beam: -1.2 nats" and ax.get_xlabel() == "seconds"
-    figure = ax.figure
-    figure.canvas.draw()
-    ax.clear()
-    nothing = found._replace(scores=np.full((1, 4), -np.inf), counts=np.zeros((1, 4), int))
-    assert plot.draw_beam(nothing, ax=ax).get_title() == "no hypothesis"
-    with pytest.raises(ValueError, match=r"draw_beam: hypotheses must have labels \[B, N, L\].*got \(3,\)"):
-        plot.draw_beam(found._replace(labels=np.zeros(3, int)))
-
-
-def test_reliability(ax):
-    """A bar for each bin that has words, darker with more of them; dots at mean confidences; the error in the title."""
-    metrics = pytest.importorskip("jax_rnnt.metrics")
-    found = metrics.calibration([0.1, 0.9, 0.9, 0.7], [False, True, False, True], bins=4)
-    assert plot.draw_reliability(found, ax=ax) is ax
-    bars = [(x.get_x(), x.get_width(), x.get_height()) for x in ax.patches]
-    np.testing.assert_allclose(bars, [(0, 0.25, 0), (0.5, 0.25, 1), (0.75, 0.25, 0.5)])
-    assert ax.patches[2].get_facecolor()[0] < ax.patches[1].get_facecolor()[0]
-    diagonal, dots = ax.lines
-    np.testing.assert_allclose(dots.get_xydata(), [(0.1, 0), (0.7, 1), (0.9, 0.5)])
-    np.testing.assert_array_equal(diagonal.get_xydata(), [(0, 0), (1, 1)])
-    assert ax.get_title() == "4 words, expected calibration error 30.0%"  # (0.1 + 0.3 + 2 * 0.4) / 4
-    ax.figure.canvas.draw()
-    with pytest.raises(TypeError, match=r"draw_reliability: calibration must be .*got \[0.5\]"):
-        plot.draw_reliability([0.5])
-
-
 X, ROWS = np.zeros((3, 2, 4)), np.zeros((3, 2))
 JOINT = jax_rnnt.JointLogits(jax_rnnt.LinearJoint(np.zeros((5, 4))), np.zeros((2, 3, 5)), np.zeros((2, 2, 5)))
 BAD = [
@@ -210,8 +140,7 @@ BAD = [
     ("emissions", (ROWS, ROWS[:, :1], [1, 2]), {}, r"draw_emissions: posteriors .*U = 2.*got \(3, 1\)"),
     # Exchanged with the features, whose sums are no probabilities.
     ("emissions", (ROWS.T, np.ones((8, 3)), [1, 2]), {}, "draw_emissions: posteriors must be those of labels .*to 8"),
-    ("latencies", ([1.0], [1.0, 2.0], [1]), {}, r"draw_latencies: second must have shape .*\(1,\), got \(2,\)"),
-    ("latencies", ([1.0], [1.0], [1]), {"hop": -1}, "hop must be a positive"),
+    ("emissions", (ROWS, ROWS, [1, 2]), {"hop": -1}, "hop must be a positive"),
 ]
 
 

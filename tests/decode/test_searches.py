@@ -42,7 +42,7 @@ ERRORS = [
     (
         dict(duration_choice="token"),
         ValueError,
-        "greedy: duration_choice must be one of 'pair', 'token_first', got 'tok",
+        "Search: duration_choice must be one of 'pair', 'token_first', got 'tok",
     ),
     (FIRST | dict(exact_end=True, loss=TDTLoss((1,))), ValueError, "exact_end must be False with duration_choice='tok"),
     (dict(key=None), TypeError, "sample: key must be a JAX random key, got None"),

@@ -21,7 +21,7 @@ import jax_rnnt
 import platforms
 import project
 from jax_rnnt import __main__, _bench, _installation, _selftest
-from jax_rnnt._xla import loading
+from jax_rnnt._xla import loading, proof
 from programs import run
 
 pytestmark = pytest.mark.no_kernel
@@ -252,8 +252,9 @@ def pretend(monkeypatch):
         monkeypatch.setattr(loading, "KERNELS", {kernel: kernel for kernel in sorted(kernels)})
         monkeypatch.setattr(loading, "MISSING", {missing: "a reason: a cure"} if missing else {})
         monkeypatch.setattr(loading, "default_platform", lambda: platform)
-        monkeypatch.setattr(_selftest, "_device", lambda platform: platform)
-        monkeypatch.setattr(_selftest, "_compare", lambda platform, device: ([f"{platform} ran"], []))
+        monkeypatch.setattr(proof, "devices_of", lambda platform: {platform: platform})
+        monkeypatch.setattr(_selftest, "_of_device", lambda platform, device: ([f"{platform} ran"], []))
+        monkeypatch.setattr(_selftest, "too_old_for_pallas", lambda: None)
 
     return change
 
@@ -295,7 +296,7 @@ def test_selftest_requires_kernels(pretend, platform, missing, require, lacks):
 def test_selftest_without_the_required_device(pretend, monkeypatch, capsys):
     """Kernels that are installed and cannot run are no success; unless required, a line says that they did not."""
     pretend({"cpu", "cuda"}, "cpu")
-    monkeypatch.setattr(_selftest, "_device", lambda platform: platform if platform == "cpu" else None)
+    monkeypatch.setattr(proof, "devices_of", lambda platform: {"cpu": "cpu"} if platform == "cpu" else {})
     assert __main__.main(["selftest", "--require", "cpu,cuda"]) == 1
     assert "required kernels did not run:\ncuda  not run: JAX sees no such device" in capsys.readouterr().out
     for require in (None, ("cpu",), ()):

@@ -32,7 +32,16 @@ def found(verb, loss, joint, predictor, encoder_out, lengths, max_labels, *sizes
     return getattr(search, verb)(encoder_out, lengths, *sizes, **options)
 
 
-greedy, beam, sample = (functools.partial(found, verb) for verb in ("greedy", "beam", "sample"))
+def greedy(*given, **options):
+    return found("greedy", *given, **options)
+
+
+def beam(*given, **options):
+    return found("beam", *given, **options)
+
+
+def sample(*given, **options):
+    return found("sample", *given, **options)
 
 
 class TwoStepLoss(TransducerLoss):

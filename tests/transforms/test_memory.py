@@ -1,5 +1,7 @@
 """How much memory does a compiled step need beyond its arguments and results?"""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +87,28 @@ def test_joints_as_people_write_them(kernel, matmul):
     hidden = shape(batch * frames * columns, units)
     sizes.append(temporaries(jax.value_and_grad(linear, (0, 1, 2)), *inputs[:2], hidden, *rest) / logits)
     assert np.all(np.array(sizes) <= [2.65, 3.65, 0.4, 2.05]), sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("classes", "units"), [(128, 256), (512, 512), (1024, 640)])
+def test_the_promise(classes, units, kernel, matmul):
+    """The formula of docs/promises.md: of a product of two dimensions, and one more copy for one of four."""
+    batch, frames, columns = 2, 100, 21
+    loss, logits = jax_rnnt.RNNTLoss(implementation=kernel), batch * frames * columns * classes * 4
+    rest = [shape(*sizes, dtype=np.int32) for sizes in ((batch, columns - 1), (batch,), (batch,))]
+    inputs = shape(units, classes), shape(classes), shape(batch, frames, units), shape(batch, columns, units)
+
+    def step(rows, weight, bias, encoder, predictor, *rest):
+        hidden = jnp.tanh(encoder[:, :, None] + predictor[:, None])
+        logits = (hidden.reshape(rows, units) if rows else hidden) @ weight
+        logits = logits + bias.reshape((1,) * (logits.ndim - 1) + (classes,))
+        return loss(logits.reshape(batch, frames, columns, classes), *rest)
+
+    promised = 1.15 + units / classes + max(1, units / classes)
+    for rows, more in ((batch * frames * columns, 0), (0, 1)):
+        f = functools.partial(step, rows)
+        used = temporaries(jax.value_and_grad(f, (0, 1, 2, 3)), *inputs, *rest) / logits
+        assert used <= promised + more, (used, promised + more)
 
 
 @pytest.mark.slow

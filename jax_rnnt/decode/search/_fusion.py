@@ -204,5 +204,5 @@ def added(total, weight, scores):
 
 
 def weighted(weight, x):
-    """weight x, and 0 for the weight 0 whatever x is. Its derivative by the weight is x where x is finite."""
+    """weight x, and 0 for the weight 0 whatever x is."""
     return weight * jnp.where((weight == 0) & ~jnp.isfinite(x), 0, x)

@@ -83,6 +83,8 @@ def checked(function, encoder_out, lengths, exact_end):
 
 def on_devices(run, encoder_out, lengths, exact_end, state):
     """``run(encoder_out, lengths, exact_end, state)``; on explicit mesh axes by each device for its own utterances."""
+    others = [x for x in jax.tree.leaves((exact_end, state)) if isinstance(x, jax.Array)]
+    encoder_out, lengths, *_ = _xla.split_alike(1, encoder_out, lengths, *others)
     if not _xla.is_split(encoder_out):
         return run(encoder_out, lengths, exact_end, state)
     if isinstance(exact_end, jax.Array):

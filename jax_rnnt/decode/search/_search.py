@@ -46,6 +46,9 @@ class Search:
     that a Python number switches off are structure too, so a search that `jax.jit` takes as an argument has the program
     of one that it closes over. Streams go from part to part by the argument `state` of `greedy` and `beam`.
 
+    Results have no derivative: inside `jax.grad` all that a search reads is a constant, also what its networks close
+    over. To train on what it finds, compute the loss of those labels.
+
     Parameters
     ----------
     loss : TransducerLoss
@@ -350,7 +353,7 @@ class Search:
 
         See Also
         --------
-        mwer_loss : The expected number of errors of a list.
+        mwer_loss : Training by the expected number of errors of a list.
 
         Examples
         --------

@@ -28,7 +28,7 @@ def resumed(options, start):
         return Config.of(**models.completed(options))
     setup = run.setup("params", "training", quiet=True)
     # A checkpoint of before an option has its default.
-    earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}"))
+    earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}", "train" not in options))
     now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
         option, before, (section, field) = flag(name), earlier.get(name), OPTIONS[name]
@@ -46,13 +46,13 @@ def resumed(options, start):
 
 def decide_road(options, start):
     """Says in the options of a new run whether its data are read on the fly, unless they say so; returns the reason."""
-    known = [x for name in ("train", "synthetic") for x in names(options.get(name, ""))]
+    known = names(options.get("train", ""))
     if "on_the_fly" in options:
         return "as asked for"
     if archives.wanted(known) or (start.workers and not start.resume):
         options["on_the_fly"] = True
         return "as archives, weights of sources and --workers are"
-    if start.resume or any(map(corpora.by_function, known)):
+    if start.resume or any(map(corpora.by_function, known)) or options.get("bfloat16_rows"):  # rows of a cache
         return ""
     columns = [options.get(name, "") for name in ("audio_column", "text_column", "speaker_column")]
     with contextlib.suppress(UserError, OSError):  # it is an error once it is read
@@ -68,18 +68,19 @@ def road_of(data, why):
     """The way that a training reads its data, and the other one."""
     ways = ("decodes all audio before the first step and keeps features on the disk", "--no-on-the-fly"), \
            ("reads audio on the fly, anew in each epoch", "--on-the-fly")  # fmt: skip
-    (way, _), (other, flag) = ways[data.on_the_fly], ways[not data.on_the_fly]
+    way, (other, flag) = ways[data.on_the_fly][0], ways[not data.on_the_fly]
     return f"train {way}, {why}; {flag} {other}" if why else ""
 
 
 def reading(data, asked):
     """The files that a training reads, in a line; where somebody asks for them, they must not be those of its tests."""
-    every = {name: sources.listed(getattr(data, name)) for name in ("train", "synthetic", "valid")}
+    every = {name: sources.listed(getattr(data, name)) for name in ("train", "valid")}
     if asked:
         for name, x in every.items():
             sources.unmixed(f"--{name}", x, held_out=name == "valid")
-        sources.apart(every["train"] | every["synthetic"], every["valid"])
-    return "reading " + "; ".join(f"--{name} {sources.described(x)}" for name, x in every.items() if x)
+        sources.apart(every["train"], every["valid"])
+    lines = [f"--{name} {sources.described(x)}" for name, x in every.items() if x]
+    return f"reading {'; '.join(lines)}" if lines else ""
 
 
 def train(args):
@@ -88,7 +89,7 @@ def train(args):
     given, file = command_line.given(args), files.read_file(args.config) if args.config else {}
     file = {name: x for name, x in file.items() if name not in command_line.decided(given)}
     options, judged = command_line.decided(file | given), named(given, file)
-    for name in {"train", "valid", "synthetic", "text", "noise"} & options.keys():
+    for name in {"train", "valid", "text", "noise"} & options.keys():
         options[name] = corpora.absolute(named_sources(options[name]))
     if corpora.by_function(options.get("train")):
         options.setdefault("valid", options["train"])
@@ -109,7 +110,7 @@ def train(args):
     started = time.perf_counter()
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
-        asked = not start.resume or {"train", "valid", "synthetic"} & options.keys()
+        asked = not start.resume or {"train", "valid"} & options.keys()
         lines = [reading(chosen.data, asked), road_of(chosen.data, why)]
         rates = prepared(chosen, start, searching, lines).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")

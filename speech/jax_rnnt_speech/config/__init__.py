@@ -67,10 +67,6 @@ class Data:
     train: str = option("", sources, "manifests, folders or archives to train on, each perhaps with :WEIGHT, or a "
                         "corpus by FILE.py:FUNCTION", **DATA)  # fmt: skip
     valid: str = option("", sources, "held-out data that the run is tested on, named as for --train", **DATA)
-    synthetic: str = option("", sources, "further data to train on, such as synthetic speech", **DATA)
-    synthetic_share: float = option(
-        0.5, share, "share of the utterances of a batch that are from --synthetic", needs=where("synthetic")
-    )
     max_seconds: float = option(20.0, amount, "seconds; longer utterances are left out")
     text: str = option("", str, "a file of sentences, one a line, that teach predictor and joint without audio",
                        metavar="FILE", needs=TRANSDUCER)  # fmt: skip
@@ -332,9 +328,7 @@ class Config:
     def consistent(self, given=()):
         """Itself; raises where options contradict each other. `given`: -> `judged`."""
         self.judged(given)
-        data, features, width = self.data, self.features, self.blocks.width
-        if data.synthetic and not data.synthetic_share:
-            raise UserError("--synthetic-share 0 takes nothing of --synthetic: leave both out")
+        features, width = self.features, self.blocks.width
         if attends(self) and width % (2 * self.blocks.heads):
             raise UserError(f"--width {width} must be a multiple of 2 x --heads {self.blocks.heads}")
         if not 0 < features.hop <= features.window:

@@ -12,6 +12,7 @@ from jax_rnnt_speech.system import UserError, refuse_if, told
 
 PRESETS = Path(__file__).parent / "presets"
 RETIRED = {"copies": 1, "mel_on": "host"}  # options of earlier runs, which are read where they changed nothing
+MIXED = "synthetic", "synthetic_share"  # of earlier runs; weights of the sources of --train say the same
 RENAMED = {"kernel": "convolution"}
 MOVED = {"optimiser": ("init", "new_head", "steps", "epochs", "seed", "patience"),
          "objective": ("dropout", "row_dropout", "batch_norm", "joint")}  # from these sections to others  # fmt: skip
@@ -25,7 +26,7 @@ def read_file(name):
         raise UserError(f"--config {name} is neither a file nor one of {known}")
     with told(f"--config {name} is not readable as JSON", OSError, ValueError):
         options = json.loads(path.read_text("utf-8"), object_pairs_hook=once)
-    return from_json(options, f"--config {name}")
+    return from_json(options, f"--config {name}", training=True)
 
 
 def once(pairs):
@@ -54,12 +55,15 @@ def to_json(config):
     return json.loads(json.dumps(dataclasses.asdict(config)))  # lists, no tuples
 
 
-def from_json(tree, name):
-    """Options by their names, with their types checked as the command line checks them."""
+def from_json(tree, name, training=False):
+    """Options by their names, with their types checked as the command line checks them.
+
+    `training`: raises where the file says what the model was trained on by options that are no more.
+    """
     refuse_if(not isinstance(tree, dict), f"{name}: expected an object of options, got {type(tree).__name__}")
     fields = {(section, field.name): option for option, (section, field) in OPTIONS.items()}
     fields |= {(section, option): option for section, options in MOVED.items() for option in options}
-    sections, checked = {section for section, _ in fields}, {}
+    sections, checked, mixed = {section for section, _ in fields}, {}, {}
 
     def take(option, x, place):
         refuse_if(option in checked, f"{name}: {place} says again what the option {option} is")
@@ -68,16 +72,24 @@ def from_json(tree, name):
     for key, x in tree.items():
         if key in sections and isinstance(x, dict):
             for inner, y in x.items():
+                if key == "data" and inner in MIXED:
+                    mixed[inner] = y
+                    continue
                 refuse_if((key, inner) not in fields, f"{name}: the section {key} has no field {inner}")
                 take(fields[key, inner], y, f"{key}.{inner}")
         elif key in RETIRED and x == RETIRED[key]:
             continue
+        elif key in MIXED:
+            mixed[key] = x
         elif (option := RENAMED.get(key, key)) in OPTIONS:
             take(option, x, key)
         elif key in sections:
             raise UserError(f"{name}: {key}: expected an object of fields, got {x}")
         else:
             raise UserError(f"{name}: there is no option {key}")
+    if training and mixed.get("synthetic"):
+        way = "name its sources in --train, each with a weight, as --train A:0.5 B:0.5"
+        raise UserError(f"{name}: there is no option synthetic any more, got {mixed['synthetic']}: {way}")
     return checked
 
 

@@ -55,8 +55,8 @@ def labelled(corpus, tokens, subsampling, held_out=False):
             continue
         corpus.report.add(scope + reason, x.name, again=False)
         without += [i] * held_out
-    if not labels.keys() - {*corpus.further}:
-        which = "held-out utterance" if held_out else "utterance of --train" if labels else "utterance"
+    if not labels:
+        which = "held-out utterance" if held_out else "utterance"
         raise NothingLeft(f"no usable {which} is left{corpus.report.summary()}")
     return Labelled(corpus, labels | {i: np.zeros(0, np.int32) for i in without}, frozenset(without))
 
@@ -89,14 +89,14 @@ def make_buckets(data, config, devices):
     found, waiting = [], []  # (frames, utterances)
     for low, high in zip([-1, *limits], limits):
         waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
-        if drawn(waiting, data.corpus, config) >= size_of(config, devices, high):
+        if len(waiting) >= size_of(config, devices, high):
             found.append((high, waiting))
             waiting = []  # otherwise too few for a batch: they join the next bucket
     if waiting:  # the longest ones are few: the bucket before takes them
         found.append((limits[-1], (found.pop()[1] if found else []) + waiting))
     buckets = []
     for limit, group in found:
-        full = max(devices, drawn(group, data.corpus, config) // devices * devices)
+        full = max(devices, len(group) // devices * devices)
         labels = max(1, *(len(data.labels[i]) for i in group))
         buckets.append(Bucket(limit, labels, min(size_of(config, devices, limit), full), group))
     return buckets
@@ -132,27 +132,6 @@ def collate(data, options, bucket, items, size):
             batch["target_lengths"][row] = len(data.labels[i])
             batch["valid"][row], batch["spans"][row], batch["index"][row] = True, spans, i
     return batch
-
-
-def mixed(members, corpus, config):
-    """Grain's dataset of utterances, shuffled; those of --synthetic are drawn for their share of all."""
-    import grain  # slow to import
-
-    parts = [[i for i in members if (i in corpus.further) == further] for further in (False, True)]
-    parts = [grain.MapDataset.source(x).seed(config.run.seed).shuffle() for x in parts if x]
-    if len(parts) == 1:
-        return parts[0]
-    share = config.data.synthetic_share
-    return grain.MapDataset.mix([parts[0], parts[1].repeat()], [1 - share, share]).seed(config.run.seed)
-
-
-def drawn(members, corpus, config):
-    """How many utterances an epoch draws from these: none where all are those of --synthetic."""
-    if not corpus.further:
-        return len(members)
-    if corpus.further.issuperset(members):
-        return 0
-    return len(mixed(members, corpus, config))
 
 
 def testing(data, options, buckets, part):

@@ -75,7 +75,7 @@ class Stored:
 
     def __init__(self, corpus, folder, key, features, made):
         self.corpus, self.report, self.hop, self.features = corpus, corpus.report, corpus.hop, features
-        self.utterances, self.key, self.further = corpus.utterances, key, corpus.further
+        self.utterances, self.key = corpus.utterances, key
         digest = hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
         self.folder = folder / digest
         if not jax.process_index():

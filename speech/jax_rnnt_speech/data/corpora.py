@@ -1,9 +1,8 @@
 """Corpora of recordings: what a manifest or a folder lists, and what of it can be used.
 
-A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, `hop`, the seconds between frames, a
-`report`, and the numbers of `further` utterances, which are those of --synthetic. To be tested it has `samples(i, rng)`
-too. FILE.py:FUNCTION names one of another kind: a function of the configuration, of "train" or "valid", and of what
-follows another colon, if there is one.
+A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, `hop`, the seconds between frames, and a
+`report`. To be tested it has `samples(i, rng)` too. FILE.py:FUNCTION names one of another kind: a function of the
+configuration, of "train" or "valid", and of what follows another colon, if there is one.
 """
 
 import dataclasses
@@ -69,43 +68,38 @@ class Recordings:
     """The usable utterances of manifests and folders; the rest is in `report`.
 
     With `versions`, all utterances are there once for each version, one version after the other; frames are 0 in those
-    that are too long for a training, and in other speeds of synthetic speech. `synthetic`: further sources, whose
-    utterances are the numbers in `further`. `lenient`: of several sources, some may be no corpus.
-    `testing`: utterances of any length.
+    that are too long for a training. `lenient`: of several sources, some may be no corpus. `testing`: utterances of any
+    length.
     """
 
-    def __init__(self, paths, config, lengths=None, versions=None, synthetic=(), lenient=False, testing=False):
+    def __init__(self, paths, config, lengths=None, versions=None, lenient=False, testing=False):
         self.versions, sizes, self.testing = versions, [], testing
         self.config, self.report, lengths = config, Report(), lengths or cache.Lengths()
         self.features, self.hop = config.features.mels, config.features.hop / 1000
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
-        for sources in (names(paths), names(synthetic)):
-            if made := [x for x in map(str, sources) if by_function(x)]:
-                raise UserError(
-                    f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test"
-                )
-            first = len(self.entries)
-            entries = manifests.read_all(sources, *config.texts.columns, lenient=lenient and len(sources) > 1)
-            for entry, file in usable(entries, self.report, lengths):
-                samples = audio.size(file, config.features.rate, entry.start, entry.end)
-                frames, seconds = self.extractor.count(samples), samples / config.features.rate
-                utterance = Utterance(entry.name, frames, normalize(entry.text), entry.speaker, seconds)
-                if reason := self.unusable(entry, utterance, samples):
-                    self.report.add(reason, entry.name)
-                else:
-                    self.entries.append(entry._replace(whole=seconds))
-                    self.utterances.append(utterance)
-                    sizes.append(samples)
+        sources = names(paths)
+        if made := [x for x in map(str, sources) if by_function(x)]:
+            raise UserError(
+                f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test"
+            )
+        entries = manifests.read_all(sources, *config.texts.columns, lenient=lenient and len(sources) > 1)
+        for entry, file in usable(entries, self.report, lengths):
+            samples = audio.size(file, config.features.rate, entry.start, entry.end)
+            frames, seconds = self.extractor.count(samples), samples / config.features.rate
+            utterance = Utterance(entry.name, frames, normalize(entry.text), entry.speaker, seconds)
+            if reason := self.unusable(entry, utterance, samples):
+                self.report.add(reason, entry.name)
+            else:
+                self.entries.append(entry._replace(whole=seconds))
+                self.utterances.append(utterance)
+                sizes.append(samples)
         most = round(config.data.max_seconds * config.features.rate)
         for version in range(1, versions.count if versions else 1):
-            for i, (x, samples) in enumerate(zip(self.utterances[: len(self.entries)], sizes)):
+            for x, samples in zip(self.utterances[: len(self.entries)], sizes):
                 slower = versions.size(samples, version)
-                used = slower <= most and (i < first or version % len(versions.speeds) == 0)
-                self.utterances.append(x._replace(frames=self.extractor.count(slower) if used else 0))
-        count = len(self.entries)
-        self.further = {i for i in range(len(self.utterances)) if synthetic and i % count >= first}
+                self.utterances.append(x._replace(frames=self.extractor.count(slower) if slower <= most else 0))
 
     def key(self):
         """All that decides the features, and which there are, as JSON."""
@@ -183,9 +177,7 @@ def open_corpus(name, config, split, folder=None):
     if weight := next((x for x in names(name) if archives.weighted(x)[1] is not None), None):
         raise UserError(f"--{split} {weight}: weights need --on-the-fly, and are for --train")
     if made := by_function(name):
-        refuse_if(train and config.data.synthetic, "--synthetic needs recordings in --train")
         return texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
-    more = {"versions": augmentation.Versions(config), "synthetic": config.data.synthetic} if train else {}
-    corpus = Recordings(name, config, cache.Lengths(folder), **more)
+    corpus = Recordings(name, config, cache.Lengths(folder), augmentation.Versions(config) if train else None)
     refuse_if(not corpus.utterances, f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
     return cache.features(corpus, folder)

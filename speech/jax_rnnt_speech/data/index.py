@@ -105,8 +105,11 @@ def of_header(recording):
         begin = recording.place if member else 0
         end = begin + recording.size if member else file.seek(0, os.SEEK_END)
         part = headers.Part(file, begin, end)
-        if known := headers.seconds(file.read(storage.HEAD), end - begin):
+        start = part.at(0, storage.HEAD)
+        if known := headers.seconds(start, end - begin):
             return known
+        if start.startswith(b"RIFF") and len(headers.begins(part)) > 1:  # several files that are joined
+            return audio.seconds(audio.stretches(recording))
         headers.correct(part)
         return probed(recording, part)
 

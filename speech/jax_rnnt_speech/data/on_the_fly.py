@@ -41,6 +41,7 @@ THREADS = 2  # that load batches, without workers
 RUNS = RUN = 10  # of how many utterances hours are estimated
 FULL = 20  # batches that a window has at least
 USUAL = 5  # seconds of an utterance, as far as that matters
+SHARE = 0.5  # of a former option: digests of earlier runs hold it
 
 
 class Named(NamedTuple):
@@ -48,7 +49,6 @@ class Named(NamedTuple):
 
     name: str
     weight: float | None
-    synthetic: bool = False
 
 
 class Late(NamedTuple):
@@ -175,13 +175,12 @@ class OnTheFly:
 
     def __init__(self, config, folder, count, known=None, step=0):
         self.config, self.folder, self.workers, self.report = config, folder, count, Report()
-        self.features, self.hop, self.further = config.features.mels, config.features.hop / 1000, frozenset()
+        self.features, self.hop = config.features.mels, config.features.hop / 1000
         self.keys = manifests.keys_of(*config.texts.columns)
         self.normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.versions, self.known, self.step = augmentation.Versions(config), known, step
         self.named = [Named(*archives.weighted(x)) for x in names(config.data.train)]
-        self.named += [Named(*archives.weighted(x), True) for x in names(config.data.synthetic)]
         part, processes = hosts.part()
         self.readers = known["readers"] if known and known["readers"] % processes == 0 else 0
         self.readers = self.readers or config.data.readers or processes
@@ -278,22 +277,13 @@ class OnTheFly:
         hours = [[hours_of(found, x) for x in some] for found, some in zip(self.indices, self.items)]
         self.hours = hosts.gathered(np.array(hours)).sum(0)
         given = [x.weight for x in self.named]
-        for synthetic in (False, True):
-            some = [x.weight is None for x in self.named if x.synthetic == synthetic]
-            if any(some) and not all(some):
-                raise UserError("a weight behind one source needs a weight behind each of the same option")
-        train = np.array([not x.synthetic for x in self.named])
-        mixed = any(x is not None for x in given) or options.temperature != 1
-        total = int(counts[train].sum())
-        draws = [None] * len(self.named)
-        for part, amount in ((train, total), (~train, total * options.synthetic_share / (1 - options.synthetic_share))):
-            if part.any() and (mixed or part is not train):
-                base = [self.hours[k] if w is None else w for k, w in enumerate(given)]
-                weights = np.where(part, np.power(base, options.temperature), 0)
-                refuse_if(not weights.sum(), "the weights of sources must not all be 0")
-                for k in np.flatnonzero(part):
-                    draws[k] = round(amount * weights[k] / weights.sum())
-        return counts, draws
+        missing = [x is None for x in given]
+        refuse_if(any(missing) and not all(missing), "a weight behind one source needs a weight behind each of them")
+        if all(missing) and options.temperature == 1:
+            return counts, [None] * len(self.named)
+        weights = np.power([self.hours[k] if w is None else w for k, w in enumerate(given)], options.temperature)
+        refuse_if(not weights.sum(), "the weights of sources must not all be 0")
+        return counts, [round(int(counts.sum()) * x / weights.sum()) for x in weights]
 
     def opened(self, model, devices):
         """The order of a run of a model on so many devices, with its shapes."""
@@ -301,10 +291,9 @@ class OnTheFly:
         counts, draws = self.shares()
 
         each = [None if x is None else max(1, round(x / self.readers)) if x else 0 for x in draws]
-        synthetic = [x.synthetic for x in self.named]
         readers = [
-            order.Reader(found.number, config.run.seed, found, some, synthetic, each, self.versions.count,
-                         self.versions.speeds, options.max_seconds, options.buffer)
+            order.Reader(found.number, config.run.seed, found, some, each, self.versions.count, self.versions.speeds,
+                         options.max_seconds, options.buffer)
             for found, some in zip(self.indices, self.items)
         ]  # fmt: skip
         rows = (options.batch_seconds / USUAL or options.batch) / self.readers
@@ -313,7 +302,7 @@ class OnTheFly:
         if self.written or hosts.gathered(np.array([[max(listed)]])).max() <= window:
             window = 0
         decided = [options.buffer, options.batch, options.batch_seconds, options.buckets, options.max_seconds,
-                   self.versions.key(), config.run.seed, each, options.synthetic_share, window]  # fmt: skip
+                   self.versions.key(), config.run.seed, each, SHARE, window]  # fmt: skip
         decided = hashlib.sha256(json.dumps(decided).encode()).hexdigest()
         known, self.first, place = self.known, (0, 0), (0, 0, 0)  # first: step and epoch
         if known:

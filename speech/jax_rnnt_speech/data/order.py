@@ -72,16 +72,15 @@ def shuffled(rng, shards, buffer):
 class Reader:
     """What one reader draws in each epoch.
 
-    Of each source: `items`, the numbers of usable utterances of the reader, as the shards list them; whether it is
-    `synthetic`; and how many it `draws`, None being all it has.
+    Of each source: `items`, the numbers of usable utterances of the reader, as the shards list them, and how many it
+    `draws`, None being all it has.
     """
 
-    def __init__(self, number, seed, index, items, synthetic, draws, versions, speeds, most, buffer):
+    def __init__(self, number, seed, index, items, draws, versions, speeds, most, buffer):
         self.number, self.seed, self.index, self.items, self.draws = number, seed, index, items, draws
         self.versions, self.speeds, self.most, self.buffer = versions, np.array(speeds), most, buffer
         self.size = sum(len(x) if n is None else n for x, n in zip(items, draws) if len(x))
         self.varies = len(speeds) > 1 or any(n is not None for n in draws)  # whether the number of batches does
-        self.further = np.concatenate([np.zeros(0, np.int64), *(x for x, chosen in zip(items, synthetic) if chosen)])
 
     def rng(self, *what):
         return np.random.default_rng((self.seed, self.number, *what))
@@ -118,8 +117,7 @@ class Reader:
         seconds = self.index.lengths(items)
         used = np.isfinite(seconds) & ~surely_longer(seconds, self.most)  # the others are left out in their turn
         lengths = np.where(used, np.minimum(longest(seconds), self.most + SLACK), 0)
-        plain = np.isin(items, self.further)
-        plain |= lengths / self.speeds[versions % len(self.speeds)] > self.most + SLACK
+        plain = lengths / self.speeds[versions % len(self.speeds)] > self.most + SLACK
         versions = np.where(plain, versions - versions % len(self.speeds), versions)  # without another speed
         return versions, lengths / self.speeds[versions % len(self.speeds)]
 

@@ -14,7 +14,7 @@ from jax_rnnt_speech.pretrained import files
 from jax_rnnt_speech.system import UserError, refuse_if
 
 SETUP, WEIGHTS, CARD = "recogniser.json", files.WEIGHTS, "card.md"
-FILES = "train", "valid", "synthetic", "text", "noise", "init"
+FILES = "train", "valid", "text", "noise", "init"
 
 
 def write(model, folder, dtype, card=""):

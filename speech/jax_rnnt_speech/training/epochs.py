@@ -29,7 +29,7 @@ def training(data, config, buckets, part, texts=None):
         def batch(items, bucket=bucket):
             return batches.collate(data, config.data, bucket, items, bucket.batch // step)
 
-        whole = batches.mixed(bucket.members, data.corpus, config).random_map(load)
+        whole = grain.MapDataset.source(bucket.members).seed(config.run.seed).shuffle().random_map(load)
         whole = whole[: len(whole) // bucket.batch * bucket.batch]
         parts.append(whole[first::step].batch(bucket.batch // step, drop_remainder=True, batch_fn=batch))
     whole = grain.MapDataset.concatenate(parts).shuffle(seed=config.run.seed)

@@ -110,6 +110,16 @@ def past_zeros(read, place):
     return None
 
 
+def info_of(member, read):
+    """The Info of a file, or of a link that has the name of one of audio or text; None: others."""
+    if member.isreg():
+        start = read(member.offset_data, min(member.size, HEAD))
+        return Info(member.name, member.offset, member.offset_data, member.size, start)
+    kind = key_of(member.name)[1]
+    linked = (member.issym() or member.islnk()) and (is_audio(kind) or is_text(kind))
+    return Info(member.name, member.offset, member.offset_data, 0, b"", member.linkname or "?") if linked else None
+
+
 def walked(path, place=0, end=None):
     """Infos of the files of a tar from a place on, and where that ends: a Fault where the tar ends early.
 
@@ -140,17 +150,15 @@ def walked(path, place=0, end=None):
                 if common := size_of_common(block):
                     place += common
                     continue
+                what = DAMAGED if len(block) >= 512 else CUT
                 try:
                     info = usual(block, begin, place) or steadily(unusual, path)
                 except tarfile.TarError:
-                    what = BEHIND if ended else DAMAGED if last != "the start" else "no tar archive"
-                    yield Fault(what, f"{Path(path).name} after {last}")
+                    what = DAMAGED if last != "the start" else "no tar archive"
+                if info is None and block[:512] != bytes(512):
+                    yield Fault(BEHIND if ended else what, f"{Path(path).name} after {last}")
                     return
             if info is None:
-                if block[:512] != bytes(512):
-                    what = BEHIND if ended else CUT if len(block) < 512 else DAMAGED
-                    yield Fault(what, f"{Path(path).name} after {last}")
-                    return
                 place, tar, ended = past_zeros(read, place), None, True
                 if place is None:
                     return
@@ -160,15 +168,8 @@ def walked(path, place=0, end=None):
                 yield Fault(CUT, f"{Path(path).name}: {info.name}")
                 return
             last, place = info.name, info.end if plain else tar.offset
-            if is_hidden(info.name):
-                continue
-            if plain:
-                yield info
-            elif info.isreg():
-                start = read(info.offset_data, min(info.size, HEAD))
-                yield Info(info.name, info.offset, info.offset_data, info.size, start)
-            elif (info.issym() or info.islnk()) and (is_audio(kind := key_of(info.name)[1]) or is_text(kind)):
-                yield Info(info.name, info.offset, info.offset_data, 0, b"", info.linkname or "?")
+            if not is_hidden(info.name) and (found := info if plain else info_of(info, read)):
+                yield found
 
 
 def members(path):
@@ -240,7 +241,7 @@ def samples(infos):
 def paired(infos):
     """[(Infos of audio, {txt or json: Info})] of the files of a key.
 
-    A text of the key alone is for its first audio, unless that has one whose name agrees behind the first dot, too.
+    A text of the key alone is for its first audio that has none whose name agrees behind the first dot, too.
     """
     sounds, texts = collections.defaultdict(list), collections.defaultdict(dict)
     for kind, x in infos.items():
@@ -251,7 +252,7 @@ def paired(infos):
     common, found, rest = texts[""], [], []
     for stem, some in sounds.items():
         own = texts[stem] if stem else {}
-        (found if own else rest).append((some, common | own))
+        (found if own else rest).append((some, common | own if len(sounds) == 1 else own or common))
     if common and rest:
         rest = [([x for some, _ in rest for x in some], common)]
     return rest + found if sounds else [([], x) for x in texts.values() if x]
