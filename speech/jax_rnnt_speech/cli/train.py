@@ -72,10 +72,10 @@ def road_of(data, why):
     return f"train {way}, {why}; {flag} {other}" if why else ""
 
 
-def reading(data, asked):
-    """The files that a training reads, in a line; where somebody asks for them, they must not be those of its tests."""
+def reading(data, goes_on):
+    """The files that a training reads, in a line; those of a run that begins must not be those of its tests."""
     every = {name: sources.listed(getattr(data, name)) for name in ("train", "valid")}
-    if asked:
+    if not goes_on and not any(map(corpora.by_function, names(data.train))):
         for name, x in every.items():
             sources.unmixed(f"--{name}", x, held_out=name == "valid")
         sources.apart(every["train"], every["valid"])
@@ -110,8 +110,7 @@ def train(args):
     started = time.perf_counter()
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
-        asked = not start.resume or {"train", "valid"} & options.keys()
-        lines = [reading(chosen.data, asked), road_of(chosen.data, why)]
+        lines = [reading(chosen.data, start.resume), road_of(chosen.data, why)]
         rates = prepared(chosen, start, searching, lines).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if start.expect_cer is not None and not rates.cer <= start.expect_cer:
