@@ -259,7 +259,8 @@ class Kernel:
     def lower_reference(self, ctx, *operands, num_batch_dims, strict, alias, reason=None, **attributes):
         missing = loading.MISSING
         known = reason is None and "cpu" in missing  # the import has warned
-        platforms = ctx.module_context.platforms
+        # A program for several platforms comes here for those without a rule of their own.
+        platforms = [x for x in ctx.module_context.platforms if x not in (*loading.KERNELS, "tpu")]
         reason = reason or "; ".join(
             f"there are no kernels for platform {name}" + (f", as {missing[name]}" if name in missing else "")
             for name in platforms

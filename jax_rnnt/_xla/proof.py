@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import sys
+import tempfile
 from collections.abc import Iterable
 
 import jax
@@ -172,9 +173,10 @@ def keep(platform: str, device: jax.Device) -> str:
     try:
         path = folder() / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(text.encode())
-        part.replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as own:  # several threads, or machines, may write at once
+            part = pathlib.Path(own) / name
+            part.write_bytes(text.encode())
+            part.replace(path)
     except (OSError, RuntimeError) as error:
         return (
             f"all right, but the verdict cannot be kept ({error}): set XDG_CACHE_HOME to a folder that can be written, "

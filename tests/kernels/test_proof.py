@@ -3,6 +3,7 @@
 Programs are lowered for TPUs and GPUs that this machine does not have; devices are faked.
 """
 
+import concurrent.futures
 import functools
 import json
 import pathlib
@@ -266,6 +267,19 @@ def test_comparison_of_joint_networks(kernel, broken, wrong, monkeypatch):
         )
         assert told, line
         assert told[1].startswith("raises") or 1e-3 < float(told[1]) < 1
+
+
+def test_verdicts_at_once(cache):
+    """Threads that keep one verdict together all keep it; one that cannot be kept leaves nothing behind."""
+    here = device(KINDS["tpu"])
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        told = set(pool.map(lambda _: proof.keep("tpu", here), range(64)))
+    (path,) = cache.iterdir()
+    assert len(told) == 1 and f"verdict in {path}" in told.pop() and proof.proven("tpu", here)
+    path.unlink()
+    path.mkdir()
+    assert "cannot be kept" in proof.keep("tpu", here) and not proof.proven("tpu", here)
+    assert list(cache.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("outcome", ["right", "wrong", "unwritable", "no home", "old"])
