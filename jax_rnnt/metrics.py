@@ -151,7 +151,8 @@ def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
         _checks.integers("edit_distance", name, x, x.shape, "[...]")
         for name, x in zip(("labels", "counts", "targets", "target_lengths"), arrays)
     )
-
+    for name, x in ("labels", labels), ("targets", targets):
+        _checks.unsplit("edit_distance", name, x, {-1: "labels"})
     labels, targets, counts, target_lengths = _xla.split_alike(len(shape), labels, targets, counts, target_lengths)
 
     def count(size):  # int32 [1, ..., 1, size]

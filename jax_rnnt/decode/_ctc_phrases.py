@@ -95,6 +95,7 @@ def phrase_scores(
     """
     function = "phrase_scores"
     log_probs = _checks.floating(function, "log_probs", log_probs, 3, "[B, T, V]")
+    _checks.unsplit(function, "log_probs", log_probs, {-2: "T", -1: "V"})
     if log_probs.ndim != 3:
         raise ValueError(f"{function}: log_probs must have shape [B, T, V], got {tuple(log_probs.shape)}.")
     phrases = _checks.integral(function, "phrases", phrases)

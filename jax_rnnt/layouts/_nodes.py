@@ -235,6 +235,7 @@ def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) ->
     if targets is not None:
         columns = np.shape(targets)[-1] + 1 if columns is None and np.ndim(targets) else columns
         targets = _checks.integers(NAME, "targets", targets, (*batch, (columns or 1) - 1), "[..., U]")
+        _checks.unsplit(NAME, "targets", targets, {-1: "U"})
     return Sequences(num_frames, num_labels, weights, targets, columns, max(x.classes for x in layouts))
 
 

@@ -178,6 +178,7 @@ def prune_inputs(
     if predictor_out.shape[:-2] != batch or predictor_out.shape[-2] < 1:
         expected = f"shape [..., U + 1, P] with the batch dimensions of encoder_out, {batch}"
         raise ValueError(f"{name}: predictor_out must have {expected}, got {tuple(predictor_out.shape)}.")
+    _checks.unsplit(name, "predictor_out", predictor_out, {-2: "U + 1"})
     first = _checks.integers(name, "first", first, (*batch, frames), "[..., T]")
     width = _checks.positive(name, "width", width)
     encoder_out, predictor_out, first = _xla.split_alike(len(batch), encoder_out, predictor_out, first)

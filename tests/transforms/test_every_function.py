@@ -6,6 +6,7 @@ with it; the values of losses, searches and layouts have tests of their own.
 
 import functools
 import importlib
+import pkgutil
 import typing
 
 import jax
@@ -320,6 +321,9 @@ HOST = {  # of NumPy arrays, texts and files, and of values that are known
     *(f"metrics.{x}" for x in ("calibration", "correct_words", "label_errors", "utterance_confidence")),
     *(f"metrics.{x}" for x in ("word_confidence", "Calibration", "LabelErrors")),
     *("decode.NGram", "decode.WordNGram", "decode.FoundPhrase"),
+    *(f"plot.{x}" for x in ("arc_posteriors", "draw_emissions", "draw_lattice")),
+    *(f"timing.{x}" for x in ("Interval", "captions", "frames_to_seconds", "intervals", "read_ctm", "to_json", "words")),
+    *(f"timing.write_{x}" for x in ("ctm", "srt", "textgrid", "vtt")),
 }
 PARTS = {  # of the cases above, or of another case's result
     *("Alignment", "Composition", "DecodingRules", "TransducerLoss", "decode.Search", "decode.Hypotheses"),
@@ -330,9 +334,11 @@ PARTS = {  # of the cases above, or of another case's result
 
 
 def test_every_public_function_is_here():
-    """Those of `timing` and `plot` take and make NumPy arrays; modules of Flax: decode/test_flax.py, test_axes.py."""
+    """Modules of Flax: decode/test_flax.py, test_axes.py."""
     found = {*jax_rnnt.__all__} | {f"RNNTLoss.{x}" for x in METHODS}
-    for module in ("decode", "metrics", "lattices"):
+    # Of the other public folders, all that people need stands in jax_rnnt.
+    modules = {x.name for x in pkgutil.iter_modules(jax_rnnt.__path__) if x.name[0] != "_"}
+    for module in modules - {"emissions", "flax", "layouts", "losses", "sharding"}:
         module = importlib.import_module(f"jax_rnnt.{module}")
         names = getattr(module, "__all__", None) or [x for x in vars(module) if not x.startswith("_")]
         found |= {f"{module.__name__.removeprefix('jax_rnnt.')}.{x}" for x in names}
@@ -425,6 +431,25 @@ def partly_on_explicit_axes(name):
             check_on_mesh(name, mesh, [at(mesh, x, *["data"][: i == j]) for j, x in enumerate(batch)])
 
 
+OWN = "PackedLogits", "sum_over_nodes of rows", "BandLogits", "sum_over_nodes of a band"  # the cases gather by themselves
+
+
+def split_within_sequences(name):
+    """Each array is split over one dimension of its sequences: a result, or words about what to do."""
+    shared, *batch = inputs(name)
+    if name in OWN:
+        return
+    with mesh_of(jax.devices("cpu")[:1], "explicit", (1,)) as mesh:  # one device divides all sizes
+        for i, x in enumerate(batch):
+            for axes in ((*[None] * d, "data") for d in range(1, x.ndim)):
+                given = [at(mesh, y, *(axes if i == j else ())) for j, y in enumerate(batch)]
+                try:
+                    jax.eval_shape(CASES[name].function, at(mesh, shared), *given)
+                except ValueError as error:
+                    if "reshard" not in str(error):
+                        raise
+
+
 def exported(name):
     """For batches of any size, after a round trip through bytes."""
     pytest.importorskip("flatbuffers")
@@ -459,12 +484,14 @@ def truth(name):
 
 
 TRANSFORMS = [truth, in_vmap, in_pmap, in_shard_map, on_explicit_axes, partly_on_explicit_axes]
+TRANSFORMS += [split_within_sequences]
 TRANSFORMS += [exported, inside_a_gradient]
 FEW = "metrics.edit_distance", "decode.predict", "sum_over_nodes", "RNNTLoss"
 QUICK = [f"{name}-{transform.__name__}" for name in FEW for transform in TRANSFORMS]
 QUICK += [f"{name}-truth" for name, x in CASES.items() if x.truth]
 QUICK += [f"{name}-inside_a_gradient" for name in ("decode.Search.greedy", "decode.Search.beam")]
 QUICK += ["decode.Search.greedy-in_shard_map", "TargetRobustRNNTLoss-on_explicit_axes"]
+QUICK += [f"{name}-split_within_sequences" for name in ("prune_inputs", "decode.phrase_scores")]
 QUICK += ["PackedLogits-partly_on_explicit_axes"]
 
 
