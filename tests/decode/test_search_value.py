@@ -56,6 +56,8 @@ def test_leaves():
     leaves, structure = jax.tree.flatten(value)
     assert [x for x in leaves if isinstance(x, float)] == [0.5, 1.5]
     assert any(x is value.joint.weight for x in leaves)
+    # `jax.export` asks for the structure of shapes.
+    assert jax.tree.structure(jax.eval_shape(lambda x: x, value)) == structure
     assert hash(structure) == hash(jax.tree.structure(dataclasses.replace(value, temperature=1.7)))
     assert structure == jax.tree.structure(dataclasses.replace(value, temperature=1.7))
     assert structure != jax.tree.structure(dataclasses.replace(value, temperature=1.0))

@@ -322,8 +322,8 @@ HOST = {  # of NumPy arrays, texts and files, and of values that are known
     *(f"metrics.{x}" for x in ("word_confidence", "Calibration", "LabelErrors")),
     *("decode.NGram", "decode.WordNGram", "decode.FoundPhrase"),
     *(f"plot.{x}" for x in ("arc_posteriors", "draw_emissions", "draw_lattice")),
-    *(f"timing.{x}" for x in ("Interval", "captions", "frames_to_seconds", "intervals", "read_ctm", "to_json", "words")),
-    *(f"timing.write_{x}" for x in ("ctm", "srt", "textgrid", "vtt")),
+    *(f"timing.{x}" for x in ("Interval", "captions", "frames_to_seconds", "intervals", "to_json", "words")),
+    *(f"timing.{x}" for x in ("read_ctm", "write_ctm", "write_srt", "write_textgrid", "write_vtt")),
 }
 PARTS = {  # of the cases above, or of another case's result
     *("Alignment", "Composition", "DecodingRules", "TransducerLoss", "decode.Search", "decode.Hypotheses"),
@@ -431,7 +431,8 @@ def partly_on_explicit_axes(name):
             check_on_mesh(name, mesh, [at(mesh, x, *["data"][: i == j]) for j, x in enumerate(batch)])
 
 
-OWN = "PackedLogits", "sum_over_nodes of rows", "BandLogits", "sum_over_nodes of a band"  # the cases gather by themselves
+# These cases reshape or gather the logits themselves.
+OWN = "PackedLogits", "sum_over_nodes of rows", "BandLogits", "sum_over_nodes of a band"
 
 
 def split_within_sequences(name):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_rnnt import _keywords, _pytree
 from jax_rnnt.decode._hypotheses import Hypotheses
@@ -405,8 +404,9 @@ _LEAF = object()
 
 
 def _is_leaf(x) -> bool:
-    """Counts, as a predictor's start label, are structure."""
-    return isinstance(x, (numbers.Real, jax.Array, np.ndarray)) and not isinstance(x, numbers.Integral)
+    """Counts, as a predictor's start label, are structure. JAX has shapes in the places of arrays, too."""
+    array = hasattr(x, "shape") and hasattr(x, "dtype")
+    return (array or isinstance(x, numbers.Real)) and not isinstance(x, numbers.Integral)
 
 
 def _kept(x):
