@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import IO, NamedTuple
@@ -14,8 +15,13 @@ from jax_rnnt.timing._intervals import Interval
 from jax_rnnt.timing._spelling import begins_line, columns, is_dense, joins
 
 MILLISECONDS = 1000  # of a second, in which captions have their times
-# SubRip has no escapes: what players read as markup (<i>, {\an8}, \N) is written in full-width forms.
-PLAIN = str.maketrans("<>{}\\", "＜＞｛｝＼")
+# SubRip has no escapes: what players read as markup (<i>, {\an8}, \N) is written in full-width forms. FFmpeg takes
+# "< b >" for bold type too, and libass hides whatever is in braces; a sign that nothing closes is text to all of them.
+MARKUP = [
+    (re.compile("<.*>|<[/A-Za-z]", re.DOTALL), str.maketrans("<>", "＜＞")),
+    (re.compile(r"\{.*\}", re.DOTALL), str.maketrans("{}", "｛｝")),
+    (re.compile(r"\\[Nnh]"), str.maketrans("\\", "＼")),
+]
 LEAST = 0.002  # seconds from one caption to the next, however short words are: they differ when they are rounded
 
 
@@ -231,8 +237,8 @@ def write_srt(file: str | os.PathLike[str] | IO[str], captions: Sequence[Interva
     for start, end, text, _ in checked_intervals("write_srt", "captions", "captions", captions, MILLISECONDS, "lines"):
         if "-->" in text:
             raise ValueError(f"write_srt: texts of captions must be without '-->', as times have it, got {text!r}.")
-        if any(x in text for x in "<{\\"):
-            text = text.translate(PLAIN)
+        for markup, forms in MARKUP:
+            text = text.translate(forms) if markup.search(text) else text
         cues.append(f"{len(cues) + 1}\n{_time(start, ',')} --> {_time(end, ',')}\n{text}\n")
     put(file, "\n".join(cues))
 

@@ -6,6 +6,7 @@ import base64
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import json
@@ -26,7 +27,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_rnnt_speech import runs
+from jax_rnnt_speech import runs, system
 from jax_rnnt_speech.cli import serve
 from jax_rnnt_speech.data import features, manifests
 from jax_rnnt_speech.recognition.search import Decoding
@@ -273,7 +274,8 @@ def test_bad_requests(served, corpus):
         ("response_format", "xml"), ("language", "de"), ("temperature", "1.1"), ("temperature", "x"),
         ("temperature", "nan"), ("stream", "x"), ("speed", "2"), ("timestamp_granularities[]", "word"), ("[]", "x"),
         ("prompt", "x" * 70_000), ("file", "twice"), ("languages[]", "de"), ("include[]", "x"), ("model[]", "tiny"),
-        ("language", "de-AT"), ("translate", "true"), ("task", "translate"),
+        ("language", "de-AT"), ("translate", "true"), ("task", "translate"), ("duration", "9"),
+        ("detect_language", "1"), ("word_timestamps", "true"),
     )]  # fmt: skip
     forms += [FormData({"model": "tiny"}), form(good, model=["tiny", "tiny"]), form(b"x", stream="true")]
     captions = {"stream": "true", "include[]": "logprobs"}  # which have neither
@@ -374,7 +376,18 @@ def test_habits(served, corpus):
     habits += [{"temperature": x} for x in ("", "0", "0.0", "1")]
     habits += [{"response_format": x} for x in ("", "JSON", "json")]
     habits += [{"languages[]": "auto"}, {"languages": "de,en"}, {"languages[0]": "en-GB"}, {"include": '["logprobs"]'}]
-    habits += [{"user": "me", "task": "transcribe", "translate": "false", "hotwords": "x", "temperature_inc": "0.2"}]
+    habits += [dict.fromkeys(("language", "temperature", "stream"), x) for x in ("null", "None", "undefined")]
+    # What the documentation or sources of these clients and servers send, or have as the default.
+    habits += [{name: x for name, _, x in (y.partition("=") for y in fields.split())} for fields in (
+        "user=me task=transcribe translate=false hotwords=x temperature_inc=0.2",
+        "offset_t=0 offset_n=0 duration=0 max_context=-1 max_len=0 split_on_word=false best_of=2 beam_size=-1 "
+        "audio_ctx=0 word_thold=0.01 entropy_thold=2.40 logprob_thold=-1.00 debug_mode=false diarize=false "
+        "tinydiarize=false detect_language=false no_timestamps=false carry_initial_prompt=false suppress_nst=true "
+        "no_context=true token_timestamps=false vad=false vad_threshold=0.5 vad_samples_overlap=0.1",  # whisper.cpp
+        "timestamp_granularities[]=segment vad_filter=true without_timestamps=true diarization=false",  # speaches
+        "backend= threads=4 translate=false diarize=false prompt=",  # LocalAI
+        "seed=1 top_p=1.0 repetition_penalty=1.0 use_beam_search=false stream_include_usage=false",  # vLLM
+    )]  # fmt: skip
 
     async def chunks(body):
         for i in range(0, len(body), 999):
@@ -515,6 +528,12 @@ def test_a_server_that_is_ended(served, monkeypatch, signals):
         assert b" 503 " in answered and time.monotonic() < at + 2
         assert statuses == expected_statuses
         lines.get()  # the end of the line
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        site.options = dataclasses.replace(site.options, port=port)
+        with pytest.raises(system.UserError) as error:
+            server.run(site)
+    assert str(error.value) == f"--host 127.0.0.1 --port {port}: {os.strerror(errno.EADDRINUSE)}"
 
 
 def test_events(served, corpus, monkeypatch):

@@ -463,6 +463,23 @@ def test_lines_of_several_processes():
     assert stream.getvalue() == "process 1: a\nprocess 1: bc\nprocess 1: \nprocess 1: d" and not numbered.isatty()
 
 
+def test_the_last_word_of_a_process():
+    """What C++ says passes; where another process has died, advice comes last, whatever signals a scheduler sends."""
+    lines, fatal = (
+        "W1128 a.cc:1] slow\n",
+        "F1128 client.h:9] Terminating: JAX distributed service detected fatal errors\n",
+    )
+    thrown = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what(): [enforce fail]\n"
+    other = "terminate called after throwing an instance of 'std::bad_alloc'\n"
+    for text, wanted in (("", ""), (fatal + "@ 0x1\n", "advice\n"), (thrown, "advice\n"), (other, other)):
+        command = [sys.executable, "-S", "-c", hosts.RELAY, "advice"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            print(lines, end="", file=child.stdin, flush=True)
+            first = child.stderr.readline()  # at once
+            child.send_signal(signal.SIGTERM)
+            assert first + child.communicate(text)[1] == lines + wanted
+
+
 def test_one_training_at_a_time(corpus, trained, tmp_path, refused):
     """Another process that trains in a folder keeps it; a run that is replaced is there until its successor is."""
     workdir = tmp_path / "run"
@@ -602,10 +619,11 @@ def test_two_commands_with_one_output(tmp_path, refused):
 
 
 @pytest.mark.slow
-def test_batches_that_nobody_takes():
-    """Those of workers at the end of a good run are removed from shared memory without a word of leaks."""
-    program = "import numpy as np; from jax_rnnt_speech.data import workers"
-    program += "; x = workers.items(np.ones, 30, 1, 1); kept = [next(x), next(x)]"
+def test_memory_that_workers_share():
+    """Python, which counts what is left in it at its end, says nothing after runs that take all batches, or some."""
+    program = "import numpy as np; from jax_rnnt_speech.data import workers as w"
+    program += "; f = lambda i: {'x': np.ones(i)}; print(*next(w.items(f, 30, 1, 1)))"
+    program += "; print(*[len(y['x']) for y in w.items(f, 9, 1, 1)])"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
-    assert ended.returncode == 0 and "leaked" not in ended.stderr
+    assert ended.stdout == "x\n0 1 2 3 4 5 6 7 8\n" and "leaked" not in ended.stderr

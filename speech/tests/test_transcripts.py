@@ -575,6 +575,7 @@ def test_segments_of_speakers(tmp_path, refused, monkeypatch, said):
     for x, (_, start, end) in zip(found, turns):
         assert x["duration"] == end - start and all(start <= y["start"] < y["end"] <= end for y in x["words"])
     words = [(x["speaker"], y["word"], y["start"]) for x in found for y in x["words"]]
+    assert transcripts.ctm_word("می\u200cخواهم") == "می\u200cخواهم"  # a sign within a Persian word
     names = {"srt": ("Ann ＜&＞: ", "Bo: "), "vtt": ("<v Ann &lt;&amp;&gt;>", "<v Bo>")}
     for form, (ann, bo) in names.items():
         cues = wrote(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")

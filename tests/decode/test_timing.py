@@ -349,6 +349,18 @@ def test_captions_in_files(tmp_path):
     assert "a --&gt; b" in (tmp_path / "x.vtt").read_text()
     timing.write_srt(tmp_path / "x.srt", [])
     assert (tmp_path / "x.srt").read_text() == ""
+    # What FFmpeg's decoder of SubRip and libass take for markup, and what they show as it is.
+    texts = {"a < b": "a < b", "x > y <": "x > y <", "{ a": "{ a", "C:\\x": "C:\\x", "} {": "} {", "a <3": "a <3"}
+    texts |= {
+        "a < b > c": "a ＜ b ＞ c",
+        "{\\an8}a": "｛\\an8｝a",
+        "a <b": "a ＜b",
+        "a\\Nb \\h": "a＼Nb ＼h",
+        "<\n>": "＜\n＞",
+    }
+    for text, wanted in texts.items():
+        timing.write_srt(memory := io.StringIO(), [Interval(0, 1, text)])
+        assert memory.getvalue().split("\n", 2)[2] == f"{wanted}\n"
 
 
 # --------------------------------------------------------------------------------------------------------------- CTM

@@ -9,7 +9,7 @@ from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import amount, number, option, positive
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
-from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.system import UserError, refuse_if
 
 
 def origin(text):
@@ -51,7 +51,9 @@ def serve(args):
             raise
         raise UserError("serve needs aiohttp: pip install 'jax_rnnt_speech[serve]'") from None
     searching, opening = command_line.taken(args, Searching).checked(), command_line.taken(args, Computing)
-    options, model = command_line.taken(args, Serving), opening.opened()
+    options = command_line.taken(args, Serving)
+    refuse_if(not options.host, "--host must be an address, such as 127.0.0.1, or 0.0.0.0 for all of this machine")
+    model = opening.opened()
     options = dataclasses.replace(options, name=options.name or opening.folder.resolve().name)
     server.run(server.Server(model, decoding_of(searching, model), options))
     return 0

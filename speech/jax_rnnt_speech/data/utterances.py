@@ -6,6 +6,7 @@ import threading
 from typing import NamedTuple
 
 NAMED = 5  # utterances of a reason that are named on the screen
+JOINERS = "\u200c\u200d\u200e\u200f\u061c"  # parts of words, as in Persian: Python takes them for not printable
 
 
 class Utterance(NamedTuple):
@@ -18,7 +19,7 @@ class Utterance(NamedTuple):
 
 def shown(name):
     """The name in one line that every encoding of Unicode can write."""
-    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in str(name))
+    return "".join(x if x.isprintable() or x in JOINERS else repr(x)[1:-1] for x in str(name))
 
 
 def column(name):

@@ -1,17 +1,14 @@
 """Grain's threads and processes, which make what is taken in order."""
 
+import gc
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
 
 from jax_rnnt_speech.system import UserError
 
-# Of batches that workers have made when a training ends. Python's own process removes them from the memory that workers
-# share, with a warning about leaks, unless options of warnings say otherwise: it gets those of this process.
-UNREAD = "ignore:resource_tracker:UserWarning"
 SHARED = "/dev/shm"  # where Grain puts what its workers make
 BY_SIGNALS = f" -{signal.SIGINT:d}", f" -{signal.SIGTERM:d}"  # ends of what Grain says of a worker
 
@@ -23,8 +20,6 @@ def items(function, count, threads, workers=0):
 
     if workers and not flags.FLAGS.is_parsed():  # Grain reads some, and nobody else has any
         flags.FLAGS.mark_as_parsed()
-    if workers and UNREAD not in sys.warnoptions:
-        sys.warnoptions.append(UNREAD)
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
     several = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
     dataset = grain.MapDataset.source(range(count)).map(Told(function)).to_iter_dataset(options)
@@ -44,6 +39,10 @@ def items(function, count, threads, workers=0):
     finally:
         if workers:
             found.close()
+            # A cycle of Grain's iterators holds the last batch in the memory that workers share, which Python would
+            # call a leak at its end.
+            x = found = None
+            gc.collect()
 
 
 def cause(ended):

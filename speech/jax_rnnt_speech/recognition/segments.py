@@ -124,7 +124,7 @@ def read(path):
             if x is None:
                 others[row.split()[0]] += 1
             else:
-                found.append(x._replace(speaker=composed(shown(x.speaker))))
+                found.append(x._replace(speaker=composed(shown(" ".join(x.speaker.split())))))
     for name, count in others.items():
         print(f"--segments {path}: lines of type {shown(name)} are not used: {count}", file=sys.stderr)
     return joined(found, GAP if form is of_ctm else 0), faults

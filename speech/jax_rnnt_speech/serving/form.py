@@ -19,12 +19,29 @@ GRANULARITIES = "timestamp_granularities"
 ONCE = {"file", "model", "response_format", "language", "temperature", "prompt", "stream"}
 # Lists, which clients write as name[]; chunking_strategy is an object, written as name[key].
 LISTS = {GRANULARITIES, "include", "languages", "keywords", "chunking_strategy"}
-# Fields that clients of Whisper's servers send by habit: they have no effect on a search that draws nothing, ...
-WITHOUT_EFFECT = {"user", "hotwords", "vad_filter", "temperature_inc", "beam_size", "best_of", "suppress_tokens"}
+KNOWN = ", ".join(sorted(ONCE | LISTS))
+# Fields that clients of other servers send by habit. Those of a search that draws, of a detector of speech, of threads
+# and of logs have no effect here, ...
+WITHOUT_EFFECT = (
+    "user seed hotwords threads backend debug_mode no_fallback no_context no_language_probabilities temperature_inc "
+    "beam_size best_of top_k top_p min_p length_penalty use_beam_search repetition_penalty presence_penalty "
+    "frequency_penalty suppress_tokens suppress_non_speech suppress_nst max_context audio_ctx carry_initial_prompt "
+    "condition_on_previous_text initial_prompt without_timestamps no_timestamps split_on_word word_thold "
+    "entropy_thold logprob_thold no_speech_thold no_speech_threshold log_prob_threshold compression_ratio_threshold "
+    "vad vad_filter vad_parameters vad_threshold vad_speech_pad_ms vad_min_speech_duration_ms "
+    "vad_min_silence_duration_ms vad_max_speech_duration_s vad_samples_overlap"
+)
 NO, YES = ("", "false", "0", "no", "off"), ("true", "1", "yes", "on")
+ZERO = "", "0", "0.0", "-1"
 # ... or ask for nothing only where they have one of these values.
-HARMLESS = {"task": ("", "transcribe"), "translate": NO, "diarize": NO, "tinydiarize": NO}
-ONCE |= WITHOUT_EFFECT | HARMLESS.keys()
+HARMLESS = {"task": ("", "transcribe")} | dict.fromkeys(("offset_t", "offset_n", "duration", "max_len"), ZERO)
+SWITCHES = (
+    "translate diarize diarization tinydiarize speaker_embeddings detect_language word_timestamps token_timestamps "
+    "stream_include_usage stream_continuous_usage_stats"
+)
+HARMLESS |= dict.fromkeys(SWITCHES.split(), NO)
+ONCE |= {*WITHOUT_EFFECT.split(), *HARMLESS}
+ABSENT = "null", "none", "undefined"  # what JavaScript and Python write for a value that is not there
 ANY = "", "auto", "und"  # languages that say that nobody knows which one it is
 FIELDS = 2**16  # bytes of all fields that are no file
 PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
@@ -78,10 +95,8 @@ class Forms:
                 name = getattr(part, "name", None) or ""
                 key, data = name.partition("[")[0], bytearray()
                 if not isinstance(part, aiohttp.BodyPartReader) or (key not in LISTS and name not in ONCE):
-                    known = ", ".join(sorted(ONCE | LISTS))
-                    raise Problem(
-                        400, f"an unknown field, {shown(name) or '(no name)'}: known are {known}", shown(name)
-                    )
+                    unknown = f"an unknown field, {shown(name) or '(no name)'}: known are {KNOWN}"
+                    raise Problem(400, unknown, shown(name))
                 is_file = key == "file"
                 known = file is not None if is_file else key in fields
                 require(key not in ONCE or not known, f"{key} is there twice", key)
@@ -95,7 +110,10 @@ class Forms:
                     require(data, f"{file}: an empty file", "file")
                 else:
                     size += len(data) + 1
-                    fields.setdefault(key, []).append(data.decode())
+                    try:
+                        fields.setdefault(key, []).append(data.decode())
+                    except UnicodeDecodeError:
+                        raise Problem(400, f"{key} must be text in UTF-8", key) from None
         except MALFORMED as error:
             raise Problem(400, f"the form is malformed or cut off: {shown(error) or type(error).__name__}") from None
         require(file is not None, "the field file is missing", "file")
@@ -104,12 +122,15 @@ class Forms:
     def checked(self, fields):
         """What is Asked; raises where a field asks for what is not done."""
         one = {name: texts[0].strip() for name, texts in fields.items()}
+        one = {name: "" if x.lower() in ABSENT else x for name, x in one.items()}
         form, parts = one.get("response_format", "").lower() or "json", listed(fields.get(GRANULARITIES, []))
         for name, fine in HARMLESS.items():
-            require(one.get(name, "").lower() in fine, f"{name} must be {fine[1]}: the server only transcribes", name)
+            wanted = f"{name} must be {fine[1]}: the server writes what is said in a whole file, and no more"
+            require(one.get(name, "").lower() in fine, wanted, name)
         require(form in FORMATS, f"response_format must be one of {', '.join(FORMATS)}", "response_format")
-        fine = set(parts) <= {"word", "segment"} and (not parts or form == "verbose_json")
-        require(fine, f"{GRANULARITIES}[] must be word or segment, with verbose_json", GRANULARITIES)
+        # Clients send segment, which is the default, with any form.
+        fine = set(parts) <= {"word", "segment"} and ("word" not in parts or form == "verbose_json")
+        require(fine, f"{GRANULARITIES}[] must be segment, or word with verbose_json", GRANULARITIES)
         language, named = self.options.language, [one.get("language", ""), *listed(fields.get("languages", []))]
         named = [x for x in named if x.lower() not in ANY]
         fine = not language or not named or scripts.subtags(language)[0] in [scripts.subtags(x)[0] for x in named]
@@ -146,7 +167,8 @@ class Forms:
 
 def listed(texts):
     """The elements of a list, which some clients send as one text: with commas, or as JSON."""
-    return [x for text in texts for y in text.strip("[] ").split(",") if (x := y.strip().strip("\"'"))]
+    found = [x.strip().strip("\"'") for text in texts for x in text.strip("[] ").split(",")]
+    return [x for x in found if x and x.lower() not in ABSENT]
 
 
 async def flowing(request, reading):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import signal
 import sys
 
@@ -23,7 +24,7 @@ from jax_rnnt_speech.recognition import recognise, streams, transcripts, unheard
 from jax_rnnt_speech.serving import form
 from jax_rnnt_speech.serving.schema import UNLIKELY, Problem, answer, log_probs, require, unexpected
 from jax_rnnt_speech.serving.together import Together
-from jax_rnnt_speech.system import UserError, leave, refuse_if
+from jax_rnnt_speech.system import UserError, leave, reason, refuse_if
 
 SAMPLES = {"pcm16": np.dtype("<i2"), "float32": np.dtype("<f4")}
 MESSAGE = 2**20  # bytes of a message of a stream
@@ -374,6 +375,16 @@ def runner(server):
     )
 
 
+@contextlib.contextmanager
+def listening(options):
+    """An address that cannot be had becomes a line that names the options."""
+    try:
+        yield
+    except OSError as error:  # asyncio says more than the reason; the resolver's errors have negative numbers
+        why = os.strerror(error.errno) if (error.errno or 0) > 0 else reason(error)
+        raise UserError(f"--host {options.host} --port {options.port}: {why}") from None
+
+
 async def serving(server):
     """Serves until Ctrl-C or SIGTERM, and then for as long as `end` takes. The second of these ends at once."""
     options, loop, asked = server.options, asyncio.get_running_loop(), asyncio.Event()
@@ -389,7 +400,8 @@ async def serving(server):
             loop.add_signal_handler(number, functools.partial(hear, number))
     running = runner(server)
     await running.setup()
-    await web.TCPSite(running, options.host, options.port).start()
+    with listening(options):
+        await web.TCPSite(running, options.host, options.port).start()
     port = running.addresses[0][1]
     host = f"[{options.host}]" if ":" in options.host else options.host
     ways = "POST /v1/audio/transcriptions" + (", WebSocket /v1/stream" if server.slots else "")

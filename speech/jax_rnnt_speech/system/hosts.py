@@ -17,13 +17,16 @@ from tqdm import tqdm
 from jax_rnnt_speech.system import UserError, refuse_if
 
 DIED = "another process has ended or is out of reach; start all again with --resume"
-# Where another process dies, JAX aborts this one from C++, and no Python of it can say anything. A helper can: it
-# passes on what C++ says, but for the stack, and then has the last word.
+# Where another process dies, C++ aborts this one: JAX's client, or Gloo within a collective. No Python of it can say
+# anything then. A helper can: it passes on what C++ says, but for the stack, and then has the last word. Schedulers
+# send their signals to all processes of a job; the helper ends with the last one that writes.
 RELAY = """
-import sys
+import re, signal, sys
+for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+    signal.signal(number, signal.SIG_IGN)
 fatal = False
 for line in sys.stdin.buffer:
-    fatal = fatal or b"JAX distributed service detected fatal errors" in line
+    fatal = fatal or re.search(rb"JAX distributed service detected fatal errors|terminat.*gloo::", line)
     if not fatal:
         sys.stderr.buffer.write(line)
         sys.stderr.flush()
@@ -40,12 +43,21 @@ def relay(words):
 
     The standard error of Python stays what it is, such as a terminal.
     """
-    own, command = os.dup(2), [sys.executable, "-S", "-c", RELAY, words]
+    try:
+        own = os.dup(sys.stderr.fileno())
+    except (OSError, ValueError):  # it is closed
+        return
+    command = [sys.executable, "-S", "-c", RELAY, words]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     RELAYS.append(child)  # its end is not waited for
     sys.stderr = os.fdopen(own, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")
     os.dup2(child.stdin.fileno(), 2)
     child.stdin.close()
+
+
+def died():
+    """The last line of a process that another one has left alone."""
+    return f"process {jax.process_index()}: " * bool(jax.process_index()) + f"rnnt-speech: {DIED}"
 
 
 def join(platform, count, coordinator=None, processes=None, process=None, heartbeat=60):
@@ -65,11 +77,10 @@ def join(platform, count, coordinator=None, processes=None, process=None, heartb
         except (RuntimeError, ValueError) as error:
             raise UserError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}") from None
     devices(platform, count)
-    number = f"process {jax.process_index()}: " if jax.process_index() else ""
     if jax.process_count() > 1:
-        relay(f"{number}rnnt-speech: {DIED}")
-    if number:
-        sys.stderr = Numbered(sys.stderr, number)
+        relay(died())
+    if jax.process_index():
+        sys.stderr = Numbered(sys.stderr, f"process {jax.process_index()}: ")
 
 
 class Numbered:
@@ -133,7 +144,9 @@ def together():
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        print(f"rnnt-speech: {DIED} ({str(error).splitlines()[0]})", file=sys.stderr, flush=True)
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # after what C++ has said of it, which goes the same way
+            os.write(2, f"{died()} ({str(error).splitlines()[0]})\n".encode())
         os._exit(2)
 
 
