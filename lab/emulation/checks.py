@@ -93,7 +93,7 @@ def link(objects: dict[str, pathlib.Path], mode: Mode, folder: pathlib.Path, tes
     return program
 
 
-def run(program: pathlib.Path, order: str, timeout: float = 300) -> tuple[int | None, str]:
+def run(program: pathlib.Path, order: str, timeout: float = 900) -> tuple[int | None, str]:
     """Exit code, or None after a timeout, and output."""
     environment = {**os.environ, **ENVIRONMENT, "JAX_RNNT_EMULATION_ORDER": order}
     try:
