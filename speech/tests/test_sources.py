@@ -3,6 +3,7 @@
 Each table has kinds of sources by oddities; what is expected is arithmetic on what the tests write.
 """
 
+import gzip
 import io
 import itertools
 import json
@@ -23,6 +24,7 @@ from jax_rnnt_speech.system import refuse_if
 from recordings import encode
 from support import configuration, write_audio
 from test_archives import pack
+from test_odd_data import cut_of
 
 RATE = 8000
 
@@ -52,6 +54,14 @@ def write(path, rows):
     elif path.suffix == ".tar":
         texts = [(f"{name}.json", json.dumps({"text": "AB"} | keys).encode()) for name, _, keys in rows]
         pack(path, itertools.chain(*zip([(f"{name}.wav", data) for name, data, _ in rows], texts)))
+    elif path.name == "text":
+        for name, data, _ in rows:
+            (path.parent / f"{name}.wav").write_bytes(data)
+        path.write_text("".join(f"{name} AB\n" for name, *_ in rows))
+        path.with_name("wav.scp").write_text("".join(f"{name} {path.parent}/{name}.wav\n" for name, *_ in rows))
+    elif path.name == "cuts.0.jsonl":
+        pack(path.with_name("recording.0.tar"), [(f"{name}.wav", data) for name, data, _ in rows])
+        path.write_text("\n".join(json.dumps(cut_of(name, "AB")) for name, *_ in rows))
     else:
         folder = path if not path.suffix else path.parent / f"{path.stem}-audio"
         folder.mkdir(exist_ok=True)
@@ -85,6 +95,12 @@ LAYOUTS = [
     ({"train-0.tar": 2, "more-0.tar": 1}, "", {"train": (2, None), "none": (1, None)}),  # both are for a training
     ({"dev/a": 1, "valid/b": 1}, "", {"validation": (2, None)}),
     ({"test-drive/a": 2}, "test-drive", {}),  # this is what somebody names
+    ({"bob/a": 1, "eve/a": 1, "test/a": 2}, "", {"none": (2, None), "test": (2, None)}),  # speakers
+    ({"latest/a": 1, "contest-2019/a": 1, "device/a": 1}, "*", {}),
+    ({"data/train/text": 2, "data/dev/text": 1}, "data/*",
+     {"train": (2, "1 of train ({}/data/train)"), "validation": (1, "1 of validation ({}/data/dev)")}),
+    ({"test/cuts.0.jsonl": 1, "train/cuts.0.jsonl": 2}, "",
+     {"train": (2, "1 of train ({}/train)"), "test": (1, "1 of test ({}/test)")}),
 ]  # fmt: skip
 
 
@@ -114,6 +130,58 @@ def test_splits(files, name, splits, tmp_path, refused, said):
         (tmp_path / "o.jsonl").write_text('{"audio": "o-audio/o.wav", "text": ""}')
         command = ["train", "--train", source, "--valid", other, "--rate", RATE, "--workdir", tmp_path / "w"]
         refused(command, f"{other}: no usable utterance; left out, empty transcript")
+
+
+ROWS = ["train", "train-clean-100", "dev", "TEST"]
+
+
+@pytest.mark.parametrize("kind", ["m.jsonl", "m.parquet", "m.csv"])
+def test_splits_of_rows(kind, tmp_path, refused, said):
+    """A column may say the split of each row: it counts as names of files do, and more than these."""
+    source, one = tmp_path / f"dev/{kind}", tmp_path / f"one.{kind[2:]}"
+    for file, key, values in ((source, "split", ROWS), (one, "subset", ["train", "train-other"])):
+        write(file, [(f"{file.parent.name}{i}", wav(0.4), {key: x}) for i, x in enumerate(values)])
+        if kind == "m.csv":
+            rows = [json.loads(x) for x in file.read_text().splitlines()]
+            file.write_text("\n".join([",".join(rows[0]), *(",".join(x.values()) for x in rows)]))
+    assert found(said, source)["splits"] == {"train": 2, "validation": 1, "test": 1}
+    assert found(said, one)["splits"] == {"train": 2}
+    message = "mixes splits, as its rows say under split or subset or partition: 2 of train, 1 of validation, 1 of test"
+    for name, train, valid in (("--train", source, one), ("--valid", one, source)):
+        refused(["train", "--train", train, "--valid", valid], f"{name} {source} {message}")
+    refused(["ngram", tmp_path / "a.arpa", source], message)
+    refused(["test", "--model", tmp_path, source], message)
+    write(tmp_path / "numbers.jsonl", [(f"n{i}", wav(0.4), {"split": i, "text": "split"}) for i in range(3)])
+    assert found(said, tmp_path / "numbers.jsonl")["splits"] == {}
+
+
+def test_named_twice(tmp_path, said, refused):
+    """What is named twice, in whatever way, is read once, with a line; what differs is all read."""
+    for name in ("a/one", "b/two", "m.jsonl", "n.jsonl"):
+        write(tmp_path / name, [(name[-1], wav(0.4), {})])
+    text = (tmp_path / "m.jsonl").read_bytes()
+    (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "n.json").write_bytes(text)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for names, count, line in (
+        ("m.jsonl m.jsonl", 1, "m.jsonl is named twice, and read once"),
+        ("m.jsonl m.jsonl.gz", 1, "m.jsonl.gz is not read"), ("n.json n.jsonl", 2, ""),
+        ("a b link", 2, "link is not read by itself"), ("a/one a", 1, "one is not read by itself"),
+        ("m*l m.jsonl n.jsonl", 2, "n.jsonl is not read by itself"), ("a b m.jsonl n.jsonl", 4, ""),
+        ("m.jsonl n*l ?.jsonl", 2, "n*l is not read by itself"), ("[mn].jsonl [m].jsonl", 2, "[m].jsonl is not read"),
+    ):  # fmt: skip
+        out, error = said(["check", "--rate", RATE, *(tmp_path / x for x in names.split()), "--json"])
+        assert json.loads(out)["utterances"] == count, names
+        assert (line in error) if line else error.startswith("reading"), error
+    (tmp_path / "o.jsonl").write_text('{"audio": "m-audio/l.wav", "text": ""}')
+    more = "--valid", tmp_path / "o.jsonl", "--workdir", tmp_path / "w"
+    errors = said(["train", "--rate", RATE, "--train", *[tmp_path / "m.jsonl"] * 2, *more], 2).err.splitlines()
+    assert errors[0].endswith("is named twice, and read once") and errors[1].count("m.jsonl (1 file of manifest)") == 1
+    (tmp_path / "c").mkdir()
+    for name in ("m.jsonl", "n.jsonl"):
+        (tmp_path / "c" / name).symlink_to(tmp_path / name)
+    both = "another source has 1 of its files, too"
+    assert both in said(["check", "--rate", RATE, tmp_path / "c/*", tmp_path / "[mn].json*", "--json"]).err
 
 
 def test_the_same_files(tmp_path, refused):
