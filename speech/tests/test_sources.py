@@ -177,11 +177,8 @@ def test_named_twice(tmp_path, said, refused):
     more = "--valid", tmp_path / "o.jsonl", "--workdir", tmp_path / "w"
     errors = said(["train", "--rate", RATE, "--train", *[tmp_path / "n.jsonl"] * 2, *more], 2).err.splitlines()
     assert errors[0].endswith("is named twice, and read once") and errors[1].count("n.jsonl (1 file of manifest)") == 1
-    (tmp_path / "c").mkdir()
-    for name in ("m.jsonl", "n.jsonl"):
-        (tmp_path / "c" / name).symlink_to(tmp_path / name)
-    both = "another source has 1 of its files, too"
-    assert both in said(["check", "--rate", RATE, tmp_path / "c/*", tmp_path / "[mn].json*", "--json"]).err
+    both = said(["check", "--rate", RATE, tmp_path / "[mo].jsonl", tmp_path / "[mn].jsonl", "--json"], 1).err
+    assert "another source has 1 of its files, too" in both
 
 
 def test_the_same_files(tmp_path, refused):
@@ -215,11 +212,13 @@ def test_which_way(tmp_path, said, monkeypatch):
         (20, "m.jsonl", [], cache), (20, "m.jsonl", ["--on-the-fly"], fly), (20, "t.tar", [], fly),
         (2.1 / 3600, "m.jsonl", [], cache), (1.9 / 3600, "m.jsonl", [], fly), (1e-5, "of/x.csv", [], fly),
         (1.9 / 3600, "m.jsonl", ["--no-on-the-fly"], cache), (20, "m.jsonl", ["--workers", 1], fly),
+        (20, "m.jsonl", ["--freeze", "encoder:1"], cache), (1.9 / 3600, "m.jsonl", ["--freeze", "encoder:1"], fly),
     ):  # fmt: skip
         monkeypatch.setattr(command, "SMALL", small)
         error = said(["train", "--train", tmp_path / name, *late, tmp_path / "w", *more], 2).err.splitlines()
         assert error[0].startswith(f"reading --train {tmp_path / name} (1 file of ") and error[1].startswith(way)
         other = "; --on-the-fly reads" if way == cache else "; --no-on-the-fly decodes all audio"
+        assert ("rows of the frozen layers" in error[1]) == ("--freeze" in more)
         assert other in error[1] and "no usable utterance" in error[2] and len(error) == 3
 
 

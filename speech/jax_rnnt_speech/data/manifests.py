@@ -464,9 +464,10 @@ def entry(row, path, keys, name=""):
     if (start, end) != (0.0, None):
         audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
     spoken_by = speaker(row, notes, keys[2])
-    columns = keys is not PLAIN
-    split = str(first_of(row, SPLIT_KEYS) or "")
-    return Entry(name or audio, file, text, start, end, channel(row), whole, spoken_by, tuple(notes), columns, "", split)
+    found = Entry(
+        name or audio, file, text, start, end, channel(row), whole, spoken_by, tuple(notes), keys is not PLAIN
+    )
+    return found._replace(split=str(first_of(row, SPLIT_KEYS) or ""))
 
 
 def utterances(row, path, line, keys):

@@ -145,7 +145,8 @@ def once(sources):
             twins.say(f"{x} is not read by itself: other sources that are named have its files")
             kept.remove(x)
         elif both := [y for y in every[x] if any(y in other for other in others)]:
-            twins.say(f"{x}: another source has {len(both):,} of its files, too, such as {both[0]}: they are read twice")
+            some_of = f"{len(both):,} of its files, too, such as {both[0]}"
+            twins.say(f"{x}: another source has {some_of}: they are read twice")
     if len(set(some)) < len(some):
         twins.say(f"{next(x for x in some if some.count(x) > 1)} is named twice, and read once")
     return [x for x in dict.fromkeys(some) if x in kept]
@@ -182,9 +183,9 @@ def unmixed(option, every, held_out=True):
         source = f"{option} {shown(name)}".strip()
         if mixed(rows, held_out):
             each = ", ".join(f"{n:,} of {split or 'no split'}" for split, n in rows.items())
-            raise UserError(f"{source} mixes splits, as its rows say under {' or '.join(manifests.SPLIT_KEYS)}: {each}; "
-                            "write the rows of each split into a file of its own, and name those that you "
-                            "mean")  # fmt: skip
+            said = " or ".join(manifests.SPLIT_KEYS)
+            raise UserError(f"{source} mixes splits, as its rows say under {said}: {each}; write the rows of each split "
+                            "into a file of its own, and name those that you mean")  # fmt: skip
         if not mixed(found, held_out) or of_a_speaker(files, found):
             continue
         each = []
