@@ -345,7 +345,7 @@ def span(row, notes):
     """(start, end, whole): the seconds of a segment, and those of the file where the row has no segment."""
     for key in UNREAD:
         if not missing(row.get(key)):
-            raise LineError(f"the key {key}, which is not in seconds, is not read: give start and end in seconds")
+            raise LineError(f"the key {key} is not in seconds: give start and end")
     start, end = number(row, START_KEYS), number(row, END_KEYS)
     if start is None and end is None:
         return 0.0, None, length(row, notes)
@@ -463,10 +463,8 @@ def entry(row, path, keys, name=""):
     text = "" if text is None else encodable(text, "the text")
     if (start, end) != (0.0, None):
         audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
-    spoken_by = speaker(row, notes, keys[2])
-    found = Entry(
-        name or audio, file, text, start, end, channel(row), whole, spoken_by, tuple(notes), keys is not PLAIN
-    )
+    where, spoken_by = (start, end, channel(row), whole), speaker(row, notes, keys[2])
+    found = Entry(name or audio, file, text, *where, spoken_by, tuple(notes), keys is not PLAIN)
     return found._replace(split=str(first_of(row, SPLIT_KEYS) or ""))
 
 

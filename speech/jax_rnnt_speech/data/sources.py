@@ -184,8 +184,8 @@ def unmixed(option, every, held_out=True):
         if mixed(rows, held_out):
             each = ", ".join(f"{n:,} of {split or 'no split'}" for split, n in rows.items())
             said = " or ".join(manifests.SPLIT_KEYS)
-            raise UserError(f"{source} mixes splits, as its rows say under {said}: {each}; write the rows of each split "
-                            "into a file of its own, and name those that you mean")  # fmt: skip
+            raise UserError(f"{source} mixes splits, as its rows say under {said}: {each}; write the rows of each "
+                            "split into a file of its own, and name those that you mean")  # fmt: skip
         if not mixed(found, held_out) or of_a_speaker(files, found):
             continue
         each = []
