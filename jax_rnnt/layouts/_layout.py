@@ -61,7 +61,9 @@ class Layout(LazyArray):
         """(the layout, arrays of the sequences, the last one [...]), all split over the same explicit mesh axes."""
         own = [getattr(self, name) for name in self.batched]
         placed = _xla.split_alike(arrays[-1].ndim, *own, *arrays)
-        return _pytree.replace(self, **dict(zip(self.batched, placed))), *placed[len(own) :]
+        changed = {name: new for name, old, new in zip(self.batched, own, placed) if new is not old}
+        # A layout that stays keeps what it has found, above all the shape of a joint network, which costs a trace.
+        return _pytree.replace(self, **changed) if changed else self, *placed[len(own) :]
 
     def emission(self, function: str, loss, softmax, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
         """(emission, its logits); `softmax` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
