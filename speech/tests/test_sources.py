@@ -17,7 +17,7 @@ import pytest
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech.cli import train as command
-from jax_rnnt_speech.data import on_the_fly, order
+from jax_rnnt_speech.data import on_the_fly, order, sources
 from jax_rnnt_speech.data.manifests import Entry
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import refuse_if
@@ -190,12 +190,14 @@ def test_the_same_files(tmp_path, refused):
     line = "put some of its lines"
     for train, valid, message in (
         ("m.jsonl", "m.jsonl", line), ("*.jsonl", "n.jsonl", line), ("m.jsonl", "l.jsonl", line),
-        ("l*.jsonl", "m.jsonl", line),
+        ("l*.jsonl", "m.jsonl", line), ("m.jsonl", "l*.jsonl", line),
         ("a", "link/one", "by speakers"), ("?", "b", "by speakers"),
     ):  # fmt: skip
         train, valid = tmp_path / train, tmp_path / valid
         refused(["train", "--train", train, "--valid", valid, "--workdir", tmp_path / "w"], message)
         refused(["train", "--train", train, "--valid", valid], "--train and --valid both read")
+    train, valid = (types.SimpleNamespace(entries=[Entry("e", tmp_path / x / "one/e.wav", "")]) for x in ("a", "link"))
+    assert sources.in_both(train, valid) == sources.in_both(valid, train) == 1
 
 
 def test_which_way(tmp_path, said, monkeypatch):
