@@ -43,7 +43,7 @@ BAD = [  # what is wrong with a line that is good otherwise, or a line, and why 
     ({"start": 1, "end": 2, "duration": 3}, "end and duration contradict each other"),
     ({"offset": 1, "start": 2}, "offset and start contradict each other"),
     ({"start": 2, "end": 2}, "the end is not after the start"),
-    ({"frame_offset": 8000}, "the key frame_offset, which is not in seconds, is not read"),
+    ({"frame_offset": 8000}, "the key frame_offset is not in seconds: give start and end"),
     *(({"channel": x}, "channel is no number from 0 on") for x in ("left", -1)),
     ({"segments": [{"text": "x"}]}, "a segment without start and end"),
     ({"segments": "x"}, "segments are no list of objects"),

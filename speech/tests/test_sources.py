@@ -3,6 +3,7 @@
 Each table has kinds of sources by oddities; what is expected is arithmetic on what the tests write.
 """
 
+import gzip
 import io
 import itertools
 import json
@@ -16,13 +17,14 @@ import pytest
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech.cli import train as command
-from jax_rnnt_speech.data import on_the_fly, order
+from jax_rnnt_speech.data import on_the_fly, order, sources
 from jax_rnnt_speech.data.manifests import Entry
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import refuse_if
 from recordings import encode
 from support import configuration, write_audio
 from test_archives import pack
+from test_odd_data import cut_of
 
 RATE = 8000
 
@@ -52,6 +54,14 @@ def write(path, rows):
     elif path.suffix == ".tar":
         texts = [(f"{name}.json", json.dumps({"text": "AB"} | keys).encode()) for name, _, keys in rows]
         pack(path, itertools.chain(*zip([(f"{name}.wav", data) for name, data, _ in rows], texts)))
+    elif path.name == "text":
+        for name, data, _ in rows:
+            (path.parent / f"{name}.wav").write_bytes(data)
+        path.write_text("".join(f"{name} AB\n" for name, *_ in rows))
+        path.with_name("wav.scp").write_text("".join(f"{name} {path.parent}/{name}.wav\n" for name, *_ in rows))
+    elif path.name == "cuts.0.jsonl":
+        pack(path.with_name("recording.0.tar"), [(f"{name}.wav", data) for name, data, _ in rows])
+        path.write_text("\n".join(json.dumps(cut_of(name, "AB")) for name, *_ in rows))
     else:
         folder = path if not path.suffix else path.parent / f"{path.stem}-audio"
         folder.mkdir(exist_ok=True)
@@ -85,6 +95,12 @@ LAYOUTS = [
     ({"train-0.tar": 2, "more-0.tar": 1}, "", {"train": (2, None), "none": (1, None)}),  # both are for a training
     ({"dev/a": 1, "valid/b": 1}, "", {"validation": (2, None)}),
     ({"test-drive/a": 2}, "test-drive", {}),  # this is what somebody names
+    ({"bob/a": 1, "eve/a": 1, "test/a": 2}, "", {"none": (2, None), "test": (2, None)}),  # speakers
+    ({"latest/a": 1, "contest-2019/a": 1, "device/a": 1}, "*", {}),
+    ({"data/train/text": 2, "data/dev/text": 1}, "data/*",
+     {"train": (2, "1 of train ({}/data/train)"), "validation": (1, "1 of validation ({}/data/dev)")}),
+    ({"test/cuts.0.jsonl": 1, "train/cuts.0.jsonl": 2}, "",
+     {"train": (2, "1 of train ({}/train)"), "test": (1, "1 of test ({}/test)")}),
 ]  # fmt: skip
 
 
@@ -93,7 +109,7 @@ def test_splits(files, name, splits, tmp_path, refused, said):
     """A source of several splits is counted apart by `check`; `train` and `test` refuse it, and name its parts."""
     names, top = itertools.count(), tmp_path / "set"
     for file, count in files.items():
-        write(top / file, [(f"u{next(names)}", wav(0.4), {}) for _ in range(count)])
+        write(top / file, [(f"u{next(names)}", wav(0.25), {}) for _ in range(count)])
     write(tmp_path / "o.jsonl", [("o", wav(0.4), {})])
     source, other = top / name, tmp_path / "o.jsonl"
     out, error = said(["check", "--rate", RATE, source, "--json"])
@@ -116,6 +132,55 @@ def test_splits(files, name, splits, tmp_path, refused, said):
         refused(command, f"{other}: no usable utterance; left out, empty transcript")
 
 
+ROWS = ["train", "train-clean-100", "dev", "TEST"]
+
+
+@pytest.mark.parametrize("kind", ["m.jsonl", "m.parquet", "m.csv"])
+def test_splits_of_rows(kind, tmp_path, refused, said):
+    """A column may say the split of each row: it counts as names of files do, and more than these."""
+    source, one = tmp_path / f"dev/{kind}", tmp_path / f"one.{kind[2:]}"
+    for file, key, values in ((source, "split", ROWS), (one, "subset", ["train", "train-other"])):
+        write(file, [(f"{file.parent.name}{i}", wav(0.4), {key: x}) for i, x in enumerate(values)])
+        if kind == "m.csv":
+            rows = [json.loads(x) for x in file.read_text().splitlines()]
+            file.write_text("\n".join([",".join(rows[0]), *(",".join(x.values()) for x in rows)]))
+    assert found(said, source)["splits"] == {"train": 2, "validation": 1, "test": 1}
+    assert found(said, one)["splits"] == {"train": 2}
+    message = "mixes splits, as its rows say under split or subset or partition: 2 of train, 1 of validation, 1 of test"
+    for name, train, valid in (("--train", source, one), ("--valid", one, source)):
+        refused(["train", "--train", train, "--valid", valid], f"{name} {source} {message}")
+    refused(["ngram", tmp_path / "a.arpa", source], message)
+    refused(["test", "--model", tmp_path, source], message)
+    write(tmp_path / "numbers.jsonl", [(f"n{i}", wav(0.4), {"split": i, "text": "split"}) for i in range(3)])
+    assert found(said, tmp_path / "numbers.jsonl")["splits"] == {}
+
+
+def test_named_twice(tmp_path, said, refused):
+    """What is named twice, in whatever way, is read once, with a line; what differs is all read."""
+    for name in ("a/one", "a/two", "b/two", "m.jsonl", "n.jsonl"):
+        write(tmp_path / name, [(name[-1], wav(0.4), {})])
+    text = (tmp_path / "m.jsonl").read_bytes()
+    (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "n.json").write_bytes(text)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for names, count, line in (
+        ("m.jsonl m.jsonl", 1, "m.jsonl is named twice, and read once"),
+        ("m.jsonl m.jsonl.gz", 1, "m.jsonl.gz is not read"), ("n.json n.jsonl", 2, ""),
+        ("a b link", 3, "link is not read by itself"), ("a/one a", 2, "one is not read by itself"),
+        ("m*l m.jsonl n.jsonl", 2, "m.jsonl is not read by itself"), ("a b m.jsonl n.jsonl", 5, ""),
+        ("m.jsonl n*l ?.jsonl", 2, "n*l is not read by itself"), ("[mn].jsonl [m].jsonl", 2, "[m].jsonl is not read"),
+    ):  # fmt: skip
+        out, error = said(["check", "--rate", RATE, *(tmp_path / x for x in names.split()), "--json"])
+        assert json.loads(out)["utterances"] == count, names
+        assert (line in error) if line else error.startswith("reading"), error
+    (tmp_path / "o.jsonl").write_text('{"audio": "m-audio/l.wav", "text": ""}')
+    more = "--valid", tmp_path / "o.jsonl", "--workdir", tmp_path / "w"
+    errors = said(["train", "--rate", RATE, "--train", *[tmp_path / "n.jsonl"] * 2, *more], 2).err.splitlines()
+    assert errors[0].endswith("is named twice, and read once") and errors[1].count("n.jsonl (1 file of manifest)") == 1
+    both = said(["check", "--rate", RATE, tmp_path / "[mo].jsonl", tmp_path / "[mn].jsonl", "--json"], 1).err
+    assert "another source has 1 of its files, too" in both
+
+
 def test_the_same_files(tmp_path, refused):
     """--valid must be other files than --train, however both are named."""
     for name in ("a/one", "b/two", "m.jsonl", "n.jsonl"):
@@ -125,12 +190,14 @@ def test_the_same_files(tmp_path, refused):
     line = "put some of its lines"
     for train, valid, message in (
         ("m.jsonl", "m.jsonl", line), ("*.jsonl", "n.jsonl", line), ("m.jsonl", "l.jsonl", line),
-        ("l*.jsonl", "m.jsonl", line),
+        ("l*.jsonl", "m.jsonl", line), ("m.jsonl", "l*.jsonl", line),
         ("a", "link/one", "by speakers"), ("?", "b", "by speakers"),
     ):  # fmt: skip
         train, valid = tmp_path / train, tmp_path / valid
         refused(["train", "--train", train, "--valid", valid, "--workdir", tmp_path / "w"], message)
         refused(["train", "--train", train, "--valid", valid], "--train and --valid both read")
+    train, valid = (types.SimpleNamespace(entries=[Entry("e", tmp_path / x / "one/e.wav", "")]) for x in ("a", "link"))
+    assert sources.in_both(train, valid) == sources.in_both(valid, train) == 1
 
 
 def test_which_way(tmp_path, said, monkeypatch):
@@ -147,11 +214,13 @@ def test_which_way(tmp_path, said, monkeypatch):
         (20, "m.jsonl", [], cache), (20, "m.jsonl", ["--on-the-fly"], fly), (20, "t.tar", [], fly),
         (2.1 / 3600, "m.jsonl", [], cache), (1.9 / 3600, "m.jsonl", [], fly), (1e-5, "of/x.csv", [], fly),
         (1.9 / 3600, "m.jsonl", ["--no-on-the-fly"], cache), (20, "m.jsonl", ["--workers", 1], fly),
+        (20, "m.jsonl", ["--freeze", "encoder:1"], cache), (1.9 / 3600, "m.jsonl", ["--freeze", "encoder:1"], fly),
     ):  # fmt: skip
         monkeypatch.setattr(command, "SMALL", small)
         error = said(["train", "--train", tmp_path / name, *late, tmp_path / "w", *more], 2).err.splitlines()
         assert error[0].startswith(f"reading --train {tmp_path / name} (1 file of ") and error[1].startswith(way)
         other = "; --on-the-fly reads" if way == cache else "; --no-on-the-fly decodes all audio"
+        assert ("rows of the frozen layers" in error[1]) == ("--freeze" in more)
         assert other in error[1] and "no usable utterance" in error[2] and len(error) == 3
 
 
@@ -237,6 +306,7 @@ def of_guesses(folder):
         encode(folder / "x.aac", np.zeros(round(seconds * 16000)), bit_rate="8000")
         guesses[f"aac-{i}"] = (folder / "x.aac").read_bytes(), {}, seconds
         guesses[f"rounded-{i}"] = wav(seconds), {"duration": (1, 2.0, 2)[i]}, seconds
+    guesses["cut"] = wav(1.6), {"start": 0, "end": 3.15}, 1.6  # longer than all limits, and cut by its file
     return guesses
 
 
@@ -259,7 +329,7 @@ def test_guesses(kind, windows, tmp_path, said, monkeypatch):
     whole = list(corpus.read(0, None, until=2))
     first = 1 + [x["last"] for x in opened(tmp_path / kind, tmp_path, **most).read(0, None, until=1)].index(True)
     long = {x for names in corpus.report.names.values() for x in names}
-    assert {*corpus.report.names} == {"longer than 1.55 s"} and len(long) == 5  # those of 1.6 s
+    assert {*corpus.report.names} == {"longer than 1.55 s"} and len(long) == 6  # those of 1.6 s
     for step in (2, first - 1, first, len(whole) - 1):  # the last batches of an epoch are for what is longer
         again = opened(tmp_path / kind, tmp_path, **most)
         some = list(itertools.islice(again.read(0, 10**9), step))

@@ -55,11 +55,12 @@ class Findings:
         }
 
     def by_split(self):
-        """How many utterances each split has, by the names of files and folders; nothing where these say none."""
+        """How many utterances each split has, by names of files and folders or a column; nothing where none says it."""
         found = collections.Counter()
         for entry, _ in self.kept:
             places = str(getattr(entry.audio, "archive", entry.audio)), entry.listed
-            found[next((self.splits[x] for x in places if x in self.splits), "")] += 1
+            by_name = next((self.splits[x] for x in places if x in self.splits), "")
+            found[sources.split_of_row(entry.split) if entry.split else by_name] += 1
         return {split or "none": n for split, n in found.items()} if any(found) else {}
 
     def not_read_aloud(self):
@@ -74,7 +75,7 @@ class Findings:
         x, said = self.object(), [text for _, text in self.kept]
         yield f"{x['utterances']} utterances, {x['hours']:.3g} hours, {x['labels']} labels"
         if x["splits"]:
-            yield "splits, by names of files and folders: " + ", ".join(f"{n} of {k}" for k, n in x["splits"].items())
+            yield "splits: " + ", ".join(f"{n} of {k}" for k, n in x["splits"].items())
         shortest, half, most, longest = np.quantile(self.seconds, [0, 0.5, 0.95, 1])
         yield f"lengths: {shortest:.2f} to {longest:.2f} s; half up to {half:.2f} s, 95% up to {most:.2f} s"
         texts_with = collections.Counter(x for text in said for x in set(text))
@@ -120,14 +121,13 @@ def options_of(args):
 
 def check(args):
     settings, *model = options_of(args)
-    every = {}
+    every, args.data = {}, sources.once(args.data)
     for name in args.data:
         with contextlib.suppress(UserError, OSError):  # it is left out, with its reason
             every |= sources.listed(name)
     if every:
         print(f"reading {sources.described(every)}", file=sys.stderr)
-    splits = {x.path: x.split for files in every.values() for x in files}
-    data = Findings(args.data, settings, *model, splits)
+    data = Findings(args.data, settings, *model, sources.places(every))
     if args.json:
         print(json.dumps(data.object(), indent=1))
     else:

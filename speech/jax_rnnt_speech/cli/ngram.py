@@ -63,6 +63,7 @@ def write(path, probabilities, shares):
 
 def make(args):
     outputs.check(args.file, args.sources, option="")
+    args.sources = [*map(Path, sources.once(args.sources))]
     sources.unmixed("", sources.listed([*map(str, args.sources)]), held_out=False)
     settings = Config.of(**command_line.given(args, OPTIONS))
     normalize, report = texts.normalizer(settings.texts.normalize, settings.texts.lower), Report()

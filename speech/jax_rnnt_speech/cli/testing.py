@@ -138,7 +138,7 @@ class Shown:
 
 def test(args):
     searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Shown).checked(args.data)
-    opening = command_line.taken(args, Computing)
+    opening, args.data = command_line.taken(args, Computing), sources.once(args.data)
     with contextlib.suppress(manifests.ListError):  # it is left out, with its reason
         sources.unmixed("", sources.listed(args.data))
     model = opening.opened()

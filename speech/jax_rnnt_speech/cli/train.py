@@ -64,11 +64,12 @@ def decide_road(options, start):
     return ""
 
 
-def road_of(data, why):
+def road_of(config, why):
     """The way that a training reads its data, and the other one."""
-    ways = ("decodes all audio before the first step and keeps features on the disk", "--no-on-the-fly"), \
+    kept = "features, and rows of the frozen layers," if "encoder:" in config.optimiser.freeze else "features"
+    ways = (f"decodes all audio before the first step and keeps {kept} on the disk", "--no-on-the-fly"), \
            ("reads audio on the fly, anew in each epoch", "--on-the-fly")  # fmt: skip
-    way, (other, flag) = ways[data.on_the_fly][0], ways[not data.on_the_fly]
+    way, (other, flag) = ways[config.data.on_the_fly][0], ways[not config.data.on_the_fly]
     return f"train {way}, {why}; {flag} {other}" if why else ""
 
 
@@ -91,6 +92,8 @@ def train(args):
     options, judged = command_line.decided(file | given), named(given, file)
     for name in {"train", "valid", "text", "noise"} & options.keys():
         options[name] = corpora.absolute(named_sources(options[name]))
+        if name in ("train", "valid"):
+            options[name] = named_sources(sources.once(options[name]))
     if corpora.by_function(options.get("train")):
         options.setdefault("valid", options["train"])
     if "normalize" in options:
@@ -110,7 +113,7 @@ def train(args):
     started = time.perf_counter()
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
-        lines = [reading(chosen.data, start.resume), road_of(chosen.data, why)]
+        lines = [reading(chosen.data, start.resume), road_of(chosen, why)]
         rates = prepared(chosen, start, searching, lines).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if start.expect_cer is not None and not rates.cer <= start.expect_cer:

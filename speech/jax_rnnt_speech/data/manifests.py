@@ -26,6 +26,7 @@ TEXT_KEYS = "text", "sentence", "transcript", "transcription"
 START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin_time", "begin"), ("end", "end_time", "stop")
 CHANNEL_KEYS = "channel", "channel_selector", "channels"  # a number under the last one counts them
 SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
+SPLIT_KEYS = "split", "subset", "partition"  # under which a row says to which split of its data set it belongs
 PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
 # Keys of other tools that choose a part of a file, in units that are not seconds.
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
@@ -54,6 +55,7 @@ class Entry(NamedTuple):
     notes: tuple = ()  # what of its line is not read, and does no harm
     columns: bool = False  # whether they have names, which an option may choose
     listed: str = ""  # the file or folder that lists it
+    split: str = ""  # what its row says
 
 
 class Fault(NamedTuple):
@@ -343,7 +345,7 @@ def span(row, notes):
     """(start, end, whole): the seconds of a segment, and those of the file where the row has no segment."""
     for key in UNREAD:
         if not missing(row.get(key)):
-            raise LineError(f"the key {key}, which is not in seconds, is not read")
+            raise LineError(f"the key {key} is not in seconds: give start and end")
     start, end = number(row, START_KEYS), number(row, END_KEYS)
     if start is None and end is None:
         return 0.0, None, length(row, notes)
@@ -461,9 +463,9 @@ def entry(row, path, keys, name=""):
     text = "" if text is None else encodable(text, "the text")
     if (start, end) != (0.0, None):
         audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
-    spoken_by = speaker(row, notes, keys[2])
-    columns = keys is not PLAIN
-    return Entry(name or audio, file, text, start, end, channel(row), whole, spoken_by, tuple(notes), columns)
+    where, spoken_by = (start, end, channel(row), whole), speaker(row, notes, keys[2])
+    found = Entry(name or audio, file, text, *where, spoken_by, tuple(notes), keys is not PLAIN)
+    return found._replace(split=str(first_of(row, SPLIT_KEYS) or ""))
 
 
 def utterances(row, path, line, keys):
@@ -476,7 +478,7 @@ def utterances(row, path, line, keys):
     if not isinstance(parts, list) or not parts or not all(isinstance(x, dict) for x in parts):
         raise LineError("segments are no list of objects")
     leave_out_if(first_of(row, START_KEYS + END_KEYS) is not None, "segments of a segment are not read")
-    common = {x: row[x] for x in (*keys[0], *CHANNEL_KEYS, *keys[2]) if x in row}
+    common = {x: row[x] for x in (*keys[0], *CHANNEL_KEYS, *keys[2], *SPLIT_KEYS) if x in row}
     for i, part in enumerate(parts, 1):
         try:
             leave_out_if_marked(part)
@@ -549,12 +551,16 @@ def folder(path, keys):
 
 
 def no_corpus(path, what):
-    """The error of a folder; it names the largest manifest there or one level below, which a person may have meant."""
+    """The error of a folder; it names what a person may have meant, there or one level below.
+
+    That is a manifest or a folder of Kaldi: one for a training, if a name says so, and then the largest one.
+    """
     inside = [x for level in ("*", "*/*") for x in sorted(path.glob(level)) if not is_hidden(x.relative_to(path))]
     if any(x.suffix == ".arrow" for x in inside):
         return ListError(path, f"is a folder {SAVED}")
-    found = [x for x in inside if suffix_of(x) in LISTS and x.is_file()]
-    such = f"such as {max(found, key=lambda x: x.stat().st_size)}" if found else MANIFESTS
+    found = [x for x in inside if (suffix_of(x) in LISTS or x.name == "wav.scp") and x.is_file()]
+    best = max(found, default=None, key=lambda x: ("train" in str(x.relative_to(path)).lower(), x.stat().st_size))
+    such = f"such as {best.parent if best.name == 'wav.scp' else best}" if best else MANIFESTS
     return ListError(path, f"holds no {what}; to read a manifest, name it ({such})")
 
 

@@ -134,7 +134,7 @@ class Loader:
         labels = vocabulary.encode(text)
         manifests.leave_out_if(labels is None, "characters outside the vocabulary")
         rate, most = self.config.features.rate, self.config.data.max_seconds
-        manifests.leave_out_if(order.surely_longer(seconds, most), f"longer than {most:g} s")
+        manifests.leave_out_if(is_long(entry, seconds, most), f"longer than {most:g} s")
         samples = read(entry, rate, notes)
         if entry.end is None and entry.whole and manifests.differs(entry.whole, entry.start + len(samples) / rate):
             raise manifests.LineError("duration differs from the manifest's")
@@ -145,6 +145,16 @@ class Loader:
         if not roomy(self.shapes[shape], len(x), len(labels)):
             raise LargerError(len(x), len(labels))
         return x, np.array(labels, np.int32)
+
+
+def is_long(entry, seconds, most):
+    """Whether an utterance is longer than a limit, however its length was rounded, estimated, or cut by its file.
+
+    A file may have no more than half of a segment, and a clip that the times of its row do not fit is read as a whole.
+    """
+    if getattr(entry, "end", None) is None:
+        return order.surely_longer(seconds, most)
+    return not getattr(entry.audio, "clip", False) and order.surely_longer(seconds, 2 * most)
 
 
 def roomy(shape, frames, labels):
@@ -222,7 +232,10 @@ class OnTheFly:
         mine = (split == 0) | (numbers % self.readers == self.indices[place].number)
         long = mine & order.surely_longer(found.seconds, most)
         for i in np.flatnonzero(long):
-            self.report.add(f"longer than {most:g} s", found.entry(i, False).name, again=False)
+            entry = found.entry(i, False)
+            long[i] = is_long(entry, found.seconds[i], most)
+            if long[i]:
+                self.report.add(f"longer than {most:g} s", entry.name, again=False)
         return [np.flatnonzero(mine & ~long & (kind == k)) for k in range(len(self.named))]
 
     def loader(self, model=None, shapes=()):

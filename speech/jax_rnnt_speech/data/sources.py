@@ -7,15 +7,17 @@ held out. Nor may --train and --valid name the same files.
 import collections
 import contextlib
 import functools
+import gzip
 import os
 import re
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import archives, corpora, index, manifests
+from jax_rnnt_speech.data import archives, corpora, index, manifests, twins
 from jax_rnnt_speech.data.archives import nemo, parquet, shar, tars
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.system import UserError
@@ -40,6 +42,7 @@ class File(NamedTuple):
     kind: str
     split: str  # "": no name says one
     group: str  # a folder or pattern that has the files of this split, or the file
+    rows: tuple = ()  # (split, how many rows a column of theirs says to be of it); empty: there is no such column
 
 
 def word_of(name):
@@ -78,16 +81,42 @@ def files_of(name):
         if path.is_dir() and archives.is_archive(path):
             module, inside = archives.of_folder(path)
             kind = KINDS[module]
-        elif (path / "wav.scp").exists():
-            kind, inside = KALDI, [path / "wav.scp"]
+        elif (path / "wav.scp").exists() or path.name in manifests.KALDI:
+            path = path if path.is_dir() else path.parent
+            kind, inside = KALDI, [path]
         elif path.is_dir():
             kind, inside = AUDIO, [x for x in manifests.below(path) if x.suffix.lower() in manifests.SUFFIXES]
-        base = fixed if several else path if path.is_dir() else path.parent
+        base = fixed if several else path if path.is_dir() and kind != KALDI else path.parent
         splits = [split_of(base, x, True) for x in inside]
         if kind == AUDIO and not all(split for split, _ in splits):  # names of recordings may be words that are spoken
             splits = [split_of(base, x, False) for x in inside]
-        found += [File(str(x), kind, *y) for x, y in zip(inside, splits)]
+        for x, (split, group) in zip(inside, splits):
+            rows = rows_of(x, kind)
+            found.append(File(str(x), kind, rows[0][0] if len(rows) == 1 else split, group, rows))
     return found
+
+
+def rows_of(path, kind):
+    """(split, how many rows say that they are of it) of a manifest or of Parquet; nothing where no column says it."""
+    rows = ()
+    with contextlib.suppress(UserError, OSError, EOFError, zlib.error):  # it is an error once it is read
+        if kind == KINDS[parquet]:
+            file = parquet.opened(str(path))
+            columns = [x for x in manifests.SPLIT_KEYS if x in file.schema_arrow.names]
+            rows = file.read(columns).to_pylist() if columns else ()
+        elif kind == KINDS[None] and (form := manifests.LISTS.get(manifests.suffix_of(path))):
+            with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as data:
+                head = data.read(2**16).replace(b"\0", b"")  # also of UTF-16
+            head = head if form is manifests.objects else head.partition(b"\n")[0]
+            if re.search(rb"\b(%s)\b" % "|".join(manifests.SPLIT_KEYS).encode(), head):
+                rows = [x for _, x in form(path, manifests.keys_of()) if isinstance(x, dict)]
+    said = [manifests.first_of(x, manifests.SPLIT_KEYS) for x in rows]
+    return tuple(counted(split_of_row(x) for x in said)) if any(said) else ()
+
+
+def split_of_row(said):
+    """The split that a column of a row says; "": none."""
+    return (word_of(str(said or "")) or ("",))[0]
 
 
 def listed(sources):
@@ -99,6 +128,34 @@ def listed(sources):
             with contextlib.suppress(OSError):  # it is an error once it is read
                 found[x] = files_of(x)
     return found
+
+
+def once(sources):
+    """The sources, but none that is named twice or whose files others have, too; a line says what is not read again."""
+    every, some = {}, list(map(str, names(sources)))
+    if len(some) < 2 or any(corpora.by_function(x) or archives.weighted(x)[1] is not None for x in some):
+        return sources  # a weight says how often each is read
+    for x in some:
+        with contextlib.suppress(UserError, OSError):  # it is an error once it is read
+            every[x] = {os.path.realpath(file.path) for file in files_of(x)}
+    kept = {str(x) for x in twins.once(dict.fromkeys(some), named=True)}
+    for x in sorted(every.keys() & kept, key=lambda x: (len(every[x]), -some.index(x))):
+        others = [every[y] for y in kept - {x} if y in every]
+        if every[x] and every[x] <= set().union(*others):
+            twins.say(f"{x} is not read by itself: other sources that are named have its files")
+            kept.remove(x)
+        elif both := [y for y in every[x] if any(y in other for other in others)]:
+            some_of = f"{len(both):,} of its files, too, such as {both[0]}"
+            twins.say(f"{x}: another source has {some_of}: they are read twice")
+    if len(set(some)) < len(some):
+        twins.say(f"{next(x for x in some if some.count(x) > 1)} is named twice, and read once")
+    return [x for x in dict.fromkeys(some) if x in kept]
+
+
+def places(every):
+    """{a file, or what an utterance of it names as its place: the split} of the Files of sources."""
+    found = {x.path: x.split for files in every.values() for x in files}
+    return found | {str(shar.tar_of(Path(x))): split for x, split in found.items() if shar.tar_of(Path(x))}
 
 
 def described(every):
@@ -117,20 +174,43 @@ def counted(some):
 
 
 def unmixed(option, every, held_out=True):
-    """Raises where a source has several splits. A training may have files beside those of its split."""
+    """Raises where a source has several splits, by names of files and folders or by a column of its rows."""
     for name, files in every.items():
-        found = collections.defaultdict(lambda: collections.defaultdict(list))
+        found, rows = collections.defaultdict(lambda: collections.defaultdict(list)), collections.Counter()
         for x in files:
             found[x.split][x.group].append(x.path)
-        if len(found) < 2 or (not held_out and found.keys() <= {"", "train"}):
+            rows.update(dict(x.rows))
+        source = f"{option} {shown(name)}".strip()
+        if mixed(rows, held_out):
+            each = ", ".join(f"{n:,} of {split or 'no split'}" for split, n in rows.items())
+            said = " or ".join(manifests.SPLIT_KEYS)
+            raise UserError(f"{source} mixes splits, as its rows say under {said}: {each}; write the rows of each "
+                            "split into a file of its own, and name those that you mean")  # fmt: skip
+        if not mixed(found, held_out) or of_a_speaker(files, found):
             continue
         each = []
         for split, groups in found.items():
             some = [x if len(paths) > 1 or "*" not in x else paths[0] for x, paths in groups.items()]
             some = [*map(shown, some[:NAMED]), *[f"{len(some) - NAMED} more"] * (len(some) > NAMED)]
             each.append(f"{sum(map(len, groups.values())):,} of {split or 'no split'} ({', '.join(some)})")
-        raise UserError(f"{f'{option} {shown(name)}'.strip()} mixes splits, by the names of its files and folders: "
-                        f"{'; '.join(each)}; name those that you mean, patterns in quotes")  # fmt: skip
+        table = any(Path(name, f"metadata.{form}").exists() for form in ("jsonl", "csv"))
+        how = "name those that you mean, patterns in quotes"
+        how = "write the lines of each split into a manifest of its own" if table else how
+        raise UserError(f"{source} mixes splits, by the names of its files and folders: {'; '.join(each)}; {how}")
+
+
+def mixed(splits, held_out):
+    """Whether some splits must not be one source. A training may have files beside those of its split."""
+    return len(splits) > 1 and (held_out or not splits.keys() <= {"", "train"})
+
+
+def of_a_speaker(files, found):
+    """Whether the one folder that a word for a split names is rather a person: several others beside it have none."""
+    if len(found) > 2 or "" not in found or any(x.kind != AUDIO for x in files):
+        return False
+    (split,) = found.keys() - {""}
+    parents = {os.path.dirname(x) for x in found[split]}
+    return len(found[split]) == 1 and sum(os.path.dirname(x) in parents and os.path.isdir(x) for x in found[""]) > 1
 
 
 def apart(trained, tested):

@@ -33,10 +33,10 @@ def lists():
     return manifests.LISTS
 
 
-def once(paths, same=False):
+def once(paths, same=False, named=False):
     """The paths, but of those that stand for the same thing one; a line says so. Raises where they differ.
 
-    `same`: all of them do, whatever their names are.
+    `same`: all of them do, whatever their names are. `named`: a person named each, so that those that differ are kept.
     """
     paths, found = [Path(x) for x in paths], set()
     some = paths if same else sorted(filter(Path.is_file, paths), key=key)
@@ -46,6 +46,8 @@ def once(paths, same=False):
             if not plain(x)[1] and content(x) != content(first):
                 from jax_rnnt_speech.data.manifests import ListError
 
+                if named:
+                    continue
                 raise ListError(x, f"and {first} stand for the same, and differ: leave one of them out")
             say(f"{x} is not read: {first} stands for the same")
             found.add(x)
