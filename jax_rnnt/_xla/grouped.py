@@ -217,13 +217,14 @@ class Grouped:
             specs = tuple(P(axes) if m else P() for m in mapped)
             return devices.map(functools.partial(_each, one, mapped), specs, P(axes))(*operands)
 
-        def narrow(*operands):
-            mesh = contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh)
-            with mesh, contextlib.nullcontext() if kernel.keywords["interpret"] else enable_x64(False):
+        def on_mesh(*operands):
+            with contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh):
                 return _flat(over_elements, mapped, depth, *operands) if depth else of_parts(*operands)
 
         plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
-        return mlir.lower_fun(narrow, multiple_results=True)(plain, *operands)
+        # Also where the program has 64-bit integers: jax 0.6 lowers Python's numbers in the width of the moment.
+        with contextlib.nullcontext() if kernel.keywords["interpret"] else enable_x64(False):
+            return mlir.lower_fun(on_mesh, multiple_results=True)(plain, *operands)
 
     def batch(self, primitive, operands, axes, *, mapped, depth, **params):
         size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)

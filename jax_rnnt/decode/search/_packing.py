@@ -59,7 +59,8 @@ def any_or_always(wanted):
 
     A branch would copy all states on a GPU, and few steps have no label.
     """
-    return jax.lax.platform_dependent(jnp.any(wanted), cpu=lambda some: some, default=jnp.ones_like)
+    # `some | True` and not `ones_like`: within `jax.shard_map` it varies over the devices, as `some` does.
+    return jax.lax.platform_dependent(jnp.any(wanted), cpu=lambda some: some, default=lambda some: some | True)
 
 
 def pack_size(usual: int) -> int:
