@@ -8,8 +8,10 @@ if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # compiles in half of the time
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
+import asyncio
 import contextlib
 import gc
+import inspect
 import io
 import json
 import signal
@@ -18,7 +20,8 @@ import chex
 import jax
 import pytest
 
-from support import arguments, run, write_audio
+from jax_rnnt_speech import runs
+from support import CONVOLUTIONAL, arguments, random_model, run, write_audio
 
 chex.set_n_cpu_devices(8)
 jax.config.update("jax_disable_most_optimizations", True)
@@ -31,6 +34,14 @@ def pytest_configure(config):
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR") and hasattr(config, "cache"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("programs")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test that is a coroutine."""
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        names = inspect.signature(pyfuncitem.obj).parameters
+        asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+        return True
 
 
 @pytest.fixture
@@ -91,3 +102,28 @@ def trained(corpus, tmp_path_factory):
     with contextlib.redirect_stdout(out):
         run(arguments(corpus, workdir))
     return workdir, out.getvalue()
+
+
+@pytest.fixture(scope="session")
+def talkative(tmp_path_factory):
+    """The folder of a model with random weights that writes many words."""
+    model, path = random_model(**CONVOLUTIONAL), tmp_path_factory.mktemp("talkative")
+    run_of = runs.Run(path)
+    run_of.open()
+    run_of.save(1, model.setup(), params=model.params)
+    run_of.close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def served(talkative):
+    """The server of the command line, with three slots."""
+    pytest.importorskip("aiohttp")
+    from jax_rnnt_speech.serving import server
+
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "run", kept.append)
+        limits = "--connections", 3, "--max-bytes", 40_000, "--max-seconds", 3, "--endpoint", 0.5
+        run(["serve", "--model", talkative, "--name", "tiny", "--language", "en", *limits])
+    return kept[0]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import os
+import pathlib
 import resource
 import subprocess
 import sys
@@ -24,6 +25,14 @@ TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "convolution": 3, "channels": 2,
     "batch": 4, "buckets": 2, "time_mask": 0.2, "mel_mask": 2, "dropout": 0.1, "joint": "logits", "chunk": 4, "past": 4,
 }  # fmt: skip
+DAMAGES = {  # of a file
+    "gone": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a byte": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+}
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 # Programs of this encoder compile in half of the time. For tests of anything but the encoder.
 CONVOLUTIONAL = {"encoder": "convolutional"}
 

@@ -310,7 +310,8 @@ class Server:
         end = False
         while not end:
             try:
-                message = await socket.receive(timeout=form.PATIENCE)
+                async with asyncio.timeout(form.PATIENCE):  # that of `receive` begins anew with each answer to a ping
+                    message = await socket.receive()
             except TimeoutError:
                 raise Problem(408, f"no message came for {form.PATIENCE} seconds") from None
             end = message.type is aiohttp.WSMsgType.TEXT and message.data.strip() == "end"
