@@ -354,13 +354,13 @@ def flag(name):
 
 def _options():
     """(section, field) of each option, by its name."""
-    found = {}
+    options = {}
     for section in dataclasses.fields(Config):
         for field in dataclasses.fields(section.default):
             name = field.metadata.get("flag", field.name)
-            assert name not in found, f"two options are called {name}"
-            found[name] = section.name, field
-    return types.MappingProxyType(found)
+            assert name not in options, f"two options are called {name}"
+            options[name] = section.name, field
+    return types.MappingProxyType(options)
 
 
 OPTIONS = _options()

@@ -70,8 +70,8 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
     if math.isfinite(duration):
         frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / model.seconds) - 1, 0))
     clock = {"hop": model.seconds, "offset": start}
-    found = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
-    begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in found), default=0.0)
+    timed = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
+    begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in timed), default=0.0)
     share = min(1, (start + duration - begin) / (end - begin)) if end > begin else 1
 
     def inside(x):
@@ -80,7 +80,7 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
     def rounded(x):
         return None if x is None else round(x, DIGITS)
 
-    return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in found]
+    return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in timed]
 
 
 def space_of(tokens):
@@ -93,8 +93,8 @@ def captions(words, end, space=" ", text=None, **lines):
 
     `text`: what the words spell, with its white space. `lines`: other options of `timing.captions`.
     """
-    found = timing.captions(words, space=space, text=text, **lines)
-    return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in found]
+    cues = timing.captions(words, space=space, text=text, **lines)
+    return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in cues]
 
 
 def spoken_captions(form, parts, end):
@@ -120,12 +120,12 @@ def segments(x):
     return captions(x.words, x.duration, x.space, x.text, line_length=84, lines=1)
 
 
-def captioned(form, found):
+def captioned(form, cues):
     """Captions as the text of a file."""
     if form == "srt":  # it has no escapes
-        found = [x._replace(text=x.text.replace("-->", "→")) for x in found]
+        cues = [x._replace(text=x.text.replace("-->", "→")) for x in cues]
     file = io.StringIO()
-    {"srt": timing.write_srt, "vtt": timing.write_vtt}[form](file, found)
+    {"srt": timing.write_srt, "vtt": timing.write_vtt}[form](file, cues)
     return file.getvalue()
 
 
@@ -374,14 +374,14 @@ class Files:
             part.write_text(text, "utf-8")
 
     def text(self, parts):
-        end, found = max(SHORTEST, *(start + x.duration for start, x in parts)), tiers(parts)
+        end, named = max(SHORTEST, *(start + x.duration for start, x in parts)), tiers(parts)
         if self.to.format == "textgrid":
             file = io.StringIO()
-            timing.write_textgrid(file, found, end)
+            timing.write_textgrid(file, named, end)
             return file.getvalue()
-        if len(found) > 1 or any(x.speaker for _, x in parts):
+        if len(named) > 1 or any(x.speaker for _, x in parts):
             return spoken_captions(self.to.format, parts, end)
-        ((spoken,), space) = found.values(), parts[0][1].space
+        ((spoken,), space) = named.values(), parts[0][1].space
         texts = space.join(x.text for _, x in parts if x.words)
         return captioned(self.to.format, captions(spoken, end, space, texts))
 

@@ -148,12 +148,12 @@ class Recording:
         self.samples, self.begin = self.samples[(begin - self.begin) * self.step :], begin
         self.fill()
 
-    def take(self, i, rows, found, final, others, decoding):
+    def take(self, i, rows, hypotheses, final, others, decoding):
         """What `search.next_part` found in so many rows, as row i of a batch."""
         self.done, before = self.last, list(self.found.labels)
-        known = Labels.of(found, i, found.counts[i], decoding)
-        self.found.extend(known if self.done else known.part(final[i]))
-        self.heard(known, self.row + rows)
+        labels = Labels.of(hypotheses, i, hypotheses.counts[i], decoding)
+        self.found.extend(labels if self.done else labels.part(final[i]))
+        self.heard(labels, self.row + rows)
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
@@ -206,9 +206,9 @@ def hear(model, recordings, decoding):
     second = [Recording(x.name, samples, model, again=True) for x, *_, samples in jobs]
     hear_once(model, second, decoding)
     for (x, begin, end, first, _), other in zip(jobs, second):
-        found = None if other.error else joined(model, x.found, other.found, first // x.step, begin, end)
-        if found is not None:
-            x.found = found
+        labels = None if other.error else joined(model, x.found, other.found, first // x.step, begin, end)
+        if labels is not None:
+            x.found = labels
             x.ear.found.remove((begin, end))
             x.wanted()
     for x in recordings:

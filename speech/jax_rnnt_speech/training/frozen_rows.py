@@ -27,8 +27,8 @@ def cached(model, parts, data, buckets, folder):
 
     def made():
         for batch in batches.testing(data, config.data, buckets, (0, 1)):
-            found = lower.lower(model.params, batch, layers)
-            for i, x, count in zip(batch["index"], *jax.device_get(found)):
+            rows = lower.lower(model.params, batch, layers)
+            for i, x, count in zip(batch["index"], *jax.device_get(rows)):
                 if i >= 0:
                     yield i, x[:count]
 
