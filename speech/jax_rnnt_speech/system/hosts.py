@@ -19,8 +19,8 @@ from jax_rnnt_speech.system import UserError, refuse_if
 DIED = "another process has ended or is out of reach; start all again with --resume"
 # Where another process dies, C++ aborts this one: JAX's client, or Gloo within a collective. No Python runs in it then,
 # so the advice must come from yet another process, which reads what C++ writes. It passes that on, but for the stack,
-# and writes the advice last. It ignores signals, which schedulers send to all processes of a job, and ends when nobody is
-# left who could write to it.
+# and writes the advice last. It ignores signals, which schedulers send to all processes of a job, and ends when nobody
+# is left who could write to it.
 RELAY = """
 import re, signal, sys
 for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
