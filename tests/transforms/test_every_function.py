@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import compare
 import jax_rnnt
-from jax_rnnt import decode, lattices, metrics
+from jax_rnnt import decode, lattices, metrics, plot
 from meshes import at, mesh_of
 
 B, T, U, V, E = 4, 5, 3, 6, 4
@@ -100,6 +100,11 @@ for _name in METHODS:
 @case("logits", *SEQUENCES)
 def rnnt_loss(shared, *batch):
     return jax_rnnt.rnnt_loss(*batch, reduction="none")
+
+
+@case("logits", *SEQUENCES, name="plot.arc_posteriors")
+def arc_posteriors(shared, *batch):
+    return plot.arc_posteriors(LOSS, *batch)
 
 
 @case("encoder", "rows", *SEQUENCES)
@@ -321,7 +326,7 @@ HOST = {  # of NumPy arrays, texts and files, and of values that are known
     *(f"metrics.{x}" for x in ("calibration", "correct_words", "label_errors", "utterance_confidence")),
     *(f"metrics.{x}" for x in ("word_confidence", "Calibration", "LabelErrors")),
     *("decode.NGram", "decode.WordNGram", "decode.FoundPhrase"),
-    *(f"plot.{x}" for x in ("arc_posteriors", "draw_emissions", "draw_lattice")),
+    *(f"plot.{x}" for x in ("draw_emissions", "draw_lattice")),
     *(f"timing.{x}" for x in ("Interval", "captions", "frames_to_seconds", "intervals", "to_json", "words")),
     *(f"timing.{x}" for x in ("read_ctm", "write_ctm", "write_srt", "write_textgrid", "write_vtt")),
 }
