@@ -11,6 +11,7 @@ import pytest
 
 import jax_rnnt
 from jax_rnnt import timing
+from reference_numpy import edit_distance
 
 HOP = {"hop": 0.01, "subsampling": 4}
 
@@ -20,16 +21,9 @@ def metrics():
     return pytest.importorskip("jax_rnnt.metrics")
 
 
-def distance(a, b):
-    """By the recursion over first labels."""
-    if not a or not b:
-        return len(a) + len(b)
-    return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
-
-
 # All sequences over two labels, with anything in the padding; the distances of all pairs.
 SEQUENCES = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
-DISTANCES = [[distance(a, b) for b in SEQUENCES] for a in SEQUENCES]
+DISTANCES = [[edit_distance(a, b) for b in SEQUENCES] for a in SEQUENCES]
 COUNTS, LABELS = np.array([*map(len, SEQUENCES)]), np.array([[*x, *range(-4, 0)][:4] for x in SEQUENCES])
 
 
@@ -168,78 +162,6 @@ def test_bad_words(metrics, change, message):
     good = {"labels": np.ones((2, 3), int), "label_log_probs": np.zeros((2, 3)), "counts": [3, 2]}
     with pytest.raises((TypeError, ValueError), match=f"word_confidence: {message}"):
         metrics.word_confidence(**good | {"word_of_label": np.zeros((2, 3), int)} | change)
-
-
-def test_utterance_confidence(metrics):
-    """All labels of a hypothesis; none of an empty one."""
-    sure = np.array([[0.5, 1.5, 0.25], [0.5, 0.25, -7.0], [np.nan] * 3], np.float32)
-    counts = np.array([3, 2, 0])
-    for how, expected in {"mean": [1.75 / 3, 0.375], "min": [0.25, 0.25], "product": [0.125, 0.125]}.items():
-        got = metrics.utterance_confidence(jnp.asarray(sure)[None], counts[None], how)
-        np.testing.assert_allclose(got, [[*expected, np.nan]], rtol=1e-6)
-    assert metrics.utterance_confidence([0.0], 1) == 0 and np.isnan(metrics.utterance_confidence([], 0))
-    for bad, message in (
-        (([[0.0]], 1), r"counts must have shape \[...\] = \(1,\) of confidences"),
-        (([1], 1), "confidences must have a floating dtype, got int64"),
-        (([0.0], 1, "most"), "how must be"),
-        (([0.5, np.nan], 2), "confidences must be 0 or more"),
-        (([-0.1], 1), r"confidences must be 0 or more.*got -0.1"),
-        (([0.0], 2), r"counts must lie in \[0, 1\]"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"utterance_confidence: {message}"):
-            metrics.utterance_confidence(*bad)
-
-
-def test_correct_words(metrics):
-    """As many as the fewest edits leave, in the right order."""
-    right = lambda words, reference: metrics.correct_words(words.split(), reference.split()).tolist()
-    assert right("a b c", "a x c") == [True, False, True]
-    assert right("a a b", "a b") in ([True, False, True], [False, True, True])
-    assert right("", "a") == [] and right("a b", "") == [False, False]
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        one, other = (rng.choice(["x", "y", "zz"], rng.integers(0, 6)).tolist() for _ in range(2))
-        kept = metrics.correct_words(one, other)
-        pick = [x for x, is_right in zip(one, kept) if is_right]
-        rest = iter(other)
-        assert all(x in rest for x in pick)  # a subsequence
-        edits = distance(tuple(one), tuple(other))
-        assert max(len(one), len(other)) - len(pick) <= edits <= len(one) + len(other) - 2 * len(pick)
-    with pytest.raises(TypeError, match="correct_words: reference must be a sequence of words, got 'a b'"):
-        metrics.correct_words(["a"], "a b")
-
-
-def test_calibration(metrics):
-    """Bin by bin in a loop; what is calibrated by construction has no error, and what is sure and wrong has all."""
-    rng = np.random.default_rng(0)
-    confidences = np.concatenate([rng.random(500), np.linspace(0, 1, 21)]).astype(np.float32).reshape(-1, 1)
-    correct = rng.random(confidences.shape) < 0.3 + 0.5 * confidences
-    found = metrics.calibration(jnp.asarray(confidences), correct, bins=7)
-    error = 0.0
-    for i in range(7):
-        low, high = i / 7, (i + 1) / 7
-        inside = [
-            (float(c), bool(k)) for c, k in zip(confidences[:, 0], correct[:, 0]) if low < c <= high or i == c == 0
-        ]
-        assert found.counts[i] == len(inside) > 0
-        sure, right = (sum(x) / len(inside) for x in zip(*inside))
-        np.testing.assert_allclose([found.confidences[i], found.accuracies[i]], [sure, right], rtol=1e-12)
-        error += len(inside) * abs(sure - right) / len(confidences)
-    np.testing.assert_allclose(found.expected_error, error, rtol=1e-12)
-    halves = metrics.calibration([0.5] * 4 + [1.0] * 3, [True, False] * 2 + [True] * 3)
-    assert halves.expected_error == 0 and np.isnan(halves.accuracies[:4]).all()
-    assert metrics.calibration([1.0, 1 + 1e-7], [False, False]).expected_error == 1  # rounding, as in `words`
-    assert np.isnan(metrics.calibration([], []).expected_error)
-    for bad, message in (
-        (([0.1, -0.1], [True, True]), r"confidences must be 0 or more, .* got -0.1"),
-        (([math.nan], [True]), "confidences must be 0 or more, .* got nan"),
-        (([1], [True]), "confidences must have a floating dtype, got int64"),
-        (([0.5], [1]), "correct must have the dtype bool, got int64"),
-        (([0.5], [True, False]), r"correct must have the shape of confidences, \(1,\), got \(2,\)"),
-        (([0.5], [True], 0), "bins must be 1 or more, got 0"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"calibration: {message}"):
-            metrics.calibration(*bad)
 
 
 def test_frames_to_seconds():
