@@ -198,14 +198,18 @@ def test_a_server_that_is_ended(served, monkeypatch, signals, ignored, numbers, 
         signal.signal(number, signal.SIG_IGN)
 
     def client():
-        port = int(re.search(r" http://127\.0\.0\.1:(\d+): ", lines.get(timeout=30))[1])
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(upload(99999, b"--x\r\n"))
-            for number in numbers:
-                time.sleep(0.1)
-                os.kill(os.getpid(), number)
-            sent = time.monotonic()
-            return connection.makefile("rb").readline(), sent, time.monotonic()
+        try:
+            port = int(re.search(r" http://127\.0\.0\.1:(\d+): ", lines.get(timeout=30))[1])
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(upload(99999, b"--x\r\n"))
+                for number in numbers:
+                    time.sleep(0.1)
+                    os.kill(os.getpid(), number)
+                sent = time.monotonic()
+                return connection.makefile("rb").readline(), sent, time.monotonic()
+        except OSError:
+            os.kill(os.getpid(), TERM)  # the server would wait for ever
+            raise
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         future = thread.submit(client)
