@@ -9,8 +9,7 @@ import signal
 
 import pytest
 
-from jax_rnnt_speech import runs
-from support import CONVOLUTIONAL, arguments, random_model, run, write_audio
+from support import CONVOLUTIONAL, arguments, random_model, run, saved, write_audio
 
 
 def pytest_pyfunc_call(pyfuncitem):
@@ -84,12 +83,7 @@ def trained(corpus, tmp_path_factory):
 @pytest.fixture(scope="session")
 def talkative(tmp_path_factory):
     """The folder of a model with random weights that writes many words."""
-    model, path = random_model(**CONVOLUTIONAL), tmp_path_factory.mktemp("talkative")
-    run_of = runs.Run(path)
-    run_of.open()
-    run_of.save(1, model.setup(), params=model.params)
-    run_of.close()
-    return path
+    return saved(random_model(**CONVOLUTIONAL), tmp_path_factory.mktemp("talkative"))
 
 
 @pytest.fixture(scope="session")

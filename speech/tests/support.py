@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech import cli, pretrained  # noqa: F401
+from jax_rnnt_speech import cli, pretrained, runs  # noqa: F401
 from jax_rnnt_speech.data import audio, batches, corpora
 from jax_rnnt_speech.model import Model, transducer  # noqa: F401
 from jax_rnnt_speech.runs import checkpoints  # noqa: F401
@@ -48,6 +48,15 @@ def random_model(**options):
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     model.params = jax.tree_util.tree_map_with_path(larger, model.params)
     return model
+
+
+def saved(model, folder):
+    """The folder of a run with a checkpoint of the model."""
+    run_of = runs.Run(folder)
+    run_of.open()
+    run_of.save(1, model.setup(), params=model.params)
+    run_of.close()
+    return folder
 
 
 def subwords(lines, **options):

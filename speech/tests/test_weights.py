@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jax_rnnt_speech import runs
-from support import GOLDEN, asr, run, small_disk
+from support import GOLDEN, asr, run, saved, small_disk
 
 
 @pytest.mark.parametrize("kind", ["tdt", "streaming"])
 def test_what_is_written_is_read(kind, tmp_path, capsys, said):
     """Small steps of training come back to the bit; rounding is asked for, and said."""
-    model, run_of = asr.models.open_model(GOLDEN / kind), runs.Run(tmp_path / "run")
+    model = asr.models.open_model(GOLDEN / kind)
     model.params = jax.tree.map(lambda x: x + np.float32(1e-5), model.params)
-    run_of.open()
-    run_of.save(1, model.setup(), params=model.params)
-    run_of.close()
+    saved(model, tmp_path / "run")
     assert not said(["convert", tmp_path / "whole", "--model", tmp_path / "run"]).out
     again = asr.models.read(tmp_path / "whole")
     chex.assert_trees_all_equal(again.params, model.params)
