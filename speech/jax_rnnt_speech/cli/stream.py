@@ -68,7 +68,7 @@ def stream(args):
 
 
 def events_of(live, file):
-    """Those of a file, or of the microphone until it is interrupted; the last one is the end."""
+    """Yields the events of a file, or of the microphone until Ctrl-C; the last event is the end."""
     rate = live.extractor.rate
     with contextlib.suppress(*[KeyboardInterrupt] * (file is None)):
         for samples in streams.blocks_of_file(file, rate) if file else streams.blocks_of_microphone(rate):

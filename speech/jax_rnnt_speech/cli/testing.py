@@ -126,7 +126,7 @@ class Shown:
     worst: int = option(5, natural, "show so many utterances with the most errors")
 
     def checked(self, sources):
-        """Itself; raises where something has no place."""
+        """Returns itself, or raises where something has no place."""
         if self.output and self.output.suffix not in (".tsv", ".jsonl"):
             raise UserError(f"--output {self.output} must end in .tsv or .jsonl")
         if self.output:

@@ -30,7 +30,7 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """What hears them, one after the other, in programs of one size: -> `streams.Slots`."""
+    """Hears windows one after the other in programs of one size, in the place of `streams.Slots`."""
 
     def __init__(self, model, decoding, frames):
         self.model, self.decoding, self.frames, self.state, self.free = model, decoding, frames, None, [0]

@@ -131,7 +131,7 @@ class Words:
         return self.rows - self.patience
 
     def begins(self):
-        """Where words begin that later labels leave as they are, and those before: no frame has labels of both."""
+        """The places of labels at which the words before them are final. No frame has labels on both sides of such a place."""
         labels, frames, tokens, places, size = *self.waiting[:2], self.model.tokens, [], 0
         words = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
         for before, word in itertools.pairwise(words):
@@ -225,7 +225,7 @@ class Stream:
         return step
 
     def steps(self, samples, end=False):
-        """Yields those of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
+        """Yields the steps of more samples [S], floats in [-1, 1] or integers. With `end`, they are the last ones."""
         samples = features.scaled(samples)
         if len(samples):
             if self.ear:
@@ -288,7 +288,7 @@ class Stream:
         return self.words.without_ends(labels)
 
     def other(self):
-        """A Stream with the same programs."""
+        """Another Stream that runs in the same programs, or None where no slot is free for it."""
         if self.shares and len(self.slots.free) < 2:  # the last one is for a recording of its own
             return None
         return Stream(self.model, self.slots.decoding, slots=self.slots if self.shares else None, listens=False)
@@ -304,7 +304,7 @@ class Stream:
             yield await self.resting(seconds), False
 
     def heard(self, samples, end=False):
-        """As `hear`, by steps that run at once."""
+        """Yields what `hear` yields, by steps that run at once."""
         coming = self.hear(samples, end)
         with contextlib.suppress(StopAsyncIteration):
             while True:
@@ -338,7 +338,7 @@ class Stream:
 
 
 def finished(waiting):
-    """What a coroutine of a Stream returns whose steps run at once, so that it waits for nothing."""
+    """The result of a coroutine of a Stream whose steps run at once, so that it never waits."""
     try:
         waiting.send(None)
     except StopIteration as end:

@@ -158,7 +158,7 @@ class Output:
         return self.output.suffix.lower() == SUFFIXES[self.format].lower()
 
     def checked(self, sources, entries=()):
-        """Itself; raises where the output has no place."""
+        """Returns itself, or raises where the output has no place."""
         if self.output:
             outputs.check(self.output, sources, self.format in SUFFIXES and not self.alone)
         elif sys.stdout is None:
@@ -278,7 +278,7 @@ class Lines:
         return i
 
     def group(self, i):
-        """Of entries whose order counts."""
+        """What tells apart the entries among which the order counts."""
         return None
 
     def add(self, i, x):

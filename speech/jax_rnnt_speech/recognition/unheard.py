@@ -144,6 +144,6 @@ def rounded(missed):
 
 
 def line(name, missed):
-    """What a person is told."""
+    """The line that tells a person of unheard speech."""
     times = ", ".join(f"{a:.1f} to {b:.1f} s" for a, b in missed)
     return f"{name}: speech without words: {times}"

@@ -90,7 +90,7 @@ class Recording:
 
     @property
     def frames(self):
-        """Of the features of the samples."""
+        """The number of feature frames of the samples."""
         return self.extractor.count(len(self.samples))
 
     @property
@@ -142,14 +142,14 @@ class Recording:
         return int(places[np.argmax(np.minimum(apart, round(PAUSE / 2 / self.model.seconds)))])
 
     def go_on(self, rows):
-        """To the window behind so many rows."""
+        """Goes on to the window behind so many rows."""
         self.row += rows
         begin = max(0, self.row - self.margin)
         self.samples, self.begin = self.samples[(begin - self.begin) * self.step :], begin
         self.fill()
 
     def take(self, i, rows, hypotheses, final, others, decoding):
-        """What `search.next_part` found in so many rows, as row i of a batch."""
+        """Takes what `search.next_part` found in so many rows, in row i of a batch."""
         self.done, before = self.last, list(self.found.labels)
         labels = Labels.of(hypotheses, i, hypotheses.counts[i], decoding)
         self.found.extend(labels if self.done else labels.part(final[i]))
@@ -164,7 +164,7 @@ class Recording:
             self.done = bool(self.error)
 
     def heard(self, labels, rows):
-        """Labels, also such as may change, of the rows until these."""
+        """Tells the ear and the bar of labels, which may still change, up to so many rows."""
         if self.progress:
             seconds = self.total / self.extractor.rate if self.done else rows * self.model.seconds
             self.progress(seconds - self.passed)

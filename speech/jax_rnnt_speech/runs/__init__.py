@@ -127,7 +127,7 @@ class Run:
             raise UserError(f"{folder} lacks arrays of this model ({why})") from None
 
     def save(self, step, setup, best=False, **trees):
-        """In the place of checkpoints of this step and later ones."""
+        """Saves a checkpoint in the place of those of this step and of later ones."""
         with self.resumable():
             (self.best if best else self.manager).save(step, setup, trees)
         if self.saved:  # the one before is whole now

@@ -36,7 +36,7 @@ def unexpected(request):
 
 
 def log_probs(labels):
-    """Of (label, text, log-probability) of each, as OpenAI's clients read them."""
+    """The log-probabilities of labels as OpenAI's clients read them. A label is (number, text, log-probability)."""
     texts = ((data_of(text), x) for _, text, x in labels)
     return [{"token": data.decode(errors="replace"), "bytes": list(data), "logprob": x} for data, x in texts]
 

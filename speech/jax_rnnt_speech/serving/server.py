@@ -356,7 +356,7 @@ class Samples:
         return joined(self.resampler.resample(frame))
 
     def rest(self):
-        """Those that the resampler holds at the end."""
+        """The samples that the resampler still holds at the end."""
         return joined(self.resampler.resample(None)) if self.resampler and self.count else np.zeros(0, np.float32)
 
 
