@@ -133,7 +133,7 @@ async def test_streams_that_stand_still(served, monkeypatch):
     """The server asks a silent client whether it is there; one that answers is told why its stream ends, in words."""
     monkeypatch.setattr(form_module, "PATIENCE", 0.4)
     kinds, last = {}, {}
-    async with talk(served) as client:
+    async with talk(served) as client, asyncio.timeout(20):
         for answers in True, False:
             async with client.ws_connect("/v1/stream?rate=8000", autoping=answers) as stream:
                 messages = [await stream.receive()]

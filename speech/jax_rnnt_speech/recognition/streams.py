@@ -131,7 +131,7 @@ class Words:
         return self.rows - self.patience
 
     def begins(self):
-        """The places of labels at which the words before them are final. No frame has labels on both sides of such a place."""
+        """Places of labels at which all words before them are final. No frame has labels on both sides of a place."""
         labels, frames, tokens, places, size = *self.waiting[:2], self.model.tokens, [], 0
         words = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
         for before, word in itertools.pairwise(words):
