@@ -324,7 +324,7 @@ def test_what_was_written_stays(form, signal, tmp_path):
     args = transcripts.Output(form, tmp_path / form)
     first = args.output / f"a{transcripts.SUFFIXES[form]}" if folder else args.output
     message = f"^interrupted: 3 of 3 recordings .* {args.output}"
-    ends = pytest.raises(signal, match=message)
+    ends = pytest.raises(KeyboardInterrupt, match=message)
     with ends as ended, transcripts.writer(args, WRITTEN) as write:
         assert not args.output.exists()
         write(2, spoken(2))
