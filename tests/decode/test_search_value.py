@@ -27,7 +27,7 @@ VERBS = {
 
 
 def search(**options):
-    return decode.Search(MODEL.loss.value(), MODEL.parameters.joint, MODEL.parameters.predictor, 4, **options)
+    return decode.Search(*MODEL.networks, **{"max_labels": 4} | options)
 
 
 def primitives(function, *arguments):
@@ -88,7 +88,7 @@ def test_objects_without_a_hash_equal_themselves():
 def test_errors_come_when_a_search_is_made():
     for options, message in (
         ({"max_symbols": 0}, "Search: max_symbols must be 1 or more, got 0"),
-        ({"temperature": math.nan, "window": 0}, "Search: window must be 1 or more, got 0"),
+        ({"temperature": math.nan, "max_labels": 0}, "Search: max_labels must be 1 or more, got 0"),
         ({"fusion": 3}, "Search: fusion must be a sequence of pairs"),
         ({"duration_choice": "both"}, "Search: duration_choice must be one of 'pair', 'token_first', got 'both'"),
     ):
@@ -96,7 +96,7 @@ def test_errors_come_when_a_search_is_made():
             search(**options)
     with pytest.raises(TypeError, match="Search: unknown argument beam_sizes; it takes loss, "):
         search(beam_sizes=3)
-    assert repr(search(window=2)).endswith(", max_labels=4, window=2)")
+    assert repr(search(max_symbols=2)).endswith(", max_labels=4, max_symbols=2)")
 
 
 @pytest.mark.slow
