@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import family
-from compare import assert_same_bits
+from compare import assert_close, assert_same_bits
 from decoding import Model
 from jax_rnnt import decode
+from jax_rnnt.decode import _beam_step, _greedy
 
 MODEL = Model(family.TDT)
 ARRAYS = jnp.asarray(MODEL.encoder), jnp.asarray(MODEL.lengths)
@@ -47,6 +48,20 @@ def test_an_argument_has_the_program_of_a_closure(verb):
     assert primitives(VERBS[verb], value, *ARRAYS) == closed
     if verb == "greedy":
         assert_same_bits(jax.jit(VERBS[verb])(value, *ARRAYS)[:7], VERBS[verb](value, *ARRAYS)[:7])
+
+
+@pytest.mark.quick("greedy")
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_step_is_a_function_of_arrays(verb, monkeypatch):
+    """`jax.jit` takes what is static by its hash and the rest as a pytree, and each step by itself finds the same."""
+    value, steps = search(temperature=1.5, fusion=((LM, 0.3),)), []
+    plain = jax.jit(VERBS[verb])(value, *ARRAYS)
+    for module in (_greedy, _beam_step):
+        step = jax.jit(module.step, static_argnums=0)
+        monkeypatch.setattr(module, "step", lambda *given, step=step: steps.append(hash(given[0])) or step(*given))
+    found = jax.jit(lambda *arrays: VERBS[verb](*arrays))(value, *ARRAYS)
+    assert len({*steps}) == 1
+    assert_close(found[:7], plain[:7], rtol=1e-12)
 
 
 def test_leaves():
