@@ -169,9 +169,9 @@ def as_bits(numbers):
 def of_bits(bits, dtype):
     """The n numbers [B, W, L] of their bits [B, W, n or 2 n, L]."""
     words = np.dtype(dtype).itemsize // 4
-    parts = [bits[:, :, i : i + words] for i in range(0, bits.shape[2], words)]
-    parts = [x[:, :, 0] if words == 1 else jnp.moveaxis(x, 2, -1) for x in parts]
-    return [jax.lax.bitcast_convert_type(x, dtype) for x in parts]
+    each = [bits[:, :, i : i + words] for i in range(0, bits.shape[2], words)]
+    each = [x[:, :, 0] if words == 1 else jnp.moveaxis(x, 2, -1) for x in each]
+    return [jax.lax.bitcast_convert_type(x, dtype) for x in each]
 
 
 def first_networks(static: BeamStatic, given: Given) -> Networks:
@@ -184,6 +184,6 @@ def first_networks(static: BeamStatic, given: Given) -> Networks:
 
 
 def recurrent(networks: Networks) -> bool:
-    """Whether a carry holds floating-point numbers."""
+    """Whether the state of a network holds floating-point numbers."""
     states = networks.predictor, networks.models
     return not all(jnp.issubdtype(x.dtype, jnp.integer) for x in jax.tree.leaves(states))

@@ -69,11 +69,12 @@ def few_steps(static: BeamStatic, given: Given, carry: Carry) -> Carry:
 
 def step(static: BeamStatic, given: Given, carry: Carry) -> Carry:
     """Every utterance takes all moves of the hypotheses on its frame, and goes on once none is left there."""
-    carry, active = advance(static, given, carry)
-    carry, scores = score(static, given, carry, active)
+    ends = _beam_window.ends_of(static, given, carry.frame)
+    carry, active = advance(static, given, carry, ends)
+    carry, scores = score(static, given, carry, ends, active)
     # Behind the barriers of this step nothing reads the old beam, which a GPU then need not copy.
     gains = gains_of(static, given, carry, scores)
-    candidates = jax.lax.optimization_barrier(expand(static, given, carry, active, scores, gains))
+    candidates = jax.lax.optimization_barrier(expand(static, carry, ends, active, scores, gains))
     alive = candidates.score > -jnp.inf
     if static.merge:
         candidates = merge(candidates)
@@ -83,7 +84,7 @@ def step(static: BeamStatic, given: Given, carry: Carry) -> Carry:
 # ---------------------------------------------------------------------------------------------------- advance
 
 
-def advance(static: BeamStatic, given: Given, carry: Carry):
+def advance(static: BeamStatic, given: Given, carry: Carry, ends):
     """(carry, active [B, W]): the networks of hypotheses on the frame read new labels; active ones may move.
 
     New labels wait for others until a pack of the predictor is full or too few utterances go on without. Utterances
@@ -91,9 +92,7 @@ def advance(static: BeamStatic, given: Given, carry: Carry):
     """
     now, networks, lengths = carry.beam, carry.networks, given.lengths
     going = carry.frame < lengths
-    here = now.frame == carry.frame[:, None]
-    if static.frames_at_once > 1:
-        here = now.frame < _beam_window.end(static, given, carry.frame)[:, None]
+    here = now.frame == carry.frame[:, None] if ends is None else now.frame < ends[:, None]
     active = here & going[:, None] & (now.score > -jnp.inf)
     label = jnp.where(active, now.unread, -1)
     may_wait = WAITING * jnp.sum(jnp.any(label >= 0, 1)) < jnp.sum(going)
@@ -123,35 +122,33 @@ def keys(networks: Networks, slot):
 
 
 def first_equal(wanted, key, label=None):
-    """[B, W], of all B W rows: the first wanted one of the utterance with the key, and the label, of this one."""
+    """[B, W]: the number, of all B W rows, of the first wanted row of the utterance with the same key and label."""
     batch, width = wanted.shape
     rows = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
     if key is None:
         return rows
-    parts = [key[..., 0], key[..., 1]] + ([] if label is None else [label])
-    same = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in parts]) & wanted[:, None]
+    identity = [key[..., 0], key[..., 1]] + ([] if label is None else [label])
+    same = functools.reduce(jnp.logical_and, [x[:, :, None] == x[:, None] for x in identity]) & wanted[:, None]
     return jnp.where(wanted, jnp.where(same, rows[:, None], batch * width).min(-1), rows)
 
 
 # ------------------------------------------------------------------------------------------------------ score
 
 
-def score(static: BeamStatic, given: Given, carry: Carry, active):
+def score(static: BeamStatic, given: Given, carry: Carry, ends, active):
     """(carry, `NodeScores`) after the joint network has seen the active hypotheses [B, W]."""
-    networks, slot, several = carry.networks, carry.beam.slot, static.frames_at_once > 1
-    if several:
-        ends = _beam_window.end(static, given, carry.frame)
-        nodes = slot, carry.beam.frame, active, carry.bad
-        slot, frame, active, bad_before = _beam_window.spread(static, ends, *nodes)
+    networks, slot, bad_before = carry.networks, carry.beam.slot, carry.bad
+    if ends is None:
+        frame = jnp.broadcast_to(carry.frame[:, None], active.shape)
     else:
-        frame, bad_before = jnp.broadcast_to(carry.frame[:, None], active.shape), carry.bad
+        slot, frame, active, bad_before = _beam_window.spread(static, ends, slot, carry.beam.frame, active, bad_before)
     shape = active.shape
 
     def score_pack(rows):
         encoder = hypothesis_rows(given.encoder_out, given.inside(frame), rows)
         return score_rows(static, given, encoder, hypothesis_rows(networks.rows, slot, rows))
 
-    source = first_equal(active, keys(networks, slot), frame if several else None)
+    source = first_equal(active, keys(networks, slot), None if ends is None else frame)
     usual = active.size // (1 if static.recurrent else 4)
     results, row = compute_rows(flat(active), flat(source), usual, score_pack, carry.results)
     moves, labels, bad, confidence = results
@@ -194,7 +191,7 @@ def gains_of(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores)
     return jnp.where(allowed & scores.active[..., None] & ~jnp.isnan(scores.moves), scores.moves, -jnp.inf)
 
 
-def expand(static: BeamStatic, given: Given, carry: Carry, active, scores: NodeScores, gains) -> Candidates:
+def expand(static: BeamStatic, carry: Carry, ends, active, scores: NodeScores, gains) -> Candidates:
     """All candidates for the next beam."""
     now, blanks = carry.beam, len(static.moves.blanks)
     moves = [gains[..., i] for i in range(gains.shape[2])]
@@ -205,12 +202,10 @@ def expand(static: BeamStatic, given: Given, carry: Carry, active, scores: NodeS
     nodes = BeamNodes(now.score, now.path_score, now.frame, now.counts, now.count_here, now.key)
     node: Any = None
     begin = now.score
-    if static.frames_at_once == 1:
+    if ends is None:
         kinds = [Expansion(itself, gain, none - 1) for gain in (waits, *moves[:blanks])]
     else:
-        nodes, node = _beam_window.nodes_of_window(
-            static, _beam_window.end(static, given, carry.frame), now, moves[:blanks]
-        )
+        nodes, node = _beam_window.nodes_of_window(static, ends, now, moves[:blanks])
         of_each = nodes.score.shape[1] // static.width
         kinds = [Expansion(itself * of_each, waits, none - 1)]
         behind = [itself * of_each + static.frames_at_once + i for i in range(static.moves.longest_blank)]

@@ -14,15 +14,13 @@ from jax_rnnt.decode._beam_state import Beam, BeamNodes, BeamStatic
 from jax_rnnt.decode._given import Given
 
 
-def end(static: BeamStatic, given: Given, frame):
-    """[B]: the frame behind the window of these first frames [B].
+def ends_of(static: BeamStatic, given: Given, frame):
+    """[B]: the frame behind the window of these first frames [B]; None: a step reads one frame, without windows.
 
     Windows begin at multiples of K frames of the stream, so that parts of it have those of the whole.
     """
     size = static.frames_at_once
-    if size == 1:
-        return frame + 1
-    return jnp.minimum(frame + size - (given.first + frame) % size, given.lengths)
+    return None if size == 1 else jnp.minimum(frame + size - (given.first + frame) % size, given.lengths)
 
 
 def spread(static: BeamStatic, ends, slot, frame, active, bad):

@@ -65,7 +65,7 @@ ARGUMENTS = {  # of the verbs, of fusion and of losses
     "arc_weights": Option(ALL, None, (-math.inf, 0.0, 0.2, 1e300), (math.nan, math.inf)),
     "max_labels": Option(ALL),
     "width": Option("beam"),
-    "frames_at_once": Option(ALL),
+    "frames_at_once": Option(ALL, 2),
     "samples": Option("sample"),
 }
 SHOWN = {"weight": "fusion[0] weight", "arc_weights": "Weighted.decoding() arc_weights[1]"}  # in errors
@@ -147,7 +147,7 @@ FEW = [("greedy", "frames_at_once"), *(x for x in TAKEN if x[0] == "sample" and 
 
 @pytest.mark.parametrize(("verb", "name"), FEW)
 def test_other_options_change_the_program(verb, name):
-    assert program(verb, **{name: OPTIONS[name].other}) != usual(verb)
+    assert program(verb, **{name: (OPTIONS | ARGUMENTS)[name].other}) != usual(verb)
 
 
 # ------------------------------------------------------------------------------------------------------ numbers

@@ -17,7 +17,17 @@ import family
 import meshes
 import reference_numpy as truth
 from decoding import EXACT, MOST, NAMED, Model, allowed, assert_same, trimmed
-from jax_rnnt import Composition, RNNTLoss, TDTLoss, TransducerLoss, decode, emissions, lattices
+from jax_rnnt import (
+    Composition,
+    MonotonicRNNTLoss,
+    MultiblankRNNTLoss,
+    RNNTLoss,
+    TDTLoss,
+    TransducerLoss,
+    decode,
+    emissions,
+    lattices,
+)
 from jax_rnnt.decode import _given, _sample
 from jax_rnnt.decode._moves import moves_of
 
@@ -63,6 +73,27 @@ def test_errors(options, error, message):
         call = functools.partial(decoding.greedy, **options)
     with pytest.raises(error, match=message):
         call(*given, *batch)
+
+
+# ------------------------------------------------------------------------------------------------------ moves
+
+MOVES = [  # of a loss: classes of its logits, (class of a blank, frames, frames needed) of each arc, reach, symbols
+    (RNNTLoss(blank=0), 3, [(0, 1, 1), (None, 0, 1)], 0, 3),
+    (MonotonicRNNTLoss(blank=2), 3, [(2, 1, 1), (None, 1, 1)], 0, 2),
+    (MonotonicRNNTLoss(blank=2, final_blank=True), 3, [(2, 1, 1), (None, 1, 2)], 1, 2),
+    (MultiblankRNNTLoss((3,), blank=4), 5, [(4, 1, 1), (3, 3, 3), (None, 0, 1)], 2, 3),
+    (TDTLoss((0, 2), blank=2), 5, [(2, 2, 2), (None, 0, 1), (None, 2, 3)], 2, 2),
+]
+
+
+@pytest.mark.parametrize(("loss", "classes", "arcs", "reach", "symbols"), MOVES)
+def test_moves(loss, classes, arcs, reach, symbols):
+    """By hand: what arcs read, and need where an arc of the lattice may not be the last one. No array is among them."""
+    moves, weights = moves_of("", loss, classes, 10, "pair")
+    assert [(x.token, x.frames, x.needs) for x in moves.all] == arcs and {*weights.values()} == {0.0}
+    assert (moves.reach, moves.symbols) == (reach, symbols)
+    again, _ = moves_of("", loss, classes, 10, "pair")
+    assert hash(moves) == hash(again) and moves == again != moves_of("", loss, classes, 9, "pair")[0]
 
 
 # ------------------------------------------------------------------------------------ token first, then duration
