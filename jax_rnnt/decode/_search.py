@@ -249,13 +249,13 @@ class Search:
             `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole
             stream.
         frames_at_once : int, default 1
-            K, the frames of a window, which a step reads. More make fewer and larger steps, for a GPU, and unlike those
-            of `greedy` they may change what a beam finds. A window begins at each K-th frame of an
-            utterance or stream; a step takes every hypothesis in it to its next label on any frame of the window, or by
-            blanks out of the window, and keeps the `width` best of all. So one sequence of labels may occupy several
-            places, for ends on several frames, until it leaves the window, where they are merged. A beam that loses
-            none finds the same scores for each K; others may find other lists. Parts of a stream find the lists of the
-            whole if all but the last have a multiple of K frames.
+            K, the frames of each utterance that a step reads. More frames make fewer and larger steps, for a GPU; they
+            may change the result, unlike in `greedy`. A window of K frames begins at each K-th frame of an utterance or
+            stream. A step takes every hypothesis in it to its next label, on any frame of the window, or by blanks out
+            of the window, and keeps the `width` best of all. So one sequence of labels may occupy several places, for
+            ends on several frames, until it leaves the window, where they are merged. A beam that loses none finds the
+            same scores for each K; others may find other lists. Parts of a stream find the lists of the whole if all
+            but the last have a multiple of K frames.
 
         Returns
         -------
