@@ -168,9 +168,9 @@ def prepare(function: str, search, encoder_out, lengths, exact_end, frames_at_on
         blank_first=known and moves.emission.bernoulli and isinstance(layout.joint, LinearJoint),
     )
     search = _pytree.replace(search, joint=layout.joint)
-    weights = tuple(None if _checks.is_zero(x) else x for x in weights.values())
+    arcs = tuple(None if _checks.is_zero(x) else x for x in weights.values())
     ends_here = None if is_static else exact_end[:, None]
-    return static, Given(search, weights, encoder_out, jnp.where(bad, 0, lengths), bad, ends_here)
+    return static, Given(search, arcs, encoder_out, jnp.where(bad, 0, lengths), bad, ends_here)
 
 
 # ---------------------------------------------------------------------------------------------------- joint network

@@ -96,6 +96,14 @@ def test_moves(loss, classes, arcs, reach, symbols):
     assert hash(moves) == hash(again) and moves == again != moves_of("", loss, classes, 9, "pair")[0]
 
 
+def test_ties():
+    """Of equal moves blanks come first, then lower classes."""
+    predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+    frames = jnp.array([[[0.0, 0, 0], [-1, 0, 0], [0, -1, 0]]])
+    found = decode.Search(RNNTLoss(0), jnp.add, predictor, 5, max_symbols=1).greedy(frames, jnp.array([3]))
+    assert trimmed(jax.tree.map(np.asarray, found), 0) == [[1], [1], [0]]
+
+
 # ------------------------------------------------------------------------------------ token first, then duration
 
 
