@@ -69,7 +69,7 @@ def few_steps(static: BeamStatic, given: Given, carry: Carry) -> Carry:
 
 def step(static: BeamStatic, given: Given, carry: Carry) -> Carry:
     """Every utterance takes all moves of the hypotheses on its frame, and goes on once none is left there."""
-    ends = _beam_window.ends_of(static, given, carry.frame)
+    ends = _beam_window.ends_of(static, given, carry)
     carry, active = advance(static, given, carry, ends)
     carry, scores = score(static, given, carry, ends, active)
     # Behind the barriers of this step nothing reads the old beam, which a GPU then need not copy.

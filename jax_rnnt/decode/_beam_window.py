@@ -10,17 +10,19 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt.decode._beam_state import Beam, BeamNodes, BeamStatic
+from jax_rnnt.decode._beam_state import Beam, BeamNodes, BeamStatic, Carry
 from jax_rnnt.decode._given import Given
 
 
-def ends_of(static: BeamStatic, given: Given, frame):
-    """[B]: the frame behind the window of these first frames [B]; None: a step reads one frame, without windows.
+def ends_of(static: BeamStatic, given: Given, carry: Carry):
+    """[B]: the frame behind the window of each utterance; None: a step reads one frame, without windows.
 
     Windows begin at multiples of K frames of the stream, so that parts of it have those of the whole.
     """
-    size = static.frames_at_once
-    return None if size == 1 else jnp.minimum(frame + size - (given.first + frame) % size, given.lengths)
+    if (size := static.frames_at_once) == 1:
+        return None
+    frame = carry.frame
+    return jnp.minimum(frame + size - (given.first + frame) % size, given.lengths)
 
 
 def spread(static: BeamStatic, ends, slot, frame, active, bad):
