@@ -80,7 +80,7 @@ run_part() {
       ;;
     example)
       sized --expect-cer 3 -- --steps 4 --batch 4
-      PYTHONPATH=$PWD/speech:$PYTHONPATH "$PYTHON" -P -m jax_rnnt_speech train --config recipes/corpora/handwritten_digits.json --overwrite \
+      PYTHONPATH=$PWD/speech:$PYTHONPATH "$PYTHON" -P -m jax_rnnt_speech train --config speech/recipes/corpora/handwritten_digits.json --overwrite \
         --workdir build/gpu/example "${options[@]}" 2>&1 | tr "\r" "\n" | tail -n 12
       ;;
     benchmark) # loss and gradient, beside a copy

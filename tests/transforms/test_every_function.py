@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import compare
 import jax_rnnt
 import reference_numpy as truth_of
-from jax_rnnt import decode, lattices, metrics
+from jax_rnnt import decode, lattices, metrics, plot
 from meshes import at, mesh_of
 
 B, T, U, V, E = 4, 5, 3, 6, 4
@@ -95,6 +95,7 @@ LOSSES = {
 METHODS = "align", "arc_log_probs", "label_frames", "label_log_probs", "latency", "posteriors"
 CALLS = LOSSES | {f"RNNTLoss.{name}": getattr(LOSS, name) for name in METHODS}
 CALLS["rnnt_loss"] = functools.partial(jax_rnnt.rnnt_loss, reduction="none")
+CALLS["plot.arc_posteriors"] = functools.partial(plot.arc_posteriors, LOSS)
 CASES |= {name: Case(lambda shared, *batch, call=call: call(*batch), OF_LOGITS) for name, call in CALLS.items()}
 LAYOUTS = {
     "LinearJoint": lambda out, *rows: jax_rnnt.JointLogits(jax_rnnt.LinearJoint(out), *rows),
@@ -296,7 +297,7 @@ HOST = {  # of NumPy arrays, texts and files, and of values that are known
     *(f"metrics.{x}" for x in ("calibration", "correct_words", "label_errors", "utterance_confidence")),
     *(f"metrics.{x}" for x in ("word_confidence", "Calibration", "LabelErrors")),
     *("decode.NGram", "decode.WordNGram", "decode.FoundPhrase"),
-    *(f"plot.{x}" for x in ("arc_posteriors", "draw_emissions", "draw_lattice")),
+    *(f"plot.{x}" for x in ("draw_emissions", "draw_lattice")),
     *(f"timing.{x}" for x in ("Interval", "captions", "frames_to_seconds", "intervals", "to_json", "words")),
     *(f"timing.{x}" for x in ("read_ctm", "write_ctm", "write_srt", "write_textgrid", "write_vtt")),
 }
