@@ -8,17 +8,13 @@ import typing
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
-from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import _call, _methods, _validation
 from jax_rnnt.losses._composition import Composition, DecodingRules
-from jax_rnnt.losses._methods import Logits
-from jax_rnnt.sharding._device import devices_of
 
 
 def _equal(x, y) -> bool:
@@ -221,44 +217,7 @@ class TransducerLoss(metaclass=_Once):
     latency = _methods.latency
     label_log_probs = _methods.label_log_probs
     arc_log_probs = _methods.arc_log_probs
-
-    @keywords
-    def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike, target_lengths: ArrayLike) -> None:
-        """Checks the data of a batch: raises where lengths or labels would make the loss NaN or +inf.
-
-        The loss itself never raises on data. It accepts a label that equals a blank, which is an error here. The checks
-        read no logits, so they find neither NaN nor masks there, and they leave options and windows out.
-
-        Outside of `jax.jit` they wait for lengths and targets. Under `jax.jit` they need arrays that are known while
-        tracing, or `jax.experimental.checkify.checkify` around the function, whose error value then has the checks.
-
-        Parameters
-        ----------
-        logits, targets, logit_lengths, target_lengths
-            As for the call.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For static mistakes, as the call raises them. ValueError for the first length out of range, label outside
-            the token classes, label that is a blank, sequence without rows (`PackedLogits`), or number of labels that
-            no path of the lattice reaches: it names argument, position, expected range and value. TypeError for traced
-            lengths or targets outside of checkify.
-
-        Examples
-        --------
-        >>> import jax.numpy as jnp
-        >>> from jax_rnnt import RNNTLoss
-        >>> RNNTLoss().validate(jnp.zeros((1, 4, 3, 5)), jnp.array([[1, 9]]), jnp.array([4]), jnp.array([2]))
-        Traceback (most recent call last):
-        ...
-        ValueError: RNNTLoss.validate: targets[0, 1] must lie in [0, 5), got 9.
-        """
-        name = f"{type(self).__name__}.validate"
-        layout = _layout.of(name, logits)
-        loss = _pytree.replace(self._without_options(), clamp=_call.switched_off(self).clamp, implementation=None)
-        softmax = _call.softmax_of(name, loss).resolved(name, layout.classes * devices_of(loss)[1])
-        _validation.validate(name, loss, layout, softmax, targets, logit_lengths, target_lengths)
+    validate = _validation.validate
 
 
 keywords(TransducerLoss)

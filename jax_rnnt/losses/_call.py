@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses._composition import Composition
 from jax_rnnt.sharding import _over_mesh
 from jax_rnnt.sharding._device import emission_of_device
+
+Logits: TypeAlias = ArrayLike | _layout.Layout
+Decorated = TypeVar("Decorated", bound=Callable)
+
+
+def in_class(function: Decorated) -> Decorated:
+    """Decorator of a method that `TransducerLoss` has from another file: help and pickle find it in the class."""
+    function.__module__, function.__qualname__ = "jax_rnnt.losses._base", f"TransducerLoss.{function.__name__}"
+    return keywords(function)
 
 
 @dataclasses.dataclass(frozen=True)

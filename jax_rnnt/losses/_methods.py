@@ -1,4 +1,4 @@
-"""The methods of a loss, each a function of arrays with the docstring that users see; `method` makes them of it.
+"""The methods of a loss: functions of arrays, each under the docstring that users see, with `method` to make methods.
 
 `loss` is a `TransducerLoss`, a pytree: its leaves are operands, so changing one retraces nothing. `emission` is static.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_rnnt import _pytree
-from jax_rnnt._keywords import keywords
 from jax_rnnt._xla import vary_together
 from jax_rnnt.emissions._emission import inside_targets
 from jax_rnnt.lattices import _lattice as lattice
@@ -22,15 +21,13 @@ from jax_rnnt.lattices import _order as order
 from jax_rnnt.lattices import _reference as reference
 from jax_rnnt.lattices._topology import expanded
 from jax_rnnt.lattices._viterbi import best_path
-from jax_rnnt.layouts import _layout
 from jax_rnnt.losses._adjustments import adjust, frame
-from jax_rnnt.losses._call import Method, reduce, run
+from jax_rnnt.losses._call import Logits, Method, in_class, reduce, run
 from jax_rnnt.losses._composition import Alignment
 from jax_rnnt.losses._fused import adjust_isolated, losses_of, planes_of, strict
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-Logits: TypeAlias = ArrayLike | _layout.Layout
 
 METHODS: dict[str, Method] = {}  # by the names that they have in `TransducerLoss`
 
@@ -66,10 +63,9 @@ def method(
             function = type(self).__name__ if title == "__call__" else f"{type(self).__name__}.{title}"
             return run(made, function, self, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
-        call.__module__, call.__qualname__ = "jax_rnnt.losses._base", f"TransducerLoss.{title}"
         call.__name__, call.__doc__ = title, compute.__doc__
         call.__annotations__ = parameters.__annotations__ | {"return": compute.__annotations__["return"]}
-        return keywords(call)  # type: ignore[return-value]
+        return in_class(call)  # type: ignore[return-value]
 
     return decorate
 

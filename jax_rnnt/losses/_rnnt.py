@@ -7,9 +7,9 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.losses._base import TransducerLoss
-from jax_rnnt.losses._call import run
+from jax_rnnt.losses._call import Logits, run
 from jax_rnnt.losses._composition import Composition
-from jax_rnnt.losses._methods import METHODS, Logits
+from jax_rnnt.losses._methods import METHODS
 
 
 class RNNTLoss(TransducerLoss):
