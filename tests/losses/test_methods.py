@@ -97,8 +97,8 @@ def test_methods_are_values():
         for same in (pickle.loads(pickle.dumps(method)), copy.copy(method), copy.deepcopy(method)):
             assert same.__func__ is function and same.__self__ == loss
         assert pickle.loads(pickle.dumps(function)) is function
-    windows = functools.partial(RNNTLoss.latency, label_windows=jnp.array([[1, 1]]))  # frame 1 is the second
-    np.testing.assert_allclose(windows(loss, *UNIFORM), 2, rtol=1e-6)
+    windows = functools.partial(RNNTLoss.latency, label_windows=jnp.array([[2, 2]]))  # the third frame
+    np.testing.assert_allclose(windows(loss, *UNIFORM), 3, rtol=1e-6)
     np.testing.assert_allclose(functools.partial(loss.label_frames, *UNIFORM[:3])(target_lengths=1), [1], rtol=1e-6)
 
 
