@@ -202,7 +202,10 @@ def test_best_path_of_a_long_utterance():
 
 @pytest.mark.no_kernel
 def test_search_has_no_kernel():
-    with pytest.raises(NotImplementedError, match="implementation='kernel'"):
+    message = (
+        "^RNNTLoss.align: implementation='kernel': jax_rnnt has no kernel for the best path; use implementation=None"
+    )
+    with pytest.raises(NotImplementedError, match=message):
         jax_rnnt.RNNTLoss(implementation="kernel").align(*batches.problem())
 
 
