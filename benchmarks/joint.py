@@ -25,7 +25,7 @@ import jax_rnnt as rnnt
 import measure
 import problems
 from jax_rnnt._xla import loading
-from jax_rnnt.layouts import _tiles
+from jax_rnnt.tiles import _tiles
 
 WIDTH = 5  # of the pruned band
 ALL = (0, 1, 2, 3)  # arguments with a gradient

@@ -99,8 +99,8 @@ class Grouped:
         ``kernel(kind, static, shared, batched, device, reason, doubt) -> function`` of kernels, where `function` runs
         as one: ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none.
         It gets their kind ("tpu": in Pallas, "cuda"), avals, what is known of a device (`device_of` the program; for
-        CUDA, its shared memory), and why no kernel can run here at all, or None. ``doubt(names)`` is why kernels of
-        these names are not the default here, or None.
+        CUDA, its shared memory and the module of the kernels), and why no kernel can run here at all, or None.
+        ``doubt(names)`` is why kernels of these names are not the default here, or None.
     """
 
     def __init__(self, name: str, function: Callable, kernel: Callable = lambda *_: None):
@@ -181,7 +181,7 @@ class Grouped:
         ]  # fmt: skip
         device: Any = device_of(ctx)
         if kind == "cuda":
-            device = loading.shared_memory(platform, device[0])
+            device = loading.shared_memory(platform, device[0]), loading.module(platform)
         several = f"the program is for {' and '.join(platforms)}" if len(platforms) > 1 else None
         reason = several or (no_pallas(ctx) if kind == "tpu" else no_parts(ctx, "the CUDA kernels"))
         doubt = functools.partial(proof.doubt, ctx, platform)

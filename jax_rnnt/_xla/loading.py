@@ -75,7 +75,7 @@ def _load() -> None:
                 f"run `{_installation.reinstall(platform)}`"
             )
             continue
-        if not hasattr(module, "limits"):
+        if not hasattr(module, "joint" if getattr(module, "kernels", "") == "cuda" else "limits"):
             cure = f"run `{_installation.reinstall(platform)}`"
             MISSING[platform] = f"jax_rnnt.{name} was built from an older source: {cure}"
             continue

@@ -29,12 +29,11 @@ from jax_rnnt._xla import devices as gpus
 from jax_rnnt._xla import grouped, loading, primitive, proof
 from jax_rnnt.emissions._emission import label_map
 from jax_rnnt.emissions._softmax import Softmax
-from jax_rnnt.layouts import _joint_cuda as cuda
-from jax_rnnt.layouts import _joint_pallas as pallas
-from jax_rnnt.layouts import _joint_plan as plans
-from jax_rnnt.layouts._joint_networks import Linear
-from jax_rnnt.layouts._tile_blocks import TileInputs
-from jax_rnnt.layouts._tiles import Tiled
+from jax_rnnt.tiles import joint
+from jax_rnnt.tiles._networks import Linear
+from jax_rnnt.tiles._tile_blocks import TileInputs
+from jax_rnnt.tiles._tiles import Tiled
+from jax_rnnt.tiles.joint import _classes, _gpu, _kernel, _tpu
 from meshes import at, mean_over_devices, mesh_of
 
 LENGTHS = np.array([37, 20, 33, 5], np.int32), np.array([9, 2, 0, 4], np.int32)  # of blocks of 32 frames, 8 columns
@@ -171,9 +170,9 @@ def test_chunks_and_groups(loss, kernels, monkeypatch):
     encoder, and options."""
     if kernels == "tpu":
         monkeypatch.setattr(grouped, "device_of", lambda ctx: (None, 2))
-        monkeypatch.setattr(plans, "CHUNKS", (256,))
-    monkeypatch.setattr(cuda, "SLAB", 0)
-    monkeypatch.setattr(cuda, "_LEAST", 5)
+        monkeypatch.setattr(_classes, "CHUNKS", (256,))
+    monkeypatch.setattr(_gpu, "SLAB", 0)
+    monkeypatch.setattr(_gpu, "_LEAST", 5)
     options = {"clamp": 0.05, "fastemit_lambda": 0.3}
     case = Case(loss, 700 if kernels == "tpu" else 300, copies=2, scale=0.5)
     got = case.run(fill=np.nan, **options)
@@ -214,8 +213,8 @@ ROUNDED = {
 @pytest.mark.parametrize("dtype", ROUNDED)
 def test_default_precision_of_slabs(dtype, kernels, monkeypatch):
     """Factors of products are rounded, sums are not, from slab to slab: the rest of the error is a part of theirs."""
-    monkeypatch.setattr(cuda, "SLAB", 0)
-    monkeypatch.setattr(cuda, "_LEAST", 1)
+    monkeypatch.setattr(_gpu, "SLAB", 0)
+    monkeypatch.setattr(_gpu, "_LEAST", 1)
     dtype, rounded, limit = ROUNDED[dtype]
     case = Case(family.RNNT, 9, seed=2)
     case.arrays = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in case.arrays]
@@ -243,13 +242,14 @@ def test_memory_of_a_tpu():
     label = label_map(jnp.ones((B, U), jnp.int32), num_labels)
     inputs = TileInputs(normal(B, T, H), normal(B, U + 1, H), label, num_frames, num_labels, None, ())
     parameters, cotangents = [normal(H, V), normal(V)], {slot: normal(B, T, U + 1) for slot in ("blank", "label")}
-    flags = plans.BLOCKS.within(inputs.shape, num_frames, num_labels).at[1].set(False)
+    flags = _tpu.BLOCKS.within(inputs.shape, num_frames, num_labels).at[1].set(False)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(interpret, parameters, inputs, *rest):
-        problem = plans.plan(tiled, parameters, inputs, (None, 1))
-        planes, norm = pallas.forward(problem, parameters, inputs, interpret)
-        return planes, pallas.backward(problem, parameters, inputs, cotangents, norm, *rest, interpret)
+        kernel = joint.KERNELS["tpu"]
+        plan = kernel.plan(tiled, parameters, inputs, (None, 1))
+        planes, norm = kernel.forward(plan, parameters, inputs, interpret)
+        return planes, kernel.backward(plan, parameters, inputs, cotangents, norm, *rest, interpret)
 
     modes = True, pltpu.InterpretParams(uninitialized_memory="nan")
     plain, poisoned = (run(mode, parameters, inputs, jnp.ones(B), jnp.zeros(B), flags) for mode in modes)
@@ -269,12 +269,12 @@ def test_activations_of_a_plan():
     """Known by identity; value and derivative are those of the function, that of relu at 0 is 0."""
     x = jnp.linspace(-6, 6, 121, dtype=np.float32)
     for function in ACTIVATIONS.values():
-        of_kernel = plans.activation_of(function)
+        of_kernel = _kernel.ACTIVATIONS[_kernel.activation_of(function)]
         for each in (lambda f: f(x), lambda f: jax.vjp(f, x)[1](jnp.ones_like(x))[0]):
             np.testing.assert_allclose(each(of_kernel), each(function), atol=2e-6)
-    assert jax.grad(plans.activation_of(jax.nn.relu))(np.float32(0)) == 0
+    assert jax.grad(_kernel.ACTIVATIONS[_kernel.activation_of(jax.nn.relu)])(np.float32(0)) == 0
     for function in (jnp.sin, lambda x: jnp.tanh(x), functools.partial(jax.nn.gelu, True)):
-        assert plans.activation_of(function) is None
+        assert _kernel.activation_of(function) is None
 
 
 @OF_CUDA
@@ -306,7 +306,7 @@ def test_order_of_classes():
         for others in (tuple(range(count, count + durations)), *([of_blanks] if len(of_blanks) == 1 else [])):
             own = () if others == of_blanks else of_blanks
             total = count + len(others) * (others != of_blanks)
-            classes = plans.Classes(total, own, others, groups)
+            classes = _classes.Classes(total, own, others, groups)
             x = jnp.arange(2 * total, dtype=jnp.float32).reshape(2, total)
             arranged = np.asarray(classes.arrange(x, -1))
             assert arranged.shape == (2, groups * classes.lanes) and classes.lanes % classes.chunk == 0
@@ -414,7 +414,7 @@ def test_refused_with_a_reason(case, kernels):
 @pytest.mark.no_kernel
 def test_devices_of_kernels():
     """Tiles before compute capability 8.0 and where there is no code, as the kernels have no PTX."""
-    own = {"joint_architectures": "80-real 90-real"}
+    own = {"joint_architectures": "80-real 90-real", "joint": {"capability": 8}}
     module = lambda *found: type("Module", (), own | {"devices": staticmethod(lambda: found)})
     assert gpus.shared_memory(module((9, 0, 232448), (8, 9, 101376)), False, None) == 101376
     assert "device 0 has 7.5" in gpus.shared_memory(module((7, 5, 65536)), False, None)

@@ -417,7 +417,8 @@ __global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable tab
 bool HasTensorCores() {
   int device = 0, major = 0;
   return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 8;
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major >= kJointCapability;
 }
 
 // f(T, exact, rows as types) of the kernel for the problem.
@@ -441,8 +442,8 @@ int Size(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
 
 }  // namespace
 
-size_t JointSharedBytes(DType dtype, const JointShape& shape) {
-  return JointBytes(shape.rows, shape.padded_units * Size(dtype));
+size_t JointSharedBytes(int64_t rows, int64_t row_bytes) {
+  return size_t(kStages * kStageBytes + rows * (kNumbers * 4 + row_bytes + 16));
 }
 
 cudaError_t JointForward(const JointForwardArgs& args, cudaStream_t stream) {
@@ -452,9 +453,10 @@ cudaError_t JointForward(const JointForwardArgs& args, cudaStream_t stream) {
   if (!HasTensorCores()) return Loading::active ? cudaSuccess : cudaErrorNotSupported;
   const JointTable table(shape, args.inputs);
   const JointWeight weight(shape, args.weight, args.bias, Size(dtype));
+  const size_t shared_bytes = JointSharedBytes(shape.rows, weight.row_bytes);
   return ForKernel(dtype, shape, [&](auto t, auto exact, auto rows) {
     constexpr auto kKernel = &JointForwardKernel<decltype(t), decltype(exact)::value != 0, decltype(rows)::value>;
-    return Launch(kKernel, dim3(unsigned(shape.blocks)), dim3(kJointThreads), JointSharedBytes(dtype, shape), stream,
+    return Launch(kKernel, dim3(unsigned(shape.blocks)), dim3(kJointThreads), shared_bytes, stream,
                   table, weight, args.planes);
   });
 }
@@ -466,6 +468,7 @@ cudaError_t JointGradient(const JointGradientArgs& args, cudaStream_t stream) {
   if (!HasTensorCores()) return Loading::active ? cudaSuccess : cudaErrorNotSupported;
   const JointTable table(shape, args.inputs);
   const JointWeight weight(shape, args.weight, args.bias, Size(dtype));
+  const size_t shared_bytes = JointSharedBytes(shape.rows, weight.row_bytes);
   const GradientTable gradient = {args.numbers,
                                   args.bound,
                                   args.slab,
@@ -478,7 +481,7 @@ cudaError_t JointGradient(const JointGradientArgs& args, cudaStream_t stream) {
                                   args.here};
   return ForKernel(dtype, shape, [&](auto t, auto exact, auto rows) {
     constexpr auto kKernel = &JointGradientKernel<decltype(t), decltype(exact)::value != 0, decltype(rows)::value>;
-    return Launch(kKernel, dim3(unsigned(shape.slab)), dim3(kJointThreads), JointSharedBytes(dtype, shape), stream,
+    return Launch(kKernel, dim3(unsigned(shape.slab)), dim3(kJointThreads), shared_bytes, stream,
                   table, weight, gradient);
   });
 }
