@@ -222,7 +222,7 @@ def beside_products(name, problem, worker):
             return problem.program(name, lambda *arguments: loss(*arguments))
 
     def tiles(name):
-        with mock.patch.dict(loading.JOINTS, clear=True):
+        with mock.patch.object(loading, "joint_kernels", return_value=None):
             return problem.program(name, lambda *arguments: loss(*arguments))
 
     makers = {"kernels": lambda name: problem.program(name, loss), "kernels, nothing skipped": nothing_skipped}

@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt._xla import loading, proof
-from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, struct_like, vary_together
-from jax_rnnt._xla.over_devices import Devices, device_of, lower_plain, unpartitioned
+from jax_rnnt._xla.avals import aval_like, spec_of, struct_like, vary_together
+from jax_rnnt._xla.over_devices import Devices, device_of, lower_plain, unpartitioned, without_mesh
 from jax_rnnt._xla.primitive import new_primitive, no_pallas, no_parts
 
 if hasattr(jax, "enable_x64"):
@@ -169,7 +168,7 @@ class Grouped:
         run = functools.partial(over_batch, devices, False)
         if depth:
             run = functools.partial(_flat, over_elements, mapped, depth)
-        return lower_plain(ctx, run, operands, in_mesh=alone)
+        return lower_plain(ctx, run if alone else without_mesh(run), operands)
 
     def _kernel(self, ctx, platforms, static, num_shared, mapped, depth):
         found = [(name, kind) for name in platforms if (kind := loading.joint_kernels(name))]
@@ -221,10 +220,9 @@ class Grouped:
             with contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh):
                 return _flat(over_elements, mapped, depth, *operands) if depth else of_parts(*operands)
 
-        plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
         # Also where the program has 64-bit integers: jax 0.6 lowers Python's numbers in the width of the moment.
         with contextlib.nullcontext() if kernel.keywords["interpret"] else enable_x64(False):
-            return mlir.lower_fun(on_mesh, multiple_results=True)(plain, *operands)
+            return lower_plain(ctx, on_mesh, operands)
 
     def batch(self, primitive, operands, axes, *, mapped, depth, **params):
         size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)

@@ -82,8 +82,7 @@ def cache(monkeypatch, tmp_path):
 
 def compiled_for_cuda(monkeypatch):
     """What a build with CUDA kernels answers."""
-    for table in (loading.KERNELS, loading.JOINTS):
-        monkeypatch.setitem(table, "cuda", "cuda")
+    monkeypatch.setitem(loading.KERNELS, "cuda", "cuda")
     monkeypatch.setitem(loading.LIMITS, "cuda", {})
     monkeypatch.setitem(loading.WORKSPACES, "cuda", lambda *_: [])
     monkeypatch.delitem(loading.MISSING, "cuda", raising=False)
