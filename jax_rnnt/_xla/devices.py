@@ -59,7 +59,7 @@ def shared_memory(module, emulated: bool, kind: str | None) -> int | str:
             )
     if visible:
         return min(shared for *_, shared in visible)
-    return (227 if emulated or _LARGE.search(kind or "") else 99) << 10
+    return 227 << 10 if emulated or _LARGE.search(kind or "") else module.joint["shared_bytes"]
 
 
 def _version(number: int) -> str:

@@ -8,6 +8,7 @@ counts cycles.
 
 import functools
 import itertools
+import re
 import warnings
 
 import jax
@@ -411,16 +412,58 @@ def test_refused_with_a_reason(case, kernels):
     assert count == 0 and reason in text
 
 
+# What the module of the CUDA kernels says of them.
+JOINT = {
+    "capability": 8, "shared_bytes": 99 << 10, "columns": 8, "classes": 128, "unit_bytes": 128, "blocks": 1 << 24,
+    "rows": {2: [128, 64, 32], 4: [64, 32]}, "activations": list(_kernel.ACTIVATIONS),
+}  # fmt: skip
+# Most units by kilobytes of shared memory and bytes of a unit: lab/cuda.md.
+UNITS = {(99, 2): 640, (99, 4): 320, (227, 2): 2688, (227, 4): 1344}
+
+
+@OF_CUDA
+def test_limits_of_the_module(kernels):
+    module = loading.module(platforms.platform())
+    assert module.joint == JOINT
+    for (shared, size), units in UNITS.items():
+        needed = (module.joint_shared_bytes(32, n * size) for n in (units, units + 128 // size))
+        assert [n <= shared << 10 for n in needed] == [True, False]
+
+
+@pytest.mark.no_kernel
+@pytest.mark.parametrize(
+    ("dtype", "units", "kilobytes", "expected"),
+    [
+        (np.float16, 100, 227, (128, 128)), (np.float16, 641, 227, (64, 704)), (np.float32, 33, 227, (64, 64)),
+        (np.float32, 1344, 227, (32, 1344)), (np.float32, 1345, 227, "1345 units take .* a thread block has 227"),
+        (np.float16, 8, "no such device", "no such device"),
+    ],
+)  # fmt: skip
+def test_plan_of_a_gpu(dtype, units, kilobytes, expected):
+    """The most rows of a block that fit, and units in whole stages; a row takes its units and 64 bytes."""
+    needed = lambda rows, row_bytes: 3 * 128 * (128 + 16) + rows * (row_bytes + 64)
+    module = type("Module", (), {"joint": JOINT, "joint_shared_bytes": staticmethod(needed)})
+    weight, encoder, predictor, *_ = shapes(dtype=dtype, batch=2, units=units)
+    tiled = Tiled(Softmax((0,)), Linear(jnp.tanh), 9, np.dtype(dtype), None, True)
+    shared = kilobytes if isinstance(kilobytes, str) else kilobytes << 10
+    plan = _gpu.plan(tiled, [weight], TileInputs(encoder, predictor, *[None] * 4, ()), (shared, module))
+    if isinstance(expected, str):
+        assert re.fullmatch(expected, plan)
+    else:
+        assert ((plan.rows, plan.padded), plan.blocks.frames) == (expected, expected[0] // 8)
+
+
 @pytest.mark.no_kernel
 def test_devices_of_kernels():
     """Tiles before compute capability 8.0 and where there is no code, as the kernels have no PTX."""
-    own = {"joint_architectures": "80-real 90-real", "joint": {"capability": 8}}
+    own = {"joint_architectures": "80-real 90-real", "joint": JOINT}
     module = lambda *found: type("Module", (), own | {"devices": staticmethod(lambda: found)})
     assert gpus.shared_memory(module((9, 0, 232448), (8, 9, 101376)), False, None) == 101376
     assert "device 0 has 7.5" in gpus.shared_memory(module((7, 5, 65536)), False, None)
     assert "none for device 1, of compute capability 11.0" in gpus.shared_memory(
         module((8, 6, 101376), (11, 0, 232448)), False, None
     )
+    assert JOINT["shared_bytes"] == 99 << 10
     kinds = {"NVIDIA H100 80GB HBM3": 227, "NVIDIA B200": 227, "NVIDIA H200": 227, "NVIDIA A100": 99, None: 99}
     for kind, size in kinds.items():
         assert gpus.shared_memory(module(), False, kind) == size << 10

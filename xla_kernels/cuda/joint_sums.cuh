@@ -175,7 +175,7 @@ __global__ __launch_bounds__(kSumThreads, 3) void JointSumsKernel(JointTable tab
   const int of_block = table.copy_bits + table.column_bits;
   const uint32_t frame_mask = ((1u << table.frame_bits) - 1) << of_block;
   const uint32_t mask = of_encoder ? ~((1u << of_block) - 1) : ~frame_mask;
-  JointSumOfRows<T> sum = {table, s, list, same, slab, count, live, mine, uint32_t(list[mine]), mask};
+  JointSumOfRows<T> sum = {table, s, list, same, slab, count, live, mine, uint32_t(list[mine]), mask, 0};
   if (!sum.Mark()) return;
   sum.unit = index % parts * kSumUnits + int(threadIdx.x % 32) * 2;
   if (sum.unit >= s.padded_units) return;

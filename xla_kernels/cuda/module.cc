@@ -39,6 +39,7 @@ PYBIND11_MODULE(JAX_RNNT_MODULE, m, pybind11::mod_gil_not_used()) {
   pybind11::dict joint, rows;
   for (const int size : {2, 4}) rows[pybind11::int_(size)] = JointBlockRows(size);
   joint["capability"] = kJointCapability;
+  joint["shared_bytes"] = kSharedBytes;
   joint["columns"] = kJointColumns;
   joint["classes"] = kJointClasses;
   joint["unit_bytes"] = kJointBytes;

@@ -10,9 +10,8 @@ blanks, then all others. So all that a loss treats in its own way lies in the fi
 `_planes.py` writes down the gradient.
 """
 
+import collections
 import functools
-import typing
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,22 +62,11 @@ def _logits(plan, refs, c):
 # --------------------------------------------------------------------------------------------------------- forward
 
 
-class ForwardRefs(typing.NamedTuple):
-    """The memory of the forward kernel: scalars, operands as in `Arrays`, the result, and scratch."""
-
-    codes: Any
-    num_frames: Any
-    num_labels: Any
-    encoder: Any
-    predictor: Any
-    label: Any
-    weight: Any
-    bias: Any
-    out: Any  # numbers of rows, one in each sublane
-    hidden: Any  # [N, H]
-    peak: Any  # [N, 128], as the next two: each lane has the classes of all chunks that meet in it
-    total: Any
-    picked: Any  # the logit of the label
+# Its memory: scalars, operands as in `Arrays`, the numbers of rows, and scratch. `peak`, `total` and `picked` (logits of
+# labels) are [N, 128], and each lane has the classes of all chunks that meet in it.
+ForwardRefs = collections.namedtuple(
+    "ForwardRefs", "codes num_frames num_labels encoder predictor label weight bias out hidden peak total picked"
+)
 
 
 def forward_kernel(*refs, plan):
@@ -147,34 +135,17 @@ def _write_numbers(plan, refs, first):
 # -------------------------------------------------------------------------------------------------------- backward
 
 
-class BackwardRefs(typing.NamedTuple):
-    """The memory of the backward kernel: scalars, operands, results, and scratch."""
-
-    codes: Any
-    num_frames: Any
-    num_labels: Any
-    bound: Any
-    encoder: Any
-    predictor: Any
-    label: Any
-    weight: Any
-    bias: Any
-    planes: Any  # `numbers` of the rows of a block, one in each sublane
-    anchor: Any  # the weight of the first 128 classes of the softmax
-    anchor_bias: Any
-    of_encoder: Any
-    of_predictor: Any
-    of_weight: Any  # outside VMEM
-    of_bias: Any  # [8, lanes]: sums over frames
-    hidden: Any  # [N, H]
-    transposed: Any  # [H, N]
-    of_hidden: Any  # [N, H], summed over chunks of classes
-    base: Any  # [N, 128]: the last three of `numbers`, the same in all lanes
-    factor: Any
-    added: Any
-    frames_sum: Any  # [FRAMES, COLUMNS, H], summed over the blocks of one block of frames
-    weight_sum: Any  # [H, lanes], summed over all blocks
-    semaphore: Any
+# Its memory, in four lines: scalars; operands as in `Arrays`, then the `numbers` of rows, and weight and bias of the
+# first 128 classes of the softmax; results, of which that of the weight is outside VMEM; and scratch. The scratch has
+# hidden units [N, H] and [H, N], their gradient summed over chunks, the last three of the numbers in all lanes, dx
+# [FRAMES, COLUMNS, H] summed over the blocks of the same frames, and the gradient of the weight.
+BackwardRefs = collections.namedtuple(
+    "BackwardRefs",
+    "codes num_frames num_labels bound "
+    "encoder predictor label weight bias planes anchor anchor_bias "
+    "of_encoder of_predictor of_weight of_bias "
+    "hidden transposed of_hidden base factor added frames_sum weight_sum semaphore",
+)
 
 
 def backward_kernel(*refs, plan):
