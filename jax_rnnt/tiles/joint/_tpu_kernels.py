@@ -62,8 +62,8 @@ def _logits(plan, refs, c):
 # --------------------------------------------------------------------------------------------------------- forward
 
 
-# Its memory: scalars, operands as in `Arrays`, the numbers of rows, and scratch. `peak`, `total` and `picked` (a label's
-# logit) are [N, 128], and each lane has the classes of all chunks that meet in it.
+# Its memory: scalars, operands as in `Arrays`, the numbers of rows, and scratch. `peak`, `total` and `picked`, which is
+# the logit of the label, are [N, 128], and each lane has the classes of all chunks that meet in it.
 ForwardRefs = collections.namedtuple(
     "ForwardRefs", "codes num_frames num_labels encoder predictor label weight bias out hidden peak total picked"
 )
