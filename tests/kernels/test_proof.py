@@ -90,7 +90,7 @@ def compiled_for_cuda(monkeypatch):
         devices=list, driver_version=lambda: 0, runtime_version=13000, architectures="80",
         limits_of_shared_memory=lambda _: {}, joint_shared_bytes=lambda rows, row_bytes: 0,
         joint={
-            "columns": 8, "classes": 128, "unit_bytes": 128, "rows": {2: [32], 4: [32]}, "blocks": 9,
+            "shared_bytes": 1, "columns": 8, "classes": 128, "unit_bytes": 128, "rows": {2: [32], 4: [32]}, "blocks": 9,
             "activations": ["tanh"],
         },
     )  # fmt: skip
