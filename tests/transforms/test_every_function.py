@@ -96,6 +96,7 @@ METHODS = "align", "arc_log_probs", "label_frames", "label_log_probs", "latency"
 CALLS = LOSSES | {f"RNNTLoss.{name}": getattr(LOSS, name) for name in METHODS}
 CALLS["plot.arc_posteriors"] = functools.partial(plot.arc_posteriors, LOSS)
 CALLS["rnnt_loss"] = functools.partial(jax_rnnt.rnnt_loss, reduction="none")
+CALLS["plot.arc_posteriors"] = functools.partial(plot.arc_posteriors, LOSS)
 CASES |= {name: Case(lambda shared, *batch, call=call: call(*batch), OF_LOGITS) for name, call in CALLS.items()}
 LAYOUTS = {
     "LinearJoint": lambda out, *rows: jax_rnnt.JointLogits(jax_rnnt.LinearJoint(out), *rows),
