@@ -23,7 +23,7 @@ import project
 from pages import defaults
 
 PACKAGE = pathlib.Path(jax_rnnt.__file__).parent
-OPTIONAL = ("flax", "matplotlib", "praatio", "rapidfuzz")  # packages of extras
+OPTIONAL = ("flax", "matplotlib", "rapidfuzz")  # packages of extras
 
 
 def public(module):
