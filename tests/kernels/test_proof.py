@@ -132,11 +132,6 @@ def verdict(platform, cache, change):
         assert str(cache) in proof.keep(platform, device(KINDS[platform]))
 
 
-def damage(cache, text):
-    (path,) = cache.iterdir()
-    path.write_bytes(text)
-
-
 OF_OTHERS = {  # a verdict of another selftest does not count
     "build": lambda patch: patch.setattr(proof, "build", lambda platform: "another"),
     "jaxlib": lambda patch: patch.setattr(jaxlib, "__version__", "0.4.0"),
