@@ -41,7 +41,9 @@ FUNCTIONS = {name: getattr(jax_rnnt, name) for name in jax_rnnt.__all__}
 FUNCTIONS |= {f"decode.{name}": getattr(jax_rnnt.decode, name) for name in jax_rnnt.decode.__all__}
 for _module in ("flax.nnx", "flax.linen", "metrics", "plot", "timing"):
     FUNCTIONS |= public(_module)
-MODULES = {"decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "sharding", "timing"}
+MODULES = {
+    "decode", "emissions", "flax", "lattices", "layouts", "losses", "metrics", "plot", "sharding", "tiles", "timing",
+}  # fmt: skip
 
 
 def test_names():
