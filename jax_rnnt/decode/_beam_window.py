@@ -17,7 +17,7 @@ from jax_rnnt.decode._given import Given
 def ends_of(static: BeamStatic, given: Given, carry: Carry):
     """[B]: the frame behind the window of each utterance; None: a step reads one frame, without windows.
 
-    Windows begin at multiples of K frames of the stream, so that parts of it have those of the whole.
+    Windows begin at multiples of K frames of the stream, so that a stream in parts has the same windows as the whole.
     """
     if (size := static.frames_at_once) == 1:
         return None

@@ -9,6 +9,8 @@ import itertools
 import unicodedata
 from collections.abc import Callable, Iterable
 
+from jax_rnnt._keywords import keywords
+
 AT_ONCE = 16  # labels whose spans are found together, with as many on both sides of them
 # Scripts that write no spaces between words, as Unicode's names of their characters begin.
 DENSE = ("CJK", "KANGXI", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "BOPOMOFO", "YI SYLLABLE",
@@ -68,6 +70,7 @@ def _text(decode, labels) -> str:
     return text
 
 
+@keywords
 @functools.lru_cache(2**16)
 def is_dense(character: str) -> bool:
     """Whether a character is of a script that writes no spaces between words, or its punctuation.
@@ -101,6 +104,7 @@ def any_dense(texts: Iterable[str]) -> bool:
     return any(is_dense(x) for text in texts if not text.isascii() for x in text)
 
 
+@keywords
 def joins(before: str, after: str) -> bool:
     """Whether two neighbours are one character to a reader, so that no line may end between them.
 
