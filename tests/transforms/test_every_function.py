@@ -294,8 +294,7 @@ def edit_distance(shared, rows, counts, targets, lengths):
 
 HOST = {  # of NumPy arrays, texts and files, and of values that are known
     *("export_checks", "selftest", "decode.find_phrases", "decode.linen_predictor", "decode.nnx_predictor"),
-    *(f"metrics.{x}" for x in ("calibration", "correct_words", "label_errors", "utterance_confidence")),
-    *(f"metrics.{x}" for x in ("word_confidence", "Calibration", "LabelErrors")),
+    *(f"metrics.{x}" for x in ("LabelErrors", "label_errors", "word_confidence")),
     *("decode.NGram", "decode.WordNGram", "decode.FoundPhrase"),
     *(f"plot.{x}" for x in ("draw_emissions", "draw_lattice")),
     *(f"timing.{x}" for x in ("Interval", "captions", "frames_to_seconds", "intervals", "to_json", "words")),
