@@ -68,7 +68,7 @@ def test_rooms_of_speech():
 
 
 NAMES = re.compile(
-    r"(?<![\w/.])((?:benchmarks|lab|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
+    r"(?<![\w/.])((?:benchmarks|lab|recipes|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
 )
 
 
