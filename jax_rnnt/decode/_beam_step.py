@@ -323,7 +323,7 @@ def frames_needed(static: BeamStatic, candidates: Candidates, alive, chosen):
 
     A part of a stream does not know whether the utterance ends with it, so it takes moves that an exact end may turn
     out to forbid: those that read beyond the last frame, or that may not be the last one. The largest number of frames
-    that a kept hypothesis has asked for, `Carry.reached`, tells the last part whether the whole utterance at once would
+    that a kept hypothesis has needed, `Carry.reached`, shows the last part whether the whole utterance at once would
     have found the same. A score is the sum over all alignments that were merged there, so the alignments that lose
     count as the one that stays does.
     """

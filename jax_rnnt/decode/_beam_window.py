@@ -17,7 +17,7 @@ from jax_rnnt.decode._given import Given
 def ends_of(static: BeamStatic, given: Given, frame):
     """[B]: the frame behind the window of these first frames [B]; None: a step reads one frame, without windows.
 
-    Windows begin at multiples of K frames of the stream, so that parts of it have those of the whole.
+    Windows begin at multiples of K frames of the stream, so that its parts have those of the whole.
     """
     size = static.frames_at_once
     return None if size == 1 else jnp.minimum(frame + size - (given.first + frame) % size, given.lengths)
