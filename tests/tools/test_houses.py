@@ -82,7 +82,7 @@ def test_rooms(house):
 
 
 NAMES = re.compile(
-    r"(?<![\w/.])((?:benchmarks|lab|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
+    r"(?<![\w/.])((?:benchmarks|lab|recipes|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
 )
 
 
