@@ -10,9 +10,8 @@ import numpy as np
 from aiohttp import FormData, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from jax_rnnt import timing
 from jax_rnnt_speech.data import manifests
-from jax_rnnt_speech.recognition import recognise, transcripts
+from jax_rnnt_speech.recognition import recognise, timed, transcripts
 from jax_rnnt_speech.serving import server
 
 ROUTE = "/v1/audio/transcriptions"
@@ -122,4 +121,4 @@ def assert_same_words(words, truth):
     """Objects must be those of words; their confidences depend on the batch by a rounding."""
     assert [x["word"] for x in words] == [x.text for x in truth]
     for name in ("start", "end", "confidence"):
-        np.testing.assert_allclose([x[name] for x in words], [x[name] for x in timing.to_json(truth)], atol=1e-4)
+        np.testing.assert_allclose([x[name] for x in words], [x[name] for x in timed.objects(truth)], atol=1e-4)

@@ -16,7 +16,7 @@ from aiohttp import FormData
 from jax_rnnt import timing
 from jax_rnnt_speech.cli import serve
 from jax_rnnt_speech.data import audio
-from jax_rnnt_speech.recognition import transcripts
+from jax_rnnt_speech.recognition import subtitles, transcripts
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.serving import schema, server
 from served import (
@@ -73,13 +73,12 @@ async def test_texts_of_files(served, three):
             assert (await answer.json())["text"] == truths[0].text
 
 
-async def test_captions_of_files(served, three, tmp_path):
+async def test_captions_of_files(served, three):
     files, _, truths = three
     async with talk(served) as client:
-        for name, write in (("srt", timing.write_srt), ("vtt", timing.write_vtt)):
+        for name, write in (("srt", subtitles.srt), ("vtt", subtitles.vtt)):
             for text, truth in zip(await texts(client, files, response_format=name), truths):
-                write(tmp_path / "x", transcripts.captions(truth.words, truth.duration, truth.space))
-                assert text == (tmp_path / "x").read_text()
+                assert text == write(transcripts.captions(truth.words, truth.duration, truth.space))
 
 
 async def test_verbose_answers(served, three):

@@ -1,6 +1,5 @@
-"""Are label errors edit distances, seconds those of the frames, and files what other programs read?"""
+"""Are label errors edit distances, and seconds those of the frames?"""
 
-import decimal
 import itertools
 import math
 
@@ -183,51 +182,3 @@ def test_intervals():
     found = timing.intervals([0, 2, 2, 5], "abcd", durations=[1, 0, 4, 2], hop=1, offset=0.5)
     assert [x[:2] for x in found] == [(0.5, 1.5), (2.5, 4.0), (4.0, 5.5), (5.5, 7.5)]
     assert timing.intervals([], [], **HOP) == []
-
-
-def test_files_of_an_alignment(tmp_path):
-    """From the best path to both files and back."""
-    textgrid = pytest.importorskip("praatio.textgrid")
-    logits = np.full((6, 3, 4), -5.0, np.float32)
-    logits[..., 3] = 0
-    logits[1, 0, 2] = logits[4, 1, 1] = 5
-    frames = jax_rnnt.RNNTLoss().align(logits, np.array([2, 1]), 6, 2).frames
-    spoken = timing.intervals(frames, ["two", 'o"ne'], **HOP)
-    timing.write_ctm(tmp_path / "x.ctm", {"first": spoken, "silent": [], "second": spoken[1:]}, channel="A")
-    lines = [line.split() for line in (tmp_path / "x.ctm").read_text().splitlines()]
-    assert lines == [
-        ["first", "A", "0.040000", "0.040000", "two"],
-        ["first", "A", "0.160000", "0.040000", 'o"ne'],
-        ["second", "A", "0.160000", "0.040000", 'o"ne'],
-    ]
-    timing.write_textgrid(tmp_path / "x.TextGrid", {"labels": spoken, "none": []}, seconds=0.19)
-    grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
-    assert grid.tierNames == ("labels", "none") and grid.maxTimestamp == 0.19
-    assert [tuple(x) for x in grid.getTier("labels").entries] == [(0.04, 0.08, "two"), (0.16, 0.19, 'o"ne')]
-    assert len(grid.getTier("none").entries) == 0
-
-
-def test_edges_in_files(tmp_path):
-    """In the digits of the files, neighbours meet, nothing is empty, and times are right to half a microsecond."""
-    textgrid = pytest.importorskip("praatio.textgrid")
-    rng = np.random.default_rng(0)
-    shared = timing.intervals([7] * 30, ["x"] * 30, hop=0.01)  # of one frame, a third of a millisecond each
-    thirds = timing.intervals(np.arange(99) // 3, ["y"] * 99, hop=0.01, subsampling=4, offset=1 / 3)
-    edges = np.cumsum(rng.uniform(1e-4, 0.2, 100))
-    chain = [timing.Interval(*x, "z") for x in itertools.pairwise(edges)]
-    rounded = [timing.Interval(0.1 + 0.2, 0.4, "a"), timing.Interval(0.4, 0.1 + 0.7, "b"), timing.Interval(0.8, 1, "c")]
-    spoken = {"shared": shared, "thirds": thirds, "chain": chain, "rounded": rounded}
-    timing.write_ctm(tmp_path / "x.ctm", spoken)
-    timing.write_textgrid(tmp_path / "x.TextGrid", spoken | {';;a "b"': []}, seconds=1 + edges[-1])
-    grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
-    assert grid.tierNames == (*spoken, ';;a "b"')
-    rows = [line.split() for line in (tmp_path / "x.ctm").read_text().splitlines()]
-    for name, given in spoken.items():
-        ctm = [[decimal.Decimal(x) for x in row[2:4]] for row in rows if row[0] == name]
-        ctm = [(start, start + duration) for start, duration in ctm]
-        praat = [(decimal.Decimal(repr(x.start)), decimal.Decimal(repr(x.end))) for x in grid.getTier(name).entries]
-        assert ctm == praat and len(ctm) == len(given)
-        np.testing.assert_allclose(np.array(ctm, float), [x[:2] for x in given], rtol=0, atol=5.01e-7)
-        assert all(start < end for start, end in ctm)
-        for one, other, *pair in zip(given, given[1:], ctm, ctm[1:]):
-            assert (one.end == pytest.approx(other.start, abs=1e-9)) == (pair[0][1] == pair[1][0])

@@ -313,6 +313,9 @@ def test_validation_of_classes():
     ):
         with pytest.raises(ValueError, match=message):
             loss.validate(f32((4, 3, classes)), np.array(targets), np.int32(4), np.int32(2))
+    additive = jax_rnnt.AdditiveLogits(f32((4, 9)), f32((3, 9)))  # no logits to clip
+    with pytest.raises(TypeError, match=r"^RNNTLoss.validate: clamp of "):
+        jax_rnnt.RNNTLoss(clamp=0.5).validate(additive, np.array([0, 1]), np.int32(4), np.int32(2))
 
 
 def test_validation_under_checkify():

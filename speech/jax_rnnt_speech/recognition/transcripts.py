@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import html
-import io
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ from jax_rnnt import timing
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.manifests import Entry, later
 from jax_rnnt_speech.data.utterances import column, shown
-from jax_rnnt_speech.recognition import unheard
+from jax_rnnt_speech.recognition import subtitles, timed, unheard
 from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
 
 LINES = "text", "json", "jsonl"  # written as they come
@@ -49,7 +48,7 @@ class Transcript(NamedTuple):
             x["start"] = entry.start  # of a segment, in seconds from the start of the file
         if self.speaker:
             x["speaker"] = self.speaker
-        x["words"] = timing.to_json(self.words)
+        x["words"] = timed.objects(self.words)
         if self.unheard:
             x["unheard"] = unheard.rounded(self.unheard)
         return x if self.nbest is None else x | {"nbest": self.nbest}
@@ -70,8 +69,8 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
     if math.isfinite(duration):
         frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / model.seconds) - 1, 0))
     clock = {"hop": model.seconds, "offset": start}
-    timed = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
-    begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in timed), default=0.0)
+    intervals = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
+    begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in intervals), default=0.0)
     share = min(1, (start + duration - begin) / (end - begin)) if end > begin else 1
 
     def inside(x):
@@ -80,7 +79,7 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
     def rounded(x):
         return None if x is None else round(x, DIGITS)
 
-    return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in timed]
+    return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in intervals]
 
 
 def space_of(tokens):
@@ -91,9 +90,9 @@ def space_of(tokens):
 def captions(words, end, space=" ", text=None, **lines):
     """Captions of a recording that ends after so many seconds. They are shown no longer, but for slivers at the end.
 
-    `text`: what the words spell, with its white space. `lines`: other options of `timing.captions`.
+    `text`: what the words spell, with its white space. `lines`: other options of `subtitles.lay_out`.
     """
-    cues = timing.captions(words, space=space, text=text, **lines)
+    cues = subtitles.lay_out(words, text, space=space, **lines)
     return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in cues]
 
 
@@ -104,7 +103,7 @@ def spoken_captions(form, parts, end):
         name = f"{shown(x.speaker)}: " if x.speaker and form == "srt" else ""
         words = in_order(x.words)
         for caption in captions(words, end, x.space, x.text, line_length=max(LEAST_COLUMNS, 42 - len(name))):
-            # The library checks and spells one caption at a time; in a list, it lets none overlap.
+            # One caption at a time is checked and spelled; in a list, none may overlap.
             cue = captioned(form, [caption._replace(text=name + caption.text)])
             times, text = cue.removeprefix("WEBVTT\n\n").removeprefix("1\n").split("\n", 1)
             voice = f"<v {html.escape(shown(x.speaker), quote=False)}>" if form == "vtt" and x.speaker else ""
@@ -124,9 +123,7 @@ def captioned(form, cues):
     """Captions as the text of a file."""
     if form == "srt":  # it has no escapes
         cues = [x._replace(text=x.text.replace("-->", "→")) for x in cues]
-    file = io.StringIO()
-    {"srt": timing.write_srt, "vtt": timing.write_vtt}[form](file, cues)
-    return file.getvalue()
+    return {"srt": subtitles.srt, "vtt": subtitles.vtt}[form](cues)
 
 
 def transcript(model, entry, result, nbest=0, speaker=""):
@@ -134,9 +131,9 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with told(shown(entry.name), ValueError):
-        timed = words(model, *heard, entry.start, result.duration)
+        spoken = words(model, *heard, entry.start, result.duration)
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
-    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens), speaker, missed)
+    return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed)
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -330,13 +327,12 @@ class Rows(Lines):
         return self.names[i]
 
     def text(self, i, x):
-        rows = io.StringIO()
         channel = self.entries[i].channel
         channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
         with told(f"--format {self.to.format}", ValueError):
-            timing.write_ctm(rows, {self.names[i]: [y._replace(text=ctm_word(y.text)) for y in x.words]}, channel)
+            rows = timed.ctm(self.names[i], [y._replace(text=ctm_word(y.text)) for y in x.words], channel)
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
-        return rows.getvalue().replace("\n", more)
+        return rows.replace("\n", more)
 
 
 class Files:
@@ -376,9 +372,7 @@ class Files:
     def text(self, parts):
         end, named = max(SHORTEST, *(start + x.duration for start, x in parts)), tiers(parts)
         if self.to.format == "textgrid":
-            file = io.StringIO()
-            timing.write_textgrid(file, named, end)
-            return file.getvalue()
+            return timed.textgrid(named, end)
         if len(named) > 1 or any(x.speaker for _, x in parts):
             return spoken_captions(self.to.format, parts, end)
         ((spoken,), space) = named.values(), parts[0][1].space
