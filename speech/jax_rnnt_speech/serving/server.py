@@ -43,7 +43,6 @@ class Server:
         self.model, self.options, self.forms = model, options, form.Forms(model, decoding, options)
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
-        self.checked = self.forms.checked
         self.ending = False  # whether the server refuses what is new
         self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
         if self.slots:
@@ -160,7 +159,7 @@ class Server:
         try:
             reading = form.flowing(request, self.forms.read(request))
             file, fields = await self.before_the_end(reading)
-            asked = self.checked(fields)
+            asked = self.forms.checked(fields)
             file.decoding = asked.decoding
             if asked.stream:
                 return await self.told(request, file, asked)
