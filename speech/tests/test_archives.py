@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech.data import archives, audio, corpora, index, manifests, on_the_fly, order
+from jax_rnnt_speech.data import archives, audio, corpora, index, lists, on_the_fly, order, sources
 from jax_rnnt_speech.data.archives import storage
+from jax_rnnt_speech.data.rows import Entry, keys_of
 from jax_rnnt_speech.recognition import recognise
 from support import configuration, losses, run
 
@@ -104,17 +105,17 @@ def test_what_is_read(packed, kind, tmp_path):
     if kind == "parquet":
         pytest.importorskip("pyarrow")
     for name in KINDS[kind]:
-        entries = list(manifests.read(packed / name))
+        entries = list(sources.read(packed / name))
         assert [x.text for x in entries] == TEXTS
         for i, x in enumerate(entries):
             np.testing.assert_array_equal(audio.read(x.audio, RATE, x.start, x.end, x.channel), samples(i))
         heard = recognise.loaded(recognise.listed([packed / name]), RATE)  # as transcribe does
         for i, (_, pieces) in enumerate(heard):
             np.testing.assert_array_equal(np.concatenate([*pieces]), samples(i))
-        assert i == COUNT - 1 and archives.wanted([str(packed / name)]) and manifests.is_list(packed / name)
+        assert i == COUNT - 1 and archives.wanted([str(packed / name)]) and sources.is_list(packed / name)
     corpus = corpora.Recordings([packed / kind], configuration())
     assert len(corpus.utterances) == COUNT and not corpus.report.names
-    keys = manifests.keys_of()
+    keys = keys_of()
     shards = archives.of(packed / kind)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), SECONDS, atol=1e-3)
@@ -166,12 +167,12 @@ def test_one_tar_of_nemo(packed, tmp_path):
     lines = [json.dumps({"audio_filepath": f"u{i}.flac", "text": TEXTS[i]}) for i in range(7)]
     (tmp_path / "tarred_audio_manifest.json").write_text("\n".join(lines))
     shutil.copy(packed / "nemo/audio_0.tar", tmp_path)
-    assert [x.text for x in manifests.read(tmp_path / "audio_0.tar")] == TEXTS[:7]
+    assert [x.text for x in sources.read(tmp_path / "audio_0.tar")] == TEXTS[:7]
 
 
 def test_rows_of_other_lists(packed, tmp_path):
     """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
-    keys = manifests.keys_of()
+    keys = keys_of()
     for name, written in (("all.jsonl", SECONDS), ("bare.jsonl", [0] * COUNT)):
         shards = archives.of(packed / name, readers=2)
         assert 2 < len(shards) <= COUNT
@@ -236,7 +237,7 @@ def test_damaged_archives(packed, tmp_path, refused, said):
     refused(["check", f"{packed}/web/part-{{000..003}}.tar"], "lacks 2 of 4 files")
     for name in ("none*.tar", "none?.jsonl"):
         refused(["check", tmp_path / name], f"{name} matches no file")
-    with pytest.raises(manifests.ListError, match=r"none\.jsonl does not exist"):
+    with pytest.raises(lists.ListError, match=r"none\.jsonl does not exist"):
         archives.of(tmp_path / "none.jsonl")
     shutil.copytree(packed / "nemo", tmp_path / "nemo")
     (tmp_path / "nemo/audio_1.tar").unlink()
@@ -340,7 +341,7 @@ def test_epochs_are_exact(source, tmp_path):
 
 def test_lengths():
     """Of a part of a recording, and of what is written, which may be a little less than there is."""
-    entry = manifests.Entry("a", pathlib.Path("a"), "")
+    entry = Entry("a", pathlib.Path("a"), "")
     ways = {"start": 1.5, "end": 3.5}, {"start": 1.5, "whole": 3.5}, {"whole": 3.5}, {}
     assert [index.written(entry._replace(**x)) for x in ways] == [2, 2, 3.5, 0]
     assert order.longest(np.array([2.0])) >= 2.04
@@ -431,7 +432,7 @@ def test_weights(packed, tmp_path):
     assert archives.weighted("f.py:f:0.5") == ("f.py:f:0.5", None)
     (tmp_path / "a:0.5").write_text("")
     assert archives.weighted(str(tmp_path / "a:0.5"))[1] is None
-    assert corpora.absolute(f"{web}/*.tar:0.5") == f"{web}/*.tar:0.5"
+    assert sources.absolute(f"{web}/*.tar:0.5") == f"{web}/*.tar:0.5"
 
     def draws(epochs=3, **options):
         found = opened(configuration(on_the_fly=True, **options), tmp_path)

@@ -13,7 +13,7 @@ import scipy.io.wavfile
 import unicode_rbnf
 
 from jax_rnnt_speech.config import Config, files
-from jax_rnnt_speech.data import audio, batches, corpora, features
+from jax_rnnt_speech.data import audio, batches, corpora, features, sources
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.training import epochs
@@ -228,7 +228,7 @@ def test_normalize(tmp_path, monkeypatch):
         (tmp_path / file).touch()
     for name in ("basic:de", "none:tr"):
         assert asr.data.texts.absolute(name) == name  # not a function of that file
-    assert corpora.absolute("mine.py:swap:a:b") == f"{tmp_path}/mine.py:swap:{tmp_path}/a:b"
+    assert sources.absolute("mine.py:swap:a:b") == f"{tmp_path}/mine.py:swap:{tmp_path}/a:b"
     for name, message in (
         ("other", "--normalize must be none, basic, .* got other"),
         ("basic:xx", "has no numbers in words; languages: "),

@@ -18,7 +18,7 @@ import pytest
 import jax_rnnt_speech as asr
 from jax_rnnt_speech.cli import train as command
 from jax_rnnt_speech.data import on_the_fly, order, sources
-from jax_rnnt_speech.data.manifests import Entry
+from jax_rnnt_speech.data.rows import Entry
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import refuse_if
 from recordings import encode
@@ -51,6 +51,10 @@ def write(path, rows):
         cells = [{"audio": {"bytes": data, "path": f"{name}.wav"}, "text": "AB"} | empty | keys
                  for name, data, keys in rows]  # fmt: skip
         arrow.parquet.write_table(arrow.Table.from_pylist(cells), path)
+    elif path.name == "audio_0.tar":  # as NeMo has it
+        pack(path, [(f"{name}.wav", data) for name, data, _ in rows])
+        lines = [json.dumps({"audio_filepath": f"{name}.wav", "text": "AB"} | keys) for name, _, keys in rows]
+        path.with_name("tarred_audio_manifest.json").write_text("\n".join(lines))
     elif path.suffix == ".tar":
         texts = [(f"{name}.json", json.dumps({"text": "AB"} | keys).encode()) for name, _, keys in rows]
         pack(path, itertools.chain(*zip([(f"{name}.wav", data) for name, data, _ in rows], texts)))
@@ -135,10 +139,10 @@ def test_splits(files, name, splits, tmp_path, refused, said):
 ROWS = ["train", "train-clean-100", "dev", "TEST"]
 
 
-@pytest.mark.parametrize("kind", ["m.jsonl", "m.parquet", "m.csv"])
+@pytest.mark.parametrize("kind", ["m.jsonl", "m.parquet", "m.csv", "m.tar", "audio_0.tar"])
 def test_splits_of_rows(kind, tmp_path, refused, said):
     """A column may say the split of each row: it counts as names of files do, and more than these."""
-    source, one = tmp_path / f"dev/{kind}", tmp_path / f"one.{kind[2:]}"
+    source, one = tmp_path / f"dev/{kind}", tmp_path / f"one/{kind}"
     for file, key, values in ((source, "split", ROWS), (one, "subset", ["train", "train-other"])):
         write(file, [(f"{file.parent.name}{i}", wav(0.4), {key: x}) for i, x in enumerate(values)])
         if kind == "m.csv":

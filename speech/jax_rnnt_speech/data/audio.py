@@ -19,7 +19,7 @@ from typing import NamedTuple
 import av
 import numpy as np
 
-from jax_rnnt_speech.data import headers, manifests, names
+from jax_rnnt_speech.data import headers, names, rows
 from jax_rnnt_speech.data.features import scaled
 from jax_rnnt_speech.data.names import composed
 from jax_rnnt_speech.data.utterances import shown
@@ -348,7 +348,7 @@ def within(path, length, start, end, least=0.5):
       the segment is there: half of it where a text says what all of it is.
     * Anything else is an error.
     """
-    behind = end - length if end is not None and manifests.later(end, length) else 0.0
+    behind = end - length if end is not None and rows.later(end, length) else 0.0
     cut_out = behind and abs(length - (end - start)) < min(behind, ALIKE[0] + ALIKE[1] * length)
     if cut_out or (getattr(path, "clip", False) and (start >= length or behind > SLACK)):
         return 0.0, None, ORIGINAL

@@ -6,16 +6,12 @@ configuration, of "train" or "valid", and of what follows another colon, if ther
 """
 
 import dataclasses
-import os
-import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import archives, audio, augmentation, cache, features, manifests, texts
+from jax_rnnt_speech.data import archives, audio, augmentation, cache, features, lists, rows, sources, texts
 from jax_rnnt_speech.data.audio import AudioError
-from jax_rnnt_speech.data.manifests import Fault
-from jax_rnnt_speech.data.names import actual
+from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
@@ -40,7 +36,7 @@ def usable(entries, report, lengths):
             seconds = audio.seconds(file)
             start, end, note = audio.within(entry.audio, seconds, entry.start, entry.end)
             audio.lacks_channel(entry.audio, file, entry.channel)
-            if entry.whole is not None and manifests.differs(entry.whole, seconds):
+            if entry.whole is not None and rows.differs(entry.whole, seconds):
                 raise AudioError(entry.audio, "duration differs from the manifest's")
             entry = entry._replace(start=start, end=end, notes=(*entry.notes, *[note] * bool(note)))
         except AudioError as error:
@@ -55,8 +51,8 @@ def usable(entries, report, lengths):
 
 def sentences_of(path, normalize, report, columns=()):
     """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
-    for x in manifests.sentences(path) if path.suffix == ".txt" else manifests.read(path, *columns):
-        if isinstance(x, manifests.Fault):
+    for x in lists.sentences(path) if path.suffix == ".txt" else sources.read(path, *columns):
+        if isinstance(x, rows.Fault):
             report.add(*x)
         elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
             yield words
@@ -79,12 +75,12 @@ class Recordings:
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
-        sources = names(paths)
-        if made := [x for x in map(str, sources) if by_function(x)]:
+        paths = names(paths)
+        if made := [x for x in map(str, paths) if sources.by_function(x)]:
             raise UserError(
                 f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test"
             )
-        entries = manifests.read_all(sources, *config.texts.columns, lenient=lenient and len(sources) > 1)
+        entries = sources.read_all(paths, *config.texts.columns, lenient=lenient and len(paths) > 1)
         for entry, file in usable(entries, self.report, lengths):
             samples = audio.size(file, config.features.rate, entry.start, entry.end)
             frames, seconds = self.extractor.count(samples), samples / config.features.rate
@@ -137,34 +133,9 @@ class Recordings:
         return self.extractor(samples)
 
 
-def by_function(name):
-    """(FILE.py:FUNCTION, the arguments behind it) of a corpus that a function makes, or None."""
-    match = re.fullmatch(r"(.+\.py:\w+)(?::(.+))?", name) if isinstance(name, str) else None
-    return match and (match[1], [match[2]] if match[2] else [])
-
-
-def absolute(name):
-    """The same corpora from any folder."""
-    if not isinstance(name, str):
-        return [absolute(x) for x in name]
-    if made := by_function(name):
-        return ":".join([texts.absolute(made[0]), *map(absolute, made[1])])
-    if name and actual(name).exists():
-        return str(actual(name).resolve())
-    if archives.is_pattern(name):
-        return os.path.abspath(name)
-    rest, weight = archives.weighted(name)
-    return name if weight is None else f"{absolute(rest)}:{weight:g}"
-
-
-def last_parts(name):
-    """The same corpora without their folders."""
-    return Path(name).name if isinstance(name, str) else [Path(x).name for x in name]
-
-
 def tested(paths, config):
     """The corpus of a test: every utterance with a text; or that of a function."""
-    if len(paths) != 1 or not by_function(paths[0]):
+    if len(paths) != 1 or not sources.by_function(paths[0]):
         return Recordings(paths, config, lenient=True, testing=True)
     corpus = open_corpus(paths[0], config, "valid")
     refuse_if(not hasattr(corpus, "samples"), f"{paths[0]}: its corpus has no samples, which a test listens to")
@@ -176,7 +147,7 @@ def open_corpus(name, config, split, folder=None):
     train = split == "train"
     if weight := next((x for x in names(name) if archives.weighted(x)[1] is not None), None):
         raise UserError(f"--{split} {weight}: weights need --on-the-fly, and are for --train")
-    if made := by_function(name):
+    if made := sources.by_function(name):
         return texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
     corpus = Recordings(name, config, cache.Lengths(folder), augmentation.Versions(config) if train else None)
     refuse_if(not corpus.utterances, f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_rnnt_speech.data import audio, cache, headers, workers
 from jax_rnnt_speech.data.archives import storage
-from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.system import outputs
 
 FORM = 3  # of the files: another number makes them anew

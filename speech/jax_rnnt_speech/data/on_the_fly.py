@@ -25,13 +25,13 @@ from jax_rnnt_speech.data import (
     batches,
     features,
     index,
-    manifests,
     order,
     texts,
     workers,
 )
 from jax_rnnt_speech.data import tokens as vocabularies
 from jax_rnnt_speech.data.archives import storage
+from jax_rnnt_speech.data.rows import Fault, LineError, differs, keys_of, leave_out_if
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
@@ -113,7 +113,7 @@ class Loader:
                     left_out += [Note(note, name) for note in notes]
                     rng = np.random.default_rng((self.config.run.seed, 3, *key))
                     spans = features.draw_spans(self.config.data, rng, len(x), self.features)
-                except (audio.AudioError, manifests.LineError) as error:
+                except (audio.AudioError, LineError) as error:
                     left_out.append((getattr(error, "reason", str(error)), name))
                 except LargerError as error:
                     left_out.append(Late(index.number, number, version, *error.args, name))
@@ -127,21 +127,21 @@ class Loader:
         `seconds`: how long it lasts by its manifest or header. A batch without room for it raises a LargerError.
         """
         vocabulary, normalize, extractor, versions = self.tools
-        if isinstance(entry, manifests.Fault):
-            raise manifests.LineError(entry.reason)
+        if isinstance(entry, Fault):
+            raise LineError(entry.reason)
         text = normalize(entry.text)
-        manifests.leave_out_if(not text, "empty transcript")
+        leave_out_if(not text, "empty transcript")
         labels = vocabulary.encode(text)
-        manifests.leave_out_if(labels is None, "characters outside the vocabulary")
+        leave_out_if(labels is None, "characters outside the vocabulary")
         rate, most = self.config.features.rate, self.config.data.max_seconds
-        manifests.leave_out_if(is_long(entry, seconds, most), f"longer than {most:g} s")
+        leave_out_if(is_long(entry, seconds, most), f"longer than {most:g} s")
         samples = read(entry, rate, notes)
-        if entry.end is None and entry.whole and manifests.differs(entry.whole, entry.start + len(samples) / rate):
-            raise manifests.LineError("duration differs from the manifest's")
-        manifests.leave_out_if(len(samples) > round(most * rate), f"longer than {most:g} s")
+        if entry.end is None and entry.whole and differs(entry.whole, entry.start + len(samples) / rate):
+            raise LineError("duration differs from the manifest's")
+        leave_out_if(len(samples) > round(most * rate), f"longer than {most:g} s")
         x = extractor(versions.of(samples, version, key))
-        manifests.leave_out_if(not len(x), "shorter than a frame")
-        manifests.leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
+        leave_out_if(not len(x), "shorter than a frame")
+        leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
         if not roomy(self.shapes[shape], len(x), len(labels)):
             raise LargerError(len(x), len(labels))
         return x, np.array(labels, np.int32)
@@ -186,7 +186,7 @@ class OnTheFly:
     def __init__(self, config, folder, count, known=None, step=0):
         self.config, self.folder, self.workers, self.report = config, folder, count, Report()
         self.features, self.hop = config.features.mels, config.features.hop / 1000
-        self.keys = manifests.keys_of(*config.texts.columns)
+        self.keys = keys_of(*config.texts.columns)
         self.normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.versions, self.known, self.step = augmentation.Versions(config), known, step
@@ -269,7 +269,7 @@ class OnTheFly:
     def said(self, place, i):
         """(Entry, normalised text) of an utterance, or None; its audio is not sought."""
         x = self.indices[place].entry(i, False)
-        return (x, text) if not isinstance(x, manifests.Fault) and (text := self.normalize(x.text)) else None
+        return (x, text) if not isinstance(x, Fault) and (text := self.normalize(x.text)) else None
 
     def load(self, i, rng):
         """Features of an utterance of the sample; None: its audio is bad."""

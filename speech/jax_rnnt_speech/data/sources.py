@@ -8,6 +8,7 @@ import collections
 import contextlib
 import functools
 import gzip
+import itertools
 import os
 import re
 import zlib
@@ -17,8 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import archives, corpora, index, manifests, twins
+from jax_rnnt_speech.data import archives, index, lists, texts
 from jax_rnnt_speech.data.archives import nemo, parquet, shar, tars
+from jax_rnnt_speech.data.names import SUFFIXES, actual
+from jax_rnnt_speech.data.rows import SPLIT_KEYS, Entry, Fault, first_of, keys_of
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.system import UserError
 
@@ -32,6 +35,7 @@ KINDS = {tars: "tar", nemo: "NeMo's tar", shar: "Lhotse Shar", parquet: "Parquet
 AUDIO, KALDI = "audio", "Kaldi"
 NAMED = 3  # files or sources that a line names
 PROBED = 100  # utterances whose headers are read to estimate hours
+PEEKED = 8  # files or lines of a tar that tell whether its rows say their split
 SHARDS = 8  # shards of a source that are listed for that
 
 
@@ -43,6 +47,57 @@ class File(NamedTuple):
     split: str  # "": no name says one
     group: str  # a folder or pattern that has the files of this split, or the file
     rows: tuple = ()  # (split, how many rows a column of theirs says to be of it); empty: there is no such column
+
+
+def is_list(path):
+    """Whether `read` takes it for a list of recordings, and not for one."""
+    listed = actual(path).is_dir() or path.name in lists.KALDI or lists.suffix_of(path) in lists.LISTS
+    return listed or archives.is_archive(path) or archives.is_pattern(path)
+
+
+def read(name, *columns, **options):
+    """Entries and Faults of all that a name is for: a list, an archive, or a pattern of either; -> `lists.read`."""
+    if not archives.is_pattern(name):
+        yield from lists.read(name, *columns, **options, archive=archives.of_archive)
+        return
+    for path, shards in archives.sources(name):
+        yield from lists.read(path, *columns, **options, archive=lambda _, shards=shards: shards)
+
+
+def read_all(paths, *columns, lenient=True, texts=True, alone=None):
+    """Entries and Faults of several names. `lenient`: one that cannot be read is a Fault."""
+    for path in paths:
+        try:
+            yield from read(path, *columns, texts=texts, alone=len(paths) == 1 if alone is None else alone)
+        except lists.ListError as error:
+            if not lenient:
+                raise
+            yield Fault(error.reason, str(path))
+
+
+def by_function(name):
+    """(FILE.py:FUNCTION, the arguments behind it) of a corpus that a function makes, or None."""
+    match = re.fullmatch(r"(.+\.py:\w+)(?::(.+))?", name) if isinstance(name, str) else None
+    return match and (match[1], [match[2]] if match[2] else [])
+
+
+def absolute(name):
+    """The same corpora from any folder."""
+    if not isinstance(name, str):
+        return [absolute(x) for x in name]
+    if made := by_function(name):
+        return ":".join([texts.absolute(made[0]), *map(absolute, made[1])])
+    if name and actual(name).exists():
+        return str(actual(name).resolve())
+    if archives.is_pattern(name):
+        return os.path.abspath(name)
+    rest, weight = archives.weighted(name)
+    return name if weight is None else f"{absolute(rest)}:{weight:g}"
+
+
+def last_parts(name):
+    """The same corpora without their folders."""
+    return Path(name).name if isinstance(name, str) else [Path(x).name for x in name]
 
 
 def word_of(name):
@@ -81,11 +136,11 @@ def files_of(name):
         if path.is_dir() and archives.is_archive(path):
             module, inside = archives.of_folder(path)
             kind = KINDS[module]
-        elif (path / "wav.scp").exists() or path.name in manifests.KALDI:
+        elif (path / "wav.scp").exists() or path.name in lists.KALDI:
             path = path if path.is_dir() else path.parent
             kind, inside = KALDI, [path]
         elif path.is_dir():
-            kind, inside = AUDIO, [x for x in manifests.below(path) if x.suffix.lower() in manifests.SUFFIXES]
+            kind, inside = AUDIO, [x for x in lists.below(path) if x.suffix.lower() in SUFFIXES]
         base = fixed if several else path if path.is_dir() and kind != KALDI else path.parent
         splits = [split_of(base, x, True) for x in inside]
         if kind == AUDIO and not all(split for split, _ in splits):  # names of recordings may be words that are spoken
@@ -97,20 +152,25 @@ def files_of(name):
 
 
 def rows_of(path, kind):
-    """(split, how many rows say that they are of it) of a manifest or of Parquet; nothing where no column says it."""
+    """(split, how many rows say that they are of it) of a manifest, Parquet or tar; nothing where no key says it."""
     rows = ()
     with contextlib.suppress(UserError, OSError, EOFError, zlib.error):  # it is an error once it is read
         if kind == KINDS[parquet]:
             file = parquet.opened(str(path))
-            columns = [x for x in manifests.SPLIT_KEYS if x in file.schema_arrow.names]
+            columns = [x for x in SPLIT_KEYS if x in file.schema_arrow.names]
             rows = file.read(columns).to_pylist() if columns else ()
-        elif kind == KINDS[None] and (form := manifests.LISTS.get(manifests.suffix_of(path))):
+        elif kind in (KINDS[tars], KINDS[nemo]) and path.is_file():
+            every = (x for shard in archives.of_archive(path) for x in shard.objects())
+            first = list(itertools.islice(every, PEEKED))
+            if any(isinstance(x, dict) and not x.keys().isdisjoint(SPLIT_KEYS) for x in first):
+                rows = [x for x in itertools.chain(first, every) if isinstance(x, dict)]
+        elif kind == KINDS[None] and (form := lists.LISTS.get(lists.suffix_of(path))):
             with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as data:
                 head = data.read(2**16).replace(b"\0", b"")  # also of UTF-16
-            head = head if form is manifests.objects else head.partition(b"\n")[0]
-            if re.search(rb"\b(%s)\b" % "|".join(manifests.SPLIT_KEYS).encode(), head):
-                rows = [x for _, x in form(path, manifests.keys_of()) if isinstance(x, dict)]
-    said = [manifests.first_of(x, manifests.SPLIT_KEYS) for x in rows]
+            head = head if form is lists.objects else head.partition(b"\n")[0]
+            if re.search(rb"\b(%s)\b" % "|".join(SPLIT_KEYS).encode(), head):
+                rows = [x for _, x in form(path, keys_of()) if isinstance(x, dict)]
+    said = [first_of(x, SPLIT_KEYS) for x in rows]
     return tuple(counted(split_of_row(x) for x in said)) if any(said) else ()
 
 
@@ -123,7 +183,7 @@ def listed(sources):
     """The Files of each source, by its name; of none that a function makes, or that cannot be read."""
     found = {}
     for x in map(str, names(sources)):
-        if not corpora.by_function(x):
+        if not by_function(x):
             found[x] = []
             with contextlib.suppress(OSError):  # it is an error once it is read
                 found[x] = files_of(x)
@@ -133,22 +193,22 @@ def listed(sources):
 def once(sources):
     """The sources, but none that is named twice or whose files others have, too; a line says what is not read again."""
     every, some = {}, list(map(str, names(sources)))
-    if len(some) < 2 or any(corpora.by_function(x) or archives.weighted(x)[1] is not None for x in some):
+    if len(some) < 2 or any(by_function(x) or archives.weighted(x)[1] is not None for x in some):
         return sources  # a weight says how often each is read
     for x in some:
         with contextlib.suppress(UserError, OSError):  # it is an error once it is read
             every[x] = {os.path.realpath(file.path) for file in files_of(x)}
-    kept = {str(x) for x in twins.once(dict.fromkeys(some), named=True)}
+    kept = {str(x) for x in lists.once(dict.fromkeys(some), named=True)}
     for x in sorted(every.keys() & kept, key=lambda x: (len(every[x]), -some.index(x))):
         others = [every[y] for y in kept - {x} if y in every]
         if every[x] and every[x] <= set().union(*others):
-            twins.say(f"{x} is not read by itself: other sources that are named have its files")
+            lists.say(f"{x} is not read by itself: other sources that are named have its files")
             kept.remove(x)
         elif both := [y for y in every[x] if any(y in other for other in others)]:
             some_of = f"{len(both):,} of its files, too, such as {both[0]}"
-            twins.say(f"{x}: another source has {some_of}: they are read twice")
+            lists.say(f"{x}: another source has {some_of}: they are read twice")
     if len(set(some)) < len(some):
-        twins.say(f"{next(x for x in some if some.count(x) > 1)} is named twice, and read once")
+        lists.say(f"{next(x for x in some if some.count(x) > 1)} is named twice, and read once")
     return [x for x in dict.fromkeys(some) if x in kept]
 
 
@@ -183,7 +243,7 @@ def unmixed(option, every, held_out=True):
         source = f"{option} {shown(name)}".strip()
         if mixed(rows, held_out):
             each = ", ".join(f"{n:,} of {split or 'no split'}" for split, n in rows.items())
-            said = " or ".join(manifests.SPLIT_KEYS)
+            said = " or ".join(SPLIT_KEYS)
             raise UserError(f"{source} mixes splits, as its rows say under {said}: {each}; write the rows of each "
                             "split into a file of its own, and name those that you mean")  # fmt: skip
         if not mixed(found, held_out) or of_a_speaker(files, found):
@@ -238,7 +298,7 @@ def in_both(train, valid):
     if hasattr(train, "places"):
         near = ((train.indices[k], i) for k, i in train.places)
         found = (x.entry(i) for x, i in near if os.path.basename(str(x.entry(i, False).audio)) in bases)
-    return len(held_out & {key(x) for x in found if isinstance(x, manifests.Entry)})
+    return len(held_out & {key(x) for x in found if isinstance(x, Entry)})
 
 
 def key(entry):
@@ -248,13 +308,13 @@ def key(entry):
 
 def hours(sources, columns):
     """About how many hours sources hold, by a part of what their manifests say, and by some headers."""
-    keys, total = manifests.keys_of(*columns), 0.0
+    keys, total = keys_of(*columns), 0.0
     for name in sources:
         shards, rows, seconds = archives.of(archives.weighted(name)[0], columns), [], []
         chosen = np.unique(np.linspace(0, len(shards) - 1, SHARDS).astype(int)) if shards else []
         for shard in (shards[i] for i in chosen):
             for x in shard.read(keys, brief=True):
-                if type(x) is not manifests.Fault:
+                if type(x) is not Fault:
                     rows.append((shard, x[0]))
                     seconds.append((x[1][1] or 0.0) if type(x[1]) is tuple else index.written(x[1]))
         if not all(seconds):

@@ -10,11 +10,9 @@ import re
 import unicodedata
 from pathlib import Path
 
-from jax_rnnt_speech.data import manifests
-from jax_rnnt_speech.data.archives import lists, nemo, parquet, shar, tars
-from jax_rnnt_speech.data.manifests import ListError
-from jax_rnnt_speech.data.names import actual, is_hidden
-from jax_rnnt_speech.data.twins import once, say
+from jax_rnnt_speech.data.archives import nemo, parquet, parts, shar, tars
+from jax_rnnt_speech.data.lists import ListError, once, say
+from jax_rnnt_speech.data.names import SUFFIXES, actual, is_hidden
 
 KINDS = shar, nemo, tars, parquet
 RANGE = re.compile(r"(?:_OP_|\{)(\d+)\.\.(\d+)(?:_CL_|\})")
@@ -68,7 +66,7 @@ def of_folder(folder):
     for x in [*os.scandir(folder)]:
         found += os.scandir(x) if x.is_dir() else [x]
     found = [x for x in found if not is_hidden(os.path.relpath(x.path, folder))]
-    if not any(os.path.splitext(x.name)[1].lower() in manifests.SUFFIXES for x in found):
+    if not any(os.path.splitext(x.name)[1].lower() in SUFFIXES for x in found):
         found = sorted(Path(x.path) for x in found)
         for kind in KINDS:
             some = [x for x in found if re.fullmatch(kind.NAMES, x.name)]
@@ -134,5 +132,5 @@ def of(name, columns=(), readers=1):
     """The shards of any source. Lists that are no archives are cut such that each reader has several."""
     found = []
     for x, shards in sources(name):
-        found += lists.shards(x, columns, 8 * readers) if shards is None else shards
+        found += parts.shards(x, columns, 8 * readers) if shards is None else shards
     return found

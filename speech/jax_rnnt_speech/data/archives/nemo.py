@@ -8,9 +8,8 @@ import numpy as np
 
 from jax_rnnt_speech.data.archives import tars
 from jax_rnnt_speech.data.archives.paired import Paired, lines_in, packed, unpacked
-from jax_rnnt_speech.data.manifests import ListError
+from jax_rnnt_speech.data.lists import ListError, once, say
 from jax_rnnt_speech.data.names import is_hidden
-from jax_rnnt_speech.data.twins import once, say
 
 NAMES, COMMON = tars.NAMES, "tarred_audio_manifest"
 FORMS = ".json", ".jsonl", ".json.gz", ".jsonl.gz"  # of a manifest, which tools write beside each other

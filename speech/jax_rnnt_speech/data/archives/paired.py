@@ -7,11 +7,12 @@ import gzip
 import re
 from pathlib import Path
 
-from jax_rnnt_speech.data import manifests, names
+from jax_rnnt_speech.data import names, rows
 from jax_rnnt_speech.data.archives.storage import Member, Shard, bytes_of, steadily
 from jax_rnnt_speech.data.archives.tars import DAMAGED, LINK, is_audio, is_text, key_of, member_of, members, two, walked
-from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.lists import ListError
 from jax_rnnt_speech.data.names import Names
+from jax_rnnt_speech.data.rows import Fault, LineError
 
 CUT = ".shar"  # behind the id of a cut of Lhotse, which names its recording with all its folders
 
@@ -32,6 +33,10 @@ class Paired(Shard):
         text = unpacked(self.lines)
         for begin, size in lines_in(text) if self.places is None else zip(*self.places):
             yield begin, size, text[begin : begin + size]
+
+    def objects(self):
+        """What the JSON of each line says."""
+        return (rows.parsed(line) for *_, line in self.listed())
 
     def found(self, keys, brief):
         known, others, base = Names(), {}, Path(self.lines).name  # others: members that are no audio, by their names
@@ -58,7 +63,7 @@ class Paired(Shard):
                 bare = len(names.parts(info.name)[0]) < len(names.parts(wanted)[0])
                 if bare and len(folders()[last(wanted)]) > 1:
                     raise LineError(f"{info.name} of {self.base} has no folder, and lines name it in several")
-                manifests.leave_out_if(info.link, LINK)
+                rows.leave_out_if(info.link, LINK)
                 place = info.offset, info.end
                 return Member(self.path, info.offset_data, info.size, info.name, seconds)
 
@@ -69,8 +74,8 @@ class Paired(Shard):
         """The folders that lines name for each last part of a name."""
         found = collections.defaultdict(set)
         for *_, line in self.listed():
-            row = manifests.parsed(line)
-            name = manifests.first_of(row, keys[0]) if isinstance(row, dict) else None
+            row = rows.parsed(line)
+            name = rows.first_of(row, keys[0]) if isinstance(row, dict) else None
             if isinstance(name, str):
                 found[last(name)].add(names.parts(name)[0])
         return found
@@ -106,12 +111,12 @@ def some(known, name):
 
 def described(line, where, name, keys):
     """Entries and Faults of a line of JSON whose audio is in an archive."""
-    row = manifests.parsed(line)
+    row = rows.parsed(line)
     recording = row.get("recording") if isinstance(row, dict) else None
     for source in recording.get("sources") or () if isinstance(recording, dict) else ():
         if isinstance(source, dict) and source.get("type") == "shar":  # the audio is known by the id of the cut
             source |= {"type": "file", "source": f"{row.get('id')}{CUT}"}
-    return manifests.of_row(row, where, name, keys)
+    return rows.of_row(row, where, name, keys)
 
 
 def packed(path):

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data import audio, rows
 from jax_rnnt_speech.data.archives.storage import Shard, steadily, utterances
-from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.lists import ListError
+from jax_rnnt_speech.data.rows import Fault, LineError
 from jax_rnnt_speech.system import UserError
 
 NAMES = r".*\.parquet"
@@ -95,13 +96,13 @@ class Parquet(Shard):
         name = f"{self.base} row {self.group}.{i}"
         try:
             none = not inside and not isinstance(known, str)
-            manifests.leave_out_if(none, manifests.ARRAY if holds_arrays(self.path, sound) else "no audio")
+            rows.leave_out_if(none, rows.ARRAY if holds_arrays(self.path, sound) else "no audio")
             shown = f"{name} ({known})" if isinstance(known, str) else name
             if inside:
                 cell = Cell(self.path, sound, self.group, i)
                 yield from utterances(row | {"audio": shown}, cell, name, keys)
             else:
-                yield from manifests.utterances(row | {"audio": known}, Path(self.path), name, (("audio",), *keys[1:]))
+                yield from rows.utterances(row | {"audio": known}, Path(self.path), name, (("audio",), *keys[1:]))
         except LineError as error:
             yield Fault(str(error), name)
 

@@ -3,7 +3,7 @@
 import re
 
 from jax_rnnt_speech.data.archives.paired import Paired
-from jax_rnnt_speech.data.manifests import ListError
+from jax_rnnt_speech.data.lists import ListError
 
 NAMES = r"cuts\.(.+?)\.jsonl(\.gz)?"
 

@@ -6,8 +6,9 @@ import os
 import stat
 import time
 
-from jax_rnnt_speech.data import audio, manifests
-from jax_rnnt_speech.data.manifests import Fault, ListError
+from jax_rnnt_speech.data import audio, rows
+from jax_rnnt_speech.data.lists import ListError
+from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.system import UserError, reason
 
 WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
@@ -107,4 +108,4 @@ class Shard:
 
 def utterances(row, member, name, keys):
     """Entries of a row whose audio is a recording in an archive."""
-    return manifests.utterances(row, lambda _: member, name, (("audio",), *keys[1:]))
+    return rows.utterances(row, lambda _: member, name, (("audio",), *keys[1:]))

@@ -13,10 +13,11 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_rnnt_speech.data import headers, manifests
+from jax_rnnt_speech.data import headers, names, rows
 from jax_rnnt_speech.data.archives.storage import HEAD, Member, Shard, bytes_of, refuse_pipes, steadily, utterances
-from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.lists import ListError
 from jax_rnnt_speech.data.names import composed, is_hidden
+from jax_rnnt_speech.data.rows import Fault, LineError
 
 COMPRESSED = ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst"
 NAMES = r"(?!\._).*\.(tar|tar\.(gz|bz2|xz|zst)|tgz|tbz2?|txz|tzst)"
@@ -202,7 +203,7 @@ def key_of(name):
 
 
 def is_audio(kind):
-    return f".{kind.rpartition('.')[2]}" in manifests.SUFFIXES
+    return f".{kind.rpartition('.')[2]}" in names.SUFFIXES
 
 
 def is_text(kind):
@@ -315,8 +316,14 @@ class Tar(Shard):
         stem = stem_of(key_of(next(iter(sounds or texts.values())).name)[1])
         return Fault(reason, f"{self.base}/{key}" + f".{stem}" * bool(stem))
 
+    def objects(self):
+        """For each file what its JSON says, or None where it has none."""
+        for x in members(self.path):
+            is_json = type(x) is not Fault and key_of(x.name)[1].endswith("json")
+            yield rows.parsed(data_of(self.path, x)) if is_json else None
+
     def plain(self, infos, keys):
-        """What `manifests.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
+        """What `rows.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
         if len(infos) != 2 or any(x.link for x in infos.values()):
             return None
         (kind, sound), (other, text) = infos.items()
@@ -326,7 +333,7 @@ class Tar(Shard):
             return None
         data, seconds = data_of(self.path, text), headers.seconds(sound.start[:HEAD], sound.size)
         if other.endswith("json"):
-            known = manifests.plain(data, keys, sound.name)
+            known = rows.plain(data, keys, sound.name)
             return known and (known[0], known[1] or seconds)
         try:
             data.decode()
@@ -343,7 +350,7 @@ class Tar(Shard):
             name = f"{self.base}/{key}"
             try:
                 said = {kind: data_of(self.path, x) for kind, x in texts.items()}
-                row = manifests.object_of(manifests.parsed(said["json"])) if "json" in said else {}
+                row = rows.object_of(rows.parsed(said["json"])) if "json" in said else {}
                 if "txt" in said:
                     row["text"] = said["txt"].decode("utf-8-sig", "surrogateescape").strip()
                 where = member_of(self.path, sounds[0])

@@ -1,10 +1,10 @@
-"""Parts of lists that are no archives, so that they are read as shards are."""
+"""Parts of lists that are no archives, which are read as shards are."""
 
 import dataclasses
 import os
 from pathlib import Path
 
-from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.data import lists, rows
 from jax_rnnt_speech.data.archives.paired import described, packed
 from jax_rnnt_speech.data.archives.storage import Shard, bytes_of
 
@@ -28,7 +28,7 @@ class Lines(Shard):
         place, data = self.begin, bytes_of(self.path, self.begin, self.end - self.begin)
         for number, line in enumerate(data.split(b"\n"), self.number):
             if line.strip():
-                known, name = manifests.plain(line, keys), f"{self.base} line {number}"
+                known, name = rows.plain(line, keys), f"{self.base} line {number}"
                 yield (number, 0, place, len(line)), [known] if known else described(line, lambda x: x, name, keys)
             place += len(line) + 1
 
@@ -58,10 +58,10 @@ class Listed(Shard):
 def shards(path, columns, several):
     """Those of a list. Of each there are so many that every reader has some."""
     path = Path(path)
-    lines = manifests.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path)
+    lines = lists.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path)
     if lines and (found := of_lines(path, several)) is not None:
         return found
-    entries = list(manifests.read(path, *columns))
+    entries = list(lists.read(path, *columns))
     size = min(LISTED, -(-len(entries) // several))
     return [Listed(str(path), tuple(entries[i : i + size])) for i in range(0, len(entries), size)]
 
