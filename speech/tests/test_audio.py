@@ -424,10 +424,10 @@ def test_storage(tmp_path, monkeypatch):
         corpus = corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
         with monkeypatch.context() as patched:
             patched.setattr(audio, "open", lambda *x: (how if "c.wav" in str(x[0]) else open)(*x), raising=False)
-            stored = cache.features(corpus, folder)
-            assert stored.load(0, None) is not None and stored.load(1, None) is None
-        assert dict(stored.report.names) == {f"a file that {reason}": ["c.wav"]}
+            corpus.keep(folder)
+            assert corpus.load(0, None) is not None and corpus.load(1, None) is None
+        assert dict(corpus.report.names) == {f"a file that {reason}": ["c.wav"]}
         for _ in range(2):
             corpus = corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
-            stored = cache.features(corpus, folder)
-            assert stored.load(1, None) is not None and not stored.report.names
+            corpus.keep(folder)
+            assert corpus.load(1, None) is not None and not corpus.report.names

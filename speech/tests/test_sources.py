@@ -17,7 +17,8 @@ import pytest
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech.cli import train as command
-from jax_rnnt_speech.data import on_the_fly, order, sources
+from jax_rnnt_speech.data import corpora, order, sources
+from jax_rnnt_speech.data import source as road
 from jax_rnnt_speech.data.rows import Entry
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import refuse_if
@@ -200,8 +201,13 @@ def test_the_same_files(tmp_path, refused):
         train, valid = tmp_path / train, tmp_path / valid
         refused(["train", "--train", train, "--valid", valid, "--workdir", tmp_path / "w"], message)
         refused(["train", "--train", train, "--valid", valid], "--train and --valid both read")
-    train, valid = (types.SimpleNamespace(entries=[Entry("e", tmp_path / x / "one/e.wav", "")]) for x in ("a", "link"))
-    assert sources.in_both(train, valid) == sources.in_both(valid, train) == 1
+    for train, kept in (("m.jsonl", None), ("a", None), ("a", tmp_path / "kept")):  # a manifest of the same audio
+        (tmp_path / "valid.jsonl").write_text("\n".join(
+            json.dumps({"audio": f"{tmp_path}/{x}", "text": "AB"}) for x in ("link/one/e.wav", "m-audio/l.wav")
+        ))  # fmt: skip
+        held_out = corpora.open_corpus(str(tmp_path / "valid.jsonl"), configuration())
+        config = configuration(train=str(tmp_path / train), on_the_fly=kept is None)
+        assert sources.in_both(road.Source(config, tmp_path / "index", kept=kept), held_out) == 1
 
 
 def test_which_way(tmp_path, said, monkeypatch):
@@ -273,7 +279,7 @@ def opened(source, folder, known=None, step=0, **options):
     """A corpus on the fly."""
     model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("AB "), subsampling=4)
     config = configuration(**{"train": str(source), "on_the_fly": True, "batch": 2, "buckets": 3} | options)
-    return on_the_fly.OnTheFly(config, folder / "index", 0, known, step).opened(model, 1)
+    return road.Source(config, folder / "index", 0, known, step).opened(model, 1)
 
 
 def trained(source, folder, **options):
@@ -319,7 +325,7 @@ def test_guesses(kind, windows, tmp_path, said, monkeypatch):
     """Lengths that are guessed decide when an utterance comes, and never whether; a resumed run goes on alike."""
     if windows:
         monkeypatch.setattr(order, "LEAST", 5)
-        monkeypatch.setattr(on_the_fly, "FULL", 0)
+        monkeypatch.setattr(road, "FULL", 0)
     most = {"max_seconds": 1.55, "buffer": 5}
     rows = of_guesses(tmp_path)
     write(tmp_path / kind, [(name, data, keys) for name, (data, keys, _) in rows.items()])

@@ -49,6 +49,9 @@ def decide_road(options, start):
     known = names(options.get("train", ""))
     if "on_the_fly" in options:
         return "as asked for"
+    if start.cache and start.cache.name == "none" and not start.resume:
+        options["on_the_fly"] = True
+        return "as --cache none keeps no features"
     if archives.wanted(known) or (start.workers and not start.resume):
         options["on_the_fly"] = True
         return "as archives, weights of sources and --workers are"

@@ -14,6 +14,7 @@ from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
 TEXT_LABELS = 48  # of a sentence, at most
+TEXTS = 6  # sentences of --text for each row of a batch
 
 
 class Bucket(NamedTuple):
@@ -78,6 +79,13 @@ def sentences(config, tokens):
     for row, x in zip(labels, spelled):
         row[: len(x)] = x
     return labels, np.array([len(x) for x in spelled], np.int32)
+
+
+def with_texts(batch, rng, part, texts):
+    """The batch with sentences."""
+    (first, step), size = part, len(batch["valid"])
+    some = rng.integers(len(texts[0]), size=TEXTS * step * size)[first::step]
+    return batch | {"texts": texts[0][some], "text_lengths": texts[1][some]}
 
 
 def make_buckets(data, config, devices):

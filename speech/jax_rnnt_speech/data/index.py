@@ -25,7 +25,20 @@ LITTLE = 1e-3  # seconds of what begins behind the end of its file
 THREADS = 16  # that read headers, in each process
 PIECE = 100  # headers that one of them reads
 ARRAYS = "rows", "seconds", "shards"
+SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
+SURE = 1.05, 1.1  # factor, and seconds: what is written to be longer than this beyond a limit is not decoded
+ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
 STATED = {*audio.STATED, *audio.ENDLESS, "ogg"} - {"mpegts", "mpeg"} | {audio.MATROSKA}  # durations are in headers
+
+
+def longest(seconds):
+    """What utterances may last, by what is written."""
+    return np.where(seconds < 0, -seconds * ESTIMATE[0] + ESTIMATE[1], seconds + SLACK).astype(np.float64)
+
+
+def surely_longer(seconds, most):
+    """Whether utterances are longer than a limit however their lengths were rounded or estimated."""
+    return np.abs(seconds) > most * SURE[0] + SURE[1]
 
 
 class Index:
@@ -56,6 +69,8 @@ class Index:
         """The Entry or Fault of an utterance. `sought`: whether its audio is."""
         return self.listed[self.shards[i]].entry(self.rows[i].tolist(), self.keys, sought)
 
+    listing = entry
+
     def lengths(self, items):
         """Seconds of utterances, below 0 where they are an estimate; nan: nothing tells them. Headers may be read."""
         seconds = np.array(self.seconds[items])
@@ -67,6 +82,15 @@ class Index:
                 list(pool.map(self.read, pieces))  # so that errors are raised
             seconds = np.where(seconds == 0, self.later[items], seconds)
         return seconds
+
+    def heard(self, items, versions, speeds, most):
+        """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
+        seconds = self.lengths(items)
+        used = np.isfinite(seconds) & ~surely_longer(seconds, most)  # the others are left out in their turn
+        lengths = np.where(used, np.minimum(longest(seconds), most + SLACK), 0)
+        plain = lengths / speeds[versions % len(speeds)] > most + SLACK
+        versions = np.where(plain, versions - versions % len(speeds), versions)  # without another speed
+        return versions, lengths / speeds[versions % len(speeds)]
 
     def read(self, items):
         """Reads headers of utterances. Several may do it at once, as all find the same."""

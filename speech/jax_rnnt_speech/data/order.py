@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_rnnt_speech.data.index import SLACK
 from jax_rnnt_speech.system import hosts, refuse_if
 
-SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
-SURE = 1.05, 1.1  # factor, and seconds: what is written to be longer than this beyond a limit is not decoded
-ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
 SOUGHT = 1000  # lengths among which limits of buckets are chosen
 NEAR = 0.9  # of the longest utterances that are used, where a bucket for longer ones is not worth it
 LEAST = 1000  # utterances of a window, for each reader
@@ -46,16 +44,6 @@ def dealt(sizes, readers):
         total[reader] += max(sizes[i], 1)
         found[reader].append(int(i))
     return [sorted(x) for x in found]
-
-
-def longest(seconds):
-    """What utterances may last, by what is written."""
-    return np.where(seconds < 0, -seconds * ESTIMATE[0] + ESTIMATE[1], seconds + SLACK).astype(np.float64)
-
-
-def surely_longer(seconds, most):
-    """Whether utterances are longer than a limit however their lengths were rounded or estimated."""
-    return np.abs(seconds) > most * SURE[0] + SURE[1]
 
 
 def shuffled(rng, shards, buffer):
@@ -114,12 +102,7 @@ class Reader:
 
     def heard(self, items, versions):
         """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
-        seconds = self.index.lengths(items)
-        used = np.isfinite(seconds) & ~surely_longer(seconds, self.most)  # the others are left out in their turn
-        lengths = np.where(used, np.minimum(longest(seconds), self.most + SLACK), 0)
-        plain = lengths / self.speeds[versions % len(self.speeds)] > self.most + SLACK
-        versions = np.where(plain, versions - versions % len(self.speeds), versions)  # without another speed
-        return versions, lengths / self.speeds[versions % len(self.speeds)]
+        return self.index.heard(items, versions, self.speeds, self.most)
 
     def most_heard(self):
         """Seconds that its items are heard at most, in any version and epoch; all lengths must be known."""

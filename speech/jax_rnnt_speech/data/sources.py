@@ -289,16 +289,16 @@ def apart(trained, tested):
 
 
 def in_both(train, valid):
-    """How many utterances of a corpus of recordings are also in another one, or in the sample of one on the fly."""
-    valid = getattr(valid, "corpus", valid)
+    """How many utterances of a corpus of recordings are also among those that a `Source` samples."""
     held_out = {key(x) for x in getattr(valid, "entries", ())}
-    bases = {os.path.basename(audio) for audio, *_ in held_out}
-    train = getattr(train, "corpus", train)
-    found = getattr(train, "entries", ())
-    if hasattr(train, "places"):
-        near = ((train.indices[k], i) for k, i in train.places)
-        found = (x.entry(i) for x, i in near if os.path.basename(str(x.entry(i, False).audio)) in bases)
-    return len(held_out & {key(x) for x in found if isinstance(x, Entry)})
+    if not held_out or train.corpus is not None:
+        return 0
+    bases, same = {os.path.basename(audio) for audio, *_ in held_out}, set()
+    for place, i in train.places:
+        listed = train.indices[place].listing(i, False)
+        if isinstance(listed, Entry) and os.path.basename(str(listed.audio)) in bases:
+            same.add(key(train.indices[place].listing(i)))
+    return len(held_out & same)
 
 
 def key(entry):
