@@ -294,10 +294,7 @@ def test_a_source_that_remembers(corpus, tmp_path, monkeypatch):
         patch.setattr(audio, "blocks", None)  # nothing can be decoded
         second = start()
     for found in (first, second):
-        assert dict(found.report.names) == {
-            "no audio that FFmpeg knows": ["bad.flac"],
-            "longer than 0.7 s": ["7/1/7-1-0009.flac"],
-        }
+        assert dict(found.report.names) == left_out
         (index,) = found.indices
         assert [x.name for x in index.utterances] == [f"7/{i % 2}/7-{i % 2}-{i:04}.flac" for i in range(9)]
         for i, x in enumerate(index.utterances):
@@ -308,7 +305,8 @@ def test_a_source_that_remembers(corpus, tmp_path, monkeypatch):
                 np.testing.assert_allclose(index.load(i, k, None), expected, rtol=1e-3, atol=4e-3)
     write_audio(tmp_path / "c" / index.utterances[0].name, 0.6, seed=99)
     assert start().indices[0].frames[0, 0] == extractor.count(4800)
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _, free=cache.shutil.disk_usage("/"): free._replace(free=10))
+    free = cache.shutil.disk_usage("/")
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: free._replace(free=10))
     with pytest.raises(asr.system.UserError, match=r"--cache needs .* GB in .*/full, which has 0\.0"):
         Source(config, tmp_path / "index", kept=tmp_path / "full")
     assert not list((tmp_path / "full").iterdir())
