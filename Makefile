@@ -13,7 +13,7 @@ DEV = build/dev-$(notdir $(VENV))
 BUILT = $(VENV)/.kernels$(ONLY)
 SPEECH = .venv-speech/bin/python
 HOUSE_VENV = $(if $(filter speech recipes,$(HOUSE)),.venv-speech,$(VENV))
-PYTEST = $(HOUSE_VENV)/bin/pytest -n auto --dist worksteal $(HOUSE:%=%/tests)
+PYTEST = $(HOUSE_VENV)/bin/pytest -n auto --dist worksteal $(addsuffix /tests,$(HOUSE:recipes=speech/recipes))
 
 .DEFAULT_GOAL = help
 .PHONY: help setup demo test test-all lint format docs bench recipes wheels clean
@@ -24,7 +24,7 @@ help: ## this list
 setup: $(VENV)/.packages $(BUILT) ## .venv, and the CPU kernels from source; ONLY=avx2, avx512 or portable: one instruction set
 
 demo: $(BUILT) .venv-speech/.packages ## train a transducer on handwritten digits, and check its error rate
-	$(SPEECH) -m jax_rnnt_speech train --config recipes/corpora/handwritten_digits.json --overwrite --expect-cer 3
+	$(SPEECH) -m jax_rnnt_speech train --config speech/recipes/corpora/handwritten_digits.json --overwrite --expect-cer 3
 
 test: $(HOUSE_VENV)/.packages $(BUILT) ## the library's tests; HOUSE=speech, recipes or lab: those of that folder
 	$(PYTEST) -m 'not slow' $(ARGS)
@@ -54,7 +54,7 @@ bench: $(VENV)/.packages $(BUILT) ## benchmarks/bench.py; NAME=joint or decode: 
 	$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 recipes: $(BUILT) .venv-speech/.packages ## run every recipe, each of which checks its figure
-	cd build && for recipe in $(sort $(wildcard recipes/[!_]*.py)); do ../$(SPEECH) ../$$recipe || exit 1; done
+	cd build && for recipe in $(sort $(wildcard speech/recipes/[!_]*.py)); do ../$(SPEECH) ../$$recipe || exit 1; done
 
 wheels: ## what a release uploads, into dist: lab/release/README.md
 	lab/release/wheels.sh $(ARGS)

@@ -162,7 +162,7 @@ def memory():
 
 
 def tuning():
-    """Of `rnnt-speech train`, as docs/parakeet.md says: the lines of its metrics.jsonl."""
+    """Of `rnnt-speech train`, as docs/speech/parakeet.md says: the lines of its metrics.jsonl."""
     file = HERE.parent / "lab/benchmarks/results/2026-11-26-epyc-2-cores-tuning.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     ax = axes(2)

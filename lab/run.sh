@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
 # What no user needs: the library's tests on other kernels and builds, and studies with large packages.
 #
-#   lab/run.sh kernels        every check of the kernels without a GPU, before a commit that changes them; records their
-#                             sources in xla_kernels/checked.txt. --quick: the emulation in part. --recorded: only asks
-#                             whether the record names them as they are
+#   lab/run.sh kernels        every check of the kernels without a GPU: before a release or a commit that changes them
 #   lab/run.sh emulation      the tests on the CUDA kernels, run by the CPU
 #   lab/run.sh interpret      on the Pallas kernels for TPUs, interpreted by the CPU; the emission is XLA's there
 #   lab/run.sh sanitize       on the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -19,8 +17,9 @@
 # Further arguments are those of pytest, or of the program. ONLY=avx2: the CPU kernels for that instruction set alone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source lab/steps.sh
 export JAX_RNNT_KERNELS=all # no device has shown that the kernels of joint networks and those of TPUs are right
-PYTHON=${PYTHON:-python3} CXX=${CXX:-g++} FREE=${FREE:-python3.14t}
+PYTHON=${PYTHON:-python3} PIP=.venv/tools/bin/pip CXX=${CXX:-g++} FREE=${FREE:-python3.14t}
 mode=${1-}
 shift || true
 
@@ -32,8 +31,7 @@ need() {
 build() {
   need "$CXX" 'install a C++ compiler (Debian, Ubuntu: apt install g++)'
   make --silent .venv/.packages .venv/tools/.installed
-  .venv/tools/bin/pip install --quiet --no-deps --no-build-isolation --upgrade --target "build/$1" \
-    "-Cbuild-dir=build/$1-objects" "-Ccmake.define.JAX_RNNT_ONLY=${ONLY-}" "${@:2}" .
+  package "$1" "-Ccmake.define.JAX_RNNT_ONLY=${ONLY-}" "${@:2}"
   export JAX_RNNT_INSTALLED=$PWD/build/$1
 }
 
@@ -67,21 +65,13 @@ unordered() {
     setarch -R "$@"
 }
 quick() { .venv/bin/pytest -n auto --dist worksteal -m "not slow$1" "${@:2}"; }
-recorded() {
-  git ls-files -z --cached --others --exclude-standard CMakeLists.txt xla_kernels/{common,cpu,cuda} lab/emulation |
-    LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum
-}
 
 case $mode in
   kernels)
-    record=xla_kernels/checked.txt part=${1-}
-    if [[ $part == --recorded ]]; then [[ "$(recorded)" == "$(cat $record)" ]]; exit; fi
-    if [[ $part == --quick ]]; then exec "$PYTHON" lab/emulation/checks.py --quick; fi
     unset ONLY
     "$PYTHON" lab/emulation/checks.py
     lab/run.sh sanitize -q -x -k 'not reference' tests/kernels/test_door.py \
       tests/losses/test_{targets,edges,promises,offsets,emissions,lattices}.py
-    recorded > $record
     ;;
   emulation)
     build emulation -Ccmake.define.JAX_RNNT_EMULATE=ON

@@ -1,8 +1,8 @@
-"""The table of docs/live.md, from a run on spoken digits.
+"""The table of docs/speech/live.md, from a run on spoken digits.
 
-    rnnt-speech train --config recipes/corpora/spoken_digits.json --train recipes/corpora/digits.py:spoken:FOLDER \
-        --valid recipes/corpora/digits.py:spoken:FOLDER --workdir RUN --ctc 0.3
-    python lab/benchmarks/digits.py --model RUN recipes/corpora/digits.py:spoken:FOLDER
+    rnnt-speech train --config speech/recipes/corpora/spoken_digits.json --workdir RUN --ctc 0.3 \
+        --train speech/recipes/corpora/digits.py:spoken:FOLDER --valid speech/recipes/corpora/digits.py:spoken:FOLDER
+    python lab/benchmarks/digits.py --model RUN speech/recipes/corpora/digits.py:spoken:FOLDER
 
 It has the error rate of digits, and seconds from the frame of a digit until it is final, by seconds behind a chunk.
 """
@@ -66,7 +66,7 @@ def show_live(model, data):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="recipes/corpora/digits.py:spoken:FOLDER")
+    parser.add_argument("data", help="speech/recipes/corpora/digits.py:spoken:FOLDER")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--count", type=int, default=500, help="held-out strings (%(default)s)")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The table of docs/phrases.md: words that a model has never heard, by lists of phrases, in greedy search and beams.
+"""The table of docs/speech/phrases.md: words new to the model, by lists of phrases, in greedy search and beams.
 
     rnnt-speech train --config read-speech --train TRAIN --valid VALID --init WHISPER --workdir RUN
     python lab/benchmarks/rare_words.py --model RUN --train TRAIN VALID

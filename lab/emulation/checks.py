@@ -23,8 +23,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "emulation-check"
 NAMES = "softmax_emission", "lattice", "skip_lattice", "joint", "devices"
 KERNELS = tuple(f"xla_kernels/cuda/{name}.cu" for name in NAMES)
-OTHERS = ("lab/emulation/cuda_emulation.cc", "lab/emulation/check.cc")
-TEST = "lab/emulation/cuda_emulation_test.cc"
+EMULATION = "lab/emulation/cuda_emulation.cc"
+PROGRAMS = {
+    "cuda_emulation_test": (EMULATION, "lab/emulation/cuda_emulation_test.cc"),
+    "check": (EMULATION, "lab/emulation/check.cc", *KERNELS),
+}
+SOURCES = set().union(*PROGRAMS.values())
 HEADERS = [
     *ROOT.glob("xla_kernels/c[ou]*/*.h"),
     *ROOT.glob("xla_kernels/cuda/*.cuh"),
@@ -85,60 +89,40 @@ def compile_object(source: str, mode: Mode) -> pathlib.Path:
     return target
 
 
-def link(objects: dict[str, pathlib.Path], mode: Mode, folder: pathlib.Path, test: bool = False) -> pathlib.Path:
-    """The program `check` of the objects, or the test of the emulation."""
-    program = folder / mode.name / ("cuda_emulation_test" if test else "check")
-    parts = [objects[source] for source in ((TEST, OTHERS[0]) if test else (*KERNELS, *OTHERS))]
-    subprocess.run([*CXX, *mode.flags, *parts, "-o", program, "-pthread"], check=True)
-    return program
+def build(modes: list[Mode], pool: concurrent.futures.Executor) -> None:
+    """The programs of each mode: `check`, and the test of the emulation."""
+    jobs = {(mode, source): pool.submit(compile_object, source, mode) for mode in modes for source in SOURCES}
+    for mode in modes:
+        for name, sources in PROGRAMS.items():
+            objects = [jobs[mode, source].result() for source in sources]
+            subprocess.run([*CXX, *mode.flags, *objects, "-o", BUILD / mode.name / name, "-pthread"], check=True)
 
 
-def run(program: pathlib.Path, order: str, timeout: float = 900) -> tuple[int | None, str]:
-    """Exit code, or None after a timeout, and output."""
+def run(mode: Mode, name: str, order: str) -> tuple[int | None, str, float]:
+    """Exit code of a program, or None after a timeout, its output, and how long it ran."""
     environment = {**os.environ, **ENVIRONMENT, "JAX_RNNT_EMULATION_ORDER": order}
+    command, start = [BUILD / mode.name / name], time.monotonic()
+    options = {"env": environment, "capture_output": True, "text": True, "errors": "replace", "timeout": 900}
     try:
-        done = subprocess.run(
-            [program], env=environment, capture_output=True, text=True, errors="replace", timeout=timeout
-        )
+        done = subprocess.run(command, check=False, **options)
+        code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired:
-        return None, ""
-    return done.returncode, done.stdout + done.stderr
-
-
-def build_all(pool: concurrent.futures.Executor, modes=MODES) -> dict[str, dict[str, pathlib.Path]]:
-    """Objects by mode and source."""
-    sources = (*KERNELS, *OTHERS, TEST)
-    jobs = {(mode.name, source): pool.submit(compile_object, source, mode) for mode in modes for source in sources}
-    objects: dict[str, dict[str, pathlib.Path]] = {mode.name: {} for mode in modes}
-    for (mode, source), job in jobs.items():
-        objects[mode][source] = job.result()
-    return objects
+        code, output = None, ""
+    return code, output, time.monotonic() - start
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the plain build alone, in one order")
-    modes = [dataclasses.replace(MODES[0], orders=MODES[0].orders[2:3])] if parser.parse_args().quick else MODES
-    start = time.monotonic()
+    quick = parser.parse_args().quick
+    modes = [dataclasses.replace(MODES[0], orders=MODES[0].orders[2:3])] if quick else [*MODES]
+    start, failed, results = time.monotonic(), False, set()
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-        objects = build_all(pool, modes)
+        build(modes, pool)
         print(f"built in {time.monotonic() - start:.1f} s", flush=True)
-
-        def check(mode, name, order):
-            began = time.monotonic()
-            code, output = run(BUILD / mode.name / name, order)
-            return mode, name, order, code, output, time.monotonic() - began
-
-        jobs = []
-        for mode in modes:
-            for test in (True, False):
-                link(objects[mode.name], mode, BUILD, test)
-            jobs.append(pool.submit(check, mode, "cuda_emulation_test", "forward"))
-            jobs += [pool.submit(check, mode, "check", order) for order in mode.orders]
-        failed = False
-        results = set()
-        for job in jobs:
-            mode, name, order, code, output, seconds = job.result()
+        calls = [(mode, "cuda_emulation_test", "forward") for mode in modes]
+        calls += [(mode, "check", order) for mode in modes for order in mode.orders]
+        for (mode, name, order), (code, output, seconds) in zip(calls, pool.map(run, *zip(*calls))):
             summary = next((line for line in output.splitlines() if " passed, " in line), "no result")
             print(f"{mode.name:6} {name:20} {order:10} {seconds:6.1f} s  {summary}", flush=True)
             if code != 0:

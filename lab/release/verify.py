@@ -22,7 +22,7 @@ from rattler_build import Stage0Recipe, VariantConfig
 from wheels import ROOT, output, run
 
 # Of the repository, and not for who builds: pyproject.toml leaves them out.
-NOT_IN_SDIST = (".ci/", ".github/", "lab/", "recipes/", "speech/")
+NOT_IN_SDIST = (".ci/", ".github/", "lab/", "speech/")
 
 
 def hashes(folder):

@@ -60,13 +60,18 @@ def run(*command, **keywords):
 
 
 def interpreters():
-    """{"3.14": path, "3.14t": path, ...}: CPython 3.11 and later on the PATH and in pyenv, the first of each."""
+    """{"3.14": path, "3.14t": path, ...}: CPython 3.11 and later of the system, on the PATH and in pyenv, the first of
+    each that can build modules and make environments.
+
+    That of the system is optimised by a profile: tracing takes a fifth less time than with one that pyenv builds by
+    default.
+    """
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
-    folders = [*map(pathlib.Path, os.get_exec_path()), *sorted(pyenv.glob("versions/*/bin"))]
+    folders = [*map(pathlib.Path, ("/usr/bin", *os.get_exec_path())), *sorted(pyenv.glob("versions/*/bin"))]
     names = [f"python3.{minor}{t}" for minor in range(11, 20) for t in ("", "t")]
     found = {}
     for path in filter(pathlib.Path.is_file, (folder / name for name in names for folder in folders)):
-        probe = "import sysconfig, pathlib; pathlib.Path(sysconfig.get_path('include'), 'Python.h').stat()"
+        probe = "import ensurepip, os, sysconfig; os.stat(sysconfig.get_path('include') + '/Python.h')"
         if subprocess.run([path, "-c", probe], capture_output=True, check=False).returncode == 0:
             found.setdefault(version(path), str(path))
     return found

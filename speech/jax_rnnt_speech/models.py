@@ -60,8 +60,8 @@ def default():
     """The folder of the model that is used where none is named."""
     folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache/jax_rnnt_speech/read-speech")
     if not folder.is_dir():
-        raise UserError(f"--model is missing, and there is no {folder}: docs/read_speech.md of jax_rnnt says how to "
-                        f"make it; {VARIABLE} may name another folder")  # fmt: skip
+        raise UserError(f"--model is missing, and there is no {folder}: docs/speech/read_speech.md of jax_rnnt "
+                        f"says how to make it; {VARIABLE} may name another folder")  # fmt: skip
     return folder
 
 

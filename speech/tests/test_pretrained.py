@@ -113,7 +113,8 @@ def test_transcripts(case):
     assert bad.error.startswith("x.wav: samples far beyond full scale") and not bad.text
 
 
-MARGIN = 0.25  # nats between a choice and the next best one, which products in bfloat16 may exchange: docs/difficult.md
+# Nats between a choice and the next best one, which products in bfloat16 may exchange: docs/speech/difficult.md.
+MARGIN = 0.25
 
 
 def cuts(count):
@@ -542,7 +543,7 @@ def test_batches_of_recordings(streaming, monkeypatch):
         monkeypatch.undo()
 
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/parakeet.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/speech/parakeet.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE) if PAGE.exists() else ()
 
 

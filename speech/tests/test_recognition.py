@@ -421,7 +421,7 @@ def test_texts_of_ngrams(corpus, tmp_path, capsys, refused, said):
         refused(["ngram", tmp_path / file, tmp_path / source], message)
 
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/speech/recordings.md"
 
 
 @pytest.mark.slow
@@ -429,7 +429,8 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/recordings.md"
 def test_the_tutorial(tmp_path, capsys, monkeypatch, said):
     """Its commands as they are, on two devices, recognise words, and so does a beam."""
     monkeypatch.chdir(tmp_path)
-    text, printed = PAGE.read_text().replace(" recipes/", f" {PAGE.parents[1]}/recipes/").replace("\\\n", ""), []
+    folder = PAGE.parents[2] / "speech/recipes"
+    text, printed = PAGE.read_text().replace(" speech/recipes/", f" {folder}/").replace("\\\n", ""), []
     runpy.run_path(str(PAGE.with_name("toy_recordings.py")))
     commands = re.findall(r"^    rnnt-speech (.*)", text, re.MULTILINE)
     assert [x.split()[0] for x in commands] == ["check", "train", "test", "transcribe", "transcribe"]

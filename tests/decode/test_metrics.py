@@ -11,6 +11,7 @@ import pytest
 
 import jax_rnnt
 from jax_rnnt import timing
+from reference_numpy import edit_distance
 
 HOP = {"hop": 0.01, "subsampling": 4}
 
@@ -20,16 +21,9 @@ def metrics():
     return pytest.importorskip("jax_rnnt.metrics")
 
 
-def distance(a, b):
-    """By the recursion over first labels."""
-    if not a or not b:
-        return len(a) + len(b)
-    return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
-
-
 # All sequences over two labels, with anything in the padding; the distances of all pairs.
 SEQUENCES = [x for n in range(4) for x in itertools.product((3, 5), repeat=n)]
-DISTANCES = [[distance(a, b) for b in SEQUENCES] for a in SEQUENCES]
+DISTANCES = [[edit_distance(a, b) for b in SEQUENCES] for a in SEQUENCES]
 COUNTS, LABELS = np.array([*map(len, SEQUENCES)]), np.array([[*x, *range(-4, 0)][:4] for x in SEQUENCES])
 
 
@@ -203,7 +197,7 @@ def test_correct_words(metrics):
         pick = [x for x, is_right in zip(one, kept) if is_right]
         rest = iter(other)
         assert all(x in rest for x in pick)  # a subsequence
-        edits = distance(tuple(one), tuple(other))
+        edits = edit_distance(tuple(one), tuple(other))
         assert max(len(one), len(other)) - len(pick) <= edits <= len(one) + len(other) - 2 * len(pick)
     with pytest.raises(TypeError, match="correct_words: reference must be a sequence of words, got 'a b'"):
         metrics.correct_words(["a"], "a b")

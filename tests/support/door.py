@@ -41,7 +41,7 @@ EXECUTE = 3  # the stage
 
 
 class _Struct(ctypes.Structure):
-    """The head of the structs below: their size, which a handler checks, and no extensions."""
+    """The head of most structs below: their size, which a handler checks, and no extensions."""
 
     _fields_ = [("struct_size", _size), ("extension_start", _pointer)]
 
@@ -49,67 +49,28 @@ class _Struct(ctypes.Structure):
         super().__init__(ctypes.sizeof(self), None, *fields)
 
 
-class _Buffer(_Struct):
-    _fields_ = [("dtype", _int), ("data", _pointer), ("rank", _int64), ("dims", _pointer)]
+def _struct(base=_Struct, **fields):
+    return type("Struct", (base,), {"_fields_": [*fields.items()]})
 
 
-class _Buffers(_Struct):  # arguments or results
-    _fields_ = [("size", _int64), ("types", _pointer), ("buffers", _pointer)]
-
-
-class _Attributes(_Struct):
-    _fields_ = [("size", _int64), ("types", _pointer), ("names", _pointer), ("values", _pointer)]
-
-
-class _Frame(_Struct):
-    _fields_ = [("api", _pointer), ("ctx", _pointer), ("stage", _int)]
-    _fields_ += [("args", _Buffers), ("rets", _Buffers), ("attributes", _Attributes)]
-
-
-class _FrameWithFuture(ctypes.Structure):  # which does not count in its size
-    _fields_ = [("frame", _Frame), ("future", _pointer)]
-
-
-class _Span(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_char_p), ("length", _size)]
-
-
-class _Scalar(ctypes.Structure):
-    _fields_ = [("dtype", _int), ("value", _pointer)]
-
-
-class _Array(ctypes.Structure):
-    _fields_ = [("dtype", _int), ("size", _size), ("data", _pointer)]
-
-
-class _Message(_Struct):  # of Error_Create
-    _fields_ = [("message", ctypes.c_char_p), ("code", _int)]
-
-
-class _Error(_Struct):  # of Error_GetMessage and Error_Destroy
-    _fields_ = [("error", _pointer), ("message", ctypes.c_char_p)]
-
-
-class _Task(_Struct):  # of ThreadPool_Schedule
-    _fields_ = [("ctx", _pointer), ("task", _pointer), ("data", _pointer)]
-
-
-class _Threads(_Struct):  # of ThreadPool_NumThreads
-    _fields_ = [("ctx", _pointer), ("number", ctypes.POINTER(_int64))]
-
-
-class _Version(_Struct):
-    _fields_ = [("major", _int), ("minor", _int)]
-
-
-# Places of the functions that the kernels call. Later versions append functions.
+_Buffer = _struct(dtype=_int, data=_pointer, rank=_int64, dims=_pointer)
+_Buffers = _struct(size=_int64, types=_pointer, buffers=_pointer)  # arguments or results
+_Attributes = _struct(size=_int64, types=_pointer, names=_pointer, values=_pointer)
+_Frame = _struct(api=_pointer, ctx=_pointer, stage=_int, args=_Buffers, rets=_Buffers, attributes=_Attributes)
+_FrameWithFuture = _struct(ctypes.Structure, frame=_Frame, future=_pointer)  # which does not count in its size
+_Span = _struct(ctypes.Structure, start=ctypes.c_char_p, length=_size)
+_Scalar = _struct(ctypes.Structure, dtype=_int, value=_pointer)
+_Array = _struct(ctypes.Structure, dtype=_int, size=_size, data=_pointer)
+_Message = _struct(message=ctypes.c_char_p, code=_int)  # of Error_Create
+_Error = _struct(error=_pointer, message=ctypes.c_char_p)  # of Error_GetMessage and Error_Destroy
+_Task = _struct(ctx=_pointer, task=_pointer, data=_pointer)  # of ThreadPool_Schedule
+_Threads = _struct(ctx=_pointer, number=ctypes.POINTER(_int64))  # of ThreadPool_NumThreads
+_Version = _struct(major=_int, minor=_int)
+_FUNCTION = ctypes.CFUNCTYPE(_pointer, _pointer)
+_Api = _struct(version=_Version, internal=_pointer, functions=_pointer * 64)  # later versions append functions
+# Places of the functions that the kernels call.
 _SLOTS = {"Error_Create": 0, "Error_GetMessage": 1, "Error_Destroy": 2}
 _SLOTS |= {"ThreadPool_Schedule": 11, "ThreadPool_NumThreads": 12}
-_FUNCTION = ctypes.CFUNCTYPE(_pointer, _pointer)
-
-
-class _Api(_Struct):
-    _fields_ = [("version", _Version), ("internal", _pointer), ("functions", _pointer * 64)]
 
 
 # ----------------------------------------------------------------------------------------------------- in place of XLA

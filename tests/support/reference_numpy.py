@@ -317,6 +317,13 @@ def uniform_loss(num_frames, num_labels, num_classes):
     return (num_frames + num_labels) * math.log(num_classes) - math.log(count)
 
 
+def edit_distance(a, b):
+    """Of two sequences, by the recursion over their first labels."""
+    if not a or not b:
+        return len(a) + len(b)
+    return min(edit_distance(a[1:], b) + 1, edit_distance(a, b[1:]) + 1, edit_distance(a[1:], b[1:]) + (a[0] != b[0]))
+
+
 def every_length(max_frames, max_labels):
     """All (T, U) up to these sizes, zero included."""
     return list(itertools.product(range(max_frames + 1), range(max_labels + 1)))

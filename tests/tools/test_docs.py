@@ -47,7 +47,7 @@ def test_a_loss_with_one_more_arc(kernel):
     np.testing.assert_allclose(jax.grad(value)(PRICE), (value(PRICE + 1e-5) - value(PRICE - 1e-5)) / 2e-5, rtol=1e-7)
 
 
-FOLDERS = ROOT / "docs", ROOT / "docs/coming_from"
+FOLDERS = ROOT / "docs", ROOT / "docs/speech", ROOT / "docs/coming_from"
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted(folder.glob("*.md")))]
 NEEDED = "flax", "optax", "rapidfuzz", "praatio", "matplotlib", "torchaudio", "transformers", "espnet2", "nemo"
 

@@ -8,15 +8,15 @@ import pytest
 
 from project import ROOT
 
-LIBRARY, SPEECH = "jax_rnnt", "speech/jax_rnnt_speech"
+LIBRARY, SPEECH, RECIPES = "jax_rnnt", "speech/jax_rnnt_speech", "speech/recipes"
 # What each may import of the others.
 HOUSES = {
     LIBRARY: set(),
     SPEECH: {LIBRARY},
-    "recipes": {LIBRARY, SPEECH},
+    RECIPES: {LIBRARY, SPEECH},
     "benchmarks": {LIBRARY},
     "tests": {LIBRARY, "benchmarks"},
-    "lab": {LIBRARY, SPEECH, "benchmarks", "recipes", "tests"},
+    "lab": {LIBRARY, SPEECH, RECIPES, "benchmarks", "tests"},
 }
 
 
@@ -46,7 +46,7 @@ def test_imports(house):
     for path in sorted((ROOT / house).rglob("*.py")):
         for module, imported in imports(path):
             assert module.split(".")[0] not in strangers, f"{path.relative_to(ROOT)} imports {module}"
-            if house in (SPEECH, "recipes") and module.split(".")[0] == LIBRARY:
+            if house in (SPEECH, RECIPES) and module.split(".")[0] == LIBRARY:
                 private = [x for x in (*module.split("."), *imported) if x.startswith("_")]
                 assert not private, f"{path.relative_to(ROOT)} imports {private} of {module}"
 
@@ -68,8 +68,8 @@ def test_rooms_of_speech():
 
 
 # The layers of its data, likewise; none is imported within a function.
-LAYERS = "names utterances rows lists headers features audio spelling texts tokens workers cache archives index".split()
-LAYERS += "augmentation sources corpora batches order source".split()
+LAYERS = "names utterances rows lists headers features audio spelling tokens texts workers cache archives index".split()
+LAYERS += "augmentation sources corpora batches order loading memory source".split()
 
 
 def test_layers_of_data():
@@ -87,7 +87,7 @@ def test_layers_of_data():
 
 
 NAMES = re.compile(
-    r"(?<![\w/.])((?:benchmarks|lab|recipes|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
+    r"(?<![\w/.])((?:benchmarks|lab|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
 )
 
 
@@ -95,8 +95,8 @@ def test_commands_in_the_text():
     """Pages and scripts name files and targets of make that are there."""
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
     assert len(targets) <= 12
-    pages = "[!C]*.md", "CONTRIBUTING.md", "docs/*.md", "docs/[!_]*/*.md", "*/README.md", "lab/**/[!D]*.md"
-    for page in (path for pattern in (*pages, "lab/**/*.sh", ".ci/run") for path in ROOT.glob(pattern)):
+    pages = "[!C]*.md CONTRIBUTING.md docs/*.md docs/[!_]*/*.md */README.md */recipes/*.md lab/**/[!D]*.md lab/**/*.sh"
+    for page in (path for pattern in [*pages.split(), ".ci/run"] for path in ROOT.glob(pattern)):
         text = page.read_text()
         names = [f"{head}{x}{tail}" for head, group, tail in NAMES.findall(text) for x in group.split(",")]
         assert [name for name in names if not (ROOT / name).exists()] == [], page.name

@@ -243,7 +243,7 @@ def test_versions_in_the_text():
     glibc = ".".join(re.search(r"^GLIBC = \((\d+), (\d+)\)", wheels, re.M).groups())
     python = re.search(r'requires-python = ">=([\d.]+)"', pyproject)[1]
     oldest = re.search(r'dependencies = \["jax>=([\d.]+)"', pyproject)[1]
-    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
+    for page in [root / "README.md", *(root / "docs").glob("*.md"), *(root / "docs/speech").glob("*.md")]:
         text = " ".join(page.read_text().split())
         assert set(re.findall(r"manylinux_(\d+_\d+)", text)) <= {glibc.replace(".", "_")}, page.name
         assert set(re.findall(r"glibc (\d\.\d+) or later", text)) <= {glibc}, page.name

@@ -37,24 +37,9 @@ def search(function, predictor, rows, frames, state=None):
     return function(RNNTLoss(), *joint.decoder_inputs(predictor, rows), frames, 8, state=state)
 
 
-def test_streams(devices):
-    """A stream in two parts, with its rows changed between them in every way."""
-
-    beam = functools.partial(search, functools.partial(decoding.beam, width=3), flax_nnx.StatelessPredictor)
-
-    @jax.jit
-    def run(first, second, lengths, more, order):
-        state = decode.select_streams(beam(first, lengths).state, order)
-        state = decode.concatenate_streams([decode.reset_streams(state, order > 4), state])
-        state = decode.select_streams(state, order + 8 * (order % 2))
-        return beam(second, more, state)._replace(state=None)
-
-    parts = ROWS[:, :3], ROWS[:, 3:], np.minimum(FRAMES, 3), np.maximum(FRAMES - 3, 0)
-    order = np.int32([1, 0, 3, 2, 5, 4, 7, 7])
-    alone = jax.device_get(run(*parts, order))
-    with mesh_of(devices[:4], "explicit", (4,)) as mesh:
-        compare.assert_close(jax.device_get(run(*at(mesh, (*parts, order), "data"))), alone, 1e-5)
-    wide, of = functools.partial(decoding.beam, width=17), jax.sharding.PartitionSpec("data")  # rows are packed
+def test_packed_rows_in_shard_map(devices):
+    """A beam whose rows are packed on each device. Streams are a case of test_every_function.py."""
+    wide, of = functools.partial(decoding.beam, width=17), jax.sharding.PartitionSpec("data")
     manual = dict(mesh=jax.sharding.Mesh(np.array(devices[:4]), "data"), in_specs=of, out_specs=of)
     part = jax.shard_map(lambda *x: search(wide, flax_nnx.StatelessPredictor, *x).scores, **manual)
     assert jax.eval_shape(part, ROWS, FRAMES).shape == (B, 17)

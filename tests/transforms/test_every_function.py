@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import compare
 import jax_rnnt
-from jax_rnnt import decode, lattices, metrics
+import reference_numpy as truth_of
+from jax_rnnt import decode, lattices, metrics, plot
 from meshes import at, mesh_of
 
 B, T, U, V, E = 4, 5, 3, 6, 4
@@ -76,6 +77,7 @@ def case(*names, name=None, truth=None):
 
 
 SEQUENCES = "targets", "frames", "labels"
+OF_LOGITS, OF_ROWS, SEARCHED = ("logits", *SEQUENCES), ("encoder", "rows", *SEQUENCES), ("encoder", "frames")
 
 # ------------------------------------------------------------------------------------------------- losses and layouts
 
@@ -91,32 +93,17 @@ LOSSES = {
     "WildcardRNNTLoss": jax_rnnt.WildcardRNNTLoss(reduction="none"),
 }
 METHODS = "align", "arc_log_probs", "label_frames", "label_log_probs", "latency", "posteriors"
-for _name, _loss in LOSSES.items():
-    case("logits", *SEQUENCES, name=_name)(lambda shared, *batch, loss=_loss: loss(*batch))
-for _name in METHODS:
-    case("logits", *SEQUENCES, name=f"RNNTLoss.{_name}")(lambda shared, *batch, name=_name: getattr(LOSS, name)(*batch))
-
-
-@case("logits", *SEQUENCES)
-def rnnt_loss(shared, *batch):
-    return jax_rnnt.rnnt_loss(*batch, reduction="none")
-
-
-@case("encoder", "rows", *SEQUENCES)
-def LinearJoint(shared, encoder, rows, *batch):
-    return LOSS(jax_rnnt.JointLogits(jax_rnnt.LinearJoint(shared["out"]), encoder, rows), *batch)
-
-
-@case("encoder", "rows", *SEQUENCES)
-def JointLogits(shared, encoder, rows, *batch):
-    joint = lambda encoder, rows: jnp.tanh(encoder * rows) @ shared["out"]
-    return LOSS(jax_rnnt.JointLogits(joint, encoder, rows), *batch)
-
-
-@case("encoder", "rows", *SEQUENCES)
-def AdditiveLogits(shared, encoder, rows, *batch):
-    scores = encoder @ shared["out"], rows @ shared["out"]
-    return LOSS(jax_rnnt.AdditiveLogits(*scores, lm_only_scale=0.2), *batch)
+CALLS = LOSSES | {f"RNNTLoss.{name}": getattr(LOSS, name) for name in METHODS}
+CALLS["plot.arc_posteriors"] = functools.partial(plot.arc_posteriors, LOSS)
+CALLS["rnnt_loss"] = functools.partial(jax_rnnt.rnnt_loss, reduction="none")
+CASES |= {name: Case(lambda shared, *batch, call=call: call(*batch), OF_LOGITS) for name, call in CALLS.items()}
+LAYOUTS = {
+    "LinearJoint": lambda out, *rows: jax_rnnt.JointLogits(jax_rnnt.LinearJoint(out), *rows),
+    "JointLogits": lambda out, *rows: jax_rnnt.JointLogits(lambda x, y: jnp.tanh(x * y) @ out, *rows),
+    "AdditiveLogits": lambda out, x, y: jax_rnnt.AdditiveLogits(x @ out, y @ out, lm_only_scale=0.2),
+}
+for _name, _make in LAYOUTS.items():
+    CASES[_name] = Case(lambda shared, x, y, *batch, make=_make: LOSS(make(shared["out"], x, y), *batch), OF_ROWS)
 
 
 def packed_rows(logits, frames, labels):
@@ -126,7 +113,7 @@ def packed_rows(logits, frames, labels):
     return packed, {"logit_lengths": 0 * frames + most, "target_lengths": 0 * labels + (columns - 1)}
 
 
-@case("logits", *SEQUENCES)
+@case(*OF_LOGITS)
 def PackedLogits(shared, logits, targets, frames, labels):
     packed, full = packed_rows(logits, frames, labels)
     return LOSS(packed, targets, **full)
@@ -137,14 +124,14 @@ def band(logits, first, width):
     return jnp.take_along_axis(logits, index[..., None], -2)
 
 
-@case("logits", *SEQUENCES)
+@case(*OF_LOGITS)
 def prune_ranges(shared, logits, targets, frames, labels):
     lengths = {"logit_lengths": frames, "target_lengths": labels}
     blank, label = LOSS.posteriors(logits, targets, **lengths)
     return jax_rnnt.prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=2)
 
 
-@case("logits", *SEQUENCES)
+@case(*OF_LOGITS)
 def BandLogits(shared, logits, targets, frames, labels):
     first = prune_ranges(shared, logits, targets, frames, labels)
     return LOSS(jax_rnnt.BandLogits(band(logits, first, 2), first), targets, frames, labels)
@@ -165,7 +152,7 @@ def nodes_by_hand(shared, encoder, rows, targets, frames, labels):
     return (np.where(inside, x.sum(-1) + here, 0)).sum((1, 2))
 
 
-@case("encoder", "rows", *SEQUENCES, truth=nodes_by_hand)
+@case(*OF_ROWS, truth=nodes_by_hand)
 def sum_over_nodes(shared, encoder, rows, targets, frames, labels):
     def function(logits, labels):
         one = jax.nn.one_hot(labels, V, dtype=logits.dtype)
@@ -209,15 +196,15 @@ def mwer_loss(shared, rows, errors):
 
 
 @case("logits", "frames", "labels", name="lattices.log_likelihood")
-def log_likelihood(shared, logits, frames, labels):
-    return lattices.log_likelihood(
-        lattices.STANDARD, {"blank": logits[..., 0], "label": logits[..., 1]}, frames, labels
-    )
+def log_likelihood(shared, logits, *lengths):
+    return lattices.log_likelihood(lattices.STANDARD, {"blank": logits[..., 0], "label": logits[..., 1]}, *lengths)
 
 
-@case("frames", truth=lambda shared, frames: np.arange(T) >= frames[:, None])
-def paddings_from_lengths(shared, frames):
-    return jax_rnnt.paddings_from_lengths(frames, T)
+def paddings_by_hand(shared, frames):
+    return np.arange(T) >= frames[:, None]
+
+
+CASES["paddings_from_lengths"] = Case(lambda _, x: jax_rnnt.paddings_from_lengths(x, T), ("frames",), paddings_by_hand)
 
 
 @case("frame_logits", "frames", truth=lambda shared, x, frames: frames)
@@ -240,27 +227,23 @@ def search(shared, joint="linear", loss=LOSS, **options):
     return decode.Search(loss, joint, predictor(shared), max_labels=4, max_symbols=2, **options)
 
 
-@case("encoder", "frames", name="decode.Search.greedy")
-def greedy(shared, *batch):
-    return search(shared).greedy(*batch)
+CASES |= {
+    "decode.Search.greedy": Case(lambda shared, *batch: search(shared).greedy(*batch), SEARCHED),
+    "decode.Search.beam": Case(lambda shared, *batch: search(shared, "function").beam(*batch, width=2), SEARCHED),
+}
 
 
-@case("encoder", "frames", name="decode.Search.greedy of TDT")
+@case(*SEARCHED, name="decode.Search.greedy of TDT")
 def greedy_tdt(shared, *batch):
     return search(shared, "function", jax_rnnt.TDTLoss((0, 2)), confidence=decode.Entropy()).greedy(*batch)
 
 
-@case("encoder", "frames", name="decode.Search.beam")
-def beam(shared, *batch):
-    return search(shared, "function").beam(*batch, width=2)
-
-
-@case("encoder", "frames", "key", name="decode.Search.sample")
+@case(*SEARCHED, "key", name="decode.Search.sample")
 def sample(shared, encoder, frames, key):
     return search(shared).sample(encoder, frames, jax.random.wrap_key_data(key), samples=2, top_p=0.9)
 
 
-@case("encoder", "frames", name="decode.Search with fusion")
+@case(*SEARCHED, name="decode.Search with fusion")
 def fused(shared, encoder, frames):
     """A network in training, a list of phrases and a mask, with weights that are numbers of the program."""
     model = decode.stateless_predictor(lambda labels: shared["table"][labels[:, -1]] @ shared["out"], 1, BLANK)
@@ -270,7 +253,7 @@ def fused(shared, encoder, frames):
     return search(shared, fusion=fusion, ilm_weight=shared["out"][0, 1] ** 2).beam(encoder, frames, 3)
 
 
-@case("encoder", "frames", name="decode streams")
+@case(*SEARCHED, name="decode streams")
 def streams(shared, encoder, frames):
     """Two parts of a stream; between them labels are committed, and a state is split and joined again."""
     of = search(shared)
@@ -298,15 +281,8 @@ def phrase_scores(shared, *batch):
 
 
 def levenshtein(shared, labels, counts, targets, lengths):
-    def distance(a, b):
-        return (
-            max(len(a), len(b))
-            if not (a and b)
-            else min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
-        )
-
     rows = zip(labels[..., 0].round().astype(int).tolist(), counts, targets.tolist(), lengths)
-    return np.array([distance(a[:n], b[:m]) for a, n, b, m in rows])
+    return np.array([truth_of.edit_distance(a[:n], b[:m]) for a, n, b, m in rows])
 
 
 @case("rows", "labels", "targets", "labels", name="metrics.edit_distance", truth=levenshtein)
@@ -321,7 +297,7 @@ HOST = {  # of NumPy arrays, texts and files, and of values that are known
     *(f"metrics.{x}" for x in ("calibration", "correct_words", "label_errors", "utterance_confidence")),
     *(f"metrics.{x}" for x in ("word_confidence", "Calibration", "LabelErrors")),
     *("decode.NGram", "decode.WordNGram", "decode.FoundPhrase"),
-    *(f"plot.{x}" for x in ("arc_posteriors", "draw_emissions", "draw_lattice")),
+    *(f"plot.{x}" for x in ("draw_emissions", "draw_lattice")),
     *(f"timing.{x}" for x in ("Interval", "captions", "frames_to_seconds", "intervals", "to_json", "words")),
     *(f"timing.{x}" for x in ("read_ctm", "write_ctm", "write_srt", "write_textgrid", "write_vtt")),
 }

@@ -1,4 +1,7 @@
-"""Can a training step be exported, stored, and run elsewhere? Every loss for arrays of any size: test_promises.py."""
+"""Can a training step be exported, stored, and run elsewhere, with the library's types as arguments and results?
+
+Every loss for arrays of any size: test_promises.py.
+"""
 
 import warnings
 
@@ -13,7 +16,7 @@ import decoding
 import family
 import jax_rnnt
 import platforms
-from jax_rnnt import JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss
+from jax_rnnt import BandLogits, JointLogits, LinearJoint, PackedLogits, RNNTLoss, TDTLoss, decode, metrics
 from jax_rnnt._xla import loading, primitive
 
 pytestmark = pytest.mark.no_kernel
@@ -139,3 +142,23 @@ def test_symbolic_search(search, kind, flax_promotion):
     encoder = np.random.default_rng(0).normal(size=(3, 7, 4)).astype(np.float32)
     arrays = encoder, np.array([7, 5, 0], np.int32), np.ones((3, 2), np.int32)
     check_symbolic(f, ((b, t, 4), (b,), (b, u)), arrays)
+
+
+RESULTS = jax_rnnt.Alignment, decode.Hypotheses, decode.FoundPhrase, metrics.LabelErrors
+TYPES = [result(*np.arange(1.0 * len(result._fields))) for result in RESULTS]
+TYPES += [TDTLoss((0, 2)), RNNTLoss(reduction="none")]
+TYPES += [BandLogits(np.zeros((2, 3, 2, 4)), np.zeros((2, 3), np.int32))]
+
+
+@pytest.mark.parametrize("x", TYPES, ids=lambda x: type(x).__name__)
+def test_types(x):
+    """A program takes and returns results, losses and arrays of logits, also from a file."""
+    found = exported(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x), [x])[0].call(x)
+    assert type(found) is type(x)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * np.asarray(b)), found, x)
+
+
+def test_a_function_cannot_be_stored():
+    logits = JointLogits(LinearJoint(np.zeros((4, 6))), np.zeros((5, 4)), np.zeros((3, 4)))
+    with pytest.raises(ValueError, match=r"JointLogits|LinearJoint"):
+        exported(lambda x: jax.tree.leaves(x)[0], [logits])

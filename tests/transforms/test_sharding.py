@@ -143,18 +143,6 @@ def test_shard_map_invariant_logits(kernel, devices):
     np.testing.assert_allclose(got[1], expected, atol=compare.tolerance(np.float32, 11))
 
 
-def test_pmap(kernel, devices):
-    p, expected = batch_of()
-    split = [x.reshape(8, 2, *x.shape[1:]) for x in p]
-
-    def body(*p):
-        value, gradient = jax.value_and_grad(call(family.RNNT, kernel))(*p)
-        return jax.lax.pmean(value, "data"), gradient
-
-    values, gradient = jax.pmap(body, axis_name="data", devices=devices)(*split)
-    compare.assert_mean((values[0], gradient.reshape(p.logits.shape) / 8), expected)
-
-
 @pytest.mark.parametrize("kind", ["pmap", "unchecked", "checked"])
 def test_gradient_inside(kernel, devices, kind):
     """The steps of docs/sharding.md, which take the gradient on each device: of a bias that all devices share, and of

@@ -1,4 +1,4 @@
-"""Three made-up recordings with labels, which golden files, tests and docs/parakeet.md share."""
+"""Three made-up recordings with labels, which golden files, tests and docs/speech/parakeet.md share."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
 """Makes a corpus of synthetic speech: real sentences, many voices, rates and noises, in the layout of LibriSpeech.
 
     apt-get install espeak-ng fortunes
-    python recipes/corpora/synthetic_speech.py FOLDER
+    python speech/recipes/corpora/synthetic_speech.py FOLDER
 
 Sentences and voices of valid and test, which are espeak-ng's, are in no other split. The same seed and texts give the
 same corpus.

@@ -1,6 +1,6 @@
 """Three ways to emit labels earlier, of a model that sees no future: FastEmit, delay penalty and minimum latency.
 
-    python recipes/latency.py
+    python speech/recipes/latency.py
 
 One model is trained, then fine-tuned in each way at each strength. `runs/recipes/latency.png` has delay against error
 rate; delay is that of the expected frame of a label behind the last column of its digit.

@@ -1,6 +1,6 @@
 """Another domain by text alone: HAT (Variani et al. 2020) subtracts its internal language model, an n-gram replaces it.
 
-    python recipes/hat.py
+    python speech/recipes/hat.py
 
 The model is trained on random digits; those of the test follow each other as a source wants it. A bigram model is
 estimated on texts of that source, and weights are chosen on lines other than those of the figures.

@@ -1,7 +1,8 @@
 """Strings of 3 to 7 digits as corpora, drawn anew each time: handwritten (scikit-learn's scans) or spoken.
 
-rnnt-speech train --config recipes/corpora/handwritten_digits.json
-rnnt-speech train --config recipes/corpora/spoken_digits.json --train recipes/corpora/digits.py:spoken:FOLDER
+rnnt-speech train --config speech/recipes/corpora/handwritten_digits.json
+rnnt-speech train --config speech/recipes/corpora/spoken_digits.json \
+    --train speech/recipes/corpora/digits.py:spoken:FOLDER
 """
 
 import re
@@ -126,10 +127,10 @@ class Spoken:
 
 
 def handwritten(config, split):
-    """--train recipes/corpora/digits.py:handwritten."""
+    """--train speech/recipes/corpora/digits.py:handwritten."""
     return Handwritten(split)
 
 
 def spoken(config, split, folder):
-    """--train recipes/corpora/digits.py:spoken:FOLDER."""
+    """--train speech/recipes/corpora/digits.py:spoken:FOLDER."""
     return Spoken(folder, config, split)

@@ -1,7 +1,7 @@
 """Training on transcripts with errors: losses whose paths may leave wrong labels out, or frames without a label.
 
-    python recipes/noisy_transcripts.py
-    python recipes/noisy_transcripts.py --error replaced    # or inserted, cut
+    python speech/recipes/noisy_transcripts.py
+    python speech/recipes/noisy_transcripts.py --error replaced    # or inserted, cut
 
 A share of the labels is wrong, anew in every batch. RNN-T and a robust loss learn from the same batches and read
 held-out lines. A model that cannot tell digits yet learns to skip them: most skips are not allowed in the first half.

@@ -1,6 +1,6 @@
 """A transducer in Flax Linen: modules of `jax_rnnt.flax.linen`, an encoder of your own, optax.
 
-python recipes/linen.py
+python speech/recipes/linen.py
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Minimum word error rate training (Prabhavalkar et al. 2018): a trained model lowers the errors of its N-best lists.
 
-python recipes/mwer.py
+python speech/recipes/mwer.py
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Knowledge distillation (Panchapagesan et al. 2021): a small student learns the joint's rows of a larger teacher.
 
-    python recipes/distillation.py
+    python speech/recipes/distillation.py
 
 At every node of the lattice the student's classes are pulled to the teacher's: the divergence of the three classes
 blank, label that leaves the node, and rest. `sum_over_nodes` adds it up in tiles; no logits of all nodes exist.
