@@ -417,7 +417,7 @@ def test_storage(tmp_path, monkeypatch):
         known = json.loads((folder / "lengths.json").read_text())
         assert [*known["files"]] == [str(tmp_path / "b.wav")] and lengths.of(tmp_path / "a.wav") == good
         (folder / "lengths.json").write_text(json.dumps(known | {"form": 1}))  # of earlier versions
-        assert not cache.Lengths(folder).known
+        assert not cache.Lengths(folder).files
         # Features, too, are made again at the next start.
         (tmp_path / "c.jsonl").write_text('{"audio": "a.wav", "text": "A"}\n{"audio": "c.wav", "text": "B"}\n')
         audio.write(tmp_path / "c.wav", SWEEP[::-1], RATE)

@@ -350,9 +350,9 @@ def test_the_cache(tmp_path, monkeypatch, capsys):
         lengths.write()
     stamp = cache.stamp(tmp_path / "a.wav")
     write_audio(tmp_path / "a.wav", 0.2, seed=1)
-    assert cache.stamp(tmp_path / "a.wav") != stamp and cache.Lengths(tmp_path).known
+    assert cache.stamp(tmp_path / "a.wav") != stamp and cache.Lengths(tmp_path).files
     monkeypatch.setattr(cache, "FORM", 0)
-    assert not cache.Lengths(tmp_path).known
+    assert not cache.Lengths(tmp_path).files
 
 
 @pytest.mark.slow

@@ -25,53 +25,57 @@ LIMIT = np.finfo(np.float16).max
 
 def stamp(path):
     """What tells that a file has changed."""
-    known = os.stat(getattr(path, "archive", path))
-    return [str(path), known.st_size, known.st_mtime_ns]
+    status = os.stat(getattr(path, "archive", path))
+    return [str(path), status.st_size, status.st_mtime_ns]
 
 
 def stamps(paths):
     """The stamps of files, None where there is no such file."""
-    found = []
+    every = []
     for x in dict.fromkeys(paths):
         try:
-            found.append(stamp(x))
+            every.append(stamp(x))
         except (OSError, ValueError):
-            found.append(None)
-    return found
+            every.append(None)
+    return every
 
 
 class Lengths:
     """Stretches of audio files, or why they cannot be read, from earlier starts. Without a folder it forgets."""
 
     def __init__(self, folder=None):
-        self.path, self.known = folder and folder / "lengths.json", {}
+        self.path, self.files = folder and folder / "lengths.json", {}
         try:
             stored = json.loads(self.path.read_text("utf-8")) if self.path else {}
-            self.known = stored["files"] if stored.get("form") == FORM else {}
+            self.files = stored["files"] if stored.get("form") == FORM else {}
         except (OSError, ValueError):
             pass  # they are decoded anew
 
     def of(self, path):
         """Stretches of a file, or an AudioError."""
         now = (stamps([path])[0] or [None])[1:]
-        known = self.known.get(str(path))
-        if known and now == known[:2]:
-            found = known[2]
-            return audio.AudioError(path, found) if isinstance(found, str) else [audio.Stretch(*x) for x in found]
+        stored = self.files.get(str(path))
+        if stored and now == stored[:2]:
+            stretches = stored[2]
+            return (
+                audio.AudioError(path, stretches)
+                if isinstance(stretches, str)
+                else [audio.Stretch(*x) for x in stretches]
+            )
         try:
-            found = audio.stretches(path)
+            stretches = audio.stretches(path)
         except audio.AudioError as error:
-            found = error
-        bad = isinstance(found, audio.AudioError)
-        if now and not (bad and found.passing):
-            self.known[str(path)] = [*now, found.reason if bad else found]
-        return found
+            stretches = error
+        bad = isinstance(stretches, audio.AudioError)
+        if now and not (bad and stretches.passing):
+            self.files[str(path)] = [*now, stretches.reason if bad else stretches]
+        return stretches
 
     def write(self):
         if self.path and not jax.process_index():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             part = self.path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({"form": FORM, "files": self.known}), "utf-8")
+            part.write_text(json.dumps({"form": FORM, "files": self.files}), "utf-8")
             part.replace(self.path)
 
 

@@ -28,10 +28,10 @@ def usable(entries, report, lengths):
         report.add(*x) if isinstance(x, Fault) else listed.append(x)
     files = list(dict.fromkeys(x.audio for x in listed))
     with ThreadPoolExecutor(READERS) as pool:
-        found = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
+        stretches = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
     lengths.write()
     for entry in listed:
-        file = found[entry.audio]
+        file = stretches[entry.audio]
         try:
             if isinstance(file, AudioError):
                 raise file

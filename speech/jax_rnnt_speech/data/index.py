@@ -130,8 +130,8 @@ def of_header(recording):
         end = begin + recording.size if member else file.seek(0, os.SEEK_END)
         part = headers.Part(file, begin, end)
         start = part.at(0, storage.HEAD)
-        if known := headers.seconds(start, end - begin):
-            return known
+        if stated := headers.seconds(start, end - begin):
+            return stated
         if start.startswith(b"RIFF") and len(headers.begins(part)) > 1:  # several files that are joined
             return audio.seconds(audio.stretches(recording))
         headers.correct(part)
@@ -189,16 +189,16 @@ def indexed(shards, keys, folder, number=0, count=0):
 
 
 def fill(shards, keys, folder, count):
-    found, faults, read = [], [], functools.partial(scanned, shards, keys)
+    scans, faults, read = [], [], functools.partial(scanned, shards, keys)
     for x in outputs.bar(workers.items(read, len(shards), THREADS, count), "shards", len(shards)):
-        found.append(x[:2])
+        scans.append(x[:2])
         faults += x[2]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with outputs.whole(folder) as part:
         part.mkdir()
         empty = np.zeros((0, 5), np.int64), np.zeros(0, np.float32)
-        rows, seconds = map(np.concatenate, zip(*[*found, empty]))
-        shard = np.repeat(np.arange(len(found), dtype=np.int32), [len(x) for x, _ in found])
+        rows, seconds = map(np.concatenate, zip(*[*scans, empty]))
+        shard = np.repeat(np.arange(len(scans), dtype=np.int32), [len(x) for x, _ in scans])
         for key, x in zip(ARRAYS, (rows, seconds, shard)):
             np.save(part / f"{key}.npy", x)
         (part / "faults.json").write_text(json.dumps(faults), "utf-8")

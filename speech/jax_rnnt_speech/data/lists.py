@@ -154,8 +154,10 @@ def table(path, keys):
     for option, choices in zip(COLUMNS, keys):
         optional = option == "--speaker-column" and len(choices) > 1
         if choices and not optional and not set(choices) & set(names):
-            known = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
-            raise ListError(path, f"must have {known} in its first line ({option} names another), got {names}"[:1000])
+            expected = "the column " + choices[0] if len(choices) == 1 else "one of the columns " + ", ".join(choices)
+            raise ListError(
+                path, f"must have {expected} in its first line ({option} names another), got {names}"[:1000]
+            )
     used = [x for x in names if x]
     if len(set(used)) < len(used):
         raise ListError(path, f"must name each column once, got {names}"[:1000])
@@ -208,8 +210,8 @@ def no_corpus(path, what):
     inside = [x for level in ("*", "*/*") for x in sorted(path.glob(level)) if not is_hidden(x.relative_to(path))]
     if any(x.suffix == ".arrow" for x in inside):
         return ListError(path, f"is a folder {SAVED}")
-    found = [x for x in inside if (suffix_of(x) in LISTS or x.name == "wav.scp") and x.is_file()]
-    best = max(found, default=None, key=lambda x: ("train" in str(x.relative_to(path)).lower(), x.stat().st_size))
+    lists = [x for x in inside if (suffix_of(x) in LISTS or x.name == "wav.scp") and x.is_file()]
+    best = max(lists, default=None, key=lambda x: ("train" in str(x.relative_to(path)).lower(), x.stat().st_size))
     such = f"such as {best.parent if best.name == 'wav.scp' else best}" if best else MANIFESTS
     return ListError(path, f"holds no {what}; to read a manifest, name it ({such})")
 
@@ -223,13 +225,13 @@ def below(folder):
     def fail(error):
         raise error
 
-    seen, found = {os.path.realpath(folder)}, []
+    seen, files = {os.path.realpath(folder)}, []
     for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         real = {x: os.path.realpath(os.path.join(place, x)) for x in folders}
         several = (x for x in sorted(folders) if not is_hidden(f"{x}/"))
         folders[:] = [x for x in several if real[x] not in seen and not seen.add(real[x])]
-        found += [Path(place, x) for x in names if not is_hidden(x)]
-    return sorted(found)
+        files += [Path(place, x) for x in names if not is_hidden(x)]
+    return sorted(files)
 
 
 def recordings(path):
@@ -247,12 +249,12 @@ def key_of(file):
 
 def beside(path):
     """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, beside the audio files NAME.*."""
-    files, found = {}, below(path)
-    for x in found:
+    files, inside = {}, below(path)
+    for x in inside:
         if x.suffix.lower() in SUFFIXES and files.setdefault(key_of(x), x) != x:
             yield Fault("a second audio file for the same text", str(x.relative_to(path)))
-    unused, lists = dict(files), [x for x in found if x.name.endswith(".trans.txt")]
-    texts = [x for x in found if x.suffix.lower() == ".txt" and (key_of(x) in files or not lists)]
+    unused, lists = dict(files), [x for x in inside if x.name.endswith(".trans.txt")]
+    texts = [x for x in inside if x.suffix.lower() == ".txt" and (key_of(x) in files or not lists)]
     if not lists and not any(key_of(x) in files for x in texts):
         raise no_corpus(path, "*.trans.txt as LibriSpeech does, no wav.scp as Kaldi, and no audio files with a text "
                         "of the same name")  # fmt: skip
@@ -266,8 +268,8 @@ def beside(path):
             leave_out_if(file is None, "a text without its audio file")
             leave_out_if(first is None, "a second text for the same audio file")
             names = Path(os.path.abspath(file)).parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
-            known = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
-            yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=known)
+            speaker = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
+            yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=speaker)
         except LineError as error:
             yield Fault(str(error), line)
     yield from (Fault("an audio file without a text", str(x.relative_to(path))) for x in unused.values())
@@ -281,12 +283,12 @@ def kaldi(path, texts=True):
 
     def by_name(name):
         """{a name: the rest of its line}, or the LineError that two lines of one name differ."""
-        found = {}
+        rests = {}
         for x, *rest in fields(name):
-            rest, other = "".join(rest).strip(), found.get(x)
+            rest, other = "".join(rest).strip(), rests.get(x)
             twice = other is not None and other != rest
-            found[x] = LineError(f"two lines of one name in {name}: {other} and {rest}") if twice else rest
-        return found
+            rests[x] = LineError(f"two lines of one name in {name}: {other} and {rest}") if twice else rest
+        return rests
 
     files, speakers = by_name("wav.scp"), by_name("utt2spk") if (path / "utt2spk").exists() else {}
     segments = {x: f"{x} 0 -1" for x in files}
@@ -326,7 +328,7 @@ def once(paths, same=False, named=False):
 
     `same`: all of them do, whatever their names are. `named`: a person named each, so that those that differ are kept.
     """
-    paths, found = [Path(x) for x in paths], set()
+    paths, twins = [Path(x) for x in paths], set()
     some = paths if same else sorted(filter(Path.is_file, paths), key=form_of)
     for _, group in itertools.groupby(some, lambda x: same or form_of(x)[:3]):
         first, *others = group
@@ -336,8 +338,8 @@ def once(paths, same=False, named=False):
                     continue
                 raise ListError(x, f"and {first} stand for the same, and differ: leave one of them out")
             say(f"{x} is not read: {first} stands for the same")
-            found.add(x)
-    return [x for x in paths if x not in found]
+            twins.add(x)
+    return [x for x in paths if x not in twins]
 
 
 def form_of(path):

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_rnnt_speech.data import audio, augmentation, batches, features, index, texts
+from jax_rnnt_speech.data import audio, augmentation, batches, features, texts
 from jax_rnnt_speech.data import tokens as vocabularies
 from jax_rnnt_speech.data.archives import storage
+from jax_rnnt_speech.data.index import surely_longer
 from jax_rnnt_speech.data.rows import Fault, LineError, differs, leave_out_if
 from jax_rnnt_speech.data.utterances import Utterance
 
@@ -44,8 +45,8 @@ def is_long(entry, seconds, most):
     A file may have no more than half of a segment, and a clip that the times of its row do not fit is read as a whole.
     """
     if getattr(entry, "end", None) is None:
-        return index.surely_longer(seconds, most)
-    return not getattr(entry.audio, "clip", False) and index.surely_longer(seconds, 2 * most)
+        return surely_longer(seconds, most)
+    return not getattr(entry.audio, "clip", False) and surely_longer(seconds, 2 * most)
 
 
 def roomy(shape, frames, labels):
@@ -120,10 +121,10 @@ class Loader:
     def loaded(self, entry, index, version, key, notes):
         """(features, labels) of an utterance, or a LineError or AudioError that says why there are none."""
         vocabulary, normalize, extractor, versions = self.tools
-        known = isinstance(entry, Utterance)  # whose text is what is taught
-        labels = vocabulary.encode(entry.text if known else text_of(entry, normalize))
+        remembered = isinstance(entry, Utterance)  # whose text is what is taught
+        labels = vocabulary.encode(entry.text if remembered else text_of(entry, normalize))
         leave_out_if(labels is None, "characters outside the vocabulary")
-        if known:
+        if remembered:
             x = index.load(key[2], version, np.random.default_rng((self.config.run.seed, 5, *key)))
             leave_out_if(x is None, "no readable audio")
         else:

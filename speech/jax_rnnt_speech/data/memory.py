@@ -51,8 +51,8 @@ class Remembered:
 
     def heard(self, items, versions, speeds, most):
         """(versions, seconds) of items: they may be too long for the speed of theirs."""
-        found = self.frames[items, versions]
-        versions = np.where(found, versions, versions - versions % len(speeds))  # without another speed
+        frames = self.frames[items, versions]
+        versions = np.where(frames, versions, versions - versions % len(speeds))  # without another speed
         return versions, self.frames[items, versions] * self.hop
 
 
@@ -60,8 +60,10 @@ def of_function(corpus, number, readers):
     """The Remembered of a corpus that a function makes, and the items of a reader."""
     frames = np.array([[x.frames] for x in corpus.utterances], np.int64).reshape(-1, 1)
     places = np.arange(len(frames))
-    found = Remembered(number, corpus.utterances, frames, corpus.hop, corpus, places, np.zeros(len(frames), np.int32))
-    return found, places[number::readers][frames[number::readers, 0] > 0]
+    remembered = Remembered(
+        number, corpus.utterances, frames, corpus.hop, corpus, places, np.zeros(len(frames), np.int32)
+    )
+    return remembered, places[number::readers][frames[number::readers, 0] > 0]
 
 
 def kept(loader, place, items, folder, report, processes):
@@ -100,9 +102,9 @@ def kept(loader, place, items, folder, report, processes):
         x = index.entry(int(items[i]), False)
         utterances.append(Utterance(x.name, int(frames[i, 0]), text_of(x, normalize), x.speaker, frames[i, 0] * hop))
     numbers = items[places]
-    found = Remembered(index.number, utterances, frames[places], hop, arrays, places, np.asarray(index.shards[numbers]),
+    remembered = Remembered(index.number, utterances, frames[places], hop, arrays, places, np.asarray(index.shards[numbers]),
                        index.listed, functools.partial(original, index, numbers), [arrays.folder.name])  # fmt: skip
-    return found, numbers
+    return remembered, numbers
 
 
 def original(index, numbers, i, sought):

@@ -115,9 +115,9 @@ def later(a, b):
     return a > b + TOUCH
 
 
-def differs(stated, found):
+def differs(stated, seconds):
     """Whether a file lasts other than its manifest states. A whole number of seconds may have been rounded."""
-    return abs(stated - found) > NEAR[0] + NEAR[1] * found + (stated == round(stated))
+    return abs(stated - seconds) > NEAR[0] + NEAR[1] * seconds + (stated == round(stated))
 
 
 def missing(x):
@@ -193,8 +193,8 @@ def channel(row, keys=CHANNEL_KEYS):
 def as_integer(x):
     """1, 1.0, "1" or "1.0", as columns with gaps have them, as a number from 0 on; None: it is none."""
     if isinstance(x, (int, float, str)) and not isinstance(x, bool):
-        found = re.fullmatch(r"(\d{1,9})(?:\.0+)?", str(x))
-        return int(found[1]) if found else None
+        whole = re.fullmatch(r"(\d{1,9})(?:\.0+)?", str(x))
+        return int(whole[1]) if whole else None
     return None
 
 
@@ -232,9 +232,9 @@ def located(name, manifest):
     if os.path.isfile(usual := os.path.join(manifest.parent, name)):
         return Path(usual)
     places = manifest.parent, manifest.parent / "clips", Path()
-    found = next((file for x in places if is_file(file := actual(x / name))), None)
-    other = name.replace("\\", os.sep) if found or not re.match("~|[A-Za-z][A-Za-z0-9+.-]+:/", name) else local(name)
-    return found or next((file for x in places if is_file(file := actual(x / other))), manifest.parent / other)
+    here = next((file for x in places if is_file(file := actual(x / name))), None)
+    other = name.replace("\\", os.sep) if here or not re.match("~|[A-Za-z][A-Za-z0-9+.-]+:/", name) else local(name)
+    return here or next((file for x in places if is_file(file := actual(x / other))), manifest.parent / other)
 
 
 def local(name):
@@ -274,8 +274,8 @@ def entry(row, path, keys, name=""):
     if (start, end) != (0.0, None):
         audio += f" from {start:g} s" + (f" to {end:g} s" if end is not None else "")
     where, spoken_by = (start, end, channel(row), whole), speaker(row, notes, keys[2])
-    found = Entry(name or audio, file, text, *where, spoken_by, tuple(notes), keys is not PLAIN)
-    return found._replace(split=str(first_of(row, SPLIT_KEYS) or ""))
+    complete = Entry(name or audio, file, text, *where, spoken_by, tuple(notes), keys is not PLAIN)
+    return complete._replace(split=str(first_of(row, SPLIT_KEYS) or ""))
 
 
 def utterances(row, path, line, keys):
@@ -293,8 +293,8 @@ def utterances(row, path, line, keys):
         try:
             leave_out_if_marked(part)
             leave_out_if(span(part, [])[:2] == (0.0, None), "a segment without start and end")
-            found, notes = entry(common | part, path, keys), []
-            yield found._replace(whole=length(row, notes), notes=(*found.notes, *notes))
+            segment, notes = entry(common | part, path, keys), []
+            yield segment._replace(whole=length(row, notes), notes=(*segment.notes, *notes))
         except LineError as error:
             yield Fault(str(error), f"{line} segment {i}")
 
@@ -341,14 +341,14 @@ def supervision(x, name, row, recording, path, first, whole):
     leave_out_if(chosen is None and len(sources) > 1, "a recording of Lhotse in several files, without a channel")
     wanted = {chosen} if isinstance(chosen, int) else set(chosen or ())
     for source in sources:
-        known = source.get("channels") or [0]
-        if isinstance(known, list) and wanted <= {y for y in known if type(y) is int}:
-            places = [known.index(y) for y in sorted(wanted)]
+        channels = source.get("channels") or [0]
+        if isinstance(channels, list) and wanted <= {y for y in channels if type(y) is int}:
+            places = [channels.index(y) for y in sorted(wanted)]
             places = places[0] if len(places) == 1 else places or None
             said = {key: x[key] for key in ("text", *SPEAKER_KEYS) if key in x}
             where = {"audio": source.get("source"), "start": start, "end": first + offset + duration}
-            found, notes = entry({"text": "", "channel": places} | said | where, path, PLAIN, name), []
-            return found._replace(whole=length(recording, notes), notes=(*found.notes, *notes))
+            part, notes = entry({"text": "", "channel": places} | said | where, path, PLAIN, name), []
+            return part._replace(whole=length(recording, notes), notes=(*part.notes, *notes))
     raise LineError("no source of Lhotse has the channel")
 
 

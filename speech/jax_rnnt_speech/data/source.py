@@ -404,7 +404,7 @@ class Source:
 
     def planned(self):
         """(shape, rows of this process) of batches for what came too late; processes have as many of each shape."""
-        shapes, found = self.loads.shapes, []
+        shapes, plan = self.loads.shapes, []
         groups = [[] for _ in shapes]
         for x in self.late:
             k = next(k for k, shape in enumerate(shapes) if roomy(shape, x.frames, x.labels))
@@ -413,8 +413,8 @@ class Source:
         counts = hosts.gathered(np.array([[-(-len(x) // size) for x, size in zip(groups, sizes)]])).max(0)
         for k, (rows, size, count) in enumerate(zip(groups, sizes, counts.tolist())):
             rows += [None] * (count * size - len(rows))
-            found += [(k, rows[i * size : (i + 1) * size]) for i in range(count)]
-        return found
+            plan += [(k, rows[i * size : (i + 1) * size]) for i in range(count)]
+        return plan
 
     def taken(self, batch, step, then):
         """A batch as `read` gives it; what it lacks is noted."""

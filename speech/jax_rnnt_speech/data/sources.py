@@ -111,8 +111,8 @@ def of_folders(base, folder):
     """(split, group) by the names of the folders from a base on; the outermost that says one decides."""
     parts = [x for x in os.path.relpath(folder or ".", base).split(os.sep) if x != "."]
     for i, part in enumerate(parts, 1):
-        if found := word_of(part):
-            return found[0], os.path.join(base, *parts[:i])
+        if word := word_of(part):
+            return word[0], os.path.join(base, *parts[:i])
     return "", os.path.join(base, parts[0]) if parts else ""
 
 
@@ -120,15 +120,15 @@ def split_of(base, path, with_name):
     """(split, group) of a file by its folders from a base on, and perhaps by its name."""
     folder, name = os.path.split(path)
     split, group = of_folders(str(base), folder)
-    if not split and with_name and (found := word_of(name)):
-        split, end = found
+    if not split and with_name and (word := word_of(name)):
+        split, end = word
         return split, os.path.join(folder, f"{name[:end]}*{os.path.splitext(name)[1]}")
     return split, group or str(path)
 
 
 def files_of(name):
     """The Files that a source names."""
-    name, found = archives.weighted(name)[0], []
+    name, files = archives.weighted(name)[0], []
     several = archives.is_pattern(name)
     fixed = os.path.dirname(re.split(r"[*?[{]|_OP_", name)[0])
     for path in map(Path, archives.expanded(name)):
@@ -147,8 +147,8 @@ def files_of(name):
             splits = [split_of(base, x, False) for x in inside]
         for x, (split, group) in zip(inside, splits):
             rows = rows_of(x, kind)
-            found.append(File(str(x), kind, rows[0][0] if len(rows) == 1 else split, group, rows))
-    return found
+            files.append(File(str(x), kind, rows[0][0] if len(rows) == 1 else split, group, rows))
+    return files
 
 
 def rows_of(path, kind):
@@ -181,13 +181,13 @@ def split_of_row(said):
 
 def listed(sources):
     """The Files of each source, by its name; of none that a function makes, or that cannot be read."""
-    found = {}
+    every = {}
     for x in map(str, names(sources)):
         if not by_function(x):
-            found[x] = []
+            every[x] = []
             with contextlib.suppress(OSError):  # it is an error once it is read
-                found[x] = files_of(x)
-    return found
+                every[x] = files_of(x)
+    return every
 
 
 def once(sources):
@@ -214,19 +214,19 @@ def once(sources):
 
 def places(every):
     """{a file, or what an utterance of it names as its place: the split} of the Files of sources."""
-    found = {x.path: x.split for files in every.values() for x in files}
-    return found | {str(shar.tar_of(Path(x))): split for x, split in found.items() if shar.tar_of(Path(x))}
+    splits = {x.path: x.split for files in every.values() for x in files}
+    return splits | {str(shar.tar_of(Path(x))): split for x, split in splits.items() if shar.tar_of(Path(x))}
 
 
 def described(every):
     """The sources of an option in a line, with their files by kind and split."""
-    found = []
+    lines = []
     for name, files in [*every.items()][:NAMED]:
         kinds = ", ".join(f"{n:,} file{'s' * (n > 1)} of {x}" for x, n in counted(x.kind for x in files))
         splits = [(x or "no split", n) for x, n in counted(x.split for x in files)]
         each = ", ".join(f"{n:,} of {x}" for x, n in splits) if len(splits) > 1 else ""
-        found.append(f"{shown(name)} ({kinds}{': ' * bool(each)}{each})" if files else shown(name))
-    return ", ".join([*found, *[f"{len(every) - NAMED} more"] * (len(every) > NAMED)])
+        lines.append(f"{shown(name)} ({kinds}{': ' * bool(each)}{each})" if files else shown(name))
+    return ", ".join([*lines, *[f"{len(every) - NAMED} more"] * (len(every) > NAMED)])
 
 
 def counted(some):
@@ -236,9 +236,9 @@ def counted(some):
 def unmixed(option, every, held_out=True):
     """Raises where a source has several splits, by names of files and folders or by a column of its rows."""
     for name, files in every.items():
-        found, rows = collections.defaultdict(lambda: collections.defaultdict(list)), collections.Counter()
+        splits, rows = collections.defaultdict(lambda: collections.defaultdict(list)), collections.Counter()
         for x in files:
-            found[x.split][x.group].append(x.path)
+            splits[x.split][x.group].append(x.path)
             rows.update(dict(x.rows))
         source = f"{option} {shown(name)}".strip()
         if mixed(rows, held_out):
@@ -246,10 +246,10 @@ def unmixed(option, every, held_out=True):
             said = " or ".join(SPLIT_KEYS)
             raise UserError(f"{source} mixes splits, as its rows say under {said}: {each}; write the rows of each "
                             "split into a file of its own, and name those that you mean")  # fmt: skip
-        if not mixed(found, held_out) or of_a_speaker(files, found):
+        if not mixed(splits, held_out) or of_a_speaker(files, splits):
             continue
         each = []
-        for split, groups in found.items():
+        for split, groups in splits.items():
             some = [x if len(paths) > 1 or "*" not in x else paths[0] for x, paths in groups.items()]
             some = [*map(shown, some[:NAMED]), *[f"{len(some) - NAMED} more"] * (len(some) > NAMED)]
             each.append(f"{sum(map(len, groups.values())):,} of {split or 'no split'} ({', '.join(some)})")
@@ -264,13 +264,13 @@ def mixed(splits, held_out):
     return len(splits) > 1 and (held_out or not splits.keys() <= {"", "train"})
 
 
-def of_a_speaker(files, found):
+def of_a_speaker(files, splits):
     """Whether the one folder that a word for a split names is rather a person: several others beside it have none."""
-    if len(found) > 2 or "" not in found or any(x.kind != AUDIO for x in files):
+    if len(splits) > 2 or "" not in splits or any(x.kind != AUDIO for x in files):
         return False
-    (split,) = found.keys() - {""}
-    parents = {os.path.dirname(x) for x in found[split]}
-    return len(found[split]) == 1 and sum(os.path.dirname(x) in parents and os.path.isdir(x) for x in found[""]) > 1
+    (split,) = splits.keys() - {""}
+    parents = {os.path.dirname(x) for x in splits[split]}
+    return len(splits[split]) == 1 and sum(os.path.dirname(x) in parents and os.path.isdir(x) for x in splits[""]) > 1
 
 
 def apart(trained, tested):
@@ -319,8 +319,8 @@ def hours(sources, columns):
                     seconds.append((x[1][1] or 0.0) if type(x[1]) is tuple else index.written(x[1]))
         if not all(seconds):
             some = np.unique(np.linspace(0, len(rows) - 1, PROBED).astype(int))
-            found = [seconds[i] or index.by_header(rows[i][0].entry(rows[i][1], keys)) for i in some.tolist()]
-            seconds = [np.nan_to_num(np.abs(found)).mean() * len(rows)]
+            lengths = [seconds[i] or index.by_header(rows[i][0].entry(rows[i][1], keys)) for i in some.tolist()]
+            seconds = [np.nan_to_num(np.abs(lengths)).mean() * len(rows)]
         share = sum(shards[i].amount for i in chosen) / max(1, sum(x.amount for x in shards))
         total += sum(seconds) / 3600 / (share or 1)
     return total

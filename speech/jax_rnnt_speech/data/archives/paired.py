@@ -38,14 +38,15 @@ class Paired(Shard):
         """What the JSON of each line says."""
         return (rows.parsed(line) for *_, line in self.listed())
 
-    def found(self, keys, brief):
-        known, others, base = Names(), {}, Path(self.lines).name  # others: members that are no audio, by their names
+    def located(self, keys, brief):
+        recordings, base = Names(), Path(self.lines).name
+        others = {}  # members that are no audio, by their names
         for x in members(self.path):
             kind = "" if type(x) is Fault else key_of(x.name)[1]
             if type(x) is Fault:
                 yield (), [x]
             elif is_audio(kind):
-                known.add(x.name, (x._replace(start=b""), member_of(self.path, x).seconds))
+                recordings.add(x.name, (x._replace(start=b""), member_of(self.path, x).seconds))
             elif kind and not is_text(kind):
                 others[names.stem(x.name)] = kind
         folders = functools.cache(lambda: self.folders(keys))
@@ -54,10 +55,10 @@ class Paired(Shard):
 
             def where(wanted):
                 nonlocal place
-                found = some(known, wanted)
-                if not found:
-                    raise LineError(self.missing(known, others, wanted))
-                (info, seconds), *more = found
+                fitting = some(recordings, wanted)
+                if not fitting:
+                    raise LineError(self.missing(recordings, others, wanted))
+                (info, seconds), *more = fitting
                 if more:
                     raise LineError(f"two recordings of one name: {two(info, more[0][0])}")
                 bare = len(names.parts(info.name)[0]) < len(names.parts(wanted)[0])
@@ -72,19 +73,19 @@ class Paired(Shard):
 
     def folders(self, keys):
         """The folders that lines name for each last part of a name."""
-        found = collections.defaultdict(set)
+        folders = collections.defaultdict(set)
         for *_, line in self.listed():
             row = rows.parsed(line)
             name = rows.first_of(row, keys[0]) if isinstance(row, dict) else None
             if isinstance(name, str):
-                found[last(name)].add(names.parts(name)[0])
-        return found
+                folders[last(name)].add(names.parts(name)[0])
+        return folders
 
-    def missing(self, known, others, wanted):
+    def missing(self, recordings, others, wanted):
         """Why there is no recording of a name, as far as a second look at the names tells."""
         name = wanted.removesuffix(CUT)
         kind = others.get("/".join(filter(None, name.split("/"))) if name != wanted else names.stem(name))
-        other = f", but .{kind}" if kind else ", but one of another folder" * known.namesakes(name)
+        other = f", but .{kind}" if kind else ", but one of another folder" * recordings.namesakes(name)
         return f"no such recording in {self.base}{other}"
 
     def entries_at(self, where, keys, sought):
@@ -102,11 +103,11 @@ def last(name):
     return re.sub(r"-sub\d+$", "", names.stem(names.parts(name)[1]))
 
 
-def some(known, name):
+def some(recordings, name):
     """The recordings that a name may mean; NeMo writes -sub1, -sub2, ... behind further parts of one."""
     if name.endswith(CUT):
-        return known.find(name.removesuffix(CUT), whole=True)
-    return known.find(name) or known.find(re.sub(r"-sub\d+(?=\.\w+$|$)", "", name))
+        return recordings.find(name.removesuffix(CUT), whole=True)
+    return recordings.find(name) or recordings.find(re.sub(r"-sub\d+(?=\.\w+$|$)", "", name))
 
 
 def described(line, where, name, keys):
@@ -136,6 +137,6 @@ def unpacked(path):
 
 def lines_in(text):
     """(start, size) of the lines that are not empty."""
-    for found in re.finditer(rb"[^\r\n]+", text):
-        if found[0].strip():
-            yield found.start(), len(found[0])
+    for line in re.finditer(rb"[^\r\n]+", text):
+        if line[0].strip():
+            yield line.start(), len(line[0])
