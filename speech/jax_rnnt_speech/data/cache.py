@@ -56,12 +56,8 @@ class Lengths:
         now = (stamps([path])[0] or [None])[1:]
         stored = self.files.get(str(path))
         if stored and now == stored[:2]:
-            stretches = stored[2]
-            return (
-                audio.AudioError(path, stretches)
-                if isinstance(stretches, str)
-                else [audio.Stretch(*x) for x in stretches]
-            )
+            bad = isinstance(stored[2], str)
+            return audio.AudioError(path, stored[2]) if bad else [audio.Stretch(*x) for x in stored[2]]
         try:
             stretches = audio.stretches(path)
         except audio.AudioError as error:

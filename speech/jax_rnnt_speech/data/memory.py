@@ -102,9 +102,9 @@ def kept(loader, place, items, folder, report, processes):
         x = index.entry(int(items[i]), False)
         utterances.append(Utterance(x.name, int(frames[i, 0]), text_of(x, normalize), x.speaker, frames[i, 0] * hop))
     numbers = items[places]
-    remembered = Remembered(index.number, utterances, frames[places], hop, arrays, places, np.asarray(index.shards[numbers]),
-                       index.listed, functools.partial(original, index, numbers), [arrays.folder.name])  # fmt: skip
-    return remembered, numbers
+    where = arrays, places, np.asarray(index.shards[numbers]), index.listed
+    entry = functools.partial(original, index, numbers)
+    return Remembered(index.number, utterances, frames[places], hop, *where, entry, [arrays.folder.name]), numbers
 
 
 def original(index, numbers, i, sought):
