@@ -285,7 +285,7 @@ def test_a_source_that_remembers(corpus, tmp_path, monkeypatch):
     (tmp_path / "c/bad.flac").write_bytes(b"no audio")
     lines = (corpus / "all.jsonl").read_text() + '\n{"audio": "bad.flac", "text": "A"}'
     (tmp_path / "c/all.jsonl").write_text(lines)
-    config = configuration(train=str(tmp_path / "c/all.jsonl"), speeds=(1, 1.25), max_seconds=0.7)
+    config = configuration(train=str(tmp_path / "c/all.jsonl"), speeds=(1, 0.8), max_seconds=0.7)
     extractor, versions = features.extractor(config.features), augmentation.Versions(config)
     start = lambda: Source(config, tmp_path / "index", kept=tmp_path / "kept")
     left_out = {"no audio that FFmpeg knows": ["bad.flac"], "longer than 0.7 s": ["7/1/7-1-0009.flac"]}
@@ -295,14 +295,16 @@ def test_a_source_that_remembers(corpus, tmp_path, monkeypatch):
         second = start()
     for found in (first, second):
         assert dict(found.report.names) == left_out
-        (index,) = found.indices
+        ((index,), ((items,),)) = found.indices, found.items
+        assert items.tolist() == [*range(9)]
         assert [x.name for x in index.utterances] == [f"7/{i % 2}/7-{i % 2}-{i:04}.flac" for i in range(9)]
         for i, x in enumerate(index.utterances):
             samples = audio.read(tmp_path / "c" / x.name, 8000)
-            for k in range(versions.count):
-                expected = extractor(versions.of(samples, k, i))
-                assert index.frames[i, k] == len(expected)
-                np.testing.assert_allclose(index.load(i, k, None), expected, rtol=1e-3, atol=4e-3)
+            for k, longer in enumerate((False, len(samples) > 0.8 * 5600)):  # a version that is too long is not drawn
+                expected = extractor(versions.of(samples, 0 if longer else k, i))
+                version, seconds = index.heard(np.array([i]), np.array([k]), np.array([1, 0.8]), 0.7)
+                assert version == (0 if longer else k) and seconds == len(expected) * 0.01
+                np.testing.assert_allclose(index.load(i, int(version[0]), None), expected, rtol=1e-3, atol=4e-3)
     write_audio(tmp_path / "c" / index.utterances[0].name, 0.6, seed=99)
     assert start().indices[0].frames[0, 0] == extractor.count(4800)
     free = cache.shutil.disk_usage("/")
