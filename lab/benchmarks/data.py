@@ -99,7 +99,7 @@ def memory(args):
 
     from jax_rnnt_speech.data import loading
 
-    loading.heard = lambda entry, rate: (np.zeros(rate // 4, np.float32), None)
+    loading.heard = lambda entry, rate, again: (np.zeros(rate // 4, np.float32), None)
     found, sizes = opened(args.source, args.index, batch=64), []
     steps = found.steps(1)
     for i, _ in enumerate(found.read(0, steps)):

@@ -263,13 +263,13 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     before, with_others, others, again = (x.record.progress for x in started)
     assert before == with_others == again and others == record.Progress()
     assert seen[3] not in seen[1:3]
-    for file in (tmp_path / "run").glob("checkpoints/*/setup/metadata"):  # its order, and how utterances were told apart
+    for file in (tmp_path / "run").glob("checkpoints/*/setup/metadata"):  # without its order
         setup = {name: x for name, x in json.loads(file.read_text()).items() if name != "order"}
         file.write_text(json.dumps(setup | {"utterances": "of an earlier version"}))
         outputs.seal(file.parents[1])
     capsys.readouterr()
     run(["train", "--resume", "--workdir", tmp_path / "run", "--devices", 1])
-    line = "epoch 4 begins anew, in another order: the run had the order of an earlier version"  # each had 2 full batches
+    line = "epoch 4 begins anew, in another order: the run had the order of an earlier version"  # of 2 full batches
     assert line in capsys.readouterr().out and started[-1].record.progress == before
 
 

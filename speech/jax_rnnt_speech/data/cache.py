@@ -95,22 +95,11 @@ class Stored:
 
 
 def stored(folder, key, count, features, report, expected, made, name_of, makes=True):
-    """The Stored of a key in a folder of several. If it is not there yet, or damaged, it is made.
+    """The Stored of a key in a folder of several, for so many numbers. It is made if it is damaged or not there yet.
 
-    Parameters
-    ----------
-    count, features
-        How many numbers there are, and the features of a frame.
-    report
-        The Report that gets what was left out as the arrays were made.
-    expected
-        A function: about how many frames there will be.
-    made
-        A function: yields (number, array or None).
-    name_of
-        A function of a number: the name of its utterance.
-    makes
-        Whether this process makes it; else another one has.
+    `expected()` is about how many frames there will be, `made()` yields (number, array or None), and `name_of` has the
+    name of a number's utterance. The report gets what was left out as they were made. Without `makes`, another process
+    has made it.
     """
     place = folder / hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
     if makes and (place / AGAIN).exists():

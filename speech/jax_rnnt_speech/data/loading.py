@@ -54,14 +54,13 @@ def roomy(shape, frames, labels):
     return frames <= shape.frames and labels <= shape.labels
 
 
-def heard(entry, rate):
-    """(samples, None or a note of what differs from its manifest) of an utterance."""
-    return audio.heard(entry.audio, rate, entry.start, entry.end, entry.channel)
+def heard(entry, rate, again=True):
+    """(samples, None or a note of what differs from its manifest) of an utterance.
 
-
-def steadily_heard(entry, rate):
-    """What `heard` returns; storage that fails is tried again, and then ends the command."""
-    return storage.steadily(lambda: heard(entry, rate), entry.audio)
+    Storage that fails is tried `again`, and then ends the command.
+    """
+    where = entry.audio, rate, entry.start, entry.end, entry.channel
+    return storage.steadily(lambda: audio.heard(*where), entry.audio) if again else audio.heard(*where)
 
 
 def text_of(entry, normalize):
@@ -133,14 +132,14 @@ class Loader:
         leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
         return x, np.array(labels, np.int32)
 
-    def samples(self, entry, seconds, notes, hear=steadily_heard):
+    def samples(self, entry, seconds, notes, again=True):
         """Samples of an Entry, or a LineError or AudioError.
 
         `seconds`: how long it lasts by its manifest or header. `notes` gets what differs from its manifest.
         """
         rate, most = self.config.features.rate, self.config.data.max_seconds
         leave_out_if(is_long(entry, seconds, most), f"longer than {most:g} s")
-        samples, note = hear(entry, rate)
+        samples, note = heard(entry, rate, again)
         notes += [note] * bool(note)
         if entry.end is None and entry.whole and differs(entry.whole, entry.start + len(samples) / rate):
             raise LineError("duration differs from the manifest's")
@@ -157,7 +156,7 @@ class Loader:
         entry, most = index.entry(number), round(self.config.data.max_seconds * self.config.features.rate)
         try:
             text_of(entry, normalize)
-            samples = self.samples(entry, index.lengths(np.array([number]))[0], notes, heard)
+            samples = self.samples(entry, index.lengths(np.array([number]))[0], notes, again=False)
             fits = [versions.size(len(samples), k) <= most for k in range(versions.count)]
             arrays = [extractor(versions.of(samples, k, (index.number, number))) if x else None
                       for k, x in enumerate(fits)]  # fmt: skip

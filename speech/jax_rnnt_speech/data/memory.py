@@ -28,7 +28,8 @@ class Remembered:
     places: np.ndarray
     shards: np.ndarray
     listed: tuple = ()
-    original: object = None  # a function of i: the Entry that the sources list
+    index: object = None  # an Index, which has the utterances by these numbers
+    numbers: np.ndarray = None
     folders: list = dataclasses.field(default_factory=list)  # those of arrays that were made
 
     @property
@@ -43,7 +44,7 @@ class Remembered:
 
     def listing(self, i, sought=True):
         """The Entry that the sources list."""
-        return self.original(i, sought)
+        return self.index.entry(int(self.numbers[i]), sought)
 
     def load(self, i, version, rng):
         """Features [T, F] of a version; None: its audio is bad."""
@@ -103,10 +104,5 @@ def kept(loader, place, items, folder, report, processes):
         utterances.append(Utterance(x.name, int(frames[i, 0]), text_of(x, normalize), x.speaker, frames[i, 0] * hop))
     numbers = items[places]
     where = arrays, places, np.asarray(index.shards[numbers]), index.listed
-    entry = functools.partial(original, index, numbers)
-    return Remembered(index.number, utterances, frames[places], hop, *where, entry, [arrays.folder.name]), numbers
-
-
-def original(index, numbers, i, sought):
-    """The Entry of an utterance that is remembered."""
-    return index.entry(int(numbers[i]), sought)
+    where = *where, index, numbers, [arrays.folder.name]
+    return Remembered(index.number, utterances, frames[places], hop, *where), numbers

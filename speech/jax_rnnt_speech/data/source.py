@@ -17,7 +17,6 @@ import math
 import os
 import types
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
@@ -48,13 +47,6 @@ FULL = 20  # batches that a window has at least
 USUAL = 5  # seconds of an utterance, as far as that matters
 SHARE = 0.5  # of a former option: digests of earlier runs hold it
 EARLIER = {}  # the state of the order in a checkpoint of a version that had another one
-
-
-class Named(NamedTuple):
-    """A source by its name, with the weight that it may have."""
-
-    name: str
-    weight: float | None
 
 
 def hours_of(index, items):
@@ -102,9 +94,7 @@ class Source:
         versions, self.state, self.step = augmentation.Versions(config), state, step
         self.augmented = versions.key()
         self.speeds, self.versions = (versions.speeds, versions.count) if corpus is None else ([1.0], 1)
-        self.named = [Named("", None)]
-        if corpus is None:
-            self.named = [Named(*archives.weighted(x)) for x in names(config.data.train)]
+        self.named = [archives.weighted(x) for x in names(config.data.train)] if corpus is None else [("", None)]
         part, processes = hosts.part()
         before = (state or {}).get("readers", 0)
         self.readers = (before if before % processes == 0 else 0) or config.data.readers or processes
@@ -122,7 +112,11 @@ class Source:
         self.utterances, self.places = self.sample()
         self.texts = [text for some in hosts.each([x.text for x in self.utterances]) for text in some]
         if self.exact:  # of what is used, all is known
-            used = [(x.name, x.text) for x in corpus.utterances] if corpus else [self.digest, sorted(self.texts)]
+            used = (
+                [(x.name, x.text) for x in corpus.utterances]
+                if corpus is not None
+                else [self.digest, sorted(self.texts)]
+            )
             self.digest = hashlib.sha256(json.dumps(used).encode()).hexdigest()
 
     @staticmethod
@@ -132,9 +126,9 @@ class Source:
 
     def list(self):
         """Shards of the sources, and the index of those that are this process's."""
-        shards_of = [archives.of(x.name, self.config.texts.columns, self.readers) for x in self.named]
-        for x, shards in zip(self.named, shards_of):
-            refuse_if(not shards, f"{x.name}: nothing is listed")
+        shards_of = [archives.of(name, self.config.texts.columns, self.readers) for name, _ in self.named]
+        for (name, _), shards in zip(self.named, shards_of):
+            refuse_if(not shards, f"{name}: nothing is listed")
         self.indices, self.items = [], []
         files = [[str(y), os.path.getsize(y)] for some in shards_of for shard in some for y in shard.files
                  if os.path.isfile(y)]  # fmt: skip
@@ -193,7 +187,7 @@ class Source:
     def sample(self):
         """Utterances of this process, and (place, number) of each."""
         if not hosts.gathered(np.array([[sum(len(x) for some in self.items for x in some)]])).sum():
-            raise UserError(f"{', '.join(x.name for x in self.named)}: no usable utterance{self.report.summary()}")
+            raise UserError(f"{', '.join(name for name, _ in self.named)}: no usable utterance{self.report.summary()}")
         utterances, places, self.whole_sample = [], [], True
         for place, some in enumerate(self.items):  # as many of each reader: the number of processes does not matter
             numbers = np.sort(np.concatenate(some))
@@ -226,7 +220,7 @@ class Source:
         if isinstance(entry, Utterance):
             return index.load(number, 0, rng)
         try:
-            return self.extractor(loading.steadily_heard(entry, self.config.features.rate)[0])
+            return self.extractor(loading.heard(entry, self.config.features.rate)[0])
         except audio.AudioError as error:
             return self.report.add(error.reason, entry.name, again=False)
 
@@ -237,7 +231,7 @@ class Source:
         counts = counts.sum(0)
         hours = [[hours_of(index, x) for x in some] for index, some in zip(self.indices, self.items)]
         self.hours = hosts.gathered(np.array(hours)).sum(0)
-        given = [x.weight for x in self.named]
+        given = [weight for _, weight in self.named]
         missing = [x is None for x in given]
         refuse_if(any(missing) and not all(missing), "a weight behind one source needs a weight behind each of them")
         if all(missing) and options.temperature == 1:
@@ -310,7 +304,8 @@ class Source:
                 zip(self.indices, self.items) for k in range(self.versions) for i in np.concatenate(items)]  # fmt: skip
         corpus = types.SimpleNamespace(utterances=some, report=Report())
         data = batches.labelled(corpus, model.tokens, model.subsampling)
-        return sum(len(x.members) // x.batch for x in batches.make_buckets(data, self.config, devices))
+        own = sum(len(x.members) // x.batch for x in batches.make_buckets(data, self.config, devices))
+        return int(hosts.gathered(np.array([[own]])).sum())
 
     def longest(self):
         """Seconds that an utterance lasts at most."""
@@ -380,7 +375,7 @@ class Source:
                   f"{shards}{len(self.own)} of {self.readers} parts; "
                   f"order shuffled by shards and within {self.config.data.buffer:,} utterances")  # fmt: skip
         if any(x is not None for x in draws):
-            each = ", ".join(f"{x.name} {n if d is None else d:,}" for x, n, d in zip(self.named, counts, draws))
+            each = ", ".join(f"{x} {n if d is None else d:,}" for (x, _), n, d in zip(self.named, counts, draws))
             hosts.say(f"an epoch is so many draws: {each}")
         shapes = ", ".join(
             f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
