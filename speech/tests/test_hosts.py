@@ -57,7 +57,7 @@ def test_a_process_that_dies(corpus, tmp_path):
     assert first == second == 0, results
     printed = [line for line in quiet.splitlines() if "peer ranks" not in line]  # of collectives
     assert "held-out CER" in results[0][1] and printed == []
-    run(arguments(corpus, tmp_path / "one", devices=8, **OPTIONS))
+    run(arguments(corpus, tmp_path / "one", devices=8, readers=2, **OPTIONS))
     pairs = list(zip(*map(runs.metrics_of, (workdir, tmp_path / "one")), strict=True))
     assert sum("loss" in x for x, _ in pairs) == 4
     for x, y in pairs:
