@@ -1,11 +1,10 @@
-"""Error rates of decoded labels, confidences and their calibration, on the host.
+"""Error rates of decoded labels and confidences of words, on the host.
 
 The edits come from rapidfuzz, as in jiwer. `edit_distance` alone is JAX: it runs under `jax.jit`, on any device.
 """
 
-import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -17,19 +16,15 @@ from jax import lax
 from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt._extras import needed_by
 from jax_rnnt._keywords import keywords
-from jax_rnnt.timing._words import OF_A_WORD, checked_confidences
+from jax_rnnt.timing._words import OF_A_WORD
 
 with needed_by("jax_rnnt.metrics", "metrics"):
     from rapidfuzz.distance import Levenshtein
 
 __all__ = [
-    "Calibration",
     "LabelErrors",
-    "calibration",
-    "correct_words",
     "edit_distance",
     "label_errors",
-    "utterance_confidence",
     "word_confidence",
 ]
 
@@ -264,179 +259,6 @@ def word_confidence(
         return [float(OF_A_WORD[how](probabilities[words == word])) for word in np.unique(words)]
 
     return of(np.asarray(log_probs, np.float64), np.asarray(words), counts)
-
-
-@keywords
-def utterance_confidence(
-    confidences: npt.ArrayLike, counts: npt.ArrayLike, how: Literal["mean", "min", "product"] = "mean"
-) -> np.ndarray:
-    """The confidence of each hypothesis as a whole, from those of its labels.
-
-    L labels at most; `...` is any number of batch dimensions.
-
-    Parameters
-    ----------
-    confidences : Array, floating [..., L]
-        Of each label, 0 or more: `Hypotheses.label_confidences`, or exp of `label_log_probs`. A number above 1
-        (rounding) counts as 1.
-    counts : Array, integer [...]
-        Number of labels of each hypothesis; later ones are never read.
-    how : {"mean", "min", "product"}
-        As in `word_confidence`.
-
-    Returns
-    -------
-    ndarray, float64 [...]
-        From 0 to 1. NaN for a hypothesis without labels.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument has another dtype or shape, counts more labels than there are, or is none of the choices; a
-        confidence is below 0 or NaN.
-
-    Examples
-    --------
-    >>> from jax_rnnt.metrics import utterance_confidence
-    >>> utterance_confidence([[0.5, 1.0], [0.75, 0.1]], [2, 1]).tolist()
-    [0.75, 0.75]
-    """
-    name = "utterance_confidence"
-    _checks.choice(name, "how", how, tuple(OF_A_WORD))
-    arrays = _sequences(name, "confidences", confidences, "counts", counts, _checks.array)
-    confidences, counts = map(np.asarray, arrays)
-    if str(confidences.dtype) not in _checks.FLOATS:
-        raise TypeError(f"{name}: confidences must have a floating dtype, got {confidences.dtype}.")
-    found = np.full(counts.shape, np.nan)
-    for index in np.ndindex(counts.shape):
-        if counts[index]:
-            found[index] = OF_A_WORD[how](checked_confidences(name, confidences[index][: counts[index]]))
-    return found
-
-
-@keywords
-def correct_words(words: Sequence[str], reference: Sequence[str]) -> np.ndarray:
-    """Which words of a hypothesis are right: those that an alignment with the fewest edits keeps.
-
-    M and N words.
-
-    Parameters
-    ----------
-    words : sequence of str [M]
-        The hypothesis.
-    reference : sequence of str [N]
-
-    Returns
-    -------
-    ndarray, bool [M]
-
-    Raises
-    ------
-    TypeError
-        An argument is a text, or not a sequence.
-
-    Examples
-    --------
-    >>> from jax_rnnt.metrics import correct_words
-    >>> correct_words("the cat sat down".split(), "a cat sat".split()).tolist()
-    [False, True, True, False]
-    """
-    for name, x in (("words", words), ("reference", reference)):
-        if isinstance(x, str) or not isinstance(x, Sequence):
-            raise TypeError(f"correct_words: {name} must be a sequence of words, got {x!r}.")
-    found = np.zeros(len(words), bool)
-    for block in Levenshtein.opcodes(list(reference), list(words)):
-        if block.tag == "equal":
-            found[block.dest_start : block.dest_end] = True
-    return found
-
-
-@_pytree.exportable("Calibration")
-class Calibration(typing.NamedTuple):
-    """How often words are right, by the confidence in them, from `calibration`.
-
-    N bins.
-
-    Parameters
-    ----------
-    edges : ndarray, float64 [N + 1]
-        From 0 to 1. A bin holds its upper edge; the first bin holds 0 too.
-    counts : ndarray, int64 [N]
-        Number of words in each bin.
-    confidences, accuracies : ndarray, float64 [N]
-        The mean confidence of these words, and the share of them that is right; NaN for an empty bin.
-
-    Examples
-    --------
-    >>> from jax_rnnt.metrics import calibration
-    >>> calibration([0.9, 0.8, 0.3], [True, False, False], bins=2).accuracies.tolist()
-    [0.0, 0.5]
-    """
-
-    edges: np.ndarray
-    counts: np.ndarray
-    confidences: np.ndarray
-    accuracies: np.ndarray
-
-    @property
-    def expected_error(self) -> float:
-        """Expected calibration error: over words, the mean ``|accuracy - confidence|`` of bins; NaN without words."""
-        distance = np.where(self.counts > 0, np.abs(self.accuracies - self.confidences), 0)
-        return float(np.sum(self.counts * distance) / self.counts.sum()) if self.counts.any() else math.nan
-
-
-@keywords
-def calibration(confidences: npt.ArrayLike, correct: npt.ArrayLike, bins: int = 10) -> Calibration:
-    """Compares confidences with how often words, or labels or utterances, are right.
-
-    Parameters
-    ----------
-    confidences : Array, floating
-        0 or more, in any shape: of `timing.words`, `word_confidence` or `Hypotheses.label_confidences`. A number above
-        1 (rounding) counts as 1.
-    correct : Array, bool, of the same shape
-        Whether each is right, as `correct_words` says.
-    bins : int, default 10
-        Of equal width.
-
-    Returns
-    -------
-    Calibration
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument has another dtype or shape, or a confidence is below 0 or NaN.
-
-    References
-    ----------
-    Guo, Pleiss, Sun and Weinberger, "On Calibration of Modern Neural Networks", ICML 2017, arXiv:1706.04599.
-
-    Examples
-    --------
-    >>> from jax_rnnt.metrics import calibration
-    >>> found = calibration([0.95, 0.95, 0.85, 0.55], [True, True, False, True])
-    >>> found.counts.tolist(), round(found.expected_error, 3)
-    ([0, 0, 0, 0, 0, 1, 0, 0, 1, 2], 0.35)
-    """
-    function = "calibration"
-    bins = _checks.positive(function, "bins", bins)
-    confidences = np.asarray(_checks.array(function, "confidences", confidences))
-    correct = np.asarray(_checks.array(function, "correct", correct))
-    if str(confidences.dtype) not in _checks.FLOATS:
-        raise TypeError(f"{function}: confidences must have a floating dtype, got {confidences.dtype}.")
-    if correct.dtype != np.bool_ and correct.size:
-        raise TypeError(f"{function}: correct must have the dtype bool, got {correct.dtype}.")
-    if correct.shape != confidences.shape:
-        expected = f"the shape of confidences, {confidences.shape}"
-        raise ValueError(f"{function}: correct must have {expected}, got {correct.shape}.")
-    confidences, correct = confidences.ravel(), correct.astype(bool).ravel()
-    confidences = checked_confidences(function, confidences)
-    edges = np.linspace(0, 1, bins + 1)
-    place = np.maximum(np.searchsorted(edges, confidences, side="left") - 1, 0)
-    counts, *sums = (np.bincount(place, x, bins) for x in (None, confidences, correct))
-    with np.errstate(invalid="ignore"):
-        return Calibration(edges, counts, *(x / counts for x in sums))
 
 
 def _pairs(function, labels, counts, targets, target_lengths):

@@ -23,7 +23,7 @@ from jax_rnnt._keywords import keywords
 from jax_rnnt.lattices._topology import Topology
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses import TransducerLoss
-from jax_rnnt.losses._base import Logits
+from jax_rnnt.losses._call import Logits
 
 with needed_by("jax_rnnt.plot", "plot"):
     import matplotlib.pyplot as plt

@@ -44,14 +44,14 @@ def limits(module) -> dict[str, int]:
 
 
 def shared_memory(module, emulated: bool, kind: str | None) -> int | str:
-    """Bytes that a thread block may have where kernels use tensor cores, or why they cannot.
+    """Bytes that a thread block may have in the kernels of joint networks, or why devices cannot run them.
 
-    Without a visible device it is what a device of this kind has, and else the least of all that have tensor cores.
+    Without a visible device it is what a device of this kind has, and else the least of all that can run them.
     """
     visible = module.devices()
     for i, (major, minor, _) in enumerate(visible):
-        if major < 8:
-            return f"it needs compute capability 8.0, and device {i} has {major}.{minor}"
+        if major < (oldest := module.joint["capability"]):
+            return f"it needs compute capability {oldest}.0, and device {i} has {major}.{minor}"
         if not _has_code(module.joint_architectures, major, minor, newest_ptx=True):
             return (
                 f"its kernels have code for {module.joint_architectures}, and none for device {i}, of compute "
@@ -59,7 +59,7 @@ def shared_memory(module, emulated: bool, kind: str | None) -> int | str:
             )
     if visible:
         return min(shared for *_, shared in visible)
-    return (227 if emulated or _LARGE.search(kind or "") else 99) << 10
+    return 227 << 10 if emulated or _LARGE.search(kind or "") else module.joint["shared_bytes"]
 
 
 def _version(number: int) -> str:

@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt._xla import loading, proof
-from jax_rnnt._xla.avals import aval_like, plain_aval, spec_of, struct_like, vary_together
-from jax_rnnt._xla.over_devices import Devices, device_of, lower_plain, unpartitioned
+from jax_rnnt._xla.avals import aval_like, spec_of, struct_like, vary_together
+from jax_rnnt._xla.over_devices import Devices, device_of, lower_plain, unpartitioned, without_mesh
 from jax_rnnt._xla.primitive import new_primitive, no_pallas, no_parts
 
 if hasattr(jax, "enable_x64"):
@@ -99,8 +98,8 @@ class Grouped:
         ``kernel(kind, static, shared, batched, device, reason, doubt) -> function`` of kernels, where `function` runs
         as one: ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none.
         It gets their kind ("tpu": in Pallas, "cuda"), avals, what is known of a device (`device_of` the program; for
-        CUDA, its shared memory), and why no kernel can run here at all, or None. ``doubt(names)`` is why kernels of
-        these names are not the default here, or None.
+        CUDA, its shared memory and the module of the kernels), and why no kernel can run here at all, or None.
+        ``doubt(names)`` is why kernels of these names are not the default here, or None.
     """
 
     def __init__(self, name: str, function: Callable, kernel: Callable = lambda *_: None):
@@ -169,7 +168,7 @@ class Grouped:
         run = functools.partial(over_batch, devices, False)
         if depth:
             run = functools.partial(_flat, over_elements, mapped, depth)
-        return lower_plain(ctx, run, operands, in_mesh=alone)
+        return lower_plain(ctx, run if alone else without_mesh(run), operands)
 
     def _kernel(self, ctx, platforms, static, num_shared, mapped, depth):
         found = [(name, kind) for name in platforms if (kind := loading.joint_kernels(name))]
@@ -181,7 +180,7 @@ class Grouped:
         ]  # fmt: skip
         device: Any = device_of(ctx)
         if kind == "cuda":
-            device = loading.shared_memory(platform, device[0])
+            device = loading.shared_memory(platform, device[0]), loading.module(platform)
         several = f"the program is for {' and '.join(platforms)}" if len(platforms) > 1 else None
         reason = several or (no_pallas(ctx) if kind == "tpu" else no_parts(ctx, "the CUDA kernels"))
         doubt = functools.partial(proof.doubt, ctx, platform)
@@ -221,10 +220,9 @@ class Grouped:
             with contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh):
                 return _flat(over_elements, mapped, depth, *operands) if depth else of_parts(*operands)
 
-        plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
         # Also where the program has 64-bit integers: jax 0.6 lowers Python's numbers in the width of the moment.
         with contextlib.nullcontext() if kernel.keywords["interpret"] else enable_x64(False):
-            return mlir.lower_fun(on_mesh, multiple_results=True)(plain, *operands)
+            return lower_plain(ctx, on_mesh, operands)
 
     def batch(self, primitive, operands, axes, *, mapped, depth, **params):
         size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)

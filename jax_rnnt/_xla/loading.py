@@ -26,22 +26,10 @@ PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
 
 # By platform: the kind of its kernels, "cpu" or "cuda" (the emulation runs CUDA kernels on the CPU platform).
 KERNELS: dict[str, str] = {}
-# By platform that has kernels of joint networks: their kind, "tpu" (in Pallas) or "cuda".
-JOINTS: dict[str, str] = {"tpu": "tpu"}
 # By platform: why it has no kernels.
 MISSING: dict[str, str] = {}
 # By platform: the largest sizes that its kernels take, by name. A name without an entry has no limit.
-LIMITS: dict[str, dict[str, int]] = {
-    # Of the kernels in Pallas: no float64 vectors, path weights of 28 bits, and what VMEM holds.
-    "tpu": {
-        "bytes": 4,
-        "diagonals": 1 << 15,
-        "arc_labels": 1,
-        "arcs": 64,
-        "columns_by_planes": 1 << 15,
-        "columns_by_diagonals": 1 << 14,
-    },
-}
+LIMITS: dict[str, dict[str, int]] = {}
 # Platforms where kernels in Pallas are interpreted: tests fill it, in Pallas's ways of doing so.
 INTERPRETED: dict[str, Any] = {}
 # ``(unit_steps, num_arcs, gradient) -> [(elements, frames, columns), ...]``: `xla_kernels/common/workspace.h`.
@@ -75,15 +63,12 @@ def _load() -> None:
                 f"run `{_installation.reinstall(platform)}`"
             )
             continue
-        if not hasattr(module, "limits"):
+        if not hasattr(module, "joint" if getattr(module, "kernels", "") == "cuda" else "limits"):
             cure = f"run `{_installation.reinstall(platform)}`"
             MISSING[platform] = f"jax_rnnt.{name} was built from an older source: {cure}"
             continue
-        handlers = module.registrations()
-        for target, handler in handlers.items():
+        for target, handler in module.registrations().items():
             jax.ffi.register_ffi_target(target, handler, platform=registry)
-        if set(JOINT) <= set(handlers):
-            JOINTS[platform] = "cuda"
         KERNELS[platform], LIMITS[platform], WORKSPACES[platform] = module.kernels, module.limits(), module.workspace
     for target in TARGETS:
         jax.ffi.register_ffi_target_as_batch_partitionable(target)
@@ -118,10 +103,10 @@ def limits(platform: str) -> dict[str, int]:
 
 
 def joint_kernels(platform: str) -> str | None:
-    """The kind of the platform's kernels of joint networks; None: it has none."""
-    if platform in INTERPRETED:
+    """The kind of the platform's kernels of joint networks, "tpu" (in Pallas) or "cuda"; None where it has none."""
+    if platform in ("tpu", *INTERPRETED):
         return "tpu"
-    return None if missing(platform) else JOINTS.get(platform)
+    return "cuda" if KERNELS.get(platform) == "cuda" and not missing(platform) else None
 
 
 def shared_memory(platform: str, kind: str | None) -> int | str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_rnnt._xla.avals import aval_like, spec_of, vary_together
-from jax_rnnt._xla.over_devices import is_local, lower_over_devices, lower_plain
+from jax_rnnt._xla.over_devices import is_local, lower_over_devices, lower_plain, without_mesh
 from jax_rnnt._xla.primitive import new_primitive
 
 
@@ -61,7 +61,7 @@ class Local:
 
         if local:
             return lower_over_devices(ctx, function, operands, num_batch_dims)
-        return lower_plain(ctx, function, operands)
+        return lower_plain(ctx, without_mesh(function), operands)
 
     def jvp(self, primals, tangents, *, num_batch_dims):
         results = self(*primals, num_batch_dims=num_batch_dims)

@@ -64,17 +64,20 @@ def unpartitioned(ctx) -> bool:
     return type(axes).__name__ == "ReplicaAxisContext"  # pmap before jax 0.8
 
 
-def lower_plain(ctx, function, operands, in_mesh=False):
-    """Lowers the function on arrays without shardings and varying axes; outside of any mesh unless `in_mesh`."""
+def lower_plain(ctx, function, operands):
+    """Lowers the function on arrays without shardings and varying axes."""
+    plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
+    return mlir.lower_fun(function, multiple_results=True)(plain, *operands)
 
-    def without_mesh(*operands):
-        if in_mesh or jax.__version_info__ < (0, 7):  # which has no explicit axes
-            return function(*operands)
+
+def without_mesh(function):
+    """The function outside of any mesh."""
+
+    def run(*operands):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return function(*operands)
 
-    plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
-    return mlir.lower_fun(without_mesh, multiple_results=True)(plain, *operands)
+    return run if jax.__version_info__ >= (0, 7) else function  # no axes are explicit before
 
 
 def _mesh(ctx):
@@ -153,12 +156,11 @@ class Devices:
 
 def lower_over_devices(ctx, function, operands, num_batch_dims):
     """Lowers ``function(*operands) -> results``, all with `num_batch_dims` leading batch dimensions."""
-    plain = ctx.replace(avals_in=[plain_aval(aval) for aval in ctx.avals_in])
     if not unpartitioned(ctx):
         devices = Devices(ctx)
         spec = P(*devices.spec(ctx.avals_in[0], 0, num_batch_dims))
         function = devices.map(function, spec, spec)
-    return mlir.lower_fun(function, multiple_results=True)(plain, *operands)
+    return lower_plain(ctx, function, operands)
 
 
 def device_of(ctx) -> tuple[str | None, int]:

@@ -154,11 +154,13 @@ class Kernel:
         each batch element, from the platform's entry of `loading.WORKSPACES` and the operands' avals. The custom call
         gets one more result of this size.
     unsupported : callable, optional
-        ``unsupported(limits, *operands, **attributes)``: why the kernel does not take this problem, from the platform's
-        entry of `loading.LIMITS` and the operands' avals; None where it does.
+        ``unsupported(limits, *operands, **attributes)``: why the kernel does not take this problem, from its limits on
+        the platform (`tpu_limits`, or `loading.limits`) and the operands' avals; None where it does.
     tpu : callable, optional
         ``tpu(*operands, interpret, **attributes) -> results`` on one batch dimension: the kernel for TPUs, in JAX with
         Pallas. None: there the reference is the kernel, as XLA fuses it with its neighbours.
+    tpu_limits : mapping, optional
+        The largest sizes that it takes, by the names of `loading.LIMITS`.
     differentiable : bool
         False: the caller defines the derivative.
     """
@@ -173,11 +175,12 @@ class Kernel:
         workspace: Callable = lambda sizes, *operands, **attributes: 0,
         unsupported: Callable[..., str | None] = lambda limits, *operands, **attributes: None,
         tpu: Callable[..., Sequence[jax.Array]] | None = None,
+        tpu_limits: Mapping[str, int] = {},
         differentiable: bool = True,
     ):
         self.target, self.reference, self.results = target, reference, results
         self.aliases, self.workspace, self.unsupported = aliases, workspace, unsupported
-        self.tpu = tpu
+        self.tpu, self.tpu_limits = tpu, tpu_limits
         self.primitive = new_primitive(
             target, self.abstract_eval, self.lower_reference, self.jvp if differentiable else None
         )
@@ -239,7 +242,7 @@ class Kernel:
         kernel = self.tpu
         if kernel is None:
             return self._lower_plain(ctx, *operands, **attributes)
-        reason = no_pallas(ctx) or self.unsupported(loading.LIMITS["tpu"], *ctx.avals_in, **attributes)
+        reason = no_pallas(ctx) or self.unsupported(self.tpu_limits, *ctx.avals_in, **attributes)
         if reason:
             params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
             return self.lower_reference(ctx, *operands, reason=reason, **params)

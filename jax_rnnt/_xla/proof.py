@@ -29,21 +29,8 @@ from jax_rnnt._xla.over_devices import device_of
 _H100 = "lab/benchmarks/results/2026-11-26-h100-second-log.txt"  # suite, check program, memcheck, selftest
 # By platform: the kernels of its devices, each with the record of a device that has run it; None where none has.
 KERNELS: dict[str, dict[str, str | None]] = {
-    "cuda": {
-        "jax_rnnt_softmax_emission_fwd": _H100,
-        "jax_rnnt_softmax_emission_bwd": _H100,
-        "jax_rnnt_lattice_loss": _H100,
-        "jax_rnnt_lattice_grad": _H100,
-        "jax_rnnt_joint_fwd": None,
-        "jax_rnnt_joint_bwd": None,
-        "jax_rnnt_joint_sums": None,
-    },
-    "tpu": {
-        "jax_rnnt_lattice_loss": None,
-        "jax_rnnt_lattice_grad": None,
-        "jax_rnnt_joint_fwd": None,
-        "jax_rnnt_joint_bwd": None,
-    },
+    "cuda": dict.fromkeys(loading.TARGETS, _H100) | dict.fromkeys(loading.JOINT),
+    "tpu": dict.fromkeys((*loading.TARGETS[2:], *loading.JOINT[:2])),  # the emission is XLA's there
 }
 VARIABLE = "JAX_RNNT_KERNELS"
 _SELFTEST = "`python -m jax_rnnt selftest`"

@@ -13,7 +13,9 @@ import numpy as np
 
 from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
+from jax_rnnt.decode._fusion import placed
 from jax_rnnt.decode._gather import replace_rows
+from jax_rnnt.decode._given import Given, Static
 from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._model import constant
 from jax_rnnt.decode._predictor import same_state
@@ -21,19 +23,40 @@ from jax_rnnt.decode._predictor import same_state
 FAR = 2.0**16  # nats of a score; a float32 there is a multiple of 2^-7
 
 
-def begin_part(function: str, first, state, vary):
-    """The state from which a part starts; `first` makes that of a stream's start, and `vary` is `Search.vary`."""
+def begin_part(static: Static, given: Given, start, state):
+    """The state from which a part starts; `start()` makes that of a stream's start."""
     if state is None:
-        return first()
-    expected = jax.eval_shape(first)
+        return start()
+    function, expected = static.function, jax.eval_shape(start)
     if type(state) is not type(expected):
         got = "that of another search" if hasattr(state, "fresh") else _checks.shown(state)
         raise TypeError(f"{function}: state must be Hypotheses.state of an earlier part by {function}, got {got}.")
     same_state(function, f"state of {function}", expected, state)
+    state = given.vary(constant(state))
     # A branch, so that parts without a fresh row run no network here.
-    return jax.lax.cond(
-        jnp.any(state.fresh), lambda x: replace_rows(x.fresh, first(), x), lambda x: x, vary(constant(state))
-    )
+    state = jax.lax.cond(jnp.any(state.fresh), lambda x: replace_rows(x.fresh, start(), x), lambda x: x, state)
+    return state._replace(networks=placed(static, given, state.networks))
+
+
+def beyond_the_end(static: Static, given: Given, exact_end, reached):
+    """bool [B]: utterances that end here, and of which an earlier part has read further, or ended by a wrong move.
+
+    `reached` [B]: how many of these frames the moves of earlier parts need. The whole utterance at once would have
+    taken other moves. Known ones raise.
+    """
+    reach, lengths = static.moves.reach, given.lengths
+    if exact_end is False or not reach:
+        return jnp.zeros(lengths.shape, bool)
+    beyond = (reached > lengths) & exact_end
+    known = _checks.known(beyond)
+    if known is not None and known.any():
+        expected = f"False, or True for utterances whose last part has {reach} frames or more"
+        where = np.flatnonzero(known).tolist()
+        got = f"True where an earlier part has read beyond the end, in the utterances {where}"
+        raise ValueError(
+            f"{static.function}: exact_end must be {expected}, as moves of this loss reach so far, got {got}."
+        )
+    return beyond
 
 
 @keywords

@@ -120,6 +120,7 @@ _loss_kernel = _xla.Kernel(
     workspace=functools.partial(_workspace, gradient=False),
     unsupported=_unsupported,
     tpu=_loss_tpu,
+    tpu_limits=pallas.LIMITS,
 )
 _grad_kernel = _xla.Kernel(
     "jax_rnnt_lattice_grad",
@@ -129,6 +130,7 @@ _grad_kernel = _xla.Kernel(
     workspace=functools.partial(_workspace, gradient=True),
     unsupported=_unsupported,
     tpu=_grad_tpu,
+    tpu_limits=pallas.LIMITS,
 )
 
 

@@ -36,6 +36,15 @@ LANES, SUBLANES = 128, 8
 MOST = 4  # registers of a number that a step takes at once, and steps that are unrolled
 VMEM = 8 << 20  # bytes for chunks of the planes, and half of it for what enters the next diagonals: of 16 MiB at least
 SMALL = 2.0**11  # arcs up to this size need no second exponent
+# The largest sizes that the kernels take: no float64 vectors, path weights of 28 bits, and what VMEM holds.
+LIMITS = {
+    "bytes": 4,
+    "diagonals": 1 << 15,
+    "arc_labels": 1,
+    "arcs": 64,
+    "columns_by_planes": 1 << 15,
+    "columns_by_diagonals": 1 << 14,
+}
 
 
 class Plan:

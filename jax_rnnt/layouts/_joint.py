@@ -14,9 +14,11 @@ from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._emission import Emission, isolate, out_of_range
 from jax_rnnt.emissions._softmax import accumulation_dtype
-from jax_rnnt.layouts._joint_networks import LinearJoint, check_rows, pair, row_avals, split
+from jax_rnnt.layouts._joint_networks import LinearJoint, check_rows, row_avals, split
 from jax_rnnt.layouts._layout import Layout
-from jax_rnnt.layouts._tiles import tiled
+from jax_rnnt.tiles._networks import pair
+from jax_rnnt.tiles._tile_sizes import blocks_for
+from jax_rnnt.tiles._tiles import Tiled
 
 _LEAVES = "parameters", "encoder_out", "predictor_out"
 _FIELDS = "joint", "encoder_out", "predictor_out", "chunk", "parameters"
@@ -217,7 +219,7 @@ class JointLogits(Layout):
         if loss.implementation == "reference":
             logits = _materialized(function, self, softmax, *sequences)
             return Emission(softmax, self.frames, softmax.tokens(self.classes)), logits
-        rows, logits = tiled(function, self, softmax)
+        rows, logits = _tiled(function, self, softmax)
         return Emission(rows, self.frames, softmax.tokens(self.classes)), logits
 
 
@@ -239,6 +241,22 @@ def _linear(function, joint, widths):
     if getattr(activated, "shape", None) != units.shape or not jnp.issubdtype(activated.dtype, jnp.floating):
         raise ValueError(f"{function}: joint.activation must be element-wise, got {activated} of {units}.")
     return LinearJoint(weight, bias, activation)
+
+
+def _tiled(function: str, logits: JointLogits, inner):
+    """(rows, their logits) of checked logits, in tiles; errors name `function`."""
+    encoder, predictor = logits.encoder_out, logits.predictor_out
+    linear = isinstance(logits.joint, LinearJoint)
+    emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
+    if not linear and logits.parameters is None:
+        # A closure is traced here, for its number of rows; the platform of the program is not known yet. If it is not
+        # the default backend's, results are right, and only the size of the tiles suits the wrong platform.
+        blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
+        emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
+    static, parameters = split(function, logits, rows)
+    # Read where the primitive is bound: the lowering may run elsewhere.
+    precision = jax.config.jax_default_matmul_precision
+    return dataclasses.replace(emission, joint=static, precision=precision), (parameters, encoder, predictor)
 
 
 def _materialized(function, logits: JointLogits, softmax, targets, num_frames, num_labels):

@@ -29,11 +29,12 @@ from jax_rnnt.layouts import _layout
 from jax_rnnt.layouts._additive import AdditiveLogits
 from jax_rnnt.layouts._band import BandLogits, band, band_label_map
 from jax_rnnt.layouts._joint import JointLogits
-from jax_rnnt.layouts._joint_networks import LinearJoint, RowFunction, split
+from jax_rnnt.layouts._joint_networks import LinearJoint, split
 from jax_rnnt.layouts._packed import PackedLogits, labels_of_rows, nodes_of_rows, offsets
 from jax_rnnt.layouts._rowwise import Network, Rowwise, Values, common_dtype, side_by_side
-from jax_rnnt.layouts._tile_sizes import blocks_for
-from jax_rnnt.layouts._tiles import Tiled
+from jax_rnnt.tiles._networks import RowFunction
+from jax_rnnt.tiles._tile_sizes import blocks_for
+from jax_rnnt.tiles._tiles import Tiled
 
 NAME = "sum_over_nodes"
 

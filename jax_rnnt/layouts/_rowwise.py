@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_rnnt.emissions._emission import Rows, scale_cotangent
 from jax_rnnt.emissions._softmax import accumulation_dtype
-from jax_rnnt.layouts._joint_networks import RowFunction, instead
+from jax_rnnt.tiles._networks import RowFunction, instead
 
 
 @jax.tree_util.register_static

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses._composition import Composition
-from jax_rnnt.losses._methods import Method, reduce
 from jax_rnnt.sharding import _over_mesh
 from jax_rnnt.sharding._device import emission_of_device
+
+Logits: TypeAlias = ArrayLike | _layout.Layout
+Decorated = TypeVar("Decorated", bound=Callable)
+
+
+def in_class(function: Decorated) -> Decorated:
+    """Decorator of a method that `TransducerLoss` has from another file: help and pickle find it in the class."""
+    function.__module__, function.__qualname__ = "jax_rnnt.losses._base", f"TransducerLoss.{function.__name__}"
+    return keywords(function)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A method of a loss: ``compute(loss, emission, logits, targets, both lengths, windows)`` makes its results."""
+
+    compute: Callable[..., Any]
+    per_node: bool = False  # whether results are planes [..., T, U1]
+    reduces: bool = False  # whether `loss.reduction` acts on it
+    without_kernel: str = ""  # what it searches in plain JAX alone, so that implementation="kernel" is an error
 
 
 @_pytree.register
@@ -46,6 +67,9 @@ def run(
     method: Method, function: str, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None
 ) -> Any:
     """The result of a method with these arguments; errors name `function`."""
+    if method.without_kernel and loss.implementation == "kernel":
+        lacks = f"implementation='kernel': jax_rnnt has no kernel for {method.without_kernel}"
+        raise NotImplementedError(f"{function}: {lacks}; use implementation=None or 'reference'.")
     layout = logits if isinstance(logits, _layout.Layout) else _layout.of(function, logits)
     _checks.key(function, key)
     loss = switched_off(loss._draw(function, key))
@@ -98,3 +122,24 @@ def switched_off(loss):
         if "off" in f.metadata and _checks.is_number(x := getattr(loss, f.name)) and f.metadata["off"](x)
     ]
     return _pytree.replace(loss, **dict.fromkeys(off))
+
+
+def reduce(losses: jax.Array, num_labels: jax.Array, reduction: str) -> jax.Array:
+    """ "none", "mean" over sequences, "sum", "mean_target" or "mean_volume"; an empty batch gives 0.
+
+    mean_target is the mean of loss_b / max(U_b, 1); mean_volume is the sum of the losses / max(sum of U_b, 1).
+    """
+    count = max(losses.size, 1)
+    match reduction:
+        case "none":
+            return losses
+        case "sum":
+            return jnp.sum(losses)
+        case "mean":
+            return jnp.sum(losses) / count
+        case "mean_target":
+            return jnp.sum(losses / jnp.maximum(num_labels, 1).astype(losses.dtype)) / count
+        case "mean_volume":
+            return jnp.sum(losses) / jnp.maximum(jnp.sum(num_labels), 1).astype(losses.dtype)
+        case _:
+            raise AssertionError(reduction)

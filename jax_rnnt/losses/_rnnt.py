@@ -6,9 +6,10 @@ from jax.typing import ArrayLike
 from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.emissions._softmax import Softmax
-from jax_rnnt.losses import _call, _methods
-from jax_rnnt.losses._base import Logits, TransducerLoss
+from jax_rnnt.losses._base import TransducerLoss
+from jax_rnnt.losses._call import Logits, run
 from jax_rnnt.losses._composition import Composition
+from jax_rnnt.losses._methods import METHODS
 
 
 class RNNTLoss(TransducerLoss):
@@ -130,4 +131,4 @@ def rnnt_loss(
     loss = _pytree.make(RNNTLoss, options.keys(), options.values())
     loss._check("rnnt_loss")
     batch = logits, targets, logit_lengths, target_lengths, label_windows
-    return _call.run(_methods.LOSS, "rnnt_loss", loss, *batch)
+    return run(METHODS["__call__"], "rnnt_loss", loss, *batch)

@@ -1,4 +1,6 @@
-"""The checks of `TransducerLoss.validate`."""
+"""`TransducerLoss.validate`: its checks, under the docstring that users see."""
+
+from __future__ import annotations
 
 import contextlib
 import functools
@@ -10,21 +12,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+from jax.typing import ArrayLike
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree
 from jax_rnnt.emissions._emission import inside_targets
 from jax_rnnt.lattices import _lattice as lattice
 from jax_rnnt.lattices import _order as order
+from jax_rnnt.layouts import _layout
 from jax_rnnt.losses._adjustments import adjust
+from jax_rnnt.losses._call import Logits, in_class, softmax_of, switched_off
 from jax_rnnt.sharding._device import devices_of
 
 
-def validate(function: str, loss, layout, softmax, targets, logit_lengths, target_lengths) -> None:
-    """Raises for the first length or label with which `loss` is NaN or +inf, or takes a label for a blank.
+@in_class
+def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike, target_lengths: ArrayLike) -> None:
+    """Checks the data of a batch: raises where lengths or labels would make the loss NaN or +inf.
 
-    `layout` is checked, and `softmax` is the resolved emission of the loss. All options of `loss` that act in training
-    alone are off. Lengths and targets are as the user gave them.
+    The loss itself never raises on data. It accepts a label that equals a blank, which is an error here. The checks
+    read no logits, so they find neither NaN nor masks there, and they leave options and windows out.
+
+    Outside of `jax.jit` they wait for lengths and targets. Under `jax.jit` they need arrays that are known while
+    tracing, or `jax.experimental.checkify.checkify` around the function, whose error value then has the checks.
+
+    Parameters
+    ----------
+    logits, targets, logit_lengths, target_lengths
+        As for the call.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For static mistakes, as the call raises them. ValueError for the first length out of range, label outside
+        the token classes, label that is a blank, sequence without rows (`PackedLogits`), or number of labels that
+        no path of the lattice reaches: it names argument, position, expected range and value. TypeError for traced
+        lengths or targets outside of checkify.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss
+    >>> RNNTLoss().validate(jnp.zeros((1, 4, 3, 5)), jnp.array([[1, 9]]), jnp.array([4]), jnp.array([2]))
+    Traceback (most recent call last):
+    ...
+    ValueError: RNNTLoss.validate: targets[0, 1] must lie in [0, 5), got 9.
     """
+    function = f"{type(self).__name__}.validate"
+    layout = _layout.of(function, logits)
+    # Of the options, a layout may refuse the clamp.
+    loss = _pytree.replace(self._without_options(), clamp=switched_off(self).clamp, implementation=None)
+    softmax = softmax_of(function, loss).resolved(function, layout.classes * devices_of(loss)[1])
     sequences = targets, logit_lengths, target_lengths
     names = "targets", "logit_lengths", "target_lengths", *("first" for _ in layout.integers)
     values = *sequences, *layout.integers, *jax.tree.leaves(loss)

@@ -9,7 +9,9 @@ import itertools
 import unicodedata
 from collections.abc import Callable, Iterable
 
-WINDOW = 16  # labels whose spans are found at once, with as many on both sides of them
+from jax_rnnt._keywords import keywords
+
+AT_ONCE = 16  # labels whose spans are found together, with as many on both sides of them
 # Scripts that write no spaces between words, as Unicode's names of their characters begin.
 DENSE = ("CJK", "KANGXI", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "BOPOMOFO", "YI SYLLABLE",
          "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "TAI ", "NEW TAI")  # fmt: skip
@@ -29,7 +31,7 @@ def decoded(decode: Callable[[list[int]], str], labels: list[int]) -> tuple[str,
     spans: list[tuple[int, int]] = []
     whole = {0}  # where labels begin that write no rest of a character
     while begin < len(labels):
-        end, around = min(begin + WINDOW, len(labels)), WINDOW
+        end, around = min(begin + AT_ONCE, len(labels)), AT_ONCE
         while True:
             first = max(0, begin - around)
             while first not in whole:
@@ -68,9 +70,28 @@ def _text(decode, labels) -> str:
     return text
 
 
+@keywords
 @functools.lru_cache(2**16)
 def is_dense(character: str) -> bool:
-    """Whether it is of a script that writes no spaces, or its punctuation."""
+    """Whether a character is of a script that writes no spaces between words, or its punctuation.
+
+    So are those of Chinese, Japanese, Thai, Lao, Khmer, Burmese and Tibetan.
+
+    Parameters
+    ----------
+    character : str
+        One character.
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> from jax_rnnt.timing import is_dense
+    >>> [is_dense(x) for x in "今。a가"]
+    [True, True, False, False]
+    """
     kind = unicodedata.category(character)[0]
     if kind == "P":
         return (
@@ -83,9 +104,28 @@ def any_dense(texts: Iterable[str]) -> bool:
     return any(is_dense(x) for text in texts if not text.isascii() for x in text)
 
 
+@keywords
 def joins(before: str, after: str) -> bool:
-    """Whether two neighbours are one character to a reader: Unicode's extended grapheme clusters, but for scripts with
-    spaces, whose words are whole anyway, and Hangul's single letters."""
+    """Whether two neighbours are one character to a reader, so that no line may end between them.
+
+    These are Unicode's extended grapheme clusters, but for Hangul's single letters and for scripts that write spaces,
+    in which words are whole anyway.
+
+    Parameters
+    ----------
+    before, after : str
+        One character each.
+
+    Returns
+    -------
+    bool
+
+    Examples
+    --------
+    >>> from jax_rnnt.timing import joins
+    >>> joins("e", "\u0301"), joins("か", "な")
+    (True, False)
+    """
     kind = unicodedata.category(after)
     return kind[0] == "M" or kind == "Cf" or after in SIGNS or before in STACKERS
 
@@ -117,22 +157,6 @@ def units(text: str, edges: set[int], every: bool) -> list[list[int]]:
     return found
 
 
-def begins_line(before: str, after: str) -> bool:
-    """Whether a line may begin between two characters, where no space is: not with a small kana or what repeats or
-    lengthens the one before, nor with punctuation unless it opens, nor behind what opens (Japan's JIS X 4051)."""
-    kinds = unicodedata.category(before), unicodedata.category(after)
-    sign = unicodedata.name(after, "")
-    follows = any(x in sign for x in ("KANA LETTER SMALL", "PROLONGED SOUND", "ITERATION MARK"))
-    closing = kinds[1][0] == "P" and kinds[1] not in ("Ps", "Pi")
-    return not (joins(before, after) or follows or closing or kinds[0] in ("Ps", "Pi"))
-
-
-def columns(text: str) -> int:
-    """How wide it is: a character of East Asia takes two columns, a mark on another one none."""
-    kinds = ((unicodedata.category(x), x) for x in text)
-    return sum(0 if kind in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(x) in "WF") for kind, x in kinds)
-
-
-def is_heard(text: str) -> bool:
-    """Whether it holds more than punctuation."""
+def is_spoken(text: str) -> bool:
+    """Whether a text holds more than punctuation."""
     return any(unicodedata.category(x)[0] != "P" or x in SPOKEN for x in unicodedata.normalize("NFKC", text))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from jax_rnnt import _checks
 from jax_rnnt._keywords import keywords
 from jax_rnnt.timing._intervals import Interval, emitted, seconds_of
-from jax_rnnt.timing._spelling import any_dense, decoded, is_heard, units
+from jax_rnnt.timing._spelling import any_dense, decoded, is_spoken, units
 
 OF_A_WORD: dict[str, Callable] = {"min": np.min, "mean": np.mean, "product": np.prod}
 
@@ -100,19 +100,18 @@ def words(
     text, spans, every = _text(function, labels, count, vocabulary, mark)
     arrays = (("frames", frames), ("durations", durations), ("confidences", confidences))
     frames, durations, confidences = (_of_labels(function, name, x, len(labels), count) for name, x in arrays)
-    first, reads = emitted(function, frames, durations, count, dimensions)
+    emits, reads = emitted(function, frames, durations, count, dimensions)
     if confidences is not None:
         confidences = checked_confidences(function, confidences)
-    parts = _with_punctuation(_parts(text, spans, every))
-    places = np.array([place for part in parts for place in part.heard], int)
-    times = iter(seconds_of(function, first[places], reads[places], (hop, subsampling, offset)))
+    units_of_text = _with_punctuation(_units(text, spans, every))
+    places = np.array([place for unit in units_of_text for place in unit.spoken], int)
+    times = iter(seconds_of(function, emits[places], reads[places], (hop, subsampling, offset)))
     found = []
-    for part in parts:
-        sure = None if confidences is None else float(OF_A_WORD[how](confidences[part.heard]))
-        own = [*itertools.islice(times, len(part.heard))]
-        first, last = own[0][0], own[-1][1]
-        last = min(last, end) if first < end else last
-        found.append(Interval(first, last, part.text, sure))
+    for unit in units_of_text:
+        sure = None if confidences is None else float(OF_A_WORD[how](confidences[unit.spoken]))
+        own = [*itertools.islice(times, len(unit.spoken))]
+        start, last = own[0][0], own[-1][1]
+        found.append(Interval(start, min(last, end) if start < end else last, unit.text, sure))
     return found
 
 
@@ -176,39 +175,39 @@ def _spelled(texts: list[str], mark: str | None) -> tuple[str, list[tuple[int, i
     return "".join(pieces), [*itertools.pairwise(ends)]
 
 
-class _Part(NamedTuple):
+class _Unit(NamedTuple):
     """A word, or punctuation beside it."""
 
     text: str
-    heard: list[int]  # places of the labels that spell more than its punctuation
+    spoken: list[int]  # places of the labels that spell more than its punctuation
 
 
-def _parts(text: str, spans, every: bool) -> list[_Part]:
+def _units(text: str, spans, every: bool) -> list[_Unit]:
     found, place = [], 0
     for begin, end in units(text, {x[1] for x in spans}, every):
         while place < len(spans) and spans[place][1] <= begin:
             place += 1
-        heard, i = [], place
+        spoken, i = [], place
         while i < len(spans) and spans[i][0] < end:
-            if is_heard(text[max(begin, spans[i][0]) : min(end, spans[i][1])]):
-                heard.append(i)
+            if is_spoken(text[max(begin, spans[i][0]) : min(end, spans[i][1])]):
+                spoken.append(i)
             i += 1
-        found.append(_Part(text[begin:end], heard))
+        found.append(_Unit(text[begin:end], spoken))
     return found
 
 
-def _with_punctuation(found: list[_Part]) -> list[_Part]:
-    """Words that are heard; punctuation between them has joined one of its neighbours."""
-    words: list[_Part] = []
+def _with_punctuation(found: list[_Unit]) -> list[_Unit]:
+    """Words that are spoken; punctuation between them has joined one of its neighbours."""
+    words: list[_Unit] = []
     waiting = ""
-    for text, heard in found:
-        if heard:
-            words.append(_Part(waiting + text, heard))
+    for text, spoken in found:
+        if spoken:
+            words.append(_Unit(waiting + text, spoken))
             waiting = ""
         elif waiting or not words or unicodedata.category(text[0]) in ("Ps", "Pi"):
             waiting += text
         else:
-            words[-1] = _Part(words[-1].text + text, words[-1].heard)
+            words[-1] = _Unit(words[-1].text + text, words[-1].spoken)
     if words:
-        words[-1] = _Part(words[-1].text + waiting, words[-1].heard)
+        words[-1] = _Unit(words[-1].text + waiting, words[-1].spoken)
     return words

@@ -32,10 +32,10 @@ from jax_rnnt import JointLogits, LinearJoint, RNNTLoss, TDTLoss
 from jax_rnnt.emissions import Softmax
 from jax_rnnt.lattices import _pallas as pallas
 from jax_rnnt.lattices import _topology as topology
-from jax_rnnt.layouts import _joint_plan as plans
-from jax_rnnt.layouts._joint_networks import Linear
-from jax_rnnt.layouts._tile_blocks import TileInputs
-from jax_rnnt.layouts._tiles import Tiled
+from jax_rnnt.tiles._networks import Linear
+from jax_rnnt.tiles._tile_blocks import TileInputs
+from jax_rnnt.tiles._tiles import Tiled
+from jax_rnnt.tiles.joint import _tpu as plans
 
 B, T, U, V, H = 8, 256, 64, 512, 640  # B on each chip
 TDT = TDTLoss(durations=(0, 1, 2, 3, 4))

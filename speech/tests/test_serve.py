@@ -40,7 +40,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from jax_rnnt import timing
 from jax_rnnt_speech.data import audio
-from jax_rnnt_speech.recognition import recognise, transcripts
+from jax_rnnt_speech.recognition import recognise, subtitles, timed, transcripts
 from jax_rnnt_speech.serving import form as form_module
 from jax_rnnt_speech.serving import schema, server
 
@@ -133,10 +133,10 @@ def same(words, truth):
     """Whether objects are those of words, whose confidences depend on the batch by a rounding."""
     assert [x["word"] for x in words] == [x.text for x in truth]
     for name in ("start", "end", "confidence"):
-        np.testing.assert_allclose([x[name] for x in words], [x[name] for x in timing.to_json(truth)], atol=1e-4)
+        np.testing.assert_allclose([x[name] for x in words], [x[name] for x in timed.objects(truth)], atol=1e-4)
 
 
-def test_texts_of_files(served, corpus, tmp_path):
+def test_texts_of_files(served, corpus):
     """Every form, of files that are transcribed together."""
     files = sorted(corpus.rglob("*.flac"))[:3]
     results = [heard(served, audio.read(x, 8000)) for x in files]
@@ -159,10 +159,9 @@ def test_texts_of_files(served, corpus, tmp_path):
             assert whole["text"] == truth.text == "".join(x["token"] for x in tokens)
             assert [bytes(x["bytes"]).decode() for x in tokens] == [x["token"] for x in tokens]
             np.testing.assert_allclose([x["logprob"] for x in tokens], result.log_probs, atol=1e-4)
-        for name, write in (("srt", timing.write_srt), ("vtt", timing.write_vtt)):
+        for name, write in (("srt", subtitles.srt), ("vtt", subtitles.vtt)):
             for text, truth in zip(await texts(response_format=name), truths):
-                write(tmp_path / "x", transcripts.captions(truth.words, truth.duration, truth.space))
-                assert text == (tmp_path / "x").read_text()
+                assert text == write(transcripts.captions(truth.words, truth.duration, truth.space))
         both, verbose = {"timestamp_granularities[]": ["word", "segment"]}, {"response_format": "verbose_json"}
         for some, names in (("word", {"words"}), ("segment", {"segments"}), ([], {"segments"})):
             whole = json.loads((await texts(**verbose, timestamp_granularities=some))[0])

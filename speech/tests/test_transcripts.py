@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import html
 import io
+import itertools
 import json
 import os
 import re
@@ -179,7 +180,8 @@ def test_any_name(tmp_path):
             files = [*output.iterdir()]
             assert len(files) == len(stems) and max(len(os.fsencode(x.name)) for x in files) <= 255
             assert {x.name for x in files} >= {f" {transcripts.SUFFIXES[form]}"}
-    assert len(timing.read_ctm(tmp_path / "o.ctm")) == len((tmp_path / "o.text").read_text().splitlines()) == len(stems)
+    rows = (tmp_path / "o.ctm").read_text().splitlines()
+    assert len({x.split()[0] for x in rows}) == len((tmp_path / "o.text").read_text().splitlines()) == len(stems)
     for whole in (
         json.loads((tmp_path / "o.json").read_text()),
         map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines()),
@@ -310,7 +312,10 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
         "text": lambda file: [x.split("\t")[1] for x in file.read_text().splitlines()],
         "json": lambda file: [x["text"] for x in json.loads(file.read_text())],
         "jsonl": lambda file: [json.loads(x)["text"] for x in file.read_text().splitlines()],
-        "ctm": lambda file: [" ".join(x.text for x in words) for words in timing.read_ctm(file).values()],
+        "ctm": lambda file: [
+            " ".join(x.split()[4] for x in rows)
+            for _, rows in itertools.groupby(file.read_text().splitlines(), lambda x: x.split()[0])
+        ],
         "srt": lambda file: re.findall(r"--> [\d:,]+\n(.*)", file.read_text()),
         "vtt": lambda file: re.findall(r"--> [\d:.]+\n(.*)", file.read_text()),
         "textgrid": lambda file: [

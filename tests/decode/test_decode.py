@@ -27,7 +27,7 @@ from decoding import (
     trimmed,
 )
 from jax_rnnt import decode
-from jax_rnnt.decode.search import _beam_step, _hashing, _largest, _packing
+from jax_rnnt.decode import _beam_step, _hashing, _largest, _packing
 
 # ------------------------------------------------------------------------------------------------ greedy search
 
@@ -35,11 +35,11 @@ from jax_rnnt.decode.search import _beam_step, _hashing, _largest, _packing
 @pytest.mark.quick("rnnt", "tdt", "hat")
 @pytest.mark.parametrize("name", NAMED)
 def test_greedy_is_the_plain_loop(name):
-    """With exact ends and open ones, in windows of one frame and more, with room for some labels a frame."""
-    window, max_symbols = {"tdt": (9, 3), "multiblank": (1, 2), "rnnt": (4, 1)}.get(name, (4, 2))
+    """With exact ends and open ones, one frame at once and more, with room for some labels a frame."""
+    frames, max_symbols = {"tdt": (9, 3), "multiblank": (1, 2), "rnnt": (4, 1)}.get(name, (4, 2))
     for seed in range(4):
         model, exact = Model(NAMED[name], batch=16, frames=7, seed=seed), ends(16)
-        found = model.search(decoding.greedy, ROOM, window=window, max_symbols=max_symbols, exact_end=exact)
+        found = model.search(decoding.greedy, ROOM, frames_at_once=frames, max_symbols=max_symbols, exact_end=exact)
         check_greedy(model, found, exact_end=exact, max_symbols=max_symbols)
 
 
@@ -49,7 +49,7 @@ def test_greedy_is_the_plain_loop(name):
 @pytest.mark.quick("tdt-open")
 @pytest.mark.parametrize(("name", "kind"), [("rnnt", "exact"), ("tdt", "open")])
 def test_beam_is_the_enumeration(name, kind, monkeypatch):
-    """Open ends are ranked by normalised scores, in windows of two frames. (test_fusion has the whole family.)"""
+    """Open ends are ranked by normalised scores, two frames at once. (test_fusion has the whole family.)"""
     monkeypatch.setattr(_beam_step, "STEPS", 2)  # fewer than labels, which lie one over the other after too many steps
     model, search, rank = Model(NAMED[name]), {}, lambda scores, counts: scores
     rules = dict(max_symbols=MOST, exact_end=True)

@@ -31,7 +31,7 @@ from decoding import (
     trimmed,
 )
 from jax_rnnt import decode
-from jax_rnnt.decode.search import _packing
+from jax_rnnt.decode import _packing
 
 BEAM = functools.partial(decoding.beam, width=11)  # 3 * 11 rows are packed
 
@@ -115,7 +115,7 @@ def test_greedy_is_the_plain_loop(loss):
     model, exact = Model(loss, batch=16, frames=7), ends(16)
     traced = adjust(model)
     options, added = models_of(model, forbidden=(..., 0, 1, 1))
-    found = model.search(decoding.greedy, ROOM, window=3, max_symbols=2, exact_end=exact, **traced, **options)
+    found = model.search(decoding.greedy, ROOM, frames_at_once=3, max_symbols=2, exact_end=exact, **traced, **options)
     expected = check_greedy(model, found, exact_end=exact, max_symbols=2, **added)
     plain = [greedy_loop(model, b, exact_end=exact[b], max_symbols=2)[0] for b in range(16)]
     assert sum(x != y for x, y in zip(expected, plain)) > 4

@@ -1,6 +1,5 @@
-"""Are label errors edit distances, seconds those of the frames, and files what other programs read?"""
+"""Are label errors edit distances, and seconds those of the frames?"""
 
-import decimal
 import itertools
 import math
 
@@ -164,78 +163,6 @@ def test_bad_words(metrics, change, message):
         metrics.word_confidence(**good | {"word_of_label": np.zeros((2, 3), int)} | change)
 
 
-def test_utterance_confidence(metrics):
-    """All labels of a hypothesis; none of an empty one."""
-    sure = np.array([[0.5, 1.5, 0.25], [0.5, 0.25, -7.0], [np.nan] * 3], np.float32)
-    counts = np.array([3, 2, 0])
-    for how, expected in {"mean": [1.75 / 3, 0.375], "min": [0.25, 0.25], "product": [0.125, 0.125]}.items():
-        got = metrics.utterance_confidence(jnp.asarray(sure)[None], counts[None], how)
-        np.testing.assert_allclose(got, [[*expected, np.nan]], rtol=1e-6)
-    assert metrics.utterance_confidence([0.0], 1) == 0 and np.isnan(metrics.utterance_confidence([], 0))
-    for bad, message in (
-        (([[0.0]], 1), r"counts must have shape \[...\] = \(1,\) of confidences"),
-        (([1], 1), "confidences must have a floating dtype, got int64"),
-        (([0.0], 1, "most"), "how must be"),
-        (([0.5, np.nan], 2), "confidences must be 0 or more"),
-        (([-0.1], 1), r"confidences must be 0 or more.*got -0.1"),
-        (([0.0], 2), r"counts must lie in \[0, 1\]"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"utterance_confidence: {message}"):
-            metrics.utterance_confidence(*bad)
-
-
-def test_correct_words(metrics):
-    """As many as the fewest edits leave, in the right order."""
-    right = lambda words, reference: metrics.correct_words(words.split(), reference.split()).tolist()
-    assert right("a b c", "a x c") == [True, False, True]
-    assert right("a a b", "a b") in ([True, False, True], [False, True, True])
-    assert right("", "a") == [] and right("a b", "") == [False, False]
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        one, other = (rng.choice(["x", "y", "zz"], rng.integers(0, 6)).tolist() for _ in range(2))
-        kept = metrics.correct_words(one, other)
-        pick = [x for x, is_right in zip(one, kept) if is_right]
-        rest = iter(other)
-        assert all(x in rest for x in pick)  # a subsequence
-        edits = edit_distance(tuple(one), tuple(other))
-        assert max(len(one), len(other)) - len(pick) <= edits <= len(one) + len(other) - 2 * len(pick)
-    with pytest.raises(TypeError, match="correct_words: reference must be a sequence of words, got 'a b'"):
-        metrics.correct_words(["a"], "a b")
-
-
-def test_calibration(metrics):
-    """Bin by bin in a loop; what is calibrated by construction has no error, and what is sure and wrong has all."""
-    rng = np.random.default_rng(0)
-    confidences = np.concatenate([rng.random(500), np.linspace(0, 1, 21)]).astype(np.float32).reshape(-1, 1)
-    correct = rng.random(confidences.shape) < 0.3 + 0.5 * confidences
-    found = metrics.calibration(jnp.asarray(confidences), correct, bins=7)
-    error = 0.0
-    for i in range(7):
-        low, high = i / 7, (i + 1) / 7
-        inside = [
-            (float(c), bool(k)) for c, k in zip(confidences[:, 0], correct[:, 0]) if low < c <= high or i == c == 0
-        ]
-        assert found.counts[i] == len(inside) > 0
-        sure, right = (sum(x) / len(inside) for x in zip(*inside))
-        np.testing.assert_allclose([found.confidences[i], found.accuracies[i]], [sure, right], rtol=1e-12)
-        error += len(inside) * abs(sure - right) / len(confidences)
-    np.testing.assert_allclose(found.expected_error, error, rtol=1e-12)
-    halves = metrics.calibration([0.5] * 4 + [1.0] * 3, [True, False] * 2 + [True] * 3)
-    assert halves.expected_error == 0 and np.isnan(halves.accuracies[:4]).all()
-    assert metrics.calibration([1.0, 1 + 1e-7], [False, False]).expected_error == 1  # rounding, as in `words`
-    assert np.isnan(metrics.calibration([], []).expected_error)
-    for bad, message in (
-        (([0.1, -0.1], [True, True]), r"confidences must be 0 or more, .* got -0.1"),
-        (([math.nan], [True]), "confidences must be 0 or more, .* got nan"),
-        (([1], [True]), "confidences must have a floating dtype, got int64"),
-        (([0.5], [1]), "correct must have the dtype bool, got int64"),
-        (([0.5], [True, False]), r"correct must have the shape of confidences, \(1,\), got \(2,\)"),
-        (([0.5], [True], 0), "bins must be 1 or more, got 0"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=f"calibration: {message}"):
-            metrics.calibration(*bad)
-
-
 def test_frames_to_seconds():
     np.testing.assert_allclose(timing.frames_to_seconds([[0, 3], [10, 2]], **HOP), [[0, 0.12], [0.4, 0.08]])
     np.testing.assert_allclose(timing.frames_to_seconds(jnp.array([1.5]), hop=0.5, offset=2.0), [2.75])
@@ -255,51 +182,3 @@ def test_intervals():
     found = timing.intervals([0, 2, 2, 5], "abcd", durations=[1, 0, 4, 2], hop=1, offset=0.5)
     assert [x[:2] for x in found] == [(0.5, 1.5), (2.5, 4.0), (4.0, 5.5), (5.5, 7.5)]
     assert timing.intervals([], [], **HOP) == []
-
-
-def test_files_of_an_alignment(tmp_path):
-    """From the best path to both files and back."""
-    textgrid = pytest.importorskip("praatio.textgrid")
-    logits = np.full((6, 3, 4), -5.0, np.float32)
-    logits[..., 3] = 0
-    logits[1, 0, 2] = logits[4, 1, 1] = 5
-    frames = jax_rnnt.RNNTLoss().align(logits, np.array([2, 1]), 6, 2).frames
-    spoken = timing.intervals(frames, ["two", 'o"ne'], **HOP)
-    timing.write_ctm(tmp_path / "x.ctm", {"first": spoken, "silent": [], "second": spoken[1:]}, channel="A")
-    lines = [line.split() for line in (tmp_path / "x.ctm").read_text().splitlines()]
-    assert lines == [
-        ["first", "A", "0.040000", "0.040000", "two"],
-        ["first", "A", "0.160000", "0.040000", 'o"ne'],
-        ["second", "A", "0.160000", "0.040000", 'o"ne'],
-    ]
-    timing.write_textgrid(tmp_path / "x.TextGrid", {"labels": spoken, "none": []}, seconds=0.19)
-    grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
-    assert grid.tierNames == ("labels", "none") and grid.maxTimestamp == 0.19
-    assert [tuple(x) for x in grid.getTier("labels").entries] == [(0.04, 0.08, "two"), (0.16, 0.19, 'o"ne')]
-    assert len(grid.getTier("none").entries) == 0
-
-
-def test_edges_in_files(tmp_path):
-    """In the digits of the files, neighbours meet, nothing is empty, and times are right to half a microsecond."""
-    textgrid = pytest.importorskip("praatio.textgrid")
-    rng = np.random.default_rng(0)
-    shared = timing.intervals([7] * 30, ["x"] * 30, hop=0.01)  # of one frame, a third of a millisecond each
-    thirds = timing.intervals(np.arange(99) // 3, ["y"] * 99, hop=0.01, subsampling=4, offset=1 / 3)
-    edges = np.cumsum(rng.uniform(1e-4, 0.2, 100))
-    chain = [timing.Interval(*x, "z") for x in itertools.pairwise(edges)]
-    rounded = [timing.Interval(0.1 + 0.2, 0.4, "a"), timing.Interval(0.4, 0.1 + 0.7, "b"), timing.Interval(0.8, 1, "c")]
-    spoken = {"shared": shared, "thirds": thirds, "chain": chain, "rounded": rounded}
-    timing.write_ctm(tmp_path / "x.ctm", spoken)
-    timing.write_textgrid(tmp_path / "x.TextGrid", spoken | {';;a "b"': []}, seconds=1 + edges[-1])
-    grid = textgrid.openTextgrid(str(tmp_path / "x.TextGrid"), includeEmptyIntervals=False)
-    assert grid.tierNames == (*spoken, ';;a "b"')
-    rows = [line.split() for line in (tmp_path / "x.ctm").read_text().splitlines()]
-    for name, given in spoken.items():
-        ctm = [[decimal.Decimal(x) for x in row[2:4]] for row in rows if row[0] == name]
-        ctm = [(start, start + duration) for start, duration in ctm]
-        praat = [(decimal.Decimal(repr(x.start)), decimal.Decimal(repr(x.end))) for x in grid.getTier(name).entries]
-        assert ctm == praat and len(ctm) == len(given)
-        np.testing.assert_allclose(np.array(ctm, float), [x[:2] for x in given], rtol=0, atol=5.01e-7)
-        assert all(start < end for start, end in ctm)
-        for one, other, *pair in zip(given, given[1:], ctm, ctm[1:]):
-            assert (one.end == pytest.approx(other.start, abs=1e-9)) == (pair[0][1] == pair[1][0])

@@ -16,7 +16,7 @@ import decoding
 import family
 from decoding import EXACT, MOST, Model, assert_same
 from jax_rnnt import DecodingRules, HATLoss, MonotonicRNNTLoss, RNNTLoss, TDTLoss, TransducerLoss, decode, lattices
-from jax_rnnt.decode.search import _options
+from jax_rnnt.decode import _options
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max  # floats, as the other values: one program takes all
 NOT_FINITE = (math.nan, math.inf, -math.inf)
@@ -48,7 +48,6 @@ CLASSES = jnp.arange(Model(family.TDT).tokens, dtype=float)[None]
 LM = decode.Predictor(lambda batch: (), lambda state, labels: (jnp.sin(labels[:, None].astype(float) + CLASSES), state))
 OPTIONS = {  # fields of a `Search`, in their order
     "max_symbols": Option(ALL, 3),
-    "window": Option("greedy sample", 2),
     "fusion": Option(ALL, ((decode.Labels([True] * CLASSES.size), 0.5),)),
     "ilm_weight": Option("greedy beam", 0.1, LARGE, NOT_FINITE),
     "blank_penalty": Option("greedy beam", 0.1, LARGE, NOT_FINITE),
@@ -66,7 +65,7 @@ ARGUMENTS = {  # of the verbs, of fusion and of losses
     "arc_weights": Option(ALL, None, (-math.inf, 0.0, 0.2, 1e300), (math.nan, math.inf)),
     "max_labels": Option(ALL),
     "width": Option("beam"),
-    "frames_at_once": Option("beam"),
+    "frames_at_once": Option(ALL, 2),
     "samples": Option("sample"),
 }
 SHOWN = {"weight": "fusion[0] weight", "arc_weights": "Weighted.decoding() arc_weights[1]"}  # in errors
@@ -143,12 +142,12 @@ def test_no_option_is_ignored(verb, name):
 
 
 # Of other options of greedy and beam search, their tests know what they change.
-FEW = [("greedy", "window"), *(x for x in TAKEN if x[0] == "sample" and x[1] in OPTIONS)]
+FEW = [("greedy", "frames_at_once"), *(x for x in TAKEN if x[0] == "sample" and x[1] in OPTIONS)]
 
 
 @pytest.mark.parametrize(("verb", "name"), FEW)
 def test_other_options_change_the_program(verb, name):
-    assert program(verb, **{name: OPTIONS[name].other}) != usual(verb)
+    assert program(verb, **{name: (OPTIONS | ARGUMENTS)[name].other}) != usual(verb)
 
 
 # ------------------------------------------------------------------------------------------------------ numbers
@@ -209,13 +208,13 @@ def test_static_is_traced(verb):
     assert np.asarray(found.counts).max() > 0
 
 
-COUNTS = "max_labels", "max_symbols", "window", "width", "frames_at_once", "samples"
+COUNTS = "max_labels", "max_symbols", "width", "frames_at_once", "samples"
 
 
 @pytest.mark.parametrize(("verb", "name"), [x for x in TAKEN if x[1] in COUNTS])
 def test_counts(verb, name):
     """Integers that are known at trace time; sizes of arrays beyond int32 are refused before JAX meets them."""
-    limits, function = ("max_symbols", "window", "frames_at_once"), verb if name in COUNTS[3:] else "Search"
+    limits, function = ("max_symbols", "frames_at_once"), verb if name in COUNTS[2:] else "Search"
     large = [] if name in limits else [(2**31, ValueError, f"must lie in .* got {2**31}")]
     for value, error, message in (
         *large,
@@ -244,7 +243,7 @@ def test_durations_beyond_any_length(name):
 
 def test_large_counts():
     """Limits may be as large as one likes; they are those of as many labels and frames as there are."""
-    few = {"max_symbols": MOST, "window": MODEL.encoder.shape[1]}
+    few = {"max_symbols": MOST, "frames_at_once": MODEL.encoder.shape[1]}
     many, few = (jax.jit(lambda x=x: search("greedy", {}, **x))() for x in (dict.fromkeys(few, 2**70), few))
     assert_same(many, few)
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import family
-from compare import assert_same_bits
+from compare import assert_close, assert_same_bits
 from decoding import Model
 from jax_rnnt import decode
+from jax_rnnt.decode import _beam_step, _greedy
 
 MODEL = Model(family.TDT)
 ARRAYS = jnp.asarray(MODEL.encoder), jnp.asarray(MODEL.lengths)
@@ -27,7 +28,7 @@ VERBS = {
 
 
 def search(**options):
-    return decode.Search(MODEL.loss.value(), MODEL.parameters.joint, MODEL.parameters.predictor, 4, **options)
+    return decode.Search(*MODEL.networks, **{"max_labels": 4} | options)
 
 
 def primitives(function, *arguments):
@@ -47,6 +48,20 @@ def test_an_argument_has_the_program_of_a_closure(verb):
     assert primitives(VERBS[verb], value, *ARRAYS) == closed
     if verb == "greedy":
         assert_same_bits(jax.jit(VERBS[verb])(value, *ARRAYS)[:7], VERBS[verb](value, *ARRAYS)[:7])
+
+
+@pytest.mark.quick("greedy")
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_step_is_a_function_of_arrays(verb, monkeypatch):
+    """`jax.jit` takes what is static by its hash and the rest as a pytree, and each step by itself finds the same."""
+    value, steps = search(temperature=1.5, fusion=((LM, 0.3),)), []
+    plain = jax.jit(VERBS[verb])(value, *ARRAYS)
+    for module in (_greedy, _beam_step):
+        step = jax.jit(module.step, static_argnums=0)
+        monkeypatch.setattr(module, "step", lambda *given, step=step: steps.append(hash(given[0])) or step(*given))
+    found = jax.jit(lambda *arrays: VERBS[verb](*arrays))(value, *ARRAYS)
+    assert len({*steps}) == 1
+    assert_close(found[:7], plain[:7], rtol=1e-12)
 
 
 def test_leaves():
@@ -88,7 +103,7 @@ def test_objects_without_a_hash_equal_themselves():
 def test_errors_come_when_a_search_is_made():
     for options, message in (
         ({"max_symbols": 0}, "Search: max_symbols must be 1 or more, got 0"),
-        ({"temperature": math.nan, "window": 0}, "Search: window must be 1 or more, got 0"),
+        ({"temperature": math.nan, "max_labels": 0}, "Search: max_labels must be 1 or more, got 0"),
         ({"fusion": 3}, "Search: fusion must be a sequence of pairs"),
         ({"duration_choice": "both"}, "Search: duration_choice must be one of 'pair', 'token_first', got 'both'"),
     ):
@@ -96,7 +111,7 @@ def test_errors_come_when_a_search_is_made():
             search(**options)
     with pytest.raises(TypeError, match="Search: unknown argument beam_sizes; it takes loss, "):
         search(beam_sizes=3)
-    assert repr(search(window=2)).endswith(", max_labels=4, window=2)")
+    assert repr(search(max_symbols=2)).endswith(", max_labels=4, max_symbols=2)")
 
 
 @pytest.mark.slow

@@ -17,9 +17,19 @@ import family
 import meshes
 import reference_numpy as truth
 from decoding import EXACT, MOST, NAMED, Model, allowed, assert_same, trimmed
-from jax_rnnt import Composition, RNNTLoss, TDTLoss, TransducerLoss, decode, emissions, lattices
-from jax_rnnt.decode.search import _problem, _sample
-from jax_rnnt.decode.search._symbols import checked_scoring, symbols_of
+from jax_rnnt import (
+    Composition,
+    MonotonicRNNTLoss,
+    MultiblankRNNTLoss,
+    RNNTLoss,
+    TDTLoss,
+    TransducerLoss,
+    decode,
+    emissions,
+    lattices,
+)
+from jax_rnnt.decode import _given, _sample
+from jax_rnnt.decode._moves import moves_of
 
 # ------------------------------------------------------------------------------------- penalty and temperature
 
@@ -65,6 +75,35 @@ def test_errors(options, error, message):
         call(*given, *batch)
 
 
+# ------------------------------------------------------------------------------------------------------ moves
+
+MOVES = [  # of a loss: classes of its logits, (class of a blank, frames, frames needed) of each arc, reach, symbols
+    (RNNTLoss(blank=0), 3, [(0, 1, 1), (None, 0, 1)], 0, 3),
+    (MonotonicRNNTLoss(blank=2), 3, [(2, 1, 1), (None, 1, 1)], 0, 2),
+    (MonotonicRNNTLoss(blank=2, final_blank=True), 3, [(2, 1, 1), (None, 1, 2)], 1, 2),
+    (MultiblankRNNTLoss((3,), blank=4), 5, [(4, 1, 1), (3, 3, 3), (None, 0, 1)], 2, 3),
+    (TDTLoss((0, 2), blank=2), 5, [(2, 2, 2), (None, 0, 1), (None, 2, 3)], 2, 2),
+]
+
+
+@pytest.mark.parametrize(("loss", "classes", "arcs", "reach", "symbols"), MOVES)
+def test_moves(loss, classes, arcs, reach, symbols):
+    """By hand: what arcs read, and need where an arc of the lattice may not be the last one. No array is among them."""
+    moves, weights = moves_of("", loss, classes, 10, "pair")
+    assert [(x.token, x.frames, x.needs) for x in moves.all] == arcs and {*weights.values()} == {0.0}
+    assert (moves.reach, moves.symbols) == (reach, symbols)
+    again, _ = moves_of("", loss, classes, 10, "pair")
+    assert hash(moves) == hash(again) and moves == again != moves_of("", loss, classes, 9, "pair")[0]
+
+
+def test_ties():
+    """Of equal moves blanks come first, then lower classes."""
+    predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+    frames = jnp.array([[[0.0, 0, 0], [-1, 0, 0], [0, -1, 0]]])
+    found = decode.Search(RNNTLoss(0), jnp.add, predictor, 5, max_symbols=1).greedy(frames, jnp.array([3]))
+    assert trimmed(jax.tree.map(np.asarray, found), 0) == [[1], [1], [0]]
+
+
 # ------------------------------------------------------------------------------------ token first, then duration
 
 
@@ -95,12 +134,12 @@ def test_token_first(durations):
     loss, others, forced = family.tdt(durations), 0, 0
     settings = ((3, 40, 1, 0.0), (1, 40, 4, 0.4), (10, 4, 3, 0.0)) if durations[0] == 2 else ((3, 40, 4, 0.4),)
     for seed, options in itertools.product(range(5), settings):
-        max_symbols, room, window, penalty = options
+        max_symbols, room, frames, penalty = options
         model = Model(loss, batch=12, frames=12, seed=seed)
         model.lengths = np.random.default_rng(seed).integers(0, 13, 12).astype(np.int32)
         model.bias[:2], model.bias[model.tokens :] = 2 * (seed % 2), 2.0 * (np.array(durations) == 0)
         model.penalty = penalty
-        rules = dict(max_symbols=max_symbols, window=window, blank_penalty=np.float64(penalty))
+        rules = dict(max_symbols=max_symbols, frames_at_once=frames, blank_penalty=np.float64(penalty))
         found = model.search(decoding.greedy, room, duration_choice="token_first", **rules)
         if max_symbols == 3:
             others += (found.labels != model.search(decoding.greedy, room, **rules).labels).any(-1).sum()
@@ -116,10 +155,7 @@ def test_token_first(durations):
 def test_token_first_without_durations():
     """It changes no move."""
     for loss in (x for name, x in NAMED.items() if name != "tdt"):
-        pairs, first = (
-            symbols_of("greedy", loss.value(), Model(loss).tokens, checked_scoring("greedy", 3, duration_choice=choice))
-            for choice in ("pair", "token_first")
-        )
+        pairs, first = (moves_of("", loss.value(), Model(loss).tokens, 3, x)[0] for x in ("pair", "token_first"))
         assert pairs == first
 
 
@@ -147,24 +183,24 @@ def test_token_first_of_ones_own():
 
 def test_blank_first(monkeypatch):
     """Greedy search of a HAT needs no labels where the blank has 1/2; products for labels are counted."""
-    products, product = [], _problem.product
+    products, product = [], _given.product
 
     def counted(*arguments):
         jax.debug.callback(lambda: products.append(None))
         return product(*arguments)
 
     model, number = Model(NAMED["hat"], batch=1, frames=40, seed=3), {}
-    plain = model.search(decoding.greedy, 90, window=2)
-    monkeypatch.setattr(_problem, "product", counted)
+    plain = model.search(decoding.greedy, 90, frames_at_once=2)
+    monkeypatch.setattr(_given, "product", counted)
     for threshold in (0.999999999, 0.5):
         products.clear()
-        found = model.search(decoding.greedy, 90, window=2, blank_threshold=threshold)
+        found = model.search(decoding.greedy, 90, frames_at_once=2, blank_threshold=threshold)
         jax.effects_barrier()
         number[threshold] = len(products)
         assert_same(found[:3], plain[:3])
         np.testing.assert_allclose(found.scores, plain.scores, rtol=EXACT)
     assert plain.counts[0] > 20 and 20 < number[0.5] < number[0.999999999], number
-    traced = [model.search(decoding.greedy, 90, window=2, blank_threshold=np.float64(x)) for x in (1, 0)]
+    traced = [model.search(decoding.greedy, 90, frames_at_once=2, blank_threshold=np.float64(x)) for x in (1, 0)]
     assert_same(traced[0][:-1], plain[:-1])
     assert (traced[1].counts == 0).all()
 
@@ -278,11 +314,11 @@ def five(loss, options):
 
 @pytest.mark.slow
 def test_samples_are_functions_of_their_keys():
-    """Neither the window, nor other utterances, nor the number of samples matters; keys of any kind do."""
+    """Neither the frames at once, nor other utterances, nor the number of samples matters; keys of any kind do."""
     model = Model(NAMED["tdt"], batch=4, frames=9)
     whole = few(model, model.encoder, model.lengths)
     assert whole.labels.shape == (4, 5, MOST) and whole.state is None
-    compare.assert_close(few(model, model.encoder, model.lengths, window=1)[:-1], whole[:-1], rtol=EXACT)
+    compare.assert_close(few(model, model.encoder, model.lengths, frames_at_once=1)[:-1], whole[:-1], rtol=EXACT)
     every = few(model, model.encoder, model.lengths, top_k=np.int32(model.tokens), top_p=np.float64(1))
     compare.assert_same_bits(every[:-1], whole[:-1])
     rows = np.array([2, 0, 2, 2])

@@ -8,6 +8,7 @@ counts cycles.
 
 import functools
 import itertools
+import re
 import warnings
 
 import jax
@@ -29,12 +30,11 @@ from jax_rnnt._xla import devices as gpus
 from jax_rnnt._xla import grouped, loading, primitive, proof
 from jax_rnnt.emissions._emission import label_map
 from jax_rnnt.emissions._softmax import Softmax
-from jax_rnnt.layouts import _joint_cuda as cuda
-from jax_rnnt.layouts import _joint_pallas as pallas
-from jax_rnnt.layouts import _joint_plan as plans
-from jax_rnnt.layouts._joint_networks import Linear
-from jax_rnnt.layouts._tile_blocks import TileInputs
-from jax_rnnt.layouts._tiles import Tiled
+from jax_rnnt.tiles import joint
+from jax_rnnt.tiles._networks import Linear
+from jax_rnnt.tiles._tile_blocks import TileInputs
+from jax_rnnt.tiles._tiles import Tiled
+from jax_rnnt.tiles.joint import _classes, _gpu, _kernel, _tpu
 from meshes import at, mean_over_devices, mesh_of
 
 LENGTHS = np.array([37, 20, 33, 5], np.int32), np.array([9, 2, 0, 4], np.int32)  # of blocks of 32 frames, 8 columns
@@ -171,9 +171,9 @@ def test_chunks_and_groups(loss, kernels, monkeypatch):
     encoder, and options."""
     if kernels == "tpu":
         monkeypatch.setattr(grouped, "device_of", lambda ctx: (None, 2))
-        monkeypatch.setattr(plans, "CHUNKS", (256,))
-    monkeypatch.setattr(cuda, "SLAB", 0)
-    monkeypatch.setattr(cuda, "_LEAST", 5)
+        monkeypatch.setattr(_classes, "CHUNKS", (256,))
+    monkeypatch.setattr(_gpu, "SLAB", 0)
+    monkeypatch.setattr(_gpu, "_LEAST", 5)
     options = {"clamp": 0.05, "fastemit_lambda": 0.3}
     case = Case(loss, 700 if kernels == "tpu" else 300, copies=2, scale=0.5)
     got = case.run(fill=np.nan, **options)
@@ -214,8 +214,8 @@ ROUNDED = {
 @pytest.mark.parametrize("dtype", ROUNDED)
 def test_default_precision_of_slabs(dtype, kernels, monkeypatch):
     """Factors of products are rounded, sums are not, from slab to slab: the rest of the error is a part of theirs."""
-    monkeypatch.setattr(cuda, "SLAB", 0)
-    monkeypatch.setattr(cuda, "_LEAST", 1)
+    monkeypatch.setattr(_gpu, "SLAB", 0)
+    monkeypatch.setattr(_gpu, "_LEAST", 1)
     dtype, rounded, limit = ROUNDED[dtype]
     case = Case(family.RNNT, 9, seed=2)
     case.arrays = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in case.arrays]
@@ -243,13 +243,14 @@ def test_memory_of_a_tpu():
     label = label_map(jnp.ones((B, U), jnp.int32), num_labels)
     inputs = TileInputs(normal(B, T, H), normal(B, U + 1, H), label, num_frames, num_labels, None, ())
     parameters, cotangents = [normal(H, V), normal(V)], {slot: normal(B, T, U + 1) for slot in ("blank", "label")}
-    flags = plans.BLOCKS.within(inputs.shape, num_frames, num_labels).at[1].set(False)
+    flags = _tpu.BLOCKS.within(inputs.shape, num_frames, num_labels).at[1].set(False)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(interpret, parameters, inputs, *rest):
-        problem = plans.plan(tiled, parameters, inputs, (None, 1))
-        planes, norm = pallas.forward(problem, parameters, inputs, interpret)
-        return planes, pallas.backward(problem, parameters, inputs, cotangents, norm, *rest, interpret)
+        kernel = joint.KERNELS["tpu"]
+        plan = kernel.plan(tiled, parameters, inputs, (None, 1))
+        planes, norm = kernel.forward(plan, parameters, inputs, interpret)
+        return planes, kernel.backward(plan, parameters, inputs, cotangents, norm, *rest, interpret)
 
     modes = True, pltpu.InterpretParams(uninitialized_memory="nan")
     plain, poisoned = (run(mode, parameters, inputs, jnp.ones(B), jnp.zeros(B), flags) for mode in modes)
@@ -269,12 +270,12 @@ def test_activations_of_a_plan():
     """Known by identity; value and derivative are those of the function, that of relu at 0 is 0."""
     x = jnp.linspace(-6, 6, 121, dtype=np.float32)
     for function in ACTIVATIONS.values():
-        of_kernel = plans.activation_of(function)
+        of_kernel = _kernel.ACTIVATIONS[_kernel.activation_of(function)]
         for each in (lambda f: f(x), lambda f: jax.vjp(f, x)[1](jnp.ones_like(x))[0]):
             np.testing.assert_allclose(each(of_kernel), each(function), atol=2e-6)
-    assert jax.grad(plans.activation_of(jax.nn.relu))(np.float32(0)) == 0
+    assert jax.grad(_kernel.ACTIVATIONS[_kernel.activation_of(jax.nn.relu)])(np.float32(0)) == 0
     for function in (jnp.sin, lambda x: jnp.tanh(x), functools.partial(jax.nn.gelu, True)):
-        assert plans.activation_of(function) is None
+        assert _kernel.activation_of(function) is None
 
 
 @OF_CUDA
@@ -306,7 +307,7 @@ def test_order_of_classes():
         for others in (tuple(range(count, count + durations)), *([of_blanks] if len(of_blanks) == 1 else [])):
             own = () if others == of_blanks else of_blanks
             total = count + len(others) * (others != of_blanks)
-            classes = plans.Classes(total, own, others, groups)
+            classes = _classes.Classes(total, own, others, groups)
             x = jnp.arange(2 * total, dtype=jnp.float32).reshape(2, total)
             arranged = np.asarray(classes.arrange(x, -1))
             assert arranged.shape == (2, groups * classes.lanes) and classes.lanes % classes.chunk == 0
@@ -411,16 +412,58 @@ def test_refused_with_a_reason(case, kernels):
     assert count == 0 and reason in text
 
 
+# What the module of the CUDA kernels says of them.
+JOINT = {
+    "capability": 8, "shared_bytes": 99 << 10, "columns": 8, "classes": 128, "unit_bytes": 128, "blocks": 1 << 24,
+    "rows": {2: [128, 64, 32], 4: [64, 32]}, "activations": list(_kernel.ACTIVATIONS),
+}  # fmt: skip
+# Most units by kilobytes of shared memory and bytes of a unit: lab/cuda.md.
+UNITS = {(99, 2): 640, (99, 4): 320, (227, 2): 2688, (227, 4): 1344}
+
+
+@OF_CUDA
+def test_limits_of_the_module(kernels):
+    module = loading.module(platforms.platform())
+    assert module.joint == JOINT
+    for (shared, size), units in UNITS.items():
+        needed = (module.joint_shared_bytes(32, n * size) for n in (units, units + 128 // size))
+        assert [n <= shared << 10 for n in needed] == [True, False]
+
+
+@pytest.mark.no_kernel
+@pytest.mark.parametrize(
+    ("dtype", "units", "kilobytes", "expected"),
+    [
+        (np.float16, 100, 227, (128, 128)), (np.float16, 641, 227, (64, 704)), (np.float32, 33, 227, (64, 64)),
+        (np.float32, 1344, 227, (32, 1344)), (np.float32, 1345, 227, "1345 units take .* a thread block has 227"),
+        (np.float16, 8, "no such device", "no such device"),
+    ],
+)  # fmt: skip
+def test_plan_of_a_gpu(dtype, units, kilobytes, expected):
+    """The most rows of a block that fit, and units in whole stages; a row takes its units and 64 bytes."""
+    needed = lambda rows, row_bytes: 3 * 128 * (128 + 16) + rows * (row_bytes + 64)
+    module = type("Module", (), {"joint": JOINT, "joint_shared_bytes": staticmethod(needed)})
+    weight, encoder, predictor, *_ = shapes(dtype=dtype, batch=2, units=units)
+    tiled = Tiled(Softmax((0,)), Linear(jnp.tanh), 9, np.dtype(dtype), None, True)
+    shared = kilobytes if isinstance(kilobytes, str) else kilobytes << 10
+    plan = _gpu.plan(tiled, [weight], TileInputs(encoder, predictor, *[None] * 4, ()), (shared, module))
+    if isinstance(expected, str):
+        assert re.fullmatch(expected, plan)
+    else:
+        assert ((plan.rows, plan.padded), plan.blocks.frames) == (expected, expected[0] // 8)
+
+
 @pytest.mark.no_kernel
 def test_devices_of_kernels():
     """Tiles before compute capability 8.0 and where there is no code, as the kernels have no PTX."""
-    own = {"joint_architectures": "80-real 90-real"}
+    own = {"joint_architectures": "80-real 90-real", "joint": JOINT}
     module = lambda *found: type("Module", (), own | {"devices": staticmethod(lambda: found)})
     assert gpus.shared_memory(module((9, 0, 232448), (8, 9, 101376)), False, None) == 101376
     assert "device 0 has 7.5" in gpus.shared_memory(module((7, 5, 65536)), False, None)
     assert "none for device 1, of compute capability 11.0" in gpus.shared_memory(
         module((8, 6, 101376), (11, 0, 232448)), False, None
     )
+    assert JOINT["shared_bytes"] == 99 << 10
     kinds = {"NVIDIA H100 80GB HBM3": 227, "NVIDIA B200": 227, "NVIDIA H200": 227, "NVIDIA A100": 99, None: 99}
     for kind, size in kinds.items():
         assert gpus.shared_memory(module(), False, kind) == size << 10

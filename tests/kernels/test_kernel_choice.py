@@ -146,6 +146,19 @@ def test_limits_of_each_device(kernel):
             assert loading.limits(platform) == loading.LIMITS[platform]
 
 
+@pytest.mark.parametrize(("kernels", "lacks"), [("cuda", "joint"), ("cpu", "limits")])
+def test_module_of_an_older_source(kernels, lacks, monkeypatch):
+    """A module without limits that Python asks for is not used, and the reason says how to build it anew."""
+    fields = {"api_version": lambda: (0, 1), "kernels": kernels, "registrations": dict, "workspace": None}
+    old = types.SimpleNamespace(**fields, **({} if lacks == "limits" else {"limits": dict}))
+    monkeypatch.setattr(loading._installation, "extension", lambda name: old)
+    monkeypatch.setattr(loading, "PLATFORMS", (("other", "OTHER", "_other"),))
+    monkeypatch.setattr(loading, "TARGETS", ())
+    loading._load()
+    assert "other" not in loading.KERNELS
+    assert re.search("jax_rnnt._other was built from an older source: run `.*`", loading.MISSING.pop("other"))
+
+
 # ------------------------------------------------------------------------------------------------ devices of a GPU
 # (major, minor, bytes of shared memory of a block), from the CUDA C++ programming guide's table of compute capabilities
 V100, T4, A100 = (7, 0, 96 << 10), (7, 5, 64 << 10), (8, 0, 163 << 10)

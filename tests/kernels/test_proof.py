@@ -4,6 +4,7 @@ Programs are lowered for TPUs and GPUs that this machine does not have; devices 
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 import json
 import pathlib
@@ -26,7 +27,7 @@ from jax_rnnt import JointLogits, LinearJoint, __main__, _checks, _selftest, _se
 from jax_rnnt._xla import loading, primitive, proof
 from jax_rnnt.emissions import _softmax as softmax
 from jax_rnnt.lattices import _lattice as lattice
-from jax_rnnt.layouts import _joint_pallas as pallas
+from jax_rnnt.tiles import joint
 from project import ROOT
 
 pytestmark = [
@@ -81,14 +82,17 @@ def cache(monkeypatch, tmp_path):
 
 def compiled_for_cuda(monkeypatch):
     """What a build with CUDA kernels answers."""
-    for table in (loading.KERNELS, loading.JOINTS):
-        monkeypatch.setitem(table, "cuda", "cuda")
+    monkeypatch.setitem(loading.KERNELS, "cuda", "cuda")
     monkeypatch.setitem(loading.LIMITS, "cuda", {})
     monkeypatch.setitem(loading.WORKSPACES, "cuda", lambda *_: [])
     monkeypatch.delitem(loading.MISSING, "cuda", raising=False)
     fake = types.SimpleNamespace(
         devices=list, driver_version=lambda: 0, runtime_version=13000, architectures="80",
-        limits_of_shared_memory=lambda _: {},
+        limits_of_shared_memory=lambda _: {}, joint_shared_bytes=lambda rows, row_bytes: 0,
+        joint={
+            "shared_bytes": 1, "columns": 8, "classes": 128, "unit_bytes": 128, "rows": {2: [32], 4: [32]}, "blocks": 9,
+            "activations": ["tanh"],
+        },
     )  # fmt: skip
     own = loading.module
     monkeypatch.setattr(loading, "module", lambda platform: fake if platform == "cuda" else own(platform))
@@ -126,11 +130,6 @@ def verdict(platform, cache, change):
     with pytest.MonkeyPatch.context() as patch:
         change(patch)
         assert str(cache) in proof.keep(platform, device(KINDS[platform]))
-
-
-def damage(cache, text):
-    (path,) = cache.iterdir()
-    path.write_bytes(text)
 
 
 OF_OTHERS = {  # a verdict of another selftest does not count
@@ -255,7 +254,9 @@ def test_comparison_of_joint_networks(kernel, broken, wrong, monkeypatch):
     monkeypatch.setattr(_selftest_joint, "CASES", {"tiny": case})
     monkeypatch.setattr(_selftest_joint, "VARIANTS", _selftest_joint.VARIANTS[-1:])
     if kernel:
-        monkeypatch.setattr(pallas, kernel, broken(getattr(pallas, kernel)))
+        right = joint.KERNELS["tpu"]
+        wrong_one = dataclasses.replace(right, **{kernel: broken(getattr(right, kernel))})
+        monkeypatch.setitem(joint.KERNELS, "tpu", wrong_one)
     good, bad = _selftest_joint.compare("cpu", jax.devices("cpu")[0], jax.devices("cpu")[0])
     assert {line.split()[1] for line in bad} == wrong
     assert {line.split()[1] for line in good + bad} == {"jax_rnnt_joint_fwd", "jax_rnnt_joint_bwd"}

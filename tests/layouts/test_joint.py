@@ -25,9 +25,9 @@ import hlo
 import jax_rnnt
 from jax_rnnt import JointLogits, LinearJoint
 from jax_rnnt.emissions._softmax import Softmax
-from jax_rnnt.layouts import _tile_sizes
-from jax_rnnt.layouts import _tiles as tiled
-from jax_rnnt.layouts._tile_blocks import Blocks
+from jax_rnnt.tiles import _tile_sizes
+from jax_rnnt.tiles import _tiles as tiled
+from jax_rnnt.tiles._tile_blocks import Blocks
 from layout_table import (
     CHUNK,
     B,

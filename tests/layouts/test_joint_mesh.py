@@ -13,7 +13,7 @@ import compare
 import hlo
 import jax_rnnt
 from jax_rnnt import JointLogits
-from jax_rnnt.layouts import _tiles as tiled
+from jax_rnnt.tiles import _tiles as tiled
 from layout_table import CHUNK, H, Network, V, closure, function, linear, materialized, step_of_logits, tiles
 from meshes import KINDS, at, mean_over_devices, mesh_of
 

@@ -1,7 +1,6 @@
 """Are the dtypes of arguments and results right, and are 16-bit results as good as possible?"""
 
 import dataclasses
-import os
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ import pytest
 import batches
 import compare
 import family
-from programs import run
+from pages import defaults
 
 DTYPES = "float16", "bfloat16", "float32", "float64"
-WINDOWS = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4)
+WINDOWS = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
 
 
 @pytest.mark.quick("bfloat16-kernel", "float32-kernel", "float64-kernel")
@@ -70,34 +69,21 @@ def test_wide_integers_do_not_wrap(kernel, name):
         np.testing.assert_allclose(found, [*[np.nan] * 3, family.RNNT.expected(p)[0][3]], rtol=1e-13)
 
 
-PROGRAM = """
-import jax, numpy as np, jax.numpy as jnp
-import batches
-import compare
-import family
-import platforms
-assert not jax.config.jax_enable_x64
-for implementation in ("kernel", "reference"):
-    if implementation == "kernel" and platforms.missing_kernel():
-        continue
-    for dtype in (jnp.bfloat16, jnp.float32) if implementation == "kernel" else (jnp.float32,):
-        for loss in (family.RNNT, family.WILDCARD) if dtype == jnp.bfloat16 else (family.RNNT,):
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["kernel", "reference"], indirect=True)
+def test_without_x64(implementation):
+    """In JAX's default configuration there is no 64-bit type, and no warning about one."""
+    options = {"fastemit_lambda": 0.5, "clamp": 0.25, "delay_penalty": 0.125, "label_windows": WINDOWS}
+    cases = [(family.RNNT, jnp.float32)]
+    if implementation == "kernel":
+        cases += [(family.RNNT, jnp.bfloat16), (family.WILDCARD, jnp.bfloat16)]
+    with defaults():
+        for loss, dtype in cases:
             p = batches.problem(loss=loss, dtype=dtype)
-            windows = np.array([[[0, 3], [1, 4], [2, 9], [3, 9]]] * 4, np.int32)
-            options = dict(fastemit_lambda=0.5, clamp=0.25, delay_penalty=0.125, label_windows=windows)
             got = compare.evaluate(loss, p, implementation, **options)
             assert got[0].dtype == jnp.float32 and got[1].dtype == dtype
             compare.assert_matches(got, loss.expected(p, **options), dtype, 11, scale=1.5)
-    p = batches.problem(dtype=jnp.float32)
-    wide = p._replace(targets=p.targets.astype(np.int64), logit_lengths=p.logit_lengths.astype(np.int64))
-    got = family.RNNT(*wide, implementation=implementation)
+        p = batches.problem(dtype=jnp.float32)
+        wide = p._replace(targets=p.targets.astype(np.int64), logit_lengths=p.logit_lengths.astype(np.int64))
+        got = family.RNNT(*wide, implementation=implementation)
     np.testing.assert_allclose(got, family.RNNT.expected(p)[0].mean(), rtol=1e-5)
-print("ok")
-"""
-
-
-@pytest.mark.slow
-def test_without_x64():
-    """In JAX's default configuration there is no 64-bit type, and no warning about one."""
-    strict = {"PYTHONWARNINGS": "error", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    assert run(PROGRAM, env=os.environ | strict).endswith("ok\n")

@@ -210,7 +210,7 @@ def test_unknown_arguments_of_every_name():
     made += [getattr(jax_rnnt.RNNTLoss(), name) for name in QUESTIONS]
     made += [getattr(decode.Search, name) for name in ("greedy", "beam", "sample")]
     skipped = jax_rnnt.Composition, jax_rnnt.DecodingRules, decode.NGram, decode.WordNGram, decode.linen_predictor
-    skipped += *results, timing.Interval, metrics.Calibration, metrics.LabelErrors
+    skipped += *results, timing.Interval, metrics.LabelErrors
     skipped += jax_rnnt.export_checks, jax_rnnt.selftest
     assert len(made) > 50
     for function in made:
@@ -313,6 +313,9 @@ def test_validation_of_classes():
     ):
         with pytest.raises(ValueError, match=message):
             loss.validate(f32((4, 3, classes)), np.array(targets), np.int32(4), np.int32(2))
+    additive = jax_rnnt.AdditiveLogits(f32((4, 9)), f32((3, 9)))  # no logits to clip
+    with pytest.raises(TypeError, match=r"^RNNTLoss.validate: clamp of "):
+        jax_rnnt.RNNTLoss(clamp=0.5).validate(additive, np.array([0, 1]), np.int32(4), np.int32(2))
 
 
 def test_validation_under_checkify():

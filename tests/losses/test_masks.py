@@ -23,14 +23,9 @@ def check(loss, implementation, dtype="float32", fused=True):
 
 
 @pytest.mark.quick("tdt-kernel")
-@family.every_kernel
+@family.implementations(*family.LOSSES, reference=(family.RNNT, family.TDT))
 def test_masks(loss, implementation):
     check(loss, implementation)
-
-
-@pytest.mark.slow
-def test_masks_in_the_reference():
-    check(family.TDT, "reference")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])

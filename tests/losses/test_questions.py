@@ -104,9 +104,13 @@ def odd_problem(loss):
     return p
 
 
-@family.every_kind
+@family.implementations(
+    family.TDT, slowly=(family.CONSTRAINED, *family.SKIPPING), reference=(), reference_slowly=(family.RNNT,)
+)
 def test_every_loss(loss, implementation):
-    """Values and slopes are those of the truth; odd sequences affect no other; arcs lead to the loss.
+    """Products, a step, skips, and ends are what differs behind the emission.
+
+    Values and slopes are those of the truth; odd sequences affect no other; arcs lead to the loss.
 
     A penalty acts on arcs, FastEmit on gradients of the loss alone.
     """
@@ -198,7 +202,10 @@ def test_best_path_of_a_long_utterance():
 
 @pytest.mark.no_kernel
 def test_search_has_no_kernel():
-    with pytest.raises(NotImplementedError, match="implementation='kernel'"):
+    message = (
+        "^RNNTLoss.align: implementation='kernel': jax_rnnt has no kernel for the best path; use implementation=None"
+    )
+    with pytest.raises(NotImplementedError, match=message):
         jax_rnnt.RNNTLoss(implementation="kernel").align(*batches.problem())
 
 

@@ -37,7 +37,12 @@ def check(loss, implementation, p, **options):
     return got
 
 
-@family.every_implementation
+@family.implementations(
+    family.RNNT,
+    family.TDT,
+    slowly=(*family.OTHERS, family.TILES, family.BAND),
+    reference_slowly=(family.TDT, family.HAT),  # test_emissions and test_lattices have those of the others
+)
 def test_every_loss(loss, implementation):
     """Every length and option; arbitrary windows beyond the lengths. No frames and no labels cost 0, and no -0."""
     cases = (np.float64, -1, True), (np.float32, 3, False)

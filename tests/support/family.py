@@ -120,35 +120,19 @@ def slow(*values, id=None):
     return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
-def _parametrized(rows, reference=slow, others=()):
-    """(loss, implementation): kernels for all, quick for the two lattice kernels; RNN-T and `others` also without."""
-    kernels = [(x, "kernel") if x in (RNNT, TDT) else slow(x, "kernel") for x in rows]
-    cases = [*kernels, reference(RNNT, "reference"), *(slow(x, "reference") for x in others)]
+def implementations(*quick, slowly=(), reference=(RNNT,), reference_slowly=()):
+    """Decorator of a test that takes `loss` and `implementation`: these losses on kernels, those on the reference."""
+    cases = [*((x, "kernel") for x in quick), *(slow(x, "kernel") for x in slowly)]
+    cases += [*((x, "reference") for x in reference), *(slow(x, "reference") for x in reference_slowly)]
     return pytest.mark.parametrize(("loss", "implementation"), cases, indirect=["implementation"], ids=str)
 
+
+# Of the two lattice kernels one loss each; the others differ in what surrounds these.
+OTHERS = tuple(x for x in LOSSES if x not in (RNNT, TDT))
 
 # Decorators of a test that takes `loss`. A test of the RNN-T loss alone uses RNNT.
-every = pytest.mark.parametrize("loss", [x if x in (RNNT, TDT) else slow(x) for x in LOSSES], ids=str)
+every = pytest.mark.parametrize("loss", [RNNT, TDT, *map(slow, OTHERS)], ids=str)
 every_quick = pytest.mark.parametrize("loss", LOSSES, ids=str)
-
-# Decorators of a test that takes `loss` and `implementation`, and gains nothing by a reference of every loss.
-every_kernel = _parametrized(LOSSES)
-
-# For methods, which see arcs alone: what differs behind the emission are products, a step, skips, and ends.
-every_kind = _parametrized((TDT, CONSTRAINED, *SKIPPING))
-
-# With a reference of one loss and of one with two heads. test_emissions and test_lattices have those of the others.
-every_implementation = _parametrized((*LOSSES, TILES, BAND), reference=pytest.param, others=[TDT, HAT])
-
-
-def _few(*rows, others=()):
-    cases = [*((loss, "kernel") for loss in rows), *(slow(loss, "kernel") for loss in others), (RNNT, "reference")]
-    return pytest.mark.parametrize(("loss", "implementation"), cases, indirect=["implementation"], ids=str)
-
-
-# Of what a loss does not change by itself: the two lattice kernels, one with two heads, and the reference; with steps
-# between the kernels, tiles and a band.
-heads, kinds = _few(RNNT, TDT), _few(RNNT, TDT, BAND, others=(WILDCARD, TILES))
 
 # Decorator of a test that takes `implementation`; without it, both are quick.
 reference_slow = pytest.mark.parametrize("implementation", ["kernel", slow("reference")], indirect=True)

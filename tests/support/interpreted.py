@@ -10,6 +10,7 @@ from jax.interpreters import mlir
 from jax_rnnt._xla import loading
 from jax_rnnt.emissions import _softmax as softmax
 from jax_rnnt.lattices import _lattice as lattice
+from jax_rnnt.lattices import _pallas as pallas
 
 KERNELS = (softmax.forward_kernel, softmax.backward_kernel, lattice._loss_kernel, lattice._grad_kernel)
 
@@ -18,5 +19,5 @@ def install():
     for kernel in KERNELS:
         rule = functools.partial(kernel.lower_tpu, interpret=True)
         mlir.register_lowering(kernel.primitive, rule, platform="cpu")
-    loading.LIMITS["tpu"]["bytes"] = 8
-    loading.LIMITS["cpu"] = loading.LIMITS["tpu"]
+    pallas.LIMITS["bytes"] = 8
+    loading.LIMITS["cpu"] = pallas.LIMITS

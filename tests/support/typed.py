@@ -3,13 +3,45 @@
 `warn_unused_ignores` makes an error of each comment below whose line is accepted: of an argument without a type.
 """
 
-from typing import assert_type
+from typing import Any, Protocol, TypeVar, assert_type
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_rnnt import *  # noqa: F403
 from jax_rnnt import Alignment, HATLoss, JointLogits, LinearJoint, RNNTLoss, TDTLoss, decode, mwer_loss, rnnt_loss
+
+Result = TypeVar("Result", covariant=True)
+
+
+class OfBatch(Protocol[Result]):
+    """A method of a loss: names, types and defaults of its arguments."""
+
+    def __call__(
+        self,
+        logits: ArrayLike | JointLogits,
+        targets: ArrayLike,
+        logit_lengths: ArrayLike,
+        target_lengths: ArrayLike,
+        *,
+        label_windows: ArrayLike | None = None,
+        key: jax.Array | None = None,
+    ) -> Result: ...
+
+
+def methods(loss: RNNTLoss) -> tuple[OfBatch[jax.Array], ...]:
+    posteriors: OfBatch[tuple[jax.Array, jax.Array]] = loss.posteriors
+    align: OfBatch[Alignment] = loss.align
+    arcs: OfBatch[dict[str, jax.Array]] = loss.arc_log_probs
+    print(posteriors, align, arcs)
+    return loss, loss.__call__, loss.label_frames, loss.latency, loss.label_log_probs
+
+
+class Own(RNNTLoss):
+    def latency(self, *batch: Any, **more: Any) -> jax.Array:
+        super().latency(*batch, label_windows="all")  # type: ignore[arg-type]
+        return assert_type(super().latency(*batch, **more), jax.Array)
 
 
 def losses(loss: RNNTLoss, z: jax.Array, y: np.ndarray, n: np.ndarray, joint: LinearJoint) -> None:
@@ -46,5 +78,9 @@ def mistakes(loss: RNNTLoss, z: jax.Array, n: jax.Array, joint: LinearJoint) -> 
     loss.label_log_probs(z, n, n, n, label_windows="all")  # type: ignore[arg-type]
     loss.arc_log_probs(joint, n, n, n)  # type: ignore[arg-type]
     loss.validate(z, n, n, "lengths")  # type: ignore[arg-type]
+    loss(z, n, n)  # type: ignore[call-arg]
+    loss.posteriors(z, n, n)  # type: ignore[call-arg]
+    loss.align(z, n, n, n, None)  # type: ignore[call-arg]
+    loss.label_log_probs(z, n, n, n, windows=n)  # type: ignore[call-arg]
     decode.Search(RNNTLoss, joint, joint, 10)  # type: ignore[arg-type]
     decode.Search(loss, "joint", joint, 10).greedy(z, n)  # type: ignore[arg-type]

@@ -1,15 +1,16 @@
 """Do the benchmarks measure what they say? Everything but time, on tiny problems and without a GPU."""
 
+import dataclasses
 import importlib
 import json
-import os
+import shlex
 import sys
 
 import numpy as np
 import pytest
 
 import project
-from programs import environment, run
+from pages import defaults
 
 HERE = project.ROOT / "benchmarks"
 sys.path.append(str(HERE))
@@ -31,46 +32,28 @@ def test_turns_and_aims():
     assert len(late.seconds) == 1
 
 
-# In one process, in JAX's default configuration: each program imports the others' modules.
-RUNS = """
-import dataclasses, importlib, os, shlex, sys, traceback
-sys.path.insert(0, sys.argv[1])
-import cases
-
-small = {"characters": dict(B=2, T=30, U=20, V=16)}
-of = lambda found, **more: tuple(dataclasses.replace(x, **small.get(x.name, {}), **more) for x in found)
-cases.LARGE, cases.JOINT = of(cases.LARGE), of(cases.JOINT, H=8)
-cases.CASES = {case.name: case for case in cases.LARGE}
-failed = []
-for command in sys.argv[2:]:
-    print("RUN", command, flush=True)
-    name, *arguments = shlex.split(command)
-    try:
-        if importlib.import_module(name).main(arguments):
-            failed.append(command)
-    except Exception:
-        traceback.print_exc()
-        failed.append(command)
-if failed:
-    sys.exit(f"failed: {failed}")
-"""
-
-
 @pytest.mark.slow
-def test_runs(tmp_path):
-    """Contestants agree, and what is said to be written is there."""
-    written = (
+@pytest.mark.parametrize(
+    "command",
+    [
         "bench --only tiny",
         "joint --librispeech --batches 1 --share 0.1 --shrink 40",
         "joint --only characters",
         "decode --only 'stateless 1' 'parakeet 1' --frames 8",
-    )
-    commands = [f"{x} --quick --repeat 1 --output {tmp_path}/{i}.json" for i, x in enumerate(written)]
-    quick = environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1", XLA_FLAGS=os.environ["XLA_FLAGS"])
-    run(RUNS, HERE, *commands, env=quick, timeout=900)
-    for i in range(len(written)):
-        times = json.loads((tmp_path / f"{i}.json").read_text())["times"]
-        assert times and all(x["median_ms"] >= x["minimum_ms"] > 0 for rows in times.values() for x in rows.values())
+    ],
+)
+def test_runs(command, tmp_path, monkeypatch):
+    """Contestants agree, and what is said to be written is there."""
+    cases, small = load("cases"), {"characters": dict(B=2, T=30, U=20, V=16)}
+    for name, more in (("LARGE", {}), ("JOINT", {"H": 8})):
+        made = tuple(dataclasses.replace(x, **small.get(x.name, {}), **more) for x in getattr(cases, name))
+        monkeypatch.setattr(cases, name, made)
+    monkeypatch.setattr(cases, "CASES", {case.name: case for case in cases.LARGE})
+    program, *arguments = shlex.split(f"{command} --quick --repeat 1 --output {tmp_path}/times.json")
+    with defaults():
+        assert not load(program).main(arguments)
+    times = json.loads((tmp_path / "times.json").read_text())["times"]
+    assert times and all(x["median_ms"] >= x["minimum_ms"] > 0 for rows in times.values() for x in rows.values())
 
 
 def test_disagreement_is_found():

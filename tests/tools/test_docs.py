@@ -49,7 +49,7 @@ def test_a_loss_with_one_more_arc(kernel):
 
 FOLDERS = ROOT / "docs", ROOT / "docs/speech", ROOT / "docs/coming_from"
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for folder in FOLDERS for path in sorted(folder.glob("*.md")))]
-NEEDED = "flax", "optax", "rapidfuzz", "praatio", "matplotlib", "torchaudio", "transformers", "espnet2", "nemo"
+NEEDED = "flax", "optax", "rapidfuzz", "matplotlib", "torchaudio", "transformers", "espnet2", "nemo"
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ METHODS = "align", "arc_log_probs", "label_frames", "label_log_probs", "latency"
 CALLS = LOSSES | {f"RNNTLoss.{name}": getattr(LOSS, name) for name in METHODS}
 CALLS["plot.arc_posteriors"] = functools.partial(plot.arc_posteriors, LOSS)
 CALLS["rnnt_loss"] = functools.partial(jax_rnnt.rnnt_loss, reduction="none")
+CALLS["plot.arc_posteriors"] = functools.partial(plot.arc_posteriors, LOSS)
 CASES |= {name: Case(lambda shared, *batch, call=call: call(*batch), OF_LOGITS) for name, call in CALLS.items()}
 LAYOUTS = {
     "LinearJoint": lambda out, *rows: jax_rnnt.JointLogits(jax_rnnt.LinearJoint(out), *rows),
@@ -294,12 +295,10 @@ def edit_distance(shared, rows, counts, targets, lengths):
 
 HOST = {  # of NumPy arrays, texts and files, and of values that are known
     *("export_checks", "selftest", "decode.find_phrases", "decode.linen_predictor", "decode.nnx_predictor"),
-    *(f"metrics.{x}" for x in ("calibration", "correct_words", "label_errors", "utterance_confidence")),
-    *(f"metrics.{x}" for x in ("word_confidence", "Calibration", "LabelErrors")),
+    *(f"metrics.{x}" for x in ("LabelErrors", "label_errors", "word_confidence")),
     *("decode.NGram", "decode.WordNGram", "decode.FoundPhrase"),
     *(f"plot.{x}" for x in ("draw_emissions", "draw_lattice")),
-    *(f"timing.{x}" for x in ("Interval", "captions", "frames_to_seconds", "intervals", "to_json", "words")),
-    *(f"timing.{x}" for x in ("read_ctm", "write_ctm", "write_srt", "write_textgrid", "write_vtt")),
+    *(f"timing.{x}" for x in ("Interval", "frames_to_seconds", "intervals", "is_dense", "joins", "words")),
 }
 PARTS = {  # of the cases above, or of another case's result
     *("Alignment", "Composition", "DecodingRules", "TransducerLoss", "decode.Search", "decode.Hypotheses"),

@@ -33,7 +33,7 @@ def exported(f, arguments, derivatives=0, **options):
     return export.deserialize(made.serialize(derivatives)), made.mlir_module()
 
 
-@family.heads
+@family.implementations(family.RNNT, family.TDT)
 def test_round_trip(loss, implementation):
     p = batches.problem(loss=loss, dtype=np.float32)
     restored, text = exported(step(loss, implementation=implementation, clamp=0.5), p)

@@ -22,7 +22,7 @@ def check(got, p, loss):
     compare.assert_matches(got, loss.expected(p), np.float64, 11)
 
 
-@family.kinds
+@family.implementations(family.RNNT, family.TDT, family.BAND, slowly=(family.WILDCARD, family.TILES))
 def test_vmap_and_nested_vmap(loss, implementation):
     """vmap of sequences; the gradient of vmap of vmap of a batch of one."""
     p = batches.problem(loss=loss)

@@ -1,12 +1,13 @@
 // A joint network activation(encoder + predictor) W + bias and the numbers of rows that losses are made of, without
-// logits in memory; its gradient, slab by slab. jax_rnnt/layouts/_joint_cuda.py has the rest: lists, planes, products.
+// logits in memory; its gradient, slab by slab. jax_rnnt/tiles/joint/_gpu.py has the rest: lists, planes, products.
 //
 // B encoders with N sequences each, T frames, U1 columns, H units. Nodes are cut into blocks of R / 8 frames by 8
-// columns, R rows. Classes have an order of their own (`Classes` in jax_rnnt/layouts/_joint_plan.py): those of other
+// columns, R rows. Classes have an order of their own (`Classes` in jax_rnnt/tiles/joint/_classes.py): those of other
 // heads in the first 128, if there are any, then blanks, then all others, V' in all, a multiple of 128.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "xla_kernels/common/shape.h"
 #include "xla_kernels/cuda/runtime.cuh"
@@ -16,8 +17,20 @@ namespace jax_rnnt::cuda {
 constexpr int kJointColumns = 8;    // of a block
 constexpr int kJointClasses = 128;  // that a thread block multiplies at once
 constexpr int kJointBytes = 128;    // of the units of a class in a stage
+// The module exports these numbers, and Python asks for them before it makes a call.
+constexpr int kJointCapability = 8;           // the least compute capability
+constexpr int64_t kMaxJointBlocks = 1 << 24;  // of a list
 
 enum class Activation { kTanh, kRelu, kSilu, kGelu, kExactGelu };
+constexpr const char* kActivations[] = {"tanh", "relu", "silu", "gelu", "exact_gelu"};
+constexpr int kNumActivations = int(sizeof(kActivations) / sizeof(*kActivations));
+static_assert(kNumActivations == int(Activation::kExactGelu) + 1);
+
+// The numbers of rows that a block may have, for factors of so many bytes; the most first.
+inline std::vector<int64_t> JointBlockRows(int size) {
+  if (size == 2) return {128, 64, 32};
+  return {64, 32};
+}
 
 struct JointShape {
   int64_t encoders, copies, frames, columns, units;  // B, N, T, U1, H
@@ -92,11 +105,11 @@ struct JointSumsArgs {
   bool* more;                 // []: whether there is one
 };
 
-// Bytes of shared memory of a thread block; 0 where there is no kernel for it.
-size_t JointSharedBytes(DType dtype, const JointShape& shape);
+// Bytes of shared memory of a thread block with so many rows of hidden units, each of so many bytes.
+size_t JointSharedBytes(int64_t rows, int64_t row_bytes);
 
 // Enqueue the work on the stream and return the error of the launch. Nothing runs on devices before compute capability
-// 8.0.
+// `kJointCapability`.
 cudaError_t JointForward(const JointForwardArgs& args, cudaStream_t stream);
 cudaError_t JointGradient(const JointGradientArgs& args, cudaStream_t stream);
 cudaError_t JointSums(const JointSumsArgs& args, cudaStream_t stream);

@@ -19,9 +19,9 @@ inline ffi::Error ReadJoint(Call* call, size_t factor, JointShape* shape, JointI
   const JointShape& s = *shape;
   const bool fits = s.classes > 0 && s.classes % kJointClasses == 0 && s.classes < INT32_MAX &&
                     s.padded_units < 1 << 24 && s.units >= 0 && s.units <= s.padded_units && s.slab >= 1 &&
-                    s.blocks < INT32_MAX && s.frame_bits + s.copy_bits + s.column_bits < 31 && x[15] >= 0 &&
-                    x[15] <= 4 && s.others >= 0 && s.others <= kJointClasses && s.blanks >= 1 && *added_blanks >= 0 &&
-                    *added_blanks <= s.blanks && s.blanks <= kJointClasses &&
+                    s.blocks <= kMaxJointBlocks && s.frame_bits + s.copy_bits + s.column_bits < 31 && x[15] >= 0 &&
+                    x[15] < kNumActivations && s.others >= 0 && s.others <= kJointClasses && s.blanks >= 1 &&
+                    *added_blanks >= 0 && *added_blanks <= s.blanks && s.blanks <= kJointClasses &&
                     2 * s.slab * s.padded_units / 32 < INT32_MAX;
   if (!fits) return Invalid("no kernel has such a joint network");
   const ffi::DataType rows = call->Type(5);

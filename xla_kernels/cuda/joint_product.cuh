@@ -34,11 +34,8 @@ struct JointWeight {
   int start;         // the first class of the softmax
 };
 
-// Shared memory of a block, in bytes from its beginning: stages, numbers of rows, hidden units.
+// Shared memory of a block holds stages, numbers of rows, hidden units, one after the other (`JointSharedBytes`).
 constexpr int kNumbers = 2 * kClassWarps + 4;  // of a row
-constexpr size_t JointBytes(int64_t rows, int64_t row_bytes) {
-  return size_t(kStages * kStageBytes + rows * (kNumbers * 4 + row_bytes + 16));
-}
 
 // One lane's part of a chunk.
 template <int kRows>

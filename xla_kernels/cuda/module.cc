@@ -4,6 +4,7 @@
 #include "xla_kernels/common/module.h"
 
 #include "xla_kernels/cuda/devices.h"
+#include "xla_kernels/cuda/joint.h"
 #include "xla_kernels/cuda/lattice.h"
 
 // As CMake names them: "75-real 80-real 90"; empty in the emulation. Those of the kernels of a joint network are fewer.
@@ -35,4 +36,17 @@ PYBIND11_MODULE(JAX_RNNT_MODULE, m, pybind11::mod_gil_not_used()) {
         return limits;
       },
       "The limits that depend on the shared memory of a block.");
+  pybind11::dict joint, rows;
+  for (const int size : {2, 4}) rows[pybind11::int_(size)] = JointBlockRows(size);
+  joint["capability"] = kJointCapability;
+  joint["shared_bytes"] = kSharedBytes;
+  joint["columns"] = kJointColumns;
+  joint["classes"] = kJointClasses;
+  joint["unit_bytes"] = kJointBytes;
+  joint["rows"] = rows;
+  joint["blocks"] = kMaxJointBlocks;
+  joint["activations"] = std::vector<std::string>(std::begin(kActivations), std::end(kActivations));
+  m.attr("joint") = joint;  // see xla_kernels/cuda/joint.h
+  m.def("joint_shared_bytes", &JointSharedBytes, pybind11::arg("rows"), pybind11::arg("row_bytes"),
+        "Bytes of shared memory of a block with so many rows of hidden units.");
 }

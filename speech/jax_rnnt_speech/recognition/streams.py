@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import decode, timing
+from jax_rnnt import decode
 from jax_rnnt_speech.data import audio, features
 from jax_rnnt_speech.data.tokens import ENDS
-from jax_rnnt_speech.recognition import transcripts, unheard
+from jax_rnnt_speech.recognition import timed, transcripts, unheard
 from jax_rnnt_speech.recognition.results import Labels, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, next_part
 from jax_rnnt_speech.recognition.unheard import Ear
@@ -326,7 +326,7 @@ class Stream:
         time, open_ = {"time": round(self.words.rows * self.model.seconds, 3)}, self.open.strip()
         self.text, self.words.said = self.words.said, ""
         if found:
-            yield {"type": "words", "text": self.text.strip(), "words": timing.to_json(found)} | time
+            yield {"type": "words", "text": self.text.strip(), "words": timed.objects(found)} | time
         missed, self.missed = self.missed, []
         for x in unheard.rounded(missed):
             yield {"type": "unheard"} | x | time

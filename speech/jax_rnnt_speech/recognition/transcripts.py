@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import html
-import io
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ from jax_rnnt import timing
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.rows import Entry, later
 from jax_rnnt_speech.data.utterances import column, shown
-from jax_rnnt_speech.recognition import unheard
+from jax_rnnt_speech.recognition import subtitles, timed, unheard
 from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
 
 LINES = "text", "json", "jsonl"  # written as they come
@@ -49,7 +48,7 @@ class Transcript(NamedTuple):
             x["start"] = entry.start  # of a segment, in seconds from the start of the file
         if self.speaker:
             x["speaker"] = self.speaker
-        x["words"] = timing.to_json(self.words)
+        x["words"] = timed.objects(self.words)
         if self.unheard:
             x["unheard"] = unheard.rounded(self.unheard)
         return x if self.nbest is None else x | {"nbest": self.nbest}
@@ -91,9 +90,9 @@ def space_of(tokens):
 def captions(words, end, space=" ", text=None, **lines):
     """Captions of a recording that ends after so many seconds. They are shown no longer, but for slivers at the end.
 
-    `text`: what the words spell, with its white space. `lines`: other options of `timing.captions`.
+    `text`: what the words spell, with its white space. `lines`: other options of `subtitles.lay_out`.
     """
-    found = timing.captions(words, space=space, text=text, **lines)
+    found = subtitles.lay_out(words, text, space=space, **lines)
     return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in found]
 
 
@@ -104,7 +103,7 @@ def spoken_captions(form, parts, end):
         name = f"{shown(x.speaker)}: " if x.speaker and form == "srt" else ""
         words = in_order(x.words)
         for caption in captions(words, end, x.space, x.text, line_length=max(LEAST_COLUMNS, 42 - len(name))):
-            # The library checks and spells one caption at a time; in a list, it lets none overlap.
+            # One caption at a time is checked and spelled; in a list, none may overlap.
             cue = captioned(form, [caption._replace(text=name + caption.text)])
             times, text = cue.removeprefix("WEBVTT\n\n").removeprefix("1\n").split("\n", 1)
             voice = f"<v {html.escape(shown(x.speaker), quote=False)}>" if form == "vtt" and x.speaker else ""
@@ -124,9 +123,7 @@ def captioned(form, found):
     """Captions as the text of a file."""
     if form == "srt":  # it has no escapes
         found = [x._replace(text=x.text.replace("-->", "→")) for x in found]
-    file = io.StringIO()
-    {"srt": timing.write_srt, "vtt": timing.write_vtt}[form](file, found)
-    return file.getvalue()
+    return {"srt": subtitles.srt, "vtt": subtitles.vtt}[form](found)
 
 
 def transcript(model, entry, result, nbest=0, speaker=""):
@@ -330,13 +327,12 @@ class Rows(Lines):
         return self.names[i]
 
     def text(self, i, x):
-        rows = io.StringIO()
         channel = self.entries[i].channel
         channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
         with told(f"--format {self.to.format}", ValueError):
-            timing.write_ctm(rows, {self.names[i]: [y._replace(text=ctm_word(y.text)) for y in x.words]}, channel)
+            rows = timed.ctm(self.names[i], [y._replace(text=ctm_word(y.text)) for y in x.words], channel)
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
-        return rows.getvalue().replace("\n", more)
+        return rows.replace("\n", more)
 
 
 class Files:
@@ -376,9 +372,7 @@ class Files:
     def text(self, parts):
         end, found = max(SHORTEST, *(start + x.duration for start, x in parts)), tiers(parts)
         if self.to.format == "textgrid":
-            file = io.StringIO()
-            timing.write_textgrid(file, found, end)
-            return file.getvalue()
+            return timed.textgrid(found, end)
         if len(found) > 1 or any(x.speaker for _, x in parts):
             return spoken_captions(self.to.format, parts, end)
         ((spoken,), space) = found.values(), parts[0][1].space

@@ -6,9 +6,8 @@ import zlib
 import numpy as np
 from aiohttp import web
 
-from jax_rnnt import timing
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import transcripts, unheard
+from jax_rnnt_speech.recognition import timed, transcripts, unheard
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
 UNLIKELY = -9999.0  # OpenAI's log-probability of what is very unlikely: JSON has no infinity
@@ -61,7 +60,7 @@ def answer(transcript, form, granularities, language, labels=(), include=False):
     whole = {"task": "transcribe", "language": language or "und"}
     whole |= {"duration": float(transcript.duration), "text": transcript.text} | missed
     if "word" in granularities:
-        whole["words"] = timing.to_json(transcript.words)
+        whole["words"] = timed.objects(transcript.words)
     if "segment" in granularities:
         whole["segments"] = segments(transcripts.segments(transcript), labels)
     return web.json_response(whole)

@@ -6,13 +6,14 @@ every utterance is NaN.
 
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
+from jax_rnnt.decode._entropy import Entropy
 
 
 class Range(typing.NamedTuple):
@@ -32,7 +33,7 @@ PROBABILITY = Range("above 0 and at most 1", lambda x: (x > 0) & (x <= 1))
 UP_TO_1 = Range("0 or more and at most 1", lambda x: (x >= 0) & (x <= 1))
 NOT_INFINITE = Range("finite or -inf", lambda x: x < np.inf)
 
-# Of arguments of the verbs, of `fusion` and of `DecodingRules`; `declared` adds those of the fields of `Search`.
+# Ranges of the arguments of verbs, of `fusion` and of `DecodingRules`; `declare` adds those of the fields of `Search`.
 RANGES = {
     "max_labels": AT_LEAST_1,
     "frames_at_once": LIMIT,
@@ -45,6 +46,7 @@ RANGES = {
     "top_p": PROBABILITY,
     "arc_weights": NOT_INFINITE,
 }
+OFF: dict[str, float] = {}  # the numbers among the fields of `Search`, with the values that switch them off
 
 
 def option(default, *verbs: str, range: Range | None = None) -> Any:
@@ -55,11 +57,45 @@ def option(default, *verbs: str, range: Range | None = None) -> Any:
     return dataclasses.field(default=default, metadata={"verbs": verbs, "range": range})
 
 
-def declared(search: type) -> dict[str, float]:
-    """Takes over the ranges of the fields; the numbers among them, with the values that switch them off."""
+def declare(search: type) -> None:
+    """Takes over the ranges of the fields, and the values that switch numbers off."""
     fields = dataclasses.fields(search)
     RANGES.update({f.name: f.metadata["range"] for f in fields if f.metadata.get("range")})
-    return {f.name: f.default for f in fields if isinstance(f.default, float)}
+    OFF.update({f.name: f.default for f in fields if isinstance(f.default, float)})
+
+
+def is_on(search, name: str) -> bool:
+    """Whether a number of a `Search` may change anything: it is another one than the default, or traced."""
+    x = getattr(search, name)
+    return not (_checks.is_number(x) and x == OFF[name])
+
+
+def checked(function: str, search) -> dict[str, Any]:
+    """The options of a `Search` by name, checked as far as one can without a batch.
+
+    Numbers of Python and NumPy become floats, and a model of fusion with the weight 0 is left out.
+    """
+    counts = "max_labels", "max_symbols"
+    values: dict[str, Any] = {name: size(function, name, getattr(search, name)) for name in counts}
+    values |= {name: _checks.scalar(function, name, getattr(search, name)) for name in OFF}
+    _checks.choice(function, "duration_choice", search.duration_choice, ("pair", "token_first"))
+    if search.confidence is not None and not isinstance(search.confidence, Entropy):
+        raise TypeError(f"{function}: confidence must be an Entropy or None, got {search.confidence!r}.")
+    expected, pairs = "a sequence of pairs (model, weight), as fusion=((model, 0.3),)", []
+    if isinstance(search.fusion, str) or not isinstance(search.fusion, Sequence):
+        raise TypeError(f"{function}: fusion must be {expected}, got {search.fusion!r}.")
+    for i, pair in enumerate(search.fusion):
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"{function}: fusion must be {expected}, got fusion[{i}] = {pair!r}.")
+        pairs.append((pair[0], _checks.scalar(function, f"fusion[{i}] weight", pair[1])))
+    pairs = [pair for pair in pairs if not _checks.is_zero(pair[1])]
+    return values | {"fusion": tuple(pairs)}
+
+
+def numbers(search) -> dict[str, Any]:
+    """The numbers of a `Search` by their names in errors, as for `out_of_range`."""
+    weights = {f"fusion[{i}] weight": weight for i, (_, weight) in enumerate(search.fusion)}
+    return {name: getattr(search, name) for name in OFF} | weights
 
 
 def size(function: str, name: str, x) -> int:
@@ -68,11 +104,6 @@ def size(function: str, name: str, x) -> int:
     if not RANGES[name].holds(x):
         raise ValueError(f"{function}: {name} must be {RANGES[name].expected}, got {x}.")
     return _checks.index(function, name, x) if RANGES[name].is_size else x
-
-
-def sizes(function: str, **options) -> list[int]:
-    """`size` of each."""
-    return [size(function, name, x) for name, x in options.items()]
 
 
 def out_of_range(function: str, numbers: dict[str, Any], dtype):

@@ -1,11 +1,13 @@
 """Ancestral sampling: greedy search whose choice is a draw.
 
-B utterances, N samples of each, K frames of a window, V tokens. A search looks at frames that it may never reach. So
+B utterances, N samples of each, K frames at once, V tokens. A search looks at frames that it may never reach. So
 the random numbers of a node are a function of its sample, its frame and the labels on that frame: each node has its
 own, and those of a node that is not reached decide nothing.
 """
 
+import dataclasses
 import functools
+import typing
 from typing import Any
 
 import jax
@@ -13,46 +15,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
-from jax_rnnt.decode import _model
+from jax_rnnt.decode import _given, _greedy, _model, _options, _scores
 from jax_rnnt.decode._gather import pick
 from jax_rnnt.decode._hypotheses import Hypotheses, shared
-from jax_rnnt.decode.search import _greedy, _options
-from jax_rnnt.decode.search._fusion import NO_FUSION, check_utterances
-from jax_rnnt.decode.search._largest import peak
-from jax_rnnt.decode.search._problem import checked, on_devices, prepare
+from jax_rnnt.decode._largest import peak
 
 
-def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end) -> Hypotheses:
+def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end, frames_at_once) -> Hypotheses:
     """`Search.sample`."""
     function = "sample"
-    few = truncation(function, top_k, top_p)
-    sizes = dict(max_labels=search.max_labels, samples=samples, window=search.window)
-    (max_labels, samples, window), scoring = _options.sizes(function, **sizes), search._scoring(function)
-    models = search._models(function)
-    encoder_out, lengths, exact_end = checked(function, encoder_out, lengths, exact_end)
-    check_utterances(function, models, encoder_out)
-    window = _greedy.frames_at_once(window, encoder_out)
+    numbers = truncation(function, top_k, top_p)
+    samples = _options.size(function, "samples", samples)
+    search, encoder_out, lengths, exact_end = _given.checked(function, search, encoder_out, lengths, exact_end)
+    window = _given.window(function, frames_at_once, encoder_out)
     seeds = seeds_of(function, key, encoder_out.shape[0])
 
     def of_device(encoder_out, lengths, exact_end, seeds):
-        batch = encoder_out, lengths, exact_end
-        problem, label, first = prepare(function, search, *batch, scoring, samples, models.numbers | few)
-        lengths, bad, ends_here = (
-            x if isinstance(x, bool) else jnp.repeat(x, samples, 0)
-            for x in (problem.lengths, problem.bad, problem.ends_here)
-        )
-        problem = problem._replace(copies=samples, lengths=lengths, bad=bad, ends_here=ends_here)
-        stream = _greedy.first_stream(problem, models, label, first)
+        static, given = _given.prepare(function, search, encoder_out, lengths, exact_end, window, numbers)
+        static = dataclasses.replace(static, copies=samples)
+        arrays = given.lengths, given.bad, given.ends_here
+        lengths, bad, ends_here = jax.tree.map(lambda x: jnp.repeat(x, samples, 0), arrays)
+        given = given._replace(lengths=lengths, bad=bad, ends_here=ends_here)
+        stream = _greedy.start_stream(static, given)
         keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
         keys = jax.vmap(lambda key: jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(samples)))(keys)
-        choose = functools.partial(draw, keys.reshape(-1), few)
-        rules = _greedy.Rules(problem, models, stream.first, window, max_labels, choose)
-        state = _greedy.run_steps(rules, stream)
-        drawn = _greedy.result(rules._replace(fusion=NO_FUSION), state, False)._replace(state=None)
+        given = given._replace(first=stream.first, draws=Draws(keys.reshape(-1), **numbers))
+        carry = _greedy.run_steps(static, given, stream)
+        drawn = _greedy.result(static, given, carry, False)._replace(state=None)
         drawn = jax.tree.map(lambda x: x.reshape(x.shape[0] // samples, samples, *x.shape[1:]), drawn)
         return drawn._replace(stable=shared(drawn.labels, drawn.counts, ~(drawn.scores > -jnp.inf)))
 
-    return on_devices(of_device, encoder_out, lengths, exact_end, seeds)
+    return _given.on_devices(of_device, encoder_out, lengths, exact_end, seeds)
 
 
 def seeds_of(function: str, key, batch: int):
@@ -83,51 +76,58 @@ def truncation(function: str, top_k, top_p) -> dict[str, Any]:
     return few if _checks.is_number(top_p) and top_p == 1 else few | {"top_p": top_p}
 
 
-def draw(keys, few, symbols, scores, labels, allowed, frame, count_here):
-    """As `most_probable`, but drawn; the score is the log-probability of the draw. `keys` [B N]."""
-    moves, model, labels = scores.shape[-1], labels, labels.rows()
-    if few:
-        scores, labels = truncated(few, symbols, jnp.where(allowed, scores, -jnp.inf), labels)
+class Draws(typing.NamedTuple):
+    """What draws need; numbers that leave all classes of a node are None."""
 
-    def noise(key, frame, count):
-        node = jax.random.fold_in(jax.random.fold_in(key, frame), count)
-        return jax.random.gumbel(node, (moves + labels.shape[-1],), scores.dtype)
+    keys: jax.Array  # [B N]
+    top_k: Any = None
+    top_p: Any = None
 
-    each = jax.vmap(jax.vmap(noise, (None, 0, 0)))(keys, frame, count_here)
-    total = jax.nn.logsumexp(labels, -1, keepdims=True)
-    scores = jnp.where(symbols.writes[None, None], scores + total, scores)
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    move = jnp.argmax(scores + each[..., :moves], -1)
-    _, label = peak(labels + each[..., moves:])
-    writes = symbols.writes[move]
-    drawn = pick(labels, label)
-    log_prob = drawn if model.bonus is None else model.at(label)
-    gain = jnp.where(writes, drawn - total[..., 0], 0)
-    everything = jax.nn.logsumexp(scores, -1)
-    score = pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain
-    return score, move, jnp.where(writes, label, -1), log_prob
+    def choose(self, moves, scores, labels, allowed, frame, count_here):
+        """As `_greedy.most_probable`, but drawn; the score is the log-probability of the draw."""
+        count, model, labels = scores.shape[-1], labels, labels.rows()
+        if self.top_k is not None or self.top_p is not None:
+            scores, labels = truncated(self, moves, jnp.where(allowed, scores, -jnp.inf), labels)
+
+        def noise(key, frame, count_here):
+            node = jax.random.fold_in(jax.random.fold_in(key, frame), count_here)
+            return jax.random.gumbel(node, (count + labels.shape[-1],), scores.dtype)
+
+        each = jax.vmap(jax.vmap(noise, (None, 0, 0)))(self.keys, frame, count_here)
+        total = jax.nn.logsumexp(labels, -1, keepdims=True)
+        scores = jnp.where(_scores.writes(moves)[None, None], scores + total, scores)
+        scores = jnp.where(allowed, scores, -jnp.inf)
+        move = jnp.argmax(scores + each[..., :count], -1)
+        _, label = peak(labels + each[..., count:])
+        writes = _scores.writes(moves)[move]
+        drawn = pick(labels, label)
+        log_prob = drawn if model.bonus is None else model.at(label)
+        gain = jnp.where(writes, drawn - total[..., 0], 0)
+        everything = jax.nn.logsumexp(scores, -1)
+        score = pick(scores, move) - jnp.where(jnp.isneginf(everything), 0, everything) + gain
+        return score, move, jnp.where(writes, label, -1), log_prob
 
 
-def truncated(few: dict[str, Any], symbols, scores, labels):
+def truncated(draws: Draws, moves, scores, labels):
     """Scores of moves [..., moves] and of labels [..., V], with -inf where a class is not among the most probable.
 
-    A class has the summed probability of the moves that are allowed and write or read it. Numbers are those of `few`.
+    A class has the summed probability of the moves that are allowed and write or read it.
     """
-    blanks = len(symbols.blanks)
+    blanks = len(moves.blanks)
     mass = labels + jax.nn.logsumexp(scores[..., blanks:], -1, keepdims=True)
-    tokens = np.array([move.token for move in symbols.blanks])[None, None]
-    for token in symbols.emission.blanks:
+    tokens = np.array([move.token for move in moves.blanks])[None, None]
+    for token in moves.emission.blanks:
         of_blank = jax.nn.logsumexp(jnp.where(tokens == token, scores[..., :blanks], -jnp.inf), -1, keepdims=True)
         mass = jnp.where(_model.is_class(token, mass), of_blank, mass)
     classes = jax.lax.broadcasted_iota(jnp.int32, mass.shape, mass.ndim - 1)
-    is_label = jnp.broadcast_to(~symbols.is_blank(mass), mass.shape)
+    is_label = jnp.broadcast_to(~_scores.is_blank(moves, mass), mass.shape)
     keys = -mass, is_label.astype(jnp.int32), classes  # of equal ones blanks are first
     ordered = jax.lax.sort(keys, num_keys=3)
     weights, kept = jnp.exp(ordered[0][..., :1] - ordered[0]), jnp.ones_like(is_label)
-    if "top_k" in few:
-        kept = classes.astype(mass.dtype) < jnp.asarray(few["top_k"], mass.dtype)
-    if "top_p" in few:
-        top_p = jnp.asarray(few["top_p"], mass.dtype)
+    if draws.top_k is not None:
+        kept = classes.astype(mass.dtype) < jnp.asarray(draws.top_k, mass.dtype)
+    if draws.top_p is not None:
+        top_p = jnp.asarray(draws.top_p, mass.dtype)
         rounding = 16 * jnp.finfo(mass.dtype).eps  # probabilities that add up to `top_p` but for it have reached it
         weights = jnp.where(kept, weights, 0)
         before = jnp.cumsum(weights, -1) - weights
@@ -137,6 +137,6 @@ def truncated(few: dict[str, Any], symbols, scores, labels):
     one, two, three = (jnp.take_along_axis(x, last, -1, mode="promise_in_bounds") for x in ordered)
     behind = (keys[1] > two) | ((keys[1] == two) & (keys[2] > three))
     dropped = (keys[0] > one) | ((keys[0] == one) & behind)
-    lost = [dropped[..., move.token] for move in symbols.blanks]
-    lost += [jnp.zeros_like(lost[0])] * len(symbols.labels)
+    lost = [dropped[..., move.token] for move in moves.blanks]
+    lost += [jnp.zeros_like(lost[0])] * len(moves.labels)
     return jnp.where(jnp.stack(lost, -1), -jnp.inf, scores), jnp.where(dropped, -jnp.inf, labels)

@@ -14,15 +14,13 @@ from typing import Any
 import jax
 
 from jax_rnnt import _keywords, _pytree
+from jax_rnnt.decode import _beam, _greedy, _options, _sample
+from jax_rnnt.decode._entropy import Entropy
 from jax_rnnt.decode._hypotheses import Hypotheses
-from jax_rnnt.decode._model import constant, switched_off
+from jax_rnnt.decode._model import switched_off
 from jax_rnnt.decode._modules import in_evaluation
+from jax_rnnt.decode._options import option
 from jax_rnnt.decode._predictor import Predictor
-from jax_rnnt.decode.search import _beam, _greedy, _options, _sample
-from jax_rnnt.decode.search._entropy import Entropy
-from jax_rnnt.decode.search._fusion import Fusion, checked_fusion
-from jax_rnnt.decode.search._options import option
-from jax_rnnt.decode.search._symbols import Scoring, checked_scoring
 from jax_rnnt.layouts import LinearJoint
 from jax_rnnt.losses import TransducerLoss
 
@@ -64,8 +62,6 @@ class Search:
         `beam` has so much room for all parts, `greedy` for each part.
     max_symbols : int, default 10
         Labels that one frame may emit; after these only a blank is allowed.
-    window : int, default 4
-        Frames that a step looks at. More frames make fewer and larger steps. Of `greedy` and `sample`.
     fusion : sequence of pairs (model, weight), default ()
         Adds weight times the score that a model gives to each label, and to an end: shallow fusion. `Predictor` says
         which objects are models. A score of -inf forbids the label. Weights may be traced, or below 0. A weight of 0
@@ -134,7 +130,6 @@ class Search:
     max_labels: int
     _: dataclasses.KW_ONLY
     max_symbols: int = option(10, range=_options.LIMIT)
-    window: int = option(4, "greedy", "sample", range=_options.LIMIT)
     fusion: Sequence[tuple[Any, float | jax.Array]] = ()
     ilm_weight: float | jax.Array = option(0.0, "greedy", "beam", range=_options.FINITE)
     blank_penalty: float | jax.Array = option(0.0, "greedy", "beam", range=_options.FINITE)
@@ -146,22 +141,11 @@ class Search:
 
     def __post_init__(self):
         """Checks the options before there are utterances; a Flax NNX module becomes a pytree of its parameters."""
-        function = "Search"
-        _options.sizes(function, max_labels=self.max_labels, window=self.window)
-        self._scoring(function)
-        self._models(function)
-        values = {name: in_evaluation(getattr(self, name)) for name in ("joint", "predictor")}
-        values |= {name: _weight(getattr(self, name)) for name in OFF}
-        values["fusion"] = tuple((in_evaluation(model), _weight(weight)) for model, weight in self.fusion)
+        values = _options.checked("Search", self)
+        values |= {name: in_evaluation(getattr(self, name)) for name in ("joint", "predictor")}
+        values["fusion"] = tuple((in_evaluation(model), weight) for model, weight in values["fusion"])
         for name, x in values.items():
             object.__setattr__(self, name, x)
-
-    def _scoring(self, function: str) -> Scoring:
-        names = "max_symbols", "duration_choice", "confidence", *Scoring.names()
-        return checked_scoring(function, **{name: getattr(self, name) for name in names})
-
-    def _models(self, function: str) -> Fusion:
-        return checked_fusion(function, self.fusion, self.ilm_weight)
 
     def _refuse_unused(self, verb: str) -> None:
         """Raises unless the options that the verb does not take have their defaults: nothing is ignored."""
@@ -179,7 +163,13 @@ class Search:
 
     @_keywords.keywords
     def greedy(
-        self, encoder_out: jax.Array, lengths: jax.Array, *, exact_end: bool | jax.Array = False, state: Any = None
+        self,
+        encoder_out: jax.Array,
+        lengths: jax.Array,
+        *,
+        exact_end: bool | jax.Array = False,
+        state: Any = None,
+        frames_at_once: int = 4,
     ) -> Hypotheses:
         """Takes the most probable move out of each node, from the first frame to the last.
 
@@ -199,6 +189,8 @@ class Search:
         state : pytree, optional
             `Hypotheses.state` of the previous part of a stream. Labels are those of this part; frames and scores count
             from the start of the stream.
+        frames_at_once : int, default 4
+            Frames of each utterance that a step reads. More frames make fewer and larger steps; labels stay the same.
 
         Returns
         -------
@@ -219,7 +211,7 @@ class Search:
         Xu, Bataev, Jia and Ginsburg, "Label-Looping: Highly Efficient Decoding for Transducers", 2024,
         arXiv:2406.06220.
         """
-        return _greedy.run(constant(self), encoder_out, lengths, exact_end, state)
+        return _greedy.run(self, encoder_out, lengths, exact_end, state, frames_at_once)
 
     @_keywords.keywords
     def beam(
@@ -257,12 +249,13 @@ class Search:
             `Hypotheses.state` of the previous part of a stream. Labels, frames and scores are those of the whole
             stream.
         frames_at_once : int, default 1
-            K frames of a window. More make fewer and larger steps, for a GPU. A window begins at each K-th frame of an
-            utterance or stream; a step takes every hypothesis in it to its next label on any frame of the window, or by
-            blanks out of the window, and keeps the `width` best of all. So one sequence of labels may occupy several
-            places, for ends on several frames, until it leaves the window, where they are merged. A beam that loses
-            none finds the same scores for each K; others may find other lists. Parts of a stream find the lists of the
-            whole if all but the last have a multiple of K frames.
+            K, the frames of each utterance that a step reads. More frames make fewer and larger steps, for a GPU; they
+            may change the result, unlike in `greedy`. A window of K frames begins at each K-th frame of an utterance or
+            stream. A step takes every hypothesis in it to its next label, on any frame of the window, or by blanks out
+            of the window, and keeps the `width` best of all. So one sequence of labels may occupy several places, for
+            ends on several frames, until it leaves the window, where they are merged. A beam that loses none finds the
+            same scores for each K; others may find other lists. Parts of a stream find the lists of the whole if all
+            but the last have a multiple of K frames.
 
         Returns
         -------
@@ -295,7 +288,7 @@ class Search:
         """
         self._refuse_unused("beam")
         more = merge, threshold, length_norm, exact_end, state, frames_at_once
-        return _beam.run(constant(self), encoder_out, lengths, width, *more)
+        return _beam.run(self, encoder_out, lengths, width, *more)
 
     @_keywords.keywords
     def sample(
@@ -308,6 +301,7 @@ class Search:
         top_k: int | jax.Array | None = None,
         top_p: float | jax.Array = 1.0,
         exact_end: bool | jax.Array = False,
+        frames_at_once: int = 4,
     ) -> Hypotheses:
         """Alignments drawn from the model, move by move, with the exact log-probability of each draw.
 
@@ -323,7 +317,7 @@ class Search:
 
         Parameters
         ----------
-        encoder_out, lengths, exact_end
+        encoder_out, lengths, exact_end, frames_at_once
             As for `greedy`. The predictor runs on B N sequences.
         key : Array, a JAX random key, or one of each utterance [B]
             An utterance draws by the key's `jax.random.fold_in` with its number, or by its own key; then its draws do
@@ -371,12 +365,12 @@ class Search:
         [0.8, 0.16, 0.032]
         """
         self._refuse_unused("sample")
-        return _sample.run(constant(self), encoder_out, lengths, key, samples, top_k, top_p, exact_end)
+        return _sample.run(self, encoder_out, lengths, key, samples, top_k, top_p, exact_end, frames_at_once)
 
 
 # ------------------------------------------------------------------------------------------------------------ a pytree
 
-OFF = _options.declared(Search)
+_options.declare(Search)
 
 
 class _Structure(typing.NamedTuple):
@@ -419,22 +413,11 @@ def _kept(x):
     return x
 
 
-def _weight(x):
-    """A float: an integer would be structure."""
-    return float(x) if isinstance(x, numbers.Integral) else x
-
-
-def _is_off(x, value: float) -> bool:
-    return isinstance(x, numbers.Real) and x == value
-
-
 def _flatten(search: Search):
     fields = {f.name: getattr(search, f.name) for f in dataclasses.fields(search)}
     if isinstance(fields["loss"], TransducerLoss):
         fields["loss"] = switched_off(fields["loss"])
-    if isinstance(fields["fusion"], Sequence):
-        fields["fusion"] = tuple(tuple(pair) for pair in fields["fusion"] if not _is_off(pair[1], 0.0))
-    names = [*NETWORKS, *(name for name, value in OFF.items() if not _is_off(fields[name], value))]
+    names = [*NETWORKS, *(name for name in _options.OFF if _options.is_on(search, name))]
     found, tree = jax.tree.flatten({name: fields.pop(name) for name in names})
     leaves = [x for x in found if _is_leaf(x)]
     return leaves, _Structure(tree, tuple(map(_kept, found)), tuple(sorted(fields.items())))

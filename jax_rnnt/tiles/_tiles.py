@@ -22,26 +22,10 @@ from jax_rnnt import _xla
 from jax_rnnt._xla import is_trained
 from jax_rnnt._xla.loading import JOINT
 from jax_rnnt.emissions._emission import Rows, has_nan
-from jax_rnnt.layouts import _joint_cuda, _joint_pallas, _joint_plan
-from jax_rnnt.layouts._joint_networks import Linear, LinearJoint, split, sum_dtype
-from jax_rnnt.layouts._tile_blocks import Blocks, TileInputs, Work, add_blocks, row_index
-from jax_rnnt.layouts._tile_sizes import blocks_for, tile_types
-
-
-def tiled(function: str, logits, inner: Rows):
-    """(rows, their logits) of checked `JointLogits`, in tiles; errors name `function`."""
-    encoder, predictor = logits.encoder_out, logits.predictor_out
-    linear = isinstance(logits.joint, LinearJoint)
-    emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
-    if not linear and logits.parameters is None:
-        # A closure is traced here, for its number of rows; the platform of the program is not known yet. If it is not
-        # the default backend's, results are right, and only the size of the tiles suits the wrong platform.
-        blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
-        emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
-    static, parameters = split(function, logits, rows)
-    # Read where the primitive is bound: the lowering may run elsewhere.
-    precision = jax.config.jax_default_matmul_precision
-    return dataclasses.replace(emission, joint=static, precision=precision), (parameters, encoder, predictor)
+from jax_rnnt.tiles._networks import Linear, sum_dtype
+from jax_rnnt.tiles._tile_blocks import Blocks, TileInputs, Work, add_blocks, row_index
+from jax_rnnt.tiles._tile_sizes import blocks_for, tile_types
+from jax_rnnt.tiles.joint import KERNELS
 
 
 @jax.tree_util.register_static
@@ -64,7 +48,7 @@ class Tiled(Rows[Any, Any]):
     chunk: int | None
     linear: bool
     blocks: Blocks | None = None  # of a closure from the start: it is traced for its rows
-    precision: str | None = None  # of the products of a kernel (`_joint_pallas.py`); tiles ask JAX
+    precision: str | None = None  # of the products of a kernel; tiles ask JAX
 
     def lowered_for(self, platforms, encoder, predictor):
         """The same with the tiles of these platforms, for these rows of one device."""
@@ -384,14 +368,14 @@ def not_skipped(blocks, size, largest, scale, clamp):
     return jnp.any(kept, -1).reshape(-1, *blocks.grid(size.shape[1:]))
 
 
-def _forward_kernel(kernels, plan, static, parameters, batched, interpret):
+def _forward_kernel(kernel, plan, static, parameters, batched, interpret):
     """As `_forward_tiles`, by the kernel."""
     inputs = _without_copies(batched, static[2])
-    planes = kernels.forward(plan, parameters, inputs, interpret)
+    planes = kernel.forward(plan, parameters, inputs, interpret)
     return [x.reshape(-1, inputs.copies, *inputs.shape) for x in jax.tree.leaves(planes)], []
 
 
-def _backward_kernel(kernels, plan, static, parameters, batched, interpret):
+def _backward_kernel(kernel, plan, static, parameters, batched, interpret):
     """As `_backward_tiles`, by the kernel."""
     inputs, cotangents, norm, scale, clamp = _without_copies(batched, static[2])
     # One reduction of all cotangents, since each is some launches on a GPU. The largest is NaN if one is.
@@ -403,12 +387,9 @@ def _backward_kernel(kernels, plan, static, parameters, batched, interpret):
     flags, _ = _flags(blocks, inputs)
     flags &= not_skipped(blocks, size, largest, scale, clamp) & ~off[:, None, None]
     operands = parameters, inputs, cotangents, norm, scale, clamp, flags
-    of_encoder, of_predictor, totals = kernels.backward(plan, *operands, interpret)
+    of_encoder, of_predictor, totals = kernel.backward(plan, *operands, interpret)
     gradients = _of_states(inputs, of_encoder, of_predictor, off & (scale != 0))
     return [gradients[0], gradients[1].reshape(-1, inputs.copies, *inputs.predictor.shape[1:])], totals
-
-
-_KERNELS = {"tpu": (_joint_pallas, _joint_plan.plan, "TPUs"), "cuda": (_joint_cuda, _joint_cuda.plan, "GPUs")}
 
 
 def _kernel(function, inputs_of):
@@ -421,16 +402,16 @@ def _kernel(function, inputs_of):
         encoder, *others = batched
         flat = [jax.core.ShapedArray((math.prod(x.shape[:2]), *x.shape[2:]), x.dtype) for x in others]
         inputs = inputs_of(jax.tree.unflatten(structure, [encoder, *flat]))
-        kernels, plan_of, name = _KERNELS[kind]
-        plan = reason or plan_of(tiled, parameters, inputs, device)
+        kernel = KERNELS[kind]
+        plan = reason or kernel.plan(tiled, parameters, inputs, device)
         if isinstance(plan, str):
-            _xla.warn_once(f"jax_rnnt computes a LinearJoint in tiles, not by its kernels for {name}: {plan}.")
+            _xla.warn_once(f"jax_rnnt computes a LinearJoint in tiles, not by its kernels for {kernel.name}: {plan}.")
             return None
         # Those of both passes are chosen together.
         if not strict and (warning := doubt(JOINT)):
             _xla.warn_once(warning)
             return None
-        return lambda shared, batched, interpret: function(kernels, plan, static, shared, batched, interpret)
+        return lambda shared, batched, interpret: function(kernel, plan, static, shared, batched, interpret)
 
     return choose
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt.emissions._emission import Nodes, Rows
-from jax_rnnt.layouts._joint_networks import sum_dtype
-from jax_rnnt.layouts._tile_blocks import Blocks
+from jax_rnnt.tiles._networks import sum_dtype
+from jax_rnnt.tiles._tile_blocks import Blocks
 
 _BUDGET = 64e6, 256e6  # bytes on a GPU: what the launches of a tile's kernels take at least, and at most
 _VMEM = 32e6  # bytes of a tile on a TPU

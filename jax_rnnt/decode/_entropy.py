@@ -90,9 +90,3 @@ class Entropy:
         if self.kind == "renyi" or d == 0:
             return log
         return a * log * math.exp(-d * log) if self.kind == "gibbs" else math.expm1(-d * log) / -d
-
-
-def checked_confidence(function: str, x) -> Entropy | None:
-    if x is not None and not isinstance(x, Entropy):
-        raise TypeError(f"{function}: confidence must be an Entropy or None, got {x!r}.")
-    return x

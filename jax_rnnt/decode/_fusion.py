@@ -1,0 +1,152 @@
+"""Fusion: scores that other models give to labels. `Predictor` has the rules of the interface.
+
+B utterances, N hypotheses, V tokens (labels and blanks), P the width of predictor rows.
+"""
+
+import math
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _pytree, _xla
+from jax_rnnt.decode import _predictor
+from jax_rnnt.decode._gather import replace_rows
+from jax_rnnt.decode._given import Given, Static, logits_of
+from jax_rnnt.decode._model import constant, log_softmax
+from jax_rnnt.decode._options import is_on
+from jax_rnnt.decode._scores import is_blank, tempered_head
+
+
+@_pytree.exportable("Networks")
+class Networks(typing.NamedTuple):
+    """The predictor and the models of fusion, after all labels that they have read."""
+
+    rows: jax.Array  # [N, P]
+    predictor: Any
+    models: tuple
+    bonus: Any  # [N, V]: what fusion adds to the score of each next label; None without fusion
+    key: Any = None  # [N, 2]: of beam search: hashes, equal where all other fields are
+
+
+def adds(search) -> bool:
+    """Whether fusion or the internal language model change scores of labels."""
+    return bool(search.fusion) or is_on(search, "ilm_weight")
+
+
+def ends(search) -> bool:
+    """Whether a model scores the end of an utterance."""
+    return any(getattr(model, "final", None) for model, _ in search.fusion)
+
+
+# ---------------------------------------------------------------------------------------------------- networks
+
+
+def begin(static: Static, given: Given, rows: int) -> Networks:
+    """The networks after their start labels, for so many rows."""
+    predicted, state = _predictor.begin(static.function, "predictor", given.search.predictor, rows, static.start)
+    begun = [begin_model(static, i, model, rows) for i, (model, _) in enumerate(given.search.fusion)]
+    scores, states = [scores for scores, _ in begun], tuple(after for _, after in begun)
+    return Networks(predicted, state, states, bonus(static, given, scores, predicted))
+
+
+def begin_model(static: Static, i: int, model, rows: int):
+    """(scores [rows, V], state) of a model after its start label, by default that of the predictor."""
+    function, name, moves = static.function, f"fusion[{i}]", static.moves
+    start = _predictor.declared_start(function, name, model)
+    if start is None:
+        default = f"start, by default that of the predictor, of {name}"
+        start = _predictor.start_label(function, default, static.start, _predictor.declared_symbols(model))
+    _predictor.check_symbols(function, name, model, moves.symbols)
+    scores, state = _predictor.begin(function, name, model, rows, start, "scores [N, V]")
+    sizes = moves.symbols, moves.tokens, moves.classes
+    if scores.shape[-1] not in sizes:
+        expected = "V = {} (labels), {} (with blanks) or {} (all classes of the joint network)".format(*sizes)
+        raise ValueError(f"{function}: {name}.step must make scores [N, V] with {expected}, got {scores.shape}.")
+    for option in "final", "place":
+        if (method := getattr(model, option, None)) is not None and not callable(method):
+            raise TypeError(f"{function}: {name}.{option} must be a function or None, got {method!r}.")
+    if final := getattr(model, "final", None):
+        ends, _ = _xla.shape_of(f"{function}: {name}.final", final, state)
+        if getattr(ends, "shape", None) != (rows,):
+            raise ValueError(f"{function}: {name}.final must make scores [N] with N = {rows}, got {ends!r}.")
+    return scores, state
+
+
+def placed(static: Static, given: Given, networks: Networks) -> Networks:
+    """Networks of a stream, in rows [B, ...] or slots [B, K, ...], whose models know the utterances of this batch."""
+    models, batch = [], networks.rows.shape[:-1]
+    rows = math.prod(batch)
+    for i, ((model, _), state) in enumerate(zip(given.search.fusion, networks.models)):
+        if place := getattr(model, "place", None):
+            before = jax.tree.map(lambda x: x.reshape(rows, *x.shape[len(batch) :]), state)
+            after = constant(place(before))
+            _predictor.same_state(static.function, f"fusion[{i}].place", before, after)
+            state = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), after)
+        models.append(state)
+    return networks._replace(models=tuple(models))
+
+
+def read(static: Static, given: Given, networks: Networks, labels) -> Networks:
+    """The networks after one more label [N], without a key."""
+    rows, state = constant(given.search.predictor.step(networks.predictor, labels))
+    steps = [constant(model.step(x, labels)) for (model, _), x in zip(given.search.fusion, networks.models)]
+    scores, states = [scores for scores, _ in steps], tuple(after for _, after in steps)
+    return Networks(rows, state, states, bonus(static, given, scores, rows))
+
+
+# ------------------------------------------------------------------------------------------------------ scores
+
+
+def bonus(static: Static, given: Given, scores, rows):
+    """[N, V]: what fusion adds to the score of each label after predictor rows [N, P]; None if it adds nothing."""
+    search, tokens = given.search, static.moves.tokens
+    if not adds(search):
+        return None
+    total = jnp.zeros((rows.shape[0], tokens), static.dtype)
+    for x, (_, weight) in zip(scores, search.fusion):
+        x = jnp.pad(x[:, :tokens], [(0, 0), (0, max(tokens - x.shape[1], 0))])
+        total = added(total, weight, x)
+    if is_on(search, "ilm_weight"):
+        internal, weight = internal_scores(static, given, rows), jnp.asarray(search.ilm_weight, static.dtype)
+        total = total - weighted(weight, jnp.where(jnp.isneginf(internal), 0, internal))
+    return jnp.where(is_blank(static.moves, total), 0, total)
+
+
+def internal_scores(static: Static, given: Given, rows):
+    """Log-probabilities [N, V] of labels in the internal language model: the joint network without an encoder."""
+    moves, encoder_out = static.moves, given.encoder_out
+    silence = jnp.zeros((rows.shape[0], encoder_out.shape[-1]), encoder_out.dtype)
+    logits = logits_of(static, given, silence, rows, whole=True).astype(static.dtype)[:, : moves.tokens]
+    logits = tempered_head(given.search, jnp.where(is_blank(moves, logits), -jnp.inf, logits))
+    return log_softmax(logits) if moves.emission.normalize else logits
+
+
+def at_the_end(search, states: tuple, unread, scores):
+    """`scores` [N] with those that models give to an end here, after one more label `unread` [N], if it is not -1.
+
+    NaN where that is NaN or +inf; scores of -inf and NaN stay.
+    """
+    if not ends(search):
+        return scores
+    total = scores
+    for (model, weight), state in zip(search.fusion, states):
+        if final := getattr(model, "final", None):
+            if unread is not None:
+                _, after = constant(model.step(state, jnp.maximum(unread, 0)))
+                state = replace_rows(unread >= 0, after, state)
+            total = added(total, weight, constant(final(state)))
+    return jnp.where(scores > -jnp.inf, jnp.where(total < jnp.inf, total, jnp.nan), scores)
+
+
+def added(total, weight, scores):
+    """total + weight scores; scores of -inf forbid, unless the weight is 0."""
+    weight, scores = jnp.asarray(weight, total.dtype), scores.astype(total.dtype)
+    forbids = jnp.isneginf(scores) & (weight != 0)
+    return jnp.where(forbids, -jnp.inf, total + weighted(weight, scores))
+
+
+def weighted(weight, x):
+    """weight x, and 0 for the weight 0 whatever x is."""
+    return weight * jnp.where((weight == 0) & ~jnp.isfinite(x), 0, x)

@@ -1,0 +1,127 @@
+"""Moves: what a search may do at a node, from the `DecodingRules` of a loss. Static and hashable, without arrays.
+
+V tokens (labels and blanks), D durations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jax_rnnt import _checks
+from jax_rnnt.emissions import Softmax
+from jax_rnnt.losses import DecodingRules, TransducerLoss
+
+LONGEST = 2**30  # frames of a move: more than any utterance has, and int32 holds its end
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """An arc of a node. Its log-probability is that of `token`, or of a label, plus that of duration `duration`."""
+
+    token: int | None  # class of the blank; None: a label
+    duration: int | None
+    frames: int
+    may_end: bool
+    arc: int | None  # its number in the topology, by which it has its weight; None: the lattice lacks it
+
+    @property
+    def needs(self) -> int:
+        """The frames from the node on that an utterance must have for this move, if it has one frame there."""
+        return max(self.frames + (not self.may_end), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """The moves out of every node: `blanks` write nothing, `labels` write any class that is no blank."""
+
+    emission: Softmax
+    classes: int  # V + D, those of a row of logits
+    blanks: tuple[Move, ...]
+    labels: tuple[Move, ...]
+    labels_per_frame: int
+    token_first: bool = False  # the best duration is chosen by itself
+
+    @property
+    def all(self) -> tuple[Move, ...]:
+        """Blanks come first."""
+        return self.blanks + self.labels
+
+    @property
+    def tokens(self) -> int:
+        """V."""
+        return self.classes - self.emission.num_durations
+
+    @property
+    def symbols(self) -> int:
+        """Classes up to the last one that is no blank."""
+        return next(n for n in range(self.tokens, -1, -1) if n - 1 not in self.emission.blanks)
+
+    @property
+    def reach(self) -> int:
+        """Frames that a move of one part of a stream may ask of the next one, so that it ends inside or at the end."""
+        return max(move.needs for move in self.all) - 1
+
+    @property
+    def longest_blank(self) -> int:
+        """Frames."""
+        return max(move.frames for move in self.blanks)
+
+
+def moves_of(function: str, loss, classes: int, max_symbols: int, duration_choice: str) -> tuple[Moves, dict]:
+    """The moves of a loss in rows of so many logits, and the weights of its arcs by their names in errors."""
+    if not isinstance(loss, TransducerLoss):
+        lacks = "a method decoding() that returns DecodingRules"
+        if isinstance(loss, type) and issubclass(loss, TransducerLoss):
+            lacks = f"its options: {loss.__name__}() makes a loss"
+        raise TypeError(f"{function}: loss must be a TransducerLoss, got {_checks.shown(loss)}, which lacks {lacks}.")
+    name = f"{type(loss).__name__}.decoding()"
+    composer, decoder = (next(x for x in type(loss).__mro__ if f in vars(x)) for f in ("compose", "decoding"))
+    if decoder is not TransducerLoss and issubclass(composer, decoder) and composer is not decoder:
+        lacks = f"decoding(), as its compose() changes that of {decoder.__name__}, whose decoding() may not hold for it"
+        raise TypeError(f"{function}: {composer.__name__} lacks {lacks}.")
+    rules = loss.decoding()
+    if not isinstance(rules, DecodingRules):
+        raise TypeError(f"{function}: {name} must return DecodingRules, got {rules!r}.")
+    emission = rules.emission.resolved(function, classes)
+    blanks, labels = arcs_as_moves(f"{function}: {name}", rules.topology, emission)
+    token_first = duration_choice == "token_first" and emission.num_durations > 0
+    if token_first:
+        blanks += more_blanks(blanks, labels, emission.num_durations)
+    limits = max_symbols, rules.labels_per_frame, np.iinfo(np.int32).max
+    limit = min(x for x in limits if x is not None)
+    weights = {f"{name} arc_weights[{i}]": x for i, x in enumerate(rules.arc_weights or (0.0,) * len(rules.topology))}
+    return Moves(emission, classes, tuple(blanks), tuple(labels), limit, token_first), weights
+
+
+def arcs_as_moves(source: str, topology, emission: Softmax) -> tuple[list[Move], list[Move]]:
+    """(moves of blanks, moves of labels) of a topology; errors name the `source` of its arcs."""
+    blanks, labels = [], []
+    durations = [f"duration+{i}" for i in range(emission.num_durations)]
+    for i, arc in enumerate(topology):
+        if arc.other is not None and arc.other not in durations:
+            expected = f"the slot of a duration, one of {durations}"
+            raise TypeError(f"{source}: the second slot of an arc must be {expected}, got {arc}.")
+        duration = None if arc.other is None else durations.index(arc.other)
+        frames = min(arc.dt, LONGEST)
+        if arc.du == 0 and arc.slot in emission.slots:
+            token = emission.blanks[emission.slots.index(arc.slot)]
+            blanks.append(Move(token, duration, frames, arc.may_end, i))
+        elif arc.du == 1 and arc.slot == "label":
+            labels.append(Move(None, duration, frames, arc.may_end, i))
+        else:
+            expected = f"the slot of a blank, one of {emission.slots}, and du=0, or the slot 'label' and du=1"
+            raise TypeError(f"{source}: an arc must have {expected}, got {arc}.")
+    if not blanks or not labels:
+        lacks = "an arc without a label (du=0), which reads a frame" if not blanks else "an arc with a label (du=1)"
+        raise TypeError(f"{source} lacks {lacks}.")
+    return blanks, labels
+
+
+def more_blanks(blanks, labels, durations: int) -> list[Move]:
+    """Moves of blanks with durations that the lattice denies them: they read one frame at least."""
+    frames = {move.duration: move.frames for move in labels}
+    known = {(move.token, move.duration) for move in blanks}
+    pairs = [(token, i) for token in dict.fromkeys(move.token for move in blanks) for i in range(durations)]
+    return [Move(*pair, max(frames.get(pair[1], 0), 1), True, None) for pair in pairs if pair not in known]
