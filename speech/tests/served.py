@@ -10,7 +10,7 @@ import numpy as np
 from aiohttp import FormData, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.data import rows
 from jax_rnnt_speech.recognition import recognise, timed, transcripts
 from jax_rnnt_speech.serving import server
 
@@ -114,7 +114,7 @@ def heard(served, samples):
 
 def expected(served, samples):
     """The Transcript that `transcribe` writes."""
-    return transcripts.transcript(served.model, manifests.Entry("a", "a", ""), heard(served, samples))
+    return transcripts.transcript(served.model, rows.Entry("a", "a", ""), heard(served, samples))
 
 
 def assert_same_words(words, truth):

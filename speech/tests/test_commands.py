@@ -15,7 +15,7 @@ import pytest
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.cli import transcribe
-from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.data import rows
 from jax_rnnt_speech.system import hosts, outputs, programs
 from support import asr, run, write_audio
 
@@ -219,7 +219,7 @@ def test_bars(terminals, output, bar, tmp_path, monkeypatch):
     to = transcribe.Writing(output=tmp_path / "o" if output else None)
     monkeypatch.setattr(sys, "stderr", screens["standard error"])
     monkeypatch.setattr(sys, "stdout", screens["standard output"])
-    with transcribe.bar_of([manifests.Entry("a", tmp_path / "a.wav", "")], to):
+    with transcribe.bar_of([rows.Entry("a", tmp_path / "a.wav", "")], to):
         pass
     wanted = r"recordings: +0%\|.*\| 0 of 1 s heard" if bar else "^$"
     assert re.search(wanted, screens["standard error"].getvalue()) and not screens["standard output"].getvalue()

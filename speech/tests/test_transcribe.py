@@ -12,7 +12,7 @@ import pytest
 from praatio import textgrid
 
 from jax_rnnt import decode, timing
-from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data import audio, rows
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition import recognise, search_options, segments, spotter, transcripts
 from jax_rnnt_speech.recognition.results import Labels
@@ -180,7 +180,7 @@ def test_turns():
     ):  # fmt: skip
         assert segments.of_rttm(f"SPEAKER {line}") == expected
     for end in (None, "x", 10**400):
-        with pytest.raises(manifests.LineError, match="its times are no numbers"):
+        with pytest.raises(rows.LineError, match="its times are no numbers"):
             segments.of_json({"uri": "a", "start": 0, "end": end})
     numbers = {"1": 0, "2": 1, "12": 11, "A": 0, "b": 1, "0": None, "-1": None, "<NA>": None}
     assert {x: segments.number_of(x) for x in numbers} == numbers
@@ -192,7 +192,7 @@ def test_channels_of_segments(tmp_path, monkeypatch):
     audio.write(tmp_path / "my talk.wav", samples, 8000)
     lines = [f"SPEAKER my_talk {1 + i % 2} {i / 10} 0.2 <NA> <NA> {who}" for i, who in enumerate(["<NA>", "words"] * 4)]
     (tmp_path / "a.rttm").write_text("\n".join(lines))
-    entries = segments.entries(tmp_path / "a.rttm", [manifests.Entry("", tmp_path / "my talk.wav", "")])
+    entries = segments.entries(tmp_path / "a.rttm", [rows.Entry("", tmp_path / "my talk.wav", "")])
     blocks, read = audio.blocks, []
     monkeypatch.setattr(audio, "blocks", lambda path: read.append(path) or blocks(path))
     for (_, found), x in zip(segments.loaded(entries, 8000), entries, strict=True):
