@@ -38,12 +38,11 @@ def lengths_from_paddings(paddings: jax.Array) -> jax.Array:
     >>> lengths_from_paddings(jnp.array([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])).tolist()
     [2, 0, -1]
     """
-    name = "lengths_from_paddings"
-    paddings = _checks.array(name, "paddings", paddings)
+    paddings = _checks.array("paddings", paddings)
     if not (jnp.issubdtype(paddings.dtype, jnp.number) or paddings.dtype == jnp.bool_):
-        raise TypeError(f"{name}: paddings must be an array of bool, integers or floats, got {paddings.dtype}.")
+        raise _checks.bad_type(f"paddings must be an array of bool, integers or floats, got {paddings.dtype}.")
     if jnp.ndim(paddings) == 0:
-        raise ValueError(f"{name}: paddings must have shape [..., T], got shape ().")
+        raise _checks.bad_value("paddings must have shape [..., T], got shape ().")
     is_frame = ~jnp.asarray(paddings).astype(jnp.bool_)
     lengths = jnp.sum(is_frame, -1, dtype=jnp.int32)
     in_order = ~jnp.any(is_frame[..., 1:] & ~is_frame[..., :-1], -1)
@@ -82,11 +81,10 @@ def paddings_from_lengths(lengths: jax.Array, size: int, dtype: DTypeLike = jnp.
     >>> paddings_from_lengths(jnp.array([2, 0]), 3, jnp.float32).tolist()
     [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    name = "paddings_from_lengths"
-    lengths = _checks.array(name, "lengths", lengths)
-    lengths = _checks.integers(name, "lengths", lengths, lengths.shape, "[...]")
-    frames = _checks.index(name, "size", size)
+    lengths = _checks.array("lengths", lengths)
+    lengths = _checks.integers("lengths", lengths, lengths.shape, "[...]")
+    frames = _checks.index("size", size)
     if frames < 0:
-        raise ValueError(f"{name}: size must be 0 or more, got {frames}.")
+        raise _checks.bad_value(f"size must be 0 or more, got {frames}.")
     place = lax.broadcasted_iota(jnp.int32, (*(1 for _ in lengths.shape), frames), lengths.ndim)
     return (place >= lengths[..., None]).astype(dtype)
