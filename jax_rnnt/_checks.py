@@ -136,8 +136,7 @@ def reduction(x) -> str:
     """x if it is the name of a reduction."""
     if isinstance(x, (str, type(None))) and x in _OTHER_REDUCTIONS:
         names = ", ".join(map(repr, REDUCTIONS))
-        hint = f"the same here is {_OTHER_REDUCTIONS[x]!r}"
-        raise bad_value(f"reduction must be one of {names}, got {x!r}; {hint}.")
+        raise bad_value(f"reduction must be one of {names}, got {x!r}; the same here is {_OTHER_REDUCTIONS[x]!r}.")
     return choice("reduction", x, REDUCTIONS)
 
 

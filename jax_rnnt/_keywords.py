@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
 Decorated = TypeVar("Decorated")
@@ -63,18 +63,14 @@ def _name(error: BaseException, name: str) -> None:
     notes[:] = [f"{name}: {note}" if isinstance(note, Refusal) else note for note in notes]
 
 
-class in_name_of(contextlib.ContextDecorator):
+@contextlib.contextmanager
+def in_name_of(name: str) -> Iterator[None]:
     """Decorator, or ``with`` block, whose refusals begin with this name: where `keywords` does not fit."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if error is not None:
-            _name(error, self.name)
+    try:
+        yield
+    except Exception as error:
+        _name(error, name)
+        raise
 
 
 def keywords(decorated: Decorated) -> Decorated:

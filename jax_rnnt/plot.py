@@ -301,8 +301,7 @@ def _names(targets: Any, texts) -> list[str]:
     if texts is None:
         return [str(label) for label in np.asarray(targets)]
     if len(texts) != len(targets):
-        expected = f"one for each of {len(targets)} labels"
-        raise _checks.bad_value(f"texts must be {expected}, got {len(texts)}.")
+        raise _checks.bad_value(f"texts must be one for each of {len(targets)} labels, got {len(texts)}.")
     return [_shown(text) for text in texts]
 
 

@@ -192,8 +192,7 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     """
     targets = _checks.array("targets", targets)
     if targets.ndim != 2 or not jnp.issubdtype(targets.dtype, jnp.integer):
-        got = f"{targets.dtype} {tuple(targets.shape)}"
-        raise _checks.bad_value(f"targets must be an integer array [B, U], got {got}.")
+        raise _checks.bad_value(f"targets must be an integer array [B, U], got {targets.dtype} {tuple(targets.shape)}.")
     _checks.unsplit("targets", targets, {-1: "U"})
     check_methods("predictor", predictor)
     label = start_of(predictor, start)

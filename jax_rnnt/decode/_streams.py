@@ -196,8 +196,7 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
     batch = utterances("state", state)
     where = _checks.array("where", where)
     if where.dtype != np.bool_ or tuple(where.shape) != (batch,):
-        got = f"{where.dtype} {tuple(where.shape)}"
-        raise _checks.bad_value(f"where must be bool [B] with B = {batch}, got {got}.")
+        raise _checks.bad_value(f"where must be bool [B] with B = {batch}, got {where.dtype} {tuple(where.shape)}.")
     if isinstance(state.fresh, jax.ShapeDtypeStruct):
         state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
         state = state._replace(bad=~state.bad)
@@ -270,6 +269,5 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
 def utterances(name: str, state) -> int:
     """B of a state."""
     if not {"fresh", "bad"} <= {*getattr(state, "_fields", ())}:
-        expected = "Hypotheses.state of Search.greedy or Search.beam"
-        raise _checks.bad_type(f"{name} must be {expected}, got {state!r}.")
+        raise _checks.bad_type(f"{name} must be Hypotheses.state of Search.greedy or Search.beam, got {state!r}.")
     return state.fresh.shape[0]

@@ -140,8 +140,7 @@ def emitted(frames, durations, count: int, dimensions: str) -> tuple[np.ndarray,
     """(frames, durations) of so many labels as NumPy arrays, checked; without durations a label reads a frame."""
     frames = np.asarray(_checks.integers("frames", frames, (count,), dimensions))
     if np.any(frames < 0) or np.any(np.diff(frames) < 0):
-        expected = "be 0 or more and never go back, without padding"
-        raise _checks.bad_value(f"frames must {expected}, got {frames.tolist()}.")
+        raise _checks.bad_value(f"frames must be 0 or more and never go back, without padding, got {frames.tolist()}.")
     if durations is None:
         durations = np.ones(count, np.int32)
     return frames, np.asarray(_checks.integers("durations", durations, (count,), dimensions))
