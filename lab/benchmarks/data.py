@@ -69,11 +69,12 @@ def tars(folder, files, count, each=1000):
 
 def opened(source, folder, **options):
     from jax_rnnt_speech.config import Config
-    from jax_rnnt_speech.data import on_the_fly, tokens
+    from jax_rnnt_speech.data import tokens
+    from jax_rnnt_speech.data.source import Source
 
     config = Config.of(train=str(source), on_the_fly=True, **options)
     model = types.SimpleNamespace(tokens=tokens.Characters(ALPHABET), subsampling=4)
-    return on_the_fly.OnTheFly(config, folder, 0).opened(model, 1)
+    return Source(config, folder).opened(model, 1)
 
 
 def peak():
@@ -96,9 +97,9 @@ def start(args):
 def memory(args):
     import numpy as np
 
-    from jax_rnnt_speech.data import on_the_fly
+    from jax_rnnt_speech.data import loading
 
-    on_the_fly.read = lambda entry, rate, notes: np.zeros(rate // 4, np.float32)
+    loading.heard = lambda entry, rate, again: (np.zeros(rate // 4, np.float32), None)
     found, sizes = opened(args.source, args.index, batch=64), []
     steps = found.steps(1)
     for i, _ in enumerate(found.read(0, steps)):

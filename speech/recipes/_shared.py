@@ -24,9 +24,10 @@ from jax_rnnt_speech import models
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.config.options import amount, positive, seed
 from jax_rnnt_speech.data import batches
+from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import GREEDY
-from jax_rnnt_speech.training import epochs, objective
+from jax_rnnt_speech.training import objective
 from jax_rnnt_speech.training.steps import make_optimizer
 
 FILE = Path(__file__).parent / "corpora" / "handwritten_digits.json"
@@ -50,8 +51,7 @@ class Digits:
 
     def batches(self):
         """Those of all steps: `audio` [B, T, F], `lengths` [B], `targets` [B, U], `target_lengths` [B], NumPy."""
-        epoch = epochs.training(self.train, self.config, batches.make_buckets(self.train, self.config, 1), (0, 1))
-        return iter(epoch.repeat(-(-self.config.run.steps // len(epoch)))[: self.config.run.steps])
+        return Source(self.config, None, corpus=self.train.corpus).opened(self, 1).read(0, self.config.run.steps)
 
     def with_texts(self, texts):
         """The same with held-out lines of other texts, of the same scans."""

@@ -18,7 +18,7 @@ from jax_rnnt_speech import cli, pretrained  # noqa: F401
 from jax_rnnt_speech.data import audio, batches, corpora
 from jax_rnnt_speech.model import Model, transducer  # noqa: F401
 from jax_rnnt_speech.runs import checkpoints  # noqa: F401
-from jax_rnnt_speech.training import devices, epochs, steps, train  # noqa: F401
+from jax_rnnt_speech.training import devices, steps, train  # noqa: F401
 
 TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "convolution": 3, "channels": 2,
@@ -65,7 +65,7 @@ def prepared(corpus, **options):
     tokens = asr.data.tokens.Characters("ABC ")
     data = batches.labelled(corpora.Recordings(corpus, config), tokens, 4)
     bucket = batches.make_buckets(data, config, 1)[-1]
-    batch = epochs.training(data, config, [bucket], (0, 1))[0]
+    batch = next(batches.testing(data, config.data, [bucket], (0, 1)))
     batch.pop("index")
     zeros = [0.0] * config.features.mels
     return Model(config, tokens, zeros, [1.0] * config.features.mels), batch

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech.data import archives, audio, corpora, index, manifests, on_the_fly, order
+from jax_rnnt_speech.data import archives, audio, corpora, index, lists, order, sources
+from jax_rnnt_speech.data import source as road
 from jax_rnnt_speech.data.archives import storage
+from jax_rnnt_speech.data.rows import Entry, keys_of
 from jax_rnnt_speech.recognition import recognise
 from support import configuration, losses, run
 
@@ -104,17 +106,17 @@ def test_what_is_read(packed, kind, tmp_path):
     if kind == "parquet":
         pytest.importorskip("pyarrow")
     for name in KINDS[kind]:
-        entries = list(manifests.read(packed / name))
+        entries = list(sources.read(packed / name))
         assert [x.text for x in entries] == TEXTS
         for i, x in enumerate(entries):
             np.testing.assert_array_equal(audio.read(x.audio, RATE, x.start, x.end, x.channel), samples(i))
         heard = recognise.loaded(recognise.listed([packed / name]), RATE)  # as transcribe does
         for i, (_, pieces) in enumerate(heard):
             np.testing.assert_array_equal(np.concatenate([*pieces]), samples(i))
-        assert i == COUNT - 1 and archives.wanted([str(packed / name)]) and manifests.is_list(packed / name)
+        assert i == COUNT - 1 and archives.wanted([str(packed / name)]) and sources.is_list(packed / name)
     corpus = corpora.Recordings([packed / kind], configuration())
     assert len(corpus.utterances) == COUNT and not corpus.report.names
-    keys = manifests.keys_of()
+    keys = keys_of()
     shards = archives.of(packed / kind)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), SECONDS, atol=1e-3)
@@ -166,12 +168,12 @@ def test_one_tar_of_nemo(packed, tmp_path):
     lines = [json.dumps({"audio_filepath": f"u{i}.flac", "text": TEXTS[i]}) for i in range(7)]
     (tmp_path / "tarred_audio_manifest.json").write_text("\n".join(lines))
     shutil.copy(packed / "nemo/audio_0.tar", tmp_path)
-    assert [x.text for x in manifests.read(tmp_path / "audio_0.tar")] == TEXTS[:7]
+    assert [x.text for x in sources.read(tmp_path / "audio_0.tar")] == TEXTS[:7]
 
 
 def test_rows_of_other_lists(packed, tmp_path):
     """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
-    keys = manifests.keys_of()
+    keys = keys_of()
     for name, written in (("all.jsonl", SECONDS), ("bare.jsonl", [0] * COUNT)):
         shards = archives.of(packed / name, readers=2)
         assert 2 < len(shards) <= COUNT
@@ -236,7 +238,7 @@ def test_damaged_archives(packed, tmp_path, refused, said):
     refused(["check", f"{packed}/web/part-{{000..003}}.tar"], "lacks 2 of 4 files")
     for name in ("none*.tar", "none?.jsonl"):
         refused(["check", tmp_path / name], f"{name} matches no file")
-    with pytest.raises(manifests.ListError, match=r"none\.jsonl does not exist"):
+    with pytest.raises(lists.ListError, match=r"none\.jsonl does not exist"):
         archives.of(tmp_path / "none.jsonl")
     shutil.copytree(packed / "nemo", tmp_path / "nemo")
     (tmp_path / "nemo/audio_1.tar").unlink()
@@ -262,7 +264,7 @@ class Failing:
 def test_storage_of_a_run(source, tmp_path, monkeypatch):
     """Storage that comes back changes nothing; where it stays away the run ends, and goes on with the same bits."""
     monkeypatch.setattr(storage, "WAITS", (0, 0))
-    config = configuration(train=source, on_the_fly=True, batch=4, buffer=5)
+    config = configuration(**source, batch=4, buffer=5)
     found = opened(config, tmp_path)
     whole = heard(found, 0, 6)
     monkeypatch.setattr(storage, "open", Failing(2), raising=False)
@@ -273,11 +275,13 @@ def test_storage_of_a_run(source, tmp_path, monkeypatch):
     first = heard(cut, 0, 2)
     state = json.loads(json.dumps(cut.at(2)))
     monkeypatch.setattr(storage, "open", Failing(10**9), raising=False)
+    if not source["on_the_fly"]:  # what is remembered needs no storage
+        return equal(first | heard(cut, 2, 6), whole)
     with pytest.raises(asr.system.UserError, match=r"/packed.* cannot be read \(Input/output error; tried 3 times"):
         heard(cut, 2, 6)
     monkeypatch.undo()
     monkeypatch.setattr(order, "LEAST", 5)
-    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    monkeypatch.setattr(road, "FULL", 0)
     equal(first | heard(opened(config, tmp_path, known=state, step=2), 2, 6), whole)
 
 
@@ -285,7 +289,8 @@ MODEL = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsamp
 
 
 def opened(config, folder, known=None, step=0):
-    return on_the_fly.OnTheFly(config, folder, 0, known, step).opened(MODEL, 1)
+    kept = None if config.data.on_the_fly else folder / "kept"
+    return road.Source(config, folder, 0, known, step, kept).opened(MODEL, 1)
 
 
 def heard(found, first, end):
@@ -304,20 +309,24 @@ def rows_of(batches):
             for x in batches for i in np.flatnonzero(x["valid"])]  # fmt: skip
 
 
-@pytest.fixture(params=["web", "bare.jsonl"])
+@pytest.fixture(params=["web", "bare.jsonl", "remembered"])
 def source(request, packed, monkeypatch):
-    """One whose lengths are known at the start, and one whose headers are read within windows of 5 utterances."""
+    """Options of sources: one whose lengths are known at the start, one whose headers are read within windows of 5
+    utterances, and one that remembers features.
+    """
     monkeypatch.setattr(order, "LEAST", 5)
-    monkeypatch.setattr(on_the_fly, "FULL", 0)
-    return str(packed / request.param)
+    monkeypatch.setattr(road, "FULL", 0)
+    kept = request.param == "remembered"
+    return {"train": str(packed / ("bare.jsonl" if kept else request.param)), "on_the_fly": not kept}
 
 
 def test_epochs_are_exact(source, tmp_path):
     """Each epoch has each utterance once, with its features and labels; in another order each time."""
-    readers = 3 if source.endswith("web") else 1  # more than there are tars: each reads a part of every tar
-    config = configuration(train=source, on_the_fly=True, batch=4, buffer=5, readers=readers)
+    web = source["train"].endswith("web")
+    readers = 3 if web else 1  # more than there are tars: each reads a part of every tar
+    config = configuration(**source, batch=4, buffer=5, readers=readers)
     found = opened(config, tmp_path)
-    assert found.written == source.endswith("web") and found.order.windows == (1 if found.written else 3)
+    assert found.written == (web or not source["on_the_fly"]) and found.order.windows == (1 if found.written else 3)
     expected = [found.extractor(samples(i)) for i in range(COUNT)]
     orders = []
     for epoch in (1, 2):
@@ -328,7 +337,7 @@ def test_epochs_are_exact(source, tmp_path):
         which = [next(i for i, x in enumerate(expected) if len(x) == len(row)) for row, _ in rows]
         assert sorted(which) == [*range(COUNT)]
         for i, (row, labels) in zip(which, rows):
-            np.testing.assert_allclose(row, expected[i], atol=1e-5)
+            np.testing.assert_allclose(row, expected[i], atol=1e-5 if source["on_the_fly"] else 4e-3)  # float16
             assert "".join("ABC "[k] for k in labels) == TEXTS[i]
         orders.append(which)
     assert orders[0] != orders[1] and not found.report.names
@@ -340,10 +349,10 @@ def test_epochs_are_exact(source, tmp_path):
 
 def test_lengths():
     """Of a part of a recording, and of what is written, which may be a little less than there is."""
-    entry = manifests.Entry("a", pathlib.Path("a"), "")
+    entry = Entry("a", pathlib.Path("a"), "")
     ways = {"start": 1.5, "end": 3.5}, {"start": 1.5, "whole": 3.5}, {"whole": 3.5}, {}
     assert [index.written(entry._replace(**x)) for x in ways] == [2, 2, 3.5, 0]
-    assert order.longest(np.array([2.0])) >= 2.04
+    assert index.longest(np.array([2.0])) >= 2.04
 
 
 def test_the_same_whoever_works(source, tmp_path):
@@ -351,8 +360,8 @@ def test_the_same_whoever_works(source, tmp_path):
     (tmp_path / "noise").mkdir()
     audio.write(tmp_path / "noise/n.wav", np.sin(np.arange(4000)), RATE)
     more = {"speeds": [0.9, 1.1], "noise": str(tmp_path / "noise"), "gain": 6.0, "batch": 4, "buffer": 3}
-    config = configuration(train=source, on_the_fly=True, readers=2, **more)
-    found = opened(config, tmp_path)
+    config, fly = configuration(**source, readers=2, **more), source["on_the_fly"]
+    found, kept = opened(config, tmp_path), None if fly else tmp_path / "kept"
     whole = heard(found, 0, 3)
     state = found.at(3)
     whole |= dict(enumerate(found.read(3, None, until=2), 3))
@@ -360,7 +369,7 @@ def test_the_same_whoever_works(source, tmp_path):
     assert [x.pop("last", False) for x in whole.values()] == [False] * (end - 1) + [True]
     # Two workers have copies of their own, and find headers that nobody has read.
     again = opened(config, tmp_path / "other")
-    work = functools.partial(on_the_fly.batch_of, order.Batches(again.order, 0, 0, until=2), again.loads)
+    work = functools.partial(road.batch_of, order.Batches(again.order, 0, 0, until=2), again.loads)
     copies = [pickle.loads(pickle.dumps(work)) for _ in range(2)]
     made = {i: copies[i % 2](i) for i in reversed(range(end))}
     assert [x.pop("left_out") for x in made.values()] == [[]] * end and copies[0](end) == copies[1](end + 9) == {}
@@ -373,13 +382,14 @@ def test_the_same_whoever_works(source, tmp_path):
     first = (int(x[0]) for x in found.order.sequence(0, 0, found.order.most(0, 0)))
     _, shape, items = found.order.batch(0, 0, *first)
     one, other = (found.loads(epoch, shape, items) for epoch in (0, 1))
-    assert (one["features"] != other["features"]).any() and (one["spans"] != other["spans"]).any()  # of equal versions
+    assert (one["features"] != other["features"]).any() == fly  # versions that are remembered are drawn once
+    assert (one["spans"] != other["spans"]).any()
     # Each of two processes has the rows of its own reader.
     both = []
     for part in range(2):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(on_the_fly.hosts, "part", lambda part=part: (part, 2))
-            both.append(on_the_fly.OnTheFly(config, tmp_path, 0, state, 3))
+            patch.setattr(road.hosts, "part", lambda part=part: (part, 2))
+            both.append(road.Source(config, tmp_path, 0, state, 3, kept))
     assert [list(x.own) for x in both] == [[0], [1]]
     shards = [set(one.indices[0].listed) for one in both]
     assert not shards[0] & shards[1] and shards[0] | shards[1] == {x for one in found.indices for x in one.listed}
@@ -397,7 +407,7 @@ def test_the_same_whoever_works(source, tmp_path):
     assert (state["epoch"], later["epoch"]) == (0, 2)
     for known in (later | {"readers": 3}, later | {"options": "others"}):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(on_the_fly.hosts, "part", lambda: (1, 2))
+            patch.setattr(road.hosts, "part", lambda: (1, 2))
             anew = opened(config, tmp_path, known=known, step=end)
         assert anew.state["first"] == [end, 2] and anew.readers == 2
 
@@ -431,22 +441,23 @@ def test_weights(packed, tmp_path):
     assert archives.weighted("f.py:f:0.5") == ("f.py:f:0.5", None)
     (tmp_path / "a:0.5").write_text("")
     assert archives.weighted(str(tmp_path / "a:0.5"))[1] is None
-    assert corpora.absolute(f"{web}/*.tar:0.5") == f"{web}/*.tar:0.5"
+    assert sources.absolute(f"{web}/*.tar:0.5") == f"{web}/*.tar:0.5"
 
     def draws(epochs=3, **options):
         found = opened(configuration(on_the_fly=True, **options), tmp_path)
-        kinds = found.kinds[0][:, 0]
+        kinds = np.zeros(len(found.indices[0].shards), int)
+        kinds[found.items[0][1]] = 1
         each = [found.order.readers[0].epoch(i)[0] for i in range(epochs)]
-        return found.indices[0].shards, kinds, each
+        return kinds, each
 
     for weights in ({"train": [f"{web}:9", f"{nemo}:1"], "temperature": 0.5}, {"train": [f"{web}:3", f"{nemo}:1"]}):
-        shards, kinds, each = draws(**weights)
-        assert [np.bincount(kinds[shards[x]]).tolist() for x in each] == [[18, 6]] * 3  # of 24 utterances
-    first = collections.Counter(np.concatenate([x[kinds[shards[x]] == 0] for x in each]).tolist())
+        kinds, each = draws(**weights)
+        assert [np.bincount(kinds[x]).tolist() for x in each] == [[18, 6]] * 3  # of 24 utterances
+    first = collections.Counter(np.concatenate([x[kinds[x] == 0] for x in each]).tolist())
     assert len(first) == COUNT and max(first.values()) - min(first.values()) <= 1
     with pytest.raises(asr.system.UserError, match="a weight behind each"):
         draws(train=[f"{web}:3", nemo])
-    with pytest.raises(asr.system.UserError, match="weights need --on-the-fly"):
+    with pytest.raises(asr.system.UserError, match="weights are for --train"):
         corpora.open_corpus([f"{web}:3", nemo], configuration(), "train")
 
 
@@ -479,7 +490,7 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch, said, signals):
     usual += ["--save-every", 3, "--log-every", 1, "--devices", 1, "--joint", "logits", "--learning-rate", 0.01]
     command = ["train", "--train", packed / "bare.jsonl", *usual, "--buffer", 5, "--save-every", 2]
     monkeypatch.setattr(order, "LEAST", 5)
-    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    monkeypatch.setattr(road, "FULL", 0)
     out = said([*command, "--workdir", tmp_path / "windows", "--on-the-fly"]).out
     whole = losses(tmp_path / "windows")
     assert "2 epochs of about 5 batches" in out and "within windows of 5 utterances" in out and len(whole) == 10
@@ -516,4 +527,3 @@ def test_a_run(packed, tmp_path, capsys, refused, monkeypatch, said, signals):
     assert "epoch 3 begins anew, in another order: the run had other data" in capsys.readouterr().out
     assert losses(tmp_path / "b")[:6] == losses(tmp_path / "a") and len(losses(tmp_path / "b")) > 6
     (packed / "web/part-002.tar").unlink()
-    refused([*command, "--workdir", tmp_path / "c", "--no-on-the-fly", "--workers", 1], "--workers needs --on-the-fly")

@@ -417,17 +417,17 @@ def test_storage(tmp_path, monkeypatch):
         known = json.loads((folder / "lengths.json").read_text())
         assert [*known["files"]] == [str(tmp_path / "b.wav")] and lengths.of(tmp_path / "a.wav") == good
         (folder / "lengths.json").write_text(json.dumps(known | {"form": 1}))  # of earlier versions
-        assert not cache.Lengths(folder).known
+        assert not cache.Lengths(folder).files
         # Features, too, are made again at the next start.
         (tmp_path / "c.jsonl").write_text('{"audio": "a.wav", "text": "A"}\n{"audio": "c.wav", "text": "B"}\n')
         audio.write(tmp_path / "c.wav", SWEEP[::-1], RATE)
         corpus = corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
         with monkeypatch.context() as patched:
             patched.setattr(audio, "open", lambda *x: (how if "c.wav" in str(x[0]) else open)(*x), raising=False)
-            stored = cache.features(corpus, folder)
-            assert stored.load(0, None) is not None and stored.load(1, None) is None
-        assert dict(stored.report.names) == {f"a file that {reason}": ["c.wav"]}
+            corpus.keep(folder)
+            assert corpus.load(0, None) is not None and corpus.load(1, None) is None
+        assert dict(corpus.report.names) == {f"a file that {reason}": ["c.wav"]}
         for _ in range(2):
             corpus = corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
-            stored = cache.features(corpus, folder)
-            assert stored.load(1, None) is not None and not stored.report.names
+            corpus.keep(folder)
+            assert corpus.load(1, None) is not None and not corpus.report.names

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from jax_rnnt_speech.data import audio, corpora, manifests
+from jax_rnnt_speech.data import audio, corpora, rows, sources
 from recordings import FORMATS, RATE, SWEEP, TIMES, cut, encode
 from support import asr, configuration, write_audio
 
@@ -128,8 +128,8 @@ def test_manifests(tmp_path):
             raise
         left = sum(map(len, corpus.report.names.values()))
         assert left + len(corpus.utterances) >= rows_of(name, contents.get(name, b"")), contents
-        allowed = {str(folder / x) for x in files} | {str(x.audio) for x in manifests.read(folder / name)
-                                                      if isinstance(x, manifests.Entry)}  # fmt: skip
+        allowed = {str(folder / x) for x in files} | {str(x.audio) for x in sources.read(folder / name)
+                                                      if isinstance(x, rows.Entry)}  # fmt: skip
         assert set(OPENED) <= allowed, (set(OPENED) - allowed, contents)
         for x in corpus.entries:
             assert x.start >= 0 and 0 < x.whole <= 0.3 + 1e-9, contents
@@ -138,7 +138,7 @@ def test_manifests(tmp_path):
     assert len(seen) == 4
 
 
-def sources(folder):
+def cases_of(folder):
     """Bytes of small audio files, by suffix."""
     for suffix, codec in FORMATS.items():
         rate, short = (48000 if codec == "libopus" else RATE), TIMES[: RATE // 2]
@@ -147,7 +147,7 @@ def sources(folder):
 
 
 def test_audio(tmp_path):
-    rng, cases, seen = np.random.default_rng(SEED), dict(sources(tmp_path)), collections.Counter()
+    rng, cases, seen = np.random.default_rng(SEED), dict(cases_of(tmp_path)), collections.Counter()
     for _, (suffix, data) in zip(range(AUDIO), itertools.cycle(cases.items())):
         path, changed = tmp_path / f"b.{suffix}", mutated(rng, data)
         path.write_bytes(changed)

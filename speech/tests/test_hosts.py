@@ -10,7 +10,7 @@ import chex
 import pytest
 
 from jax_rnnt_speech import runs
-from jax_rnnt_speech.data import on_the_fly, order
+from jax_rnnt_speech.data import order, source
 from support import arguments, losses, run, start, weights
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_process_that_dies(corpus, tmp_path):
     assert first == second == 0, results
     printed = [line for line in quiet.splitlines() if "peer ranks" not in line]  # of collectives
     assert "held-out CER" in results[0][1] and printed == []
-    run(arguments(corpus, tmp_path / "one", devices=8, **OPTIONS))
+    run(arguments(corpus, tmp_path / "one", devices=8, readers=2, **OPTIONS))
     pairs = list(zip(*map(runs.metrics_of, (workdir, tmp_path / "one")), strict=True))
     assert sum("loss" in x for x, _ in pairs) == 4
     for x, y in pairs:
@@ -73,7 +73,7 @@ def test_windows(corpus, tmp_path, monkeypatch):
     rows = [{"audio": f"{corpus}/{names[i % 10]}", "text": ("A B", "C", "B")[i % 3]} for i in range(22)]
     (tmp_path / "bare.jsonl").write_text("\n".join(map(json.dumps, rows)))
     more = "--train", tmp_path / "bare.jsonl", "--on-the-fly", "--buffer", 5, "--steps", 8, "--max-seconds", 1
-    small = "from jax_rnnt_speech.data import on_the_fly, order; order.LEAST, on_the_fly.FULL = 5, 0"
+    small = "from jax_rnnt_speech.data import order, source; order.LEAST, source.FULL = 5, 0"
     # The usual checkpoint is whole before the best one of the same step, whose writers must not take it for theirs.
     slow = "import time; from jax_rnnt_speech.runs.checkpoints import Checkpoints as C; seal = C.seal"
     slow += "; C.seal = lambda self: (time.sleep(2 * (self.folder.name == 'best')), seal(self))[1]"
@@ -81,7 +81,7 @@ def test_windows(corpus, tmp_path, monkeypatch):
     assert first[0] == second[0] == 0, (first, second)
     assert "within windows of 5 utterances" in first[1] and "in 1 of 2 parts" in first[1]
     monkeypatch.setattr(order, "LEAST", 5)
-    monkeypatch.setattr(on_the_fly, "FULL", 0)
+    monkeypatch.setattr(source, "FULL", 0)
     command = [*arguments(corpus, tmp_path / "one", devices=8, **OPTIONS), *more]
     run([*command, "--readers", 2])
     shutil.rmtree(tmp_path / "two/checkpoints/8")

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_rnnt_speech.data import archives, audio, corpora, index, manifests
+from jax_rnnt_speech.data import archives, audio, corpora, index, lists, sources
 from jax_rnnt_speech.data import workers as processes
+from jax_rnnt_speech.data.rows import ARRAY, Entry, Fault, keys_of
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import UserError
 from support import configuration
@@ -143,12 +144,12 @@ def built(kind, folder, sounds, texts, pack=tar):
 def heard(source, tmp_path):
     """(hertz of the texts that have audio, {reason: names}) of a source; the same by the rows of an index."""
     entries, reasons = [], {}
-    for x in manifests.read(source):
-        reasons.setdefault(x.reason, []).append(x.name) if isinstance(x, manifests.Fault) else entries.append(x)
-    keys, shards = manifests.keys_of(), archives.of(source)
+    for x in sources.read(source):
+        reasons.setdefault(x.reason, []).append(x.name) if isinstance(x, Fault) else entries.append(x)
+    keys, shards = keys_of(), archives.of(source)
     found = index.indexed(shards, keys, tmp_path / "index")
     rows = [shards[k].entry(row.tolist(), keys) for k, row in zip(found.shards, found.rows)]
-    again = [x for x in rows if isinstance(x, manifests.Entry)]
+    again = [x for x in rows if isinstance(x, Entry)]
     assert [str(x.audio) for x in again] == [str(x.audio) for x in entries]
     assert len(found.faults) + len(rows) - len(again) == sum(map(len, reasons.values()))
     lengths = found.lengths(np.array([i for i, x in enumerate(rows) if x in again], int))
@@ -256,14 +257,14 @@ def test_marks_to_skip(tmp_path):
     (tmp_path / "shar/recording.0.tar").write_bytes(tar(waves))
     cuts = [cut_of(str(i), x["text"], custom={"_skipme": x["_skipme"]}) for i, x in enumerate(rows)]
     lines(tmp_path / "shar/cuts.0.jsonl", cuts)
-    sources = ["x.jsonl", "x.csv", "web.tar", "nemo", "shar"]
+    every = ["x.jsonl", "x.csv", "web.tar", "nemo", "shar"]
     pyarrow, parquet = (pytest.importorskip(x) for x in ("pyarrow", "pyarrow.parquet"))
     cells = [{"bytes": data, "path": name} for name, data in waves]
     said = ["" if x["_skipme"] is None else str(x["_skipme"]) for x in rows]
     columns = {"audio": cells, "text": [x["text"] for x in rows], "_skipme": said, "duration": [0.25] * len(rows)}
     parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
-    sources.append("x.parquet")
-    for source in sources:
+    every.append("x.parquet")
+    for source in every:
         found, reasons = heard(tmp_path / source, tmp_path / f"of-{source}")
         assert found == [400 + 4 * i for i in range(4, len(marks))], source
         assert {x: len(names) for x, names in reasons.items()} == {"marked to be skipped (_skipme)": 4}, source
@@ -271,7 +272,7 @@ def test_marks_to_skip(tmp_path):
     assert len(corpus.report.names["marked to be skipped (_skipme)"]) == 4
     parts = {"audio": "0.wav", "segments": [{"start": 0, "end": 0.1, "text": "A", "_skipme": x} for x in (1, 0)]}
     lines(tmp_path / "parts.jsonl", [parts])
-    assert [type(x) for x in manifests.read(tmp_path / "parts.jsonl")] == [manifests.Fault, manifests.Entry]
+    assert [type(x) for x in sources.read(tmp_path / "parts.jsonl")] == [Fault, Entry]
 
 
 ROWS = [{"audio": f"{x}.wav", "text": str(hertz)} for x, hertz in TWO[0]]
@@ -325,7 +326,7 @@ def test_what_stands_for_the_same(case, tmp_path, capsys):
             (tmp_path / f"data/{x}.wav").write_bytes(tone(hertz))
     source = str(tmp_path / "data" / source) if source else tmp_path / "data"
     if said is None:
-        with pytest.raises(manifests.ListError) as error:
+        with pytest.raises(lists.ListError) as error:
             heard(source, tmp_path)
         few = [x for x in files if ".tar" not in x]
         assert all(Path(x).name in str(error.value) for x in few), error.value
@@ -359,11 +360,11 @@ def test_what_is_refused(tmp_path, refused):
         for source in (name.split("/")[0], name):
             refused(["check", tmp_path / source], "datasets.load_from_disk(FOLDER)[SPLIT].to_parquet(FILE)")
     lines(tmp_path / "x.jsonl", [{"audio": x, "text": "A"} for x in ({"array": [0.0], "sampling_rate": RATE}, [0.0])])
-    assert [x.reason for x in manifests.read(tmp_path / "x.jsonl")] == [manifests.ARRAY] * 2
+    assert [x.reason for x in sources.read(tmp_path / "x.jsonl")] == [ARRAY] * 2
     pyarrow, parquet = (pytest.importorskip(x) for x in ("pyarrow", "pyarrow.parquet"))
     for i, cell in enumerate(([0.0, 0.1], {"array": [0.0, 0.1], "sampling_rate": RATE})):
         parquet.write_table(pyarrow.table({"audio": [cell], "text": ["A"]}), tmp_path / f"{i}.parquet")
-        assert [x.reason for x in manifests.read(tmp_path / f"{i}.parquet")] == [manifests.ARRAY]
+        assert [x.reason for x in sources.read(tmp_path / f"{i}.parquet")] == [ARRAY]
 
 
 def test_names_of_files_and_segments(tmp_path, refused):
@@ -386,11 +387,11 @@ def test_names_of_files_and_segments(tmp_path, refused):
         source = built(kind, tmp_path / kind / forms[i % 2], *both("a", "b"))
         other = Path(str(source).replace(*forms[:: 1 - 2 * (i % 2)]))
         for named in (other, f"{other}*"):
-            assert heard(named, tmp_path) == ([400, 440], {}) and manifests.is_list(Path(named))
+            assert heard(named, tmp_path) == ([400, 440], {}) and sources.is_list(Path(named))
 
     def cut(names, lines, form="rttm"):
         (tmp_path / f"t.{form}").write_text("".join(f"{x}\n" for x in lines))
-        whole = [manifests.Entry(str(tmp_path / x), tmp_path / x, "") for x in names]
+        whole = [Entry(str(tmp_path / x), tmp_path / x, "") for x in names]
         return segments.entries(tmp_path / f"t.{form}", whole)
 
     rttm = "SPEAKER {} 1 0.000 0.100 <NA> <NA> Anna <NA> <NA>".format
@@ -403,7 +404,7 @@ def test_names_of_files_and_segments(tmp_path, refused):
         (["x/audio.wav", "y/audio.wav"], "y/audio.wav"),
     ):
         found = cut(names, [rttm(said)])  # fmt: skip
-        (used,) = (x for x in found if isinstance(x, manifests.Entry))
+        (used,) = (x for x in found if isinstance(x, Entry))
         assert unicodedata.normalize("NFC", str(used.audio)).endswith(said.partition(".")[0] + ".wav")
     for form, line in (("rttm", rttm("audio")), ("ctm", "audio 1 0.0 0.1 word")):
         with pytest.raises(UserError, match=r"audio may be .*x/audio\.wav or .*y/audio\.wav: name their folders"):
@@ -414,14 +415,14 @@ def test_names_of_files_and_segments(tmp_path, refused):
     )
     (tmp_path / "kaldi/segments").write_text(f"a-1 a 0 0.1\n{NFD[0][3:]}-1 {NFD[0][3:]} 0 0.1\n")
     (tmp_path / "kaldi/text").write_text("a-1 A\nü-1 B\nü-1 C\n")
-    found = list(manifests.read(tmp_path / "kaldi"))
+    found = list(sources.read(tmp_path / "kaldi"))
     assert [getattr(x, "text", "") for x in found] == ["", "B", ""] and found[
         2
     ].reason == "a second text of the same name"
     assert "x/audio.wav and" in found[0].reason and found[0].reason.endswith("y/audio.wav")
     (tmp_path / "x/audio.txt").write_text("A")
     (tmp_path / "x/x.trans.txt").write_text("audio A\n")
-    assert [getattr(x, "reason", "") for x in manifests.read(tmp_path / "x")] == [
+    assert [getattr(x, "reason", "") for x in sources.read(tmp_path / "x")] == [
         "",
         "a second text for the same audio file",
     ]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import scipy.io.wavfile
 
-from jax_rnnt_speech.data import audio, augmentation, corpora, manifests
+from jax_rnnt_speech.data import audio, augmentation, corpora, rows, sources
+from jax_rnnt_speech.data.names import SUFFIXES
 from jax_rnnt_speech.recognition import recognise, transcripts
 from recordings import RATE, SWEEP, TIMES, cut, encode
 from support import asr, configuration, run
@@ -30,8 +31,8 @@ def folder(tmp_path_factory):
 def listed(path, **options):
     """[(name, text, start, end, channel)] of the entries, with a speaker that is known; {reason: [names]}."""
     entries, faults = [], {}
-    for x in manifests.read(path, **options):
-        if isinstance(x, manifests.Entry):
+    for x in sources.read(path, **options):
+        if isinstance(x, rows.Entry):
             assert x.audio.is_file(), x
             entries.append((x.name, x.text, x.start, x.end, x.channel, *[x.speaker] * bool(x.speaker)))
         else:
@@ -100,7 +101,7 @@ def test_sums_of_times(folder):
     rows = [{"start": 0.2, "duration": 0.4}, {"start": 0.6, "end": 0.2 + 0.4 + 0.2}, {"start": 0.8, "end": 1}]
     rows += [{"start": 1.1 + 2.2 - 2, "offset": 1.3, "end": 2}, {"offset": 0.1 + 0.2, "start": 0.3, "end": 0.3}]
     (folder / "sums.jsonl").write_text("\n".join(json.dumps({"audio": "a.wav", "text": "x"} | x) for x in rows))
-    *entries, fault = manifests.read(folder / "sums.jsonl")
+    *entries, fault = sources.read(folder / "sums.jsonl")
     assert fault == ("the end is not after the start", "sums.jsonl line 5") and 0.2 + 0.4 > 0.6
     names = transcripts.names_of(entries)
     assert {*names.values()} == {"a"}
@@ -122,7 +123,7 @@ def test_places(folder, tmp_path, monkeypatch):
     names = ["~/a b#1%.wav", address, address.replace("file://", "file://localhost"), address.replace("//", "", 1)]
     names += [address.replace("file", "FILE").replace("%23", "#"), "..\\a b#1%.wav", "~/own.wav", "c.wav"]
     (tmp_path / "sub/m.jsonl").write_text("".join(json.dumps({"audio": x, "text": ""}) + "\n" for x in names))
-    found = [x.audio for x in manifests.read(tmp_path / "sub/m.jsonl")]
+    found = [x.audio for x in sources.read(tmp_path / "sub/m.jsonl")]
     assert all(x.is_file() for x in found) and found[-2] == tmp_path / "sub/~/own.wav"
     assert {str(x.resolve().parent) for x in found} == {str(folder)}
 
@@ -156,11 +157,11 @@ def test_own_lines(folder):
     assert found == {f"own.jsonl line {i}": reason for i, (_, reason) in enumerate(BAD, 1 + len(good))}
     for name in (5, True):  # as rows are read whose audio is in an archive
         row = {"audio": name, "text": "x", "start": 0, "end": 1}
-        (fault,) = manifests.of_row(row, lambda x: x, "a row", manifests.keys_of())
+        (fault,) = rows.of_row(row, lambda x: x, "a row", rows.keys_of())
         assert fault == ("the name of the audio is no string of characters", "a row")
     (folder / "own.json").write_text(json.dumps([*good[:2], 3], indent=1))
     assert listed(folder / "own.json") == (entries[:2], {"not an object with keys": ["own.json item 3"]})
-    noted, named, _ = manifests.read(folder / "own.json", speaker_column="speaker_id")
+    noted, named, _ = sources.read(folder / "own.json", speaker_column="speaker_id")
     assert noted.notes == ("no speaker_id, which is to name the speaker",) and (named.speaker, named.notes) == ("7", ())
 
 
@@ -242,8 +243,8 @@ def test_kaldi(folder, tmp_path):
         },
     )
     (tmp_path / "m.jsonl").write_text(json.dumps({"sound": f"{folder}/a.wav", "text": "YES"}))
-    found = manifests.read_all([tmp_path / "m.jsonl", tmp_path], "sound")
-    notes = [x.notes for x in found if isinstance(x, manifests.Entry)]
+    found = sources.read_all([tmp_path / "m.jsonl", tmp_path], "sound")
+    notes = [x.notes for x in found if isinstance(x, rows.Entry)]
     assert notes == [(), *[("--audio-column names no column of theirs",)] * 2]
     for form, texts in ((tmp_path, True), (folder, False)):
         with pytest.raises(asr.system.UserError, match=r"has no columns .*: leave out --audio-column"):
@@ -316,7 +317,7 @@ def test_tables_of_other_tools(folder):
     with gzip.open(folder / "LINES.JSONL.GZ", "wt") as file:
         file.write((folder / "lines.ndjson").read_text())
     for name in ("TABLE.Tsv", "lines.ndjson", "LINES.JSONL.GZ"):
-        assert manifests.is_list(folder / name)
+        assert sources.is_list(folder / name)
         assert listed(folder / name) == ([("a.wav", "x,y", 0.0, None, None)], {})
 
 
@@ -354,7 +355,7 @@ def test_folders(folder, tmp_path):
     (tmp_path / "kaldi").mkdir()
     (tmp_path / "kaldi/wav.scp").write_text("a a.wav\n")
     with pytest.raises(asr.system.UserError, match=r"/kaldi is not readable: text: No such file"):
-        list(manifests.read(tmp_path / "kaldi"))
+        list(sources.read(tmp_path / "kaldi"))
     with pytest.raises(asr.system.UserError, match=r"holds no \*\.trans\.txt as LibriSpeech does"):
         listed(tmp_path / "empty")
     (tmp_path / "empty/part").mkdir()
@@ -372,7 +373,7 @@ def test_recordings_without_texts(tmp_path):
     """
     names = {x for form in audio.FORMATS.split(",") for x in av.format.ContainerFormat(form, "r").extensions}
     others = {"avif", "heic", "heif", "mj2", "mks", "apl", "mac"}
-    assert len(names) > 30 and names - others <= {x[1:] for x in manifests.SUFFIXES}
+    assert len(names) > 30 and names - others <= {x[1:] for x in SUFFIXES}
     with pytest.raises(asr.system.UserError, match="--audio-column clip names a column, and no FILE is a manifest"):
         list(recognise.listed([tmp_path / "a.sph"], "clip"))
     for name in ("a.sph", "b/c.wav", "b/c.txt", "b/notes.txt"):

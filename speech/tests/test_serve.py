@@ -29,7 +29,7 @@ import pytest
 
 from jax_rnnt_speech import runs, system
 from jax_rnnt_speech.cli import serve
-from jax_rnnt_speech.data import features, manifests
+from jax_rnnt_speech.data import features, rows
 from jax_rnnt_speech.recognition.search import Decoding
 from support import CONVOLUTIONAL, asr, configuration, random_model, run
 
@@ -126,7 +126,7 @@ def heard(served, samples):
 
 def expected(served, samples):
     """The Transcript that `transcribe` writes."""
-    return transcripts.transcript(served.model, manifests.Entry("a", "a", ""), heard(served, samples))
+    return transcripts.transcript(served.model, rows.Entry("a", "a", ""), heard(served, samples))
 
 
 def same(words, truth):

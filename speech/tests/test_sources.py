@@ -17,8 +17,9 @@ import pytest
 
 import jax_rnnt_speech as asr
 from jax_rnnt_speech.cli import train as command
-from jax_rnnt_speech.data import on_the_fly, order, sources
-from jax_rnnt_speech.data.manifests import Entry
+from jax_rnnt_speech.data import corpora, order, sources
+from jax_rnnt_speech.data import source as road
+from jax_rnnt_speech.data.rows import Entry
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import refuse_if
 from recordings import encode
@@ -51,6 +52,10 @@ def write(path, rows):
         cells = [{"audio": {"bytes": data, "path": f"{name}.wav"}, "text": "AB"} | empty | keys
                  for name, data, keys in rows]  # fmt: skip
         arrow.parquet.write_table(arrow.Table.from_pylist(cells), path)
+    elif path.name == "audio_0.tar":  # as NeMo has it
+        pack(path, [(f"{name}.wav", data) for name, data, _ in rows])
+        lines = [json.dumps({"audio_filepath": f"{name}.wav", "text": "AB"} | keys) for name, _, keys in rows]
+        path.with_name("tarred_audio_manifest.json").write_text("\n".join(lines))
     elif path.suffix == ".tar":
         texts = [(f"{name}.json", json.dumps({"text": "AB"} | keys).encode()) for name, _, keys in rows]
         pack(path, itertools.chain(*zip([(f"{name}.wav", data) for name, data, _ in rows], texts)))
@@ -135,10 +140,10 @@ def test_splits(files, name, splits, tmp_path, refused, said):
 ROWS = ["train", "train-clean-100", "dev", "TEST"]
 
 
-@pytest.mark.parametrize("kind", ["m.jsonl", "m.parquet", "m.csv"])
+@pytest.mark.parametrize("kind", ["m.jsonl", "m.parquet", "m.csv", "m.tar", "audio_0.tar"])
 def test_splits_of_rows(kind, tmp_path, refused, said):
     """A column may say the split of each row: it counts as names of files do, and more than these."""
-    source, one = tmp_path / f"dev/{kind}", tmp_path / f"one.{kind[2:]}"
+    source, one = tmp_path / f"dev/{kind}", tmp_path / f"one/{kind}"
     for file, key, values in ((source, "split", ROWS), (one, "subset", ["train", "train-other"])):
         write(file, [(f"{file.parent.name}{i}", wav(0.4), {key: x}) for i, x in enumerate(values)])
         if kind == "m.csv":
@@ -196,8 +201,13 @@ def test_the_same_files(tmp_path, refused):
         train, valid = tmp_path / train, tmp_path / valid
         refused(["train", "--train", train, "--valid", valid, "--workdir", tmp_path / "w"], message)
         refused(["train", "--train", train, "--valid", valid], "--train and --valid both read")
-    train, valid = (types.SimpleNamespace(entries=[Entry("e", tmp_path / x / "one/e.wav", "")]) for x in ("a", "link"))
-    assert sources.in_both(train, valid) == sources.in_both(valid, train) == 1
+    for train, kept in (("m.jsonl", None), ("a", None), ("a", tmp_path / "kept")):  # a manifest of the same audio
+        (tmp_path / "valid.jsonl").write_text("\n".join(
+            json.dumps({"audio": f"{tmp_path}/{x}", "text": "AB"}) for x in ("link/one/e.wav", "m-audio/l.wav")
+        ))  # fmt: skip
+        held_out = corpora.open_corpus(str(tmp_path / "valid.jsonl"), configuration())
+        config = configuration(train=str(tmp_path / train), on_the_fly=kept is None)
+        assert sources.in_both(road.Source(config, tmp_path / "index", kept=kept), held_out) == 1
 
 
 def test_which_way(tmp_path, said, monkeypatch):
@@ -269,7 +279,7 @@ def opened(source, folder, known=None, step=0, **options):
     """A corpus on the fly."""
     model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("AB "), subsampling=4)
     config = configuration(**{"train": str(source), "on_the_fly": True, "batch": 2, "buckets": 3} | options)
-    return on_the_fly.OnTheFly(config, folder / "index", 0, known, step).opened(model, 1)
+    return road.Source(config, folder / "index", 0, known, step).opened(model, 1)
 
 
 def trained(source, folder, **options):
@@ -315,7 +325,7 @@ def test_guesses(kind, windows, tmp_path, said, monkeypatch):
     """Lengths that are guessed decide when an utterance comes, and never whether; a resumed run goes on alike."""
     if windows:
         monkeypatch.setattr(order, "LEAST", 5)
-        monkeypatch.setattr(on_the_fly, "FULL", 0)
+        monkeypatch.setattr(road, "FULL", 0)
     most = {"max_seconds": 1.55, "buffer": 5}
     rows = of_guesses(tmp_path)
     write(tmp_path / kind, [(name, data, keys) for name, (data, keys, _) in rows.items()])

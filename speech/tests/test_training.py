@@ -13,10 +13,11 @@ import pytest
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import batches
+from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.model import Model, transducer
 from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts, outputs
-from jax_rnnt_speech.training import epochs, evaluation, objective, record, steps, train
+from jax_rnnt_speech.training import evaluation, objective, record, steps, train
 from support import CONVOLUTIONAL, arguments, configuration, losses, prepared, run, steps_of, weights, write_audio
 
 
@@ -101,22 +102,23 @@ def test_reads_that_fail(corpus, trained, tmp_path, monkeypatch, said):
 
     Once a batch cannot be read, and once a test's. Truth: the uninterrupted run, which logs each step.
     """
-    command, read, testing = arguments(corpus, tmp_path / "run", log_every=4), epochs.read, batches.testing
+    command, read, testing = arguments(corpus, tmp_path / "run", log_every=4), Source.read, batches.testing
 
     def fails(*_):
         raise OSError(5, "Input/output error", "a.tar")
 
-    def two(*more):
-        yield from itertools.islice(read(*more), 2)
-        fails()
+    def two(self, first, end, **options):
+        yield from itertools.islice(read(self, first, end, **options), 2)
+        if first < end:  # a checkpoint reads none
+            fails()
 
-    for fault, step in ((epochs, "read", two), 2), ((batches, "testing", fails), 3), ((batches, "testing", testing), 6):
+    for fault, step in ((Source, "read", two), 2), ((batches, "testing", fails), 3), ((batches, "testing", testing), 6):
         monkeypatch.setattr(*fault)
         out = said([*command, *["--resume"] * (step > 2)], 0 if step == 6 else 2)
         saved = f"a.tar'; step {step} is saved: rnnt-speech train --workdir {tmp_path}/run --resume goes on"
         assert step == 6 or (saved in out.err and len(out.err.splitlines()[-1:]) == 1), out.err
         assert f"{step}" in {x.name for x in (tmp_path / "run/checkpoints").iterdir()}
-        monkeypatch.setattr(epochs, "read", read)
+        monkeypatch.setattr(Source, "read", read)
     found, every = losses(tmp_path / "run"), [x for _, x, _ in losses(trained[0])]
     assert [x[:2] for x in found] == [(4, pytest.approx(np.mean(every[:4]))), (6, pytest.approx(np.mean(every[4:])))]
     chex.assert_trees_all_equal(weights(tmp_path / "run"), weights(trained[0]))
@@ -261,6 +263,14 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     before, with_others, others, again = (x.record.progress for x in started)
     assert before == with_others == again and others == record.Progress()
     assert seen[3] not in seen[1:3]
+    for file in (tmp_path / "run").glob("checkpoints/*/setup/metadata"):  # without its order
+        setup = {name: x for name, x in json.loads(file.read_text()).items() if name != "order"}
+        file.write_text(json.dumps(setup | {"utterances": "of an earlier version"}))
+        outputs.seal(file.parents[1])
+    capsys.readouterr()
+    run(["train", "--resume", "--workdir", tmp_path / "run", "--devices", 1])
+    line = "epoch 4 begins anew, in another order: the run had the order of an earlier version"  # of 2 full batches
+    assert line in capsys.readouterr().out and started[-1].record.progress == before
 
 
 def test_epochs(corpus, tmp_path, said):

@@ -23,10 +23,12 @@ from jax.sharding import Mesh
 
 import jax_rnnt
 from jax_rnnt_speech import runs
-from jax_rnnt_speech.data import audio, augmentation, batches, cache, corpora
+from jax_rnnt_speech.data import audio, augmentation, batches, cache, features
+from jax_rnnt_speech.data.source import Source
+from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.model import Model, ctc, encoders, losses, transducer
 from jax_rnnt_speech.system import hosts, outputs, programs
-from jax_rnnt_speech.training import epochs, evaluation, frozen_rows, objective
+from jax_rnnt_speech.training import evaluation, frozen_rows, objective
 from support import (
     CONVOLUTIONAL,
     arguments,
@@ -274,52 +276,73 @@ def test_versions_of_recordings(tmp_path):
     assert (louder == louder[:, :1]).all() and 5 < np.abs(20 * np.log10(louder)).max() <= 6 and quiet.count == 1
 
 
-def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
-    """Features are those of the recordings up to float16, and a second start decodes nothing."""
-    config = configuration(train=str(corpus / "all.jsonl"), speeds=(1, 1.25))
-    plain = corpora.open_corpus(config.data.train, config, "train")
-    first = corpora.open_corpus(config.data.train, config, "train", tmp_path)
-    monkeypatch.setattr(audio, "blocks", None)  # nothing can be decoded
-    second = corpora.open_corpus(config.data.train, config, "train", tmp_path)
-    assert len(second.utterances) == 20
-    assert [x.frames for x in second.utterances] == [x.frames for x in plain.utterances]
-    for i, x in enumerate(second.utterances):
-        np.testing.assert_array_equal(second.load(i, None), first.load(i, None))
-        assert len(second.load(i, None)) == x.frames
-    monkeypatch.undo()
-    for i in (0, 11, 19):
-        np.testing.assert_allclose(second.load(i, None), plain.load(i, None), rtol=1e-3, atol=1e-3)
-    both = config.replace(train=[config.data.train, str(corpus / "held-out.jsonl")])
-    both = corpora.open_corpus(both.data.train, both, "train", tmp_path)
-    assert len(both.load(23, None)) == both.utterances[23].frames  # not from the folder that lacks it
-    known, free = corpora.Recordings(corpus, config), cache.shutil.disk_usage("/")
-    large = [(0, np.full((3, 6), 1e6))]
-    with pytest.raises(asr.system.UserError, match="numbers too large for float16: --cache none"):
-        cache.Stored(known, tmp_path / "full", "key", 6, large)
+def test_a_source_that_remembers(corpus, tmp_path, monkeypatch):
+    """Features are those of the recordings up to float16; a second start decodes nothing, and a changed file is heard.
+
+    What a first start has left out is left out again.
+    """
+    shutil.copytree(corpus, tmp_path / "c")
+    (tmp_path / "c/bad.flac").write_bytes(b"no audio")
+    lines = (corpus / "all.jsonl").read_text() + '\n{"audio": "bad.flac", "text": "A"}'
+    (tmp_path / "c/all.jsonl").write_text(lines)
+    config = configuration(train=str(tmp_path / "c/all.jsonl"), speeds=(1, 0.8), max_seconds=0.7)
+    extractor, versions = features.extractor(config.features), augmentation.Versions(config)
+    start = lambda: Source(config, tmp_path / "index", kept=tmp_path / "kept")
+    left_out = {"no audio that FFmpeg knows": ["bad.flac"], "longer than 0.7 s": ["7/1/7-1-0009.flac"]}
+    first = start()
+    with monkeypatch.context() as patch:
+        patch.setattr(audio, "blocks", None)  # nothing can be decoded
+        second = start()
+    for found in (first, second):
+        assert dict(found.report.names) == left_out
+        ((index,), ((items,),)) = found.indices, found.items
+        assert items.tolist() == [*range(9)]
+        assert [x.name for x in index.utterances] == [f"7/{i % 2}/7-{i % 2}-{i:04}.flac" for i in range(9)]
+        for i, x in enumerate(index.utterances):
+            samples = audio.read(tmp_path / "c" / x.name, 8000)
+            for k, longer in enumerate((False, len(samples) > 0.8 * 5600)):  # a version that is too long is not drawn
+                expected = extractor(versions.of(samples, 0 if longer else k, i))
+                version, seconds = index.heard(np.array([i]), np.array([k]), np.array([1, 0.8]), 0.7)
+                assert version == (0 if longer else k) and seconds == len(expected) * 0.01
+                np.testing.assert_allclose(index.load(i, int(version[0]), None), expected, rtol=1e-3, atol=4e-3)
+    write_audio(tmp_path / "c" / index.utterances[0].name, 0.6, seed=99)
+    assert start().indices[0].frames[0, 0] == extractor.count(4800)
+    free = cache.shutil.disk_usage("/")
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: free._replace(free=10))
     with pytest.raises(asr.system.UserError, match=r"--cache needs .* GB in .*/full, which has 0\.0"):
-        cache.Stored(known, tmp_path / "full", "key", 6, large)
-    monkeypatch.undo()
+        Source(config, tmp_path / "index", kept=tmp_path / "full")
     assert not list((tmp_path / "full").iterdir())
-    known.report.add("a reason", "a name")
-    cache.Stored(known, tmp_path / "full", "key", 6, [(0, np.ones((3, 6)))])
+
+
+def test_the_cache(tmp_path, monkeypatch, capsys):
+    """It is whole or made anew, whoever makes it, and what does not fit into its numbers is said."""
+
+    def stored(key, made, report=None):
+        return cache.stored(tmp_path, key, 2, 6, report or Report(), lambda: 3, lambda: made, lambda i: f"u{i}")
+
+    with pytest.raises(asr.system.UserError, match="u1: numbers too large for float16: --cache none"):
+        stored("key", [(1, np.full((3, 6), 1e6))])
+    assert not list(tmp_path.iterdir())
+    report = Report()
+    report.add("a reason", "a name")
+    stored("key", [(0, np.ones((3, 6)))], report)
 
     def meanwhile():
-        cache.Stored(known, tmp_path / "full", "two", 6, [(0, np.ones((3, 6)))])  # by another run
+        stored("two", [(0, np.ones((3, 6)))])  # by another run
         yield 0, np.ones((3, 6))
 
     with monkeypatch.context() as patch:
         patch.setattr(cache.os, "getpid", iter([1, 2]).__next__)
-        cache.Stored(known, tmp_path / "full", "two", 6, meanwhile())
-    assert len([*(tmp_path / "full").iterdir()]) == 2
-    again = corpora.Recordings(corpus, config)
-    cache.Stored(again, tmp_path / "full", "key", 6, None)
-    assert dict(again.report.names) == {"a reason": ["a name"]}  # what the first start has found
+        stored("two", meanwhile())
+    assert len([*tmp_path.iterdir()]) == 2
+    again = Report()
+    assert stored("key", None, again).load(1) is None
+    assert dict(again.names) == {"a reason": ["a name"]}  # what the first start has left out
     for damage, name in itertools.product(DAMAGES.values(), ("arrays", "left-out.json", "index.npy", "sums.json")):
-        for path in (tmp_path / "full").glob(f"*/{name}"):
+        for path in tmp_path.glob(f"*/{name}"):
             damage(path)
-        cache.Stored(again, tmp_path / "full", "key", 6, [(0, np.full((3, 6), 2))])  # of the one that is read
-        assert (cache.Stored(again, tmp_path / "full", "key", 6, None).load(0, None) == 2).all()
+        stored("key", [(0, np.full((3, 6), 2))])  # of the one that is read
+        assert (stored("key", None).load(0) == 2).all()
         assert "is damaged, and made anew: " in capsys.readouterr().err
     write_audio(tmp_path / "a.wav", 0.1)
     for seconds in (0.1, 0.2):  # another file of the same name is read again
@@ -329,9 +352,9 @@ def test_the_cache(corpus, tmp_path, monkeypatch, capsys):
         lengths.write()
     stamp = cache.stamp(tmp_path / "a.wav")
     write_audio(tmp_path / "a.wav", 0.2, seed=1)
-    assert cache.stamp(tmp_path / "a.wav") != stamp and cache.Lengths(tmp_path).known
+    assert cache.stamp(tmp_path / "a.wav") != stamp and cache.Lengths(tmp_path).files
     monkeypatch.setattr(cache, "FORM", 0)
-    assert not cache.Lengths(tmp_path).known
+    assert not cache.Lengths(tmp_path).files
 
 
 @pytest.mark.slow
@@ -339,27 +362,26 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     """A step on rows of the cache has the loss of one on features: frozen blocks have no dropout. Rows in bfloat16 are
     within its rounding of them."""
     options = {"train": str(corpus / "all.jsonl"), "freeze": "encoder:1", "dropout": 0.5, "time_masks": 0}
-    options |= {"mel_masks": 0}
+    options |= {"mel_masks": 0, "speeds": (1, 1.25), "batch": 10}
     config = configuration(**options, blocks=2, buckets=1, **CONVOLUTIONAL)
-    tokens, zeros = asr.data.tokens.Characters("ABC "), np.zeros(6)
-    data = batches.labelled(corpora.open_corpus(config.data.train, config, "train", tmp_path), tokens, 4)
-    model = Model(config, tokens, zeros, zeros + 1)
-    parts, buckets = asr.training.parts.Parts(config, model.params), batches.make_buckets(data, config, 1)
-    values, whole = [], (data, buckets, tmp_path)
-    for layers in (None, 1):
-        if layers:
-            data, buckets = frozen_rows.cached(model, parts, data, buckets, tmp_path)
-        batch = epochs.training(data, config, buckets, (0, 1))[0]
-        assert batch["features"].shape[1:] == ((19, 8) if layers else (73, 6))
-        batch.pop("index")
-        values.append(float(objective.mean_loss(model, model.params, batch, 1, layers)))
+    tokens, zeros, values, arrays = asr.data.tokens.Characters("ABC "), np.zeros(6), [], []
+    for change in ({}, {"seed": 1}, {"bfloat16_rows": True}):
+        model = Model(config.replace(**change), tokens, zeros, zeros + 1)
+        parts = asr.training.parts.Parts(config, model.params)
+        found = Source(config, tmp_path / "index", kept=tmp_path / "kept").opened(model, 1)
+        for layers in (None, 1):
+            if layers:
+                frozen_rows.remember(model, parts, found, tmp_path / "kept")
+            batch = next(found.read(0, 1))
+            found.place = 0, 0, 0, 0
+            assert batch["features"].shape[1:] == ((19, 8) if layers else (73, 6))
+            batch.pop("index")
+            if not change:
+                values.append(float(objective.mean_loss(model, model.params, batch, 1, layers)))
+        arrays.append(found.indices[0].arrays)
     assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[1]
-    found = []
-    for change in ({"seed": 1}, {"bfloat16_rows": True}):
-        other = Model(config.replace(**change), tokens, zeros, zeros + 1)
-        found.append(frozen_rows.cached(other, parts, *whole)[0].corpus)
-    assert len({data.corpus.folder, *(x.folder for x in found)}) == 3
-    near, exact = (np.concatenate([x.load(i, None) for i in data.labels]) for x in (found[1], data.corpus))
+    assert len({x.folder for x in arrays}) == 3 and len(found.folders) == 2
+    near, exact = (np.concatenate([x.load(i) for i in range(20)]) for x in (arrays[2], arrays[0]))
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 2e-2
 
 

@@ -20,7 +20,7 @@ import sentencepiece
 from praatio import textgrid
 
 from jax_rnnt import decode, timing
-from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data import audio, rows
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition import recognise, search_options, segments, spotter, transcripts
 from jax_rnnt_speech.recognition.results import Labels
@@ -84,7 +84,7 @@ def test_one_spelling(name):
         x = asr.recognition.results.Result(
             "a", text, labels, [*range(len(labels))], [], [0.5] * len(labels), [1] * len(labels), 9.0
         )
-        x = transcripts.transcript(model, manifests.Entry("a", Path("a"), ""), x)
+        x = transcripts.transcript(model, rows.Entry("a", Path("a"), ""), x)
         if not any(y.isalnum() for y in text):
             continue
         assert rejoined(x.words) == "".join(text.split()) and all(y.text.split() == [y.text] for y in x.words)
@@ -149,15 +149,15 @@ def test_words_end_with_their_recording():
 class Entries:
     """Of two files: a whole one, and one with three segments of which two overlap."""
 
-    whole = manifests.Entry("t/my talk.wav", Path("t/my talk.wav"), "")
-    parts = tuple(manifests.Entry(f"m/a.wav from {x:g} s", Path("m/a.wav"), "", x, y) for x, y in ((2, 4), (0, 2)))
-    over = manifests.Entry("m/a.wav from 3 s", Path("m/a.wav"), "", 3.0, 5.0)
+    whole = rows.Entry("t/my talk.wav", Path("t/my talk.wav"), "")
+    parts = tuple(rows.Entry(f"m/a.wav from {x:g} s", Path("m/a.wav"), "", x, y) for x, y in ((2, 4), (0, 2)))
+    over = rows.Entry("m/a.wav from 3 s", Path("m/a.wav"), "", 3.0, 5.0)
 
 
 def test_names():
     """Of the file, or of each segment where they overlap; equal ones are told apart."""
     names = lambda *x: list(transcripts.names_of(x, lambda name: name.replace(" ", "_")).values())
-    fault = manifests.Fault("bad", "line 1")
+    fault = rows.Fault("bad", "line 1")
     assert names(Entries.whole, fault, *Entries.parts) == ["my_talk", "a", "a"]
     assert names(*Entries.parts, Entries.over) == ["a_from_2_s", "a_from_0_s", "a_from_3_s"]
     assert names(Entries.whole, Entries.whole) == ["my_talk", "my_talk_2"]
@@ -168,7 +168,7 @@ def test_names():
 def test_any_name(tmp_path):
     """Of 255 bytes, no UTF-8, a comment, a space: each has its file or rows, and JSON names the very file."""
     stems = ["長" * 83, "x" * 251, ";;c", " ", os.fsdecode(b"\xe9"), "a\nb"]
-    entries = [manifests.Entry(x, tmp_path / f"{x}.wav", "") for x in stems]
+    entries = [rows.Entry(x, tmp_path / f"{x}.wav", "") for x in stems]
     said = lambda i: transcripts.Transcript("A", 0.0 if i else 2.0, [timing.Interval(0.0, 1.0, "A")][i:])  # or nothing
     for form in transcripts.FORMATS:
         (tmp_path / form).mkdir(exist_ok=form in transcripts.SUFFIXES)
@@ -522,7 +522,7 @@ def test_turns():
     ):  # fmt: skip
         assert segments.of_rttm(f"SPEAKER {line}") == expected
     for end in (None, "x", 10**400):
-        with pytest.raises(manifests.LineError, match="its times are no numbers"):
+        with pytest.raises(rows.LineError, match="its times are no numbers"):
             segments.of_json({"uri": "a", "start": 0, "end": end})
     numbers = {"1": 0, "2": 1, "12": 11, "A": 0, "b": 1, "0": None, "-1": None, "<NA>": None}
     assert {x: segments.number_of(x) for x in numbers} == numbers
@@ -534,7 +534,7 @@ def test_channels_of_segments(tmp_path, monkeypatch):
     audio.write(tmp_path / "my talk.wav", samples, 8000)
     lines = [f"SPEAKER my_talk {1 + i % 2} {i / 10} 0.2 <NA> <NA> {who}" for i, who in enumerate(["<NA>", "words"] * 4)]
     (tmp_path / "a.rttm").write_text("\n".join(lines))
-    entries = segments.entries(tmp_path / "a.rttm", [manifests.Entry("", tmp_path / "my talk.wav", "")])
+    entries = segments.entries(tmp_path / "a.rttm", [rows.Entry("", tmp_path / "my talk.wav", "")])
     blocks, read = audio.blocks, []
     monkeypatch.setattr(audio, "blocks", lambda path: read.append(path) or blocks(path))
     for (_, found), x in zip(segments.loaded(entries, 8000), entries, strict=True):

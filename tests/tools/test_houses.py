@@ -81,8 +81,30 @@ def test_rooms(house):
     assert found == {*rooms}
 
 
+# The layers of its data, likewise; none is imported within a function.
+LAYERS = (
+    "names", "utterances", "rows", "lists", "headers", "features", "audio", "spelling", "tokens", "texts",
+    "workers", "cache", "archives", "index", "augmentation", "sources", "corpora", "batches", "order",
+    "loading", "memory", "source",
+)  # fmt: skip
+
+
+def test_layers_of_data():
+    folder = ROOT / SPEECH / "data"
+    if not folder.exists():
+        pytest.skip("no speech beside the tests")
+    for path in sorted(folder.rglob("*.py")):
+        layer, tree = path.relative_to(folder).parts[0].removesuffix(".py"), ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("jax_rnnt_speech.data"):
+                where = f"{path.relative_to(ROOT)} imports {node.module}"
+                assert node in tree.body, f"{where} within a function"
+                for other in node.module.split(".")[2:3] or [alias.name for alias in node.names]:
+                    assert LAYERS.index(other) <= LAYERS.index(layer), where
+
+
 NAMES = re.compile(
-    r"(?<![\w/.])((?:benchmarks|lab|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
+    r"(?<![\w/.])((?:benchmarks|lab|recipes|speech|tests|xla_kernels)/[\w./]*)(?:\{([\w,]+)\})?([\w./]*\.(?:cu|json|py|sh|txt))\b"
 )
 
 

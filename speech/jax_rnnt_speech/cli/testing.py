@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_rnnt_speech.config import command_line, of_sections
 from jax_rnnt_speech.config.options import natural, option
-from jax_rnnt_speech.data import corpora, manifests, sources, texts
+from jax_rnnt_speech.data import corpora, lists, sources, texts
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import errors, recognise
@@ -139,7 +139,7 @@ class Shown:
 def test(args):
     searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Shown).checked(args.data)
     opening, args.data = command_line.taken(args, Computing), sources.once(args.data)
-    with contextlib.suppress(manifests.ListError):  # it is left out, with its reason
+    with contextlib.suppress(lists.ListError):  # it is left out, with its reason
         sources.unmixed("", sources.listed(args.data))
     model = opening.opened()
     settings = command_line.changed(model.config, args, OPTIONS)

@@ -10,7 +10,7 @@ from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config import FIXED, OPTIONS, Config, command_line, files, flag, named
 from jax_rnnt_speech.config.options import names
 from jax_rnnt_speech.config.options import sources as named_sources
-from jax_rnnt_speech.data import archives, corpora, sources, texts
+from jax_rnnt_speech.data import archives, sources, texts
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.recognition.search_options import Searching
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
@@ -49,10 +49,13 @@ def decide_road(options, start):
     known = names(options.get("train", ""))
     if "on_the_fly" in options:
         return "as asked for"
+    if start.cache and start.cache.name == "none" and not start.resume:
+        options["on_the_fly"] = True
+        return "as --cache none keeps no features"
     if archives.wanted(known) or (start.workers and not start.resume):
         options["on_the_fly"] = True
         return "as archives, weights of sources and --workers are"
-    if start.resume or any(map(corpora.by_function, known)) or options.get("bfloat16_rows"):  # rows of a cache
+    if start.resume or any(map(sources.by_function, known)) or options.get("bfloat16_rows"):  # rows of a cache
         return ""
     columns = [options.get(name, "") for name in ("audio_column", "text_column", "speaker_column")]
     with contextlib.suppress(UserError, OSError):  # it is an error once it is read
@@ -76,7 +79,7 @@ def road_of(config, why):
 def reading(data, goes_on):
     """The files that a training reads, in a line; those of a run that begins must not be those of its tests."""
     every = {name: sources.listed(getattr(data, name)) for name in ("train", "valid")}
-    if not goes_on and not any(map(corpora.by_function, names(data.train))):
+    if not goes_on and not any(map(sources.by_function, names(data.train))):
         for name, x in every.items():
             sources.unmixed(f"--{name}", x, held_out=name == "valid")
         sources.apart(every["train"], every["valid"])
@@ -91,10 +94,10 @@ def train(args):
     file = {name: x for name, x in file.items() if name not in command_line.decided(given)}
     options, judged = command_line.decided(file | given), named(given, file)
     for name in {"train", "valid", "text", "noise"} & options.keys():
-        options[name] = corpora.absolute(named_sources(options[name]))
+        options[name] = sources.absolute(named_sources(options[name]))
         if name in ("train", "valid"):
             options[name] = named_sources(sources.once(options[name]))
-    if corpora.by_function(options.get("train")):
+    if sources.by_function(options.get("train")):
         options.setdefault("valid", options["train"])
     if "normalize" in options:
         options["normalize"] = texts.absolute(options["normalize"])

@@ -54,7 +54,6 @@ def where(name, *values):
 BLOCKS = attends, "--encoder conformer, or --stack, whose blocks have attention"
 OWN = own, "an encoder of ours, conformer or convolutional"
 STREAMS = where("chunk")
-ON_THE_FLY = where("on_the_fly")
 TRANSDUCER = lambda config: config.head.loss != "ctc", "a transducer, which --loss ctc lacks"
 TDT = where("loss", "tdt")
 
@@ -83,17 +82,16 @@ class Data:
         0.0, number(float, 0, most=100), "dB by which noisy copies are louder or softer at most; also without --noise"
     )
     on_the_fly: bool = option(
-        False, bool, "decode, augment and make features anew in each epoch, while the model trains; default: for "
-        "archives, for sources with weights, with --workers, and from 20 hours on",
+        False, bool, "decode, augment and make features anew in each epoch, and keep none; default: for archives, for "
+        "sources with weights, with --workers, and from 20 hours on",
     )  # fmt: skip
-    buffer: int = option(10_000, natural, "utterances within which the order is shuffled, beside that of the shards",
-                         needs=ON_THE_FLY)  # fmt: skip
+    buffer: int = option(10_000, natural, "utterances within which the order is shuffled, beside that of the shards")
     readers: int = option(
         0, natural, "parts of the data, of which each process reads as many; a run goes on exactly with a number of "
-        "processes that divides them; 0: one for each process", needs=ON_THE_FLY,
+        "processes that divides them; 0: one for each process",
     )  # fmt: skip
     temperature: float = option(
-        1.0, amount, "exponent of the weights of sources, or of their hours: 0 draws from all alike", needs=ON_THE_FLY
+        1.0, amount, "exponent of the weights of sources, or of their hours: 0 draws from all alike"
     )
     time_masks: int = option(2, natural, "masks over time, by SpecAugment")
     time_mask: float = option(0.05, share, "share of the frames that a mask over time hides at most")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import av
 import numpy as np
 
-from jax_rnnt_speech.data import headers, manifests, names
+from jax_rnnt_speech.data import headers, names, rows
 from jax_rnnt_speech.data.features import scaled
 from jax_rnnt_speech.data.names import composed
 from jax_rnnt_speech.data.utterances import shown
@@ -117,10 +117,10 @@ def absent(path):
     if os.path.islink(path):
         return "a link to a file that is not there"
     name = composed(os.path.basename(path)).lower()
-    known = names.listing(os.path.dirname(path) or ".")[1].get(os.path.splitext(name)[0], ())
-    if name in [x.lower() for x in known]:
+    alike = names.listing(os.path.dirname(path) or ".")[1].get(os.path.splitext(name)[0], ())
+    if name in [x.lower() for x in alike]:
         return "no such file, but one with other capital letters"
-    suffix = next((x for x in map(os.path.splitext, known) if x[1].lower() in names.SUFFIXES), None)
+    suffix = next((x for x in map(os.path.splitext, alike) if x[1].lower() in names.SUFFIXES), None)
     return "no such file" + (f", but {suffix[1]}" if suffix else "")
 
 
@@ -170,10 +170,10 @@ def weights_of(layout, channels):
         with contextlib.suppress(av.error.FFmpegError, ValueError):
             frame = av.AudioFrame.from_ndarray(np.eye(channels, dtype=np.float32).reshape(1, -1), "flt", layout)
             frame.sample_rate, mixer = 48000, av.AudioResampler("flt", "mono")
-            found = [x.to_ndarray()[0] for x in (*mixer.resample(frame), *mixer.resample(None))]
-            found = np.concatenate([np.zeros(0), *found])
-            if len(found) == channels and found.sum() > 0:
-                return tuple((found / np.abs(found).sum()).tolist())
+            mixed_down = [x.to_ndarray()[0] for x in (*mixer.resample(frame), *mixer.resample(None))]
+            mixed_down = np.concatenate([np.zeros(0), *mixed_down])
+            if len(mixed_down) == channels and mixed_down.sum() > 0:
+                return tuple((mixed_down / np.abs(mixed_down).sum()).tolist())
     return (1 / channels,) * channels
 
 
@@ -181,7 +181,7 @@ def decoded(path, part):
     """(time, rate, weights, samples [channels, n]) of each frame of one file. A few bad packets do no harm."""
     good, bad, inside = 0, 0, 0  # inside: bad packets before good ones, not those at the end of what is cut off
     zero, first, last, begin, end, latest = None, None, None, 0.0, 0.0, -math.inf  # seconds of the file's clock
-    known = part.raw or re.match(headers.KNOWN, part.at(0, 16), re.DOTALL)
+    of_audio = part.raw or re.match(headers.KNOWN, part.at(0, 16), re.DOTALL)
     form, options = part.raw or (None, {"format_whitelist": FORMATS})
     part.seek(0)
     try:
@@ -221,11 +221,11 @@ def decoded(path, part):
             raise unreadable(path, part.error or error) from None
         ended = isinstance(error, av.error.EOFError) or part.at(4, 4) == b"ftyp"
         reason = UNREAD if isinstance(error, av.error.PatchWelcomeError) else CUT if ended else DAMAGED
-        raise AudioError(path, reason if known else FOREIGN) from None
+        raise AudioError(path, reason if of_audio else FOREIGN) from None
     if part.error:
         raise unreadable(path, part.error)
-    if not good and (bad or not known):
-        raise AudioError(path, DAMAGED if known else FOREIGN)
+    if not good and (bad or not of_audio):
+        raise AudioError(path, DAMAGED if of_audio else FOREIGN)
     if short or headers.is_cut(part):
         raise AudioError(path, DAMAGED if inside else CUT)
     if bad > 2 + good // 50:
@@ -289,12 +289,12 @@ def falls_short(part, container, stream, first, last, length, latest):
 
 def stretches(path):
     """What a file holds, found by decoding all of it."""
-    found, opposed = [], []
+    parts, opposed = [], []
     for (rate, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
         before = len(opposed)
         samples = sum(len(x) for x in mixed((x for *_, x in group), rate, weights, lambda: opposed.append(True)))
-        found.append(Stretch(rate, len(weights), samples, len(opposed) > before))
-    return found
+        parts.append(Stretch(rate, len(weights), samples, len(opposed) > before))
+    return parts
 
 
 def mixed(some, rate, weights, said):
@@ -348,7 +348,7 @@ def within(path, length, start, end, least=0.5):
       the segment is there: half of it where a text says what all of it is.
     * Anything else is an error.
     """
-    behind = end - length if end is not None and manifests.later(end, length) else 0.0
+    behind = end - length if end is not None and rows.later(end, length) else 0.0
     cut_out = behind and abs(length - (end - start)) < min(behind, ALIKE[0] + ALIKE[1] * length)
     if cut_out or (getattr(path, "clip", False) and (start >= length or behind > SLACK)):
         return 0.0, None, ORIGINAL
@@ -385,9 +385,9 @@ def bounds(begin, rate, start, end):
     return max(0, round((start - begin) * rate)), math.inf if end is None else max(0, round((end - begin) * rate))
 
 
-def resampled_size(samples, found, rate):
-    common = math.gcd(found, rate)
-    return -(-samples * (rate // common) // (found // common))
+def resampled_size(samples, own_rate, rate):
+    common = math.gcd(own_rate, rate)
+    return -(-samples * (rate // common) // (own_rate // common))
 
 
 def size(file, rate, start=0.0, end=None):
@@ -422,17 +422,19 @@ def pieces(path, rate, start=0.0, end=None, channel=None, said=None):
     channels cancel each other; by default a line says so.
     """
     file, begin, said = [], 0.0, said or functools.partial(say_once, f"{shown(path)}: {CANCELLED}")
-    for (found, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
-        (first, last), read = bounds(begin, found, start, end), []
+    for (own_rate, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
+        (first, last), read = bounds(begin, own_rate, start, end), []
         if wanted := [i for i in channels_of(channel) if i < len(weights)]:
             some, chosen = (x[wanted] for *_, x in group), (1 / len(wanted),) * len(wanted)
         else:
             some, chosen = (x for *_, x in group), weights
-        yield from resampled_pieces(segment(mixed(some, found, chosen, said), first, last, found, read), found, rate)
+        yield from resampled_pieces(
+            segment(mixed(some, own_rate, chosen, said), first, last, own_rate, read), own_rate, rate
+        )
         samples = sum(read)
-        file.append(Stretch(found, len(weights), samples))
-        begin += samples / found
-        if samples > last + found:
+        file.append(Stretch(own_rate, len(weights), samples))
+        begin += samples / own_rate
+        if samples > last + own_rate:
             break
     if (start, end, channel) != (0.0, None, None):
         checked(path, file, start, end, channel)
@@ -451,12 +453,12 @@ def segment(some, first, last, slack, read):
             return
 
 
-def resampled_pieces(some, found, rate):
+def resampled_pieces(some, own_rate, rate):
     """Pieces whose samples are, bit for bit, those that `resampled` makes of all pieces."""
-    if found == rate:
+    if own_rate == rate:
         yield from some
         return
-    up, down = (x // math.gcd(found, rate) for x in (rate, found))
+    up, down = (x // math.gcd(own_rate, rate) for x in (rate, own_rate))
     # SciPy's filter sees 10 max(up, down) samples at the rate of both; begins are multiples of `down`.
     margin = -(-(10 * max(up, down) // up + 2) // down) * down
     held, size, before = [], 0, 0  # samples, of which `before` have been resampled and are seen again
@@ -470,16 +472,16 @@ def resampled_pieces(some, found, rate):
             return
         x = np.concatenate(held)
         done = size if piece is None else (size - margin) // down * down
-        yield resampled(x, found, rate)[before // down * up : -(-done * up // down)]
+        yield resampled(x, own_rate, rate)[before // down * up : -(-done * up // down)]
         before = min(margin, done)
         held, size = [x[done - before :]], size - done + before
 
 
-def resampled(samples, found, rate):
+def resampled(samples, own_rate, rate):
     from scipy.signal import resample_poly  # a second: not at every start
 
-    common = math.gcd(found, rate)
-    return resample_poly(samples, rate // common, found // common).astype(np.float32)
+    common = math.gcd(own_rate, rate)
+    return resample_poly(samples, rate // common, own_rate // common).astype(np.float32)
 
 
 def write(path, samples, rate):

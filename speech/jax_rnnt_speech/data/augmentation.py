@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech.data import audio, cache, manifests
+from jax_rnnt_speech.data import audio, cache, lists, names
 from jax_rnnt_speech.system import refuse_if
 
 NOISE_SECONDS = 60  # of a file of noise that are used at most
@@ -58,7 +58,7 @@ class Versions:
 
 def noises_of(folder):
     refuse_if(not Path(folder).is_dir(), f"--noise {folder} is no folder of audio files")
-    files = [x for x in manifests.below(folder) if x.suffix.lower() in manifests.SUFFIXES]
+    files = [x for x in lists.below(folder) if x.suffix.lower() in names.SUFFIXES]
     refuse_if(not files, f"--noise {folder} has no audio files")
     return files
 

@@ -14,6 +14,7 @@ from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
 TEXT_LABELS = 48  # of a sentence, at most
+TEXTS = 6  # sentences of --text for each row of a batch
 
 
 class Bucket(NamedTuple):
@@ -80,22 +81,29 @@ def sentences(config, tokens):
     return labels, np.array([len(x) for x in spelled], np.int32)
 
 
+def with_texts(batch, rng, part, texts):
+    """The batch with sentences."""
+    (first, step), size = part, len(batch["valid"])
+    some = rng.integers(len(texts[0]), size=TEXTS * step * size)[first::step]
+    return batch | {"texts": texts[0][some], "text_lengths": texts[1][some]}
+
+
 def make_buckets(data, config, devices):
     """Buckets with about equally many frames each, from the shortest to the longest; fewer if that fills no batch."""
     order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
     frames = np.array([data.corpus.utterances[i].frames for i in order])
     share = np.minimum(np.cumsum(frames) * config.data.buckets // (frames.sum() + 1), config.data.buckets - 1)
     limits = sorted({int(frames[share == k].max()) for k in np.unique(share)})
-    found, waiting = [], []  # (frames, utterances)
+    groups, waiting = [], []  # (frames, utterances)
     for low, high in zip([-1, *limits], limits):
         waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
         if len(waiting) >= size_of(config, devices, high):
-            found.append((high, waiting))
+            groups.append((high, waiting))
             waiting = []  # otherwise too few for a batch: they join the next bucket
     if waiting:  # the longest ones are few: the bucket before takes them
-        found.append((limits[-1], (found.pop()[1] if found else []) + waiting))
+        groups.append((limits[-1], (groups.pop()[1] if groups else []) + waiting))
     buckets = []
-    for limit, group in found:
+    for limit, group in groups:
         full = max(devices, len(group) // devices * devices)
         labels = max(1, *(len(data.labels[i]) for i in group))
         buckets.append(Bucket(limit, labels, min(size_of(config, devices, limit), full), group))

@@ -6,18 +6,16 @@ configuration, of "train" or "valid", and of what follows another colon, if ther
 """
 
 import dataclasses
-import os
-import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+
+import jax
 
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import archives, audio, augmentation, cache, features, manifests, texts
+from jax_rnnt_speech.data import archives, audio, cache, features, lists, rows, sources, texts
 from jax_rnnt_speech.data.audio import AudioError
-from jax_rnnt_speech.data.manifests import Fault
-from jax_rnnt_speech.data.names import actual
+from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.data.utterances import Report, Utterance
-from jax_rnnt_speech.system import UserError, outputs, refuse_if
+from jax_rnnt_speech.system import UserError, hosts, outputs, refuse_if
 
 READERS = 16  # threads that decode
 MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"  # of language models
@@ -30,17 +28,17 @@ def usable(entries, report, lengths):
         report.add(*x) if isinstance(x, Fault) else listed.append(x)
     files = list(dict.fromkeys(x.audio for x in listed))
     with ThreadPoolExecutor(READERS) as pool:
-        found = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
+        stretches = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
     lengths.write()
     for entry in listed:
-        file = found[entry.audio]
+        file = stretches[entry.audio]
         try:
             if isinstance(file, AudioError):
                 raise file
             seconds = audio.seconds(file)
             start, end, note = audio.within(entry.audio, seconds, entry.start, entry.end)
             audio.lacks_channel(entry.audio, file, entry.channel)
-            if entry.whole is not None and manifests.differs(entry.whole, seconds):
+            if entry.whole is not None and rows.differs(entry.whole, seconds):
                 raise AudioError(entry.audio, "duration differs from the manifest's")
             entry = entry._replace(start=start, end=end, notes=(*entry.notes, *[note] * bool(note)))
         except AudioError as error:
@@ -55,8 +53,8 @@ def usable(entries, report, lengths):
 
 def sentences_of(path, normalize, report, columns=()):
     """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
-    for x in manifests.sentences(path) if path.suffix == ".txt" else manifests.read(path, *columns):
-        if isinstance(x, manifests.Fault):
+    for x in lists.sentences(path) if path.suffix == ".txt" else sources.read(path, *columns):
+        if isinstance(x, rows.Fault):
             report.add(*x)
         elif words := [word for word in normalize(x.text).split() if word not in MARKS]:
             yield words
@@ -67,24 +65,19 @@ def sentences_of(path, normalize, report, columns=()):
 class Recordings:
     """The usable utterances of manifests and folders; the rest is in `report`.
 
-    With `versions`, all utterances are there once for each version, one version after the other; frames are 0 in those
-    that are too long for a training. `lenient`: of several sources, some may be no corpus. `testing`: utterances of any
-    length.
+    `lenient`: of several sources, some may be no corpus. `testing`: utterances of any length.
     """
 
-    def __init__(self, paths, config, lengths=None, versions=None, lenient=False, testing=False):
-        self.versions, sizes, self.testing = versions, [], testing
+    def __init__(self, paths, config, lengths=None, lenient=False, testing=False):
+        self.testing, self.kept = testing, None
         self.config, self.report, lengths = config, Report(), lengths or cache.Lengths()
         self.features, self.hop = config.features.mels, config.features.hop / 1000
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
-        sources = names(paths)
-        if made := [x for x in map(str, sources) if by_function(x)]:
-            raise UserError(
-                f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test"
-            )
-        entries = manifests.read_all(sources, *config.texts.columns, lenient=lenient and len(sources) > 1)
+        paths = names(paths)
+        refuse_functions(paths)
+        entries = sources.read_all(paths, *config.texts.columns, lenient=lenient and len(paths) > 1)
         for entry, file in usable(entries, self.report, lengths):
             samples = audio.size(file, config.features.rate, entry.start, entry.end)
             frames, seconds = self.extractor.count(samples), samples / config.features.rate
@@ -94,19 +87,26 @@ class Recordings:
             else:
                 self.entries.append(entry._replace(whole=seconds))
                 self.utterances.append(utterance)
-                sizes.append(samples)
-        most = round(config.data.max_seconds * config.features.rate)
-        for version in range(1, versions.count if versions else 1):
-            for x, samples in zip(self.utterances[: len(self.entries)], sizes):
-                slower = versions.size(samples, version)
-                self.utterances.append(x._replace(frames=self.extractor.count(slower) if slower <= most else 0))
 
-    def key(self):
-        """All that decides the features, and which there are, as JSON."""
+    def keep(self, folder):
+        """Has the features in a folder from now on. Of several processes, the first one makes them."""
         chosen = [[*cache.stamp(x.audio), x.start, x.end, x.channel] for x in self.entries]
-        missing = [i for i, x in enumerate(self.utterances) if not x.frames]
-        decided = [chosen, dataclasses.asdict(self.extractor), self.versions and self.versions.key()]
-        return decided + [missing] * bool(missing)
+        key, size, first = [chosen, dataclasses.asdict(self.extractor), None], len(chosen), not jax.process_index()
+
+        def made():
+            with ThreadPoolExecutor(cache.THREADS) as pool:
+                yield from enumerate(pool.map(lambda i: self.load(i, None), range(size)))
+
+        def expected():
+            return sum(x.frames for x in self.utterances)
+
+        if not first:
+            hosts.wait("held-out features")
+        about = size, self.features, self.report, expected, made, lambda i: self.utterances[i].name
+        self.kept = cache.stored(folder, key, *about, makes=first)
+        if first:
+            hosts.wait("held-out features")
+        refuse_if(not self.kept.index.any(), f"no utterance has readable audio{self.report.summary()}")
 
     def unusable(self, entry, utterance, samples):
         """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""
@@ -125,59 +125,48 @@ class Recordings:
 
     def load(self, i, rng):
         """Features [T, F] of an utterance; None: its audio is bad."""
-        (version, place), frames = divmod(i, len(self.entries)), self.utterances[i].frames
-        entry = self.entries[place]
+        if self.kept is not None:
+            return self.kept.load(i)
+        entry = self.entries[i]
         try:
-            samples = self.samples(place, rng)
-            samples = self.versions.of(samples, version, place) if version else samples
-            if self.extractor.count(len(samples)) != frames:
+            samples = self.samples(i, rng)
+            if self.extractor.count(len(samples)) != self.utterances[i].frames:
                 raise AudioError(entry.audio, "audio that has changed since it was listed")
         except AudioError as error:
             return self.report.add(error.reason, entry.name, again=False, passing=error.passing)
         return self.extractor(samples)
 
 
-def by_function(name):
-    """(FILE.py:FUNCTION, the arguments behind it) of a corpus that a function makes, or None."""
-    match = re.fullmatch(r"(.+\.py:\w+)(?::(.+))?", name) if isinstance(name, str) else None
-    return match and (match[1], [match[2]] if match[2] else [])
-
-
-def absolute(name):
-    """The same corpora from any folder."""
-    if not isinstance(name, str):
-        return [absolute(x) for x in name]
-    if made := by_function(name):
-        return ":".join([texts.absolute(made[0]), *map(absolute, made[1])])
-    if name and actual(name).exists():
-        return str(actual(name).resolve())
-    if archives.is_pattern(name):
-        return os.path.abspath(name)
-    rest, weight = archives.weighted(name)
-    return name if weight is None else f"{absolute(rest)}:{weight:g}"
-
-
-def last_parts(name):
-    """The same corpora without their folders."""
-    return Path(name).name if isinstance(name, str) else [Path(x).name for x in name]
-
-
 def tested(paths, config):
     """The corpus of a test: every utterance with a text; or that of a function."""
-    if len(paths) != 1 or not by_function(paths[0]):
+    if len(paths) != 1 or not sources.by_function(paths[0]):
         return Recordings(paths, config, lenient=True, testing=True)
     corpus = open_corpus(paths[0], config, "valid")
     refuse_if(not hasattr(corpus, "samples"), f"{paths[0]}: its corpus has no samples, which a test listens to")
     return corpus
 
 
-def open_corpus(name, config, split, folder=None):
-    """The corpus that --train or --valid names. Lengths of its files and features are kept in a folder."""
-    train = split == "train"
+def refuse_functions(paths):
+    """Raises where a corpus of a function is among sources that are read."""
+    if made := [x for x in map(str, paths) if sources.by_function(x)]:
+        raise UserError(f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test")
+
+
+def made_by(name, config, split):
+    """The corpus that a function of a user makes for --train or --valid; None: the name is of no function."""
+    refuse_functions(names(name) if isinstance(name, list | tuple) and len(name) > 1 else ())
+    made = sources.by_function(name)
+    return made and texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
+
+
+def open_corpus(name, config, split="valid", folder=None):
+    """The corpus that --valid names, or --train. Lengths of its files and features are kept in a folder."""
     if weight := next((x for x in names(name) if archives.weighted(x)[1] is not None), None):
-        raise UserError(f"--{split} {weight}: weights need --on-the-fly, and are for --train")
-    if made := by_function(name):
-        return texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
-    corpus = Recordings(name, config, cache.Lengths(folder), augmentation.Versions(config) if train else None)
+        raise UserError(f"--{split} {weight}: weights are for --train")
+    if (corpus := made_by(name, config, split)) is not None:
+        return corpus
+    corpus = Recordings(name, config, cache.Lengths(folder))
     refuse_if(not corpus.utterances, f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
-    return cache.features(corpus, folder)
+    if folder:
+        corpus.keep(folder)
+    return corpus

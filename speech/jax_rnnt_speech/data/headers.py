@@ -68,15 +68,15 @@ class Part:
 def begins(file):
     """Where the files begin that are joined in a file, of kinds of which FFmpeg reads the first alone."""
     file.seek(0)
-    start, found, tail, place = file.read(BEGIN), {0}, b"", 0
+    start, places, tail, place = file.read(BEGIN), {0}, b"", 0
     for pattern in JOINED:
         if re.match(pattern, start, re.DOTALL):
             file.seek(0)
             while more := file.read(2**20):
                 data = tail + more
-                found |= {place - len(tail) + x.start() for x in re.finditer(pattern, data, re.DOTALL)}
+                places |= {place - len(tail) + x.start() for x in re.finditer(pattern, data, re.DOTALL)}
                 tail, place = data[1 - BEGIN :], place + len(more)
-    return sorted(found)
+    return sorted(places)
 
 
 def leave_out_tags(part):
@@ -165,8 +165,8 @@ def raw(body):
 
 def frames_of_mp3(header):
     """How many frames follow, by what encoders write into the first one, or None."""
-    found = re.search(rb"(?:Xing|Info)\0\0\0[\1\3\5\7\x09\x0b\x0d\x0f](.{4})|VBRI.{10}(.{4})", header, re.DOTALL)
-    return found and int.from_bytes(found[1] or found[2], "big")
+    count = re.search(rb"(?:Xing|Info)\0\0\0[\1\3\5\7\x09\x0b\x0d\x0f](.{4})|VBRI.{10}(.{4})", header, re.DOTALL)
+    return count and int.from_bytes(count[1] or count[2], "big")
 
 
 def atoms_are_cut(part):
@@ -206,7 +206,7 @@ def seconds(start, size):
         while len(chunk := start[place : place + 8]) == 8:
             length, place = int.from_bytes(chunk[4:], "little"), place + 8
             if chunk[:4] == b"data":  # much that follows may be more samples, as `correct` finds, or another file
-                known = a_second and length > size - place - 4096
-                return min(length, size - place) / a_second if known and length else None
+                whole = a_second and length > size - place - 4096
+                return min(length, size - place) / a_second if whole and length else None
             place += length + length % 2
     return None

@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_rnnt_speech.data import audio, cache, headers, workers
 from jax_rnnt_speech.data.archives import storage
-from jax_rnnt_speech.data.manifests import Fault
+from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.system import outputs
 
 FORM = 3  # of the files: another number makes them anew
@@ -25,7 +25,20 @@ LITTLE = 1e-3  # seconds of what begins behind the end of its file
 THREADS = 16  # that read headers, in each process
 PIECE = 100  # headers that one of them reads
 ARRAYS = "rows", "seconds", "shards"
+SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
+SURE = 1.05, 1.1  # factor, and seconds: what is written to be longer than this beyond a limit is not decoded
+ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
 STATED = {*audio.STATED, *audio.ENDLESS, "ogg"} - {"mpegts", "mpeg"} | {audio.MATROSKA}  # durations are in headers
+
+
+def longest(seconds):
+    """What utterances may last, by what is written."""
+    return np.where(seconds < 0, -seconds * ESTIMATE[0] + ESTIMATE[1], seconds + SLACK).astype(np.float64)
+
+
+def surely_longer(seconds, most):
+    """Whether utterances are longer than a limit however their lengths were rounded or estimated."""
+    return np.abs(seconds) > most * SURE[0] + SURE[1]
 
 
 class Index:
@@ -56,6 +69,8 @@ class Index:
         """The Entry or Fault of an utterance. `sought`: whether its audio is."""
         return self.listed[self.shards[i]].entry(self.rows[i].tolist(), self.keys, sought)
 
+    listing = entry
+
     def lengths(self, items):
         """Seconds of utterances, below 0 where they are an estimate; nan: nothing tells them. Headers may be read."""
         seconds = np.array(self.seconds[items])
@@ -67,6 +82,15 @@ class Index:
                 list(pool.map(self.read, pieces))  # so that errors are raised
             seconds = np.where(seconds == 0, self.later[items], seconds)
         return seconds
+
+    def heard(self, items, versions, speeds, most):
+        """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
+        seconds = self.lengths(items)
+        used = np.isfinite(seconds) & ~surely_longer(seconds, most)  # the others are left out in their turn
+        lengths = np.where(used, np.minimum(longest(seconds), most + SLACK), 0)
+        plain = lengths / speeds[versions % len(speeds)] > most + SLACK
+        versions = np.where(plain, versions - versions % len(speeds), versions)  # without another speed
+        return versions, lengths / speeds[versions % len(speeds)]
 
     def read(self, items):
         """Reads headers of utterances. Several may do it at once, as all find the same."""
@@ -106,8 +130,8 @@ def of_header(recording):
         end = begin + recording.size if member else file.seek(0, os.SEEK_END)
         part = headers.Part(file, begin, end)
         start = part.at(0, storage.HEAD)
-        if known := headers.seconds(start, end - begin):
-            return known
+        if stated := headers.seconds(start, end - begin):
+            return stated
         if start.startswith(b"RIFF") and len(headers.begins(part)) > 1:  # several files that are joined
             return audio.seconds(audio.stretches(recording))
         headers.correct(part)
@@ -165,16 +189,16 @@ def indexed(shards, keys, folder, number=0, count=0):
 
 
 def fill(shards, keys, folder, count):
-    found, faults, read = [], [], functools.partial(scanned, shards, keys)
+    scans, faults, read = [], [], functools.partial(scanned, shards, keys)
     for x in outputs.bar(workers.items(read, len(shards), THREADS, count), "shards", len(shards)):
-        found.append(x[:2])
+        scans.append(x[:2])
         faults += x[2]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with outputs.whole(folder) as part:
         part.mkdir()
         empty = np.zeros((0, 5), np.int64), np.zeros(0, np.float32)
-        rows, seconds = map(np.concatenate, zip(*[*found, empty]))
-        shard = np.repeat(np.arange(len(found), dtype=np.int32), [len(x) for x, _ in found])
+        rows, seconds = map(np.concatenate, zip(*[*scans, empty]))
+        shard = np.repeat(np.arange(len(scans), dtype=np.int32), [len(x) for x, _ in scans])
         for key, x in zip(ARRAYS, (rows, seconds, shard)):
             np.save(part / f"{key}.npy", x)
         (part / "faults.json").write_text(json.dumps(faults), "utf-8")

@@ -42,10 +42,10 @@ def listing(folder):
 
 @functools.lru_cache(16)
 def listed(folder, _changed):
-    known, stems = {composed(x): x for x in os.listdir(folder)}, collections.defaultdict(list)
-    for x in known:
+    files, stems = {composed(x): x for x in os.listdir(folder)}, collections.defaultdict(list)
+    for x in files:
         stems[os.path.splitext(x)[0].lower()].append(x)
-    return known, stems
+    return files, stems
 
 
 def actual(path):
@@ -83,12 +83,12 @@ class Names:
     """Recordings by their names. a/b.wav is found as b.wav, as a/b and as x/a/b.wav, but never as c/b.wav."""
 
     def __init__(self):
-        self.known = collections.defaultdict(list)  # by the last part, and by that without its suffix
+        self.by_last = collections.defaultdict(list)  # by the last part, and by that without its suffix
 
     def add(self, name, recording):
-        found = *parts(name), recording
-        for key in {found[1], found[1].rpartition(".")[0] if "." in found[1] else found[1]}:
-            self.known[key].append(found)
+        named = *parts(name), recording
+        for key in {named[1], named[1].rpartition(".")[0] if "." in named[1] else named[1]}:
+            self.by_last[key].append(named)
 
     def find(self, name, whole=False):
         """The recordings that the name fits best: none, one, or several if it does not say which.
@@ -98,22 +98,24 @@ class Names:
         folders, base = parts(name)
         stem, dot, suffix = base.rpartition(".")
         if whole:
-            fits = [(0, x) for x in self.known.get(base, ()) if x[0] == folders and x[1] != base]
+            fits = [(0, x) for x in self.by_last.get(base, ()) if x[0] == folders and x[1] != base]
         else:
-            found = self.known.get(base) or (dot and f".{suffix.lower()}" in SUFFIXES and self.known.get(stem)) or ()
-            fits = [(rank, x) for x in found if (rank := agreement((folders, base), x)) is not None]
+            candidates = (
+                self.by_last.get(base) or (dot and f".{suffix.lower()}" in SUFFIXES and self.by_last.get(stem)) or ()
+            )
+            fits = [(rank, x) for x in candidates if (rank := agreement((folders, base), x)) is not None]
         best = max((rank for rank, _ in fits), default=None)
         return list(dict.fromkeys(x[2] for rank, x in fits if rank == best))
 
     def namesakes(self, name):
         """Whether there is a recording that has the last part of the name, in whatever folder."""
         base = parts(name)[1]
-        return base in self.known or base.rpartition(".")[0] in self.known
+        return base in self.by_last or base.rpartition(".")[0] in self.by_last
 
 
-def agreement(wanted, known):
+def agreement(wanted, other):
     """How well two names agree, as something that is greater for better ones; None: their folders differ."""
-    few = min(len(wanted[0]), len(known[0]))
-    if few and wanted[0][-few:] != known[0][-few:]:
+    few = min(len(wanted[0]), len(other[0]))
+    if few and wanted[0][-few:] != other[0][-few:]:
         return None
-    return few, len(wanted[0]) == len(known[0]), wanted[1] == known[1]
+    return few, len(wanted[0]) == len(other[0]), wanted[1] == other[1]

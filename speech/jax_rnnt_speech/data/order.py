@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_rnnt_speech.data.index import SLACK
 from jax_rnnt_speech.system import hosts, refuse_if
 
-SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
-SURE = 1.05, 1.1  # factor, and seconds: what is written to be longer than this beyond a limit is not decoded
-ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
 SOUGHT = 1000  # lengths among which limits of buckets are chosen
 NEAR = 0.9  # of the longest utterances that are used, where a bucket for longer ones is not worth it
 LEAST = 1000  # utterances of a window, for each reader
@@ -40,22 +38,12 @@ class Shape(NamedTuple):
 
 def dealt(sizes, readers):
     """Numbers of shards of each reader, such that all have about as much: the largest first, to who has the least."""
-    total, found = np.zeros(readers), [[] for _ in range(readers)]
+    total, shards = np.zeros(readers), [[] for _ in range(readers)]
     for i in np.argsort(-np.asarray(sizes, np.float64), kind="stable"):
         reader = int(np.argmin(total))
         total[reader] += max(sizes[i], 1)
-        found[reader].append(int(i))
-    return [sorted(x) for x in found]
-
-
-def longest(seconds):
-    """What utterances may last, by what is written."""
-    return np.where(seconds < 0, -seconds * ESTIMATE[0] + ESTIMATE[1], seconds + SLACK).astype(np.float64)
-
-
-def surely_longer(seconds, most):
-    """Whether utterances are longer than a limit however their lengths were rounded or estimated."""
-    return np.abs(seconds) > most * SURE[0] + SURE[1]
+        shards[reader].append(int(i))
+    return [sorted(x) for x in shards]
 
 
 def shuffled(rng, shards, buffer):
@@ -99,9 +87,9 @@ class Reader:
             return np.zeros(0, np.int64)
         first = epoch * draws
         passes = range(first // len(items), -(-(first + draws) // len(items)))
-        found = np.concatenate([of_pass(i) for i in passes])
+        drawn = np.concatenate([of_pass(i) for i in passes])
         start = first - passes[0] * len(items)
-        return found[start : start + draws]
+        return drawn[start : start + draws]
 
     def epoch(self, epoch):
         """(items, versions) in their order; what is mixed lies evenly among the others."""
@@ -114,18 +102,13 @@ class Reader:
 
     def heard(self, items, versions):
         """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
-        seconds = self.index.lengths(items)
-        used = np.isfinite(seconds) & ~surely_longer(seconds, self.most)  # the others are left out in their turn
-        lengths = np.where(used, np.minimum(longest(seconds), self.most + SLACK), 0)
-        plain = lengths / self.speeds[versions % len(self.speeds)] > self.most + SLACK
-        versions = np.where(plain, versions - versions % len(self.speeds), versions)  # without another speed
-        return versions, lengths / self.speeds[versions % len(self.speeds)]
+        return self.index.heard(items, versions, self.speeds, self.most)
 
     def most_heard(self):
         """Seconds that its items are heard at most, in any version and epoch; all lengths must be known."""
         items = np.concatenate(self.items)
-        found = [self.heard(items, np.full(len(items), i))[1].max(initial=0) for i in range(len(self.speeds))]
-        return float(max(found))
+        longest = [self.heard(items, np.full(len(items), i))[1].max(initial=0) for i in range(len(self.speeds))]
+        return float(max(longest))
 
 
 def limits(readers, epoch, count, window):
@@ -142,15 +125,15 @@ def limits(readers, epoch, count, window):
     share = np.cumsum(amount) / amount.sum()
 
     def parts(count):
-        found = {int(np.searchsorted(share, (k + 1) / count - 1e-9)) for k in range(count)}
-        return sorted(float(edges[min(i, SOUGHT - 1) + 1]) for i in found)
+        places = {int(np.searchsorted(share, (k + 1) / count - 1e-9)) for k in range(count)}
+        return sorted(float(edges[min(i, SOUGHT - 1) + 1]) for i in places)
 
-    found = parts(count)
+    ends = parts(count)
     if not window:  # other epochs may have longer ones
         longest = hosts.gathered(np.array([[max(x.most_heard() for x in readers)]])).max()
-        return [*found[:-1], max(found[-1], float(longest))]
-    if found[-1] > NEAR * most or count == 1:  # other windows may have longer ones
-        return [*found[:-1], most]
+        return [*ends[:-1], max(ends[-1], float(longest))]
+    if ends[-1] > NEAR * most or count == 1:  # other windows may have longer ones
+        return [*ends[:-1], most]
     return [*parts(count - 1), most]
 
 
@@ -182,13 +165,13 @@ class Order:
     @functools.lru_cache(3)  # noqa: B019
     def rows(self, epoch, window):
         """For each reader: (items, versions, seconds, places of the items of each shape)."""
-        found, some = [], slice(window * self.window, (window + 1) * self.window or None)
+        every, some = [], slice(window * self.window, (window + 1) * self.window or None)
         for reader, (items, versions) in zip(self.readers, self.epoch(epoch)):
             versions, seconds = reader.heard(items[some], versions[some])
             bucket = self.bucket(seconds)
             places = [np.flatnonzero(bucket == k) for k in range(len(self.shapes))]
-            found.append((items[some], versions, seconds, places))
-        return found
+            every.append((items[some], versions, seconds, places))
+        return every
 
     def counts(self, epoch, window):
         """Batches of each shape in a window, as far as these readers are concerned."""

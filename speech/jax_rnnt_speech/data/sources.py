@@ -8,6 +8,7 @@ import collections
 import contextlib
 import functools
 import gzip
+import itertools
 import os
 import re
 import zlib
@@ -17,8 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import archives, corpora, index, manifests, twins
+from jax_rnnt_speech.data import archives, index, lists, texts
 from jax_rnnt_speech.data.archives import nemo, parquet, shar, tars
+from jax_rnnt_speech.data.names import SUFFIXES, actual
+from jax_rnnt_speech.data.rows import SPLIT_KEYS, Entry, Fault, first_of, keys_of
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.system import UserError
 
@@ -32,6 +35,7 @@ KINDS = {tars: "tar", nemo: "NeMo's tar", shar: "Lhotse Shar", parquet: "Parquet
 AUDIO, KALDI = "audio", "Kaldi"
 NAMED = 3  # files or sources that a line names
 PROBED = 100  # utterances whose headers are read to estimate hours
+PEEKED = 8  # files or lines of a tar that tell whether its rows say their split
 SHARDS = 8  # shards of a source that are listed for that
 
 
@@ -45,6 +49,57 @@ class File(NamedTuple):
     rows: tuple = ()  # (split, how many rows a column of theirs says to be of it); empty: there is no such column
 
 
+def is_list(path):
+    """Whether `read` takes it for a list of recordings, and not for one."""
+    listed = actual(path).is_dir() or path.name in lists.KALDI or lists.suffix_of(path) in lists.LISTS
+    return listed or archives.is_archive(path) or archives.is_pattern(path)
+
+
+def read(name, *columns, **options):
+    """Entries and Faults of all that a name is for: a list, an archive, or a pattern of either; -> `lists.read`."""
+    if not archives.is_pattern(name):
+        yield from lists.read(name, *columns, **options, archive=archives.of_archive)
+        return
+    for path, shards in archives.sources(name):
+        yield from lists.read(path, *columns, **options, archive=lambda _, shards=shards: shards)
+
+
+def read_all(paths, *columns, lenient=True, texts=True, alone=None):
+    """Entries and Faults of several names. `lenient`: one that cannot be read is a Fault."""
+    for path in paths:
+        try:
+            yield from read(path, *columns, texts=texts, alone=len(paths) == 1 if alone is None else alone)
+        except lists.ListError as error:
+            if not lenient:
+                raise
+            yield Fault(error.reason, str(path))
+
+
+def by_function(name):
+    """(FILE.py:FUNCTION, the arguments behind it) of a corpus that a function makes, or None."""
+    match = re.fullmatch(r"(.+\.py:\w+)(?::(.+))?", name) if isinstance(name, str) else None
+    return match and (match[1], [match[2]] if match[2] else [])
+
+
+def absolute(name):
+    """The same corpora from any folder."""
+    if not isinstance(name, str):
+        return [absolute(x) for x in name]
+    if made := by_function(name):
+        return ":".join([texts.absolute(made[0]), *map(absolute, made[1])])
+    if name and actual(name).exists():
+        return str(actual(name).resolve())
+    if archives.is_pattern(name):
+        return os.path.abspath(name)
+    rest, weight = archives.weighted(name)
+    return name if weight is None else f"{absolute(rest)}:{weight:g}"
+
+
+def last_parts(name):
+    """The same corpora without their folders."""
+    return Path(name).name if isinstance(name, str) else [Path(x).name for x in name]
+
+
 def word_of(name):
     """(the split that a name says, where its word ends), or None."""
     words = re.finditer(r"[^\W\d_]+", name)
@@ -56,8 +111,8 @@ def of_folders(base, folder):
     """(split, group) by the names of the folders from a base on; the outermost that says one decides."""
     parts = [x for x in os.path.relpath(folder or ".", base).split(os.sep) if x != "."]
     for i, part in enumerate(parts, 1):
-        if found := word_of(part):
-            return found[0], os.path.join(base, *parts[:i])
+        if word := word_of(part):
+            return word[0], os.path.join(base, *parts[:i])
     return "", os.path.join(base, parts[0]) if parts else ""
 
 
@@ -65,15 +120,15 @@ def split_of(base, path, with_name):
     """(split, group) of a file by its folders from a base on, and perhaps by its name."""
     folder, name = os.path.split(path)
     split, group = of_folders(str(base), folder)
-    if not split and with_name and (found := word_of(name)):
-        split, end = found
+    if not split and with_name and (word := word_of(name)):
+        split, end = word
         return split, os.path.join(folder, f"{name[:end]}*{os.path.splitext(name)[1]}")
     return split, group or str(path)
 
 
 def files_of(name):
     """The Files that a source names."""
-    name, found = archives.weighted(name)[0], []
+    name, files = archives.weighted(name)[0], []
     several = archives.is_pattern(name)
     fixed = os.path.dirname(re.split(r"[*?[{]|_OP_", name)[0])
     for path in map(Path, archives.expanded(name)):
@@ -81,36 +136,41 @@ def files_of(name):
         if path.is_dir() and archives.is_archive(path):
             module, inside = archives.of_folder(path)
             kind = KINDS[module]
-        elif (path / "wav.scp").exists() or path.name in manifests.KALDI:
+        elif (path / "wav.scp").exists() or path.name in lists.KALDI:
             path = path if path.is_dir() else path.parent
             kind, inside = KALDI, [path]
         elif path.is_dir():
-            kind, inside = AUDIO, [x for x in manifests.below(path) if x.suffix.lower() in manifests.SUFFIXES]
+            kind, inside = AUDIO, [x for x in lists.below(path) if x.suffix.lower() in SUFFIXES]
         base = fixed if several else path if path.is_dir() and kind != KALDI else path.parent
         splits = [split_of(base, x, True) for x in inside]
         if kind == AUDIO and not all(split for split, _ in splits):  # names of recordings may be words that are spoken
             splits = [split_of(base, x, False) for x in inside]
         for x, (split, group) in zip(inside, splits):
             rows = rows_of(x, kind)
-            found.append(File(str(x), kind, rows[0][0] if len(rows) == 1 else split, group, rows))
-    return found
+            files.append(File(str(x), kind, rows[0][0] if len(rows) == 1 else split, group, rows))
+    return files
 
 
 def rows_of(path, kind):
-    """(split, how many rows say that they are of it) of a manifest or of Parquet; nothing where no column says it."""
+    """(split, how many rows say that they are of it) of a manifest, Parquet or tar; nothing where no key says it."""
     rows = ()
     with contextlib.suppress(UserError, OSError, EOFError, zlib.error):  # it is an error once it is read
         if kind == KINDS[parquet]:
             file = parquet.opened(str(path))
-            columns = [x for x in manifests.SPLIT_KEYS if x in file.schema_arrow.names]
+            columns = [x for x in SPLIT_KEYS if x in file.schema_arrow.names]
             rows = file.read(columns).to_pylist() if columns else ()
-        elif kind == KINDS[None] and (form := manifests.LISTS.get(manifests.suffix_of(path))):
+        elif kind in (KINDS[tars], KINDS[nemo]) and path.is_file():
+            every = (x for shard in archives.of_archive(path) for x in shard.objects())
+            first = list(itertools.islice(every, PEEKED))
+            if any(isinstance(x, dict) and not x.keys().isdisjoint(SPLIT_KEYS) for x in first):
+                rows = [x for x in itertools.chain(first, every) if isinstance(x, dict)]
+        elif kind == KINDS[None] and (form := lists.LISTS.get(lists.suffix_of(path))):
             with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as data:
                 head = data.read(2**16).replace(b"\0", b"")  # also of UTF-16
-            head = head if form is manifests.objects else head.partition(b"\n")[0]
-            if re.search(rb"\b(%s)\b" % "|".join(manifests.SPLIT_KEYS).encode(), head):
-                rows = [x for _, x in form(path, manifests.keys_of()) if isinstance(x, dict)]
-    said = [manifests.first_of(x, manifests.SPLIT_KEYS) for x in rows]
+            head = head if form is lists.objects else head.partition(b"\n")[0]
+            if re.search(rb"\b(%s)\b" % "|".join(SPLIT_KEYS).encode(), head):
+                rows = [x for _, x in form(path, keys_of()) if isinstance(x, dict)]
+    said = [first_of(x, SPLIT_KEYS) for x in rows]
     return tuple(counted(split_of_row(x) for x in said)) if any(said) else ()
 
 
@@ -121,52 +181,52 @@ def split_of_row(said):
 
 def listed(sources):
     """The Files of each source, by its name; of none that a function makes, or that cannot be read."""
-    found = {}
+    every = {}
     for x in map(str, names(sources)):
-        if not corpora.by_function(x):
-            found[x] = []
+        if not by_function(x):
+            every[x] = []
             with contextlib.suppress(OSError):  # it is an error once it is read
-                found[x] = files_of(x)
-    return found
+                every[x] = files_of(x)
+    return every
 
 
 def once(sources):
     """The sources, but none that is named twice or whose files others have, too; a line says what is not read again."""
     every, some = {}, list(map(str, names(sources)))
-    if len(some) < 2 or any(corpora.by_function(x) or archives.weighted(x)[1] is not None for x in some):
+    if len(some) < 2 or any(by_function(x) or archives.weighted(x)[1] is not None for x in some):
         return sources  # a weight says how often each is read
     for x in some:
         with contextlib.suppress(UserError, OSError):  # it is an error once it is read
             every[x] = {os.path.realpath(file.path) for file in files_of(x)}
-    kept = {str(x) for x in twins.once(dict.fromkeys(some), named=True)}
+    kept = {str(x) for x in lists.once(dict.fromkeys(some), named=True)}
     for x in sorted(every.keys() & kept, key=lambda x: (len(every[x]), -some.index(x))):
         others = [every[y] for y in kept - {x} if y in every]
         if every[x] and every[x] <= set().union(*others):
-            twins.say(f"{x} is not read by itself: other sources that are named have its files")
+            lists.say(f"{x} is not read by itself: other sources that are named have its files")
             kept.remove(x)
         elif both := [y for y in every[x] if any(y in other for other in others)]:
             some_of = f"{len(both):,} of its files, too, such as {both[0]}"
-            twins.say(f"{x}: another source has {some_of}: they are read twice")
+            lists.say(f"{x}: another source has {some_of}: they are read twice")
     if len(set(some)) < len(some):
-        twins.say(f"{next(x for x in some if some.count(x) > 1)} is named twice, and read once")
+        lists.say(f"{next(x for x in some if some.count(x) > 1)} is named twice, and read once")
     return [x for x in dict.fromkeys(some) if x in kept]
 
 
 def places(every):
     """{a file, or what an utterance of it names as its place: the split} of the Files of sources."""
-    found = {x.path: x.split for files in every.values() for x in files}
-    return found | {str(shar.tar_of(Path(x))): split for x, split in found.items() if shar.tar_of(Path(x))}
+    splits = {x.path: x.split for files in every.values() for x in files}
+    return splits | {str(shar.tar_of(Path(x))): split for x, split in splits.items() if shar.tar_of(Path(x))}
 
 
 def described(every):
     """The sources of an option in a line, with their files by kind and split."""
-    found = []
+    lines = []
     for name, files in [*every.items()][:NAMED]:
         kinds = ", ".join(f"{n:,} file{'s' * (n > 1)} of {x}" for x, n in counted(x.kind for x in files))
         splits = [(x or "no split", n) for x, n in counted(x.split for x in files)]
         each = ", ".join(f"{n:,} of {x}" for x, n in splits) if len(splits) > 1 else ""
-        found.append(f"{shown(name)} ({kinds}{': ' * bool(each)}{each})" if files else shown(name))
-    return ", ".join([*found, *[f"{len(every) - NAMED} more"] * (len(every) > NAMED)])
+        lines.append(f"{shown(name)} ({kinds}{': ' * bool(each)}{each})" if files else shown(name))
+    return ", ".join([*lines, *[f"{len(every) - NAMED} more"] * (len(every) > NAMED)])
 
 
 def counted(some):
@@ -176,20 +236,20 @@ def counted(some):
 def unmixed(option, every, held_out=True):
     """Raises where a source has several splits, by names of files and folders or by a column of its rows."""
     for name, files in every.items():
-        found, rows = collections.defaultdict(lambda: collections.defaultdict(list)), collections.Counter()
+        splits, rows = collections.defaultdict(lambda: collections.defaultdict(list)), collections.Counter()
         for x in files:
-            found[x.split][x.group].append(x.path)
+            splits[x.split][x.group].append(x.path)
             rows.update(dict(x.rows))
         source = f"{option} {shown(name)}".strip()
         if mixed(rows, held_out):
             each = ", ".join(f"{n:,} of {split or 'no split'}" for split, n in rows.items())
-            said = " or ".join(manifests.SPLIT_KEYS)
+            said = " or ".join(SPLIT_KEYS)
             raise UserError(f"{source} mixes splits, as its rows say under {said}: {each}; write the rows of each "
                             "split into a file of its own, and name those that you mean")  # fmt: skip
-        if not mixed(found, held_out) or of_a_speaker(files, found):
+        if not mixed(splits, held_out) or of_a_speaker(files, splits):
             continue
         each = []
-        for split, groups in found.items():
+        for split, groups in splits.items():
             some = [x if len(paths) > 1 or "*" not in x else paths[0] for x, paths in groups.items()]
             some = [*map(shown, some[:NAMED]), *[f"{len(some) - NAMED} more"] * (len(some) > NAMED)]
             each.append(f"{sum(map(len, groups.values())):,} of {split or 'no split'} ({', '.join(some)})")
@@ -204,13 +264,13 @@ def mixed(splits, held_out):
     return len(splits) > 1 and (held_out or not splits.keys() <= {"", "train"})
 
 
-def of_a_speaker(files, found):
+def of_a_speaker(files, splits):
     """Whether the one folder that a word for a split names is rather a person: several others beside it have none."""
-    if len(found) > 2 or "" not in found or any(x.kind != AUDIO for x in files):
+    if len(splits) > 2 or "" not in splits or any(x.kind != AUDIO for x in files):
         return False
-    (split,) = found.keys() - {""}
-    parents = {os.path.dirname(x) for x in found[split]}
-    return len(found[split]) == 1 and sum(os.path.dirname(x) in parents and os.path.isdir(x) for x in found[""]) > 1
+    (split,) = splits.keys() - {""}
+    parents = {os.path.dirname(x) for x in splits[split]}
+    return len(splits[split]) == 1 and sum(os.path.dirname(x) in parents and os.path.isdir(x) for x in splits[""]) > 1
 
 
 def apart(trained, tested):
@@ -229,16 +289,16 @@ def apart(trained, tested):
 
 
 def in_both(train, valid):
-    """How many utterances of a corpus of recordings are also in another one, or in the sample of one on the fly."""
-    valid = getattr(valid, "corpus", valid)
+    """How many utterances of a corpus of recordings are also among those that a `Source` samples."""
     held_out = {key(x) for x in getattr(valid, "entries", ())}
-    bases = {os.path.basename(audio) for audio, *_ in held_out}
-    train = getattr(train, "corpus", train)
-    found = getattr(train, "entries", ())
-    if hasattr(train, "places"):
-        near = ((train.indices[k], i) for k, i in train.places)
-        found = (x.entry(i) for x, i in near if os.path.basename(str(x.entry(i, False).audio)) in bases)
-    return len(held_out & {key(x) for x in found if isinstance(x, manifests.Entry)})
+    if not held_out or train.corpus is not None:
+        return 0
+    bases, same = {os.path.basename(audio) for audio, *_ in held_out}, set()
+    for place, i in train.places:
+        listed = train.indices[place].listing(i, False)
+        if isinstance(listed, Entry) and os.path.basename(str(listed.audio)) in bases:
+            same.add(key(train.indices[place].listing(i)))
+    return len(held_out & same)
 
 
 def key(entry):
@@ -248,19 +308,19 @@ def key(entry):
 
 def hours(sources, columns):
     """About how many hours sources hold, by a part of what their manifests say, and by some headers."""
-    keys, total = manifests.keys_of(*columns), 0.0
+    keys, total = keys_of(*columns), 0.0
     for name in sources:
         shards, rows, seconds = archives.of(archives.weighted(name)[0], columns), [], []
         chosen = np.unique(np.linspace(0, len(shards) - 1, SHARDS).astype(int)) if shards else []
         for shard in (shards[i] for i in chosen):
             for x in shard.read(keys, brief=True):
-                if type(x) is not manifests.Fault:
+                if type(x) is not Fault:
                     rows.append((shard, x[0]))
                     seconds.append((x[1][1] or 0.0) if type(x[1]) is tuple else index.written(x[1]))
         if not all(seconds):
             some = np.unique(np.linspace(0, len(rows) - 1, PROBED).astype(int))
-            found = [seconds[i] or index.by_header(rows[i][0].entry(rows[i][1], keys)) for i in some.tolist()]
-            seconds = [np.nan_to_num(np.abs(found)).mean() * len(rows)]
+            lengths = [seconds[i] or index.by_header(rows[i][0].entry(rows[i][1], keys)) for i in some.tolist()]
+            seconds = [np.nan_to_num(np.abs(lengths)).mean() * len(rows)]
         share = sum(shards[i].amount for i in chosen) / max(1, sum(x.amount for x in shards))
         total += sum(seconds) / 3600 / (share or 1)
     return total

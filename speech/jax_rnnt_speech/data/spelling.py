@@ -38,16 +38,16 @@ def locale_of(name, option):
 
 def language_of(name, option):
     """The Language of a name, or an error that has all names."""
-    known = RbnfEngine.get_supported_languages()
+    supported = RbnfEngine.get_supported_languages()
     try:
         x = locale_of(name, option)
     except UserError:
         x = None
     parts = [x and x.language.replace("nb", "no"), x and x.script, x and x.territory]
     forms = ["_".join(filter(None, some)) for some in (parts, parts[:2], parts[::2], parts[:1])]
-    found = next((form for form in forms if form in known), None)
-    refuse_if(not found, f"{option} has no numbers in words; languages: {', '.join(known)}")
-    return Language(found, x)
+    chosen = next((form for form in forms if form in supported), None)
+    refuse_if(not chosen, f"{option} has no numbers in words; languages: {', '.join(supported)}")
+    return Language(chosen, x)
 
 
 class Language:
@@ -63,8 +63,8 @@ class Language:
         self.spaced = not pair[0].strip()  # groups of digits are written apart
         own, arabic = (native.get("group", pair[0]), native.get("decimal", pair[1])), ("٬", "٫")
         pairs = (pair, "[0-9]"), (arabic, "[0-9]"), (own, r"\d"), (arabic, r"\d")
-        found = [(digit, y) for x, digit in pairs for y in patterns(*x, digit, locale)]
-        self.patterns = [[x for digit, x in found if (digit == "[0-9]") == latin] for latin in (False, True)]
+        every = [(digit, y) for x, digit in pairs for y in patterns(*x, digit, locale)]
+        self.patterns = [[x for digit, x in every if (digit == "[0-9]") == latin] for latin in (False, True)]
         self.percent_first = locale.percent_formats[None].pattern.startswith("%")
         marks = symbols["latn"]["decimal"], locale_of(name, name).number_symbols["latn"]["decimal"]
         self.point = self.find_point() if marks[0] == marks[1] else None  # es-MX writes a point, es says a comma
@@ -73,8 +73,8 @@ class Language:
         shown = [x for x in self.digits.rulesets if x.startswith("digits-ordinal")]
         self.dotted = not shown  # 3. is CLDR's ordinal of a language without rules
         kinds = {x: x.replace("digits", "spellout") for x in shown}
-        found = {x: kind for x, kind in kinds.items() if kind in self.engine.rulesets}
-        self.ordinals = {x: kind for x, kind in found.items() if len(found) == 1 or x != "digits-ordinal"}
+        usual = {x: kind for x, kind in kinds.items() if kind in self.engine.rulesets}
+        self.ordinals = {x: kind for x, kind in usual.items() if len(usual) == 1 or x != "digits-ordinal"}
         for form in ("0", "#,##0", "#,##,##0"):  # numbers as digits, which unicode-rbnf lacks
             self.digits.add_rule("0", DIGITS, form)
         self.cardinal, self.read = (functools.lru_cache(10_000)(x) for x in (self.cardinal, self.read))
@@ -96,15 +96,15 @@ class Language:
 
     def forms(self, number):
         """The words of a number for all genders and cases."""
-        found = self.engine.format_number(number).text_by_ruleset.items()
-        return {words for ruleset, words in found if not OTHER_FORMS.search(ruleset)}
+        texts = self.engine.format_number(number).text_by_ruleset.items()
+        return {words for ruleset, words in texts if not OTHER_FORMS.search(ruleset)}
 
     def find_point(self):
         """What is said between a number and its decimals, which are said one by one. Some rules spell all as zero."""
         for ruleset in sorted(self.engine.rulesets, key=len):
             usual = ruleset.startswith("spellout") and not OTHER_FORMS.search(ruleset)
             if usual and not self.engine.rulesets[ruleset].is_private:
-                found = set()
+                framings = set()
                 for whole, part in ((2, 3), (4, 5), (6, 7)):
                     try:
                         words = self.said(ruleset, Decimal(f"{whole}.{part}"))
@@ -112,9 +112,9 @@ class Language:
                     except (RbnfError, ValueError):
                         break
                     framed = words.startswith(before) and words.endswith(after)
-                    found.add(words[len(before) : -len(after)] if framed else "")
-                if len(found) == 1 and found != {""}:
-                    return found.pop()
+                    framings.add(words[len(before) : -len(after)] if framed else "")
+                if len(framings) == 1 and framings != {""}:
+                    return framings.pop()
         return None
 
     def find_minus(self):
@@ -127,10 +127,10 @@ class Language:
     def value(self, text):
         """(whole number, its decimals or None) of what is written without a sign."""
         for pattern in self.patterns[bool(re.search("[0-9]", text))]:
-            if found := pattern.fullmatch(text):
-                whole = re.sub(r"\D", "", found["whole"])
+            if match := pattern.fullmatch(text):
+                whole = re.sub(r"\D", "", match["whole"])
                 if len(whole) == 1 or int(whole[0]):
-                    return int(whole), found["part"]
+                    return int(whole), match["part"]
         return None
 
     def number(self, text):
@@ -169,11 +169,11 @@ class Language:
 
     def ordinal(self, text):
         """1st, 2e, 3º: as CLDR writes the ordinals of a language, in words, if all such have the same."""
-        found = re.fullmatch(r"([^\W\d]*)([1-9]\d*)(\D*)", text)
-        if not found or not (found[1] or found[3]):
+        match = re.fullmatch(r"([^\W\d]*)([1-9]\d*)(\D*)", text)
+        if not match or not (match[1] or match[3]):
             return None
-        ending = ENDINGS.get(self.base, {}).get(found[3], found[3])
-        written, number = f"{found[1]}{DIGITS}{ending}".replace(".", ""), int(found[2])
+        ending = ENDINGS.get(self.base, {}).get(match[3], match[3])
+        written, number = f"{match[1]}{DIGITS}{ending}".replace(".", ""), int(match[2])
         words = set()
         for ruleset, kind in self.ordinals.items():
             try:
@@ -204,12 +204,12 @@ class Language:
         number has.
         """
 
-        def join(found):
-            groups = found[0].split(" ")
+        def join(match):
+            groups = match[0].split(" ")
             threes = [len(x) == 3 for x in groups]
             if self.spaced and all(threes[1:]) and len(groups[0]) <= 3 and not (len(groups) > 2 and threes[0]):
                 return SPACE.join(groups)
-            return "\u2007".join(groups) if any(threes[1:]) else found[0]
+            return "\u2007".join(groups) if any(threes[1:]) else match[0]
 
         return re.sub(rf"(?<![\d.,'/:])(?<!\d{SPACE})(?<![^\W\d]-)\d+(?: \d+)+(?!{SPACE}?\d)", join, text)
 

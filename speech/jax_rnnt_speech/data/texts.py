@@ -35,8 +35,8 @@ SIGNED = re.compile(rf"(?<![.,–-])(?:[.,]\d|[-–][.,]?[{CURRENCY}]?\d)")
 TOKENS = re.compile(r"([ \n]+)")
 
 
-def usual(found):
-    return unicodedata.normalize("NFKC", found[0])
+def usual(match):
+    return unicodedata.normalize("NFKC", match[0])
 
 
 class Table(dict):
@@ -98,9 +98,9 @@ def lowered(language=""):
 def clean(text):
     """A text without digits and signs that are said, without punctuation."""
 
-    def kept(found):
-        inner = text[: found.start()][-1:].strip() and text[found.end() :][:1].strip()
-        return found[0] if inner else "\n"
+    def kept(match):
+        inner = text[: match.start()][-1:].strip() and text[match.end() :][:1].strip()
+        return match[0] if inner else "\n"
 
     text = text.translate(CLEANED)
     return EDGES.sub(kept, text)
@@ -214,5 +214,5 @@ def normalizer(name, lower=False):
 def absolute(name):
     """The same --normalize from any folder."""
     file, colon, function = name.rpartition(":")
-    known = is_built_in(name) or not colon or not Path(file).is_file()
-    return name if known else f"{Path(file).resolve()}:{function}"
+    built_in = is_built_in(name) or not colon or not Path(file).is_file()
+    return name if built_in else f"{Path(file).resolve()}:{function}"

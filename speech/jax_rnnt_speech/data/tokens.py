@@ -26,10 +26,10 @@ def characters_of_bytes():
 
 def bytes_of(piece):
     """The bytes that a piece of a tokenizer writes, in `Vocabulary.texts`: <0xC3>, or a character for each."""
-    known, number = characters_of_bytes(), BYTE.fullmatch(piece)
-    if not number and not {*piece} <= known.keys():
+    values, number = characters_of_bytes(), BYTE.fullmatch(piece)
+    if not number and not {*piece} <= values.keys():
         return piece
-    return (bytes.fromhex(number[1]) if number else bytes(map(known.get, piece))).decode("utf-8", "surrogateescape")
+    return (bytes.fromhex(number[1]) if number else bytes(map(values.get, piece))).decode("utf-8", "surrogateescape")
 
 
 # Control characters and ends of lines are spaces: no format has them in a text. Nor a byte order mark.
@@ -164,8 +164,8 @@ class Numbers(Vocabulary):
     def encode(self, text):
         """The labels that a text names, or None if it names anything else."""
         words = text.split()
-        known = all(x.isdecimal() and int(x) < len(self.pieces) for x in words)
-        return [int(x) for x in words] if known else None
+        valid = all(x.isdecimal() and int(x) < len(self.pieces) for x in words)
+        return [int(x) for x in words] if valid else None
 
     def decode(self, labels):
         return " ".join(str(int(i)) for i in labels)

@@ -23,9 +23,9 @@ def items(function, count, threads, workers=0):
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
     several = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
     dataset = grain.MapDataset.source(range(count)).map(Told(function)).to_iter_dataset(options)
-    found = iter(dataset.mp_prefetch(several, worker_init_fn=alone))
+    results = iter(dataset.mp_prefetch(several, worker_init_fn=alone))
     try:
-        for x in found:
+        for x in results:
             if isinstance(x, UserError):
                 raise x
             yield x
@@ -38,10 +38,10 @@ def items(function, count, threads, workers=0):
         raise UserError(f"--workers {workers}: {ended}{cause(ended)}") from None
     finally:
         if workers:
-            found.close()
+            results.close()
             # A cycle of Grain's iterators holds the last batch in the memory that workers share, which Python would
             # call a leak at its end.
-            x = found = None
+            x = results = None
             gc.collect()
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt_speech.config.files import to_json
-from jax_rnnt_speech.data import corpora
+from jax_rnnt_speech.data import sources
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.pretrained import files
 from jax_rnnt_speech.system import UserError, refuse_if
@@ -29,7 +29,7 @@ def write(model, folder, dtype, card=""):
 
     files.mapped(model.params, taken)
     config = model.config  # folders of this machine say nothing
-    config = config.replace(**{name: corpora.last_parts(config.get(name)) for name in FILES})
+    config = config.replace(**{name: sources.last_parts(config.get(name)) for name in FILES})
     setup = model.setup() | {"config": to_json(config)}
     with files.replaced(folder) as new:
         (new / SETUP).write_text(json.dumps(setup) + "\n", "utf-8")

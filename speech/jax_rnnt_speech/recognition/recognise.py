@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jax_rnnt_speech.data import audio, index, manifests
+from jax_rnnt_speech.data import audio, index, rows, sources
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import windows
 from jax_rnnt_speech.recognition.search import GREEDY
@@ -20,13 +20,13 @@ HELD = 60_000  # frames of the recordings that are sorted by length at once: 10 
 def listed(arguments, audio_column=""):
     """Entries and Faults of audio files, manifests and folders, which need no texts."""
     several = len(arguments) > 1
-    if audio_column and isinstance(audio_column, str) and not any(map(manifests.is_list, map(Path, arguments))):
+    if audio_column and isinstance(audio_column, str) and not any(map(sources.is_list, map(Path, arguments))):
         raise UserError(f"--audio-column {audio_column} names a column, and no FILE is a manifest")
     for path in map(Path, arguments):
-        if manifests.is_list(path):
-            yield from manifests.read_all([path], audio_column, lenient=several, texts=False, alone=not several)
+        if sources.is_list(path):
+            yield from sources.read_all([path], audio_column, lenient=several, texts=False, alone=not several)
         else:
-            yield manifests.Entry(str(path), path, "")
+            yield rows.Entry(str(path), path, "")
 
 
 def recordings(arguments, audio_column=""):
@@ -44,7 +44,7 @@ def settled(entries):
     """
     lengths = {}
     for x in entries:
-        if isinstance(x, manifests.Entry) and x.end is not None:
+        if isinstance(x, rows.Entry) and x.end is not None:
             with contextlib.suppress(UserError, OSError):  # it is an error once it is read
                 if x.audio not in lengths:
                     lengths[x.audio] = abs(index.of_header(x.audio)), False
@@ -60,7 +60,7 @@ def settled(entries):
 def loaded(entries, rate):
     """(name, pieces of its samples or the UserError that there are none) of each entry."""
     for x in entries:
-        if isinstance(x, manifests.Fault):
+        if isinstance(x, rows.Fault):
             yield x.name, UserError(f"{x.name}: {x.reason}")
         else:
             yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import decode
 from jax_rnnt_speech.config.options import amount, natural, option
-from jax_rnnt_speech.data import manifests, texts
+from jax_rnnt_speech.data import lists, rows, texts
 from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.recognition.spotter import Spotter
@@ -122,7 +122,7 @@ def spelled(path, model, usual):
     """
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
     with told(f"--phrases {path} is not readable", OSError, ValueError):
-        lines = [(i, manifests.encodable(line, f"line {i}")) for i, line in manifests.lines_of(path)]
+        lines = [(i, rows.encodable(line, f"line {i}")) for i, line in lists.lines_of(path)]
     found = []
     for i, line in lines:
         text, _, weight = line.partition("\t")

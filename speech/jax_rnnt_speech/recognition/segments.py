@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from jax_rnnt_speech.data import audio, manifests
-from jax_rnnt_speech.data.manifests import LineError
+from jax_rnnt_speech.data import audio, lists, rows
 from jax_rnnt_speech.data.names import Names, composed
+from jax_rnnt_speech.data.rows import LineError
 from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import recognise
 from jax_rnnt_speech.system import UserError, refuse_if, told
@@ -40,7 +40,7 @@ def times(start, end=None, duration=None):
         end = float(end) if duration is None else round(start + float(duration), 6)
     except (TypeError, ValueError, OverflowError):
         raise LineError("its times are no numbers") from None
-    manifests.leave_out_if(not 0 <= start < end < math.inf, f"it must end after it begins, got {start:g} to {end:g} s")
+    rows.leave_out_if(not 0 <= start < end < math.inf, f"it must end after it begins, got {start:g} to {end:g} s")
     return start, end
 
 
@@ -49,7 +49,7 @@ def of_rttm(line):
     fields = line.split()
     if fields[0] != "SPEAKER":
         return None
-    manifests.leave_out_if(len(fields) < 8, f"SPEAKER has 9 or 10 columns, got {len(fields)}")
+    rows.leave_out_if(len(fields) < 8, f"SPEAKER has 9 or 10 columns, got {len(fields)}")
     # Tools write names with spaces: of a recording before these two columns, of a speaker behind them.
     place = next((i for i in range(5, len(fields) - 2) if fields[i : i + 2] == ["<NA>", "<NA>"]), 5)
     channel, start, duration, _, _, *last = fields[place - 3 :]
@@ -70,7 +70,7 @@ def is_number(text):
 def of_ctm(line):
     """The last one of eight columns is the speaker of a word; with fewer columns, the token is that of a segment."""
     fields = line.split()
-    manifests.leave_out_if(len(fields) < 5, f"CTM has 5 to 8 columns, got {len(fields)}")
+    rows.leave_out_if(len(fields) < 5, f"CTM has 5 to 8 columns, got {len(fields)}")
     speaker = known(fields[7] if len(fields) > 7 else fields[4])
     return Segment(fields[0], fields[1], *times(fields[2], duration=fields[3]), speaker)
 
@@ -81,7 +81,7 @@ def known(speaker):
 
 def of_json(segment):
     """A Segment of an object of pyannote."""
-    manifests.leave_out_if(not isinstance(segment, dict), "it is no object")
+    rows.leave_out_if(not isinstance(segment, dict), "it is no object")
     place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
     speaker = next((str(segment[key]) for key in ("speaker", "label") if segment.get(key) is not None), "")
     return Segment(str(segment["uri"] or ""), "1", *times(place.get("start"), place.get("end")), speaker)
@@ -89,13 +89,13 @@ def of_json(segment):
 
 def lines_of(path):
     """(place, line) of those that are no comments."""
-    return ((f"line {i}", x) for i, x in manifests.lines_of(path) if not x.lstrip().startswith(";;"))
+    return ((f"line {i}", x) for i, x in lists.lines_of(path) if not x.lstrip().startswith(";;"))
 
 
 def objects_of(path):
     """(place, object) of pyannote: an annotation's `for_json`, a result's `serialize`, its API's answer, or a list."""
     with told(f"--segments {path} is no JSON", ValueError, RecursionError):
-        x = json.loads(manifests.text_of(path))
+        x = json.loads(lists.text_of(path))
     x = x.get("output", x) if isinstance(x, dict) else x
     name = x.get("uri") if isinstance(x, dict) else None
     if isinstance(x, dict):
@@ -112,14 +112,14 @@ FORMATS = {".rttm": (lines_of, of_rttm), ".ctm": (lines_of, of_ctm), ".json": (o
 def read(path):
     """Segments of a file, and Faults of what is none."""
     refuse_if(path.suffix.lower() not in FORMATS, f"--segments {path} must end in {', '.join(FORMATS)}")
-    rows, form = FORMATS[path.suffix.lower()]
+    read, form = FORMATS[path.suffix.lower()]
     found, faults, others = [], [], collections.Counter()
     with told(f"--segments {path} is not readable", OSError):
-        for place, row in rows(path):
+        for place, row in read(path):
             try:
                 x = form(row)
             except LineError as error:
-                faults.append(manifests.Fault(str(error), f"--segments {path}, {place}"))
+                faults.append(rows.Fault(str(error), f"--segments {path}, {place}"))
                 continue
             if x is None:
                 others[row.split()[0]] += 1
@@ -154,15 +154,15 @@ def entries(path, recordings):
     known = collections.defaultdict(list)
     for x in found:
         known[composed(x.recording)].append(x)
-    whole = [x for x in recordings if isinstance(x, manifests.Entry)]
-    results = [x for x in recordings if not isinstance(x, manifests.Entry)]
+    whole = [x for x in recordings if isinstance(x, rows.Entry)]
+    results = [x for x in recordings if not isinstance(x, rows.Entry)]
     meant = recordings_of(known, whole, path)
     used = {name for names in meant.values() for name in names}
     for x in whole:
         refuse_if((x.start, x.end) != (0.0, None), f"--segments needs whole recordings, got {x.name}")
         some = [y for name in meant[x.audio] for y in known[name]]
         if not some:
-            faults.append(manifests.Fault(f"{path} has no segment of it", x.name))
+            faults.append(rows.Fault(f"{path} has no segment of it", x.name))
         channels = {y.channel for y in some}
         for y in some:
             # Tools write 1 for recordings of any number of channels.
@@ -170,7 +170,7 @@ def entries(path, recordings):
             about = f" from {y.start:g} s to {y.end:g} s" + (f", {y.speaker}" if y.speaker else "")
             results.append(x._replace(name=x.name + about, start=y.start, end=y.end, speaker=y.speaker, channel=chosen))
     lost = f"no recording has this name, as {path} has it", f"{path} has segments without the name of a recording"
-    faults += [manifests.Fault(lost[not x], shown(x)) for x in sorted(known.keys() - used)]
+    faults += [rows.Fault(lost[not x], shown(x)) for x in sorted(known.keys() - used)]
     if whole and not used:
         raise UserError(f"--segments {path} has no segment of {shown(whole[0].audio)}; it names "
                         f"{', '.join(sorted(map(shown, known))) or 'no recording'}{''.join(bad[:1])}")  # fmt: skip
@@ -208,10 +208,10 @@ def loaded(entries, rate):
 
     Segments of a recording that follow each other in time are cut out of it as it is decoded, once.
     """
-    for _, group in itertools.groupby(entries, lambda x: isinstance(x, manifests.Entry) and x.audio):
+    for _, group in itertools.groupby(entries, lambda x: isinstance(x, rows.Entry) and x.audio):
         found, sources = list(group), {}  # of the channels of a recording
         for x in found:
-            if isinstance(x, manifests.Fault):
+            if isinstance(x, rows.Fault):
                 yield from recognise.loaded([x], rate)
             elif x.end - x.start > HELD:
                 yield x.name, cut_at_the_end(x, rate)

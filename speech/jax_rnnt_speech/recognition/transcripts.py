@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_rnnt import timing
 from jax_rnnt_speech.config.options import option
-from jax_rnnt_speech.data.manifests import Entry, later
+from jax_rnnt_speech.data.rows import Entry, later
 from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import subtitles, timed, unheard
 from jax_rnnt_speech.system import UserError, outputs, refuse_if, told

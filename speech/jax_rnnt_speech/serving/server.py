@@ -18,7 +18,7 @@ import av
 import numpy as np
 from aiohttp import web
 
-from jax_rnnt_speech.data import audio, features, manifests
+from jax_rnnt_speech.data import audio, features, rows
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import recognise, streams, transcripts, unheard
 from jax_rnnt_speech.serving import form
@@ -269,7 +269,7 @@ class Server:
             refuse_if(result.error, result.error)
             if result.unheard:
                 print(unheard.line(file, result.unheard), file=sys.stderr, flush=True)
-            return transcripts.transcript(self.model, manifests.Entry(str(file), str(file), ""), result)
+            return transcripts.transcript(self.model, rows.Entry(str(file), str(file), ""), result)
         except UserError as error:
             return Problem(400, str(error), "file")
 

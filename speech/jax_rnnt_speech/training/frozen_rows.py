@@ -1,39 +1,60 @@
-"""Rows of the frozen lower part of an encoder, which a cache holds in the place of features."""
+"""Rows of the frozen lower part of an encoder, which a source may remember in the place of features."""
 
+import collections
 import dataclasses
 import hashlib
 
 import jax
 import numpy as np
 
-from jax_rnnt_speech.data import batches
-from jax_rnnt_speech.data.cache import Stored
+from jax_rnnt_speech.data import batches, cache
 
 
-def cached(model, parts, data, buckets, folder):
-    """(data, buckets) with rows of the frozen lower part of the encoder in the place of features."""
-    corpus, layers = data.corpus, parts.layers
-    weights = hashlib.sha256()
+def lower_of(model, parts):
+    """(the model that computes rows, all of it that decides them)."""
+    config, standard, weights = model.config, (model.mean.tolist(), model.deviation.tolist()), hashlib.sha256()
     for path, x in sorted(parts.frozen(model.params).items()):
         weights.update(path.encode() + np.ascontiguousarray(jax.device_get(x)).tobytes())
-    extractor = dataclasses.asdict(model.extractor)
-    standard = model.mean.tolist(), model.deviation.tolist()
-    config, lower = model.config, model
     if config.compute.bfloat16_rows:
         config = config.replace(dtype="bfloat16")
-        lower = type(model)(config, model.tokens, *standard, model.source)
-    key = [corpus.key, weights.hexdigest(), layers, config.compute.dtype, extractor, standard]
-    key += [[x.frames, x.members] for x in buckets]
+        model = type(model)(config, model.tokens, *standard, model.source)
+    extractor = dataclasses.asdict(model.extractor)
+    return model, [weights.hexdigest(), parts.layers, config.compute.dtype, extractor, standard]
 
-    def made():
-        for batch in batches.testing(data, config.data, buckets, (0, 1)):
-            found = lower.lower(model.params, batch, layers)
-            for i, x, count in zip(batch["index"], *jax.device_get(found)):
-                if i >= 0:
-                    yield i, x[:count]
 
-    stored = Stored(corpus, folder, key, model.width, made())
-    counts = stored.index[:, 1]
-    stored.utterances = [x._replace(frames=int(n)) for x, n in zip(corpus.utterances, counts)]
-    buckets = [x._replace(frames=max(1, int(counts[x.members].max()))) for x in buckets]
-    return data._replace(corpus=stored), buckets
+def remember(model, parts, source, folder):
+    """Lets a source that is opened have rows after the frozen layers. They are computed once and kept in a folder."""
+    lower, decided = lower_of(model, parts)
+    shapes = source.loads.shapes
+    for index in source.indices:
+        arrays, count = index.arrays, len(index.arrays.index)
+        key = [arrays.folder.name, decided, [[x.frames, x.rows] for x in shapes]]
+
+        def expected(arrays=arrays):
+            return arrays.index[:, 1].sum() / model.subsampling
+
+        def made(index=index):
+            yield from rows_of(lower, model.params, parts.layers, index, source)
+
+        def name_of(number, index=index):
+            return index.utterances[int(np.searchsorted(index.places, number // index.frames.shape[1]))].name
+
+        index.arrays = cache.stored(folder, key, count, model.width, source.report, expected, made, name_of)
+        index.folders.append(index.arrays.folder.name)
+    shapes = [x._replace(frames=-(-x.frames // model.subsampling)) for x in shapes]
+    source.loads = source.loader(model, shapes)
+    source.loads.features, source.loads.subsampling = model.width, 1
+
+
+def rows_of(model, params, layers, index, source):
+    """(number, rows) of all versions of the utterances of an index, computed in batches of a shape."""
+    data, options = batches.Labelled(source, collections.defaultdict(lambda: np.zeros(0, np.int32))), model.config.data
+    items, versions = np.nonzero(index.frames)
+    buckets = source.order.bucket(index.frames[items, versions] * index.hop)
+    for k, shape in enumerate(source.order.shapes):
+        some = np.flatnonzero(buckets == k)
+        for part in (some[i : i + shape.rows] for i in range(0, len(some), shape.rows)):
+            numbers = index.places[items[part]] * index.frames.shape[1] + versions[part]
+            batch = batches.collate(data, options, shape, [(i, index.arrays.load(i), 0) for i in numbers], shape.rows)
+            for i, x, count in zip(numbers, *jax.device_get(model.lower(params, batch, layers))):
+                yield i, x[:count]

@@ -32,7 +32,7 @@ class Start:
         None, Path, "folder in which features are kept, or none to compute them at each use; default: cache in the "
         "workdir", metavar="FOLDER",
     )  # fmt: skip
-    workers: int = option(0, natural, "processes that load batches with --on-the-fly; the result is the same")
+    workers: int = option(0, natural, "processes that load batches; the result is the same")
     hook: str | None = option(
         None, str, "call this function with (step, {name: number}) at each log and each test", metavar="FILE:FUNCTION"
     )

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,10 +10,10 @@ from tqdm import tqdm
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import batches, cache, corpora, sources
-from jax_rnnt_speech.data.on_the_fly import OnTheFly
+from jax_rnnt_speech.data.source import EARLIER, Source
 from jax_rnnt_speech.recognition import search_options
 from jax_rnnt_speech.system import UserError, hosts, programs, refuse_if
-from jax_rnnt_speech.training import epochs, frozen_rows, objective
+from jax_rnnt_speech.training import frozen_rows, objective
 from jax_rnnt_speech.training.devices import Devices
 from jax_rnnt_speech.training.evaluation import Evaluation
 from jax_rnnt_speech.training.parts import Parts
@@ -22,33 +21,16 @@ from jax_rnnt_speech.training.record import Record
 from jax_rnnt_speech.training.train import Training
 
 
-class Side(NamedTuple):
-    """The labelled utterances of --train or --valid, in buckets."""
-
-    data: batches.Labelled
-    buckets: list
-
-    @classmethod
-    def of(cls, corpus, model, devices, held_out=False):
-        data = batches.labelled(corpus, model.tokens, model.subsampling, held_out=held_out)
-        return cls(data, batches.make_buckets(data, model.config, devices.mesh.size))
-
-
 def report(model, parts, train, valid):
-    """Prints what is left out, the shapes of batches, and how much padding is in them."""
-    for name, side in (("train", train), ("valid", valid)):
-        for line in side.data.corpus.report.lines():
+    """Prints what is left out, and how large the corpora and the model are."""
+    for name, data in (("train", train), ("valid", valid)):
+        for line in data.corpus.report.lines():
             hosts.say(f"{name}: {line}")
     trained = jax.eval_shape(parts.free, model.shapes)
-    several = f"{len(train.data.labels)} training and " if train.buckets else ""
-    hosts.say(f"{several}{len(valid.data.labels)} held-out utterances, "
+    hosts.say(f"{len(valid.labels)} held-out utterances, "
               f"{len(model.tokens.pieces)} labels, "
               f"{sum(x.size for x in jax.tree.leaves(model.shapes)):,} parameters, of which "
               f"{sum(x.size for x in trained.values()):,} are trained")  # fmt: skip
-    if train.buckets:
-        left, one = batches.padding(*train)
-        shapes = ", ".join(f"{b.batch} x {b.frames} frames x {b.labels} labels" for b in train.buckets)
-        hosts.say(f"batches: {shapes}; {left:.0%} padding, {one:.0%} with one shape")
 
 
 def warn(*lines):
@@ -58,13 +40,32 @@ def warn(*lines):
             tqdm.write(line, file=sys.stderr)
 
 
-def training_corpus(config, start, run, folder):
-    """What --train names, in memory or on the fly."""
-    if not config.data.on_the_fly:
-        return corpora.open_corpus(config.data.train, config, "train", folder)
-    folder = folder if start.cache and folder else run.workdir / "index"
-    order = None if run.last is None else run.setup("params", "training", quiet=True).get("order")
-    return OnTheFly(config, folder, start.workers, order, run.last or 0)
+def opened_source(config, start, run, folder):
+    """The Source of what --train names; `folder`: for features, or None."""
+    corpus = corpora.made_by(config.data.train, config, "train")
+    refuse_if(start.workers and corpus is not None, "--workers: a corpus that a function makes is read by one process")
+    state = None if run.last is None else run.setup("params", "training", quiet=True).get("order", EARLIER)
+    kept = None if config.data.on_the_fly or corpus is not None else folder
+    index = start.cache if start.cache and folder else run.workdir / "index"
+    return Source(config, index, start.workers, state, run.last or 0, kept, corpus)
+
+
+def standardise(model, train):
+    """Gives a new model the statistics of utterances of the first reader, whichever process has it."""
+    some = {i: x for i, x in train.labels.items() if not train.corpus.places[i][0]}
+    objective.standardise(model, train._replace(labels=some))
+    first = hosts.each([model.mean.tolist(), model.deviation.tolist()])[0]
+    model.mean, model.deviation = np.array(first, np.float32)
+
+
+def counted(config, source):
+    """(the configuration with the steps that --epochs come to, the epoch at which the run ends, or None)."""
+    if not (count := config.run.epochs):
+        return config, None
+    about = "about " * bool(source.order.window)  # the learning rate follows an estimate then
+    now = source.first[1]
+    hosts.say(f"{count} epochs of {about}{source.order.steps(now, now + 1):,} batches")
+    return config.replace(steps=source.steps(count), epochs=0).consistent(), count
 
 
 def prepared(config, start, searching, lines=()):
@@ -73,67 +74,40 @@ def prepared(config, start, searching, lines=()):
     devices = Devices(Mesh(np.array(hosts.devices(start.platform, start.devices)), ("data",)))
     programs.keep(run.workdir / "programs")
     folder = None if start.cache and start.cache.name == "none" else start.cache or run.workdir / "cache"
-    refuse_if(start.workers and not config.data.on_the_fly, "--workers needs --on-the-fly")
     warn(*lines)
-    known = [training_corpus(config, start, run, folder)]
-    known += [corpora.open_corpus(config.data.valid, config, "valid", folder)]
-    if both := sources.in_both(*known):
+    source = opened_source(config, start, run, folder)
+    held_out = corpora.open_corpus(config.data.valid, config, "valid", folder)
+    if both := sources.in_both(source, held_out):
         warn(f"train is tested on {both} utterances that are also in --train: their rates are those of the training")
-    record = Record(run, *known)
+    record = Record(run, source, held_out)
     model = record.open(config, devices, start)
-    fly, parts = config.data.on_the_fly, Parts(config, model.shapes)
-    if fly:
-        train = Side(batches.labelled(known[0], model.tokens, model.subsampling), [])
-    else:
-        train = Side.of(known[0], model, devices)
+    parts = Parts(config, model.shapes)
+    train = batches.labelled(source, model.tokens, model.subsampling)
     if run.last is None and not config.run.init:
-        some = train.data
-        if fly:  # of the first reader, whichever process has it
-            some = some._replace(labels={i: x for i, x in some.labels.items() if not known[0].places[i][0]})
-        objective.standardise(model, some)
-        if fly:
-            first = hosts.each([model.mean.tolist(), model.deviation.tolist()])[0]
-            model.mean, model.deviation = np.array(first, np.float32)
-    valid = Side.of(known[1], model, devices, held_out=True)
+        standardise(model, train)
+    valid = batches.labelled(held_out, model.tokens, model.subsampling, held_out=True)
     report(model, parts, train, valid)
-    layers = parts.layers if isinstance(known[0], cache.Stored) else None
+    source.opened(model, devices.mesh.size).say()
+    layers = parts.layers if source.remembers else None
     if layers is not None:
-        train = Side(*frozen_rows.cached(model, parts, *train, folder))
+        frozen_rows.remember(model, parts, source, folder)
     elif config.compute.bfloat16_rows:
-        raise UserError("--bfloat16-rows needs a cache, which --cache none and images do without")
+        raise UserError("--bfloat16-rows needs a cache, which --cache none, --on-the-fly and images do without")
     texts = batches.sentences(config, model.tokens)
-    if fly:
-        shapes = known[0].opened(model, devices.mesh.size).order.shapes
-        then = functools.partial(epochs.with_texts, part=hosts.part(), texts=texts) if texts else None
-        read, steps = functools.partial(known[0].read, then=then), known[0].steps
-    else:
-        epoch, shapes = epochs.training(train.data, config, train.buckets, hosts.part(), texts), train.buckets
-        if not len(epoch):
-            need = train.buckets[0].batch
-            raise UserError(f"{len(train.data.labels)} training utterances: a batch over all devices needs {need}")
-        read, steps = functools.partial(epochs.read, epoch), lambda count: count * len(epoch)
-    until = None
-    if count := config.run.epochs:
-        config, about = config.replace(steps=steps(count), epochs=0).consistent(), ""
-        if fly:  # the number of steps may be an estimate, which the learning rate follows
-            read, until = functools.partial(read, until=count), count
-            about = "about " * bool(known[0].order.window)
-        hosts.say(f"{count} epochs of {about}{steps(1):,} batches")
-    ended = known[0].place[1] >= until if until else config.run.steps <= (run.last or 0)
-    seen = [
-        run.last,
-        sorted(train.data.labels) if not fly else known[0].digest,
-        sorted(valid.data.labels),
-        model.setup(),
-    ]
+    then = functools.partial(batches.with_texts, part=hosts.part(), texts=texts) if texts else None
+    config, until = counted(config, source)
+    ended = source.place[1] >= until if until else config.run.steps <= (run.last or 0)
+    seen = [run.last, source.digest, sorted(valid.labels), model.setup()]
     hosts.agree("options, corpora or checkpoints", seen)
     if run.last is None:
         run.open()
+    folders = {*source.folders, *([held_out.kept.folder.name] if getattr(held_out, "kept", None) else [])}
     if start.cache is None and not jax.process_index():
-        cache.tidy(folder, (train.data.corpus, valid.data.corpus))
+        cache.tidy(folder, folders)
     decoding = devices.put(search_options.decoding_of(searching, model))
+    buckets = batches.make_buckets(valid, model.config, devices.mesh.size)
     return Training(
-        config, model, parts, layers, devices, read, ended, len(shapes), record,
-        Evaluation(model, *valid, devices.split, decoding),
-        {"train": train.data.corpus.report, "valid": valid.data.corpus.report}, start.hook,
+        config, model, parts, layers, devices, functools.partial(source.read, then=then, until=until), ended,
+        len(source.order.shapes), record, Evaluation(model, valid, buckets, devices.split, decoding),
+        {"train": source.report, "valid": held_out.report}, start.hook,
     )  # fmt: skip

@@ -59,6 +59,8 @@ class Record:
         self.run.open()
         setup = self.run.setup("params", "training")
         changed = [name for name, x in self.stored.items() if setup.get(name) not in (None, x)]
+        if "order" not in setup and self.corpus.corpus is None:  # of a version that told utterances apart otherwise
+            changed = [name for name in changed if name != "utterances"]
         if changed and not start.change:
             kind = "training" if "utterances" in changed else "held-out"
             raise UserError(f"{start.workdir} holds a run with other {kind} utterances: --change allows that")
@@ -72,7 +74,7 @@ class Record:
         return self.model
 
     def setup(self, step):
-        order = {"order": self.corpus.at(step)} if hasattr(self.corpus, "at") else {}
+        order = {"order": self.corpus.at(step)}
         return self.model.setup() | self.stored | order | {"progress": dataclasses.asdict(self.progress)}
 
     def best(self, devices):

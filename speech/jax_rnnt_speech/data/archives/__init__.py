@@ -10,11 +10,9 @@ import re
 import unicodedata
 from pathlib import Path
 
-from jax_rnnt_speech.data import manifests
-from jax_rnnt_speech.data.archives import lists, nemo, parquet, shar, tars
-from jax_rnnt_speech.data.manifests import ListError
-from jax_rnnt_speech.data.names import actual, is_hidden
-from jax_rnnt_speech.data.twins import once, say
+from jax_rnnt_speech.data.archives import nemo, parquet, parts, shar, tars
+from jax_rnnt_speech.data.lists import ListError, once, say
+from jax_rnnt_speech.data.names import SUFFIXES, actual, is_hidden
 
 KINDS = shar, nemo, tars, parquet
 RANGE = re.compile(r"(?:_OP_|\{)(\d+)\.\.(\d+)(?:_CL_|\})")
@@ -23,24 +21,24 @@ RANGE = re.compile(r"(?:_OP_|\{)(\d+)\.\.(\d+)(?:_CL_|\})")
 def expanded(name):
     """The names that a pattern or a range is for; a name that is neither by itself."""
     name = str(name)
-    if os.path.exists(found := actual(name)):
-        return [str(found)]
-    if found := RANGE.search(name):
-        first, last = int(found[1]), int(found[2])
-        width = len(found[1]) if found[1].startswith("0") else 0
-        names = [name[: found.start()] + f"{i:0{width}}" + name[found.end() :] for i in range(first, last + 1)]
+    if os.path.exists(path := actual(name)):
+        return [str(path)]
+    if match := RANGE.search(name):
+        first, last = int(match[1]), int(match[2])
+        width = len(match[1]) if match[1].startswith("0") else 0
+        names = [name[: match.start()] + f"{i:0{width}}" + name[match.end() :] for i in range(first, last + 1)]
         names = [y for x in names for y in (expanded(x) if RANGE.search(x) else [str(actual(x))])]
         if missing := [x for x in names if not os.path.exists(x)]:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise ListError(name, f"lacks {len(missing)} of {len(names)} files: {', '.join(missing[:3])}{more}")
         return names
     forms = dict.fromkeys([name, *(unicodedata.normalize(x, name) for x in ("NFC", "NFD"))])
-    found = sorted(
+    paths = sorted(
         {x for form in forms for x in glob.glob(form, recursive=True) if is_hidden(name) or not is_hidden(x)}
     )
-    if not found and glob.has_magic(name):
+    if not paths and glob.has_magic(name):
         raise ListError(name, "matches no file")
-    return list(map(str, once(found))) or [name]
+    return list(map(str, once(paths))) or [name]
 
 
 def is_pattern(name):
@@ -64,14 +62,14 @@ def wanted(paths):
 
 def of_folder(folder):
     """(kind, archives) of a folder and of the folders in it; none where audio is beside."""
-    found = []
+    files = []
     for x in [*os.scandir(folder)]:
-        found += os.scandir(x) if x.is_dir() else [x]
-    found = [x for x in found if not is_hidden(os.path.relpath(x.path, folder))]
-    if not any(os.path.splitext(x.name)[1].lower() in manifests.SUFFIXES for x in found):
-        found = sorted(Path(x.path) for x in found)
+        files += os.scandir(x) if x.is_dir() else [x]
+    files = [x for x in files if not is_hidden(os.path.relpath(x.path, folder))]
+    if not any(os.path.splitext(x.name)[1].lower() in SUFFIXES for x in files):
+        files = sorted(Path(x.path) for x in files)
         for kind in KINDS:
-            some = [x for x in found if re.fullmatch(kind.NAMES, x.name)]
+            some = [x for x in files if re.fullmatch(kind.NAMES, x.name)]
             if any(map(kind.takes, some)):
                 return kind, once(some)
     return None, []
@@ -100,8 +98,8 @@ def of_archive(name):
         return None
     if not path.is_dir():
         return kind_of(path).shards(path)
-    usual, found = of_folder(path)
-    return [x for file in found for x in (kind_of(file) or usual).shards(file)]
+    usual, files = of_folder(path)
+    return [x for file in files for x in (kind_of(file) or usual).shards(file)]
 
 
 def sources(name):
@@ -109,16 +107,16 @@ def sources(name):
 
     A pattern may match a tar and the manifest that is for it, or two manifests for one tar.
     """
-    found = [(x, of_archive(x)) for x in expanded(name)]
-    if len(found) == 1:
-        return found
-    known = [
-        (-len(x.files), i, *map(os.path.realpath, x.files)) for i, (_, some) in enumerate(found) for x in some or ()
+    listed = [(x, of_archive(x)) for x in expanded(name)]
+    if len(listed) == 1:
+        return listed
+    shards = [
+        (-len(x.files), i, *map(os.path.realpath, x.files)) for i, (_, some) in enumerate(listed) for x in some or ()
     ]
-    lines, owner = {file for x in known for file in x[3:]}, {}
-    for _, i, file, *_ in sorted(known):  # those with a manifest first
+    lines, owner = {file for x in shards for file in x[3:]}, {}
+    for _, i, file, *_ in sorted(shards):  # those with a manifest first
         owner.setdefault(file, i)
-    for i, (path, some) in enumerate(found):
+    for i, (path, some) in enumerate(listed):
         inside = glob.glob(f"{glob.escape(path)}/*") or [path]
         if some is None:
             left = None if {os.path.realpath(x) for x in inside} - lines else []
@@ -126,13 +124,13 @@ def sources(name):
             left = [x for x in some if owner[os.path.realpath(x.path)] == i]
         if left is not None and len(left) < max(1, len(some or ())):
             say(f"{path} is not read by itself: another source that {name} matches has it")
-        found[i] = path, left
-    return [x for x in found if x[1] != []]
+        listed[i] = path, left
+    return [x for x in listed if x[1] != []]
 
 
 def of(name, columns=(), readers=1):
     """The shards of any source. Lists that are no archives are cut such that each reader has several."""
-    found = []
+    every = []
     for x, shards in sources(name):
-        found += lists.shards(x, columns, 8 * readers) if shards is None else shards
-    return found
+        every += parts.shards(x, columns, 8 * readers) if shards is None else shards
+    return every

@@ -8,9 +8,8 @@ import numpy as np
 
 from jax_rnnt_speech.data.archives import tars
 from jax_rnnt_speech.data.archives.paired import Paired, lines_in, packed, unpacked
-from jax_rnnt_speech.data.manifests import ListError
+from jax_rnnt_speech.data.lists import ListError, once, say
 from jax_rnnt_speech.data.names import is_hidden
-from jax_rnnt_speech.data.twins import once, say
 
 NAMES, COMMON = tars.NAMES, "tarred_audio_manifest"
 FORMS = ".json", ".jsonl", ".json.gz", ".jsonl.gz"  # of a manifest, which tools write beside each other
@@ -18,8 +17,8 @@ FORMS = ".json", ".jsonl", ".json.gz", ".jsonl.gz"  # of a manifest, which tools
 
 def number_of(path):
     """The number at the end of a name, before its suffixes."""
-    found = re.search(r"(\d+)\.(?:tar|jsonl?(?:\.gz)?)$", path.name)
-    return found and found[1]
+    digits = re.search(r"(\d+)\.(?:tar|jsonl?(?:\.gz)?)$", path.name)
+    return digits and digits[1]
 
 
 def own(tar):
@@ -46,12 +45,12 @@ def tars_of(manifest):
     if not manifest.name.endswith(FORMS) or not manifest.is_file():
         return {}
     folders = manifest.parent.parent, manifest.parent
-    found = {int(number): x for folder in folders for x in sorted(folder.glob("*.tar"), reverse=True)
+    beside = {int(number): x for folder in folders for x in sorted(folder.glob("*.tar"), reverse=True)
              if not is_hidden(x.name) and (number := number_of(x))}  # fmt: skip
-    if found and b'"shard_id"' in first_line(manifest):
-        return found
+    if beside and b'"shard_id"' in first_line(manifest):
+        return beside
     number = number_of(manifest)
-    tar = found.get(int(number)) if number else None
+    tar = beside.get(int(number)) if number else None
     return {int(number): tar} if tar and manifest in own(tar) else {}
 
 
@@ -68,8 +67,8 @@ def by_shard(manifest, _changed):
     """{number of a tar: (starts, sizes) of its lines} of a manifest; None: those without a number."""
     text, places = unpacked(manifest), {}
     for begin, size in lines_in(text):
-        found = re.search(rb'"shard_id"\s*:\s*(\d+)', text[begin : begin + size])
-        places.setdefault(int(found[1]) if found else None, []).append((begin, size))
+        shard = re.search(rb'"shard_id"\s*:\s*(\d+)', text[begin : begin + size])
+        places.setdefault(int(shard[1]) if shard else None, []).append((begin, size))
     return {key: tuple(np.array(x).T) for key, x in places.items()}
 
 
@@ -81,13 +80,13 @@ def shards(path):
     if path.suffix == ".tar":
         manifest, places = manifest_of(path), None
         if manifest.name.startswith(COMMON):
-            known, number = by_shard(str(manifest), manifest.stat().st_mtime_ns), number_of(path)
-            places = known.get(number and int(number))
-            places = places if places is not None else known.get(None, ((), ()))
+            lines, number = by_shard(str(manifest), manifest.stat().st_mtime_ns), number_of(path)
+            places = lines.get(number and int(number))
+            places = places if places is not None else lines.get(None, ((), ()))
         return [Paired(str(path), str(manifest), places)]
-    known, found = by_shard(str(path), path.stat().st_mtime_ns), tars_of(path)
-    if [*known] == [None]:  # the manifest of one tar
-        return [Paired(str(tar), str(path)) for tar in found.values()]
-    if missing := sorted({*known} - {*found} - {None}):
+    lines, beside = by_shard(str(path), path.stat().st_mtime_ns), tars_of(path)
+    if [*lines] == [None]:  # the manifest of one tar
+        return [Paired(str(tar), str(path)) for tar in beside.values()]
+    if missing := sorted({*lines} - {*beside} - {None}):
         raise ListError(path, f"names {len(missing)} tars that are not beside it: number {missing[0]}")
-    return [Paired(str(found[i]), str(path), known[i]) for i in sorted({*known} & {*found})]
+    return [Paired(str(beside[i]), str(path), lines[i]) for i in sorted({*lines} & {*beside})]

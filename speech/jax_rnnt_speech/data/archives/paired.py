@@ -7,11 +7,12 @@ import gzip
 import re
 from pathlib import Path
 
-from jax_rnnt_speech.data import manifests, names
+from jax_rnnt_speech.data import names, rows
 from jax_rnnt_speech.data.archives.storage import Member, Shard, bytes_of, steadily
 from jax_rnnt_speech.data.archives.tars import DAMAGED, LINK, is_audio, is_text, key_of, member_of, members, two, walked
-from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.lists import ListError
 from jax_rnnt_speech.data.names import Names
+from jax_rnnt_speech.data.rows import Fault, LineError
 
 CUT = ".shar"  # behind the id of a cut of Lhotse, which names its recording with all its folders
 
@@ -33,14 +34,19 @@ class Paired(Shard):
         for begin, size in lines_in(text) if self.places is None else zip(*self.places):
             yield begin, size, text[begin : begin + size]
 
-    def found(self, keys, brief):
-        known, others, base = Names(), {}, Path(self.lines).name  # others: members that are no audio, by their names
+    def objects(self):
+        """What the JSON of each line says."""
+        return (rows.parsed(line) for *_, line in self.listed())
+
+    def located(self, keys, brief):
+        recordings, base = Names(), Path(self.lines).name
+        others = {}  # members that are no audio, by their names
         for x in members(self.path):
             kind = "" if type(x) is Fault else key_of(x.name)[1]
             if type(x) is Fault:
                 yield (), [x]
             elif is_audio(kind):
-                known.add(x.name, (x._replace(start=b""), member_of(self.path, x).seconds))
+                recordings.add(x.name, (x._replace(start=b""), member_of(self.path, x).seconds))
             elif kind and not is_text(kind):
                 others[names.stem(x.name)] = kind
         folders = functools.cache(lambda: self.folders(keys))
@@ -49,16 +55,16 @@ class Paired(Shard):
 
             def where(wanted):
                 nonlocal place
-                found = some(known, wanted)
-                if not found:
-                    raise LineError(self.missing(known, others, wanted))
-                (info, seconds), *more = found
+                fitting = some(recordings, wanted)
+                if not fitting:
+                    raise LineError(self.missing(recordings, others, wanted))
+                (info, seconds), *more = fitting
                 if more:
                     raise LineError(f"two recordings of one name: {two(info, more[0][0])}")
                 bare = len(names.parts(info.name)[0]) < len(names.parts(wanted)[0])
                 if bare and len(folders()[last(wanted)]) > 1:
                     raise LineError(f"{info.name} of {self.base} has no folder, and lines name it in several")
-                manifests.leave_out_if(info.link, LINK)
+                rows.leave_out_if(info.link, LINK)
                 place = info.offset, info.end
                 return Member(self.path, info.offset_data, info.size, info.name, seconds)
 
@@ -67,19 +73,19 @@ class Paired(Shard):
 
     def folders(self, keys):
         """The folders that lines name for each last part of a name."""
-        found = collections.defaultdict(set)
+        folders = collections.defaultdict(set)
         for *_, line in self.listed():
-            row = manifests.parsed(line)
-            name = manifests.first_of(row, keys[0]) if isinstance(row, dict) else None
+            row = rows.parsed(line)
+            name = rows.first_of(row, keys[0]) if isinstance(row, dict) else None
             if isinstance(name, str):
-                found[last(name)].add(names.parts(name)[0])
-        return found
+                folders[last(name)].add(names.parts(name)[0])
+        return folders
 
-    def missing(self, known, others, wanted):
+    def missing(self, recordings, others, wanted):
         """Why there is no recording of a name, as far as a second look at the names tells."""
         name = wanted.removesuffix(CUT)
         kind = others.get("/".join(filter(None, name.split("/"))) if name != wanted else names.stem(name))
-        other = f", but .{kind}" if kind else ", but one of another folder" * known.namesakes(name)
+        other = f", but .{kind}" if kind else ", but one of another folder" * recordings.namesakes(name)
         return f"no such recording in {self.base}{other}"
 
     def entries_at(self, where, keys, sought):
@@ -97,21 +103,21 @@ def last(name):
     return re.sub(r"-sub\d+$", "", names.stem(names.parts(name)[1]))
 
 
-def some(known, name):
+def some(recordings, name):
     """The recordings that a name may mean; NeMo writes -sub1, -sub2, ... behind further parts of one."""
     if name.endswith(CUT):
-        return known.find(name.removesuffix(CUT), whole=True)
-    return known.find(name) or known.find(re.sub(r"-sub\d+(?=\.\w+$|$)", "", name))
+        return recordings.find(name.removesuffix(CUT), whole=True)
+    return recordings.find(name) or recordings.find(re.sub(r"-sub\d+(?=\.\w+$|$)", "", name))
 
 
 def described(line, where, name, keys):
     """Entries and Faults of a line of JSON whose audio is in an archive."""
-    row = manifests.parsed(line)
+    row = rows.parsed(line)
     recording = row.get("recording") if isinstance(row, dict) else None
     for source in recording.get("sources") or () if isinstance(recording, dict) else ():
         if isinstance(source, dict) and source.get("type") == "shar":  # the audio is known by the id of the cut
             source |= {"type": "file", "source": f"{row.get('id')}{CUT}"}
-    return manifests.of_row(row, where, name, keys)
+    return rows.of_row(row, where, name, keys)
 
 
 def packed(path):
@@ -131,6 +137,6 @@ def unpacked(path):
 
 def lines_in(text):
     """(start, size) of the lines that are not empty."""
-    for found in re.finditer(rb"[^\r\n]+", text):
-        if found[0].strip():
-            yield found.start(), len(found[0])
+    for line in re.finditer(rb"[^\r\n]+", text):
+        if line[0].strip():
+            yield line.start(), len(line[0])

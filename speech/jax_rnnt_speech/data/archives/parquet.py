@@ -4,9 +4,10 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from jax_rnnt_speech.data import audio, manifests
+from jax_rnnt_speech.data import audio, rows
 from jax_rnnt_speech.data.archives.storage import Shard, steadily, utterances
-from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.lists import ListError
+from jax_rnnt_speech.data.rows import Fault, LineError
 from jax_rnnt_speech.system import UserError
 
 NAMES = r".*\.parquet"
@@ -27,10 +28,10 @@ class Cell:
 
     def loaded(self):
         try:
-            found = group_of(self.archive, self.group, self.column)[self.row].as_py()
+            cell = group_of(self.archive, self.group, self.column)[self.row].as_py()
         except LineError:
             raise audio.AudioError(self, audio.DAMAGED) from None
-        return audio.Memory(found["bytes"] if isinstance(found, dict) else found, str(self))
+        return audio.Memory(cell["bytes"] if isinstance(cell, dict) else cell, str(self))
 
 
 @functools.lru_cache(32)
@@ -84,24 +85,24 @@ class Parquet(Shard):
             raise ListError(self.path, f"must have one of the columns {', '.join(keys[0])}, got {names}"[:1000])
         return sound, tuple(x for x in names if x != sound)
 
-    def found(self, keys, brief):
+    def located(self, keys, brief):
         try:
             for i, row in enumerate(rows_of(self.path, self.group, *self.columns(keys))):
                 yield (self.group, i, 0, 0), self.entries(i, *row, keys)
         except LineError as error:
             yield (), [Fault(str(error), f"{self.base} {self.group}")]
 
-    def entries(self, i, sound, inside, known, row, keys):
+    def entries(self, i, sound, inside, path, row, keys):
         name = f"{self.base} row {self.group}.{i}"
         try:
-            none = not inside and not isinstance(known, str)
-            manifests.leave_out_if(none, manifests.ARRAY if holds_arrays(self.path, sound) else "no audio")
-            shown = f"{name} ({known})" if isinstance(known, str) else name
+            none = not inside and not isinstance(path, str)
+            rows.leave_out_if(none, rows.ARRAY if holds_arrays(self.path, sound) else "no audio")
+            shown = f"{name} ({path})" if isinstance(path, str) else name
             if inside:
                 cell = Cell(self.path, sound, self.group, i)
                 yield from utterances(row | {"audio": shown}, cell, name, keys)
             else:
-                yield from manifests.utterances(row | {"audio": known}, Path(self.path), name, (("audio",), *keys[1:]))
+                yield from rows.utterances(row | {"audio": path}, Path(self.path), name, (("audio",), *keys[1:]))
         except LineError as error:
             yield Fault(str(error), name)
 
@@ -123,15 +124,15 @@ def rows_of(path, group, sound, names):
 def cells_of(path, group, column):
     """(whether it holds bytes, its path or None) of each cell with audio; bytes are read if nothing else tells."""
     file, name = opened(path), f"{column}.bytes"
-    known, kind = file.metadata.row_group(group), file.schema_arrow.field(column).type
-    leaves = [known.column(k) for k in range(known.num_columns)]
+    group_of_rows, kind = file.metadata.row_group(group), file.schema_arrow.field(column).type
+    leaves = [group_of_rows.column(k) for k in range(group_of_rows.num_columns)]
     told = next((x.statistics for x in leaves if x.path_in_schema == name), None)
     nulls = told.null_count if told is not None and told.has_null_count else None
-    if nulls not in (0, known.num_rows):
+    if nulls not in (0, group_of_rows.num_rows):
         cells = [x.as_py() for x in group_of(path, group, column)]
-        found = [x if isinstance(x, dict) else {"bytes" if isinstance(x, bytes) else "path": x} for x in cells]
-        return [(bool(x.get("bytes")), x.get("path")) for x in found]
-    paths = [None] * known.num_rows
+        values = [x if isinstance(x, dict) else {"bytes" if isinstance(x, bytes) else "path": x} for x in cells]
+        return [(bool(x.get("bytes")), x.get("path")) for x in values]
+    paths = [None] * group_of_rows.num_rows
     if any(x.name == "path" for x in kind.fields):
         paths = [x and x.get("path") for x in table_of(path, group, [f"{column}.path"])[column].to_pylist()]
     return [(nulls == 0, x) for x in paths]

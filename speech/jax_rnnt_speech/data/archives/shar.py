@@ -3,15 +3,15 @@
 import re
 
 from jax_rnnt_speech.data.archives.paired import Paired
-from jax_rnnt_speech.data.manifests import ListError
+from jax_rnnt_speech.data.lists import ListError
 
 NAMES = r"cuts\.(.+?)\.jsonl(\.gz)?"
 
 
 def tar_of(cuts):
     """The tar of recordings that belongs beside a part, or None."""
-    found = re.fullmatch(NAMES, cuts.name)
-    return found and cuts.with_name(f"recording.{found[1]}.tar")
+    match = re.fullmatch(NAMES, cuts.name)
+    return match and cuts.with_name(f"recording.{match[1]}.tar")
 
 
 def takes(path):

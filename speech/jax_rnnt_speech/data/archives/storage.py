@@ -6,8 +6,9 @@ import os
 import stat
 import time
 
-from jax_rnnt_speech.data import audio, manifests
-from jax_rnnt_speech.data.manifests import Fault, ListError
+from jax_rnnt_speech.data import audio, rows
+from jax_rnnt_speech.data.lists import ListError
+from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.system import UserError, reason
 
 WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
@@ -23,8 +24,8 @@ def steadily(act, path):
             if not getattr(error, "passing", True):
                 raise
             if wait is None:
-                tried, known = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
-                what = f"{error} (" if known else f"{error.filename or path} cannot be read ({reason(error)}; "
+                tried, of_audio = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
+                what = f"{error} (" if of_audio else f"{error.filename or path} cannot be read ({reason(error)}; "
                 raise UserError(f"{what}{tried})") from None
             time.sleep(wait)
 
@@ -73,7 +74,7 @@ class Member:
 class Shard:
     """A part of a source, in a file.
 
-    A kind of shard has `found(keys, brief)`, which yields where something is, as four numbers that are places in its
+    A kind of shard has `located(keys, brief)`, which yields where something is, as four numbers that are places in its
     files, and the Entries and Faults that are there; `entries_at` finds those again. A row is these numbers, and the
     number of the utterance among those of the same place.
     """
@@ -95,7 +96,7 @@ class Shard:
 
     def read(self, keys, brief=False):
         """(row, Entry) of the utterances, or Faults. `brief`: of the usual ones, (name, seconds or None) will do."""
-        for where, entries in self.found(keys, brief):
+        for where, entries in self.located(keys, brief):
             for part, x in enumerate(entries):
                 yield x if type(x) is Fault else ((*where, part), x)
 
@@ -107,4 +108,4 @@ class Shard:
 
 def utterances(row, member, name, keys):
     """Entries of a row whose audio is a recording in an archive."""
-    return manifests.utterances(row, lambda _: member, name, (("audio",), *keys[1:]))
+    return rows.utterances(row, lambda _: member, name, (("audio",), *keys[1:]))

@@ -13,10 +13,11 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_rnnt_speech.data import headers, manifests
+from jax_rnnt_speech.data import headers, names, rows
 from jax_rnnt_speech.data.archives.storage import HEAD, Member, Shard, bytes_of, refuse_pipes, steadily, utterances
-from jax_rnnt_speech.data.manifests import Fault, LineError, ListError
+from jax_rnnt_speech.data.lists import ListError
 from jax_rnnt_speech.data.names import composed, is_hidden
+from jax_rnnt_speech.data.rows import Fault, LineError
 
 COMPRESSED = ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst"
 NAMES = r"(?!\._).*\.(tar|tar\.(gz|bz2|xz|zst)|tgz|tbz2?|txz|tzst)"
@@ -86,10 +87,10 @@ def text(field):
 
 def pax(data):
     """The name in an extended header, or nothing; None where something else of importance may be in it."""
-    found = dict(re.findall(rb"\d+ ([^=\n]+)=([^\n]*)\n", data))
-    size = sum(len(key) + len(value) + 3 for key, value in found.items())
+    fields = dict(re.findall(rb"\d+ ([^=\n]+)=([^\n]*)\n", data))
+    size = sum(len(key) + len(value) + 3 for key, value in fields.items())
     digits = sum(len(x) for x in re.findall(rb"(?:^|\n)(\d+) ", data))
-    return found.get(b"path", b"") if size + digits == len(data) and found.keys() <= PLAIN else None
+    return fields.get(b"path", b"") if size + digits == len(data) and fields.keys() <= PLAIN else None
 
 
 def size_of_common(block):
@@ -136,9 +137,9 @@ def walked(path, place=0, end=None):
                 tar = tarfile.open(fileobj=file, mode="r:", errorlevel=1)  # noqa: SIM115
             else:
                 tar.offset = place
-            found = tar.next()
+            member = tar.next()
             tar.members.clear()
-            return found
+            return member
 
         def read(place, size):
             return steadily(lambda: os.pread(file.fileno(), size, place), path)
@@ -168,8 +169,8 @@ def walked(path, place=0, end=None):
                 yield Fault(CUT, f"{Path(path).name}: {info.name}")
                 return
             last, place = info.name, info.end if plain else tar.offset
-            if not is_hidden(info.name) and (found := info if plain else info_of(info, read)):
-                yield found
+            if not is_hidden(info.name) and (chosen := info if plain else info_of(info, read)):
+                yield chosen
 
 
 def members(path):
@@ -202,7 +203,7 @@ def key_of(name):
 
 
 def is_audio(kind):
-    return f".{kind.rpartition('.')[2]}" in manifests.SUFFIXES
+    return f".{kind.rpartition('.')[2]}" in names.SUFFIXES
 
 
 def is_text(kind):
@@ -219,23 +220,23 @@ def samples(infos):
     So does a file that differs behind the first dot of its name, where both the audio and a text of the one before are
     there: a.1.wav, a.1.txt, a.2.wav, a.2.txt.
     """
-    key, found, last = None, {}, ""
+    key, files, last = None, {}, ""
     for x in infos:
         now, kind = (None, "") if type(x) is Fault else key_of(x.name)
-        ends = now != key or kind in found
+        ends = now != key or kind in files
         if not ends and last and (stem := stem_of(kind)) and stem != last:
-            same = [y for y in found if stem_of(y) == last]
-            ends = len(found) >= MOST or (any(map(is_audio, same)) and any(map(is_text, same)))
+            same = [y for y in files if stem_of(y) == last]
+            ends = len(files) >= MOST or (any(map(is_audio, same)) and any(map(is_text, same)))
         if ends:
-            if found:
-                yield key, found
-            key, found = now, {}
+            if files:
+                yield key, files
+            key, files = now, {}
         if now is None:
             yield x
         else:
-            found[kind], last = x, stem_of(kind)
-    if found:
-        yield key, found
+            files[kind], last = x, stem_of(kind)
+    if files:
+        yield key, files
 
 
 def paired(infos):
@@ -249,13 +250,13 @@ def paired(infos):
             sounds[stem_of(kind)].append(x)
         elif is_text(kind):
             texts[stem_of(kind)][kind.rpartition(".")[2]] = x
-    common, found, rest = texts[""], [], []
+    common, complete, rest = texts[""], [], []
     for stem, some in sounds.items():
         own = texts[stem] if stem else {}
-        (found if own else rest).append((some, common | own if len(sounds) == 1 else own or common))
+        (complete if own else rest).append((some, common | own if len(sounds) == 1 else own or common))
     if common and rest:
         rest = [([x for some, _ in rest for x in some], common)]
-    return rest + found if sounds else [([], x) for x in texts.values() if x]
+    return rest + complete if sounds else [([], x) for x in texts.values() if x]
 
 
 class Tar(Shard):
@@ -264,7 +265,7 @@ class Tar(Shard):
     Rows: (start, end) of a key, or of its audio, with (start, end) of its texts where these are elsewhere in the tar.
     """
 
-    def found(self, keys, brief):
+    def located(self, keys, brief):
         apart, twice = collections.defaultdict(dict), {}  # files of keys that lack audio or a text, by kind
         for x in samples(members(self.path)):
             if type(x) is Fault:
@@ -278,8 +279,8 @@ class Tar(Shard):
                     apart[key][kind] = info._replace(start=info.start[:HEAD] if is_audio(kind) else b"")
                 continue
             several = [*infos.values()]
-            known = self.plain(infos, keys) if brief else None
-            yield (several[0].offset, several[-1].end, 0, 0), [known] if known else self.entries(key, infos, keys)
+            usual = self.plain(infos, keys) if brief else None
+            yield (several[0].offset, several[-1].end, 0, 0), [usual] if usual else self.entries(key, infos, keys)
         for key, (a, b) in twice.items():
             del apart[key]
             yield (), [Fault("two files of one name, apart from what they belong to", f"{self.base}: {two(a, b)}")]
@@ -315,8 +316,14 @@ class Tar(Shard):
         stem = stem_of(key_of(next(iter(sounds or texts.values())).name)[1])
         return Fault(reason, f"{self.base}/{key}" + f".{stem}" * bool(stem))
 
+    def objects(self):
+        """For each file what its JSON says, or None where it has none."""
+        for x in members(self.path):
+            is_json = type(x) is not Fault and key_of(x.name)[1].endswith("json")
+            yield rows.parsed(data_of(self.path, x)) if is_json else None
+
     def plain(self, infos, keys):
-        """What `manifests.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
+        """What `rows.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
         if len(infos) != 2 or any(x.link for x in infos.values()):
             return None
         (kind, sound), (other, text) = infos.items()
@@ -326,8 +333,8 @@ class Tar(Shard):
             return None
         data, seconds = data_of(self.path, text), headers.seconds(sound.start[:HEAD], sound.size)
         if other.endswith("json"):
-            known = manifests.plain(data, keys, sound.name)
-            return known and (known[0], known[1] or seconds)
+            usual = rows.plain(data, keys, sound.name)
+            return usual and (usual[0], usual[1] or seconds)
         try:
             data.decode()
         except UnicodeError:
@@ -343,7 +350,7 @@ class Tar(Shard):
             name = f"{self.base}/{key}"
             try:
                 said = {kind: data_of(self.path, x) for kind, x in texts.items()}
-                row = manifests.object_of(manifests.parsed(said["json"])) if "json" in said else {}
+                row = rows.object_of(rows.parsed(said["json"])) if "json" in said else {}
                 if "txt" in said:
                     row["text"] = said["txt"].decode("utf-8-sig", "surrogateescape").strip()
                 where = member_of(self.path, sounds[0])

@@ -1,10 +1,10 @@
-"""Parts of lists that are no archives, so that they are read as shards are."""
+"""Parts of lists that are no archives, which are read as shards are."""
 
 import dataclasses
 import os
 from pathlib import Path
 
-from jax_rnnt_speech.data import manifests
+from jax_rnnt_speech.data import lists, rows
 from jax_rnnt_speech.data.archives.paired import described, packed
 from jax_rnnt_speech.data.archives.storage import Shard, bytes_of
 
@@ -24,12 +24,12 @@ class Lines(Shard):
     def amount(self):
         return self.end - self.begin
 
-    def found(self, keys, brief):
+    def located(self, keys, brief):
         place, data = self.begin, bytes_of(self.path, self.begin, self.end - self.begin)
         for number, line in enumerate(data.split(b"\n"), self.number):
             if line.strip():
-                known, name = manifests.plain(line, keys), f"{self.base} line {number}"
-                yield (number, 0, place, len(line)), [known] if known else described(line, lambda x: x, name, keys)
+                usual, name = rows.plain(line, keys), f"{self.base} line {number}"
+                yield (number, 0, place, len(line)), [usual] if usual else described(line, lambda x: x, name, keys)
             place += len(line) + 1
 
     def entries_at(self, where, keys, sought):
@@ -48,7 +48,7 @@ class Listed(Shard):
     def amount(self):
         return len(self.entries)
 
-    def found(self, keys, brief):
+    def located(self, keys, brief):
         return (((i, 0, 0, 0), [x]) for i, x in enumerate(self.entries))
 
     def entries_at(self, where, keys, sought):
@@ -58,10 +58,10 @@ class Listed(Shard):
 def shards(path, columns, several):
     """Those of a list. Of each there are so many that every reader has some."""
     path = Path(path)
-    lines = manifests.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path)
-    if lines and (found := of_lines(path, several)) is not None:
-        return found
-    entries = list(manifests.read(path, *columns))
+    lines = lists.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path)
+    if lines and (parts := of_lines(path, several)) is not None:
+        return parts
+    entries = list(lists.read(path, *columns))
     size = min(LISTED, -(-len(entries) // several))
     return [Listed(str(path), tuple(entries[i : i + size])) for i in range(0, len(entries), size)]
 

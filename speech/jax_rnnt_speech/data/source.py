@@ -1,9 +1,12 @@
-"""A corpus that is read while it is trained on: decoded, augmented and made features of in Grain's workers.
+"""What a training reads: which utterances there are, in which order they come, and their batches.
 
-Before the first step, the index alone is read, and headers of one window where lengths are not written (`order`). What
-of an utterance cannot be used is found when its turn comes: its row of a batch is not valid then, and the report has
-its name. An utterance that turns out to be longer than its manifest or header says, so that its batch has no room for
-it, is trained on at the end of the epoch, in a batch that has.
+Before the first step, lines and headers of archives are read, and headers of one window where lengths are not written
+(`order`). Grain's workers decode, augment and make features anew in each epoch, and what of an utterance cannot be used
+is found when its turn comes. A source that remembers does so once, before the first step (`memory`); nothing else
+differs, and a corpus that a function makes is read likewise.
+
+An utterance that turns out to be longer than its manifest or header says, so that its batch has no room for it, is
+trained on at the end of the epoch, in a batch that has.
 """
 
 import collections
@@ -12,8 +15,8 @@ import hashlib
 import json
 import math
 import os
+import types
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,14 +27,15 @@ from jax_rnnt_speech.data import (
     augmentation,
     batches,
     features,
-    index,
-    manifests,
+    loading,
+    memory,
     order,
     texts,
     workers,
 )
-from jax_rnnt_speech.data import tokens as vocabularies
-from jax_rnnt_speech.data.archives import storage
+from jax_rnnt_speech.data.index import SLACK, SURE, indexed, surely_longer
+from jax_rnnt_speech.data.loading import Late, Note, is_long, roomy
+from jax_rnnt_speech.data.rows import Fault, keys_of
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
@@ -42,254 +46,192 @@ RUNS = RUN = 10  # of how many utterances hours are estimated
 FULL = 20  # batches that a window has at least
 USUAL = 5  # seconds of an utterance, as far as that matters
 SHARE = 0.5  # of a former option: digests of earlier runs hold it
+EARLIER = {}  # the state of the order in a checkpoint of a version that had another one
 
 
-class Named(NamedTuple):
-    """A source by its name, with the weight that it may have."""
-
-    name: str
-    weight: float | None
-
-
-class Late(NamedTuple):
-    """An utterance that its batch has no room for."""
-
-    reader: int
-    item: int
-    version: int
-    frames: int
-    labels: int
-    name: str
-
-
-class Note(NamedTuple):
-    """What of an utterance is not as its manifest says, and does no harm."""
-
-    text: str
-    name: str
-
-
-class LargerError(Exception):
-    """An utterance is larger than the rows of its batch; the arguments are its frames and labels."""
-
-
-def hours_of(found, items):
+def hours_of(index, items):
     """Hours of items of an index; by some headers where they are not written."""
-    seconds, some = found.seconds[items], np.arange(len(items))
+    seconds, some = index.seconds[items], np.arange(len(items))
     if not seconds.all():
         some = np.unique(np.linspace(0, max(0, len(items) - RUN), RUNS).astype(int)[:, None] + np.arange(RUN))
         some = some[some < len(items)]
-        seconds = np.nan_to_num(found.lengths(items[some]))
+        seconds = np.nan_to_num(index.lengths(items[some]))
     return float(np.abs(seconds).sum(dtype=np.float64)) / 3600 * len(items) / max(1, len(some))
-
-
-class Loader:
-    """Makes a batch of what the order has for it. Workers have a copy each."""
-
-    def __init__(self, config, subsampling, vocabulary, indices, shapes):
-        self.config, self.subsampling, self.vocabulary = config, subsampling, vocabulary
-        self.indices, self.shapes, self.features = indices, shapes, config.features.mels
-
-    @functools.cached_property
-    def tools(self):
-        """What is better made than copied."""
-        normalize = texts.normalizer(self.config.texts.normalize, self.config.texts.lower)
-        extractor = features.extractor(self.config.features, self.config.encoder.chunk)
-        return vocabularies.from_json(self.vocabulary), normalize, extractor, augmentation.Versions(self.config)
-
-    def __call__(self, epoch, shape, rows):
-        labels, left_out, items = {}, [], []
-        for i, row in enumerate(rows):
-            x, spans, name = None, 0, "an utterance"
-            if row is not None:
-                place, number, version = row
-                index = self.indices[place]
-                key = epoch, index.number, number
-                try:
-                    entry = index.entry(number)
-                    name = entry.name
-                    seconds, notes = index.lengths(np.array([number]))[0], []
-                    x, labels[i] = self.loaded(entry, version, key, shape, seconds, notes)
-                    left_out += [Note(note, name) for note in notes]
-                    rng = np.random.default_rng((self.config.run.seed, 3, *key))
-                    spans = features.draw_spans(self.config.data, rng, len(x), self.features)
-                except (audio.AudioError, manifests.LineError) as error:
-                    left_out.append((getattr(error, "reason", str(error)), name))
-                except LargerError as error:
-                    left_out.append(Late(index.number, number, version, *error.args, name))
-            items.append((i, x, spans))
-        data = batches.Labelled(self, labels)
-        return batches.collate(data, self.config.data, self.shapes[shape], items, len(rows)) | {"left_out": left_out}
-
-    def loaded(self, entry, version, key, shape, seconds, notes):
-        """(features, labels) of an utterance, or a LineError or AudioError that says why there are none.
-
-        `seconds`: how long it lasts by its manifest or header. A batch without room for it raises a LargerError.
-        """
-        vocabulary, normalize, extractor, versions = self.tools
-        if isinstance(entry, manifests.Fault):
-            raise manifests.LineError(entry.reason)
-        text = normalize(entry.text)
-        manifests.leave_out_if(not text, "empty transcript")
-        labels = vocabulary.encode(text)
-        manifests.leave_out_if(labels is None, "characters outside the vocabulary")
-        rate, most = self.config.features.rate, self.config.data.max_seconds
-        manifests.leave_out_if(is_long(entry, seconds, most), f"longer than {most:g} s")
-        samples = read(entry, rate, notes)
-        if entry.end is None and entry.whole and manifests.differs(entry.whole, entry.start + len(samples) / rate):
-            raise manifests.LineError("duration differs from the manifest's")
-        manifests.leave_out_if(len(samples) > round(most * rate), f"longer than {most:g} s")
-        x = extractor(versions.of(samples, version, key))
-        manifests.leave_out_if(not len(x), "shorter than a frame")
-        manifests.leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
-        if not roomy(self.shapes[shape], len(x), len(labels)):
-            raise LargerError(len(x), len(labels))
-        return x, np.array(labels, np.int32)
-
-
-def is_long(entry, seconds, most):
-    """Whether an utterance is longer than a limit, however its length was rounded, estimated, or cut by its file.
-
-    A file may have no more than half of a segment, and a clip that the times of its row do not fit is read as a whole.
-    """
-    if getattr(entry, "end", None) is None:
-        return order.surely_longer(seconds, most)
-    return not getattr(entry.audio, "clip", False) and order.surely_longer(seconds, 2 * most)
-
-
-def roomy(shape, frames, labels):
-    """Whether a row of batches of a shape has room for an utterance."""
-    return frames <= shape.frames and labels <= shape.labels
-
-
-def read(entry, rate, notes=None):
-    """Samples of an utterance; `notes` gets what differs from its manifest."""
-    where = entry.audio, rate, entry.start, entry.end, entry.channel
-    samples, note = storage.steadily(lambda: audio.heard(*where), entry.audio)
-    if note and notes is not None:
-        notes.append(note)
-    return samples
 
 
 def batch_of(drawn, loads, i):
     """A batch of an `order.Batches` by its number; behind the last one there is nothing."""
-    found = drawn[i]
-    return loads(*found) if found else {}
+    batch = drawn[i]
+    return loads(*batch) if batch else {}
 
 
-class OnTheFly:
-    """A corpus in shards. Its `utterances` are a sample, of which vocabulary and statistics are made.
+class Source:
+    """The utterances of --train, in shards. Its `utterances` are a sample, of which vocabulary and statistics are made.
 
-    `known`: what `state` was in the checkpoint with which a run goes on, or None.
+    Parameters
+    ----------
+    config
+        A `Config`. Without `on_the_fly`, features are computed once and kept in `kept`.
+    folder
+        Where the index is.
+    count
+        How many processes load batches; none of them is this one.
+    state
+        What `at` returned, in the checkpoint with which a run goes on at `step`; `EARLIER` if that has none, or None.
+    kept
+        A folder for features; None: none are kept.
+    corpus
+        A corpus that is read in the place of what the configuration names.
     """
 
-    def __init__(self, config, folder, count, known=None, step=0):
-        self.config, self.folder, self.workers, self.report = config, folder, count, Report()
-        self.features, self.hop = config.features.mels, config.features.hop / 1000
-        self.keys = manifests.keys_of(*config.texts.columns)
+    def __init__(self, config, folder, count=0, state=None, step=0, kept=None, corpus=None):
+        self.config, self.folder, self.workers, self.corpus = config, folder, count, corpus
+        self.report = Report() if corpus is None else corpus.report
+        self.hop = config.features.hop / 1000 if corpus is None else corpus.hop
+        self.features = config.features.mels if corpus is None else corpus.features
         self.normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
-        self.versions, self.known, self.step = augmentation.Versions(config), known, step
-        self.named = [Named(*archives.weighted(x)) for x in names(config.data.train)]
+        versions, self.state, self.step = augmentation.Versions(config), state, step
+        self.augmented = versions.key()
+        self.speeds, self.versions = (versions.speeds, versions.count) if corpus is None else ([1.0], 1)
+        self.named = [archives.weighted(x) for x in names(config.data.train)] if corpus is None else [("", None)]
         part, processes = hosts.part()
-        self.readers = known["readers"] if known and known["readers"] % processes == 0 else 0
-        self.readers = self.readers or config.data.readers or processes
+        before = (state or {}).get("readers", 0)
+        self.readers = (before if before % processes == 0 else 0) or config.data.readers or processes
         refuse_if(self.readers % processes, f"--readers {self.readers} must be a multiple of the {processes} processes")
         self.own = range(part * self.readers // processes, (part + 1) * self.readers // processes)
-        self.list()
+        self.exact = corpus is not None or kept is not None  # whether the frames of all utterances are known
+        if corpus is None:
+            self.list()
+        else:
+            self.indices, self.items = zip(*(memory.of_function(corpus, i, self.readers) for i in self.own))
+            self.items = [[x] for x in self.items]
+        if kept is not None:
+            self.remember(kept)
+        self.written = self.every(all(x.seconds.all() for x in self.indices))  # whether all lengths are
         self.utterances, self.places = self.sample()
         self.texts = [text for some in hosts.each([x.text for x in self.utterances]) for text in some]
+        if self.exact:  # of what is used, all is known
+            used = (
+                [(x.name, x.text) for x in corpus.utterances]
+                if corpus is not None
+                else [self.digest, sorted(self.texts)]
+            )
+            self.digest = hashlib.sha256(json.dumps(used).encode()).hexdigest()
+
+    @staticmethod
+    def every(true):
+        """Whether something is true in all processes."""
+        return bool(hosts.gathered(np.array([[true]])).all())
 
     def list(self):
         """Shards of the sources, and the index of those that are this process's."""
-        every = [archives.of(x.name, self.config.texts.columns, self.readers) for x in self.named]
-        for x, shards in zip(self.named, every):
-            refuse_if(not shards, f"{x.name}: nothing is listed")
-        self.indices, self.kinds = [], []
-        files = [[str(y), os.path.getsize(y)] for some in every for shard in some for y in shard.files
+        shards_of = [archives.of(name, self.config.texts.columns, self.readers) for name, _ in self.named]
+        for (name, _), shards in zip(self.named, shards_of):
+            refuse_if(not shards, f"{name}: nothing is listed")
+        self.indices, self.items = [], []
+        files = [[str(y), os.path.getsize(y)] for some in shards_of for shard in some for y in shard.files
                  if os.path.isfile(y)]  # fmt: skip
         self.digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         for reader in self.own:
             mine, kinds = [], []
-            for k, shards in enumerate(every):
+            for k, shards in enumerate(shards_of):
                 split = len(shards) < self.readers  # each reader then has a part of each shard
-                chosen = range(len(shards)) if split else order.dealt([x.amount for x in shards], self.readers)[reader]
-                mine += [shards[i] for i in chosen]
-                kinds += [(k, split)] * len(chosen)
-            found = index.indexed(mine, self.keys, self.folder, reader, self.workers)
-            for reason, name in found.faults:
+                dealt = range(len(shards)) if split else order.dealt([x.amount for x in shards], self.readers)[reader]
+                mine += [shards[i] for i in dealt]
+                kinds += [(k, split)] * len(dealt)
+            own = indexed(mine, keys_of(*self.config.texts.columns), self.folder, reader, self.workers)
+            for reason, name in own.faults:
                 self.report.add(reason, name, again=False)
-            self.indices.append(found)
-            self.kinds.append(np.array(kinds))
-        written = all(found.seconds.all() for found in self.indices)
-        self.written = bool(hosts.gathered(np.array([[written]])).all())  # whether all lengths are
+            self.indices.append(own)
+            self.items.append(self.chosen(own, np.array(kinds)))
 
-    def chosen(self, place):
-        """Numbers of usable utterances of each source of a reader of this process."""
-        found, most = self.indices[place], self.config.data.max_seconds
-        kind, split = self.kinds[place][found.shards].T if len(found.shards) else np.zeros((2, 0), int)
-        numbers = np.arange(len(found.shards))
-        mine = (split == 0) | (numbers % self.readers == self.indices[place].number)
-        long = mine & order.surely_longer(found.seconds, most)
+    def chosen(self, index, kinds):
+        """Numbers of usable utterances of each source of a reader; `kinds`: of each shard its source, and whether it is
+        a part of every reader."""
+        most = self.config.data.max_seconds
+        kind, split = kinds[index.shards].T if len(index.shards) else np.zeros((2, 0), int)
+        numbers = np.arange(len(index.shards))
+        mine = (split == 0) | (numbers % self.readers == index.number)
+        long = mine & surely_longer(index.seconds, most)
         for i in np.flatnonzero(long):
-            entry = found.entry(i, False)
-            long[i] = is_long(entry, found.seconds[i], most)
+            entry = index.entry(i, False)
+            long[i] = is_long(entry, index.seconds[i], most)
             if long[i]:
                 self.report.add(f"longer than {most:g} s", entry.name, again=False)
         return [np.flatnonzero(mine & ~long & (kind == k)) for k in range(len(self.named))]
 
+    def remember(self, folder):
+        """Computes what is not in the folder yet. From then on, items are what has features."""
+        loader = self.loader()
+        for place, some in enumerate(self.items):
+            every = np.sort(np.concatenate(some))
+            self.indices[place], numbers = memory.kept(loader, place, every, folder, self.report, self.workers)
+            self.items[place] = [np.searchsorted(numbers, x[np.isin(x, numbers)]) for x in some]
+
+    @property
+    def remembers(self):
+        """Whether features are kept on the disk."""
+        return self.exact and self.corpus is None
+
+    @property
+    def folders(self):
+        """Names of folders with features in them, of all processes."""
+        own = [x for index in self.indices for x in getattr(index, "folders", ())]
+        return {x for some in hosts.each(own) for x in some}
+
     def loader(self, model=None, shapes=()):
         subsampling, vocabulary = (model.subsampling, model.tokens.to_json()) if model else (1, None)
-        return Loader(self.config, subsampling, vocabulary, self.indices, shapes)
-
-    @functools.cached_property
-    def items(self):
-        """Of each reader of this process and source."""
-        return [self.chosen(place) for place in range(len(self.own))]
+        return loading.Loader(self.config, subsampling, vocabulary, list(self.indices), shapes, self.features)
 
     def sample(self):
-        """Utterances of this process, and (reader, number) of each."""
+        """Utterances of this process, and (place, number) of each."""
         if not hosts.gathered(np.array([[sum(len(x) for some in self.items for x in some)]])).sum():
-            raise UserError(f"{', '.join(x.name for x in self.named)}: no usable utterance{self.report.summary()}")
-        found, places, self.whole_sample = [], [], True
+            raise UserError(f"{', '.join(name for name, _ in self.named)}: no usable utterance{self.report.summary()}")
+        utterances, places, self.whole_sample = [], [], True
         for place, some in enumerate(self.items):  # as many of each reader: the number of processes does not matter
             numbers = np.sort(np.concatenate(some))
             step = max(1, -(-len(numbers) * self.readers // SAMPLE))
             self.whole_sample &= step == 1
             for i in numbers[::step].tolist():
                 if x := self.said(place, i):
-                    x, text = x
-                    seconds = float(abs(self.indices[place].seconds[i])) or self.config.data.max_seconds
-                    longest = seconds * order.SURE[0] + order.SURE[1]  # whether its labels fit is found in its turn
-                    samples = round(longest * self.config.features.rate)
-                    found.append(Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds))
+                    utterances.append(x)
                     places.append((place, i))
-        return found, places
+        return utterances, places
 
     def said(self, place, i):
-        """(Entry, normalised text) of an utterance, or None; its audio is not sought."""
-        x = self.indices[place].entry(i, False)
-        return (x, text) if not isinstance(x, manifests.Fault) and (text := self.normalize(x.text)) else None
+        """The Utterance of an item, or None; its audio is not sought."""
+        index = self.indices[place]
+        x = index.entry(i, False)
+        if isinstance(x, Utterance):
+            return x._replace(seconds=float(index.seconds[i]))
+        if isinstance(x, Fault) or not (text := self.normalize(x.text)):
+            return None
+        seconds = float(abs(index.seconds[i])) or self.config.data.max_seconds
+        longest = seconds * SURE[0] + SURE[1]  # whether its labels fit is found in its turn
+        samples = round(longest * self.config.features.rate)
+        return Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds)
 
     def load(self, i, rng):
         """Features of an utterance of the sample; None: its audio is bad."""
         place, number = self.places[i]
-        entry = self.indices[place].entry(number)
+        index = self.indices[place]
+        entry = index.entry(number)
+        if isinstance(entry, Utterance):
+            return index.load(number, 0, rng)
         try:
-            return self.extractor(read(entry, self.config.features.rate))
+            return self.extractor(loading.heard(entry, self.config.features.rate)[0])
         except audio.AudioError as error:
             return self.report.add(error.reason, entry.name, again=False)
-
-    # What the sources are for each reader.
 
     def shares(self):
         """Draws of each source in an epoch, of all readers: None is each utterance once."""
         options = self.config.data
         counts = hosts.gathered(np.array([[sum(len(some[k]) for some in self.items) for k in range(len(self.named))]]))
         counts = counts.sum(0)
-        hours = [[hours_of(found, x) for x in some] for found, some in zip(self.indices, self.items)]
+        hours = [[hours_of(index, x) for x in some] for index, some in zip(self.indices, self.items)]
         self.hours = hosts.gathered(np.array(hours)).sum(0)
-        given = [x.weight for x in self.named]
+        given = [weight for _, weight in self.named]
         missing = [x is None for x in given]
         refuse_if(any(missing) and not all(missing), "a weight behind one source needs a weight behind each of them")
         if all(missing) and options.temperature == 1:
@@ -302,57 +244,91 @@ class OnTheFly:
         """The order of a run of a model on so many devices, with its shapes."""
         config, options = self.config, self.config.data
         counts, draws = self.shares()
-
         each = [None if x is None else max(1, round(x / self.readers)) if x else 0 for x in draws]
+        most = self.longest()
         readers = [
-            order.Reader(found.number, config.run.seed, found, some, each, self.versions.count, self.versions.speeds,
-                         options.max_seconds, options.buffer)
-            for found, some in zip(self.indices, self.items)
-        ]  # fmt: skip
+            order.Reader(x.number, config.run.seed, x, some, each, self.versions, self.speeds, most, options.buffer)
+            for x, some in zip(self.indices, self.items)
+        ]
         rows = (options.batch_seconds / USUAL or options.batch) / self.readers
         window = max(options.buffer, order.LEAST, round(FULL * rows))
         listed = [max(x.size, sum(map(len, some))) for x, some in zip(readers, self.items)]
         if self.written or hosts.gathered(np.array([[max(listed)]])).max() <= window:
             window = 0
         decided = [options.buffer, options.batch, options.batch_seconds, options.buckets, options.max_seconds,
-                   self.versions.key(), config.run.seed, each, SHARE, window]  # fmt: skip
+                   self.augmented, config.run.seed, each, SHARE, window, *["exact"] * self.exact]  # fmt: skip
         decided = hashlib.sha256(json.dumps(decided).encode()).hexdigest()
-        known, self.first, place = self.known, (0, 0), (0, 0, 0)  # first: step and epoch
-        if known:
-            other = {
-                f"{known['readers']} parts of the data, which {hosts.part()[1]} processes cannot share":
-                    known["readers"] != self.readers,
-                "other data": known["list"] != self.digest,
-                "other options": known["options"] != decided,
-                "batches that these devices cannot share":
-                    any(order.Shape(*x).rows * self.readers % devices for x in known["shapes"]),
-            }  # fmt: skip
-            if why := [x for x, true in other.items() if true]:
-                self.first, place = (self.step, known["epoch"]), (known["epoch"], 0, 0)
-                hosts.say(f"epoch {place[0] + 1} begins anew, in another order: the run had {' and '.join(why)}")
-                known = None
-            else:
-                self.first, place = known["first"], known["place"]
-        kept = (Late(*x) for x in (known or {}).get("late", ()))
-        self.late = [x for x in kept if x.reader in self.own]
-        shapes = [order.Shape(*x) for x in known["shapes"]] if known else self.shapes(readers, model, devices, window)
-        self.place = self.step, *place  # epoch, window, and how many batches of it came before
+        state = self.continued(decided, devices)
+        self.late = [x for x in (Late(*x) for x in state.get("late", ())) if x.reader in self.own]
+        shapes = [order.Shape(*x) for x in state.get("shapes", ())] or self.shapes(readers, model, devices, window)
         self.order = order.Order(readers, shapes, config.run.seed, window)
+        if self.state == EARLIER:
+            epoch = self.step // max(1, self.earlier(model, devices))
+            self.first, self.place = (self.step, epoch), (self.step, epoch, 0, 0)
+            self.begins_anew("the order of an earlier version")
         self.loads = self.loader(model, [*shapes, self.largest(shapes[-1], model, devices)])
         self.state = {"readers": self.readers, "list": self.digest, "options": decided,
                       "first": [*self.first], "shapes": [[*x] for x in shapes]}  # fmt: skip
-        self.say(counts, draws)
+        self.counts, self.draws = counts, draws
         return self
+
+    def continued(self, decided, devices):
+        """The state with which the run goes on exactly, or nothing; a line says why not."""
+        state = self.state
+        self.first, self.place = (0, 0), (self.step, 0, 0, 0)  # step and epoch; step, epoch, window, batches before
+        if not state:
+            return {}
+        other = {
+            f"{state['readers']} parts of the data, which {hosts.part()[1]} processes cannot share":
+                state["readers"] != self.readers,
+            "other data": state["list"] != self.digest,
+            "other options": state["options"] != decided,
+            "batches that these devices cannot share":
+                any(order.Shape(*x).rows * self.readers % devices for x in state["shapes"]),
+        }  # fmt: skip
+        if why := [x for x, true in other.items() if true]:
+            self.first, self.place = (self.step, state["epoch"]), (self.step, state["epoch"], 0, 0)
+            self.begins_anew(" and ".join(why))
+            return {}
+        self.first, self.place = state["first"], (self.step, *state["place"])
+        return state
+
+    def begins_anew(self, why):
+        hosts.say(f"epoch {self.place[1] + 1} begins anew, in another order: the run had {why}")
+
+    def earlier(self, model, devices):
+        """Batches of an epoch in the earlier version: full ones of all versions, or about as many as now."""
+        if not self.exact:
+            return self.order.steps(0, 1)
+        some = [index.utterances[i]._replace(frames=int(index.frames[i, k])) for index, items in
+                zip(self.indices, self.items) for k in range(self.versions) for i in np.concatenate(items)]  # fmt: skip
+        corpus = types.SimpleNamespace(utterances=some, report=Report())
+        data = batches.labelled(corpus, model.tokens, model.subsampling)
+        own = sum(len(x.members) // x.batch for x in batches.make_buckets(data, self.config, devices))
+        return int(hosts.gathered(np.array([[own]])).sum())
+
+    def longest(self):
+        """Seconds that an utterance lasts at most."""
+        if not self.exact:
+            return self.config.data.max_seconds
+        frames = [x.frames.max(initial=0) for x in self.indices]
+        return float(hosts.gathered(np.array([[max(frames)]])).max()) * self.hop
+
+    def frames(self, seconds):
+        """Frames of an utterance that lasts so long."""
+        if self.exact:
+            return int(seconds / self.hop + 1e-6)
+        return self.extractor.count(math.ceil(seconds * self.config.features.rate))
 
     def largest(self, last, model, devices):
         """The shape of batches for what is longer than expected, and has no room in the `last` of the others."""
-        longest = (self.config.data.max_seconds + order.SLACK) / min(1.0, *self.versions.speeds)
-        frames = max(last.frames, self.extractor.count(math.ceil(longest * self.config.features.rate)))
+        longest = (self.longest() + SLACK) / min(1.0, *self.speeds)
+        frames = max(last.frames, self.frames(longest))
         labels = max(last.labels, min(2 * last.labels, -(-frames // model.subsampling)))
         return order.Shape(longest, math.lcm(devices, self.readers) // self.readers, frames, labels)
 
     def shapes(self, readers, model, devices, window):
-        epoch, rate, found = self.first[1], self.config.features.rate, []
+        epoch, planned = self.first[1], []
         edges = order.limits(readers, epoch, self.config.data.buckets, window)
 
         def shaped(shapes):
@@ -367,17 +343,17 @@ class OnTheFly:
         labels = np.maximum.accumulate(hosts.gathered(labels).max(0))
         if window:  # later ones are longer, and have more labels
             labels[-1] = math.ceil(labels[-1] * edges[-1] / (hosts.gathered(np.array([[longest]])).max() or edges[-1]))
-        whole = self.written and hosts.gathered(np.array([[whole]])).all() and self.versions.speeds == [1.0]
+        whole = self.written and hosts.gathered(np.array([[whole]])).all() and self.speeds == [1.0]
         common = math.lcm(devices, self.readers)
         least = common // self.readers  # rows of a reader come in multiples of this
         for seconds, most, count in zip(edges, labels, counted.most(epoch, 0)):
-            frames = self.extractor.count(math.ceil(seconds * rate))
+            frames = self.frames(seconds)
             rows = batches.size_of(self.config, common, frames) // self.readers
             rows = rows if window else min(rows, -(-count // least) * least)
             room = most if whole else -(-int(most * ROOM) // 8) * 8
             room = max(1, min(room, -(-frames // model.subsampling)))
-            found.append(order.Shape(float(seconds), max(rows, least), frames, int(room)))
-        return [x._replace(batches=n) for x, n in zip(found, shaped(found).most(epoch, 0))]
+            planned.append(order.Shape(float(seconds), max(rows, least), frames, int(room)))
+        return [x._replace(batches=n) for x, n in zip(planned, shaped(planned).most(epoch, 0))]
 
     def spoken(self, rows):
         """(seconds, text) of a sample, or of utterances of rows of the order where lengths are not written."""
@@ -386,17 +362,20 @@ class OnTheFly:
             return
         for place, (items, _, seconds, _) in enumerate(rows):
             for i, x in zip(items[: SAMPLE // self.readers].tolist(), seconds.tolist()):
-                if found := self.said(place, i):
-                    yield x, found[1]
+                if utterance := self.said(place, i):
+                    yield x, utterance.text
 
-    def say(self, counts, draws):
+    def say(self):
+        """Prints what the source holds, and the shapes of its batches."""
+        counts, draws = self.counts, self.draws
         about, window = "" if self.written else "about ", self.order.window
-        shards = sum(len(x.listed) for x in self.indices)
-        hosts.say(f"{counts.sum():,} utterances, {about}{self.hours.sum():.4g} hours, by their manifests and headers; "
-                  f"{shards:,} shards in this process, in {len(self.own)} of {self.readers} parts; "
+        by = "" if self.exact else ", by their manifests and headers"
+        shards = f"{sum(len(x.listed) for x in self.indices):,} shards in this process, in " * (self.corpus is None)
+        hosts.say(f"{counts.sum():,} utterances, {about}{self.hours.sum():.4g} hours{by}; "
+                  f"{shards}{len(self.own)} of {self.readers} parts; "
                   f"order shuffled by shards and within {self.config.data.buffer:,} utterances")  # fmt: skip
         if any(x is not None for x in draws):
-            each = ", ".join(f"{x.name} {n if d is None else d:,}" for x, n, d in zip(self.named, counts, draws))
+            each = ", ".join(f"{x} {n if d is None else d:,}" for (x, _), n, d in zip(self.named, counts, draws))
             hosts.say(f"an epoch is so many draws: {each}")
         shapes = ", ".join(
             f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
@@ -420,7 +399,7 @@ class OnTheFly:
 
     def planned(self):
         """(shape, rows of this process) of batches for what came too late; processes have as many of each shape."""
-        shapes, found = self.loads.shapes, []
+        shapes, plan = self.loads.shapes, []
         groups = [[] for _ in shapes]
         for x in self.late:
             k = next(k for k, shape in enumerate(shapes) if roomy(shape, x.frames, x.labels))
@@ -429,8 +408,8 @@ class OnTheFly:
         counts = hosts.gathered(np.array([[-(-len(x) // size) for x, size in zip(groups, sizes)]])).max(0)
         for k, (rows, size, count) in enumerate(zip(groups, sizes, counts.tolist())):
             rows += [None] * (count * size - len(rows))
-            found += [(k, rows[i * size : (i + 1) * size]) for i in range(count)]
-        return found
+            plan += [(k, rows[i * size : (i + 1) * size]) for i in range(count)]
+        return plan
 
     def taken(self, batch, step, then):
         """A batch as `read` gives it; what it lacks is noted."""

@@ -1,0 +1,167 @@
+"""Batches of utterances by their places in an order: decoded, augmented and made features of, or read from memory.
+
+What is wrong with an utterance is found when its turn comes: its row of a batch is not valid then, and the batch names
+it in `left_out`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_rnnt_speech.data import audio, augmentation, batches, features, texts
+from jax_rnnt_speech.data import tokens as vocabularies
+from jax_rnnt_speech.data.archives import storage
+from jax_rnnt_speech.data.index import surely_longer
+from jax_rnnt_speech.data.rows import Fault, LineError, differs, leave_out_if
+from jax_rnnt_speech.data.utterances import Utterance
+
+
+class Late(NamedTuple):
+    """An utterance that its batch has no room for."""
+
+    reader: int
+    item: int
+    version: int
+    frames: int
+    labels: int
+    name: str
+
+
+class Note(NamedTuple):
+    """What of an utterance is not as its manifest says, and does no harm."""
+
+    text: str
+    name: str
+
+
+class LargerError(Exception):
+    """An utterance is larger than the rows of its batch; the arguments are its frames and labels."""
+
+
+def is_long(entry, seconds, most):
+    """Whether an utterance is longer than a limit, however its length was rounded, estimated, or cut by its file.
+
+    A file may have no more than half of a segment, and a clip that the times of its row do not fit is read as a whole.
+    """
+    if getattr(entry, "end", None) is None:
+        return surely_longer(seconds, most)
+    return not getattr(entry.audio, "clip", False) and surely_longer(seconds, 2 * most)
+
+
+def roomy(shape, frames, labels):
+    """Whether a row of batches of a shape has room for an utterance."""
+    return frames <= shape.frames and labels <= shape.labels
+
+
+def heard(entry, rate, again=True):
+    """(samples, None or a note of what differs from its manifest) of an utterance.
+
+    Storage that fails is tried `again`, and then ends the command.
+    """
+    where = entry.audio, rate, entry.start, entry.end, entry.channel
+    return storage.steadily(lambda: audio.heard(*where), entry.audio) if again else audio.heard(*where)
+
+
+def text_of(entry, normalize):
+    """The text of an Entry or Fault as it is taught, or a LineError."""
+    if isinstance(entry, Fault):
+        raise LineError(entry.reason)
+    text = normalize(entry.text)
+    leave_out_if(not text, "empty transcript")
+    return text
+
+
+class Loader:
+    """Makes a batch of what the order has for it. Each worker has a copy.
+
+    `features` are the numbers in a frame. `subsampling` says how many of the frames become one of the encoder.
+    """
+
+    def __init__(self, config, subsampling, vocabulary, indices, shapes, features):
+        self.config, self.subsampling, self.vocabulary = config, subsampling, vocabulary
+        self.indices, self.shapes, self.features = indices, shapes, features
+
+    @functools.cached_property
+    def tools(self):
+        """What is better made than copied."""
+        normalize = texts.normalizer(self.config.texts.normalize, self.config.texts.lower)
+        extractor = features.extractor(self.config.features, self.config.encoder.chunk)
+        vocabulary = self.vocabulary and vocabularies.from_json(self.vocabulary)
+        return vocabulary, normalize, extractor, augmentation.Versions(self.config)
+
+    def __call__(self, epoch, shape, rows):
+        labels, left_out, items = {}, [], []
+        for i, row in enumerate(rows):
+            x, spans, name = None, 0, "an utterance"
+            if row is not None:
+                place, number, version = row
+                index = self.indices[place]
+                key = epoch, index.number, number
+                try:
+                    entry, notes = index.entry(number), []
+                    name = entry.name
+                    x, labels[i] = self.loaded(entry, index, version, key, notes)
+                    if not roomy(self.shapes[shape], len(x), len(labels[i])):
+                        raise LargerError(len(x), len(labels[i]))
+                    left_out += [Note(note, name) for note in notes]
+                    rng = np.random.default_rng((self.config.run.seed, 3, *key))
+                    spans = features.draw_spans(self.config.data, rng, len(x), self.features)
+                except (audio.AudioError, LineError) as error:
+                    x = None
+                    left_out.append((getattr(error, "reason", str(error)), name))
+                except LargerError as error:
+                    x = None
+                    left_out.append(Late(index.number, number, version, *error.args, name))
+            items.append((i, x, spans))
+        data = batches.Labelled(self, labels)
+        return batches.collate(data, self.config.data, self.shapes[shape], items, len(rows)) | {"left_out": left_out}
+
+    def loaded(self, entry, index, version, key, notes):
+        """(features, labels) of an utterance, or a LineError or AudioError that says why there are none."""
+        vocabulary, normalize, extractor, versions = self.tools
+        remembered = isinstance(entry, Utterance)  # whose text is what is taught
+        labels = vocabulary.encode(entry.text if remembered else text_of(entry, normalize))
+        leave_out_if(labels is None, "characters outside the vocabulary")
+        if remembered:
+            x = index.load(key[2], version, np.random.default_rng((self.config.run.seed, 5, *key)))
+            leave_out_if(x is None, "no readable audio")
+        else:
+            x = extractor(versions.of(self.samples(entry, index.lengths(np.array([key[2]]))[0], notes), version, key))
+        leave_out_if(not len(x), "shorter than a frame")
+        leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
+        return x, np.array(labels, np.int32)
+
+    def samples(self, entry, seconds, notes, again=True):
+        """Samples of an Entry, or a LineError or AudioError.
+
+        `seconds`: how long it lasts by its manifest or header. `notes` gets what differs from its manifest.
+        """
+        rate, most = self.config.features.rate, self.config.data.max_seconds
+        leave_out_if(is_long(entry, seconds, most), f"longer than {most:g} s")
+        samples, note = heard(entry, rate, again)
+        notes += [note] * bool(note)
+        if entry.end is None and entry.whole and differs(entry.whole, entry.start + len(samples) / rate):
+            raise LineError("duration differs from the manifest's")
+        leave_out_if(len(samples) > round(most * rate), f"longer than {most:g} s")
+        return samples
+
+    def versions_of(self, place, items, i):
+        """(features of each version, or None of one that is too long; what is left out, notes) of an item, to be kept.
+
+        A file that cannot be read now, but perhaps later, is left out; its reason is followed by True.
+        """
+        index, number, notes = self.indices[place], int(items[i]), []
+        _, normalize, extractor, versions = self.tools
+        entry, most = index.entry(number), round(self.config.data.max_seconds * self.config.features.rate)
+        try:
+            text_of(entry, normalize)
+            samples = self.samples(entry, index.lengths(np.array([number]))[0], notes, again=False)
+            fits = [versions.size(len(samples), k) <= most for k in range(versions.count)]
+            arrays = [extractor(versions.of(samples, k, (index.number, number))) if x else None
+                      for k, x in enumerate(fits)]  # fmt: skip
+            leave_out_if(not len(arrays[0]), "shorter than a frame")
+        except (audio.AudioError, LineError) as error:
+            reason = getattr(error, "reason", str(error))
+            return [None] * versions.count, [(reason, entry.name, getattr(error, "passing", False))], []
+        return arrays, [], [Note(x, entry.name) for x in notes]

@@ -1,0 +1,108 @@
+"""A source that remembers: the features of its utterances, computed once, whose frames are then known exactly."""
+
+import dataclasses
+import functools
+import hashlib
+
+import numpy as np
+
+from jax_rnnt_speech.data import cache, workers
+from jax_rnnt_speech.data.loading import text_of
+from jax_rnnt_speech.data.rows import Entry
+from jax_rnnt_speech.data.utterances import Utterance
+
+
+@dataclasses.dataclass
+class Remembered:
+    """Utterances of one reader whose frames [n, versions] are known; a version that is too long has none.
+
+    It takes the place of an `index.Index`. `arrays` has the features of number i * versions + version; `places` are
+    the i of the utterances.
+    """
+
+    number: int  # of the reader
+    utterances: list
+    frames: np.ndarray
+    hop: float  # seconds of a frame
+    arrays: object
+    places: np.ndarray
+    shards: np.ndarray
+    listed: tuple = ()
+    index: object = None  # an Index, which has the utterances by these numbers
+    numbers: np.ndarray = None
+    folders: list = dataclasses.field(default_factory=list)  # those of arrays that were made
+
+    @property
+    def seconds(self):
+        return self.frames[:, 0] * self.hop
+
+    def lengths(self, items):
+        return self.seconds[items]
+
+    def entry(self, i, sought=True):
+        return self.utterances[i]
+
+    def listing(self, i, sought=True):
+        """The Entry that the sources list."""
+        return self.index.entry(int(self.numbers[i]), sought)
+
+    def load(self, i, version, rng):
+        """Features [T, F] of a version; None: its audio is bad."""
+        return self.arrays.load(int(self.places[i]) * self.frames.shape[1] + version, rng)
+
+    def heard(self, items, versions, speeds, most):
+        """(versions, seconds) of items: they may be too long for the speed of theirs."""
+        frames = self.frames[items, versions]
+        versions = np.where(frames, versions, versions - versions % len(speeds))  # without another speed
+        return versions, self.frames[items, versions] * self.hop
+
+
+def of_function(corpus, number, readers):
+    """The Remembered of a corpus that a function makes, and the items of a reader."""
+    frames = np.array([[x.frames] for x in corpus.utterances], np.int64).reshape(-1, 1)
+    places = np.arange(len(frames))
+    remembered = Remembered(
+        number, corpus.utterances, frames, corpus.hop, corpus, places, np.zeros(len(frames), np.int32)
+    )
+    return remembered, places[number::readers][frames[number::readers, 0] > 0]
+
+
+def kept(loader, place, items, folder, report, processes):
+    """The Remembered of an index, whose features of some items are in a folder, and the numbers of those that have any.
+
+    Features that are not in the folder yet are made by so many processes.
+    """
+    index, (_, normalize, extractor, versions) = loader.indices[place], loader.tools
+    options, count, hop = loader.config, versions.count, loader.config.features.hop / 1000
+    entries = (index.entry(i) for i in items.tolist())
+    files = cache.stamps(x.audio for x in entries if isinstance(x, Entry) and not hasattr(x.audio, "archive"))
+    decided = [index.folder.name, files, index.number, hashlib.sha256(items.astype(np.int64).tobytes()).hexdigest(),
+               dataclasses.asdict(extractor), versions.key(), options.data.max_seconds,
+               options.texts.normalize, options.texts.lower]  # fmt: skip
+
+    def made():
+        work = functools.partial(loader.versions_of, place, items)
+        for i, (arrays, left_out, notes) in enumerate(workers.items(work, len(items), cache.THREADS, processes)):
+            for reason, name, passing in left_out:
+                report.add(reason, name, again=False, passing=passing)
+            for note in notes:
+                report.note(*note, again=False)
+            yield from ((i * count + k, x) for k, x in enumerate(arrays))
+
+    def expected():
+        return float(np.nan_to_num(np.abs(index.lengths(items))).sum()) / hop * count
+
+    def name_of(number):
+        return index.entry(int(items[number // count]), False).name
+
+    arrays = cache.stored(folder, decided, len(items) * count, extractor.mels, report, expected, made, name_of)
+    frames = arrays.index[:, 1].reshape(-1, count)
+    places = np.flatnonzero(frames[:, 0])
+    utterances = []
+    for i in places.tolist():
+        x = index.entry(int(items[i]), False)
+        utterances.append(Utterance(x.name, int(frames[i, 0]), text_of(x, normalize), x.speaker, frames[i, 0] * hop))
+    numbers = items[places]
+    where = arrays, places, np.asarray(index.shards[numbers]), index.listed
+    where = *where, index, numbers, [arrays.folder.name]
+    return Remembered(index.number, utterances, frames[places], hop, *where), numbers
