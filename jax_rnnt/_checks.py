@@ -1,4 +1,7 @@
-"""Static checks of arguments: every error names the argument, the expected and the given value."""
+"""Static checks of arguments: every error names the argument, what was expected and what came.
+
+The public function that was called puts its own name before the message (`_keywords`).
+"""
 
 import numbers
 from collections.abc import Mapping, Set
@@ -22,12 +25,12 @@ _INCONCLUSIVE = getattr(jax.errors if hasattr(jax.errors, _NAME) else jax.core, 
 
 
 def bad_value(message: str) -> ValueError:
-    """The error of an argument. The public function that was called puts its name before the message (`_keywords`)."""
+    """The error of an argument of a wrong value, still without the name of the function that was called."""
     return ValueError(Refusal(message))
 
 
 def bad_type(message: str) -> TypeError:
-    """`bad_value`, for an argument of a wrong type."""
+    """The same of an argument of a wrong type."""
     return TypeError(Refusal(message))
 
 

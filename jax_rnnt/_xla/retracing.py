@@ -124,7 +124,7 @@ def pure(function: Callable, parameters, *avals) -> tuple[Pure, list[jax.Array],
 
 
 def shape_of(what: str, function: Callable, *avals) -> tuple[Any, bool]:
-    """(shapes and dtypes of its result, whether it draws random numbers); `what` names the function in errors."""
+    """(shapes and dtypes of its result, whether it draws random numbers); `what` is the argument that errors name."""
     try:
         closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
     except Exception as error:

@@ -245,7 +245,7 @@ def _linear(joint, widths):
 
 
 def _tiled(logits: JointLogits, inner):
-    """(rows, their logits) of checked logits, in tiles; errors name `function`."""
+    """(rows, their logits) of checked logits, in tiles."""
     encoder, predictor = logits.encoder_out, logits.predictor_out
     linear = isinstance(logits.joint, LinearJoint)
     emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1

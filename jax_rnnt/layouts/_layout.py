@@ -1,8 +1,7 @@
 """Layout: how logits [..., T, U + 1, V] are given. Every method of a loss takes every layout that suits the loss.
 
 B sequences (`...`, any number of batch dimensions), T frames, U labels, V classes. A layout is a frozen dataclass and a
-pytree. When a loss takes a layout, the layout checks its arrays, with errors in the name of the called function, and
-makes the emission that reads them.
+pytree. When a loss takes a layout, the layout checks its arrays and makes the emission that reads them.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ def public_functions():
         except ModuleNotFoundError:
             assert name in OPTIONAL
             continue
-        for x in (getattr(module, y) for y in getattr(module, "__all__", [])):
+        names = getattr(module, "__all__", [x for x in vars(module) if not x.startswith("_")])
+        for x in (y for y in (getattr(module, z) for z in names) if inspect.isclass(y) or inspect.isfunction(y)):
             for base in x.__mro__ if inspect.isclass(x) else [x]:
                 of_class = SOURCES[base.__module__].functions if base.__module__ in SOURCES else {}
                 for place in of_class:
