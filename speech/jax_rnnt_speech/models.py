@@ -37,8 +37,8 @@ def kind_of(folder):
     if any(x.suffix == ".nemo" and x.is_file() for x in (folder, *folder.glob("*.nemo"))):
         return "nemo"
     refuse_if(not folder.is_dir(), f"{folder} is no folder")
-    known = f"neither checkpoints/ of a run, nor {package.SETUP}, nor config.json, nor model.bin, nor a .nemo file"
-    raise UserError(f"{folder} has no checkpoint: {known}")
+    expected = f"neither checkpoints/ of a run, nor {package.SETUP}, nor config.json, nor model.bin, nor a .nemo file"
+    raise UserError(f"{folder} has no checkpoint: {expected}")
 
 
 def read(folder, best=True):
@@ -134,8 +134,8 @@ def outline(folder):
     """(Config, the JSON files of its source, vocabulary) of a folder."""
     if setup := setup_of(folder):
         return *config_of(folder), tokens.from_json(setup["tokens"])
-    found = KINDS[kind_of(folder)].read(Path(folder))
-    return found.config, found.source, found.tokens
+    model = KINDS[kind_of(folder)].read(Path(folder))
+    return model.config, model.source, model.tokens
 
 
 def config_of(folder):
@@ -172,9 +172,9 @@ def fresh(config, corpus, **more):
     vocabulary = tokens.train(config.head, said) if new else None
     if not start:
         return Model(config, vocabulary, [0.0] * features, [1.0] * features, **more)
-    known = read(start)
-    if len(known.mean) != features:
-        raise UserError(f"--init {start} hears {len(known.mean)} features a frame, {config.data.train} has {features}")
-    model = Model(config, vocabulary or known.tokens, known.mean, known.deviation, known.source, **more)
-    model.take({name: known.params[name] for name in (["encoder"] if new else known.params)})
+    old = read(start)
+    if len(old.mean) != features:
+        raise UserError(f"--init {start} hears {len(old.mean)} features a frame, {config.data.train} has {features}")
+    model = Model(config, vocabulary or old.tokens, old.mean, old.deviation, old.source, **more)
+    model.take({name: old.params[name] for name in (["encoder"] if new else old.params)})
     return model

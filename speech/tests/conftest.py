@@ -1,13 +1,23 @@
 """What the tests of the program share: commands that end as expected, a corpus, and a run on it."""
 
+import asyncio
 import contextlib
+import inspect
 import io
 import json
 import signal
 
 import pytest
 
-from support import arguments, run, write_audio
+from support import CONVOLUTIONAL, arguments, random_model, run, saved, write_audio
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test that is a coroutine."""
+    if inspect.iscoroutinefunction(pyfuncitem.obj):
+        names = inspect.signature(pyfuncitem.obj).parameters
+        asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+        return True
 
 
 @pytest.fixture
@@ -68,3 +78,23 @@ def trained(corpus, tmp_path_factory):
     with contextlib.redirect_stdout(out):
         run(arguments(corpus, workdir))
     return workdir, out.getvalue()
+
+
+@pytest.fixture(scope="session")
+def talkative(tmp_path_factory):
+    """The folder of a model with random weights that writes many words."""
+    return saved(random_model(**CONVOLUTIONAL), tmp_path_factory.mktemp("talkative"))
+
+
+@pytest.fixture(scope="session")
+def served(talkative):
+    """The server of the command line, with three slots."""
+    pytest.importorskip("aiohttp")
+    from jax_rnnt_speech.serving import server
+
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "run", kept.append)
+        limits = "--connections", 3, "--max-bytes", 40_000, "--max-seconds", 3, "--endpoint", 0.5
+        run(["serve", "--model", talkative, "--name", "tiny", "--language", "en", *limits])
+    return kept[0]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import os
+import pathlib
 import resource
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import sentencepiece
 
 import jax_rnnt_speech as asr
-from jax_rnnt_speech import cli, pretrained  # noqa: F401
+from jax_rnnt_speech import cli, pretrained, runs  # noqa: F401
 from jax_rnnt_speech.data import audio, batches, corpora
 from jax_rnnt_speech.model import Model, transducer  # noqa: F401
 from jax_rnnt_speech.runs import checkpoints  # noqa: F401
@@ -24,6 +25,14 @@ TINY = {
     "rate": 8000, "mels": 6, "width": 8, "blocks": 1, "heads": 2, "expansion": 1, "convolution": 3, "channels": 2,
     "batch": 4, "buckets": 2, "time_mask": 0.2, "mel_mask": 2, "dropout": 0.1, "joint": "logits", "chunk": 4, "past": 4,
 }  # fmt: skip
+DAMAGES = {  # of a file
+    "gone": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a byte": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+}
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 # Programs of this encoder compile in half of the time. For tests of anything but the encoder.
 CONVOLUTIONAL = {"encoder": "convolutional"}
 
@@ -39,6 +48,15 @@ def random_model(**options):
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     model.params = jax.tree_util.tree_map_with_path(larger, model.params)
     return model
+
+
+def saved(model, folder):
+    """The folder of a run with a checkpoint of the model."""
+    run_of = runs.Run(folder)
+    run_of.open()
+    run_of.save(1, model.setup(), params=model.params)
+    run_of.close()
+    return folder
 
 
 def subwords(lines, **options):

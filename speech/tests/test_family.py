@@ -19,8 +19,8 @@ from jax_rnnt import decode
 from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.recognition import recognise, streams, windows
 from jax_rnnt_speech.recognition.search import Decoding
-from support import arrays, asr, run
-from test_pretrained import GOLDEN, padded
+from support import GOLDEN, arrays, asr, run
+from test_pretrained import padded
 
 HEADS = "decoder.", "encoder_projector.", "joint."
 

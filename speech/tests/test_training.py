@@ -124,7 +124,7 @@ def test_reads_that_fail(corpus, trained, tmp_path, monkeypatch, said):
     chex.assert_trees_all_equal(weights(tmp_path / "run"), weights(trained[0]))
 
 
-def test_resume_is_exact(corpus, trained, tmp_path, refused, said, signals):
+def test_resume_is_exact(corpus, trained, tmp_path, said, signals):
     """A run that Ctrl-C ends in step 2, before any test, goes on with the same losses and weights, bit for bit."""
     workdir = tmp_path / "run"
     (tmp_path / "hook.py").write_text(
@@ -143,55 +143,55 @@ def test_resume_is_exact(corpus, trained, tmp_path, refused, said, signals):
     run([*arguments(corpus, workdir), "--resume"])
     assert losses(workdir) == losses(trained[0]) and {x.name for x in (workdir / "checkpoints").iterdir()} == {"3", "6"}
     chex.assert_trees_all_equal(weights(workdir), weights(trained[0]))
-    # An earlier run is neither deleted nor continued otherwise without being asked.
-    command = arguments(corpus, workdir)
-    for changed, expected in (
-        (command, "holds an earlier run: continue it with --resume, or delete it with --overwrite"),
-        ([*command, "--resume", "--learning-rate", 0.02], "--learning-rate 0.01, got 0.02: --change allows that"),
-        ([*command, "--resume", "--change", "--width", 16], "holds a model with --width 8, got 16"),
-    ):
-        refused(changed, expected)
-    run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
-    assert (workdir / "checkpoints" / "6").is_dir()
-    before = {path: path.read_bytes() for path in workdir.glob("*.*")}
-    run([*command, "--resume"])  # has ended: it is tested, and nothing is written
-    assert losses(workdir) == losses(trained[0]) and before == {x: x.read_bytes() for x in workdir.glob("*.*")}
-    alone = shutil.copytree(workdir, tmp_path / "alone")
-    relu = tmp_path / "relu.json"
+
+
+@pytest.fixture
+def ended(trained, tmp_path):
+    """The folder of a run that has ended, which a test may change."""
+    return shutil.copytree(trained[0], tmp_path / "run")
+
+
+def test_an_earlier_run(corpus, ended, tmp_path, refused):
+    """It is neither deleted nor continued otherwise without being asked; one that has ended writes nothing."""
+    command, alone, relu = arguments(corpus, ended), tmp_path / "alone", tmp_path / "relu.json"
     relu.write_text('{"head": {"activation": "relu"}}')
+    earlier, before = losses(ended), {path: path.read_bytes() for path in ended.glob("*.*")}
+    shutil.copytree(ended, alone)
     shutil.rmtree(alone / "checkpoints")  # as of a run that ended before its first checkpoint
-    for changed, expected in (
-        ([*command, "--resume", "--change", "--accumulate", 2], "with --accumulate 1, which 2 does not fit"),
-        ([*command, "--resume", "--change", "--batch-norm", "batch"], "with --batch-norm frozen, which batch does not"),
-        ([*command, "--resume", "--config", relu], "run holds a model with head.activation tanh, got relu"),
-        ([*command, "--resume", "--steps", 0], "--steps 0 trains nothing: `rnnt-speech test` evaluates a run"),
-        ([*command, "--workdir", alone], "alone holds an earlier run"),
-        (["train", "--workdir", tmp_path / "typo", "--resume"], "typo has no checkpoint: train first"),
+    for changed, message in (
+        ([], "holds an earlier run: continue it with --resume, or delete it with --overwrite"),
+        (["--resume", "--learning-rate", 0.02], "--learning-rate 0.01, got 0.02: --change allows that"),
+        (["--resume", "--change", "--width", 16], "holds a model with --width 8, got 16"),
+        (["--resume", "--change", "--accumulate", 2], "with --accumulate 1, which 2 does not fit"),
+        (["--resume", "--change", "--batch-norm", "batch"], "with --batch-norm frozen, which batch does not"),
+        (["--resume", "--config", relu], "run holds a model with head.activation tanh, got relu"),
+        (["--resume", "--steps", 0], "--steps 0 trains nothing: `rnnt-speech test` evaluates a run"),
+        (["--workdir", alone], "alone holds an earlier run"),
     ):
-        refused(changed, expected)
-    assert losses(alone) == losses(workdir)
-    # A byte of the last checkpoint has changed, and a power cut has left its marks in the metrics, which are no state.
-    file = max((workdir / "checkpoints/6/training").rglob("*"), key=lambda x: x.stat().st_size * x.is_file())
+        refused([*command, *changed], message)
+    refused(["train", "--workdir", tmp_path / "typo", "--resume"], "typo has no checkpoint: train first")
+    run([*command, "--overwrite", "--train", corpus / "nowhere"], 2)  # deletes nothing either
+    assert (ended / "checkpoints" / "6").is_dir()
+    run([*command, "--resume"])  # has ended: it is tested
+    assert before == {x: x.read_bytes() for x in ended.glob("*.*")} and losses(alone) == losses(ended) == earlier
+
+
+def test_a_run_after_a_power_cut(corpus, trained, ended, said):
+    """A byte of the last checkpoint has changed, and there are marks in the metrics, which are no part of the state."""
+    file = max((ended / "checkpoints/6/training").rglob("*"), key=lambda x: x.stat().st_size * x.is_file())
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    lines = (workdir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    damaged = [
-        *lines[:2],
-        bytes(30),
-        *lines[2:3],
-        b'{"step": 3, "lo{"step": 3}\n\xe4[]\n7\n',
-        *lines[3:-1],
-        lines[-1][:-9],
-    ]
-    (workdir / "metrics.jsonl").write_bytes(b"".join(damaged))
-    error = said([*command, "--resume"]).err
-    assert (
-        f"{workdir}: checkpoints/6 is damaged (training/" in error and "has changed): checkpoints/3 is used\n" in error
-    )
-    assert f"{workdir}/metrics.jsonl: damaged lines are left out: 4, 5, 6, 11\n" in error
-    assert losses(workdir) == losses(trained[0])
-    chex.assert_trees_all_equal(weights(workdir), weights(trained[0]))
+    lines = (ended / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    marks = b'{"step": 3, "lo{"step": 3}\n\xe4[]\n7\n'
+    damaged = [*lines[:2], bytes(30), *lines[2:3], marks, *lines[3:-1], lines[-1][:-9]]
+    (ended / "metrics.jsonl").write_bytes(b"".join(damaged))
+    error = said([*arguments(corpus, ended), "--resume"]).err
+    assert f"{ended}: checkpoints/6 is damaged (training/" in error
+    assert "has changed): checkpoints/3 is used\n" in error
+    assert f"{ended}/metrics.jsonl: damaged lines are left out: 4, 5, 6, 11\n" in error
+    assert losses(ended) == losses(trained[0])
+    chex.assert_trees_all_equal(weights(ended), weights(trained[0]))
 
 
 @pytest.mark.slow

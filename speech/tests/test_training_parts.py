@@ -1,17 +1,9 @@
-"""A training by parts: CTC, averages, frozen weights, versions of recordings, the cache, the best checkpoint."""
+"""A training by parts: CTC, averages, frozen weights, versions of recordings, the cache."""
 
-import contextlib
-import importlib
-import io
 import itertools
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import chex
 import jax
@@ -22,40 +14,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jax_rnnt
-from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import audio, augmentation, batches, cache, features
 from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.model import Model, ctc, encoders, losses, transducer
-from jax_rnnt_speech.system import hosts, outputs, programs
-from jax_rnnt_speech.training import evaluation, frozen_rows, objective
+from jax_rnnt_speech.training import frozen_rows, objective
 from support import (
     CONVOLUTIONAL,
-    arguments,
+    DAMAGES,
     asr,
     configuration,
     prepared,
-    random_model,
-    run,
-    small_disk,
     steps_of,
-    weights,
     write_audio,
 )
-
-# What takes most of a second to import, or tens of MiB, and is not for every command.
-SLOW = "aiohttp", "av", "grain", "matplotlib", "orbax", "scipy", "sklearn", "sounddevice", "tensorboardX", "tokenizers"
-
-
-@pytest.mark.parametrize(
-    ("modules", "loaded"),
-    [("jax_rnnt_speech.cli", ["av"]), ("jax_rnnt_speech.pretrained, jax_rnnt_speech.training.steps", [])],
-)
-def test_imports(modules, loaded):
-    """The command line starts without what one command needs; a step on a model of a file needs none of it."""
-    code = f"import sys, {modules}; print(*sorted(sys.modules.keys() & {SLOW}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == loaded
 
 
 def enumerated(logits, labels, blank):
@@ -69,28 +41,6 @@ def enumerated(logits, labels, blank):
             total += weight
             visits[range(len(path)), path] += weight
     return (-math.log(total), probs - visits / total) if total else (0, np.zeros_like(probs))
-
-
-def test_programs_are_kept_in_new_folders(tmp_path, monkeypatch):
-    """Of a run, whose folder is not there yet; else the user's. What JAX has already stays."""
-    mine = tmp_path / "home/.cache/jax_rnnt_speech/programs"
-    monkeypatch.setattr(programs.Path, "home", lambda: tmp_path / "home")
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        for folder, expected in (
-            (tmp_path / "runs/mine/programs", None),
-            (tmp_path / "full/run/programs", mine),
-            (None, mine),
-        ):
-            jax.config.update("jax_compilation_cache_dir", None)
-            monkeypatch.setattr(programs.os, "access", lambda path, mode: path.exists() and path.name != "full")
-            (tmp_path / "full").mkdir(exist_ok=True)
-            programs.keep(folder)
-            assert jax.config.jax_compilation_cache_dir == str(expected or folder)
-        programs.keep(tmp_path / "runs/other/programs")
-        assert jax.config.jax_compilation_cache_dir == str(mine)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_barrier_before_each_block():
@@ -383,269 +333,3 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     assert len({x.folder for x in arrays}) == 3 and len(found.folders) == 2
     near, exact = (np.concatenate([x.load(i) for i in range(20)]) for x in (arrays[2], arrays[0]))
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 2e-2
-
-
-# Orbax leaves futures behind that have failed.
-UNRAISED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-DAMAGES = {
-    "gone": lambda path: path.unlink(),
-    "empty": lambda path: path.write_bytes(b""),
-    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "a byte": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
-}
-
-
-@UNRAISED
-def test_damaged_checkpoints(corpus, trained, tmp_path, capsys, refused, said):
-    """Whatever file of the last one is damaged: the one before is used, or weights are right. It is said in a line."""
-    workdir, parts = tmp_path / "run", ("params", "training")
-    shutil.copytree(trained[0] / "checkpoints", workdir / "checkpoints")
-    shutil.copytree(trained[0] / "best", workdir / "best")
-    (workdir / "checkpoints/9.orbax-checkpoint-tmp").mkdir()  # of a save that was killed
-    run_of, chosen = runs.open_run(workdir), {}
-    six, three = (workdir / "checkpoints" / x for x in "63")
-    trees = {"params": Model.from_setup(run_of.setup()).shapes}
-    new, old = (jax.tree.leaves(run_of.restore(folder, **trees)) for folder in (six, three))
-    assert any((x != y).any() for x, y in zip(new, old))
-    for path in [x for x in six.rglob("*") if x.is_file() and x.stat().st_size]:
-        content, name = path.read_bytes(), path.relative_to(six)
-        for damage in DAMAGES.values():
-            damage(path)
-            chosen.setdefault(name, set()).add(run_of.whole(parts, quiet=True).name)
-            path.write_bytes(content)
-    unread = [name for name, steps in chosen.items() if steps == {"6"}]
-    assert len(chosen) > 20 and {frozenset(x) for x in chosen.values()} == {frozenset("3"), frozenset("6")}
-    assert all(len(name.parts) == 1 for name in unread) and not capsys.readouterr().err
-    for name in unread:
-        DAMAGES["zeros"](six / name)
-    chex.assert_trees_all_equal(jax.tree.leaves(run_of.restore(run_of.whole(parts), **trees)), new)
-    DAMAGES["half"](six / "setup/metadata")
-    line = f"{workdir}: checkpoints/6 is damaged (setup/metadata has "
-    chex.assert_trees_all_equal(weights(workdir), jax.tree.leaves(old))
-    error = capsys.readouterr().err
-    assert error.startswith(line) and error.endswith("): checkpoints/3 is used\n") and error.count("\n") == 1
-    assert not said(["convert", tmp_path / "model", "--model", workdir]).err  # the best one is whole
-    DAMAGES["gone"](workdir / "best/6/sums.json")
-    error = said(["convert", tmp_path / "model", "--model", workdir, "--overwrite"]).err
-    assert "best/6 is damaged (it has no sums.json); checkpoints/6 is" in error and "checkpoints/3 is used" in error
-    (three / "params/manifest.ocdbt").unlink()
-    found = (
-        r"no whole checkpoint: best/6 is damaged (it has no sums.json); checkpoints/6 is damaged (setup/metadata has"
-    )
-    refused(["test", "--model", workdir, corpus / "all.jsonl"], found)
-    refused(
-        ["train", "--workdir", workdir, "--resume"], "checkpoints/3 is damaged (params/manifest.ocdbt: No such file"
-    )
-    for path in (workdir / "best/6/setup/metadata", *workdir.glob("*/*/sums.json")):  # as earlier versions wrote
-        if path.name == "metadata":
-            path.write_text(json.dumps({k: x for k, x in json.loads(path.read_text()).items() if k != "sealed"}))
-        path.unlink() if path.name == "sums.json" else None
-    chex.assert_trees_all_equal(jax.tree.leaves(asr.models.read(workdir).params), new)
-    next((workdir / "best/6/params/d").iterdir()).unlink()
-    refused(["convert", tmp_path / "other", "--model", workdir], "best/6 lacks arrays of this model (")
-
-
-@UNRAISED
-def test_disks_without_room(tmp_path, capsys):
-    """A save that fails is a line, and leaves what was there; numbers get lost, and the run goes on."""
-    model, folder = random_model(**CONVOLUTIONAL), tmp_path / "run"
-    first, more = [np.asarray(x) for x in jax.tree.leaves(model.params)], {"training": {"x": np.zeros(2)}}
-    for step, size in ((1, None), (4, 60)):
-        run_of = runs.Run(folder, resume=True)
-        run_of.open()
-        metrics = runs.Metrics(folder, 1)
-        metrics.write(step, loss=step)
-        params = jax.tree.map(lambda x, step=step: x + (step - 1), model.params)
-        if not size:
-            run_of.save(step, model.setup(), params=params, **more)
-            run_of.close()
-            metrics.close()
-            continue
-        with small_disk(size):
-            metrics.write(5, loss=5)
-            metrics.write(6, loss=6)
-            found = r"checkpoints/4 cannot be written: File too large; --resume goes on from step 1$"
-            with pytest.raises(asr.system.UserError, match=found), contextlib.closing(run_of):
-                run_of.save(step, model.setup(), params=params, **more)
-    metrics.write(7, loss=7)
-    metrics.close()
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if "metrics.jsonl" in x]
-    assert line == f"step 5: {folder}/metrics.jsonl cannot be written, and lacks numbers: File too large"
-    assert [x["step"] for x in runs.metrics_of(folder)] == [1, 4, 7]
-    assert runs.open_run(folder).whole(["params", "training"]).name == "1"
-    chex.assert_trees_all_equal(weights(folder), first)
-
-
-def test_lines_of_several_processes():
-    stream = io.StringIO()
-    numbered = hosts.Numbered(stream, "process 1: ")
-    for text in ("a\nb", "c\n", "", "\n", "d"):
-        print(text, end="", file=numbered, flush=True)
-    assert stream.getvalue() == "process 1: a\nprocess 1: bc\nprocess 1: \nprocess 1: d" and not numbered.isatty()
-
-
-def test_the_last_word_of_a_process():
-    """What C++ says passes; where another process has died, advice comes last, whatever signals a scheduler sends."""
-    lines, fatal = (
-        "W1128 a.cc:1] slow\n",
-        "F1128 client.h:9] Terminating: JAX distributed service detected fatal errors\n",
-    )
-    thrown = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what(): [enforce fail]\n"
-    other = "terminate called after throwing an instance of 'std::bad_alloc'\n"
-    for text, wanted in (("", ""), (fatal + "@ 0x1\n", "advice\n"), (thrown, "advice\n"), (other, other)):
-        command = [sys.executable, "-S", "-c", hosts.RELAY, "advice"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-            print(lines, end="", file=child.stdin, flush=True)
-            first = child.stderr.readline()  # at once
-            child.send_signal(signal.SIGTERM)
-            assert first + child.communicate(text)[1] == lines + wanted
-
-
-def test_one_training_at_a_time(corpus, trained, tmp_path, refused):
-    """Another process that trains in a folder keeps it; a run that is replaced is there until its successor is."""
-    workdir = tmp_path / "run"
-    shutil.copytree(trained[0] / "checkpoints", workdir / "checkpoints")
-    program = (
-        f"import fcntl, os; fcntl.flock(os.open({str(workdir)!r}, 0), fcntl.LOCK_EX); print(1, flush=True); input()"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        refused([*arguments(corpus, workdir), "--resume"], f"another process trains in {workdir}: ")
-        other.communicate(b"\n")
-    before = {x.relative_to(workdir): x.read_bytes() for x in workdir.glob("checkpoints/**/*") if x.is_file()}
-    for _ in range(2):  # the first one ends before it has a checkpoint
-        run_of = runs.Run(workdir, overwrite=True)
-        run_of.open()
-        kept = {x.relative_to(workdir / "earlier"): x.read_bytes() for x in workdir.glob("earlier/**/*") if x.is_file()}
-        assert kept == before
-        refused(
-            ["convert", tmp_path / "model", "--model", workdir],
-            f"train first, with all options; {workdir}/earlier holds the run",
-        )
-    run_of.save(1, {"config": {}}, params={"x": np.zeros(2)})
-    run_of.close()
-    assert {x.name for x in workdir.iterdir()} == {"cache", "checkpoints", "best"}
-
-
-def test_the_best_checkpoint_and_patience(corpus, tmp_path, capsys, monkeypatch):
-    """The best test decides what is used; after `--patience` tests that are no better, the run ends. A hook hears."""
-    rates, steps = iter([50.0, 40.0, 45.0, 40.0, 30.0, 0.0]), []
-
-    def measured(self, params, step):
-        steps.append(step)
-        return evaluation.Rates(1.0, 1.0, next(rates))
-
-    monkeypatch.setattr(evaluation.Evaluation, "measured", measured)
-    (tmp_path / "hook.py").write_text("def hear(step, numbers):\n    print('heard', step)\n")
-    workdir = tmp_path / "run"
-    command = arguments(corpus, workdir, patience=2, save_every=1, steps=6)
-    run([*command, "--hook", f"{tmp_path / 'hook.py'}:hear"])
-    assert "step 4: the last 2 tests were not better: the run ends" in (out := capsys.readouterr().out)
-    assert "best test: step 2" in out and "WER 40.0%" in out
-    assert [x.name for x in (workdir / "best").iterdir()] == ["2"]
-    assert [x for x in out.splitlines() if x.startswith("heard")] == [f"heard {i}" for i in (1, 1, 2, 2, 3, 3, 4, 4)]
-    setup = runs.open_run(workdir).setup()
-    assert setup["progress"] == {"step": 2, "rates": [1.0, 1.0, 40.0], "since": 2}
-    run([*command, "--resume"])  # has ended already: its best weights are evaluated
-    assert "held-out CER 1.0%, WER 30.0%" in capsys.readouterr().out and steps == [1, 2, 3, 4, 2]
-    run([*command, "--resume", "--change", "--steps", 4, "--valid", corpus / "all.jsonl"])  # of other utterances
-    assert "held-out CER 1.0%, WER 0.0%" in capsys.readouterr().out and steps[5:] == [2]
-    for step in (5, 3):  # an interrupted run was at step 5 already
-        other = runs.Run(tmp_path / "other")
-        other.open()
-        other.save(step, {}, best=True, params={"x": np.zeros(2)})
-        other.close()
-    assert [x.name for x in (tmp_path / "other/best").iterdir()] == ["3"]
-    lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [x["step"] for x in lines] == [1, 1, 2, 2, 3, 3, 4, 4] and lines[1]["valid_wer"] == 50.0
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_request_to_end_is_heard_as_ctrl_c(number, status, monkeypatch, signals, capsys):
-    """Slurm and services send it: what a command has written is whole then, too; also as Python collects garbage.
-
-    The status is 128 and the number of the signal, as shells have it, and no thread that computes has a say.
-    """
-
-    class Garbage:
-        def __del__(self):
-            signal.raise_signal(number)
-
-    def command(args):
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        Garbage()
-        time.sleep(10)
-
-    class Ended(Exception):
-        pass
-
-    def leave(found):
-        raise Ended(found)
-
-    parser = asr.cli.Parser(prog="rnnt-speech")
-    parser.set_defaults(run=command)
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    monkeypatch.setattr(asr.cli, "main", lambda: parser.perform([]))
-    monkeypatch.setattr(asr.system, "leave", leave)
-    with pytest.raises(Ended) as ended:
-        importlib.import_module("jax_rnnt_speech.__main__").main()
-    assert ended.value.args == (status,) and capsys.readouterr().err == "rnnt-speech: interrupted\n"
-
-
-def test_signals_that_nobody_should_hear(signals):
-    """Ctrl-C where a shell has it ignored, and signals at all processes in workers, which end with the first one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with runs.interruptions() as heard:
-        signal.raise_signal(signal.SIGINT)
-    assert not heard and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    program = """
-import multiprocessing, os, time
-from jax_rnnt_speech.data import workers
-
-def worker():
-    workers.alone()
-    for x in (2, 15):
-        os.kill(os.getpid(), x)
-    os.kill(os.getppid(), 9)
-    time.sleep(60)
-
-multiprocessing.get_context("fork").Process(target=worker).start()
-time.sleep(60)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)  # both have its pipes
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-
-
-def test_a_pipe_that_nobody_reads(corpus, capsys):
-    """`check | head`: the status is that of SIGPIPE, and nobody hears of a broken pipe."""
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as pipe, contextlib.redirect_stdout(pipe):
-        run(["check", corpus / "all.jsonl", "--json"], 141)
-    assert "ipe" not in capsys.readouterr().err
-
-
-def test_two_commands_with_one_output(tmp_path, refused):
-    """The second one is refused before it reads anything, until the first one has ended, however it ends."""
-    path = tmp_path / "o.txt"
-    program = "import sys, pathlib as p; from jax_rnnt_speech.system import outputs as o"
-    program += "; o.claim(p.Path(sys.argv[1]), ''); print(flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", program, f"{tmp_path}/../{tmp_path.name}/o.txt"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as other:
-        assert other.stdout.readline() == b"\n"
-        refused(["transcribe", "a.wav", "--output", path], f"--output {path}: another command is writing there")
-        other.kill()
-    outputs.claim(path, "")
-
-
-@pytest.mark.slow
-def test_memory_that_workers_share():
-    """Python, which counts what is left in it at its end, says nothing after runs that take all batches, or some."""
-    program = "import numpy as np; from jax_rnnt_speech.data import workers as w"
-    program += "; f = lambda i: {'x': np.ones(i)}; print(*next(w.items(f, 30, 1, 1)))"
-    program += "; print(*[len(y['x']) for y in w.items(f, 9, 1, 1)])"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
-    assert ended.stdout == "x\n0 1 2 3 4 5 6 7 8\n" and "leaked" not in ended.stderr

@@ -1,9 +1,7 @@
-"""Words with their times, the forms of transcripts, and forced alignment."""
+"""Words with their times, and the forms of transcripts."""
 
 import contextlib
-import hashlib
 import html
-import io
 import itertools
 import json
 import os
@@ -12,21 +10,17 @@ import types
 import unicodedata
 from pathlib import Path
 
-import chex
-import jax
 import numpy as np
 import pytest
 import sentencepiece
 from praatio import textgrid
 
-from jax_rnnt import decode, timing
-from jax_rnnt_speech.data import audio, rows
-from jax_rnnt_speech.model import Model
-from jax_rnnt_speech.recognition import recognise, search_options, segments, spotter, transcripts
-from jax_rnnt_speech.recognition.results import Labels
-from jax_rnnt_speech.recognition.search import Decoding
+from jax_rnnt import timing
+from jax_rnnt_speech import system
+from jax_rnnt_speech.data import rows
+from jax_rnnt_speech.recognition import transcripts
 from jax_rnnt_speech.system import outputs
-from support import CONVOLUTIONAL, asr, random_model, run, subwords
+from support import CONVOLUTIONAL, asr, random_model, subwords
 
 
 @pytest.mark.parametrize("text", ["A AB  BA", " A", "B ", "", " ", "BAB"])
@@ -298,70 +292,99 @@ def test_texts_are_lines(tmp_path):
     assert parsed_ctm((tmp_path / "c").read_text()) == ["so_be"]
 
 
-def test_what_was_written_stays(tmp_path, monkeypatch):
-    """In every format: at each moment the files hold what came, whole; also where the last one is no more written."""
-    I, entries = timing.Interval, [*Entries.parts, Entries.whole]
-    said = {0: ("so be", 2.0), 1: ("it is", 0.0), 2: ("a --> b <c>", 0.0)}
-    done = {
-        i: transcripts.Transcript(
-            text, 2.0, [I(start + k / 4, start + k / 4 + 0.2, x) for k, x in enumerate(text.split())]
-        )
-        for i, (text, start) in said.items()
-    }
-    read = {
-        "text": lambda file: [x.split("\t")[1] for x in file.read_text().splitlines()],
-        "json": lambda file: [x["text"] for x in json.loads(file.read_text())],
-        "jsonl": lambda file: [json.loads(x)["text"] for x in file.read_text().splitlines()],
-        "ctm": lambda file: [
-            " ".join(x.split()[4] for x in rows)
-            for _, rows in itertools.groupby(file.read_text().splitlines(), lambda x: x.split()[0])
-        ],
-        "srt": lambda file: re.findall(r"--> [\d:,]+\n(.*)", file.read_text()),
-        "vtt": lambda file: re.findall(r"--> [\d:.]+\n(.*)", file.read_text()),
-        "textgrid": lambda file: [
-            " ".join(x.label for x in textgrid.openTextgrid(str(file), False).getTier("words").entries)
-        ],
-    }
-    for form, parse in read.items():
-        folder = form in transcripts.SUFFIXES
-        args = transcripts.Output(form, tmp_path / form)
-        first = args.output / f"a{transcripts.SUFFIXES[form]}" if folder else args.output
-        interrupted = pytest.raises(KeyboardInterrupt, match=f"^interrupted: 3 of 3 recordings .* {args.output}")
-        with interrupted, transcripts.writer(args, entries) as write:
-            assert not args.output.exists()
-            write(2, done[2])
-            write(0, done[0])
-            assert form != "srt" or parse(first) == ["so be"]
-            write(1, done[1])
-            assert form != "ctm" or parse(first) == ["a --> b ＜c＞", "it is so be"]
-            raise KeyboardInterrupt
-        if folder:
-            (other,) = (x for x in args.output.iterdir() if x != first)
-            texts = {"srt": "a → b ＜c＞", "vtt": "a --&gt; b &lt;c&gt;", "textgrid": "a --> b <c>"}
-            assert parse(other) == [texts[form]]
-            assert " ".join(parse(first)) == "it is so be"
-            assert not list(args.output.glob(".*"))
-        else:
-            texts = [said[i][0] for i in range(3)]  # in the order of the entries
-            assert parse(first) == (["a --> b ＜c＞", "it is so be"] if form == "ctm" else texts)
+def labels_of_textgrid(file):
+    return " ".join(x.label for x in textgrid.openTextgrid(str(file), False).getTier("words").entries)
+
+
+def words_of_ctm(data):
+    """The words of each recording, one after the other."""
+    rows = itertools.groupby(data.splitlines(), lambda x: x.split()[0])
+    return [" ".join(x.split()[4] for x in some) for _, some in rows]
+
+
+READ = {  # texts of a file
+    "text": lambda file: [x.split("\t")[1] for x in file.read_text().splitlines()],
+    "json": lambda file: [x["text"] for x in json.loads(file.read_text())],
+    "jsonl": lambda file: [json.loads(x)["text"] for x in file.read_text().splitlines()],
+    "ctm": lambda file: words_of_ctm(file.read_text()),
+    "srt": lambda file: re.findall(r"--> [\d:,]+\n(.*)", file.read_text()),
+    "vtt": lambda file: re.findall(r"--> [\d:.]+\n(.*)", file.read_text()),
+    "textgrid": lambda file: [labels_of_textgrid(file)],
+}
+SAID = {0: ("so be", 2.0), 1: ("it is", 0.0), 2: ("a --> b <c>", 0.0)}  # of entries: texts, and when they begin
+MARKED = {"srt": "a → b ＜c＞", "vtt": "a --&gt; b &lt;c&gt;", "textgrid": "a --> b <c>"}
+WRITTEN = [*Entries.parts, Entries.whole]
+
+
+def spoken(i):
+    """The Transcript of an entry, with four words a second."""
+    text, start = SAID[i]
+    words = enumerate(text.split())
+    words = [timing.Interval(start + k / 4, start + k / 4 + 0.2, x) for k, x in words]
+    return transcripts.Transcript(text, 2.0, words)
+
+
+@pytest.mark.parametrize("form", READ)
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, system.Terminated])
+def test_what_was_written_stays(form, signal, tmp_path):
+    """At each moment the files hold what came, whole; also where the last one is no more written."""
+    folder, parse = form in transcripts.SUFFIXES, READ[form]
+    args = transcripts.Output(form, tmp_path / form)
+    first = args.output / f"a{transcripts.SUFFIXES[form]}" if folder else args.output
+    message = f"^interrupted: 3 of 3 recordings .* {args.output}"
+    ends = pytest.raises(KeyboardInterrupt, match=message)
+    with ends as ended, transcripts.writer(args, WRITTEN) as write:
+        assert not args.output.exists()
+        write(2, spoken(2))
+        write(0, spoken(0))
+        assert form != "srt" or parse(first) == ["so be"]
+        write(1, spoken(1))
+        assert form != "ctm" or parse(first) == ["a --> b ＜c＞", "it is so be"]
+        raise signal
+    assert ended.type is signal  # which decides the status
+    if folder:
+        (other,) = (x for x in args.output.iterdir() if x != first)
+        assert parse(other) == [MARKED[form]]
+        assert " ".join(parse(first)) == "it is so be"
+        assert not list(args.output.glob(".*"))
+    else:
+        texts = [text for text, _ in SAID.values()]  # in the order of the entries
+        assert parse(first) == (["a --> b ＜c＞", "it is so be"] if form == "ctm" else texts)
+
+
+def test_a_segment_without_a_transcript(tmp_path):
+    """It holds back no other."""
     args = transcripts.Output("ctm", tmp_path / "late")
-    with transcripts.writer(args, entries) as write:  # a segment without a transcript holds back no other
-        write(0, done[0])
+    with transcripts.writer(args, WRITTEN) as write:
+        write(0, spoken(0))
         assert not args.output.exists()
         write(1, None)
-        assert read["ctm"](args.output) == ["so be"]
-    full = transcripts.Output("jsonl", Path("/dev/full"))
-    no_room = pytest.raises(asr.system.UserError, match=r"^/dev/full cannot be written: .*No space left")
-    with no_room, transcripts.writer(full, entries) as write:
-        write(0, done[0])
-    full = transcripts.Output("jsonl")
-    no_room = pytest.raises(asr.system.UserError, match=r"^the standard output cannot be written: No space left")
+        assert READ["ctm"](args.output) == ["so be"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (Path("/dev/full"), "^/dev/full cannot be written: .*No space left"),
+        (None, "^the standard output cannot be written: No space left"),
+    ],
+)
+def test_outputs_without_room(output, message):
     with Path("/dev/full").open("w") as screen, contextlib.suppress(OSError):  # it cannot be closed either
-        with contextlib.redirect_stdout(screen), no_room, transcripts.writer(full, entries) as write:
-            write(0, done[0])
+        refused = pytest.raises(system.UserError, match=message)
+        writer = transcripts.writer(transcripts.Output("jsonl", output), WRITTEN)
+        with contextlib.redirect_stdout(screen), refused, writer as write:
+            write(0, spoken(0))
         screen.close()
-    with contextlib.redirect_stdout(None), pytest.raises(asr.system.UserError, match="output is closed: name --output"):
-        full.checked([])
+
+
+def test_a_standard_output_that_is_closed():
+    with contextlib.redirect_stdout(None), pytest.raises(system.UserError, match="output is closed: name --output"):
+        transcripts.Output("jsonl").checked([])
+
+
+def test_half_a_line(tmp_path):
+    """Of a piece for which there is no room, nothing stays."""
     grown = outputs.Growing(tmp_path / "grown")
     grown.write("whole\n")
     raw = grown.file
@@ -372,293 +395,7 @@ def test_what_was_written_stays(tmp_path, monkeypatch):
         return raw.write(data[:3])
 
     grown.file = types.SimpleNamespace(write=write, truncate=raw.truncate, seek=raw.seek)
-    with pytest.raises(asr.system.UserError, match=r"grown cannot be written: .*No space"):
+    with pytest.raises(system.UserError, match=r"grown cannot be written: .*No space"):
         grown.write("a second line\n")
     raw.close()
     assert (tmp_path / "grown").read_text() == "whole\n"
-
-
-@pytest.mark.slow
-def test_phrases(corpus, trained, tmp_path, capsys, said):
-    """A file's texts are spelled as the model spells them, with their weights; a large one decides what is heard."""
-    file = tmp_path / "phrases.txt"
-    file.write_text("AB  a\t2\nC\t1e3\n\nx Ω\nB\n")
-    config = asr.config.Config()
-    model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC a"), config=config, blank=5)
-    for beam, usual in ((0, 0.25), (4, 1.0)):
-        args = search_options.Searching(phrases=file, beam=beam)
-        found = search_options.decoding_of(args, model).fusion
-        assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
-        expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
-        chex.assert_trees_all_equal(jax.tree.leaves(found), jax.tree.leaves(expected))
-    file.write_text("AC\t2\n")
-    deep = search_options.decoding_of(search_options.Searching(phrases=file, phrase_depth=0.5), model).fusion[0][0]
-    _, state = deep.step(deep.initial(1), np.array([deep.start]))
-    scores, _ = deep.step(state, np.array([0]))
-    np.testing.assert_allclose(scores[0, 2], 2 * 1.5 + np.log(2), rtol=1e-6)
-    file.write_text("C\t1e39\n")
-    with pytest.raises(asr.system.UserError, match=r"--phrases .*weights must be known, and at most 1e\+30"):
-        search_options.decoding_of(args, model)
-    audio = next(corpus.rglob("*.flac"))
-    file.write_text("C\t1e3\n")
-    command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]
-    x = json.loads(said([*command, "--phrases", file, "--checkpoint", "last"]).out)
-    assert set(x["text"]) == {"C"} and len(x["words"]) == 1 and 0 <= x["words"][0]["confidence"] <= 1
-    (tmp_path / "m.jsonl").write_text(json.dumps({"audio": str(audio), "text": "A B"}))
-    x = json.loads(said(["test", "--model", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file]).out)
-    assert (x["insertions"], x["deletions"], x["substitutions"]) == (0, 1, 1)
-    for text, message in (
-        ("A\tmuch\n", "line 1: expected TEXT, or TEXT, a tab and a number, got 'A\\tmuch'"),
-        ("\t1\n", "line 1: expected TEXT"),
-        ("A\tnan\n", "line 1: expected TEXT"),
-        ("Ω\n", "has no phrase that the model's vocabulary can spell"),
-    ):
-        file.write_text(text)
-        assert message in said([*command, "--phrases", file], 2).err.splitlines()[-1]
-
-
-def test_phrases_of_a_ctc_head(tmp_path, monkeypatch, refused, said):
-    """They take the place of the words on their frames; what the search has, too, stays, and so do other words."""
-    model = random_model(**CONVOLUTIONAL, chunk=0, ctc=0.3)
-    spell = lambda text: [model.tokens.pieces.index(x) for x in text]
-    known = Labels(spell("AB C AAB"), [1, 2, 3, 10, 11, 20, 21, 22], *([x] * 8 for x in (-0.1, 0.9, 1)))
-    for text, start, end, expected in (
-        ("CC", 9, 11, "AB CC AAB"), ("CC", 0, 11, "CC AAB"), ("BB", 14, 16, "AB C BB AAB"),
-        ("BB", 30, 31, "AB C AAB BB"), ("AA", 20, 22, "AB C AAB"), ("C", 10, 11, "AB C AAB"),
-        ("B C", 19, 23, "AB C B C"),
-    ):  # fmt: skip
-        chosen = spotter.Spotter((tuple(spell(text)),), (2.0,))
-        found = chosen.put(model, known, [decode.FoundPhrase(0, start, end, 2.0 * len(text) - 0.5)])
-        assert model.tokens.decode(found.labels) == expected and found.frames == sorted(found.frames)
-        if expected.count(text) > "AB C AAB".count(text):
-            np.testing.assert_allclose(min(found.log_probs), -0.5 / len(text))
-    deep = spotter.Spotter(((0, 1, 2),), (2.0,), 0.5)
-    assert deep.earned(0) == pytest.approx(2 + 3 + np.log(2) + 3 + np.log(3))
-    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
-    samples = np.random.default_rng(5).normal(0, 0.2, 8000).astype(np.float32)
-    heard, plain = (next(recognise.transcribe(model, [("", samples)], Decoding(ctc=x))).text for x in (True, False))
-    word = next(x for x in heard.split() if x not in plain)
-    audio.write(tmp_path / "a.flac", samples, 8000)
-    (tmp_path / "p.txt").write_text(f"{word}\n")
-    command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--phrases", tmp_path / "p.txt"]
-    assert word in said([*command, "--phrases-by", "ctc"]).out.split("\t")[1].split()
-    model = random_model(**CONVOLUTIONAL, chunk=0)
-    refused([*command, "--phrases-by", "ctc"], "needs a model with a head for CTC")
-
-
-def test_forms(corpus, trained, tmp_path, capsys, refused, monkeypatch, said):
-    """Every form has the text; segments have the times of their file; what is bad is named, and the rest written."""
-    files = [*sorted(corpus.rglob("*.flac"))[:2], corpus / "missing.flac"]
-    manifest = tmp_path / "m.jsonl"
-    lines = [{"audio": str(files[0]), "text": "A"}, {"audio": str(files[1]), "text": "A", "offset": 0.2}]
-    manifest.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    command = ["transcribe", "--model", trained[0], "--beam", 3]
-    texts = dict(line.split("\t") for line in said([*command, *files], 1).out.splitlines())
-    out, error = said([*command, "--format", "json", "--nbest", 2, *files], 1)
-    found = json.loads(out)
-    assert f"{corpus}/missing.flac: no such file" in error and [x["file"] for x in found] == list(map(str, files[:2]))
-    for x in found:
-        assert list(x) == ["file", "text", "duration", "words", "nbest"] and x["text"] == texts[x["file"]]
-        assert " ".join(word["word"] for word in x["words"]) == " ".join(x["text"].split())
-        assert all(0 <= y["start"] < y["end"] <= x["duration"] and 0 < y["confidence"] <= 1 for y in x["words"])
-        assert x["nbest"][0]["text"] == x["text"] and len(x["nbest"]) == 2
-        assert x["nbest"][0]["score"] >= x["nbest"][1]["score"]
-    for terminal in False, True:  # which alone has a bar
-        screen = io.StringIO()
-        screen.isatty = lambda terminal=terminal: terminal
-        with contextlib.redirect_stderr(screen):
-            run([*command, "--format", "jsonl", "--output", tmp_path / "o.jsonl", manifest])
-        assert (re.search(r"recordings: +0%\|.*\| 0 of [01] s heard", screen.getvalue()) is not None) == terminal
-    whole, part = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
-    assert "nbest" not in whole and whole == {name: x for name, x in found[0].items() if name != "nbest"}
-    assert part["start"] == 0.2 and part["duration"] < 0.3
-    assert all(0.2 <= x["start"] < x["end"] <= 0.2 + part["duration"] for x in part["words"])
-    heard = next(x for x in files if texts[str(x)])
-    begins = {"srt": "1\n00:00:0", "vtt": "WEBVTT\n\n", "ctm": f"{heard.stem} 1 ", "textgrid": "File type"}
-    for form, begin in begins.items():
-        assert said([*command, "--format", form, heard]).out.startswith(begin)
-    run(["transcribe", "--model", trained[0], "--format", "json", corpus / "missing.flac"], 2)
-    assert capsys.readouterr().err.splitlines()[-1] == "rnnt-speech: no recording could be used"
-    out, error = said([*command, files[0], tmp_path / "none.jsonl"], 1)
-    assert out == f"{files[0]}\t{texts[str(files[0])]}\n" and f"{tmp_path}/none.jsonl: does not exist" in error
-    none = "--model", tmp_path / "n"
-    for more, message in (
-        ([files[1], "--format", "ctm"], "--format ctm of 2 recordings needs --output, a file"),
-        ([manifest, "--format", "vtt", *none], "--format vtt of 3 recordings needs --output, a folder"),
-        ([files[1], "--format", "srt", "--output", tmp_path / "o.srt", *none], "of one recording, got 2"),
-        (["--format", "srt", "--output", tmp_path / "m.jsonl"], "m.jsonl must be a folder"),
-        (["--nbest", 2], "--nbest needs --beam"),
-        (["--nbest", 3, "--beam", 2, "--format", "json"], "--nbest 3: --beam 2 has fewer hypotheses"),
-        (["--output", tmp_path], f"--output {tmp_path} must be a file"),
-        (["--output", tmp_path / "n/o.txt"], "n is no folder"),
-        (["--output", files[0]], "is one of the files that are read"),
-        (["--phrases", tmp_path / "n"], "n is no file"),
-        (["--format", "html"], "argument --format: invalid choice: 'html'"),
-        (none, "n is no folder"),
-        (["--model", tmp_path], "has no checkpoint: neither checkpoints/ of a run"),
-    ):
-        refused(["transcribe", files[0], *more, *["--model", trained[0]] * ("--model" not in more)], message)
-    assert files[0].stat().st_size
-    model = asr.models.open_model(trained[0])  # the column of its run counts where a table has it
-    model.config = model.config.replace(audio_column="clip")
-    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
-    (tmp_path / "m.tsv").write_text(f"path\tclip\nmissing\t{files[0]}\n")
-    for table in (tmp_path / "m.tsv", corpus / "all.jsonl"):
-        run([*command, table])
-    refused([*command, tmp_path / "m.tsv", "--audio-column", "file"], "must have the column file in its first line", 2)
-
-
-def test_turns():
-    """Segments of a speaker that overlap are one, those that touch are two; channels count from 1, or are letters."""
-    turns = [segments.Segment("a", "1", *x) for x in ((0, 1, "A"), (1, 2, "A"), (1.5, 3, "A"), (2, 4, "B"))]
-    assert [x[2:] for x in segments.joined(turns, 0)] == [(0, 1, "A"), (1, 3, "A"), (2, 4, "B")]
-    assert [x[2:4] for x in segments.joined(turns[:2], 0.5)] == [(0, 2)]
-    for line, expected in (  # names with spaces, which the form has no columns for
-        ("a 1 0 2 <NA> <NA> A <NA> <NA>", ("a", "1", 0, 2, "A")), ("a 1 1 2 <NA> <NA> A", ("a", "1", 1, 3, "A")),
-        ("my talk 1 1 2 <NA> <NA> A 0.5 <NA>", ("my talk", "1", 1, 3, "A")),
-        ("a 2 1 2 <NA> <NA> Speaker 1 <NA> <NA>", ("a", "2", 1, 3, "Speaker 1")),
-        ("my  talk 1 1 2 <NA> <NA> Dr. A B <NA> <NA>", ("my talk", "1", 1, 3, "Dr. A B")),
-        ("a 1 1 2 x y 7 0.5", ("a", "1", 1, 3, "7")), ("a 1 1 2 <NA> <NA> <NA> <NA> <NA>", ("a", "1", 1, 3, "")),
-    ):  # fmt: skip
-        assert segments.of_rttm(f"SPEAKER {line}") == expected
-    for end in (None, "x", 10**400):
-        with pytest.raises(rows.LineError, match="its times are no numbers"):
-            segments.of_json({"uri": "a", "start": 0, "end": end})
-    numbers = {"1": 0, "2": 1, "12": 11, "A": 0, "b": 1, "0": None, "-1": None, "<NA>": None}
-    assert {x: segments.number_of(x) for x in numbers} == numbers
-
-
-def test_channels_of_segments(tmp_path, monkeypatch):
-    """Each channel is decoded once, whoever speaks when; no text of those that overlap is lost in any form."""
-    samples = np.random.default_rng(0).normal(0, 0.1, (2, 8000))
-    audio.write(tmp_path / "my talk.wav", samples, 8000)
-    lines = [f"SPEAKER my_talk {1 + i % 2} {i / 10} 0.2 <NA> <NA> {who}" for i, who in enumerate(["<NA>", "words"] * 4)]
-    (tmp_path / "a.rttm").write_text("\n".join(lines))
-    entries = segments.entries(tmp_path / "a.rttm", [rows.Entry("", tmp_path / "my talk.wav", "")])
-    blocks, read = audio.blocks, []
-    monkeypatch.setattr(audio, "blocks", lambda path: read.append(path) or blocks(path))
-    for (_, found), x in zip(segments.loaded(entries, 8000), entries, strict=True):
-        i = round(x.start * 10)
-        np.testing.assert_allclose(found, samples[i % 2, 800 * i : 800 * i + 1600], atol=1e-4)
-    assert len(read) == 2
-    word = lambda i: [timing.Interval(i / 10, i / 10 + 0.2, f"w{i}")]
-    parts = [(i / 10, transcripts.Transcript("", 0.2, word(i), speaker=["", "words"][i % 2])) for i in range(8)]
-    assert [[x.text for x in y] for y in transcripts.tiers(parts).values()] == [
-        ["w0", "w2", "w4", "w6"], ["w1", "w3", "w5", "w7"]
-    ]  # fmt: skip
-    parts = [(start, x._replace(speaker="")) for start, x in parts[:2]]
-    assert transcripts.tiers(parts) == {"words": word(0), "words 2": word(1)}
-    for form, shown in (("srt", transcripts.Files), ("ctm", transcripts.Rows)):
-        to = transcripts.Output(form, tmp_path / f"o.{form}")
-        writer = shown(to, entries, dict.fromkeys(range(8), "a"))
-        for i in range(8):
-            writer.add(i, transcripts.Transcript(f"w{i}", 0.2, word(i)))
-        writer.close()
-    assert re.findall(r"w\d", (tmp_path / "o.srt").read_text()) == [f"w{i}" for i in range(8)]
-    assert [x.split()[1] for x in (tmp_path / "o.ctm").read_text().splitlines()] == ["1", "2"] * 4
-
-
-def test_segments_of_speakers(tmp_path, refused, monkeypatch, said):
-    """Each is transcribed as if it were a recording, overlaps too; every form names its speaker."""
-    model, samples = random_model(**CONVOLUTIONAL), np.random.default_rng(5).normal(0, 0.2, 24000).clip(-1, 1)
-    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
-    audio.write(tmp_path / "a.flac", samples, 8000)
-    heard = audio.read(tmp_path / "a.flac", 8000)
-    turns = [("Ann <&>", 0.25, 1.0), ("Bo", 0.75, 1.5), ("Ann <&>", 2.0, 2.75)]  # a part of the second is also Ann's
-    cut = [(str(i), heard[int(8000 * a) : int(8000 * b)]) for i, (_, a, b) in enumerate(turns)]
-    alone = list(recognise.transcribe(model, cut))
-    assert len({x.text for x in alone}) == 3
-    listed = [{"speaker": who, "start": a, "end": b} for who, a, b in turns]
-    (tmp_path / "a.json").write_text(json.dumps({"output": {"diarization": listed}}))
-    command = ["transcribe", "--model", tmp_path, tmp_path / "a.flac", "--segments"]
-
-    def wrote(form, file="a.json", status=0):
-        return said([*command, tmp_path / file, "--format", form], status)
-
-    found = json.loads(wrote("json").out)
-    assert [(x["speaker"], x["start"], x["text"]) for x in found] == [(*x[:2], y.text) for x, y in zip(turns, alone)]
-    for x, (_, start, end) in zip(found, turns):
-        assert x["duration"] == end - start and all(start <= y["start"] < y["end"] <= end for y in x["words"])
-    words = [(x["speaker"], y["word"], y["start"]) for x in found for y in x["words"]]
-    assert transcripts.ctm_word("می\u200cخواهم") == "می\u200cخواهم"  # a sign within a Persian word
-    names = {"srt": ("Ann ＜&＞: ", "Bo: "), "vtt": ("<v Ann &lt;&amp;&gt;>", "<v Bo>")}
-    for form, (ann, bo) in names.items():
-        cues = wrote(form).out.removeprefix("WEBVTT\n\n").removesuffix("\n").split("\n\n")
-        lines = [x.split("\n")[form == "srt" :] for x in cues]
-        for name, who in ((ann, "Ann <&>"), (bo, "Bo")):
-            text = " ".join(" ".join(x[1:])[len(name) :] for x in lines if x[1].startswith(name))
-            assert "".join(text.split()) == "".join(word for speaker, word, _ in words if speaker == who)
-        begins = [x[0][:12] for x in lines]
-        assert begins == sorted(begins) and all(x[1].startswith((ann, bo)) for x in lines)
-    rows = [x.split() for x in wrote("ctm").out.splitlines()]
-    assert [(x[7].replace("_", " "), x[4], float(x[2])) for x in rows] == words and {x[6] for x in rows} == {"lex"}
-    grid = wrote("textgrid").out
-    assert [x.split('"')[1] for x in grid.splitlines() if "name = " in x] == ["Ann <&>", "Bo"]
-    rttm = ["SPKR-INFO a 1 <NA> <NA> <NA> unknown Bo <NA>"]
-    spoken = "a 1 0.75 0.5", "a 1 1.0 0.5", "a 1 0 -1", "a 1 0.8 0.1", "b 1 0 1"
-    rttm += [f"SPEAKER {x} <NA> <NA> Bo" + " <NA>" * (i % 3) for i, x in enumerate(spoken)]
-    (tmp_path / "a.rttm").write_text("\n".join(rttm))
-    out, error = wrote("text", "a.rttm", 1)
-    assert out.split("\t")[1] == f"Bo: {alone[1].text}\n"
-    assert "SPKR-INFO are not used: 1" in error and "a.rttm, line 4: it must end after it begins" in error
-    assert "b: no recording has this name" in error
-    (tmp_path / "a.ctm").write_text("a 1 0.75 0.3 so 0.9 lex Bo\na 1 1.25 0.25 be 0.9 lex Bo\na 1 9 1 it NA lex Bo\n")
-    out, error = wrote("text", "a.ctm", 1)
-    assert out.split("\t")[1] == f"Bo: {alone[1].text}\n" and "a segment beyond the end of its file" in error
-    (tmp_path / "b.rttm").write_text(rttm[-1])
-    messages = {"b.rttm": "has no segment of", "none.rttm": "is no file", "a.flac": "must end in .rttm"}
-    for file, message in messages.items():
-        refused([*command, tmp_path / file], message)
-
-
-def test_a_model_to_hand_on(corpus, trained, tmp_path, capsys, refused, monkeypatch, said):
-    """`convert` writes float16 with a card; `transcribe` finds it without --model, and says where it would look."""
-    card, folder, (audio, *_) = tmp_path / "data.md", tmp_path / "model", sorted(corpus.rglob("*.flac"))
-    card.write_text("Licence: none.")
-    run(["convert", folder, "--model", trained[0], "--dtype", "float16", "--card", card])
-    facts = (folder / "card.md").read_text().splitlines()
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    assert facts[0] == "Licence: none." and digest in facts[2]
-    assert len({x.stat().st_mode for x in folder.iterdir()}) == 1  # who may read one may read all
-    first, again = (asr.models.read(x) for x in (trained[0], folder))
-    chex.assert_trees_all_equal(jax.tree.map(np.float16, first.params), again.params)
-    assert again.config.data.train == "all.jsonl" and str(corpus) not in (folder / "recogniser.json").read_text()
-    monkeypatch.setenv("RNNT_SPEECH_MODEL", str(folder))
-    capsys.readouterr()
-    results = []
-    for more in ([], ["--model", folder]):
-        results.append(said(["transcribe", audio, *more]).out)
-    assert results[0] == results[1]
-    opening = asr.models.Opening()  # of a command that says later what it opened
-    assert opening.opened().config == again.config and opening.folder == folder
-    monkeypatch.setenv("RNNT_SPEECH_MODEL", str(tmp_path / "n"))
-    refused(["transcribe", audio], f"--model is missing, and there is no {tmp_path / 'n'}")
-
-
-def test_align(corpus, trained, tmp_path, capsys, monkeypatch, said):
-    """The words of the texts in their order, within their files; texts outside the vocabulary are named."""
-    files = sorted(corpus.rglob("*.flac"))[:3]
-    texts = ["AB A", "C", "B Ω"]
-    manifest = tmp_path / "m.jsonl"
-    lines = [{"audio": str(file), "text": text} for file, text in zip(files, texts)]
-    lines.append({"audio": str(files[2]), "text": "BA A", "offset": 0.2})
-    manifest.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    command = ["align", "--model", trained[0], manifest]
-    assert "left out, characters outside the vocabulary: 1" in said([*command, "--output", tmp_path / "o.ctm"], 1).err
-    rows = [line.split() for line in (tmp_path / "o.ctm").read_text().splitlines()]
-    expected = dict(zip((x.stem for x in files), ("AB A", "C", "BA A")))
-    for name, text in expected.items():
-        mine = [row for row in rows if row[0] == name]
-        assert [row[4] for row in mine] == text.split()
-        starts = [float(row[2]) for row in mine]
-        assert starts == sorted(starts) and starts[0] >= (0.2 if name == files[2].stem else 0)
-        assert float(mine[-1][2]) + float(mine[-1][3]) < 0.8
-    texts = [json.loads(x)["text"] for x in said([*command, "--format", "jsonl"], 1).out.splitlines()]
-    assert texts == ["AB A", "C", "BA A"]  # in their order
-    with monkeypatch.context() as patch:
-        patch.setattr(Model, "longest", 0.2)
-        run([*command, "--max-seconds", 9, "--output", tmp_path / "none.ctm"], 2)
-        assert "left out, longer than 0.2 s: " in capsys.readouterr().err
-    run([*command, "--format", "textgrid", "--output", tmp_path / "grids"], 1)
-    grid = textgrid.openTextgrid(str(tmp_path / f"grids/{files[0].stem}.TextGrid"), includeEmptyIntervals=False)
-    assert [x.label for x in grid.getTier("words").entries] == ["AB", "A"]

@@ -11,7 +11,7 @@ COMMANDS = check, train, testing, transcribe, stream, convert, align, ngram, exp
 
 
 class Parser(argparse.ArgumentParser):
-    """Of programs whose `run` returns the exit status. An error is one line: the usage has a hundred."""
+    """A parser for programs whose `run` returns the exit status. An error is one line, as the usage has a hundred."""
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (--help lists all options)\n")

@@ -30,10 +30,10 @@ class Findings:
         self.report, self.utterances, self.settings = corpus.report, corpus.utterances, settings
         self.buckets, labels = [], {}
         if self.utterances:
-            known = vocabulary or tokens.train(settings.head, (x.text for x in self.utterances))
+            labels_of_texts = vocabulary or tokens.train(settings.head, (x.text for x in self.utterances))
             with contextlib.suppress(batches.NothingLeft):  # the report says why
-                data = batches.labelled(corpus, known, subsampling)
-                labels, self.size = data.labels, len(known.pieces)
+                data = batches.labelled(corpus, labels_of_texts, subsampling)
+                labels, self.size = data.labels, len(labels_of_texts.pieces)
                 self.buckets = batches.make_buckets(data, settings, 1)
                 self.padding = batches.padding(data, self.buckets)
         self.kept = [(corpus.entries[i], self.utterances[i].text) for i in labels]
@@ -56,20 +56,20 @@ class Findings:
 
     def by_split(self):
         """How many utterances each split has, by names of files and folders or a column; nothing where none says it."""
-        found = collections.Counter()
+        counts = collections.Counter()
         for entry, _ in self.kept:
             places = str(getattr(entry.audio, "archive", entry.audio)), entry.listed
             by_name = next((self.splits[x] for x in places if x in self.splits), "")
-            found[sources.split_of_row(entry.split) if entry.split else by_name] += 1
-        return {split or "none": n for split, n in found.items()} if any(found) else {}
+            counts[sources.split_of_row(entry.split) if entry.split else by_name] += 1
+        return {split or "none": n for split, n in counts.items()} if any(counts) else {}
 
     def not_read_aloud(self):
         """Names of utterances by what --normalize basic leaves as it is in them, the most frequent first."""
-        found = collections.defaultdict(list)
+        names = collections.defaultdict(list)
         for entry, text in self.kept if self.settings.texts.normalize.startswith("basic") else ():
             for part in dict.fromkeys(texts.unread(text)):
-                found[part].append(shown(entry.name))
-        return dict(sorted(found.items(), key=lambda x: -len(x[1])))
+                names[part].append(shown(entry.name))
+        return dict(sorted(names.items(), key=lambda x: -len(x[1])))
 
     def lines(self):
         x, said = self.object(), [text for _, text in self.kept]
@@ -103,20 +103,20 @@ class Findings:
 
 def options_of(args):
     """Configuration, vocabulary or None, and frames of an encoder frame or None, of a model or file and the options."""
-    known, vocabulary, source, file = {}, None, None, {}
+    usual, vocabulary, source, file = {}, None, None, {}
     if args.model:
         settings, source, vocabulary = models.outline(args.model)
-        known = settings.options()
+        usual = settings.options()
     elif args.config:
         file = files.read_file(args.config)
-        known = models.completed(dict(file))
+        usual = models.completed(dict(file))
     given = command_line.given(args, OPTIONS)
     decided = command_line.decided(given)
     file = {name: x for name, x in file.items() if name not in decided}
-    others = {name: x for name, x in known.items() if name not in decided}
+    others = {name: x for name, x in usual.items() if name not in decided}
     with files.origins(args.model or f"--config {args.config}", others):
-        settings = Config.of(**known | decided).consistent(named(given, file))
-    return settings, vocabulary, encoders.subsampling(settings, source) if known else None
+        settings = Config.of(**usual | decided).consistent(named(given, file))
+    return settings, vocabulary, encoders.subsampling(settings, source) if usual else None
 
 
 def check(args):

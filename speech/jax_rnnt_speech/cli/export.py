@@ -30,8 +30,8 @@ def program_of(model):
         """-> labels, frames, log-probabilities [B, L] and the number of each, [B]."""
         extractor, network = model.extractor, model.network(model.params)
         x = model.standardised(extractor(samples, jnp, lengths))
-        found = search(model, network, *network.encode(x, extractor.counts(lengths, jnp)))
-        return found.labels, found.frames, found.label_log_probs, found.counts
+        hypotheses = search(model, network, *network.encode(x, extractor.counts(lengths, jnp)))
+        return hypotheses.labels, hypotheses.frames, hypotheses.label_log_probs, hypotheses.counts
 
     return jax.jit(program)
 

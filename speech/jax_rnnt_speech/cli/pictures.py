@@ -49,16 +49,16 @@ def learning_curve(workdir, folder):
 
 def lattice(model, result, folder):
     """The lattice of the shortest utterance without errors, or of the shortest one."""
-    tokens, known = model.tokens, []
+    tokens, choices = model.tokens, []
     if model.loss is None:
         return
     for i, x in zip(result.tested, result.results):
         labels = tokens.encode(x.reference)
         if labels and len(labels) >= LABELS and result.corpus.utterances[i].frames:
-            known.append((x.words.errors > 0, x.seconds or len(labels), x.name, i, labels))
-    if not known:
+            choices.append((x.words.errors > 0, x.seconds or len(labels), x.name, i, labels))
+    if not choices:
         return
-    *_, i, labels = min(known)
+    *_, i, labels = min(choices)
     features = model.features(result.corpus.samples(i, np.random.default_rng(i)))
     batch = {"lengths": np.array([len(features)], np.int32), "targets": np.array([labels], np.int32),
              "target_lengths": np.array([len(labels)], np.int32)}  # fmt: skip
@@ -69,12 +69,12 @@ def lattice(model, result, folder):
         x = model.encoded(network, features, batch)
         return network.joint(x.frames[:, :, None], x.states[:, None])[0]
 
-    found = jax.device_get(logits(model.params, features[None]))
+    logits_of_it = jax.device_get(logits(model.params, features[None]))
     figure, ax = plt.subplots(figsize=(WIDTH, 3.4), dpi=200, layout="constrained")
     clock = {"subsampling": model.subsampling, "hop": model.seconds / model.subsampling}
     names = [tokens.pieces[k] for k in labels]
     targets = np.array(labels, np.int32)
-    plot.draw_lattice(model.variant.loss, found, targets, texts=names, **clock, ax=ax)
+    plot.draw_lattice(model.variant.loss, logits_of_it, targets, texts=names, **clock, ax=ax)
     save(figure, folder, "lattice")
 
 

@@ -68,14 +68,14 @@ def stream(args):
 
 
 def events_of(live, file):
-    """Those of a file, or of the microphone until it is interrupted; the last one is the end."""
+    """Yields the events of a file, or of the microphone until Ctrl-C; the last event is the end."""
     rate = live.extractor.rate
     with contextlib.suppress(*[KeyboardInterrupt] * (file is None)):
         for samples in streams.blocks_of_file(file, rate) if file else streams.blocks_of_microphone(rate):
-            for found in live.heard(samples):
-                yield from live.events(*found)
-    for found in live.heard(np.zeros(0, np.float32), end=True):
-        yield from live.events(*found)
+            for words in live.heard(samples):
+                yield from live.events(*words)
+    for words in live.heard(np.zeros(0, np.float32), end=True):
+        yield from live.events(*words)
     yield {"type": "end", "duration": round(live.total / rate, 3)}
 
 

@@ -37,8 +37,8 @@ class Test:
         self.report, utterances = self.corpus.report, self.corpus.utterances
         self.tested = []  # numbers of the results' utterances
         normalize, started = texts.normalizer(settings.texts.normalize, settings.texts.lower), time.perf_counter()
-        found = recognise.transcribe(model, self.recordings(), decoding)
-        for result in outputs.bar(found, "utterances", len(utterances)):
+        heard = recognise.transcribe(model, self.recordings(), decoding)
+        for result in outputs.bar(heard, "utterances", len(utterances)):
             x = utterances[result.name]
             if result.error:
                 self.report.add(result.error.partition(": ")[2], x.name)
@@ -93,10 +93,10 @@ class Test:
     def rows(self):
         """A dictionary of each utterance, for files."""
         for x in self.results:
-            known = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3), "words": x.words.length}
-            known |= {name: getattr(x.words, name) for name in KINDS}
+            row = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3), "words": x.words.length}
+            row |= {name: getattr(x.words, name) for name in KINDS}
             pair = {"reference": x.reference, "hypothesis": x.hypothesis}
-            yield known | pair | {"difference": errors.difference(*pair.values())}
+            yield row | pair | {"difference": errors.difference(*pair.values())}
 
     def write(self, path):
         rows = list(self.rows())
@@ -126,7 +126,7 @@ class Shown:
     worst: int = option(5, natural, "show so many utterances with the most errors")
 
     def checked(self, sources):
-        """Itself; raises where something has no place."""
+        """Returns itself, or raises where something has no place."""
         if self.output and self.output.suffix not in (".tsv", ".jsonl"):
             raise UserError(f"--output {self.output} must end in .tsv or .jsonl")
         if self.output:

@@ -46,20 +46,20 @@ def resumed(options, start):
 
 def decide_road(options, start):
     """Says in the options of a new run whether its data are read on the fly, unless they say so; returns the reason."""
-    known = names(options.get("train", ""))
+    corpora_named = names(options.get("train", ""))
     if "on_the_fly" in options:
         return "as asked for"
     if start.cache and start.cache.name == "none" and not start.resume:
         options["on_the_fly"] = True
         return "as --cache none keeps no features"
-    if archives.wanted(known) or (start.workers and not start.resume):
+    if archives.wanted(corpora_named) or (start.workers and not start.resume):
         options["on_the_fly"] = True
         return "as archives, weights of sources and --workers are"
-    if start.resume or any(map(sources.by_function, known)) or options.get("bfloat16_rows"):  # rows of a cache
+    if start.resume or any(map(sources.by_function, corpora_named)) or options.get("bfloat16_rows"):  # rows of a cache
         return ""
     columns = [options.get(name, "") for name in ("audio_column", "text_column", "speaker_column")]
     with contextlib.suppress(UserError, OSError):  # it is an error once it is read
-        hours = sources.hours(known, columns)
+        hours = sources.hours(corpora_named, columns)
         if hours >= SMALL:
             options["on_the_fly"] = True
         than = "less than" if hours < SMALL else "and not less than"

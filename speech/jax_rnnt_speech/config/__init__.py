@@ -310,7 +310,7 @@ class Config:
         return {name: self.get(name) for name in OPTIONS}
 
     def checked(self, given=()):
-        """Itself, to train with; raises where corpora are missing or options contradict each other."""
+        """Returns itself, or raises where corpora are missing or options contradict each other."""
         refuse_if(not self.data.train, "--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
         refuse_if(not self.data.valid, "--valid is missing: held-out utterances, as for --train")
         if not self.run.init and (not own(self) or self.run.new_head):
@@ -319,12 +319,12 @@ class Config:
         return self.consistent(given)
 
     def judged(self, given):
-        """Itself; raises where an option lacks what it needs, among those that a person named, whatever they say."""
+        """Returns itself, or raises where an option that a person named lacks what it needs, whatever its value."""
         satisfied(self, [(flag(name), OPTIONS[name][1], self.get(name)) for name in OPTIONS if name in given])
         return self
 
     def consistent(self, given=()):
-        """Itself; raises where options contradict each other. `given`: -> `judged`."""
+        """Returns itself, or raises where options contradict each other. `given` has the names for `judged`."""
         self.judged(given)
         features, width = self.features, self.blocks.width
         if attends(self) and width % (2 * self.blocks.heads):
@@ -352,13 +352,13 @@ def flag(name):
 
 def _options():
     """(section, field) of each option, by its name."""
-    found = {}
+    options = {}
     for section in dataclasses.fields(Config):
         for field in dataclasses.fields(section.default):
             name = field.metadata.get("flag", field.name)
-            assert name not in found, f"two options are called {name}"
-            found[name] = section.name, field
-    return types.MappingProxyType(found)
+            assert name not in options, f"two options are called {name}"
+            options[name] = section.name, field
+    return types.MappingProxyType(options)
 
 
 OPTIONS = _options()

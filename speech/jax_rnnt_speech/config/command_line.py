@@ -91,8 +91,8 @@ def decided(options):
     return {y: OPTIONS[y][1].default for x, y in pairs if x in options and y not in options} | options
 
 
-def changed(known, args, names):
+def changed(config, args, names):
     """A run's configuration with options of a command. A column that only the run names may be missing."""
-    columns = {name: [x] for name in ("audio_column", "text_column", "speaker_column") if (x := known.get(name))}
+    columns = {name: [x] for name in ("audio_column", "text_column", "speaker_column") if (x := config.get(name))}
     options = given(args, names)
-    return known.replace(**columns | decided(options)).judged(options)
+    return config.replace(**columns | decided(options)).judged(options)

@@ -22,8 +22,8 @@ def read_file(name):
     """Options of a JSON file, or of one of the folder `presets` by its name."""
     path = Path(name) if Path(name).is_file() else PRESETS / f"{name}.json"
     if not path.is_file():
-        known = ", ".join(sorted(x.stem for x in PRESETS.glob("*.json")))
-        raise UserError(f"--config {name} is neither a file nor one of {known}")
+        presets = ", ".join(sorted(x.stem for x in PRESETS.glob("*.json")))
+        raise UserError(f"--config {name} is neither a file nor one of {presets}")
     with told(f"--config {name} is not readable as JSON", OSError, ValueError):
         options = json.loads(path.read_text("utf-8"), object_pairs_hook=once)
     return from_json(options, f"--config {name}", training=True)
@@ -31,12 +31,12 @@ def read_file(name):
 
 def once(pairs):
     """An object of JSON, which has no key twice."""
-    found = {}
+    fields = {}
     for key, x in pairs:
-        if key in found:
+        if key in fields:
             raise ValueError(f"{key} is there twice")
-        found[key] = x
-    return found
+        fields[key] = x
+    return fields
 
 
 @contextlib.contextmanager
@@ -47,8 +47,8 @@ def origins(file, options):
     except UserError as error:
         named = {name.replace("-", "_") for name in re.findall(r"--([a-z0-9-]+)", str(error))}
         usual = {x: OPTIONS[x][1].default for x in options if x in named}
-        found = [f"{x} {options[x]}" + f", by default {y or 'off'}" * (options[x] != y) for x, y in usual.items()]
-        raise UserError(f"{error} ({file} has {'; '.join(found)})" if found else f"{error}") from None
+        said = [f"{x} {options[x]}" + f", by default {y or 'off'}" * (options[x] != y) for x, y in usual.items()]
+        raise UserError(f"{error} ({file} has {'; '.join(said)})" if said else f"{error}") from None
 
 
 def to_json(config):

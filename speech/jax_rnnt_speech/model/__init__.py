@@ -115,14 +115,14 @@ class Model:
 
     def language(self, name):
         """The prompt of a language; its name is one of the model, or a number."""
-        fields, known = ((self.source or {}).get(f"{x}config.json", {}) for x in ("", "processor_"))
-        count, names = fields.get("num_prompts", 0), known.get("prompt_dictionary", {})
+        fields, processor = ((self.source or {}).get(f"{x}config.json", {}) for x in ("", "processor_"))
+        count, names = fields.get("num_prompts", 0), processor.get("prompt_dictionary", {})
         refuse_if(not count, f"--prompt {name}: the model knows no prompts")
         number = int(name) if name.isdecimal() else -1
-        found = names.get(name, number) if name else fields.get("default_prompt_id", 0)
-        if not 0 <= found < count:
+        prompt = names.get(name, number) if name else fields.get("default_prompt_id", 0)
+        if not 0 <= prompt < count:
             raise UserError(f"--prompt {name}: expected one of {', '.join(names)}, or a number below {count}")
-        return found
+        return prompt
 
     def prompt_of(self, language):
         """The prompt of a language by its code, as de or de-DE; None: the model knows no prompts."""
@@ -130,11 +130,11 @@ class Model:
             return None
         names = (self.source or {}).get("processor_config.json", {}).get("prompt_dictionary", {})
         wanted = language.strip().replace("_", "-").lower()
-        known = {name.replace("_", "-").lower(): i for name, i in reversed(names.items())}
-        bases = {name.partition("-")[0]: i for name, i in reversed(known.items())}
-        found = next((x[y] for x, y in ((known, wanted), (bases, wanted.partition("-")[0])) if y in x), None)
-        refuse_if(found is None, f"the model has no prompt for {language}: it knows {', '.join(names)}")
-        return found
+        prompts = {name.replace("_", "-").lower(): i for name, i in reversed(names.items())}
+        bases = {name.partition("-")[0]: i for name, i in reversed(prompts.items())}
+        prompt = next((x[y] for x, y in ((prompts, wanted), (bases, wanted.partition("-")[0])) if y in x), None)
+        refuse_if(prompt is None, f"the model has no prompt for {language}: it knows {', '.join(names)}")
+        return prompt
 
     def prompted(self, network, rows, language=None):
         """Rows with the prompt of a language, by default the usual one, for a network that has prompts."""

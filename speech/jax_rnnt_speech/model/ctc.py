@@ -47,7 +47,7 @@ def loss(logits, targets, frame_lengths, target_lengths):
 
 
 class State(NamedTuple):
-    """Of streams, as `decode.reset_streams` takes it: the last class, frames so far, log-probability."""
+    """The state of streams for `decode.reset_streams`: the last class, frames so far, log-probability."""
 
     fresh: jax.Array
     bad: jax.Array

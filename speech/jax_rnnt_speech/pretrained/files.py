@@ -99,8 +99,8 @@ def files_of(folder):
     elif WEIGHTS in there or (len(there) == 1 and not whole):
         used = {WEIGHTS if WEIGHTS in there else there[0]: None}
     elif len(whole) == 1:
-        (((name, count), found),) = whole.items()
-        most = min(int(count), len(found) + 1)  # of an incomplete set, one is missing among these
+        (((name, count), numbers),) = whole.items()
+        most = min(int(count), len(numbers) + 1)  # of an incomplete set, one is missing among these
         used = {f"{name}-{i:0{len(count)}}-of-{count}.safetensors": None for i in range(1, most + 1)}
     elif there:
         raise UserError(f"{folder} has several files of weights, and no {WEIGHTS} or {INDEX}: {', '.join(there)}")
@@ -121,10 +121,10 @@ def read_tensors(folder):
     arrays, places = {}, {}
     for file, expected in files_of(folder).items():
         with told(f"{file} must be a file of safetensors", SafetensorError, ValueError):
-            found = load_file(file)
-        if missing := sorted((expected or set()) - {*found}):
+            tensors = load_file(file)
+        if missing := sorted((expected or set()) - {*tensors}):
             raise UserError(f"{file} has no tensor {missing[0]}, which {INDEX} expects there")
-        for name, x in found.items():
+        for name, x in tensors.items():
             if name in arrays:
                 raise UserError(f"{folder}: {name} is in {places[name].name} and in {file.name}")
             arrays[name], places[name] = np.asarray(x, np.float32), file
@@ -140,13 +140,13 @@ class Tensors(pickle.Unpickler):
         self.archive, self.folder, self.read = archive, name.removesuffix("data.pkl"), {}
 
     def find_class(self, module, name):
-        known = {("collections", "OrderedDict"): collections.OrderedDict}
-        known |= {("torch._utils", "_rebuild_tensor_v2"): strided}
-        known |= {("torch._utils", "_rebuild_parameter"): lambda x, *_: x}
-        known |= {("torch", storage): dtype for storage, dtype in STORAGES.items()}
-        if (module, name) not in known:
+        classes = {("collections", "OrderedDict"): collections.OrderedDict}
+        classes |= {("torch._utils", "_rebuild_tensor_v2"): strided}
+        classes |= {("torch._utils", "_rebuild_parameter"): lambda x, *_: x}
+        classes |= {("torch", storage): dtype for storage, dtype in STORAGES.items()}
+        if (module, name) not in classes:
             raise ValueError(f"its weights name {module}.{name}, which is no tensor")
-        return known[module, name]
+        return classes[module, name]
 
     def persistent_load(self, pid):
         _, dtype, key, _, size = pid

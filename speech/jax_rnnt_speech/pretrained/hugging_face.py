@@ -45,7 +45,7 @@ UNUSED = re.compile(r".*\.num_batches_tracked$")  # a count that only a batch no
 
 
 @dataclasses.dataclass(frozen=True)
-class Head:
+class HeadFields:
     """Fields of config.json beside `encoder_config`, with their defaults."""
 
     decoder_hidden_size: int = 640
@@ -55,14 +55,14 @@ class Head:
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptedHead(Head):
+class PromptedHeadFields(HeadFields):
     num_prompts: int = 128
     prompt_intermediate_size: int = 2048
     default_prompt_id: int = 101
 
 
 @dataclasses.dataclass(frozen=True)
-class Features:
+class FeatureFields:
     """Fields of preprocessor_config.json, with their defaults."""
 
     feature_size: int = 80
@@ -99,7 +99,7 @@ def features_of(source, folder, kind, bins):
     files.require(isinstance(fields, dict), file, "the extractor of features", "an object", fields)
     files.require(fields.get(name) == kind, file, name, kind, fields.get(name))
     only = {"padding_value": 0, "padding_side": "right", name: kind}
-    x = files.checked(Features, fields, file, only)
+    x = files.checked(FeatureFields, fields, file, only)
     dtype = fields.get("mel_filters_dtype", "float32")
     files.require(dtype == "float32", file, "mel_filters_dtype", "float32", dtype)
     files.require(x.feature_size == bins, file, "feature_size", f"{bins}, the encoder's num_mel_bins", x.feature_size)
@@ -134,8 +134,10 @@ def config_from(folder, source):
         frames = []
     files.require(frames or loss != "tdt", file, "durations", "different whole numbers", fields.get("durations"))
     left = {k: x for k, x in fields.items() if k not in CHECKED}
-    width = left.get("decoder_hidden_size", Head.decoder_hidden_size)
-    head = files.checked(PromptedHead if kind == "nemotron3_5_asr" else Head, left, file, {"joint_hidden_size": width})
+    width = left.get("decoder_hidden_size", HeadFields.decoder_hidden_size)
+    head = files.checked(
+        PromptedHeadFields if kind == "nemotron3_5_asr" else HeadFields, left, file, {"joint_hidden_size": width}
+    )
     sounds = features_of(source, folder, extractor, encoder.num_mel_bins)
     generation = source.get("generation_config.json", {})
     start = generation.get("decoder_start_token_id", blank)
@@ -184,7 +186,7 @@ def filled(folder, config, source, vocabulary, tensors):
 def fits(model):
     """Whether it has the old head of its source."""
     fields, config = (model.source or {}).get("config.json", {}), model.config
-    head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", Head.decoder_hidden_size)
+    head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", HeadFields.decoder_hidden_size)
     same = (len(model.tokens.pieces), config.blocks.width) == head and not config.head.stack
     same &= config.head.predictor == "lstm" and isinstance(model.tokens, tokens.Pretrained | tokens.Numbers)
     return fields.get("model_type") in MODELS and same and config.head.loss == MODELS[fields["model_type"]][0]

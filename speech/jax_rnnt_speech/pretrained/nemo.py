@@ -62,9 +62,9 @@ SOUNDS = {"window": "hann", "log": True, "frame_splicing": 1, "mag_power": 2.0, 
 
 def archive_of(path):
     """The archive itself, or that in a folder."""
-    found = [path] if path.suffix == ".nemo" and path.is_file() else sorted(path.glob("*.nemo"))
-    refuse_if(len(found) > 1, f"{path} has several archives of NeMo: name {' or '.join(x.name for x in found)}")
-    return found[0]
+    archives = [path] if path.suffix == ".nemo" and path.is_file() else sorted(path.glob("*.nemo"))
+    refuse_if(len(archives) > 1, f"{path} has several archives of NeMo: name {' or '.join(x.name for x in archives)}")
+    return archives[0]
 
 
 @contextlib.contextmanager
@@ -135,8 +135,8 @@ class Fields:
 def encoder_of(file, whole):
     encoder = Fields(file, whole, "encoder")
     fields, style = encoder.fields, encoder.fields.get("att_context_style", "regular")
-    known = ", ".join(STYLES)
-    files.require(style in STYLES, file, "encoder.att_context_style", f"one of {known}", style)
+    styles = ", ".join(STYLES)
+    files.require(style in STYLES, file, "encoder.att_context_style", f"one of {styles}", style)
     for name, x in ONLY.items():
         encoder.must(name, x, x)
     for name, x in STYLES[style].items():
@@ -171,8 +171,8 @@ def sounds_of(file, whole, causal):
              (("win_length", "window_size", 0.025), ("hop_length", "window_stride", 0.01))}  # fmt: skip
     count = sounds.fields.get("n_fft") or 2 ** math.ceil(math.log2(sizes["win_length"]))
     kind = (hugging_face.CAUSAL if causal else hugging_face.WHOLE)[1]
-    found = {"feature_extractor_type": kind, "sampling_rate": rate, "feature_size": sounds.number("features", 64)}
-    return found | sizes | {"n_fft": count, "preemphasis": sounds.fields.get("preemph", 0.97)}
+    features = {"feature_extractor_type": kind, "sampling_rate": rate, "feature_size": sounds.number("features", 64)}
+    return features | sizes | {"n_fft": count, "preemphasis": sounds.fields.get("preemph", 0.97)}
 
 
 def contents(path):
@@ -203,8 +203,8 @@ def translated(path, file, members, whole):
             more["ctc"] = float(Fields(file, whole, "aux_ctc").number("ctc_loss_weight", 0.5)) or 0.5
         fields["model_type"] = "nemotron_asr_streaming" if causal else "parakeet_rnnt"
         if whole["joint"].get("num_extra_outputs"):
-            found = (whole.get(part) or {} for part in ("decoding", "model_defaults"))
-            durations = next((y for x in found for y in (x.get("durations"), x.get("tdt_durations")) if y), None)
+            sections = (whole.get(part) or {} for part in ("decoding", "model_defaults"))
+            durations = next((y for x in sections for y in (x.get("durations"), x.get("tdt_durations")) if y), None)
             fields |= {"model_type": "parakeet_tdt", "durations": durations}
     source = {"config.json": fields, "preprocessor_config.json": sounds_of(file, whole, causal)}
     defaults = whole.get("model_defaults") or {}

@@ -55,8 +55,8 @@ def read(folder):
 
     def value(path, x):
         if path not in arrays or arrays[path].shape != x.shape:
-            found = arrays[path].shape if path in arrays else "nothing"
-            raise UserError(f"{folder / WEIGHTS}: {path} must have shape {x.shape}, got {found}")
+            shape = arrays[path].shape if path in arrays else "nothing"
+            raise UserError(f"{folder / WEIGHTS}: {path} must have shape {x.shape}, got {shape}")
         return arrays.pop(path)
 
     model.params = files.mapped(model.shapes, value)

@@ -87,22 +87,22 @@ class Detector:
         x = convolved(spectra(x), "conv1")
         for name, stride in (("conv2", 2), ("conv3", 2), ("conv4", 1)):
             x = convolved(x, name, stride)
-        known = weights()
+        arrays = weights()
         # Gates i, f, o, g: a sigmoid is half a tanh of half, so one tanh serves all of them: 12 us a chunk in place
         # of 60.
         order, half = np.r_[0:256, 384:512, 256:384], np.repeat(np.float32([0.5, 1]), (384, 128))
-        biases = known["lstm_cell.bias_ih"] + known["lstm_cell.bias_hh"]
-        inputs = (x[:, 0] @ known["lstm_cell.weight_ih"].T + biases)[:, order] * half
-        again = np.ascontiguousarray(known["lstm_cell.weight_hh"].T[:, order] * half)
-        (hidden, cell), found = self.state, []
+        biases = arrays["lstm_cell.bias_ih"] + arrays["lstm_cell.bias_hh"]
+        inputs = (x[:, 0] @ arrays["lstm_cell.weight_ih"].T + biases)[:, order] * half
+        again = np.ascontiguousarray(arrays["lstm_cell.weight_hh"].T[:, order] * half)
+        (hidden, cell), rows = self.state, []
         for row in inputs:
             gates = np.tanh(row + hidden @ again)
             i, f, o = 0.5 * gates[:384].reshape(3, 128) + 0.5
             cell = f * cell + i * gates[384:]
             hidden = o * np.tanh(cell)
-            found.append(hidden)
+            rows.append(hidden)
         self.state = np.stack([hidden, cell])
-        last = np.maximum(found, 0) @ known["final_conv.weight"][0, :, 0] + known["final_conv.bias"][0]
+        last = np.maximum(rows, 0) @ arrays["final_conv.weight"][0, :, 0] + arrays["final_conv.bias"][0]
         return sigmoid(last).tolist()
 
     def forget(self, seconds):
@@ -113,12 +113,12 @@ class Detector:
 
     def speech(self):
         """[begin, end) in seconds of the stretches with speech."""
-        found, begin, quiet = [], None, 0
+        stretches, begin, quiet = [], None, 0
         for i, x in enumerate([*self.probabilities, *[0.0] * round(PAUSE / SECONDS + 1)], self.first):
             quiet = 0 if x >= ENDS else quiet + 1
             if begin is None and x >= BEGINS:
                 begin = i
             elif begin is not None and quiet * SECONDS > PAUSE:
-                found.append((begin * SECONDS, (i + 1 - quiet) * SECONDS))
+                stretches.append((begin * SECONDS, (i + 1 - quiet) * SECONDS))
                 begin = None
-        return found
+        return stretches

@@ -65,11 +65,11 @@ def interval(counts, seed=0):
     from scipy import stats  # half a second: not at every start
 
     pairs = [x.errors for x in counts], [x.length for x in counts]
-    found = stats.bootstrap(
+    drawn = stats.bootstrap(
         pairs, lambda errors, length, axis: 100 * errors.sum(axis) / np.maximum(length.sum(axis), 1), paired=True,
         vectorized=True, n_resamples=RESAMPLES, batch=100, confidence_level=CONFIDENCE, method="percentile", rng=seed,
     )  # fmt: skip
-    return [float(x) for x in found.confidence_interval]
+    return [float(x) for x in drawn.confidence_interval]
 
 
 def by_speaker(results):
@@ -97,11 +97,11 @@ def edits(reference, hypothesis):
 
 def confusions(results, count):
     """The most frequent ((reference word, word in its place), times); "" is no word."""
-    found = collections.Counter()
+    pairs = collections.Counter()
     for x in results:
         for old, new in edits(x.reference.split(), x.hypothesis.split()):
-            found.update((a, b) for a, b in itertools.zip_longest(old, new, fillvalue="") if a != b)
-    return sorted(found.items(), key=lambda x: (-x[1], x[0]))[:count]
+            pairs.update((a, b) for a, b in itertools.zip_longest(old, new, fillvalue="") if a != b)
+    return sorted(pairs.items(), key=lambda x: (-x[1], x[0]))[:count]
 
 
 def difference(reference, hypothesis):

@@ -30,7 +30,7 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """What hears them, one after the other, in programs of one size: -> `streams.Slots`."""
+    """Hears windows one after the other in programs of one size, in the place of `streams.Slots`."""
 
     def __init__(self, model, decoding, frames):
         self.model, self.decoding, self.frames, self.state, self.free = model, decoding, frames, None, [0]
@@ -41,13 +41,13 @@ class Windows:
         rows, lengths = encoded(self.model, [(x, first)], self.frames)
         there = int(lengths[0])
         count = there if count is None else min(count, there)
-        found, final = self.search(rows, count, keep=True)
-        labels = Labels.of(found, 0, found.counts[0], self.decoding)
-        known, unsure = labels.part(final[0]), labels.part(final[0], None)
+        hypotheses, final = self.search(rows, count, keep=True)
+        labels = Labels.of(hypotheses, 0, hypotheses.counts[0], self.decoding)
+        final_labels, unsure = labels.part(final[0]), labels.part(final[0], None)
         if count < there:
-            found, _ = self.search(jnp.roll(rows, -count, 1), there - count)
-            unsure = Labels.of(found, 0, found.counts[0], self.decoding)
-        return [(known, unsure, count)]
+            hypotheses, _ = self.search(jnp.roll(rows, -count, 1), there - count)
+            unsure = Labels.of(hypotheses, 0, hypotheses.counts[0], self.decoding)
+        return [(final_labels, unsure, count)]
 
     step = Slots.step
 
@@ -56,10 +56,10 @@ class Windows:
         counts = np.array([count], np.int32)
         if self.state is None:
             self.state = before_all(self.model, rows, counts, self.decoding)
-        found, final, state, _ = taken(self.model, self.model.params, rows, counts, self.state, self.decoding)
+        hypotheses, final, state, _ = taken(self.model, self.model.params, rows, counts, self.state, self.decoding)
         if keep:
             self.state = state
-        return jax.device_get((found, final))
+        return jax.device_get((hypotheses, final))
 
 
 class Windowed(Stream):

@@ -1,4 +1,10 @@
-"""Texts of many recordings of any length, in batches."""
+"""Texts of many recordings of any length, in batches.
+
+Batches of recordings of equal length waste no padding, so recordings are sorted before they are heard. Sorting all of
+them would hold all their samples in memory, and texts would come in another order. So as many are read as have `HELD`
+frames together, and their texts come before the next ones are read. `windows` hears them; whatever is wrong with one
+recording becomes its Result, and the others go on.
+"""
 
 import contextlib
 import functools
@@ -13,12 +19,15 @@ from jax_rnnt_speech.recognition import windows
 from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.system import UserError
 
-ROOM = 1.1  # a file that is so much longer than a segment by its header is not measured
+ROOM = 1.1  # a file that is so many times as long as a segment, by its header, is not decoded to measure it
 HELD = 60_000  # frames of the recordings that are sorted by length at once: 10 minutes of usual features
 
 
 def listed(arguments, audio_column=""):
-    """Entries and Faults of audio files, manifests and folders, which need no texts."""
+    """Yields Entries and Faults of audio files, manifests and folders, which need no texts.
+
+    An argument that cannot be read is an error if it is the only one. Of several, it is a Fault; the others are used.
+    """
     several = len(arguments) > 1
     if audio_column and isinstance(audio_column, str) and not any(map(sources.is_list, map(Path, arguments))):
         raise UserError(f"--audio-column {audio_column} names a column, and no FILE is a manifest")
@@ -30,17 +39,21 @@ def listed(arguments, audio_column=""):
 
 
 def recordings(arguments, audio_column=""):
-    """`listed`, or what is known of it before the model's options are."""
-    found = []
+    """What `listed` yields, as far as it can be read before a model has said which column names the audio.
+
+    With it, a command that has no place for its texts ends before it opens a model. Errors of lists come later.
+    """
+    entries = []
     with contextlib.suppress(UserError):
-        found.extend(listed(arguments, audio_column))
-    return found
+        entries.extend(listed(arguments, audio_column))
+    return entries
 
 
 def settled(entries):
-    """The entries, each with the part of its file that its times mean, as `audio.within` decides; a note says so.
+    """Yields the entries, each with the part of its file that its times mean; a note tells a person of a change.
 
-    A file is decoded for that where its header does not tell that it is longer than its segments.
+    `audio.within` decides what times mean that reach beyond their file. Headers of many formats have a wrong length, so
+    a file is decoded to measure it, unless its header says that it is far longer than its segment.
     """
     lengths = {}
     for x in entries:
@@ -58,7 +71,7 @@ def settled(entries):
 
 
 def loaded(entries, rate):
-    """(name, pieces of its samples or the UserError that there are none) of each entry."""
+    """Yields (name, pieces of its samples) of each entry, or (name, the UserError that there are none)."""
     for x in entries:
         if isinstance(x, rows.Fault):
             yield x.name, UserError(f"{x.name}: {x.reason}")

@@ -16,10 +16,10 @@ class Labels(NamedTuple):
     durations: list  # frames that each label read
 
     @classmethod
-    def of(cls, found, row, count, decoding):
+    def of(cls, hypotheses, row, count, decoding):
         """The first ones of a row of Hypotheses [B]."""
-        sure = np.exp(found.label_log_probs) if decoding.confidence is None else found.label_confidences
-        fields = found.labels, found.frames, found.label_log_probs, sure, found.durations
+        sure = np.exp(hypotheses.label_log_probs) if decoding.confidence is None else hypotheses.label_confidences
+        fields = hypotheses.labels, hypotheses.frames, hypotheses.label_log_probs, sure, hypotheses.durations
         return cls(*(np.asarray(x)[row, :count].tolist() for x in fields))
 
     def extend(self, more):
@@ -67,13 +67,13 @@ def words_of(tokens, labels):
     return [*itertools.pairwise(sorted({0, *starts, len(labels)}))]
 
 
-def spliced(tokens, known, first, last, more):
+def spliced(tokens, labels, first, last, more):
     """Labels with `more` in the place of [first, last); None: that is within a word.
 
     Where a space is a label of its own, it is added on both sides.
     """
-    before = tokens.texts[known.labels[first - 1]] if first else None
-    after = tokens.texts[known.labels[last]] if last < len(known.labels) else None
+    before = tokens.texts[labels.labels[first - 1]] if first else None
+    after = tokens.texts[labels.labels[last]] if last < len(labels.labels) else None
     mark, left, right = tokens.separator, [], []
     ends, begins = before is None or before.endswith(mark), after is None or after.startswith(mark)
     if tokens.separates and mark in tokens.texts:
@@ -85,7 +85,7 @@ def spliced(tokens, known, first, last, more):
     elif tokens.separates and not begins:
         return None
     left, right = silent(left, more.frames[0]), silent(right, more.frames[-1])
-    return known.part(first).joined(left, more, right, known.part(last, None))
+    return labels.part(first).joined(left, more, right, labels.part(last, None))
 
 
 def silent(labels, frame):

@@ -23,15 +23,15 @@ BYTES = range(0xDC80, 0xDD00)  # surrogate escapes: a byte of a character that a
 
 def codes(names):
     """ISO 15924's codes of scripts by their names or codes, as in `latin,Cyrl`."""
-    found = []
+    chosen = []
     for name in names.split(","):
         wanted = name.strip().replace(" ", "_").lower()
-        known = {x.lower(): code for code, x in unicode.Scripts.NAMES.items()}
-        known |= {code.lower(): code for code in (*unicode.Scripts.NAMES, *SEVERAL)}
-        if wanted not in known:
+        codes = {x.lower(): code for code, x in unicode.Scripts.NAMES.items()}
+        codes |= {code.lower(): code for code in (*unicode.Scripts.NAMES, *SEVERAL)}
+        if wanted not in codes:
             raise UserError(f"--script {shown(name)}: expected names of scripts such as latin,cyrillic, or their codes")
-        found += SEVERAL.get(known[wanted], (known[wanted],))
-    return found
+        chosen += SEVERAL.get(codes[wanted], (codes[wanted],))
+    return chosen
 
 
 def subtags(language):
@@ -49,10 +49,10 @@ def of_language(language):
     if script is None:
         likely = get_global("likely_subtags")
         places = [x.upper() for x in rest if len(x) == 2]
-        found = next((likely[x] for x in ("_".join([code, *places]), code) if x in likely), None)
-        if found is None or code in ("und", "mul", "mis", "zxx"):
+        tag = next((likely[x] for x in ("_".join([code, *places]), code) if x in likely), None)
+        if tag is None or code in ("und", "mul", "mis", "zxx"):
             return None
-        script = found.split("_")[1]
+        script = tag.split("_")[1]
     elif code not in get_global("likely_subtags"):
         return None
     chosen = SEVERAL.get(script, (script,))
@@ -99,13 +99,13 @@ def mask(tokens, classes, good, missing):
     for x in missing:
         data = x.encode().decode("ascii", "surrogateescape")
         parts |= {data[i:j] for i in range(len(data)) for j in range(i + 1, len(data) + 1)}
-    found = np.ones(classes, bool)
+    allowed = np.ones(classes, bool)
     for i, text in enumerate(tokens.texts):
         if number := BYTE.fullmatch(tokens.pieces[i]):
-            found[i] = bytes.fromhex(number[1]).decode("ascii", "surrogateescape") in parts
+            allowed[i] = bytes.fromhex(number[1]).decode("ascii", "surrogateescape") in parts
             continue
         text = "" if text in SILENT else text.replace(tokens.separator, "")
         runs = ("".join(x) for of_bytes, x in itertools.groupby(text, lambda x: ord(x) in BYTES) if of_bytes)
         others = (x for x in text if ord(x) not in BYTES)
-        found[i] = i != tokens.unknown and all(map(good, others)) and all(run in parts for run in runs)
-    return found
+        allowed[i] = i != tokens.unknown and all(map(good, others)) and all(run in parts for run in runs)
+    return allowed

@@ -39,8 +39,8 @@ GREEDY = Decoding()
 
 def best(hypotheses):
     """The best ones of a beam, [B] of [B, N]."""
-    found = {name: getattr(hypotheses, name) for name in BEST}
-    return hypotheses._replace(**{name: x[:, 0] for name, x in found.items() if x is not None})
+    first = {name: getattr(hypotheses, name) for name in BEST}
+    return hypotheses._replace(**{name: x[:, 0] for name, x in first.items() if x is not None})
 
 
 def in_float32(joint):
@@ -95,12 +95,12 @@ def next_part(model, network, rows, lengths, state, deadline, decoding):
     counted from the start of the recording, before the end of these, or earlier.
     """
     rows = model.prompted(network, rows, decoding.language)
-    found = search(model, network, rows, lengths, decoding, state, every=True, more=OPEN)
+    beam = search(model, network, rows, lengths, decoding, state, every=True, more=OPEN)
     if not decoding.beam:
-        return found._replace(state=None), found.counts, found.state, None
-    first, others = best(found), (found.labels, found.counts, found.scores)
+        return beam._replace(state=None), beam.counts, beam.state, None
+    first, others = best(beam), (beam.labels, beam.counts, beam.scores)
     last = jnp.maximum(first.counts - 1, 0)[:, None]
     end = first.frames + jnp.maximum(first.durations, 1)
     closed = jnp.take_along_axis(end, last, 1)[:, 0] <= deadline + lengths
-    final = jnp.where(closed, first.counts, jnp.maximum(found.stable, first.counts - OPEN))
-    return first._replace(state=None), final, decode.commit_labels(found, final), others
+    final = jnp.where(closed, first.counts, jnp.maximum(beam.stable, first.counts - OPEN))
+    return first._replace(state=None), final, decode.commit_labels(beam, final), others

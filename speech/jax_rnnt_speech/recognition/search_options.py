@@ -1,4 +1,9 @@
-"""The options of a search, and what they ask for: a beam, word n-grams, lists of phrases."""
+"""The options of a search, and the `Decoding` that they ask a model for.
+
+A Decoding is made once for a command, and again for each language that a request names. Files are read here, and not by
+the search: an n-gram and phrases become arrays over the model's classes, so that a search is one compiled program
+whatever the files hold, and an option that the model cannot follow is an error before anything is heard.
+"""
 
 import dataclasses
 import math
@@ -20,7 +25,10 @@ from jax_rnnt_speech.system import UserError, refuse_if, told
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WordBonus:
-    """A model of fusion that adds to the score of every word, as n-grams alone prefer few words."""
+    """A model of fusion that adds to the score of every word.
+
+    Each word multiplies the probability of an n-gram by a number below 1, so n-grams alone prefer few words.
+    """
 
     separates: jax.Array  # bool [V]: labels that begin with the separator
     spells: jax.Array  # bool [V]: those with other characters
@@ -30,12 +38,12 @@ class WordBonus:
         return jnp.zeros(batch, bool)
 
     def step(self, inside, labels):
-        """A word is paid for with its first character: separators in a row have no words between them."""
+        """Adds the bonus at the first character of a word, as separators in a row have no words between them."""
         inside = self.spells[labels] | (inside & ~self.separates[labels])
         return (self.spells & (self.separates | ~inside[:, None])).astype(jnp.float32), inside
 
 
-# Nats for each label of a phrase. Greedy search cannot go back from a phrase that it has begun to write.
+# Nats for each label of a phrase. Greedy search gets fewer: it cannot go back from a phrase that it has begun to write.
 WITH_BEAM, WITH_GREEDY = 1.0, 0.25
 WITH_CTC = 1.0  # nats that a label of a phrase may be worse than the head's best class
 PROBABILITY = "probability"
@@ -44,7 +52,7 @@ NGRAM = lambda search: search.ngram, "--ngram"
 
 @dataclasses.dataclass(frozen=True)
 class Searching:
-    """What a command says of its search."""
+    """The options with which a command searches."""
 
     beam: int = option(0, natural, "number of hypotheses that a beam search keeps; with 0, the search is greedy (0)")
     ngram: Path | None = option(
@@ -92,7 +100,7 @@ class Searching:
     prompt: str = option("", str, "language of the recordings, for a model that takes one", metavar="NAME")
 
     def checked(self):
-        """Itself; raises where a file is missing."""
+        """Returns itself, or raises where a file is missing."""
         for name in ("ngram", "phrases"):
             file = getattr(self, name)
             refuse_if(file and not file.is_file(), f"--{name} {file} is no file")
@@ -100,7 +108,10 @@ class Searching:
 
 
 def read(path, model, unknown=None):
-    """The model of a file, over the classes of a model; `unknown`: the nats that an unknown word costs."""
+    """The n-gram of a file over the classes of a model. `unknown` is what an unknown word costs, in nats.
+
+    Classes without a text, such as the blank, have no label that an n-gram could read.
+    """
     tokens = model.tokens
     classes = tokens.labels + [None] * (model.classes - len(tokens.pieces))
     with told(f"--ngram {path}", OSError, ValueError):
@@ -118,12 +129,12 @@ def word_bonus(model):
 def spelled(path, model, usual):
     """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
 
-    What it cannot spell is named, and left out. `usual`: the number of lines without one.
+    A line that the vocabulary cannot spell is named and left out. Lines without a number have the `usual` one.
     """
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
     with told(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, rows.encodable(line, f"line {i}")) for i, line in lists.lines_of(path)]
-    found = []
+    phrases = []
     for i, line in lines:
         text, _, weight = line.partition("\t")
         try:
@@ -133,22 +144,25 @@ def spelled(path, model, usual):
         if not text.strip() or not math.isfinite(weight):
             raise UserError(f"--phrases {path}, line {i}: expected TEXT, or TEXT, a tab and a number, got {line!r}")
         if labels := model.tokens.encode(normalize(text)):
-            found.append((text, labels, weight))
+            phrases.append((text, labels, weight))
         else:
             print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
-    refuse_if(not found, f"--phrases {path} has no phrase that the model's vocabulary can spell")
-    return found
+    refuse_if(not phrases, f"--phrases {path} has no phrase that the model's vocabulary can spell")
+    return phrases
 
 
 def phrases(path, model, usual, depth=0.0):
-    """The Phrases of a file, whose numbers are weights."""
+    """The Phrases of a file, with the numbers of its lines as weights."""
     _, labels, weights = map(list, zip(*spelled(path, model, usual)))
     with told(f"--phrases {path}", ValueError):
         return decode.Phrases(labels, weights, classes=model.blank + 1, depth=depth)
 
 
 def decoding_of(options, model):
-    """The Decoding that a Searching asks for."""
+    """The Decoding that a Searching asks for; raises where the model has no head, prompt or label for it.
+
+    Phrases that the search writes are a model of fusion. A head for CTC finds phrases after the search, by a `Spotter`.
+    """
     fusion, ilm, kind = (), 0.0, options.confidence
     if options.ngram:
         ngram, bonus = read(options.ngram, model, options.unknown_word), word_bonus(model)
@@ -175,26 +189,29 @@ def decoding_of(options, model):
 
 
 def allowed(model, names="", characters=""):
-    """The mask of labels of scripts, by their names, or of characters; None: all labels are allowed."""
+    """The mask of the labels that scripts, by their names, or characters leave; None where all labels are allowed.
+
+    None keeps the program of a search without a mask, which other searches have compiled already.
+    """
     if not names and not characters:
         return None
     tokens, classes = model.tokens, model.blank + 1
     if names:
-        found = scripts.mask_of_scripts(tokens, classes, scripts.codes(names))
+        mask = scripts.mask_of_scripts(tokens, classes, scripts.codes(names))
     else:
-        found = scripts.mask_of_characters(tokens, classes, characters)
-    return None if found.all() else jnp.asarray(found)
+        mask = scripts.mask_of_characters(tokens, classes, characters)
+    return None if mask.all() else jnp.asarray(mask)
 
 
 def of_language(model, decoding, language):
-    """(the Decoding of a language that was asked for, whether that decides anything); None: it is unknown.
+    """(the Decoding for a language, whether the language decides anything), or None where nobody knows the language.
 
-    Its script decides the labels, and in a model with prompts it is the prompt.
+    The script of the language decides which labels are allowed. In a model with prompts, the language is the prompt.
     """
-    found = scripts.of_language(language)
-    if found is None:
+    names = scripts.of_language(language)
+    if names is None:
         return None
-    mask, prompt = allowed(model, ",".join(found)), model.prompt_of(language)
+    mask, prompt = allowed(model, ",".join(names)), model.prompt_of(language)
     chosen = {"allowed": decoding.allowed if mask is None else mask}
     if prompt is not None:
         chosen["language"] = prompt

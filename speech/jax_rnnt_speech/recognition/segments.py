@@ -45,7 +45,7 @@ def times(start, end=None, duration=None):
 
 
 def of_rttm(line):
-    """A Segment of a line, or None: lines of other types than SPEAKER."""
+    """The Segment of a line, or None for a line of another type than SPEAKER."""
     fields = line.split()
     if fields[0] != "SPEAKER":
         return None
@@ -110,10 +110,10 @@ FORMATS = {".rttm": (lines_of, of_rttm), ".ctm": (lines_of, of_ctm), ".json": (o
 
 
 def read(path):
-    """Segments of a file, and Faults of what is none."""
+    """(the segments of a file, a Fault for each line that is no segment)."""
     refuse_if(path.suffix.lower() not in FORMATS, f"--segments {path} must end in {', '.join(FORMATS)}")
     read, form = FORMATS[path.suffix.lower()]
-    found, faults, others = [], [], collections.Counter()
+    segments, faults, others = [], [], collections.Counter()
     with told(f"--segments {path} is not readable", OSError):
         for place, row in read(path):
             try:
@@ -124,23 +124,23 @@ def read(path):
             if x is None:
                 others[row.split()[0]] += 1
             else:
-                found.append(x._replace(speaker=composed(shown(" ".join(x.speaker.split())))))
+                segments.append(x._replace(speaker=composed(shown(" ".join(x.speaker.split())))))
     for name, count in others.items():
         print(f"--segments {path}: lines of type {shown(name)} are not used: {count}", file=sys.stderr)
-    return joined(found, GAP if form is of_ctm else 0), faults
+    return joined(segments, GAP if form is of_ctm else 0), faults
 
 
 def joined(segments, gap):
-    """Each of a speaker's segments, in order of time; those that overlap, or have no `gap` between them, are one."""
-    found = []
+    """The segments in order of time. Those of a speaker that overlap, or are at most `gap` apart, become one."""
+    turns = []
     for _, group in itertools.groupby(sorted(segments, key=key), key):
         last = None
         for x in sorted(group, key=lambda x: x.start):
             if last and (x.start < last.end or (gap and x.start - last.end <= gap)):
-                last = found[-1] = last._replace(end=max(last.end, x.end))
+                last = turns[-1] = last._replace(end=max(last.end, x.end))
             else:
-                found.append(last := x)
-    return sorted(found, key=lambda x: (x.recording, x.start, x.end, x.speaker))
+                turns.append(last := x)
+    return sorted(turns, key=lambda x: (x.recording, x.start, x.end, x.speaker))
 
 
 def key(x):
@@ -148,19 +148,22 @@ def key(x):
 
 
 def entries(path, recordings):
-    """Entries of the segments of recordings, which are whole Entries or Faults; and Faults of what has no place."""
-    found, faults = read(path)
+    """Entries of the segments of recordings, and Faults of what has no place.
+
+    The recordings are Entries of whole files; a Fault among them stays one.
+    """
+    segments, faults = read(path)
     bad = [f"; {x.name.rpartition(', ')[2]}: {x.reason}" for x in faults]
-    known = collections.defaultdict(list)
-    for x in found:
-        known[composed(x.recording)].append(x)
+    by_name = collections.defaultdict(list)
+    for x in segments:
+        by_name[composed(x.recording)].append(x)
     whole = [x for x in recordings if isinstance(x, rows.Entry)]
     results = [x for x in recordings if not isinstance(x, rows.Entry)]
-    meant = recordings_of(known, whole, path)
+    meant = recordings_of(by_name, whole, path)
     used = {name for names in meant.values() for name in names}
     for x in whole:
         refuse_if((x.start, x.end) != (0.0, None), f"--segments needs whole recordings, got {x.name}")
-        some = [y for name in meant[x.audio] for y in known[name]]
+        some = [y for name in meant[x.audio] for y in by_name[name]]
         if not some:
             faults.append(rows.Fault(f"{path} has no segment of it", x.name))
         channels = {y.channel for y in some}
@@ -170,33 +173,33 @@ def entries(path, recordings):
             about = f" from {y.start:g} s to {y.end:g} s" + (f", {y.speaker}" if y.speaker else "")
             results.append(x._replace(name=x.name + about, start=y.start, end=y.end, speaker=y.speaker, channel=chosen))
     lost = f"no recording has this name, as {path} has it", f"{path} has segments without the name of a recording"
-    faults += [rows.Fault(lost[not x], shown(x)) for x in sorted(known.keys() - used)]
+    faults += [rows.Fault(lost[not x], shown(x)) for x in sorted(by_name.keys() - used)]
     if whole and not used:
         raise UserError(f"--segments {path} has no segment of {shown(whole[0].audio)}; it names "
-                        f"{', '.join(sorted(map(shown, known))) or 'no recording'}{''.join(bad[:1])}")  # fmt: skip
+                        f"{', '.join(sorted(map(shown, by_name))) or 'no recording'}{''.join(bad[:1])}")  # fmt: skip
     return results + faults
 
 
-def recordings_of(known, whole, path):
-    """{audio: the names that are known of it} of whole recordings; an error names those that one name may mean."""
+def recordings_of(by_name, whole, path):
+    """{audio: names by which the file of segments calls it}; a name that may mean two recordings is an error."""
     names, meant = Names(), collections.defaultdict(list)
     for x in whole:
         for name in {str(x.audio), x.name}:
             for form in {name, column(name)}:  # as CTM has it
                 names.add(form, x.audio)
     audios = dict.fromkeys(x.audio for x in whole)
-    for name in known:
-        found = names.find(name) if name else [*audios] * (len(audios) == 1)  # without a name: the only one
-        if len(found) > 1:
-            raise UserError(f"--segments {path}: {shown(name)} may be {shown(found[0])} or {shown(found[1])}: "
+    for name in by_name:
+        named = names.find(name) if name else [*audios] * (len(audios) == 1)  # without a name: the only one
+        if len(named) > 1:
+            raise UserError(f"--segments {path}: {shown(name)} may be {shown(named[0])} or {shown(named[1])}: "
                             "name their folders, too, or transcribe them one by one")  # fmt: skip
-        for audio_of_it in found:
-            meant[audio_of_it].append(name)
+        for path_of_it in named:
+            meant[path_of_it].append(name)
     return meant
 
 
 def number_of(channel):
-    """Of a channel, the first being 0; RTTM and CTM count from 1, or have letters from A."""
+    """The number of a channel, from 0 on; None if it is none. RTTM and CTM count from 1, or have letters from A."""
     if channel.isdecimal() and int(channel) > 0:
         return int(channel) - 1
     letters = len(channel) == 1 and channel.upper().isascii() and channel.isalpha()
@@ -209,28 +212,28 @@ def loaded(entries, rate):
     Segments of a recording that follow each other in time are cut out of it as it is decoded, once.
     """
     for _, group in itertools.groupby(entries, lambda x: isinstance(x, rows.Entry) and x.audio):
-        found, sources = list(group), {}  # of the channels of a recording
-        for x in found:
+        neighbours, sources = list(group), {}  # of the channels of a recording
+        for x in neighbours:
             if isinstance(x, rows.Fault):
                 yield from recognise.loaded([x], rate)
             elif x.end - x.start > HELD:
                 yield x.name, cut_at_the_end(x, rate)
             else:
                 if x.channel not in sources:
-                    short = [y for y in found if y.channel == x.channel and y.end - y.start <= HELD]
+                    short = [y for y in neighbours if y.channel == x.channel and y.end - y.start <= HELD]
                     sources[x.channel] = cuts(short, rate)
                 yield x.name, next(sources[x.channel])
 
 
 def cut_at_the_end(x, rate):
     """Pieces of the samples of a segment, which may end behind its recording."""
-    found = False
+    heard = False
     try:
         for piece in audio.pieces(x.audio, rate, x.start, x.end, x.channel):
-            found = True
+            heard = True
             yield piece
     except audio.Beyond:
-        if not found:
+        if not heard:
             raise
         say_overrun(x)
 
@@ -262,11 +265,11 @@ def cuts(entries, rate):
         held = np.concatenate([np.zeros(0, np.float32), *parts])
         dropped = min(max(0, first - begin), len(held))
         held, begin = held[dropped:], begin + dropped
-        found, missing = held[: max(0, last - begin)], last - begin - len(held)
+        samples, missing = held[: max(0, last - begin)], last - begin - len(held)
         lacks = not pieces and missing > audio.SLACK * rate
-        if not pieces and (not len(found) or (lacks and error)):
+        if not pieces and (not len(samples) or (lacks and error)):
             yield error or audio.AudioError(x.name, audio.BEYOND)
             continue
         if lacks:
             say_overrun(x)
-        yield found
+        yield samples

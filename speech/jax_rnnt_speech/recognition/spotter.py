@@ -39,34 +39,34 @@ class Spotter:
             return count * weight
         return weight + sum(weight * (1 + self.depth) + math.log(k) for k in range(2, count + 1))
 
-    def put(self, model, known, places):
+    def put(self, model, heard, places):
         """Labels with the phrases of some places (FoundPhrase, with frames from the start of the recording)."""
         for place in places:
             labels, (a, b) = self.labels[place.phrase], (place.start, place.end)
-            over = [(i, j) for i, j in self.spoken(model.tokens, known) if a - NEAR <= middle(known, i, j) <= b + NEAR]
-            first = over[0][0] if over else sum(x < a for x in known.frames)
+            over = [(i, j) for i, j in self.spoken(model.tokens, heard) if a - NEAR <= middle(heard, i, j) <= b + NEAR]
+            first = over[0][0] if over else sum(x < a for x in heard.frames)
             last = over[-1][1] if over else first
-            text, written = (model.tokens.decode(x).strip() for x in (labels, known.labels[first:last]))
+            text, written = (model.tokens.decode(x).strip() for x in (labels, heard.labels[first:last]))
             if text in written:
                 continue  # the search has found it, with better times of its labels, perhaps within a longer word
             worse = min(0.0, (place.score - self.earned(place.phrase)) / len(labels))
             frames = np.linspace(a, b, len(labels)).astype(int).tolist()
             same = [[x] * len(labels) for x in (worse, math.exp(worse), 1)]
-            known = spliced(model.tokens, known, first, last, Labels([*labels], frames, *same)) or known
-        return known
+            heard = spliced(model.tokens, heard, first, last, Labels([*labels], frames, *same)) or heard
+        return heard
 
-    def spoken(self, tokens, known):
+    def spoken(self, tokens, heard):
         """[first, last) of the labels of each word, without a label before it that is a space."""
-        for i, j in words_of(tokens, known.labels):
-            while i < j and tokens.texts[known.labels[i]] == tokens.separator:
+        for i, j in words_of(tokens, heard.labels):
+            while i < j and tokens.texts[heard.labels[i]] == tokens.separator:
                 i += 1
-            if tokens.decode(known.labels[i:j]).strip():
+            if tokens.decode(heard.labels[i:j]).strip():
                 yield i, j
 
 
-def middle(known, first, last):
+def middle(heard, first, last):
     """The frame in the middle of a word."""
-    return (known.frames[first] + known.frames[last - 1] + max(known.durations[last - 1], 1) - 1) / 2
+    return (heard.frames[first] + heard.frames[last - 1] + max(heard.durations[last - 1], 1) - 1) / 2
 
 
 @programs.announced("a head for CTC")

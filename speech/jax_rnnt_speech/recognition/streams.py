@@ -102,18 +102,18 @@ class Slots:
             chosen = [step for step in steps if not self.apart or step.fresh == first]
             if not chosen and steps:
                 continue
-            found = continued(self.model, *self.arguments(first, chosen), *self.rest(first))
-            self.encoder, rows, (found, final, self.decoder, _) = found
-            found, final, rows = jax.device_get((found, final, rows))
+            after = continued(self.model, *self.arguments(first, chosen), *self.rest(first))
+            self.encoder, rows, (hypotheses, final, self.decoder, _) = after
+            hypotheses, final, rows = jax.device_get((hypotheses, final, rows))
             for slot, *_ in chosen:
-                labels = Labels.of(found, slot, found.counts[slot], self.decoding)
+                labels = Labels.of(hypotheses, slot, hypotheses.counts[slot], self.decoding)
                 results[slot] = labels.part(final[slot]), labels.part(final[slot], None), int(rows[slot])
         return [results[step.slot] for step in steps]
 
     async def step(self, step):
         """`run` of one step; a program with many streams puts a function in its place that runs theirs together."""
-        (found,) = self.run([step])
-        return found
+        (result,) = self.run([step])
+        return result
 
 
 class Words:
@@ -131,10 +131,10 @@ class Words:
         return self.rows - self.patience
 
     def begins(self):
-        """Where words begin that later labels leave as they are, and those before: no frame has labels of both."""
+        """Places of labels at which all words before them are final. No frame has labels on both sides of a place."""
         labels, frames, tokens, places, size = *self.waiting[:2], self.model.tokens, [], 0
-        found = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
-        for before, word in itertools.pairwise(found):
+        words = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
+        for before, word in itertools.pairwise(words):
             size += len(before.text)
             last, first = math.ceil(before.end), int(word.start)
             if first < word.start or frames[first] == frames[last - 1]:
@@ -225,7 +225,7 @@ class Stream:
         return step
 
     def steps(self, samples, end=False):
-        """Yields those of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
+        """Yields the steps of more samples [S], floats in [-1, 1] or integers. With `end`, they are the last ones."""
         samples = features.scaled(samples)
         if len(samples):
             if self.ear:
@@ -257,38 +257,38 @@ class Stream:
         if self.ear:
             self.ear.take(self.words.rows * self.model.seconds, self.step, end=True)
             last = await self.with_missed(last)
-        found, _ = self.words.add(last, 0)
-        return found + self.words.take(LONGEST, self.total / self.extractor.rate if seconds is None else seconds)
+        words, _ = self.words.add(last, 0)
+        return words + self.words.take(LONGEST, self.total / self.extractor.rate if seconds is None else seconds)
 
     async def with_missed(self, part):
         """Labels that are to become final, with those of missed speech where they are found."""
         jobs, missed = self.ear.jobs, self.ear.found
         self.ear.jobs, self.ear.found = [], []
         for begin, end, first, samples in jobs:
-            known, second = self.words.waiting.joined(part), await self.again(samples)
-            found = unheard.joined(self.model, known, second, first // self.step, begin, end)
-            if found is not None:
-                self.words.waiting, part = no_labels(), found
+            before, second = self.words.waiting.joined(part), await self.again(samples)
+            labels = unheard.joined(self.model, before, second, first // self.step, begin, end)
+            if labels is not None:
+                self.words.waiting, part = no_labels(), labels
                 missed.remove((begin, end))
         self.missed += missed
         return part
 
     async def again(self, samples):
         """The labels of samples that are heard by themselves; none if all slots but one are busy."""
-        other, found = self.other(), no_labels()
+        other, labels = self.other(), no_labels()
         if other is None:
-            return found
+            return labels
         try:
             for step in other.steps(samples, end=True):
                 part, unsure, _ = await other.slots.step(step)
-                found.extend(part)
-            found.extend(unsure)
+                labels.extend(part)
+            labels.extend(unsure)
         finally:
             other.slots.free.append(other.slot)
-        return self.words.without_ends(found)
+        return self.words.without_ends(labels)
 
     def other(self):
-        """A Stream with the same programs."""
+        """Another Stream that runs in the same programs, or None where no slot is free for it."""
         if self.shares and len(self.slots.free) < 2:  # the last one is for a recording of its own
             return None
         return Stream(self.model, self.slots.decoding, slots=self.slots if self.shares else None, listens=False)
@@ -304,29 +304,29 @@ class Stream:
             yield await self.resting(seconds), False
 
     def heard(self, samples, end=False):
-        """As `hear`, by steps that run at once."""
-        found = self.hear(samples, end)
+        """Yields what `hear` yields, by steps that run at once."""
+        coming = self.hear(samples, end)
         with contextlib.suppress(StopAsyncIteration):
             while True:
-                yield finished(anext(found))
+                yield finished(anext(coming))
 
     def feed(self, samples, end=False):
         """`samples` [S]: floats in [-1, 1], or integers."""
-        found, self.ends = [], []
+        words, self.ends = [], []
         for some, ended in self.heard(samples, end):
-            found += some
+            words += some
             self.ends += [self.words.rows * self.model.seconds] * ended
-        return found
+        return words
 
     def finish(self):
         return self.feed(np.zeros(0, np.float32), True)
 
-    def events(self, found, ended=False):
+    def events(self, words, ended=False):
         """Yields what has happened, for programs: final words, text that may change, the end of an utterance."""
         time, open_ = {"time": round(self.words.rows * self.model.seconds, 3)}, self.open.strip()
         self.text, self.words.said = self.words.said, ""
-        if found:
-            yield {"type": "words", "text": self.text.strip(), "words": timed.objects(found)} | time
+        if words:
+            yield {"type": "words", "text": self.text.strip(), "words": timed.objects(words)} | time
         missed, self.missed = self.missed, []
         for x in unheard.rounded(missed):
             yield {"type": "unheard"} | x | time
@@ -338,7 +338,7 @@ class Stream:
 
 
 def finished(waiting):
-    """What a coroutine of a Stream returns whose steps run at once, so that it waits for nothing."""
+    """The result of a coroutine of a Stream whose steps run at once, so that it never waits."""
     try:
         waiting.send(None)
     except StopIteration as end:

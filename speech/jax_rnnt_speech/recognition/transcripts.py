@@ -69,8 +69,8 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
     if math.isfinite(duration):
         frames = np.minimum(frames, max(math.ceil((duration - SHORTEST) / model.seconds) - 1, 0))
     clock = {"hop": model.seconds, "offset": start}
-    found = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
-    begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in found), default=0.0)
+    intervals = words_of(model.tokens, labels, frames, **clock, durations=durations, confidences=confidences)
+    begin, end = start + float(frames[-1]) * model.seconds, max((x.end for x in intervals), default=0.0)
     share = min(1, (start + duration - begin) / (end - begin)) if end > begin else 1
 
     def inside(x):
@@ -79,7 +79,7 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
     def rounded(x):
         return None if x is None else round(x, DIGITS)
 
-    return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in found]
+    return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in intervals]
 
 
 def space_of(tokens):
@@ -92,8 +92,8 @@ def captions(words, end, space=" ", text=None, **lines):
 
     `text`: what the words spell, with its white space. `lines`: other options of `subtitles.lay_out`.
     """
-    found = subtitles.lay_out(words, text, space=space, **lines)
-    return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in found]
+    cues = subtitles.lay_out(words, text, space=space, **lines)
+    return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in cues]
 
 
 def spoken_captions(form, parts, end):
@@ -119,11 +119,11 @@ def segments(x):
     return captions(x.words, x.duration, x.space, x.text, line_length=84, lines=1)
 
 
-def captioned(form, found):
+def captioned(form, cues):
     """Captions as the text of a file."""
     if form == "srt":  # it has no escapes
-        found = [x._replace(text=x.text.replace("-->", "→")) for x in found]
-    return {"srt": subtitles.srt, "vtt": subtitles.vtt}[form](found)
+        cues = [x._replace(text=x.text.replace("-->", "→")) for x in cues]
+    return {"srt": subtitles.srt, "vtt": subtitles.vtt}[form](cues)
 
 
 def transcript(model, entry, result, nbest=0, speaker=""):
@@ -131,9 +131,9 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with told(shown(entry.name), ValueError):
-        timed = words(model, *heard, entry.start, result.duration)
+        spoken = words(model, *heard, entry.start, result.duration)
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
-    return Transcript(result.text, result.duration, timed, best, space_of(model.tokens), speaker, missed)
+    return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed)
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -155,7 +155,7 @@ class Output:
         return self.output.suffix.lower() == SUFFIXES[self.format].lower()
 
     def checked(self, sources, entries=()):
-        """Itself; raises where the output has no place."""
+        """Returns itself, or raises where the output has no place."""
         if self.output:
             outputs.check(self.output, sources, self.format in SUFFIXES and not self.alone)
         elif sys.stdout is None:
@@ -275,7 +275,7 @@ class Lines:
         return i
 
     def group(self, i):
-        """Of entries whose order counts."""
+        """What tells apart the entries among which the order counts."""
         return None
 
     def add(self, i, x):
@@ -370,12 +370,12 @@ class Files:
             part.write_text(text, "utf-8")
 
     def text(self, parts):
-        end, found = max(SHORTEST, *(start + x.duration for start, x in parts)), tiers(parts)
+        end, named = max(SHORTEST, *(start + x.duration for start, x in parts)), tiers(parts)
         if self.to.format == "textgrid":
-            return timed.textgrid(found, end)
-        if len(found) > 1 or any(x.speaker for _, x in parts):
+            return timed.textgrid(named, end)
+        if len(named) > 1 or any(x.speaker for _, x in parts):
             return spoken_captions(self.to.format, parts, end)
-        ((spoken,), space) = found.values(), parts[0][1].space
+        ((spoken,), space) = named.values(), parts[0][1].space
         texts = space.join(x.text for _, x in parts if x.words)
         return captioned(self.to.format, captions(spoken, end, space, texts))
 

@@ -40,7 +40,7 @@ def gaps(speech, spans, until, final=-np.inf):
     `final`: the time of a label that stays, and before which there will be no others.
     """
     until -= AROUND  # a label may come behind its speech
-    groups, found, decided = [], [], until
+    groups, missed, decided = [], [], until
     for begin, end in without(((a, min(b, until)) for a, b in speech if a < until), spans):
         if groups and begin - groups[-1][-1][1] <= LEAST and end - groups[-1][0][0] <= LONGEST:
             groups[-1].append((begin, end))
@@ -51,8 +51,8 @@ def gaps(speech, spans, until, final=-np.inf):
         if group[-1][1] > max(until - LEAST, final) and group[-1][1] - group[0][0] < LONGEST:
             decided = min(decided, group[0][0])
         elif sum(b - a for a, b in group) > LEAST:
-            found.append((group[0][0], group[-1][1]))
-    return found, decided
+            missed.append((group[0][0], group[-1][1]))
+    return missed, decided
 
 
 class Ear:
@@ -91,11 +91,11 @@ class Ear:
     def check(self, until, end=False, final=-np.inf):
         """Yields [begin, end) of unheard speech, where labels until then are known; each once. `final`: of `gaps`."""
         until = until + LEAST + LONGEST if end else until
-        known = self.listen(until - AROUND)
+        heard = self.listen(until - AROUND)
         speech = [(max(a, self.decided), b) for a, b in self.detector.speech() if b > self.decided]
-        found, decided = gaps(speech, self.spans, until, final)
-        self.decided = max(self.decided, min(decided, known))
-        for a, b in found:
+        missed, decided = gaps(speech, self.spans, until, final)
+        self.decided = max(self.decided, min(decided, heard))
+        for a, b in missed:
             self.decided = max(self.decided, b)
             yield a, b
         self.free = max([self.free, *(b + AROUND for _, b in self.spans if b + AROUND <= self.decided)])
@@ -138,12 +138,12 @@ def joined(model, first, second, rows, begin, end):
     return spliced(tokens, first, place, place, more)
 
 
-def rounded(found):
+def rounded(missed):
     """Unheard speech as JSON has it."""
-    return [{"start": round(a, 3), "end": round(b, 3)} for a, b in found]
+    return [{"start": round(a, 3), "end": round(b, 3)} for a, b in missed]
 
 
-def line(name, found):
-    """What a person is told."""
-    times = ", ".join(f"{a:.1f} to {b:.1f} s" for a, b in found)
+def line(name, missed):
+    """The line that tells a person of unheard speech."""
+    times = ", ".join(f"{a:.1f} to {b:.1f} s" for a, b in missed)
     return f"{name}: speech without words: {times}"

@@ -90,7 +90,7 @@ class Recording:
 
     @property
     def frames(self):
-        """Of the features of the samples."""
+        """The number of feature frames of the samples."""
         return self.extractor.count(len(self.samples))
 
     @property
@@ -142,18 +142,18 @@ class Recording:
         return int(places[np.argmax(np.minimum(apart, round(PAUSE / 2 / self.model.seconds)))])
 
     def go_on(self, rows):
-        """To the window behind so many rows."""
+        """Goes on to the window behind so many rows."""
         self.row += rows
         begin = max(0, self.row - self.margin)
         self.samples, self.begin = self.samples[(begin - self.begin) * self.step :], begin
         self.fill()
 
-    def take(self, i, rows, found, final, others, decoding):
-        """What `search.next_part` found in so many rows, as row i of a batch."""
+    def take(self, i, rows, hypotheses, final, others, decoding):
+        """Takes what `search.next_part` found in so many rows, in row i of a batch."""
         self.done, before = self.last, list(self.found.labels)
-        known = Labels.of(found, i, found.counts[i], decoding)
-        self.found.extend(known if self.done else known.part(final[i]))
-        self.heard(known, self.row + rows)
+        labels = Labels.of(hypotheses, i, hypotheses.counts[i], decoding)
+        self.found.extend(labels if self.done else labels.part(final[i]))
+        self.heard(labels, self.row + rows)
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
@@ -164,7 +164,7 @@ class Recording:
             self.done = bool(self.error)
 
     def heard(self, labels, rows):
-        """Labels, also such as may change, of the rows until these."""
+        """Tells the ear and the bar of labels, which may still change, up to so many rows."""
         if self.progress:
             seconds = self.total / self.extractor.rate if self.done else rows * self.model.seconds
             self.progress(seconds - self.passed)
@@ -206,9 +206,9 @@ def hear(model, recordings, decoding):
     second = [Recording(x.name, samples, model, again=True) for x, *_, samples in jobs]
     hear_once(model, second, decoding)
     for (x, begin, end, first, _), other in zip(jobs, second):
-        found = None if other.error else joined(model, x.found, other.found, first // x.step, begin, end)
-        if found is not None:
-            x.found = found
+        labels = None if other.error else joined(model, x.found, other.found, first // x.step, begin, end)
+        if labels is not None:
+            x.found = labels
             x.ear.found.remove((begin, end))
             x.wanted()
     for x in recordings:

@@ -42,8 +42,8 @@ def read_setup(folder):
 
 def damage(folder, parts):
     """What is wrong with parts of a checkpoint, or None."""
-    if found := outputs.damage(folder, [f"{x}/" for x in parts], sealed=False):
-        return found
+    if wrong := outputs.damage(folder, [f"{x}/" for x in parts], sealed=False):
+        return wrong
     try:
         setup = read_setup(folder)
     except (OSError, ValueError) as error:
@@ -101,12 +101,12 @@ class Run:
         """The folder of the last checkpoint whose parts are whole, in folders of these names, one after the other."""
         bad = []
         for folder in (self.workdir / name / str(x) for name in names for x in steps_of(self.workdir / name)):
-            if not (found := damage(folder, ("setup", *parts))):
+            if not (wrong := damage(folder, ("setup", *parts))):
                 if bad and not quiet and not jax.process_index():
                     used = f"{'; '.join(bad)}: {folder.parent.name}/{folder.name} is used"
                     print(f"{self.workdir}: {used}", file=sys.stderr)
                 return folder
-            bad.append(f"{folder.parent.name}/{folder.name} is damaged ({found})")
+            bad.append(f"{folder.parent.name}/{folder.name} is damaged ({wrong})")
         raise UserError(f"{self.workdir} has no whole checkpoint: {'; '.join(bad)}")
 
     def setup(self, *parts, quiet=False):
@@ -123,11 +123,11 @@ class Run:
         try:
             return checkpoints.restore(folder, trees)
         except Exception as error:  # of an earlier version, which has no sums; Orbax raises many kinds
-            found = (str(error) or type(error).__name__).splitlines()[0]
-            raise UserError(f"{folder} lacks arrays of this model ({found})") from None
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(f"{folder} lacks arrays of this model ({why})") from None
 
     def save(self, step, setup, best=False, **trees):
-        """In the place of checkpoints of this step and later ones."""
+        """Saves a checkpoint in the place of those of this step and of later ones."""
         with self.resumable():
             (self.best if best else self.manager).save(step, setup, trees)
         if self.saved:  # the one before is whole now
@@ -207,10 +207,10 @@ def metrics_of(workdir):
     for i, line in enumerate(file.read_bytes().split(b"\n") if file.is_file() else (), 1):
         try:
             x = json.loads(line.strip(b"\0 \r\t")) if line else None
-            known = x is None or type(x["step"]) is int
+            fine = x is None or type(x["step"]) is int
         except (ValueError, TypeError, KeyError, RecursionError):
-            known = False
-        if not known:
+            fine = False
+        if not fine:
             bad.append(i)
         elif x:
             while kept and (

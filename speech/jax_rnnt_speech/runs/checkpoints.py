@@ -82,7 +82,7 @@ class Checkpoints:
             raise UserError(f"{name} cannot be written: {reason}") from None
 
     def save(self, step, setup, trees):
-        """In the place of this step and of later ones, which are damaged or of an interrupted run."""
+        """Saves a step in the place of itself and of later ones, which are damaged or of an interrupted run."""
         self.check()
         with self.writing():
             self.manager.wait_until_finished()

@@ -76,7 +76,7 @@ class Asked(NamedTuple):
 
 
 class Forms:
-    """What a server with these options takes."""
+    """Reads and checks the forms that a server with these options takes."""
 
     def __init__(self, model, decoding, options):
         self.model, self.decoding, self.options = model, decoding, options
@@ -98,8 +98,8 @@ class Forms:
                     unknown = f"an unknown field, {shown(name) or '(no name)'}: known are {KNOWN}"
                     raise Problem(400, unknown, shown(name))
                 is_file = key == "file"
-                known = file is not None if is_file else key in fields
-                require(key not in ONCE or not known, f"{key} is there twice", key)
+                twice = file is not None if is_file else key in fields
+                require(key not in ONCE or not twice, f"{key} is there twice", key)
                 while chunk := await part.read_chunk(2**16):
                     data += chunk
                     if len(data) > (most if is_file else FIELDS - size):
@@ -120,7 +120,7 @@ class Forms:
         return file, fields
 
     def checked(self, fields):
-        """What is Asked; raises where a field asks for what is not done."""
+        """The `Asked` of the fields; raises where a field asks for what the server does not do."""
         one = {name: texts[0].strip() for name, texts in fields.items()}
         one = {name: "" if x.lower() in ABSENT else x for name, x in one.items()}
         form, parts = one.get("response_format", "").lower() or "json", listed(fields.get(GRANULARITIES, []))
@@ -150,25 +150,25 @@ class Forms:
         return Asked(form, set(parts) or {"segment"}, language or decisive, stream in YES, bool(include), decoding)
 
     def decoding_of(self, language):
-        """(the Decoding of a language that a form names, the language if that decides anything)."""
+        """(the Decoding for the language of a form, the language if it decides anything and else "")."""
         if not language:
             return self.decoding, ""
         if language not in self.languages:
             try:
-                found = search_options.of_language(self.model, self.decoding, language)
+                decided = search_options.of_language(self.model, self.decoding, language)
             except UserError as error:
                 raise Problem(400, f"language {shown(language)}: {error}", "language") from None
             code = "language must be a code of ISO 639 such as en"
-            require(found is not None, f"{code}, got {shown(language)}", "language")
-            self.languages[language] = found  # no more than CLDR has
+            require(decided is not None, f"{code}, got {shown(language)}", "language")
+            self.languages[language] = decided  # no more than CLDR has
         decoding, decides = self.languages[language]
         return decoding, shown(language) if decides else ""
 
 
 def listed(texts):
     """The elements of a list, which some clients send as one text: with commas, or as JSON."""
-    found = [x.strip().strip("\"'") for text in texts for x in text.strip("[] ").split(",")]
-    return [x for x in found if x and x.lower() not in ABSENT]
+    elements = [x.strip().strip("\"'") for text in texts for x in text.strip("[] ").split(",")]
+    return [x for x in elements if x and x.lower() not in ABSENT]
 
 
 async def flowing(request, reading):

@@ -35,7 +35,7 @@ def unexpected(request):
 
 
 def log_probs(labels):
-    """Of (label, text, log-probability) of each, as OpenAI's clients read them."""
+    """The log-probabilities of labels as OpenAI's clients read them. A label is (number, text, log-probability)."""
     texts = ((data_of(text), x) for _, text, x in labels)
     return [{"token": data.decode(errors="replace"), "bytes": list(data), "logprob": x} for data, x in texts]
 
@@ -77,14 +77,14 @@ def segments(captions, labels):
         [x.text for x in captions], ["", *(text for _, text, _ in labels)]
     ))  # fmt: skip
     places = np.minimum(np.searchsorted(ends, begins[:-1], side="right"), len(captions) - 1)
-    bounds, found = np.searchsorted(places, np.arange(len(captions) + 1)), []  # labels of a caption follow each other
+    bounds, objects = np.searchsorted(places, np.arange(len(captions) + 1)), []  # labels of a caption follow each other
     for i, x in enumerate(captions):
         own = labels[bounds[i] : bounds[i + 1]]
         data = x.text.encode()
-        found.append(
+        objects.append(
             {"id": i, "seek": 0, "start": round(float(x.start), 6), "end": round(float(x.end), 6), "text": x.text}
             | {"tokens": [label for label, *_ in own], "temperature": 0.0, "no_speech_prob": 0.0}
             | {"avg_logprob": float(np.mean([x for *_, x in own])) if own else 0.0}
             | {"compression_ratio": len(data) / len(zlib.compress(data))}
         )
-    return found
+    return objects

@@ -43,7 +43,6 @@ class Server:
         self.model, self.options, self.forms = model, options, form.Forms(model, decoding, options)
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
-        self.checked = self.forms.checked
         self.ending = False  # whether the server refuses what is new
         self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
         if self.slots:
@@ -69,7 +68,7 @@ class Server:
 
     @web.middleware
     async def answered(self, request, handler):
-        """Errors as objects, in OpenAI's form."""
+        """Answers errors as objects in OpenAI's form."""
         try:
             if request.method == "OPTIONS" and self.allowed(request) in self.options.cors:
                 return web.Response(status=204)
@@ -122,7 +121,7 @@ class Server:
         raise Problem(404, "nothing is translated: /v1/audio/transcriptions writes what is said")
 
     async def end(self, seconds):
-        """Refuses what is new, and gives work in hand so many seconds; then its clients hear that the server ends."""
+        """Refuses what is new, and gives work in hand so many seconds. Then its clients get the error that it ends."""
         self.ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -160,7 +159,7 @@ class Server:
         try:
             reading = form.flowing(request, self.forms.read(request))
             file, fields = await self.before_the_end(reading)
-            asked = self.checked(fields)
+            asked = self.forms.checked(fields)
             file.decoding = asked.decoding
             if asked.stream:
                 return await self.told(request, file, asked)
@@ -173,7 +172,7 @@ class Server:
                 file.gone = True
 
     async def told(self, request, file, asked):
-        """Server-sent events. What is no audio is an answer as usual; what is wrong later is an event."""
+        """Answers with server-sent events. A file without audio is refused as usual; a later error is an event."""
         await self.before_the_end(asyncio.to_thread(self.check_audio, file))
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         response = web.StreamResponse(headers=headers)
@@ -190,9 +189,9 @@ class Server:
         return response
 
     async def events(self, request, file, include):
-        """Those of a File: its text as it becomes final, and all of it; None: nothing is new.
+        """Yields the events of a File: parts of its text as they become final, then all of it; None as a sign of life.
 
-        `include`: log-probabilities too.
+        With `include`, events have log-probabilities.
         """
         loop, queue, said, count = asyncio.get_running_loop(), asyncio.Queue(), "", 0
 
@@ -209,15 +208,15 @@ class Server:
         job.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             yield None
-            found = ()
-            while found is not None:
+            news = ()
+            while news is not None:
                 try:
                     async with asyncio.timeout(ALIVE):
-                        found = await queue.get()
+                        news = await queue.get()
                 except TimeoutError:
                     yield None
                     continue
-                text, labels = found or (job.result().text, self.spelled(file.heard))
+                text, labels = news or (job.result().text, self.spelled(file.heard))
                 if text.startswith(said) and (text != said or (include and labels[count:])):
                     yield {"type": "transcript.text.delta", "delta": text[len(said) :]} | more(labels[count:])
                     said, count = text, len(labels)
@@ -233,14 +232,14 @@ class Server:
         return [(i, self.texts[i], max(UNLIKELY, x)) for i, x in zip(heard.labels, heard.log_probs)]
 
     def transcribed(self, files):
-        """A Transcript, or the Problem, of each File. Runs in a thread."""
-        found = {}
+        """The Transcript, or the Problem, of each File. It runs in a thread."""
+        answers = {}
         for decoding in {id(x.decoding): x.decoding for x in files}.values():  # files of a language are a batch
             some = [x for x in files if x.decoding is decoding]
             recordings = map(self.samples, some)
             results = recognise.transcribe(self.model, recordings, decoding, lambda i, x, of=some: of[i].watch(x))
-            found |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
-        return [found[id(x)] for x in files]
+            answers |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
+        return [answers[id(x)] for x in files]
 
     def check_audio(self, file):
         """Raises where nothing of a file can be decoded."""
@@ -250,7 +249,7 @@ class Server:
             raise Problem(400, str(error), "file") from None
 
     def samples(self, file):
-        """Its name, and its samples in pieces, as it is decoded."""
+        """(name, pieces of its samples as it is decoded) of a File."""
         rate = self.model.extractor.rate
 
         def pieces():
@@ -276,7 +275,7 @@ class Server:
     # ---------------------------------------------------------------------------------------------------------- streams
 
     async def stream(self, request):
-        """Samples in, events out: words that are final, those that may change, endpoints."""
+        """Takes samples and sends events: words that are final, text that may change, endpoints."""
         kind, rate = request.query.get("format", "pcm16"), request.query.get("rate", "")
         require(self.slots, streams.WHOLE)
         for unknown in sorted(set(request.query) - {"format", "rate"}):
@@ -310,7 +309,8 @@ class Server:
         end = False
         while not end:
             try:
-                message = await socket.receive(timeout=form.PATIENCE)
+                async with asyncio.timeout(form.PATIENCE):  # that of `receive` begins anew with each answer to a ping
+                    message = await socket.receive()
             except TimeoutError:
                 raise Problem(408, f"no message came for {form.PATIENCE} seconds") from None
             end = message.type is aiohttp.WSMsgType.TEXT and message.data.strip() == "end"
@@ -320,8 +320,8 @@ class Server:
                 return
             x = samples.rest() if end else samples(message.data)
             seconds = samples.count / samples.rate
-            async for found in stream.hear(x, end, seconds):
-                await self.send(socket, stream.events(*found))
+            async for words in stream.hear(x, end, seconds):
+                await self.send(socket, stream.events(*words))
         await self.send(socket, [{"type": "end", "duration": round(seconds, 3)}])
         await socket.close()
 
@@ -355,7 +355,7 @@ class Samples:
         return joined(self.resampler.resample(frame))
 
     def rest(self):
-        """Those that the resampler holds at the end."""
+        """The samples that the resampler still holds at the end."""
         return joined(self.resampler.resample(None)) if self.resampler and self.count else np.zeros(0, np.float32)
 
 

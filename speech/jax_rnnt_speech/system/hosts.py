@@ -17,9 +17,10 @@ from tqdm import tqdm
 from jax_rnnt_speech.system import UserError, refuse_if
 
 DIED = "another process has ended or is out of reach; start all again with --resume"
-# Where another process dies, C++ aborts this one: JAX's client, or Gloo within a collective. No Python of it can say
-# anything then. A helper can: it passes on what C++ says, but for the stack, and then has the last word. Schedulers
-# send their signals to all processes of a job; the helper ends with the last one that writes.
+# Where another process dies, C++ aborts this one: JAX's client, or Gloo within a collective. No Python runs in it then,
+# so the advice must come from yet another process, which reads what C++ writes. It passes that on, but for the stack,
+# and writes the advice last. It ignores signals, which schedulers send to all processes of a job, and ends when nobody
+# is left who could write to it.
 RELAY = """
 import re, signal, sys
 for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
@@ -39,9 +40,9 @@ RELAYS = []
 
 
 def relay(words):
-    """Lets a `RELAY` write what C++ says, and at last perhaps its words.
+    """Starts a `RELAY` that reads what C++ writes to the standard error, and may write these words last.
 
-    The standard error of Python stays what it is, such as a terminal.
+    Python goes on writing to the standard error itself, which may be a terminal with a bar.
     """
     try:
         own = os.dup(sys.stderr.fileno())
@@ -70,10 +71,10 @@ def join(platform, count, coordinator=None, processes=None, process=None, heartb
     if coordinator:
         if process:
             wait_for(coordinator, heartbeat)
-        known = {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
+        address = {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
         more = {"initialization_timeout": max(60, heartbeat), "heartbeat_timeout_seconds": heartbeat}
         try:
-            jax.distributed.initialize(**(known if coordinator != "auto" else {}), **more)
+            jax.distributed.initialize(**(address if coordinator != "auto" else {}), **more)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"--coordinator {coordinator}: {str(error).splitlines()[0]}") from None
     devices(platform, count)
@@ -114,13 +115,13 @@ def devices(platform, count):
             jax.config.update("jax_num_cpu_devices", count or 2)
     try:
         of = [[x for x in jax.devices() if x.process_index == i] for i in range(jax.process_count())]
-        found = [x for local in of for x in local[:count]]
+        chosen = [x for local in of for x in local[:count]]
     except (RuntimeError, AssertionError) as error:  # JAX asserts where a platform has no plugin
         reason = str(error).splitlines()[0] if str(error) else "JAX has no such backend here"
         raise UserError(f"no device of {jax.config.jax_platforms or 'any platform'}: {reason}") from None
-    if count and len(found) < count * jax.process_count():
+    if count and len(chosen) < count * jax.process_count():
         raise UserError(f"--devices {count}: there are {len(jax.local_devices())}")
-    return found
+    return chosen
 
 
 def wait_for(address, seconds):

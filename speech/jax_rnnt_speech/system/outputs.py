@@ -243,10 +243,10 @@ def damage(folder, parts=("",), sealed=True):
             return f"it has no {SUMS}" if sealed else None
         sums = json.loads((folder / SUMS).read_text("utf-8"))
         for part in parts:
-            found = {name: x for name, x in sums.items() if name.startswith(part)}
-            if not found:
+            sealed_files = {name: x for name, x in sums.items() if name.startswith(part)}
+            if not sealed_files:
                 return f"{SUMS} names no {part}"
-            for name, (size, crc) in found.items():
+            for name, (size, crc) in sealed_files.items():
                 now = sum_of(folder / name)
                 if now != [size, crc]:
                     return f"{name} has {now[0]} bytes of {size}" if now[0] != size else f"{name} has changed"

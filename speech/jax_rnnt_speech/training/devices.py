@@ -22,7 +22,7 @@ def placed(mesh, tree, shard):
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Those of all processes."""
+    """The devices of all processes."""
 
     mesh: Mesh
 

@@ -20,8 +20,8 @@ def path_of(keys):
 
 def lower_layers(freeze):
     """LAYERS of encoder:LAYERS in --freeze, or None."""
-    found = [int(match[1]) for x in freeze.split(",") if (match := LOWER.fullmatch(x.strip()))]
-    return max(found, default=None)
+    counts = [int(match[1]) for x in freeze.split(",") if (match := LOWER.fullmatch(x.strip()))]
+    return max(counts, default=None)
 
 
 def within(path, prefix):
@@ -54,8 +54,8 @@ class Parts:
         if self.layers is not None:
             prefixes += ["encoder/subsample", *(f"encoder/blocks/layers/{i}" for i in range(self.layers))]
         rates = [(name, float(x)) for name, x in config.optimiser.rates]
-        for option, known in (("--freeze", prefixes), ("--rates", [name for name, _ in rates])):
-            for prefix in known:
+        for option, named in (("--freeze", prefixes), ("--rates", [name for name, _ in rates])):
+            for prefix in named:
                 if not any(within(path, prefix) for path in self.paths):
                     heads = ", ".join(dict.fromkeys(path.split("/")[0] for path in self.paths))
                     raise UserError(f"{option}: no parameter is called {prefix}; they begin with {heads}")
@@ -79,12 +79,12 @@ class Parts:
 
     def statistics(self, config, frozen):
         """Paths of batch norms' statistics that --batch-norm freezes, beside the prefixes that --freeze names."""
-        found = [path for path in self.paths if path.endswith(STATISTICS)]
+        paths = [path for path in self.paths if path.endswith(STATISTICS)]
         if config.network.batch_norm == "frozen":
-            return found
-        refuse_if(not found, "--batch-norm batch: the encoder has no batch norm")
+            return paths
+        refuse_if(not paths, "--batch-norm batch: the encoder has no batch norm")
         for prefix in frozen:
-            if any(within(path, prefix) for path in found):
+            if any(within(path, prefix) for path in paths):
                 raise UserError(f"--batch-norm batch needs its batch norms: --freeze {prefix} must be encoder:N")
         return []
 
@@ -103,7 +103,7 @@ class Parts:
 
     def whole(self, *some):
         """The parameters of dictionaries that have all of them."""
-        known, leaves = {path: x for one in some for path, x in one.items()}, {}
+        arrays, leaves = {path: x for one in some for path, x in one.items()}, {}
         for name, group in self.groups.items():
-            leaves |= zip(group, unstacked(known[name]) if len(group) > 1 else [known[name]])
+            leaves |= zip(group, unstacked(arrays[name]) if len(group) > 1 else [arrays[name]])
         return jax.tree_util.tree_unflatten(self.tree, [leaves[i] for i in range(len(self.paths))])

@@ -25,10 +25,10 @@ from jax_rnnt_speech.training.record import Record
 HOPELESS = 100  # steps in a row that are not finite end the run
 
 
-class Lines:
-    """What is said of steps: a bar, and in lines of metrics their means since the line before.
+class Log:
+    """Shows steps: in a bar, and in lines of metrics with the means since the line before.
 
-    `losses`: of steps since that line, which a run that goes on has in its checkpoint.
+    `losses` are those since that line, which a run that goes on has in its checkpoint.
     """
 
     def __init__(self, metrics, bar, losses):
@@ -142,12 +142,12 @@ class Training:
         bar = tqdm(total=plan.steps, initial=first, unit="step", disable=bool(jax.process_index()),
                    mininterval=0.2 if sys.stderr.isatty() else 20)  # fmt: skip
         command = f"rnnt-speech train --workdir {shlex.quote(str(record.run.workdir))} --resume"
-        lines = Lines(metrics, bar, record.losses)
+        log = Log(metrics, bar, record.losses)
 
         def save():
             """Saves the step, unless that is done; returns what a person is told of it."""
             if record.at != step:
-                record.save(step, self.used(state, frozen), self.unused(state), lines.losses)
+                record.save(step, self.used(state, frozen), self.unused(state), log.losses)
             return f"step {step} is saved: {command} goes on"
 
         with bar:
@@ -161,12 +161,12 @@ class Training:
                 batch.pop("index")
                 last = batch.pop("last", step == plan.steps)
                 state, numbers = step_of(state, devices.split(batch), frozen, step)
-                lines.add(numbers)
+                log.add(numbers)
                 if wait:  # with several steps in flight, XLA's all-reduce between CPU devices can deadlock
                     jax.block_until_ready(numbers)
                 stopped = bool(interrupted)
                 if step % plan.log_every == 0 or last:
-                    lines.write(step)
+                    log.write(step)
                     record.run.check()
                 tested = step % (plan.valid_every or plan.save_every) == 0 or last
                 if tested:
@@ -179,7 +179,7 @@ class Training:
                 if step % plan.save_every == 0 or last or stopped or ends:
                     save()
                 if tested:
-                    lines.begin()
+                    log.begin()
                 if ends:
                     hosts.say(f"step {step}: the last {plan.patience} tests were not better: the run ends")
                     return

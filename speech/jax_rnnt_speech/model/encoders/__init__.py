@@ -15,7 +15,7 @@ PRETRAINED = {"fastconformer": (FastConformer, EncoderConfig), "whisper": (Whisp
 
 
 def fields_of(source):
-    """Those of an encoder, among the JSON files of a pretrained model."""
+    """The fields of an encoder, among the JSON files of a pretrained model."""
     fields = (source or {}).get("config.json", {})
     return fields.get("encoder_config", fields)
 

@@ -237,7 +237,7 @@ tracking.defvjp(lambda x, old, new: (x, new), lambda new, gradient: (gradient, n
 
 
 class BatchNorm(nnx.Module):
-    """Of channels, by their running statistics or, in training, by those of the frames of a batch, without padding."""
+    """Normalises channels by running statistics or, in training, by those of the frames of a batch without padding."""
 
     def __init__(self, width, *, dtype, rngs):
         self.scale, self.bias = nnx.Param(jnp.ones(width)), nnx.Param(jnp.zeros(width))
@@ -302,7 +302,10 @@ class Block(nnx.Module):
 
 
 class FastConformer(Encoder):
-    """Of Nemotron, a frame sees those of its chunk, and of as many whole chunks before as `sliding_window` holds."""
+    """The encoder of Parakeet and of Nemotron.
+
+    A frame of Nemotron sees the frames of its chunk, and of as many whole chunks before it as `sliding_window` holds.
+    """
 
     def __init__(self, config: EncoderConfig, *, dtype, rngs):
         more = {"dtype": dtype, "rngs": rngs}
