@@ -95,17 +95,15 @@ def sequences(
     `columns_of` names the argument with U + 1 columns, if there is one. `rows_of` names an argument of the same shape
     with T rows.
     """
-    if rows_of and rows != labels + 1 and np.shape(targets) == (*batch, rows - 1):
-        raise bad_value(
-            f"targets must have shape [..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = "
-            f"{labels + 1} columns, got {np.shape(targets)}. They fit {rows_of}: exchange {rows_of} and {columns_of}."
-        )
-    if columns_of and np.shape(targets) == (*batch, labels + 1):
-        raise bad_value(
-            f"targets must have shape [..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = "
-            f"{labels + 1} columns, got {np.shape(targets)}. With {labels + 1} labels {columns_of} needs "
-            f"{labels + 2} columns: one before the first label, and one after each."
-        )
+    cure, shape = None, np.shape(targets)
+    if rows_of and rows != labels + 1 and shape == (*batch, rows - 1):
+        cure = f"They fit {rows_of}: exchange {rows_of} and {columns_of}"
+    elif columns_of and shape == (*batch, labels + 1):
+        needed = f"{labels + 2} columns: one before the first label, and one after each"
+        cure = f"With {labels + 1} labels {columns_of} needs {needed}"
+    if cure:
+        expected = f"[..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = {labels + 1} columns"
+        raise bad_value(f"targets must have shape {expected}, got {shape}. {cure}.")
     targets = integers("targets", targets, (*batch, labels), "[..., U]")
     unsplit("targets", targets, {-1: "U"})
     return (

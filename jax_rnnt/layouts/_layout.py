@@ -142,18 +142,16 @@ def _dimensions(shape, targets, target_lengths):
         return
     longest = _checks.known(_checks.array("target_lengths", target_lengths))
     columns = {labels + 1} | ({int(longest.max()) + 1} if longest is not None and longest.size else set())
-    expected = f"logits must have shape [..., T, U + 1, V], got {shape}"
+    elsewhere = [axis for axis in (-3, -1) if shape[axis] in columns and tuple(shape[:-3]) == tuple(batch)]
     if tuple(shape[:-2]) == tuple(batch):
-        missing = "U + 1: a joint network makes a row of every frame and every column, as tanh(encoder[..., :, None, :]"
-        raise _checks.bad_value(f"{expected}, without the dimension {missing} + predictor[..., None, :, :]) @ W does.")
-    if len(shape) == len(batch) + 3 and shape[-2] not in columns:
-        elsewhere = [axis for axis in (-3, -1) if shape[axis] in columns]
-        if elsewhere and tuple(shape[:-3]) == tuple(batch):
-            place, n = elsewhere[0], shape[elsewhere[0]]
-            raise _checks.bad_value(
-                f"{expected}, where dimension {place} has U + 1 = {n}: jnp.moveaxis(logits, {place}, -2)."
-            )
-    if len(batch) == 1 and len(shape) == 4 and shape[0] != batch[0] == shape[1]:
-        raise _checks.bad_value(
-            f"{expected}, where dimension 1 has the B = {batch[0]} sequences: jnp.swapaxes(logits, 0, 1)."
-        )
+        network = "tanh(encoder[..., :, None, :] + predictor[..., None, :, :]) @ W"
+        way = f"a joint network makes a row of every frame and every column, as {network} does"
+        fault = f"without the dimension U + 1: {way}"
+    elif len(shape) == len(batch) + 3 and shape[-2] not in columns and elsewhere:
+        place = elsewhere[0]
+        fault = f"where dimension {place} has U + 1 = {shape[place]}: jnp.moveaxis(logits, {place}, -2)"
+    elif len(batch) == 1 and len(shape) == 4 and shape[0] != batch[0] == shape[1]:
+        fault = f"where dimension 1 has the B = {batch[0]} sequences: jnp.swapaxes(logits, 0, 1)"
+    else:
+        return
+    raise _checks.bad_value(f"logits must have shape [..., T, U + 1, V], got {shape}, {fault}.")
