@@ -260,12 +260,12 @@ def unmixed(option, every, held_out=True):
 
 
 def mixed(splits, held_out):
-    """Whether some splits must not be one source. A training may have files beside those of its split."""
+    """Whether some splits must not be one source. A training may have files that name no split."""
     return len(splits) > 1 and (held_out or not splits.keys() <= {"", "train"})
 
 
 def of_a_speaker(files, splits):
-    """Whether the one folder that a word for a split names is rather a person: several others beside it have none."""
+    """Whether the one folder that a word for a split names is rather a person: several folders next to it have none."""
     if len(splits) > 2 or "" not in splits or any(x.kind != AUDIO for x in files):
         return False
     (split,) = splits.keys() - {""}

@@ -1,6 +1,6 @@
 """Where a recording has speech, whatever a model wrote: the network of Silero VAD (MIT licence), in NumPy.
 
-Its weights are those of silero-vad 6.2.3 for 16 kHz, in float16: activity.safetensors, with their licence beside them.
+Its weights are those of silero-vad 6.2.3 for 16 kHz, in float16: activity.safetensors, with their licence next to them.
 A chunk of 512 samples gets the probability that somebody speaks in it; an LSTM goes from chunk to chunk.
 """
 

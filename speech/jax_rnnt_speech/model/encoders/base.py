@@ -177,5 +177,5 @@ class Encoder(nnx.Module):
         return rows, after
 
     def shared(self, rows, lengths, first):
-        """What all blocks take beside their rows."""
+        """What all blocks take besides their rows."""
         return lengths
