@@ -235,7 +235,7 @@ class Placement(Generic[Where]):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices tell each other. In this class nothing, since every device has all of its sequences.
+    """What devices send each other. In this class nothing, since every device has all of its sequences.
 
     `own` sequences are those whose lattice is on this device.
     """

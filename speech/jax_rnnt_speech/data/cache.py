@@ -24,7 +24,7 @@ LIMIT = np.finfo(np.float16).max
 
 
 def stamp(path):
-    """What tells that a file has changed."""
+    """The path, size and time of a file, which show whether it has changed."""
     status = os.stat(getattr(path, "archive", path))
     return [str(path), status.st_size, status.st_mtime_ns]
 

@@ -56,7 +56,7 @@ def is_list(path):
 
 
 def read(name, *columns, **options):
-    """Entries and Faults of all that a name is for: a list, an archive, or a pattern of either; -> `lists.read`."""
+    """Entries and Faults of all that a name is for: a list, an archive, or a pattern of either; as `lists.read`."""
     if not archives.is_pattern(name):
         yield from lists.read(name, *columns, **options, archive=archives.of_archive)
         return
@@ -302,7 +302,7 @@ def in_both(train, valid):
 
 
 def key(entry):
-    """What tells an utterance from others: its recording, and where it is in that."""
+    """What distinguishes an utterance from others: its recording, and where it is in that."""
     return os.path.realpath(str(entry.audio)), entry.start, entry.end, entry.channel
 
 

@@ -143,7 +143,7 @@ class Model:
     @programs.announced("rows of frozen blocks")
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def lower(self, params, batch, layers):
-        """Rows [B, N, E] of the features of a batch after so many layers of the encoder, and their lengths [B]."""
+        """Rows [B, N, E] of the features of a batch after `layers` layers of the encoder, and their lengths [B]."""
         encoder = self.network(params).encoder
         return encoder.lower(self.inputs(batch), batch["lengths"], layers), encoder.lengths(batch["lengths"])
 

@@ -62,7 +62,7 @@ class Detector:
         self.samples = np.zeros(CONTEXT, np.float32)
 
     def skip(self, seconds):
-        """Goes on at the chunk that begins then or later, as at the start of a recording; -> its first sample."""
+        """Goes on at the chunk that begins then or later, as at the start of a recording; returns its first sample."""
         chunk = max(math.ceil(seconds / SECONDS), self.first + len(self.probabilities))
         self.probabilities += [0.0] * (chunk - self.first - len(self.probabilities))
         self.begin()

@@ -103,7 +103,7 @@ class Recording:
         self.samples = self.samples[:0]
 
     def wanted(self):
-        """Whether somebody waits for the rest; -> `recognise.transcribe`."""
+        """Whether a client waits for the rest, by `watch` of `recognise.transcribe`."""
         if self.watch and not self.error and not self.watch(self.found):
             self.fail("nobody waits for it")
         return not self.error

@@ -131,7 +131,7 @@ class Encoder(nnx.Module):
     scan = False  # whether one program is run for each block, in the place of one program of all blocks
 
     def lengths(self, frames):
-        """Encoder frames of so many feature frames, numbers or arrays."""
+        """How many encoder frames `frames` feature frames become; numbers or arrays."""
         return -(-frames // self.subsampling)
 
     def __call__(self, x, lengths):
