@@ -76,7 +76,7 @@ def start_stream(static: BeamStatic, given: Given) -> BeamStream:
 
 
 def fitted(state, rows: int):
-    """The state of a stream with keys if so many rows are packed, and without if not: a batch may change its size."""
+    """The state of a stream with keys if this number of rows is packed, else without: a batch may change its size."""
     if not isinstance(state, BeamStream) or (state.networks.key is not None) == packs(rows):
         return state
     key = unshared_keys(state.networks) if packs(rows) else None

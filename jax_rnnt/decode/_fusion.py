@@ -44,7 +44,7 @@ def ends(search) -> bool:
 
 
 def begin(static: Static, given: Given, rows: int) -> Networks:
-    """The networks after their start labels, for so many rows."""
+    """The networks after their start labels, for `rows` rows."""
     predicted, state = _predictor.begin("predictor", given.search.predictor, rows, static.start)
     begun = [begin_model(static, i, model, rows) for i, (model, _) in enumerate(given.search.fusion)]
     scores, states = [scores for scores, _ in begun], tuple(after for _, after in begun)

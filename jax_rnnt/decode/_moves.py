@@ -70,7 +70,7 @@ class Moves:
 
 
 def moves_of(loss, classes: int, max_symbols: int, duration_choice: str) -> tuple[Moves, dict]:
-    """The moves of a loss in rows of so many logits, and the weights of its arcs by their names in errors."""
+    """The moves of a loss in rows of `classes` logits, and the weights of its arcs by their names in errors."""
     if not isinstance(loss, TransducerLoss):
         lacks = "a method decoding() that returns DecodingRules"
         if isinstance(loss, type) and issubclass(loss, TransducerLoss):

@@ -87,7 +87,7 @@ def start_label(name: str, start, symbols: int | None) -> int:
 
 
 def check_symbols(name: str, predictor, labels: int):
-    """Raises if the predictor lacks one of so many labels."""
+    """Raises if the predictor has fewer than `labels` symbols."""
     symbols = declared_symbols(predictor)
     if symbols is not None and symbols < labels:
         expected = f"{labels} or more, as the joint network has labels up to {labels - 1}"

@@ -136,7 +136,7 @@ class ArrayLogits(Layout):
 
 
 def _dimensions(shape, targets, target_lengths):
-    """Raises where the targets tell which dimension of the logits is missing, or in the place of another one."""
+    """Raises where the targets show that a dimension of the logits is missing, or in the place of another one."""
     *batch, labels = _checks.array("targets", targets).shape or (0,)
     if not batch or (*batch, labels) == (*shape[:-3], shape[-2] - 1):
         return

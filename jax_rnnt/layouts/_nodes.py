@@ -212,7 +212,7 @@ def _checked_layouts(logits):
 
 
 def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) -> Sequences:
-    """The arguments beside the logits."""
+    """The arguments other than the logits."""
     shape = layouts[0].shape[:-1]
     packed, bands = (isinstance(layouts[0], kind) for kind in (PackedLogits, BandLogits))
     if packed and np.ndim(logit_lengths) != 1:

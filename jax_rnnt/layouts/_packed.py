@@ -118,7 +118,7 @@ class PackedLogits(Layout):
     rows : Array, float16 | bfloat16 | float32 | float64 [N, V]
         Output of the joint network. N is static: the sum of T_b (U_b + 1), or more.
     max_frames : int, optional
-        A bound of T_b, known at trace time: beside the logits there are planes [B, max_frames, U + 1]. Default: the
+        A bound of T_b, known at trace time: besides the logits there are planes [B, max_frames, U + 1]. Default: the
         largest of `logit_lengths`, or N where these are traced, which is correct but wasteful: set it under jit.
 
     Notes

@@ -137,7 +137,7 @@ def intervals(
 
 
 def emitted(frames, durations, count: int, dimensions: str) -> tuple[np.ndarray, np.ndarray]:
-    """(frames, durations) of so many labels as NumPy arrays, checked; without durations a label reads a frame."""
+    """(frames, durations) of `count` labels as NumPy arrays, checked; without durations a label reads a frame."""
     frames = np.asarray(_checks.integers("frames", frames, (count,), dimensions))
     if np.any(frames < 0) or np.any(np.diff(frames) < 0):
         raise _checks.bad_value(f"frames must be 0 or more and never go back, without padding, got {frames.tolist()}.")

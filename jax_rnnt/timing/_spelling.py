@@ -132,7 +132,7 @@ def joins(before: str, after: str) -> bool:
 
 
 def units(text: str, edges: set[int], every: bool) -> list[list[int]]:
-    """[begin, end) of the parts of a text that are words, or punctuation beside them, in order.
+    """[begin, end) of the parts of a text that are words, or punctuation next to them, in order.
 
     White space separates them. In a script without spaces labels do, which end at `edges`, and other scripts and
     punctuation begin a part. `every`: labels do in all scripts.

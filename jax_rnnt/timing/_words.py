@@ -175,7 +175,7 @@ def _spelled(texts: list[str], mark: str | None) -> tuple[str, list[tuple[int, i
 
 
 class _Unit(NamedTuple):
-    """A word, or punctuation beside it."""
+    """A word, or punctuation next to it."""
 
     text: str
     spoken: list[int]  # places of the labels that spell more than its punctuation

@@ -198,7 +198,7 @@ def depth_of(depth, weights) -> float:
 
 
 def earned(labels, weights, depth: float):
-    """float64 [n]: what so many matched labels of phrases with these weights earn."""
+    """float64 [n]: what `labels` [n] matched labels of phrases with these weights earn."""
     if depth == 0:
         return labels * weights
     logs = np.cumsum(np.log(np.arange(1, np.max(labels, initial=1) + 1)))  # of factorials

@@ -24,7 +24,7 @@ LIMIT = np.finfo(np.float16).max
 
 
 def stamp(path):
-    """What tells that a file has changed."""
+    """The path, size and time of a file, which show whether it has changed."""
     status = os.stat(getattr(path, "archive", path))
     return [str(path), status.st_size, status.st_mtime_ns]
 
@@ -141,7 +141,7 @@ def fill(folder, count, made, name_of):
 
 
 def tidy(folder, used):
-    """Removes what the cache of a run holds beside the folders that are used, and says so."""
+    """Removes what the cache of a run holds besides the folders that are used, and says so."""
     other = [x for x in folder.glob("*") if x.is_dir() and x.name not in used]
     size = sum(y.stat().st_size for x in other for y in x.iterdir())
     for x in other:

@@ -1,4 +1,4 @@
-"""Batches of utterances by their places in an order: decoded, augmented and made features of, or read from memory.
+"""Batches of utterances by their places in an order: decoded, augmented and turned into features, or read from memory.
 
 What is wrong with an utterance is found when its turn comes: its row of a batch is not valid then, and the batch names
 it in `left_out`.
@@ -29,7 +29,7 @@ class Late(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What of an utterance is not as its manifest says, and does no harm."""
+    """What about an utterance differs from its manifest, and does no harm."""
 
     text: str
     name: str
@@ -64,7 +64,7 @@ def heard(entry, rate, again=True):
 
 
 def text_of(entry, normalize):
-    """The text of an Entry or Fault as it is taught, or a LineError."""
+    """The text of an Entry as a training uses it; raises a LineError for a Fault or an empty text."""
     if isinstance(entry, Fault):
         raise LineError(entry.reason)
     text = normalize(entry.text)
@@ -84,7 +84,7 @@ class Loader:
 
     @functools.cached_property
     def tools(self):
-        """What is better made than copied."""
+        """(vocabulary, normalizer, extractor, augmentation): each worker makes its own, and copies none."""
         normalize = texts.normalizer(self.config.texts.normalize, self.config.texts.lower)
         extractor = features.extractor(self.config.features, self.config.encoder.chunk)
         vocabulary = self.vocabulary and vocabularies.from_json(self.vocabulary)

@@ -241,7 +241,7 @@ class Source:
         return counts, [round(int(counts.sum()) * x / weights.sum()) for x in weights]
 
     def opened(self, model, devices):
-        """The order of a run of a model on so many devices, with its shapes."""
+        """The order of a run of a model on `devices` devices, with its shapes."""
         config, options = self.config, self.config.data
         counts, draws = self.shares()
         each = [None if x is None else max(1, round(x / self.readers)) if x else 0 for x in draws]
@@ -388,7 +388,7 @@ class Source:
                       f"windows of {window:,} utterances of each part")  # fmt: skip
 
     def steps(self, epochs):
-        """Steps until the end of so many epochs of the whole run; about that where lengths are not written."""
+        """Steps until the end of `epochs` epochs of the whole run; about that where lengths are not written."""
         return self.first[0] + self.order.steps(self.first[1], max(epochs, self.first[1]))
 
     def at(self, step):

@@ -1,6 +1,6 @@
 """Where a recording has speech, whatever a model wrote: the network of Silero VAD (MIT licence), in NumPy.
 
-Its weights are those of silero-vad 6.2.3 for 16 kHz, in float16: activity.safetensors, with their licence beside them.
+Its weights are those of silero-vad 6.2.3 for 16 kHz, in float16: activity.safetensors, with their licence next to them.
 A chunk of 512 samples gets the probability that somebody speaks in it; an LSTM goes from chunk to chunk.
 """
 
@@ -62,7 +62,7 @@ class Detector:
         self.samples = np.zeros(CONTEXT, np.float32)
 
     def skip(self, seconds):
-        """Goes on at the chunk that begins then or later, as at the start of a recording; -> its first sample."""
+        """Goes on at the chunk that begins then or later, as at the start of a recording; returns its first sample."""
         chunk = max(math.ceil(seconds / SECONDS), self.first + len(self.probabilities))
         self.probabilities += [0.0] * (chunk - self.first - len(self.probabilities))
         self.begin()

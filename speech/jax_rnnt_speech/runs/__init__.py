@@ -33,7 +33,7 @@ def steps_of(folder):
 
 
 def read_setup(folder):
-    """What a checkpoint stores beside its arrays."""
+    """What a checkpoint stores besides its arrays."""
     setup = json.loads((folder / "setup/metadata").read_text("utf-8"))  # as Orbax writes JSON
     if not isinstance(setup, dict) or "config" not in setup:
         raise ValueError("it has no config")
@@ -110,7 +110,7 @@ class Run:
         raise UserError(f"{self.workdir} has no whole checkpoint: {'; '.join(bad)}")
 
     def setup(self, *parts, quiet=False):
-        """What the last checkpoint whose parts are whole stores beside its arrays; from now on it is the last."""
+        """What the last checkpoint whose parts are whole stores besides its arrays; from now on it is the last."""
         folder = self.whole(parts, quiet=quiet)
         self.last = int(folder.name)
         return read_setup(folder)
@@ -197,7 +197,7 @@ def open_run(workdir):
 
 
 def setup_of(workdir):
-    """What the last whole checkpoint of a folder stores beside its arrays; who reads these says which one it is."""
+    """What the last whole checkpoint of a folder stores besides its arrays; who reads these says which one it is."""
     return read_setup(open_run(workdir).whole((), (CHECKPOINTS, BEST), quiet=True))
 
 

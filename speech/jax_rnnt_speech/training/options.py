@@ -1,4 +1,4 @@
-"""What one start of a training is told, and no checkpoint keeps: where it runs, and what becomes of an earlier run."""
+"""Options of one start of a training, which no checkpoint keeps: where it runs, and what becomes of an earlier run."""
 
 import dataclasses
 from pathlib import Path

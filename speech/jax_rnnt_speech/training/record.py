@@ -34,7 +34,7 @@ class Progress:
 
 
 def digest(corpus):
-    """What tells that a corpus has other utterances."""
+    """A hash that changes with the utterances of a corpus."""
     return (
         getattr(corpus, "digest", None)
         or hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
