@@ -118,6 +118,12 @@ class Recordings:
             return f"longer than {self.config.data.max_seconds:g} s"
         return None if utterance.frames else "shorter than a frame"
 
+    def frames_of(self, utterance, versions):
+        """Frames of each of the `augmentation.Versions` of an utterance; 0: it is too long for a training."""
+        rate = self.config.features.rate
+        sizes = [versions.size(round(utterance.seconds * rate), k) for k in range(versions.count)]
+        return [self.extractor.count(x) if x <= round(self.config.data.max_seconds * rate) else 0 for x in sizes]
+
     def samples(self, i, rng):
         """Samples [S] of an utterance."""
         x = self.entries[i]

@@ -57,9 +57,9 @@ class Remembered:
         return versions, self.frames[items, versions] * self.hop
 
 
-def of_function(corpus, number, readers):
-    """The Remembered of a corpus that a function makes, and the items of a reader."""
-    frames = np.array([[x.frames] for x in corpus.utterances], np.int64).reshape(-1, 1)
+def of_corpus(corpus, frames, number, readers):
+    """The Remembered of a corpus whose utterances have these frames in each version, and the items of a reader."""
+    frames = np.array(frames, np.int64).reshape(len(corpus.utterances), -1)
     places = np.arange(len(frames))
     remembered = Remembered(
         number, corpus.utterances, frames, corpus.hop, corpus, places, np.zeros(len(frames), np.int32)

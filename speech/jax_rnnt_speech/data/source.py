@@ -33,6 +33,7 @@ from jax_rnnt_speech.data import (
     texts,
     workers,
 )
+from jax_rnnt_speech.data.corpora import Recordings
 from jax_rnnt_speech.data.index import SLACK, SURE, indexed, surely_longer
 from jax_rnnt_speech.data.loading import Late, Note, is_long, roomy
 from jax_rnnt_speech.data.rows import Fault, keys_of
@@ -93,7 +94,8 @@ class Source:
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         versions, self.state, self.step = augmentation.Versions(config), state, step
         self.augmented = versions.key()
-        self.speeds, self.versions = (versions.speeds, versions.count) if corpus is None else ([1.0], 1)
+        varied = corpus is None or isinstance(corpus, Recordings)
+        self.speeds, self.versions = (versions.speeds, versions.count) if varied else ([1.0], 1)
         self.named = [archives.weighted(x) for x in names(config.data.train)] if corpus is None else [("", None)]
         part, processes = hosts.part()
         before = (state or {}).get("readers", 0)
@@ -104,7 +106,8 @@ class Source:
         if corpus is None:
             self.list()
         else:
-            self.indices, self.items = zip(*(memory.of_function(corpus, i, self.readers) for i in self.own))
+            frames = [corpus.frames_of(x, versions) if varied else [x.frames] for x in corpus.utterances]
+            self.indices, self.items = zip(*(memory.of_corpus(corpus, frames, i, self.readers) for i in self.own))
             self.items = [[x] for x in self.items]
         if kept is not None:
             self.remember(kept)
@@ -377,15 +380,20 @@ class Source:
         if any(x is not None for x in draws):
             each = ", ".join(f"{x} {n if d is None else d:,}" for (x, _), n, d in zip(self.named, counts, draws))
             hosts.say(f"an epoch is so many draws: {each}")
-        shapes = ", ".join(
-            f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
-        )
-        first = self.first[1]
-        padding, steps, about = self.order.padding(first), self.order.steps(first, first + 1), "about " * bool(window)
-        hosts.say(f"batches: {shapes}; {about}{padding:.0%} padding; {about}{steps:,} an epoch")
+        hosts.say(self.batches())
         if window:
             hosts.say(f"not all lengths are written: headers are read as training goes on, and batches are made within "
                       f"windows of {window:,} utterances of each part")  # fmt: skip
+
+    def batches(self):
+        """A line with the shapes of batches; other epochs may have other padding where what they draw varies."""
+        shapes = ", ".join(
+            f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
+        )
+        varies = self.order.window or any(x.varies for x in self.order.readers)
+        first, about = self.first[1], "about " * bool(varies)
+        padding, steps = self.order.padding(first), self.order.steps(first, first + 1)
+        return f"batches: {shapes}; {about}{padding:.0%} padding; {about}{steps:,} an epoch"
 
     def steps(self, epochs):
         """Steps until the end of so many epochs of the whole run; about that where lengths are not written."""
