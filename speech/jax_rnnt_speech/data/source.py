@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -111,7 +110,8 @@ class Source:
             self.items = [[x] for x in self.items]
         if kept is not None:
             self.remember(kept)
-        self.written = self.every(all(x.seconds.all() for x in self.indices))  # whether all lengths are
+        written = hosts.gathered(np.array([[all(x.seconds.all() for x in self.indices)]]))
+        self.written = bool(written.all())  # whether all lengths are, in all processes
         self.utterances, self.places = self.sample()
         self.texts = [text for some in hosts.each([x.text for x in self.utterances]) for text in some]
         if self.exact:  # of what is used, all is known
@@ -121,11 +121,6 @@ class Source:
                 else [self.digest, sorted(self.texts)]
             )
             self.digest = hashlib.sha256(json.dumps(used).encode()).hexdigest()
-
-    @staticmethod
-    def every(true):
-        """Whether something is true in all processes."""
-        return bool(hosts.gathered(np.array([[true]])).all())
 
     def list(self):
         """Shards of the sources, and the index of those that are this process's."""
@@ -266,9 +261,7 @@ class Source:
         shapes = [order.Shape(*x) for x in state.get("shapes", ())] or self.shapes(readers, model, devices, window)
         self.order = order.Order(readers, shapes, config.run.seed, window)
         if self.state == EARLIER:
-            epoch = self.step // max(1, self.earlier(model, devices))
-            self.first, self.place = (self.step, epoch), (self.step, epoch, 0, 0)
-            self.begins_anew("the order of an earlier version")
+            self.begins_anew(self.step // max(1, self.order.steps(0, 1)), "the order of an earlier version")
         self.loads = self.loader(model, [*shapes, self.largest(shapes[-1], model, devices)])
         self.state = {"readers": self.readers, "list": self.digest, "options": decided,
                       "first": [*self.first], "shapes": [[*x] for x in shapes]}  # fmt: skip
@@ -276,8 +269,8 @@ class Source:
         return self
 
     def continued(self, decided, devices):
-        """The state with which the run goes on exactly, or nothing; a line says why not."""
-        state = self.state
+        """The state with which the run goes on exactly, or nothing; `anew` is a line that says why not."""
+        state, self.anew = self.state, None
         self.first, self.place = (0, 0), (self.step, 0, 0, 0)  # step and epoch; step, epoch, window, batches before
         if not state:
             return {}
@@ -290,25 +283,14 @@ class Source:
                 any(order.Shape(*x).rows * self.readers % devices for x in state["shapes"]),
         }  # fmt: skip
         if why := [x for x, true in other.items() if true]:
-            self.first, self.place = (self.step, state["epoch"]), (self.step, state["epoch"], 0, 0)
-            self.begins_anew(" and ".join(why))
+            self.begins_anew(state["epoch"], " and ".join(why))
             return {}
         self.first, self.place = state["first"], (self.step, *state["place"])
         return state
 
-    def begins_anew(self, why):
-        hosts.say(f"epoch {self.place[1] + 1} begins anew, in another order: the run had {why}")
-
-    def earlier(self, model, devices):
-        """Batches of an epoch in the earlier version: full ones of all versions, or about as many as now."""
-        if not self.exact:
-            return self.order.steps(0, 1)
-        some = [index.utterances[i]._replace(frames=int(index.frames[i, k])) for index, items in
-                zip(self.indices, self.items) for k in range(self.versions) for i in np.concatenate(items)]  # fmt: skip
-        corpus = types.SimpleNamespace(utterances=some, report=Report())
-        data = batches.labelled(corpus, model.tokens, model.subsampling)
-        own = sum(len(x.members) // x.batch for x in batches.make_buckets(data, self.config, devices))
-        return int(hosts.gathered(np.array([[own]])).sum())
+    def begins_anew(self, epoch, why):
+        self.first, self.place = (self.step, epoch), (self.step, epoch, 0, 0)
+        self.anew = f"epoch {epoch + 1} begins anew, in another order: the run had {why}"
 
     def longest(self):
         """Seconds that an utterance lasts at most."""
