@@ -18,7 +18,6 @@ from jax_rnnt import (
     TDTLoss,
     WildcardRNNTLoss,
     plot,
-    timing,
 )
 
 HERE = pathlib.Path(__file__).parent
@@ -126,41 +125,6 @@ def emissions():
     plot.draw_emissions(features, label, TARGETS, texts=list(WORD), **CLOCK, ax=axes(3.4))
 
 
-def waveform():
-    """Words with confidences, as `timing.words` gives them, over the sound."""
-    said = (0.24, 0.61, "good", 0.98), (0.66, 1.12, "morning", 0.93), (1.5, 1.7, "to", 0.55), (1.72, 2.1, "you", 0.9)
-    time = np.arange(0, 2.4, 1 / 4000)
-    sound = np.random.default_rng(1).normal(0, 0.02, len(time))
-    ax = axes(1.8)
-    for start, end, text, confidence in (timing.Interval(*word) for word in said):
-        inside = (time >= start) & (time < end)
-        swell = np.sin(np.pi * (time[inside] - start) / (end - start)) ** 0.5
-        sound[inside] += 0.6 * swell * np.sin(2 * np.pi * 140 * time[inside]) * (1 + 0.5 * np.sin(60 * time[inside]))
-        ax.axvspan(start, end, color="tab:blue", alpha=0.25 * confidence, lw=0)
-        ax.text((start + end) / 2, 1.2, f"{text}\n{100 * confidence:.0f}%", ha="center", va="center")
-    ax.plot(time, sound, color="0.25", lw=0.4)
-    ax.set(xlim=(0, 2.4), ylim=(-1, 1.5), yticks=[], xlabel="seconds")
-
-
-def memory():
-    """Of `make bench NAME=joint`: logits in memory, in tiles, in a band."""
-    file = HERE.parent / "benchmarks/results/2026-11-21-epyc-2-cores-joint.json"
-    results = json.loads(file.read_text())["value_and_gradient"]
-    cases = [name for name in results if "padded" not in name]
-    left, right = axes(3.2, 1, 2, sharey=True)
-    gray, blue, orange = "0.75", "tab:blue", "tab:orange"
-    ways = ("materialized", "in memory", gray), ("linear", "JointLogits", blue), ("pruned", "pruned", orange)
-    rows = np.arange(len(cases))[::-1]
-    for place, (way, name, color) in enumerate(ways):
-        found = [results[case][way] for case in cases]
-        bar = {"height": 0.25, "color": color, "label": name}
-        left.barh(rows + 0.25 - 0.25 * place, [x["temporary_bytes"] / 1e6 for x in found], **bar)
-        right.barh(rows + 0.25 - 0.25 * place, [x["median_ms"] for x in found], **bar)
-    left.set(yticks=rows, yticklabels=cases, xlabel="workspace, MB")
-    right.set(xlabel="value and gradient, ms")
-    right.legend(loc="upper right")
-
-
 def tuning():
     """Of `rnnt-speech train`, as docs/speech/parakeet.md says: the lines of its metrics.jsonl."""
     file = HERE.parent / "lab/benchmarks/results/2026-11-26-epyc-2-cores-tuning.jsonl"
@@ -172,7 +136,7 @@ def tuning():
     ax.legend()
 
 
-PICTURES = untrained, lattice, topologies, planes, emissions, waveform, memory, tuning
+PICTURES = untrained, lattice, topologies, planes, emissions, tuning
 
 
 def draw(folder):

@@ -9,7 +9,6 @@ from jax_rnnt import lattices as lattices
 from jax_rnnt import layouts as _layouts
 from jax_rnnt import losses as _losses
 from jax_rnnt._lengths import lengths_from_paddings as lengths_from_paddings
-from jax_rnnt._lengths import paddings_from_lengths as paddings_from_lengths
 from jax_rnnt._selftest import selftest as selftest
 from jax_rnnt._xla import export_checks as export_checks
 from jax_rnnt.layouts import *  # noqa: F403
@@ -18,7 +17,7 @@ from jax_rnnt.losses import *  # noqa: F403
 __version__ = "0.4.0"
 
 if not _typing.TYPE_CHECKING:  # a type checker reads no sum of lists, and would take any name
-    __all__ = ["export_checks", "lengths_from_paddings", "paddings_from_lengths", "selftest"]
+    __all__ = ["export_checks", "lengths_from_paddings", "selftest"]
     __all__ += _layouts.__all__ + _losses.__all__
     _elsewhere = {
         **{name: f"jax_rnnt.decode.{name}" for name in decode.__all__},

@@ -133,7 +133,6 @@ EXTREME = {
 SIZES = {
     "RNNTLoss: max_frames": lambda n: call(jax_rnnt.RNNTLoss(), "logits", jax_rnnt.PackedLogits(f32((200, 9)), n)),
     "prune_inputs: width": lambda n: jax_rnnt.prune_inputs(f32((4, 2)), f32((3, 2)), i32(4), n),
-    "paddings_from_lengths: size": lambda n: jax_rnnt.paddings_from_lengths(i32(2), n),
     "stateless_predictor: history": lambda n: decode.stateless_predictor(jnp.sin, n, start=0),
     "stateless_predictor: start": lambda n: decode.stateless_predictor(jnp.sin, 1, start=n),
     "Phrases: size": lambda n: decode.Phrases([[1]], classes=4, size=n),

@@ -94,7 +94,6 @@ LOSSES = {
 }
 METHODS = "align", "arc_log_probs", "label_frames", "label_log_probs", "latency", "posteriors"
 CALLS = LOSSES | {f"RNNTLoss.{name}": getattr(LOSS, name) for name in METHODS}
-CALLS["plot.arc_posteriors"] = functools.partial(plot.arc_posteriors, LOSS)
 CALLS["rnnt_loss"] = functools.partial(jax_rnnt.rnnt_loss, reduction="none")
 CALLS["plot.arc_posteriors"] = functools.partial(plot.arc_posteriors, LOSS)
 CASES |= {name: Case(lambda shared, *batch, call=call: call(*batch), OF_LOGITS) for name, call in CALLS.items()}
@@ -199,13 +198,6 @@ def mwer_loss(shared, rows, errors):
 @case("logits", "frames", "labels", name="lattices.log_likelihood")
 def log_likelihood(shared, logits, *lengths):
     return lattices.log_likelihood(lattices.STANDARD, {"blank": logits[..., 0], "label": logits[..., 1]}, *lengths)
-
-
-def paddings_by_hand(shared, frames):
-    return np.arange(T) >= frames[:, None]
-
-
-CASES["paddings_from_lengths"] = Case(lambda _, x: jax_rnnt.paddings_from_lengths(x, T), ("frames",), paddings_by_hand)
 
 
 @case("frame_logits", "frames", truth=lambda shared, x, frames: frames)
@@ -313,7 +305,7 @@ def test_every_public_function_is_here():
     found = {*jax_rnnt.__all__} | {f"RNNTLoss.{x}" for x in METHODS}
     # Of the other public folders, all that people need stands in jax_rnnt.
     modules = {x.name for x in pkgutil.iter_modules(jax_rnnt.__path__) if x.name[0] != "_"}
-    for module in modules - {"emissions", "flax", "layouts", "losses", "sharding"}:
+    for module in modules - {"emissions", "flax", "layouts", "losses", "sharding", "tiles"}:
         module = importlib.import_module(f"jax_rnnt.{module}")
         names = getattr(module, "__all__", None) or [x for x in vars(module) if not x.startswith("_")]
         found |= {f"{module.__name__.removeprefix('jax_rnnt.')}.{x}" for x in names}
