@@ -156,7 +156,8 @@ class Loader:
         entry, most = index.entry(number), round(self.config.data.max_seconds * self.config.features.rate)
         try:
             text_of(entry, normalize)
-            samples = self.samples(entry, index.lengths(np.array([number]))[0], notes, again=False)
+            seconds = index.seconds[number] or index.later[number]  # headers have been read, or their storage fails
+            samples = self.samples(entry, seconds, notes, again=False)
             fits = [versions.size(len(samples), k) <= most for k in range(versions.count)]
             arrays = [extractor(versions.of(samples, k, (index.number, number))) if x else None
                       for k, x in enumerate(fits)]  # fmt: skip

@@ -29,11 +29,11 @@ def is_key(x):
 class Model:
     """`source`: the JSON files of a pretrained model, by name; config.json decides its encoder."""
 
-    def __init__(self, config, vocabulary, mean, deviation, source=None, implementation=None):
+    def __init__(self, config, vocabulary, mean, deviation, source=None):
         self.config, self.tokens, self.variant, self.source = config, vocabulary, variant_of(config.head), source
         self.mean, self.deviation = np.float32(mean), np.float32(deviation)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
-        options = {"reduction": "none", "fastemit_lambda": config.objective.fastemit, "implementation": implementation}
+        options = {"reduction": "none", "fastemit_lambda": config.objective.fastemit}
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
         network = nnx.eval_shape(self.made)

@@ -42,14 +42,12 @@ def read_setup(folder):
 
 def damage(folder, parts):
     """What is wrong with parts of a checkpoint, or None."""
-    if wrong := outputs.damage(folder, [f"{x}/" for x in parts], sealed=False):
+    if wrong := outputs.damage(folder, [f"{x}/" for x in parts]):
         return wrong
     try:
-        setup = read_setup(folder)
+        read_setup(folder)
     except (OSError, ValueError) as error:
         return f"setup: {reason(error)}"
-    if setup.get("sealed") and not (folder / outputs.SUMS).exists():
-        return f"it has no {outputs.SUMS}"
     return next((f"it has no {x}" for x in parts if not (folder / x).is_dir()), None)
 
 
@@ -122,7 +120,7 @@ class Run:
         folder = folder or self.workdir / CHECKPOINTS / str(self.last)
         try:
             return checkpoints.restore(folder, trees)
-        except Exception as error:  # of an earlier version, which has no sums; Orbax raises many kinds
+        except Exception as error:  # Orbax raises many kinds
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"{folder} lacks arrays of this model ({why})") from None
 

@@ -236,11 +236,11 @@ def seal(folder):
     sync(folder)
 
 
-def damage(folder, parts=("",), sealed=True):
-    """What is wrong with the parts of a folder, whose names begin so, or None. `sealed`: there must be a seal."""
+def damage(folder, parts=("",)):
+    """What is wrong with the parts of a folder, whose names begin so, or None."""
     try:
         if not (folder / SUMS).exists():
-            return f"it has no {SUMS}" if sealed else None
+            return f"it has no {SUMS}"
         sums = json.loads((folder / SUMS).read_text("utf-8"))
         for part in parts:
             sealed_files = {name: x for name, x in sums.items() if name.startswith(part)}

@@ -25,9 +25,6 @@ class Start:
     devices: int | None = option(
         None, positive, "number of devices to train on; default: all, or a CPU that is split into 2"
     )
-    implementation: str | None = option(
-        None, str, "how the loss is computed; default: by kernels where there are some", choices=("kernel", "reference")
-    )
     cache: Path | None = option(
         None, Path, "folder in which features are kept, or none to compute them at each use; default: cache in the "
         "workdir", metavar="FOLDER",
