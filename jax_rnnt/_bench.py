@@ -1,4 +1,4 @@
-"""Times value and gradient of a loss at a user's own shape, beside the reference, plain JAX and a copy."""
+"""Times value and gradient of a loss at a user's own shape, next to the reference, plain JAX and a copy."""
 
 import functools
 import math
@@ -99,7 +99,7 @@ def bench(
 
     A share of 1 means: the three passes over the logits that a gradient needs (two read, one writes) take the time in
     which a copy moves as many bytes (`copy_speed`, measured in the same process). The time is a median. The gradient
-    overwrites the logits. Memory is what a program needs beside its arguments, the gradient included.
+    overwrites the logits. Memory is what a program needs besides its arguments, the gradient included.
     """
     variants = _variants(loss, alone)
     classes = V + len(getattr(variants["jax_rnnt"], "durations", ()))

@@ -1,4 +1,7 @@
-"""Static checks of arguments: every error names the function, the argument, the expected and the given value."""
+"""Static checks of arguments: every error names the argument, what was expected and what came.
+
+The public function that was called puts its own name before the message (`_keywords`).
+"""
 
 import numbers
 from collections.abc import Mapping, Set
@@ -8,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_rnnt._keywords import Refusal
 from jax_rnnt._lazy import LazyArray
 
 Reduction: TypeAlias = Literal["none", "mean", "sum", "mean_target", "mean_volume"]
@@ -20,13 +24,23 @@ _NAME = "InconclusiveDimensionOperation"
 _INCONCLUSIVE = getattr(jax.errors if hasattr(jax.errors, _NAME) else jax.core, _NAME)  # in jax.core at first
 
 
+def bad_value(message: str) -> ValueError:
+    """The error of an argument of a wrong value, still without the name of the function that was called."""
+    return ValueError(Refusal(message))
+
+
+def bad_type(message: str) -> TypeError:
+    """The same of an argument of a wrong type."""
+    return TypeError(Refusal(message))
+
+
 def shown(x) -> str:
     """x for a message: a module or an array in full would hide what is wrong."""
     text = repr(x)
     return text if len(text) < 100 and "\n" not in text else f"an object of the class {type(x).__qualname__}"
 
 
-def array(function: str, name: str, x) -> jax.Array:
+def array(name: str, x) -> jax.Array:
     """x, converted to an array if it is none; a TypeError if it cannot be one."""
     converted: Any
     try:
@@ -35,38 +49,38 @@ def array(function: str, name: str, x) -> jax.Array:
     except ValueError:  # lists of different lengths
         converted = None
     if (dtype := getattr(converted, "dtype", None)) is None or dtype == np.dtype(object):
-        raise TypeError(f"{function}: {name} must be an array, got {shown(x)}.")
+        raise bad_type(f"{name} must be an array, got {shown(x)}.")
     return converted
 
 
-def floating(function: str, name: str, x, rank: int, dimensions: str) -> jax.Array:
+def floating(name: str, x, rank: int, dimensions: str) -> jax.Array:
     """x as an array of a supported floating dtype with at least `rank` dimensions."""
-    x = array(function, name, x)
+    x = array(name, x)
     if str(x.dtype) not in FLOATS:
-        raise TypeError(f"{function}: {name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")
+        raise bad_type(f"{name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")
     if x.ndim < rank:
-        raise ValueError(
-            f"{function}: {name} must have shape {dimensions} (at least {rank} dimensions), got shape {tuple(x.shape)}."
+        raise bad_value(
+            f"{name} must have shape {dimensions} (at least {rank} dimensions), got shape {tuple(x.shape)}."
         )
     # `jnp.asarray` of a tracer is an operation. Run eagerly on NaN padding, it would trip `jax_debug_nans`.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def integral(function: str, name: str, x) -> jax.Array:
+def integral(name: str, x) -> jax.Array:
     """x as an array of integers; an empty list, which becomes a float array, is one too."""
-    x = array(function, name, x)
+    x = array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         if np.size(x) or not isinstance(x, np.ndarray):
-            raise TypeError(f"{function}: {name} must have an integer dtype, got {x.dtype}.")
+            raise bad_type(f"{name} must have an integer dtype, got {x.dtype}.")
         x = x.astype(np.int32)
     return x
 
 
-def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
+def integers(name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
     """x as an int32 array of exactly this shape. Values beyond int32 are clipped: they are out of range anyway."""
-    x = integral(function, name, x)
+    x = integral(name, x)
     if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{function}: {name} must have shape {dimensions} = {tuple(shape)}, got {tuple(x.shape)}.")
+        raise bad_value(f"{name} must have shape {dimensions} = {tuple(shape)}, got {tuple(x.shape)}.")
     if not np.can_cast(x.dtype, np.int32):
         low = max(_INT32.min, jnp.iinfo(x.dtype).min)
         x = np.clip(x, low, _INT32.max) if isinstance(x, np.ndarray) else jnp.clip(x, low, _INT32.max)
@@ -74,42 +88,32 @@ def integers(function: str, name: str, x, shape: tuple[int, ...], dimensions: st
 
 
 def sequences(
-    function: str,
-    targets,
-    logit_lengths,
-    target_lengths,
-    batch,
-    labels,
-    columns_of: str = "",
-    rows_of: str = "",
-    rows=0,
+    targets, logit_lengths, target_lengths, batch, labels, columns_of: str = "", rows_of: str = "", rows=0
 ) -> tuple[jax.Array, ...]:
     """targets [..., U] and both lengths [...].
 
     `columns_of` names the argument with U + 1 columns, if there is one. `rows_of` names an argument of the same shape
     with T rows.
     """
-    if rows_of and rows != labels + 1 and np.shape(targets) == (*batch, rows - 1):
-        raise ValueError(
-            f"{function}: targets must have shape [..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = "
-            f"{labels + 1} columns, got {np.shape(targets)}. They fit {rows_of}: exchange {rows_of} and {columns_of}."
-        )
-    if columns_of and np.shape(targets) == (*batch, labels + 1):
-        raise ValueError(
-            f"{function}: targets must have shape [..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = "
-            f"{labels + 1} columns, got {np.shape(targets)}. With {labels + 1} labels {columns_of} needs "
-            f"{labels + 2} columns: one before the first label, and one after each."
-        )
-    targets = integers(function, "targets", targets, (*batch, labels), "[..., U]")
-    unsplit(function, "targets", targets, {-1: "U"})
+    cure, shape = None, np.shape(targets)
+    if rows_of and rows != labels + 1 and shape == (*batch, rows - 1):
+        cure = f"They fit {rows_of}: exchange {rows_of} and {columns_of}"
+    elif columns_of and shape == (*batch, labels + 1):
+        needed = f"{labels + 2} columns: one before the first label, and one after each"
+        cure = f"With {labels + 1} labels {columns_of} needs {needed}"
+    if cure:
+        expected = f"[..., U] = {(*batch, labels)} beside {columns_of} with U + 1 = {labels + 1} columns"
+        raise bad_value(f"targets must have shape {expected}, got {shape}. {cure}.")
+    targets = integers("targets", targets, (*batch, labels), "[..., U]")
+    unsplit("targets", targets, {-1: "U"})
     return (
         targets,
-        integers(function, "logit_lengths", logit_lengths, batch, "[...]"),
-        integers(function, "target_lengths", target_lengths, batch, "[...]"),
+        integers("logit_lengths", logit_lengths, batch, "[...]"),
+        integers("target_lengths", target_lengths, batch, "[...]"),
     )
 
 
-def unsplit(function: str, name: str, x, dimensions: dict[int, str], why: str = "") -> None:
+def unsplit(name: str, x, dimensions: dict[int, str], why: str = "") -> None:
     """Raises if a mesh axis of type Explicit splits one of these dimensions of x: {index from the end: name}.
 
     JAX would fail later, in terms of its own operations. Axes of type Auto need no check: the partitioner gathers.
@@ -123,41 +127,40 @@ def unsplit(function: str, name: str, x, dimensions: dict[int, str], why: str = 
         whole = jax.sharding.PartitionSpec(*(None if n - x.ndim in split else axes for n, axes in enumerate(spec)))
         expected = f"{name} must not be split over {letter} (dimension {i}){why}"
         got = f"got mesh axis {spec[i]!r} of type Explicit there"
-        raise ValueError(f"{function}: {expected}, {got}: gather with jax.sharding.reshard({name}, {whole}).")
+        raise bad_value(f"{expected}, {got}: gather with jax.sharding.reshard({name}, {whole}).")
 
 
 _OTHER_REDUCTIONS = {"mean_batch": "mean", "batchmean": "mean", "average": "mean", "avg": "mean", None: "none"}
 
 
-def reduction(function: str, x) -> str:
+def reduction(x) -> str:
     """x if it is the name of a reduction."""
     if isinstance(x, (str, type(None))) and x in _OTHER_REDUCTIONS:
         names = ", ".join(map(repr, REDUCTIONS))
-        hint = f"the same here is {_OTHER_REDUCTIONS[x]!r}"
-        raise ValueError(f"{function}: reduction must be one of {names}, got {x!r}; {hint}.")
-    return choice(function, "reduction", x, REDUCTIONS)
+        raise bad_value(f"reduction must be one of {names}, got {x!r}; the same here is {_OTHER_REDUCTIONS[x]!r}.")
+    return choice("reduction", x, REDUCTIONS)
 
 
-def scalar(function: str, name: str, x):
+def scalar(name: str, x):
     """A real number or a floating/integer scalar array, traced or not. Numbers of Python and NumPy become floats."""
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
         try:
             return float(x)
         except OverflowError:
-            raise ValueError(f"{function}: {name} must be a number that a float holds, got a larger one.") from None
+            raise bad_value(f"{name} must be a number that a float holds, got a larger one.") from None
     dtype = getattr(x, "dtype", np.dtype(object))
     if not jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(f"{function}: {name} must be a real number, got {x!r}.")
+        raise bad_type(f"{name} must be a real number, got {x!r}.")
     if x.shape != ():
-        raise ValueError(f"{function}: {name} must be a scalar, got shape {tuple(x.shape)}.")
+        raise bad_value(f"{name} must be a scalar, got shape {tuple(x.shape)}.")
     return float(x) if isinstance(x, (np.generic, np.ndarray)) else x
 
 
-def number(function: str, name: str, x):
+def number(name: str, x):
     """`scalar`, but no NaN that is known while tracing: a traced one makes losses NaN."""
-    x = scalar(function, name, x)
+    x = scalar(name, x)
     if isinstance(x, float) and x != x:
-        raise ValueError(f"{function}: {name} must be a number, got nan.")
+        raise bad_value(f"{name} must be a number, got nan.")
     return x
 
 
@@ -178,36 +181,36 @@ def is_zero(x) -> bool:
     return is_number(x) and x == 0
 
 
-def key(function: str, x) -> None:
+def key(x) -> None:
     """x is None or one JAX random key, typed or of type uint32."""
     if x is None:
         return
     dtype, rank = getattr(x, "dtype", None), np.ndim(x)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and (dtype != np.uint32 or rank == 0):
-        raise TypeError(f"{function}: key must be a JAX random key, got {x!r}.")
+        raise bad_type(f"key must be a JAX random key, got {x!r}.")
     if rank != (0 if typed else 1):
-        raise TypeError(f"{function}: key must be one JAX random key, got an array of shape {np.shape(x)}.")
+        raise bad_type(f"key must be one JAX random key, got an array of shape {np.shape(x)}.")
 
 
-def choice(function: str, name: str, x, choices):
+def choice(name: str, x, choices):
     """x if it is one of `choices`."""
     if not any(x is c or (isinstance(x, str) and x == c) for c in choices):
-        raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, choices))}, got {x!r}.")
+        raise bad_value(f"{name} must be one of {', '.join(map(repr, choices))}, got {x!r}.")
     return x
 
 
-def boolean(function: str, name: str, x) -> bool:
+def boolean(name: str, x) -> bool:
     if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{function}: {name} must be True or False, got {x!r}.")
+        raise bad_type(f"{name} must be True or False, got {x!r}.")
     return bool(x)
 
 
-def no_draws(function: str, name: str, draws: bool) -> None:
+def no_draws(name: str, draws: bool) -> None:
     """Raises if a network of a decoder draws random numbers: its dropout would make every step noisy, in silence."""
     if draws:
         cure = "turn its dropout off, by module.eval() in NNX or deterministic=True in Linen"
-        raise TypeError(f"{function}: {name} must not draw random numbers, got one that does: {cure}.")
+        raise bad_type(f"{name} must not draw random numbers, got one that does: {cure}.")
 
 
 def smaller(n, bound: int) -> bool:
@@ -218,44 +221,44 @@ def smaller(n, bound: int) -> bool:
         return False
 
 
-def integer(function: str, name: str, x) -> int:
+def integer(name: str, x) -> int:
     if not isinstance(x, (int, np.integer)) or isinstance(x, bool):
-        raise TypeError(f"{function}: {name} must be an integer known at trace time, got {x!r}.")
+        raise bad_type(f"{name} must be an integer known at trace time, got {x!r}.")
     return int(x)
 
 
-def index(function: str, name: str, x) -> int:
+def index(name: str, x) -> int:
     """An integer that int32 holds, as the sizes of arrays and labels are."""
-    x = integer(function, name, x)
+    x = integer(name, x)
     if not _INT32.min <= x <= _INT32.max:
-        raise ValueError(f"{function}: {name} must lie in [-2^31, 2^31), got {x}.")
+        raise bad_value(f"{name} must lie in [-2^31, 2^31), got {x}.")
     return x
 
 
-def positive(function: str, name: str, x) -> int:
-    x = index(function, name, x)
+def positive(name: str, x) -> int:
+    x = index(name, x)
     if x < 1:
-        raise ValueError(f"{function}: {name} must be 1 or more, got {x}.")
+        raise bad_value(f"{name} must be 1 or more, got {x}.")
     return x
 
 
-def class_index(function: str, name: str, x, classes: int) -> int:
+def class_index(name: str, x, classes: int) -> int:
     """A class in [0, classes) from an index that may count from the end."""
-    x = integer(function, name, x)
+    x = integer(name, x)
     if not -classes <= x < classes:
-        raise ValueError(f"{function}: {name} must lie in [{-classes}, {classes}) for {classes} classes, got {x}.")
+        raise bad_value(f"{name} must lie in [{-classes}, {classes}) for {classes} classes, got {x}.")
     return x % classes
 
 
-def distinct_integers(function: str, name: str, x, smallest: int) -> tuple[int, ...]:
+def distinct_integers(name: str, x, smallest: int) -> tuple[int, ...]:
     """A tuple of distinct integers, each at least `smallest`, at least one of them."""
     try:
         values = None if isinstance(x, (Set, Mapping)) else tuple(x)  # their order would choose the classes
     except TypeError:
         values = None
     if values is None or not all(isinstance(d, (int, np.integer)) and not isinstance(d, bool) for d in values):
-        raise TypeError(f"{function}: {name} must be an ordered sequence of integers known at trace time, got {x!r}.")
+        raise bad_type(f"{name} must be an ordered sequence of integers known at trace time, got {x!r}.")
     values = tuple(int(d) for d in values)
     if len(set(values)) != len(values) or min(values, default=smallest - 1) < smallest:
-        raise ValueError(f"{function}: {name} must be distinct integers >= {smallest}, at least one, got {values}.")
+        raise bad_value(f"{name} must be distinct integers >= {smallest}, at least one, got {values}.")
     return values

@@ -1,10 +1,17 @@
-"""Unknown keyword arguments: the error names the argument that is meant, in the words of other libraries too."""
+"""What errors of public functions say first: the name of the function that was called.
 
+A check deep inside does not know that name: it raises an error whose message is a `Refusal`, as `_checks.bad_value`
+makes it, and `keywords` or `in_name_of`, around the public function, puts the name before the message. Errors of other
+code pass unchanged. For an unknown keyword argument, `keywords` names the one that is meant, in the words of other
+libraries too.
+"""
+
+import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
 Decorated = TypeVar("Decorated")
@@ -44,8 +51,33 @@ _OTHERS = {
 }
 
 
+class Refusal(str):
+    """What an error or a note says, before it has the name of the public function."""
+
+
+def _name(error: BaseException, name: str) -> None:
+    """Puts a name before the refusals of an error. They are plain texts afterwards, so no caller adds another one."""
+    if any(isinstance(x, Refusal) for x in error.args):
+        error.args = tuple(f"{name}: {x}" if isinstance(x, Refusal) else x for x in error.args)
+    notes = getattr(error, "__notes__", [])
+    notes[:] = [f"{name}: {note}" if isinstance(note, Refusal) else note for note in notes]
+
+
+@contextlib.contextmanager
+def in_name_of(name: str) -> Iterator[None]:
+    """Decorator, or ``with`` block, whose refusals begin with this name: where `keywords` does not fit."""
+    try:
+        yield
+    except Exception as error:
+        _name(error, name)
+        raise
+
+
 def keywords(decorated: Decorated) -> Decorated:
-    """Decorator of a public function, method or class. One that takes ``**`` stays as it is."""
+    """Decorator of a public function, method or class, which names it in errors. One that takes ``**`` stays as it is.
+
+    A function is named as it is called, and a method after the class of its object, as "RNNTLoss.align".
+    """
     function: Any = decorated.__init__ if isinstance(decorated, type) else decorated  # type: ignore[misc]
     parameters = inspect.signature(function).parameters.values()
     if any(x.kind is x.VAR_KEYWORD for x in parameters):  # as `__init__` of a user's own loss
@@ -58,7 +90,11 @@ def keywords(decorated: Decorated) -> Decorated:
         if not kwargs.keys() <= known:
             unknown = next(name for name in kwargs if name not in known)
             raise TypeError(_message(function, args, unknown, names)) from None
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            _name(error, _place(function, args)[0])
+            raise
 
     if isinstance(decorated, type):
         decorated.__init__ = wrapper  # type: ignore[misc]
@@ -66,12 +102,17 @@ def keywords(decorated: Decorated) -> Decorated:
     return wrapper  # type: ignore[return-value]
 
 
-def _message(function, args, unknown: str, names: Collection[str]) -> str:
+def _place(function, args) -> tuple[str, type | None]:
+    """(the name of a public function in errors, the class of the object if it is a method)"""
     place, owner = function.__qualname__, None
-    if "." in place and "<locals>" not in place and args:  # a method: of the class of the object
+    if "." in place and "<locals>" not in place and args:
         owner = args[0] if isinstance(args[0], type) else type(args[0])
         place = f"{owner.__name__}.{function.__name__}"
-    place = place.removesuffix(".__call__").removesuffix(".__init__")
+    return place.removesuffix(".__call__").removesuffix(".__init__"), owner
+
+
+def _message(function, args, unknown: str, names: Collection[str]) -> str:
+    place, owner = _place(function, args)
     meant = [unknown, *(name for name, others in _OTHERS.items() if unknown.lower() in others.split())]
     call = inspect.signature(owner.__call__).parameters if owner is not None else {}
     if here := [name for name in meant if name in names]:

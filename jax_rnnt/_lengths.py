@@ -36,12 +36,11 @@ def lengths_from_paddings(paddings: jax.Array) -> jax.Array:
     >>> lengths_from_paddings(jnp.array([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])).tolist()
     [2, 0, -1]
     """
-    name = "lengths_from_paddings"
-    paddings = _checks.array(name, "paddings", paddings)
+    paddings = _checks.array("paddings", paddings)
     if not (jnp.issubdtype(paddings.dtype, jnp.number) or paddings.dtype == jnp.bool_):
-        raise TypeError(f"{name}: paddings must be an array of bool, integers or floats, got {paddings.dtype}.")
+        raise _checks.bad_type(f"paddings must be an array of bool, integers or floats, got {paddings.dtype}.")
     if jnp.ndim(paddings) == 0:
-        raise ValueError(f"{name}: paddings must have shape [..., T], got shape ().")
+        raise _checks.bad_value("paddings must have shape [..., T], got shape ().")
     is_frame = ~jnp.asarray(paddings).astype(jnp.bool_)
     lengths = jnp.sum(is_frame, -1, dtype=jnp.int32)
     in_order = ~jnp.any(is_frame[..., 1:] & ~is_frame[..., :-1], -1)

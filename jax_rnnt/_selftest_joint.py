@@ -1,4 +1,4 @@
-"""selftest of the kernels of a joint network: value and gradients of whole losses beside the reference."""
+"""selftest of the kernels of a joint network: value and gradients of whole losses against the reference."""
 
 import dataclasses
 import functools

@@ -94,10 +94,10 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
     >>> errors.total.tolist(), float(errors.total.sum() / target_lengths.sum())
     ([1, 2], 0.75)
     """
-    arrays, shape = _pairs("label_errors", labels, counts, targets, target_lengths)
+    arrays, shape = _pairs(labels, counts, targets, target_lengths)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         way = "metrics.edit_distance runs under jax.jit and returns their total"
-        raise TypeError(f"label_errors: the arguments must be known, as it runs on the host, got traced ones: {way}.")
+        raise _checks.bad_type(f"the arguments must be known, as it runs on the host, got traced ones: {way}.")
     labels, counts, targets, target_lengths = map(np.asarray, arrays)
     labels, targets = (np.broadcast_to(x, (*shape, x.shape[-1])) for x in (labels, targets))
     counts, target_lengths = np.broadcast_to(counts, shape), np.broadcast_to(target_lengths, shape)
@@ -141,13 +141,13 @@ def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
     >>> jax.jit(edit_distance)(*hypotheses, jnp.array([[[1, 2, 3]]]), jnp.array([[3]])).tolist()
     [[1, 0]]
     """
-    arrays, shape = _pairs("edit_distance", labels, counts, targets, target_lengths)
+    arrays, shape = _pairs(labels, counts, targets, target_lengths)
     labels, counts, targets, target_lengths = (
-        _checks.integers("edit_distance", name, x, x.shape, "[...]")
+        _checks.integers(name, x, x.shape, "[...]")
         for name, x in zip(("labels", "counts", "targets", "target_lengths"), arrays)
     )
     for name, x in ("labels", labels), ("targets", targets):
-        _checks.unsplit("edit_distance", name, x, {-1: "labels"})
+        _checks.unsplit(name, x, {-1: "labels"})
     labels, targets, counts, target_lengths = _xla.split_alike(len(shape), labels, targets, counts, target_lengths)
 
     def count(size):  # int32 [1, ..., 1, size]
@@ -236,17 +236,16 @@ def word_confidence(
     >>> [round(x, 3) for x in word_confidence([1, 2, 3], log_probs[0], 3, words, how="mean")]
     [0.9, 0.5]
     """
-    name = "word_confidence"
-    _checks.choice(name, "how", how, tuple(OF_A_WORD))
-    labels, counts = map(np.asarray, _sequences(name, "labels", labels, "counts", counts))
-    log_probs = _checks.array(name, "label_log_probs", label_log_probs)
+    _checks.choice("how", how, tuple(OF_A_WORD))
+    labels, counts = map(np.asarray, _sequences("labels", labels, "counts", counts))
+    log_probs = _checks.array("label_log_probs", label_log_probs)
     words = word_of_label(labels) if callable(word_of_label) else word_of_label
-    words = _checks.integral(name, "word_of_label", words)
+    words = _checks.integral("word_of_label", words)
     if str(log_probs.dtype) not in _checks.FLOATS:
-        raise TypeError(f"{name}: label_log_probs must have a floating dtype, got {log_probs.dtype}.")
+        raise _checks.bad_type(f"label_log_probs must have a floating dtype, got {log_probs.dtype}.")
     for argument, x in (("label_log_probs", log_probs), ("word_of_label", words)):
         if x.shape != labels.shape:
-            raise ValueError(f"{name}: {argument} must have shape [..., L] = {labels.shape}, got {x.shape}.")
+            raise _checks.bad_value(f"{argument} must have shape [..., L] = {labels.shape}, got {x.shape}.")
 
     def of(log_probs, words, count):
         if count.ndim:
@@ -254,37 +253,37 @@ def word_confidence(
         used = (np.arange(len(words)) < count) & (words >= 0)
         log_probs, words = log_probs[used], words[used]
         if (words[1:] < words[:-1]).any():
-            raise ValueError(f"{name}: word_of_label must never decrease, but for -1, got {words.tolist()}.")
+            raise _checks.bad_value(f"word_of_label must never decrease, but for -1, got {words.tolist()}.")
         probabilities = np.exp(np.minimum(log_probs, 0))
         return [float(OF_A_WORD[how](probabilities[words == word])) for word in np.unique(words)]
 
     return of(np.asarray(log_probs, np.float64), np.asarray(words), counts)
 
 
-def _pairs(function, labels, counts, targets, target_lengths):
+def _pairs(labels, counts, targets, target_lengths):
     """((labels, counts, targets, target_lengths), batch dimensions of the pairs), traced or not."""
-    labels, counts = _sequences(function, "labels", labels, "counts", counts)
-    targets, target_lengths = _sequences(function, "targets", targets, "target_lengths", target_lengths)
+    labels, counts = _sequences("labels", labels, "counts", counts)
+    targets, target_lengths = _sequences("targets", targets, "target_lengths", target_lengths)
     if counts.ndim != target_lengths.ndim:  # NumPy would pair dimensions from the last one on: N with B
         expected = f"{counts.ndim} batch dimensions like labels {labels.shape}, with 1 for those that targets lack"
         way = "targets[:, None] and target_lengths[:, None] for N hypotheses of each utterance"
-        raise ValueError(f"{function}: targets must have {expected} ({way}), got {targets.shape}.")
+        raise _checks.bad_value(f"targets must have {expected} ({way}), got {targets.shape}.")
     try:
         shape = jnp.broadcast_shapes(counts.shape, target_lengths.shape)
     except ValueError:
         expected = f"batch dimensions that broadcast with those of labels, {counts.shape}"
-        raise ValueError(f"{function}: targets must have {expected}, got {target_lengths.shape}.") from None
+        raise _checks.bad_value(f"targets must have {expected}, got {target_lengths.shape}.") from None
     return (labels, counts, targets, target_lengths), shape
 
 
-def _sequences(function, name, labels, name_of_lengths, lengths, check=_checks.integral):
+def _sequences(name, labels, name_of_lengths, lengths, check=_checks.integral):
     """Labels [..., L], or numbers of them, and how many of them count [...], traced or not."""
-    labels, lengths = check(function, name, labels), _checks.integral(function, name_of_lengths, lengths)
+    labels, lengths = check(name, labels), _checks.integral(name_of_lengths, lengths)
     if labels.shape[:-1] != lengths.shape or labels.ndim < 1:
         expected = f"shape [...] = {labels.shape[:-1]} of {name} [..., L]"
-        raise ValueError(f"{function}: {name_of_lengths} must have {expected}, got {lengths.shape}.")
+        raise _checks.bad_value(f"{name_of_lengths} must have {expected}, got {lengths.shape}.")
     known = _checks.known(lengths)
     if known is not None and known.size and (known.min() < 0 or known.max() > labels.shape[-1]):
         expected = f"lie in [0, {labels.shape[-1]}], the labels that {name} holds"
-        raise ValueError(f"{function}: {name_of_lengths} must {expected}, got {known.tolist()}.")
+        raise _checks.bad_value(f"{name_of_lengths} must {expected}, got {known.tolist()}.")
     return labels, lengths

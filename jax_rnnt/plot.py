@@ -152,12 +152,12 @@ def draw_lattice(
     """
     if isinstance(logits, PackedLogits):
         expected = "an array or another layout (the rows of one utterance, reshaped to [T, U + 1, V])"
-        raise TypeError(f"draw_lattice: logits must be {expected}, got PackedLogits, which have a batch dimension.")
-    layout = _layout.of("draw_lattice", logits)
+        raise _checks.bad_type(f"logits must be {expected}, got PackedLogits, which have a batch dimension.")
+    layout = _layout.of(logits)
     if layout.ndim != 3:
-        raise ValueError(f"draw_lattice: logits must be those of one utterance, [T, U + 1, V], got {layout.shape}.")
-    targets = _checks.array("draw_lattice", "targets", targets)
-    names = _names("draw_lattice", targets[:target_length], texts)
+        raise _checks.bad_value(f"logits must be those of one utterance, [T, U + 1, V], got {layout.shape}.")
+    targets = _checks.array("targets", targets)
+    names = _names(targets[:target_length], texts)
     labels = len(names) if target_length is None else int(target_length)
     frames = layout.frames if logit_length is None else int(logit_length)
     arguments = logits, targets, np.int32(frames), np.int32(labels)
@@ -235,7 +235,7 @@ def draw_emissions(
         blank, label = loss.posteriors(logits, *batch)
         plot.draw_emissions(features[0], label[0], targets[0], hop=0.01, subsampling=4, ax=ax)
     """
-    names = _names("draw_emissions", targets, texts)
+    names = _names(targets, texts)
     features, posteriors = np.asarray(features, np.float64), np.asarray(posteriors, np.float64)
     _check_emissions(features, posteriors, len(names))
     ax = plt.gca() if ax is None else ax
@@ -271,18 +271,17 @@ def draw_emissions(
 
 
 def _check_emissions(features, posteriors, labels: int) -> None:
-    function = "draw_emissions"
     for name, x, shape in (("features", features, "[subsampling T, F]"), ("posteriors", posteriors, "[T, U + 1]")):
         if x.ndim != 2:
-            raise ValueError(f"{function}: {name} must have shape {shape}, got {x.shape}.")
+            raise _checks.bad_value(f"{name} must have shape {shape}, got {x.shape}.")
     if posteriors.shape[1] < labels:
         expected = f"[T, U + 1] with U = {labels} or more"
-        raise ValueError(f"{function}: posteriors must have shape {expected}, got {posteriors.shape}.")
+        raise _checks.bad_value(f"posteriors must have shape {expected}, got {posteriors.shape}.")
     mass = posteriors[:, :labels]
     if np.any(mass < 0) or np.any(mass.sum(0) > 1.001):  # features, or the posteriors of blanks
         expected = "those of labels (the second result of loss.posteriors), which add up to 1 over the frames"
         got = f"values from {mass.min():.3g} and sums up to {mass.sum(0).max():.3g}"
-        raise ValueError(f"{function}: posteriors must be {expected}, got {got}.")
+        raise _checks.bad_value(f"posteriors must be {expected}, got {got}.")
 
 
 def _add_key_of_emissions(ax: Axes) -> None:
@@ -296,14 +295,13 @@ def _add_key_of_emissions(ax: Axes) -> None:
     below.set(frame_on=False)
 
 
-def _names(function: str, targets: Any, texts) -> list[str]:
+def _names(targets: Any, texts) -> list[str]:
     if np.ndim(targets) != 1:
-        raise ValueError(f"{function}: targets must have shape [U], those of one utterance, got {np.shape(targets)}.")
+        raise _checks.bad_value(f"targets must have shape [U], those of one utterance, got {np.shape(targets)}.")
     if texts is None:
         return [str(label) for label in np.asarray(targets)]
     if len(texts) != len(targets):
-        expected = f"one for each of {len(targets)} labels"
-        raise ValueError(f"{function}: texts must be {expected}, got {len(texts)}.")
+        raise _checks.bad_value(f"texts must be one for each of {len(targets)} labels, got {len(texts)}.")
     return [_shown(text) for text in texts]
 
 

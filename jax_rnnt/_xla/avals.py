@@ -63,17 +63,18 @@ def explicit_axes(mesh) -> set[str]:
 
 
 def spec_of(aval) -> list:
-    """Over which explicit mesh axes each dimension is sharded."""
+    """For each dimension, the explicit mesh axes over which it is sharded, or None."""
     sharding = getattr(aval, "sharding", None)
     spec = list(sharding.spec) if sharding is not None else []
     return spec + [None] * (aval.ndim - len(spec))
 
 
 def split_alike(dimensions: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, whose first dimensions, so many, are split over the same explicit mesh axes in all of them.
+    """The arrays, with their first `dimensions` split over the same explicit mesh axes in all of them.
 
-    They are those of the batch, and an array may have 1 there for all. JAX adds no two arrays that are split otherwise,
-    so a dimension follows the first array in which it is split. That costs nothing where the others are whole.
+    These are the batch dimensions; an array may have size 1 in one, and is whole there. JAX refuses to add arrays that
+    are split differently, so a dimension follows the first array in which it is split. That costs nothing where the
+    others are whole.
     """
     specs: list = [None] * dimensions
     sizes = [0] * dimensions

@@ -97,7 +97,7 @@ class Grouped:
     kernel : callable, optional
         ``kernel(kind, static, shared, batched, device, reason, doubt) -> function`` of kernels, where `function` runs
         as one: ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none.
-        It gets their kind ("tpu": in Pallas, "cuda"), avals, what is known of a device (`device_of` the program; for
+        It gets their kind ("tpu": in Pallas, "cuda"), avals, the facts about a device (`device_of` the program; for
         CUDA, its shared memory and the module of the kernels), and why no kernel can run here at all, or None.
         ``doubt(names)`` is why kernels of these names are not the default here, or None.
     """

@@ -115,7 +115,7 @@ def shared_memory(platform: str, kind: str | None) -> int | str:
 
 
 def instruction_set(platform: str) -> str:
-    """Of the platform's kernels, as far as their module tells."""
+    """The instruction set of the platform's kernels, as far as their module names one."""
     kernels = module(platform)
     if hasattr(kernels, "target"):
         return kernels.target()

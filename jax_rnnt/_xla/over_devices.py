@@ -3,7 +3,7 @@
 XLA does not partition a Mosaic kernel: `jax.shard_map` must say who computes what. Shardings of automatic axes are
 known only after the partitioner has run, so the batch is split over all devices of the program. A batch that is sharded
 over all of them stays in place. Over a mesh axis that does not shard the batch, results are gathered: planes, V times
-smaller than the logits. On explicit axes the operands' types tell.
+smaller than the logits. For explicit axes, the types of the operands say how they are sharded.
 """
 
 import math
@@ -81,7 +81,7 @@ def without_mesh(function):
 
 
 def _mesh(ctx):
-    """(mesh of the program, its manual axes, whether types tell the shardings)"""
+    """(mesh of the program, its manual axes, whether the types of operands say how they are sharded)"""
     axes = ctx.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return axes.mesh, set(axes.manual_axes), False
@@ -164,7 +164,7 @@ def lower_over_devices(ctx, function, operands, num_batch_dims):
 
 
 def device_of(ctx) -> tuple[str | None, int]:
-    """(kind of the TPUs that a program is lowered for, or None where nothing tells; cores of a device)"""
+    """(kind of the TPUs that a program is lowered for, or None where that is not known; cores of a device)"""
     axes = ctx.module_context.axis_context
     for mesh in (getattr(axes, "mesh", None), getattr(axes, "abstract_mesh", None), jax.sharding.get_abstract_mesh()):
         device = getattr(getattr(mesh, "abstract_mesh", mesh), "abstract_device", None)

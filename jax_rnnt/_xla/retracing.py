@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jax_rnnt import _checks
 from jax_rnnt._xla.avals import on_mesh, plain_aval
 
 
@@ -112,17 +113,18 @@ def trace(function: Callable, *avals) -> tuple[Traced, list[jax.Array], Any]:
     return Traced(closed.jaxpr, on_mesh(types)), [jnp.asarray(x) for x in closed.consts], result
 
 
-def pure(what: str, function: Callable, parameters, *avals) -> tuple[Pure, list[jax.Array], Any]:
+def pure(function: Callable, parameters, *avals) -> tuple[Pure, list[jax.Array], Any]:
     """`trace` of ``function(parameters, *rows)``, the leaves of `parameters` in place of constants."""
     leaves, structure = jax.tree.flatten(parameters)
     closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(parameters, *avals)
     if closed_over := [jax.typeof(x) for x in closed.consts if isinstance(x, jax.Array)]:
-        raise TypeError(f"{what} must take all its arrays from parameters, got one that closes over {closed_over}.")
+        expected = "take all its arrays from parameters"
+        raise _checks.bad_type(f"joint must {expected}, got one that closes over {closed_over}.")
     return Pure(function, structure, draws(closed.jaxpr)), leaves, result
 
 
 def shape_of(what: str, function: Callable, *avals) -> tuple[Any, bool]:
-    """(shapes and dtypes of its result, whether it draws random numbers); `what` names the function in errors."""
+    """(shapes and dtypes of its result, whether it draws random numbers); `what` is the argument that errors name."""
     try:
         closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
     except Exception as error:
@@ -130,10 +132,8 @@ def shape_of(what: str, function: Callable, *avals) -> tuple[Any, bool]:
             raise
         name = getattr(function, "__qualname__", type(function).__qualname__)
         cure = "call eval() of the module that it runs, or drop and normalise rows before"
-        raise TypeError(
-            f"{what} must not change anything, got {name}, which changes a Flax NNX module in training mode, as "
-            f"dropout and batch norm do: {cure}. Flax says: {error}"
-        ) from error
+        got = f"got {name}, which changes a Flax NNX module in training mode, as dropout and batch norm do"
+        raise _checks.bad_type(f"{what} must not change anything, {got}: {cure}. Flax says: {error}") from error
     return result, draws(closed.jaxpr)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.decode import _beam_step, _fusion, _given, _options
 from jax_rnnt.decode._beam_state import Beam, BeamStatic, Carry, first_beam, first_networks, of_bits, recurrent
 from jax_rnnt.decode._fusion import Networks
@@ -38,27 +39,27 @@ class BeamStream(typing.NamedTuple):
     networks: Networks
 
 
+@in_name_of("beam")
 def run(
     search, encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state, frames_at_once
 ) -> Hypotheses:
     """`Search.beam`."""
-    function = "beam"
-    width, merge = _options.size(function, "width", width), _checks.boolean(function, "merge", merge)
-    several = _options.size(function, "frames_at_once", frames_at_once) > 1
+    width, merge = _options.size("width", width), _checks.boolean("merge", merge)
+    several = _options.size("frames_at_once", frames_at_once) > 1
     if several and not merge:
-        raise ValueError(f"{function}: frames_at_once must be 1 with merge=False, got {frames_at_once}.")
-    length_norm = constant(_checks.scalar(function, "length_norm", length_norm))
+        raise _checks.bad_value(f"frames_at_once must be 1 with merge=False, got {frames_at_once}.")
+    length_norm = constant(_checks.scalar("length_norm", length_norm))
     numbers = {"length_norm": length_norm}
     if threshold is not None:
-        threshold = numbers["threshold"] = constant(_checks.scalar(function, "threshold", threshold))
-    search, encoder_out, lengths, exact_end = _given.checked(function, search, encoder_out, lengths, exact_end)
-    window = _given.window(function, frames_at_once, encoder_out)
+        threshold = numbers["threshold"] = constant(_checks.scalar("threshold", threshold))
+    search, encoder_out, lengths, exact_end = _given.checked(search, encoder_out, lengths, exact_end)
+    window = _given.window(frames_at_once, encoder_out)
 
     def of_device(encoder_out, lengths, exact_end, state):
-        static, given = _given.prepare(function, search, encoder_out, lengths, exact_end, window, numbers)
+        static, given = _given.prepare(search, encoder_out, lengths, exact_end, window, numbers)
         static = BeamStatic(**vars(static), width=width, merge=merge)
         state = fitted(state, given.lengths.shape[0] * width)
-        stream = begin_part(static, given, functools.partial(start_stream, static, given), state)
+        stream = begin_part("beam", static, given, functools.partial(start_stream, static, given), state)
         beyond = beyond_the_end(static, given, exact_end, stream.reached)
         static = dataclasses.replace(static, recurrent=recurrent(stream.networks))
         given = given._replace(first=stream.first, threshold=threshold)
@@ -75,7 +76,7 @@ def start_stream(static: BeamStatic, given: Given) -> BeamStream:
 
 
 def fitted(state, rows: int):
-    """The state of a stream with keys if so many rows are packed, and without if not: a batch may change its size."""
+    """The state of a stream with keys if this number of rows is packed, else without: a batch may change its size."""
     if not isinstance(state, BeamStream) or (state.networks.key is not None) == packs(rows):
         return state
     key = unshared_keys(state.networks) if packs(rows) else None

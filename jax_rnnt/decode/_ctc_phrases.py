@@ -93,18 +93,17 @@ def phrase_scores(
     >>> scores[0, 0].tolist(), starts[0, 0].tolist()
     ([-inf, -18.0, -9.0, -9.0, 0.0, -9.0], [-1, 0, 1, 2, 2, 2])
     """
-    function = "phrase_scores"
-    log_probs = _checks.floating(function, "log_probs", log_probs, 3, "[B, T, V]")
-    _checks.unsplit(function, "log_probs", log_probs, {-2: "T", -1: "V"})
+    log_probs = _checks.floating("log_probs", log_probs, 3, "[B, T, V]")
+    _checks.unsplit("log_probs", log_probs, {-2: "T", -1: "V"})
     if log_probs.ndim != 3:
-        raise ValueError(f"{function}: log_probs must have shape [B, T, V], got {tuple(log_probs.shape)}.")
-    phrases = _checks.integral(function, "phrases", phrases)
+        raise _checks.bad_value(f"log_probs must have shape [B, T, V], got {tuple(log_probs.shape)}.")
+    phrases = _checks.integral("phrases", phrases)
     if phrases.ndim != 2 or phrases.shape[1] == 0:
-        raise ValueError(f"{function}: phrases must have shape [P, L] with L > 0, got {tuple(phrases.shape)}.")
-    phrases = _checks.integers(function, "phrases", phrases, phrases.shape, "[P, L]")
-    lengths = _checks.integers(function, "lengths", lengths, log_probs.shape[:1], "[B]")
-    counts = _checks.integers(function, "phrase_lengths", phrase_lengths, phrases.shape[:1], "[P]")
-    blank = _checks.class_index(function, "blank", blank, log_probs.shape[2])
+        raise _checks.bad_value(f"phrases must have shape [P, L] with L > 0, got {tuple(phrases.shape)}.")
+    phrases = _checks.integers("phrases", phrases, phrases.shape, "[P, L]")
+    lengths = _checks.integers("lengths", lengths, log_probs.shape[:1], "[B]")
+    counts = _checks.integers("phrase_lengths", phrase_lengths, phrases.shape[:1], "[P]")
+    blank = _checks.class_index("blank", blank, log_probs.shape[2])
     log_probs, lengths = _xla.split_alike(1, log_probs, lengths)
     return _phrase_scores(log_probs, lengths, phrases, counts, blank)
 
@@ -220,22 +219,21 @@ def find_phrases(
     >>> found
     [FoundPhrase(phrase=0, start=2, end=4, score=4.0)]
     """
-    function = "find_phrases"
     if not is_list(phrases) or not all(map(is_list, phrases)):
         wrong = phrases if not is_list(phrases) else next(x for x in phrases if not is_list(x))
-        raise TypeError(f"{function}: phrases must be a list of phrases, which are lists of labels, got {wrong!r}.")
+        raise _checks.bad_type(f"phrases must be a list of phrases, which are lists of labels, got {wrong!r}.")
     counts = np.array([len(x) for x in phrases], np.int32)
     if (counts == 0).any():
-        raise ValueError(f"{function}: phrases must have one label or more, got phrase {counts.argmin()} without.")
+        raise _checks.bad_value(f"phrases must have one label or more, got phrase {counts.argmin()} without.")
     table = np.zeros((len(phrases), max(counts, default=1)), np.int32)
     for row, phrase in zip(table, phrases):
-        row[: len(phrase)] = _checks.integral(function, "phrases", [*phrase])
+        row[: len(phrase)] = _checks.integral("phrases", [*phrase])
     classes = np.shape(log_probs)[-1] if np.ndim(log_probs) else 0
     if wrong := [int(x) for row, n in zip(table, counts) for x in row[:n] if not 0 <= x < classes][:5]:
-        raise ValueError(f"{function}: phrases must have labels in [0, {classes}), got {wrong}.")
-    each = weights_of(weights, True, [[*phrases]], function)
-    gain = np.asarray(earned(counts.astype(np.int64), each, depth_of(depth, each, function)))
-    least = _checks.known(_checks.number(function, "threshold", threshold))
+        raise _checks.bad_value(f"phrases must have labels in [0, {classes}), got {wrong}.")
+    each = weights_of(weights, True, [[*phrases]])
+    gain = np.asarray(earned(counts.astype(np.int64), each, depth_of(depth, each)))
+    least = _checks.known(_checks.number("threshold", threshold))
     found = phrase_scores(log_probs, lengths, jnp.asarray(table), jnp.asarray(counts), blank=blank)
     scores, starts = map(np.asarray, found)
     return [_apart(score + gain[:, None], start, least) for score, start in zip(scores, starts)]

@@ -55,13 +55,13 @@ class Entropy:
     normalization: Literal["exponential", "linear"] = "exponential"
 
     def __post_init__(self):
-        _checks.choice("Entropy", "kind", self.kind, ("tsallis", "renyi", "gibbs"))
-        _checks.choice("Entropy", "normalization", self.normalization, ("exponential", "linear"))
-        exponent = _checks.known(_checks.scalar("Entropy", "exponent", self.exponent))
+        _checks.choice("kind", self.kind, ("tsallis", "renyi", "gibbs"))
+        _checks.choice("normalization", self.normalization, ("exponential", "linear"))
+        exponent = _checks.known(_checks.scalar("exponent", self.exponent))
         if exponent is None or not 0 < exponent < math.inf:
-            raise ValueError(f"Entropy: exponent must be a known number, finite and above 0, got {self.exponent!r}.")
+            raise _checks.bad_value(f"exponent must be a known number, finite and above 0, got {self.exponent!r}.")
         if self.kind == "gibbs" and exponent > 1:
-            raise ValueError(f"Entropy: exponent must be 1 or less for Gibbs's entropy, got {self.exponent!r}.")
+            raise _checks.bad_value(f"exponent must be 1 or less for Gibbs's entropy, got {self.exponent!r}.")
         object.__setattr__(self, "exponent", float(exponent))
 
     def confidence(self, log_probs: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _pytree, _xla
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt.decode import _predictor
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._given import Given, Static, logits_of
@@ -44,8 +44,8 @@ def ends(search) -> bool:
 
 
 def begin(static: Static, given: Given, rows: int) -> Networks:
-    """The networks after their start labels, for so many rows."""
-    predicted, state = _predictor.begin(static.function, "predictor", given.search.predictor, rows, static.start)
+    """The networks after their start labels, for `rows` rows."""
+    predicted, state = _predictor.begin("predictor", given.search.predictor, rows, static.start)
     begun = [begin_model(static, i, model, rows) for i, (model, _) in enumerate(given.search.fusion)]
     scores, states = [scores for scores, _ in begun], tuple(after for _, after in begun)
     return Networks(predicted, state, states, bonus(static, given, scores, predicted))
@@ -53,24 +53,24 @@ def begin(static: Static, given: Given, rows: int) -> Networks:
 
 def begin_model(static: Static, i: int, model, rows: int):
     """(scores [rows, V], state) of a model after its start label, by default that of the predictor."""
-    function, name, moves = static.function, f"fusion[{i}]", static.moves
-    start = _predictor.declared_start(function, name, model)
+    name, moves = f"fusion[{i}]", static.moves
+    start = _predictor.declared_start(name, model)
     if start is None:
         default = f"start, by default that of the predictor, of {name}"
-        start = _predictor.start_label(function, default, static.start, _predictor.declared_symbols(model))
-    _predictor.check_symbols(function, name, model, moves.symbols)
-    scores, state = _predictor.begin(function, name, model, rows, start, "scores [N, V]")
+        start = _predictor.start_label(default, static.start, _predictor.declared_symbols(model))
+    _predictor.check_symbols(name, model, moves.symbols)
+    scores, state = _predictor.begin(name, model, rows, start, "scores [N, V]")
     sizes = moves.symbols, moves.tokens, moves.classes
     if scores.shape[-1] not in sizes:
         expected = "V = {} (labels), {} (with blanks) or {} (all classes of the joint network)".format(*sizes)
-        raise ValueError(f"{function}: {name}.step must make scores [N, V] with {expected}, got {scores.shape}.")
+        raise _checks.bad_value(f"{name}.step must make scores [N, V] with {expected}, got {scores.shape}.")
     for option in "final", "place":
         if (method := getattr(model, option, None)) is not None and not callable(method):
-            raise TypeError(f"{function}: {name}.{option} must be a function or None, got {method!r}.")
+            raise _checks.bad_type(f"{name}.{option} must be a function or None, got {method!r}.")
     if final := getattr(model, "final", None):
-        ends, _ = _xla.shape_of(f"{function}: {name}.final", final, state)
+        ends, _ = _xla.shape_of(f"{name}.final", final, state)
         if getattr(ends, "shape", None) != (rows,):
-            raise ValueError(f"{function}: {name}.final must make scores [N] with N = {rows}, got {ends!r}.")
+            raise _checks.bad_value(f"{name}.final must make scores [N] with N = {rows}, got {ends!r}.")
     return scores, state
 
 
@@ -82,7 +82,7 @@ def placed(static: Static, given: Given, networks: Networks) -> Networks:
         if place := getattr(model, "place", None):
             before = jax.tree.map(lambda x: x.reshape(rows, *x.shape[len(batch) :]), state)
             after = constant(place(before))
-            _predictor.same_state(static.function, f"fusion[{i}].place", before, after)
+            _predictor.same_state(f"fusion[{i}].place", before, after)
             state = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), after)
         models.append(state)
     return networks._replace(models=tuple(models))

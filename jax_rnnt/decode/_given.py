@@ -27,7 +27,6 @@ from jax_rnnt.layouts import LinearJoint
 class Static:
     """What a step knows when it is traced."""
 
-    function: str  # the verb, in errors
     moves: Moves
     start: int  # the label before the first one
     dtype: np.dtype  # of scores
@@ -70,51 +69,51 @@ class Given(typing.NamedTuple):
         return jax.tree.map(lambda x: _xla.vary_together(x, *like)[0], tree)
 
 
-def checked(function: str, search, encoder_out, lengths, exact_end):
+def checked(search, encoder_out, lengths, exact_end):
     """(search, encoder_out [B, T, E], lengths int32 [B], exact_end), checked as far as their values are known."""
     search = constant(search)
-    search = _pytree.replace(search, **_options.checked(function, search))
-    encoder_out = _checks.floating(function, "encoder_out", encoder_out, 3, "[B, T, E]")
+    search = _pytree.replace(search, **_options.checked(search))
+    encoder_out = _checks.floating("encoder_out", encoder_out, 3, "[B, T, E]")
     if encoder_out.ndim != 3:
-        raise ValueError(f"{function}: encoder_out must have shape [B, T, E], got {encoder_out.shape}.")
+        raise _checks.bad_value(f"encoder_out must have shape [B, T, E], got {encoder_out.shape}.")
     batch, frames, _ = encoder_out.shape
     if np.shape(lengths) == (frames,) != (batch,):
         expected = f"shape [B, T, E], got {encoder_out.shape}, where dimension 1 has the B = {frames} utterances"
-        raise ValueError(f"{function}: encoder_out must have {expected}: jnp.swapaxes(encoder_out, 0, 1).")
-    _checks.unsplit(function, "encoder_out", encoder_out, {-2: "T", -1: "E"})
-    raw, lengths = lengths, _checks.integers(function, "lengths", lengths, (batch,), "[B]")
+        raise _checks.bad_value(f"encoder_out must have {expected}: jnp.swapaxes(encoder_out, 0, 1).")
+    _checks.unsplit("encoder_out", encoder_out, {-2: "T", -1: "E"})
+    raw, lengths = lengths, _checks.integers("lengths", lengths, (batch,), "[B]")
     known = _checks.known(raw)
     if known is not None and np.any((known < 0) | (known > frames)):
         expected = f"lie in [0, {frames}], as encoder_out has {frames} frames"
-        raise ValueError(f"{function}: lengths must {expected}, got {known.tolist()}.")
+        raise _checks.bad_value(f"lengths must {expected}, got {known.tolist()}.")
     if isinstance(exact_end, (bool, np.bool_)):
         exact_end = bool(exact_end)
     else:
         if getattr(exact_end, "dtype", None) != np.bool_ or tuple(exact_end.shape) != (batch,):
             got = f"{exact_end.dtype} {tuple(exact_end.shape)}" if hasattr(exact_end, "dtype") else repr(exact_end)
-            raise TypeError(f"{function}: exact_end must be True or False, or bool [B] with B = {batch}, got {got}.")
+            raise _checks.bad_type(f"exact_end must be True or False, or bool [B] with B = {batch}, got {got}.")
         exact_end = jnp.asarray(exact_end)
-    check_utterances(function, search, encoder_out)
+    check_utterances(search, encoder_out)
     return search, constant(encoder_out), lengths, exact_end
 
 
-def check_utterances(function: str, search, encoder_out) -> None:
+def check_utterances(search, encoder_out) -> None:
     """Raises if a model of fusion has tables for other utterances than these."""
     batch = encoder_out.shape[0]
     for i, (model, _) in enumerate(search.fusion):
         served = getattr(model, "utterances", None)
         if served is not None and served != batch:
             expected = f"{batch}, those of encoder_out, or None"
-            raise ValueError(f"{function}: fusion[{i}].utterances must be {expected}, got {served}.")
+            raise _checks.bad_value(f"fusion[{i}].utterances must be {expected}, got {served}.")
         if served is not None and _xla.is_split(encoder_out):
             cure = "run the search in jax.shard_map, which gives each device the model of its own utterances"
             got = f"got {served} where a mesh axis of type Explicit splits encoder_out"
-            raise ValueError(f"{function}: fusion[{i}].utterances must be None, {got}: {cure}.")
+            raise _checks.bad_value(f"fusion[{i}].utterances must be None, {got}: {cure}.")
 
 
-def window(function: str, frames_at_once, encoder_out) -> int:
+def window(frames_at_once, encoder_out) -> int:
     """The frames that a step reads: no more than there are."""
-    size, frames = _options.size(function, "frames_at_once", frames_at_once), encoder_out.shape[1]
+    size, frames = _options.size("frames_at_once", frames_at_once), encoder_out.shape[1]
     return max(frames, 1) if _checks.smaller(frames, size) else size
 
 
@@ -129,7 +128,7 @@ def on_devices(run, encoder_out, lengths, exact_end, state):
     return _xla.by_shards(lambda *arrays: run(*arrays[:2], exact_end, *arrays[2:]), encoder_out, lengths, state)
 
 
-def prepare(function: str, search, encoder_out, lengths, exact_end, frames_at_once: int, numbers=None):
+def prepare(search, encoder_out, lengths, exact_end, frames_at_once: int, numbers=None):
     """(`Static`, `Given`) of a checked search and batch.
 
     `numbers`: those of the verb by their names, as for `out_of_range`.
@@ -139,26 +138,25 @@ def prepare(function: str, search, encoder_out, lengths, exact_end, frames_at_on
     if frames == 0:  # nothing is read, but rows are gathered
         encoder_out = jnp.zeros((batch, 1, encoder_out.shape[2]), encoder_out.dtype)
     predictor = search.predictor
-    start = _predictor.start_of(function, predictor, search.start)
+    start = _predictor.start_of(predictor, search.start)
     # The classes are known once there is a predictor row, and the start label by default once classes are known.
-    row, _ = jax.eval_shape(lambda: _predictor.begin(function, "predictor", predictor, batch, 0))
-    layout = checked_joint(function, search.joint, encoder_out, jnp.zeros((batch, 1, row.shape[-1]), row.dtype))
-    moves, weights = moves_of(function, search.loss, layout.classes, search.max_symbols, search.duration_choice)
+    row, _ = jax.eval_shape(lambda: _predictor.begin("predictor", predictor, batch, 0))
+    layout = checked_joint(search.joint, encoder_out, jnp.zeros((batch, 1, row.shape[-1]), row.dtype))
+    moves, weights = moves_of(search.loss, layout.classes, search.max_symbols, search.duration_choice)
     if _options.is_on(search, "temperature") and not moves.emission.normalize:
         expected = "1 with fused_log_softmax=False: rows are log-probabilities already"
-        raise ValueError(f"{function}: temperature must be {expected}, got {search.temperature!r}.")
-    _predictor.check_symbols(function, "predictor", predictor, moves.symbols)
+        raise _checks.bad_value(f"temperature must be {expected}, got {search.temperature!r}.")
+    _predictor.check_symbols("predictor", predictor, moves.symbols)
     if start is None:
         name, known = "start, by default the blank,", _predictor.declared_symbols(predictor)
-        start = _predictor.start_label(function, name, moves.emission.blanks[0], known)
+        start = _predictor.start_label(name, moves.emission.blanks[0], known)
     dtype = scores_dtype(layout.dtype)
     weights = constant(weights)
-    bad |= _options.out_of_range(function, weights | _options.numbers(search) | (numbers or {}), dtype)
+    bad |= _options.out_of_range(weights | _options.numbers(search) | (numbers or {}), dtype)
     is_static = isinstance(exact_end, bool)
     # Not with a traced threshold: 1 must be off by value, and XLA rounds the products of another program otherwise.
     known = _options.is_on(search, "blank_threshold") and _checks.is_number(search.blank_threshold)
     static = Static(
-        function=function,
         moves=moves,
         start=start,
         dtype=dtype,

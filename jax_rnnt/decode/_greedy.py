@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _pytree
+from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.decode import _fusion, _given, _scores
 from jax_rnnt.decode._fusion import Networks
 from jax_rnnt.decode._gather import replace_rows
@@ -67,19 +68,17 @@ class Walk(typing.NamedTuple):
     confidence: jax.Array | None  # [B]: of the label
 
 
+@in_name_of("greedy")
 def run(search, encoder_out, lengths, exact_end, state, frames_at_once) -> Hypotheses:
     """`Search.greedy`."""
-    function = "greedy"
-    search, encoder_out, lengths, exact_end = _given.checked(function, search, encoder_out, lengths, exact_end)
-    window = _given.window(function, frames_at_once, encoder_out)
+    search, encoder_out, lengths, exact_end = _given.checked(search, encoder_out, lengths, exact_end)
+    window = _given.window(frames_at_once, encoder_out)
 
     def of_device(encoder_out, lengths, exact_end, state):
-        static, given = _given.prepare(function, search, encoder_out, lengths, exact_end, window)
+        static, given = _given.prepare(search, encoder_out, lengths, exact_end, window)
         if static.moves.token_first and exact_end is not False:
-            raise ValueError(
-                f"{function}: exact_end must be False with duration_choice='token_first', got {exact_end}."
-            )
-        stream = begin_part(static, given, functools.partial(start_stream, static, given), state)
+            raise _checks.bad_value(f"exact_end must be False with duration_choice='token_first', got {exact_end}.")
+        stream = begin_part("greedy", static, given, functools.partial(start_stream, static, given), state)
         bad = stream.bad | beyond_the_end(static, given, exact_end, stream.reached)
         given = given._replace(first=stream.first)
         return result(static, given, run_steps(static, given, stream), bad)

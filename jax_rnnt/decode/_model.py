@@ -31,15 +31,15 @@ def log_softmax(logits):
     return row_sum(logits).log_probability(logits)
 
 
-def checked_joint(function: str, joint, encoder_out, rows) -> JointLogits:
+def checked_joint(joint, encoder_out, rows) -> JointLogits:
     """The joint network as a layout of logits, checked: it draws nothing, and its classes are not split."""
     if isinstance(joint, JointLogits):
-        raise TypeError(f"{function}: joint must be the network of the JointLogits, their attribute joint, got them.")
+        raise _checks.bad_type("joint must be the network of the JointLogits, their attribute joint, got them.")
     if isinstance(joint, TransducerLoss):
-        raise TypeError(f"{function}: joint must be a joint network, got a loss, which comes first: loss, joint, ...")
+        raise _checks.bad_type("joint must be a joint network, got a loss, which comes first: loss, joint, ...")
     if callable(joint) and not isinstance(joint, LinearJoint):
-        _, draws = _xla.shape_of(f"{function}: joint", joint, *row_avals(2, encoder_out, rows))
-        _checks.no_draws(function, "joint", draws)
-    layout = JointLogits(joint, encoder_out, rows).checked(function)
-    _checks.unsplit(function, "logits of joint", layout._result, {-1: "V"})
+        _, draws = _xla.shape_of("joint", joint, *row_avals(2, encoder_out, rows))
+        _checks.no_draws("joint", draws)
+    layout = JointLogits(joint, encoder_out, rows).checked()
+    _checks.unsplit("logits of joint", layout._result, {-1: "V"})
     return layout

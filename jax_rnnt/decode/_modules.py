@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jax_rnnt import _checks, _pytree
-from jax_rnnt._keywords import keywords
+from jax_rnnt._keywords import in_name_of, keywords
 from jax_rnnt.decode._predictor import Predictor, check_methods, declared_start, declared_symbols
 
 
@@ -36,12 +36,13 @@ def nnx_predictor(module: Any, *, initial: str = "initial", step: str = "step") 
         search = decode.Search(loss, joint, decode.nnx_predictor(model.predictor), max_labels=200)
         search.greedy(encoder_out, lengths)
     """
-    check_methods("nnx_predictor", "module", module, (initial, step))
+    check_methods("module", module, (initial, step))
     evaluated = Evaluated.of(module)
-    start = declared_start("nnx_predictor", "module", module)
+    start = declared_start("module", module)
     return Predictor(getattr(evaluated, initial), getattr(evaluated, step), start, declared_symbols(module))
 
 
+@in_name_of("linen_predictor")
 def linen_predictor(
     module: Any, variables: Any, *, initial: str = "initial", step: str = "step", **options: Any
 ) -> Predictor:
@@ -73,10 +74,10 @@ def linen_predictor(
     def method(name):
         return lambda *arguments: module.apply(variables, *arguments, method=name, **options)
 
-    check_methods("linen_predictor", "module", module, (initial, step))
+    check_methods("module", module, (initial, step))
     # Bound, so that attributes that `setup` sets count too.
     bound = module.bind(variables)
-    start = declared_start("linen_predictor", "module", bound)
+    start = declared_start("module", bound)
     return Predictor(method(initial), method(step), start, declared_symbols(bound))
 
 

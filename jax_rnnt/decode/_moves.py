@@ -69,23 +69,23 @@ class Moves:
         return max(move.frames for move in self.blanks)
 
 
-def moves_of(function: str, loss, classes: int, max_symbols: int, duration_choice: str) -> tuple[Moves, dict]:
-    """The moves of a loss in rows of so many logits, and the weights of its arcs by their names in errors."""
+def moves_of(loss, classes: int, max_symbols: int, duration_choice: str) -> tuple[Moves, dict]:
+    """The moves of a loss in rows of `classes` logits, and the weights of its arcs by their names in errors."""
     if not isinstance(loss, TransducerLoss):
         lacks = "a method decoding() that returns DecodingRules"
         if isinstance(loss, type) and issubclass(loss, TransducerLoss):
             lacks = f"its options: {loss.__name__}() makes a loss"
-        raise TypeError(f"{function}: loss must be a TransducerLoss, got {_checks.shown(loss)}, which lacks {lacks}.")
+        raise _checks.bad_type(f"loss must be a TransducerLoss, got {_checks.shown(loss)}, which lacks {lacks}.")
     name = f"{type(loss).__name__}.decoding()"
     composer, decoder = (next(x for x in type(loss).__mro__ if f in vars(x)) for f in ("compose", "decoding"))
     if decoder is not TransducerLoss and issubclass(composer, decoder) and composer is not decoder:
         lacks = f"decoding(), as its compose() changes that of {decoder.__name__}, whose decoding() may not hold for it"
-        raise TypeError(f"{function}: {composer.__name__} lacks {lacks}.")
+        raise _checks.bad_type(f"{composer.__name__} lacks {lacks}.")
     rules = loss.decoding()
     if not isinstance(rules, DecodingRules):
-        raise TypeError(f"{function}: {name} must return DecodingRules, got {rules!r}.")
-    emission = rules.emission.resolved(function, classes)
-    blanks, labels = arcs_as_moves(f"{function}: {name}", rules.topology, emission)
+        raise _checks.bad_type(f"{name} must return DecodingRules, got {rules!r}.")
+    emission = rules.emission.resolved(classes)
+    blanks, labels = arcs_as_moves(name, rules.topology, emission)
     token_first = duration_choice == "token_first" and emission.num_durations > 0
     if token_first:
         blanks += more_blanks(blanks, labels, emission.num_durations)
@@ -102,7 +102,7 @@ def arcs_as_moves(source: str, topology, emission: Softmax) -> tuple[list[Move],
     for i, arc in enumerate(topology):
         if arc.other is not None and arc.other not in durations:
             expected = f"the slot of a duration, one of {durations}"
-            raise TypeError(f"{source}: the second slot of an arc must be {expected}, got {arc}.")
+            raise _checks.bad_type(f"{source}: the second slot of an arc must be {expected}, got {arc}.")
         duration = None if arc.other is None else durations.index(arc.other)
         frames = min(arc.dt, LONGEST)
         if arc.du == 0 and arc.slot in emission.slots:
@@ -112,10 +112,10 @@ def arcs_as_moves(source: str, topology, emission: Softmax) -> tuple[list[Move],
             labels.append(Move(None, duration, frames, arc.may_end, i))
         else:
             expected = f"the slot of a blank, one of {emission.slots}, and du=0, or the slot 'label' and du=1"
-            raise TypeError(f"{source}: an arc must have {expected}, got {arc}.")
+            raise _checks.bad_type(f"{source}: an arc must have {expected}, got {arc}.")
     if not blanks or not labels:
         lacks = "an arc without a label (du=0), which reads a frame" if not blanks else "an arc with a label (du=1)"
-        raise TypeError(f"{source} lacks {lacks}.")
+        raise _checks.bad_type(f"{source} lacks {lacks}.")
     return blanks, labels
 
 

@@ -70,24 +70,24 @@ def is_on(search, name: str) -> bool:
     return not (_checks.is_number(x) and x == OFF[name])
 
 
-def checked(function: str, search) -> dict[str, Any]:
+def checked(search) -> dict[str, Any]:
     """The options of a `Search` by name, checked as far as one can without a batch.
 
     Numbers of Python and NumPy become floats, and a model of fusion with the weight 0 is left out.
     """
     counts = "max_labels", "max_symbols"
-    values: dict[str, Any] = {name: size(function, name, getattr(search, name)) for name in counts}
-    values |= {name: _checks.scalar(function, name, getattr(search, name)) for name in OFF}
-    _checks.choice(function, "duration_choice", search.duration_choice, ("pair", "token_first"))
+    values: dict[str, Any] = {name: size(name, getattr(search, name)) for name in counts}
+    values |= {name: _checks.scalar(name, getattr(search, name)) for name in OFF}
+    _checks.choice("duration_choice", search.duration_choice, ("pair", "token_first"))
     if search.confidence is not None and not isinstance(search.confidence, Entropy):
-        raise TypeError(f"{function}: confidence must be an Entropy or None, got {search.confidence!r}.")
+        raise _checks.bad_type(f"confidence must be an Entropy or None, got {search.confidence!r}.")
     expected, pairs = "a sequence of pairs (model, weight), as fusion=((model, 0.3),)", []
     if isinstance(search.fusion, str) or not isinstance(search.fusion, Sequence):
-        raise TypeError(f"{function}: fusion must be {expected}, got {search.fusion!r}.")
+        raise _checks.bad_type(f"fusion must be {expected}, got {search.fusion!r}.")
     for i, pair in enumerate(search.fusion):
         if not isinstance(pair, Sequence) or len(pair) != 2:
-            raise TypeError(f"{function}: fusion must be {expected}, got fusion[{i}] = {pair!r}.")
-        pairs.append((pair[0], _checks.scalar(function, f"fusion[{i}] weight", pair[1])))
+            raise _checks.bad_type(f"fusion must be {expected}, got fusion[{i}] = {pair!r}.")
+        pairs.append((pair[0], _checks.scalar(f"fusion[{i}] weight", pair[1])))
     pairs = [pair for pair in pairs if not _checks.is_zero(pair[1])]
     return values | {"fusion": tuple(pairs)}
 
@@ -98,15 +98,15 @@ def numbers(search) -> dict[str, Any]:
     return {name: getattr(search, name) for name in OFF} | weights
 
 
-def size(function: str, name: str, x) -> int:
+def size(name: str, x) -> int:
     """x, an integer that is known at trace time and lies in the range of this option."""
-    x = _checks.integer(function, name, x)
+    x = _checks.integer(name, x)
     if not RANGES[name].holds(x):
-        raise ValueError(f"{function}: {name} must be {RANGES[name].expected}, got {x}.")
-    return _checks.index(function, name, x) if RANGES[name].is_size else x
+        raise _checks.bad_value(f"{name} must be {RANGES[name].expected}, got {x}.")
+    return _checks.index(name, x) if RANGES[name].is_size else x
 
 
-def out_of_range(function: str, numbers: dict[str, Any], dtype):
+def out_of_range(numbers: dict[str, Any], dtype):
     """Whether one of the traced numbers is out of its range, bool []; one that is known raises.
 
     `numbers` are scalars by the name that an error gives them; it ends with the name of the option, and perhaps an
@@ -123,5 +123,5 @@ def out_of_range(function: str, numbers: dict[str, Any], dtype):
             rounded = known.astype(dtype)
         if not holds(rounded):
             where = f" in {np.dtype(dtype).name}, the dtype of scores" if holds(known.astype(np.float64)) else ""
-            raise ValueError(f"{function}: {name} must be {expected}{where}, got {known.item()!r}.")
+            raise _checks.bad_value(f"{name} must be {expected}{where}, got {known.item()!r}.")
     return bad

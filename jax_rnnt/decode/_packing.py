@@ -37,7 +37,7 @@ class Packing(typing.NamedTuple):
 
 
 def packs(rows: int) -> bool:
-    """Whether a CPU packs so many rows: where they are more than one pack.
+    """Whether a CPU packs this number of rows: where they are more than one pack.
 
     A symbolic number of rows (`jax.export`) is not packed: packs have a static size.
     """
@@ -101,7 +101,7 @@ def each_pack(packed, count, function, results):
 
 
 def empty_results(rows, function, *inputs):
-    """Arrays for the results of `compute_rows` of so many rows, where `function` takes rows of `inputs` [..., E]."""
+    """Arrays for the results of `compute_rows` of `rows` rows, where `function` takes rows of `inputs` [..., E]."""
     shapes = jax.eval_shape(function, *(jax.ShapeDtypeStruct((rows, x.shape[-1]), x.dtype) for x in inputs))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 

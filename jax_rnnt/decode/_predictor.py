@@ -74,41 +74,41 @@ def declared_symbols(predictor) -> int | None:
     return int(symbols)
 
 
-def start_label(function: str, name: str, start, symbols: int | None) -> int:
+def start_label(name: str, start, symbols: int | None) -> int:
     """A start label in [0, symbols). A negative one counts from the end, which may be beyond the joint's tokens."""
     if symbols is not None:
-        return _checks.class_index(function, name, start, symbols)
-    start = _checks.index(function, name, start)
+        return _checks.class_index(name, start, symbols)
+    start = _checks.index(name, start)
     if start < 0:
         expected = "0 or more, or count from the end of a predictor with the attribute symbols"
         way = "decode.Predictor(initial, step, start, symbols) makes one"
-        raise ValueError(f"{function}: {name} must be {expected}, got {start} without symbols; {way}.")
+        raise _checks.bad_value(f"{name} must be {expected}, got {start} without symbols; {way}.")
     return start
 
 
-def check_symbols(function: str, name: str, predictor, labels: int):
-    """Raises if the predictor lacks one of so many labels."""
+def check_symbols(name: str, predictor, labels: int):
+    """Raises if the predictor has fewer than `labels` symbols."""
     symbols = declared_symbols(predictor)
     if symbols is not None and symbols < labels:
         expected = f"{labels} or more, as the joint network has labels up to {labels - 1}"
-        raise ValueError(f"{function}: {name}.symbols must be {expected}, got {symbols}.")
+        raise _checks.bad_value(f"{name}.symbols must be {expected}, got {symbols}.")
 
 
-def declared_start(function: str, name: str, predictor) -> int | None:
+def declared_start(name: str, predictor) -> int | None:
     start = getattr(predictor, "start", None)
     if start is not None and (isinstance(start, bool) or not isinstance(start, (int, np.integer))):
         wrapped = "decode.Predictor(initial, step, start) makes a predictor of two functions"
-        raise TypeError(f"{function}: {name}.start must be an integer or None, got {start!r}; {wrapped}.")
-    return None if start is None else start_label(function, f"{name}.start", start, declared_symbols(predictor))
+        raise _checks.bad_type(f"{name}.start must be an integer or None, got {start!r}; {wrapped}.")
+    return None if start is None else start_label(f"{name}.start", start, declared_symbols(predictor))
 
 
-def start_of(function: str, predictor, start) -> int | None:
+def start_of(predictor, start) -> int | None:
     """The start label that the predictor declares, else the argument `start` of the call."""
-    declared = declared_start(function, "predictor", predictor)
-    start = None if start is None else start_label(function, "start", start, declared_symbols(predictor))
+    declared = declared_start("predictor", predictor)
+    start = None if start is None else start_label("start", start, declared_symbols(predictor))
     if declared is not None and start is not None and declared != start:
         expected = f"left out, or predictor.start = {declared}, the label that the predictor was trained with"
-        raise ValueError(f"{function}: start must be {expected}, got start={start}.")
+        raise _checks.bad_value(f"start must be {expected}, got start={start}.")
     return start if declared is None else declared
 
 
@@ -155,8 +155,8 @@ def stateless_predictor(
     >>> predict(predictor, jnp.array([[3, 4]]))[0].tolist()
     [[0.0, 0.0], [0.0, 3.0], [3.0, 4.0]]
     """
-    _checks.positive("stateless_predictor", "history", history)
-    start = start_label("stateless_predictor", "start", start, symbols)
+    _checks.positive("history", history)
+    start = start_label("start", start, symbols)
 
     def step(past, labels):
         seen, past = shifted(past, labels)
@@ -190,15 +190,14 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     >>> predict(stateless_predictor(jnp.sin, 1, start=0), jnp.zeros((2, 3), int)).shape
     (2, 4, 1)
     """
-    targets = _checks.array("predict", "targets", targets)
+    targets = _checks.array("targets", targets)
     if targets.ndim != 2 or not jnp.issubdtype(targets.dtype, jnp.integer):
-        got = f"{targets.dtype} {tuple(targets.shape)}"
-        raise ValueError(f"predict: targets must be an integer array [B, U], got {got}.")
-    _checks.unsplit("predict", "targets", targets, {-1: "U"})
-    check_methods("predict", "predictor", predictor)
-    label = start_of("predict", predictor, start)
+        raise _checks.bad_value(f"targets must be an integer array [B, U], got {targets.dtype} {tuple(targets.shape)}.")
+    _checks.unsplit("targets", targets, {-1: "U"})
+    check_methods("predictor", predictor)
+    label = start_of(predictor, start)
     if label is None:
-        raise ValueError("predict: start must be given, as the predictor has no start of its own, got None.")
+        raise _checks.bad_value("start must be given, as the predictor has no start of its own, got None.")
     labels = jnp.pad(jnp.asarray(targets, jnp.int32), ((0, 0), (1, 0)), constant_values=label)
     try:
         return _rows(predictor, labels)
@@ -224,45 +223,45 @@ def _rows(predictor, labels):
     return jnp.swapaxes(rows, 0, 1)
 
 
-def check_methods(function: str, name: str, predictor, methods=("initial", "step")):
+def check_methods(name: str, predictor, methods=("initial", "step")):
     if lacks := [method for method in methods if not callable(getattr(predictor, method, None))]:
         ways = "decode.Predictor(initial, step, start) of two functions, decode.nnx_predictor or linen_predictor"
-        raise TypeError(
-            f"{function}: {name} must have the methods {methods[0]}(batch) and {methods[1]}(state, labels), got "
+        raise _checks.bad_type(
+            f"{name} must have the methods {methods[0]}(batch) and {methods[1]}(state, labels), got "
             f"{_checks.shown(predictor)}, which has no {' and no '.join(lacks)}: make it by {ways} of a module."
         )
 
 
-def begin(function: str, name: str, predictor, batch: int, start: int, makes: str = "rows [B, P]"):
+def begin(name: str, predictor, batch: int, start: int, makes: str = "rows [B, P]"):
     """(rows [batch, P], state) after the start label, checked: every later step makes the same types."""
-    check_methods(function, name, predictor)
+    check_methods(name, predictor)
     state = jax.tree.map(jnp.asarray, predictor.initial(batch))
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if x.ndim < 1 or x.shape[0] != batch:
             place = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"{function}: {name}.initial({batch}) must make arrays [{batch}, ...], got {x.shape} at state{place}."
+            raise _checks.bad_value(
+                f"{name}.initial({batch}) must make arrays [{batch}, ...], got {x.shape} at state{place}."
             )
     labels = jnp.full((batch,), start, jnp.int32)
-    returned, draws = _xla.shape_of(f"{function}: {name}.step", predictor.step, state, labels)
-    _checks.no_draws(function, f"{name}.step", draws)
+    returned, draws = _xla.shape_of(f"{name}.step", predictor.step, state, labels)
+    _checks.no_draws(f"{name}.step", draws)
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"{function}: {name}.step must return ({makes}, state), got {returned!r}.")
+        raise _checks.bad_type(f"{name}.step must return ({makes}, state), got {returned!r}.")
     rows, after = returned
     if getattr(rows, "ndim", None) != 2 or rows.shape[0] != batch:
-        raise ValueError(f"{function}: {name}.step must make {makes}, {batch} of them, got {rows!r}.")
-    same_state(function, name, state, after)
+        raise _checks.bad_value(f"{name}.step must make {makes}, {batch} of them, got {rows!r}.")
+    same_state(name, state, after)
     return constant(predictor.step(constant(state), labels))
 
 
-def same_state(function: str, name: str, before, after):
+def same_state(name: str, before, after):
     """Raises unless both states have the same structure, shapes and dtypes."""
     structures: list[Any] = [jax.tree.structure(x) for x in (before, after)]
     expected, got = structures
     if expected != got:
-        raise ValueError(f"{function}: {name} must keep the structure of its state, {expected}, got {got}.")
+        raise _checks.bad_value(f"{name} must keep the structure of its state, {expected}, got {got}.")
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after)):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             place = jax.tree_util.keystr(path)
             expected, got = f"{x.dtype} {tuple(x.shape)}", f"{y.dtype} {tuple(y.shape)}"
-            raise ValueError(f"{function}: {name} must keep its state's shapes: state{place} is {expected}, got {got}.")
+            raise _checks.bad_value(f"{name} must keep its state's shapes: state{place} is {expected}, got {got}.")

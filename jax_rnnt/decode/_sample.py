@@ -15,23 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.decode import _given, _greedy, _model, _options, _scores
 from jax_rnnt.decode._gather import pick
 from jax_rnnt.decode._hypotheses import Hypotheses, shared
 from jax_rnnt.decode._largest import peak
 
 
+@in_name_of("sample")
 def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end, frames_at_once) -> Hypotheses:
     """`Search.sample`."""
-    function = "sample"
-    numbers = truncation(function, top_k, top_p)
-    samples = _options.size(function, "samples", samples)
-    search, encoder_out, lengths, exact_end = _given.checked(function, search, encoder_out, lengths, exact_end)
-    window = _given.window(function, frames_at_once, encoder_out)
-    seeds = seeds_of(function, key, encoder_out.shape[0])
+    numbers = truncation(top_k, top_p)
+    samples = _options.size("samples", samples)
+    search, encoder_out, lengths, exact_end = _given.checked(search, encoder_out, lengths, exact_end)
+    window = _given.window(frames_at_once, encoder_out)
+    seeds = seeds_of(key, encoder_out.shape[0])
 
     def of_device(encoder_out, lengths, exact_end, seeds):
-        static, given = _given.prepare(function, search, encoder_out, lengths, exact_end, window, numbers)
+        static, given = _given.prepare(search, encoder_out, lengths, exact_end, window, numbers)
         static = dataclasses.replace(static, copies=samples)
         arrays = given.lengths, given.bad, given.ends_here
         lengths, bad, ends_here = jax.tree.map(lambda x: jnp.repeat(x, samples, 0), arrays)
@@ -48,16 +49,16 @@ def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end, fra
     return _given.on_devices(of_device, encoder_out, lengths, exact_end, seeds)
 
 
-def seeds_of(function: str, key, batch: int):
+def seeds_of(key, batch: int):
     """uint32 [B, 2]: of a Threefry key of each utterance, since draws of other kinds depend on the batch under vmap."""
     typed = jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key)
     rank = np.ndim(key) - (not typed)
     if key is None:
-        raise TypeError(f"{function}: key must be a JAX random key, got None.")
+        raise _checks.bad_type("key must be a JAX random key, got None.")
     if rank != 1 or not typed:
-        _checks.key(function, key if rank != 1 else key[0])
+        _checks.key(key if rank != 1 else key[0])
     if rank == 1 and np.shape(key)[0] != batch:
-        raise ValueError(f"{function}: key must be one key, or one of each of {batch} utterances, got {np.shape(key)}.")
+        raise _checks.bad_value(f"key must be one key, or one of each of {batch} utterances, got {np.shape(key)}.")
     words = functools.partial(jax.random.bits, shape=(2,), dtype=np.uint32)
     if rank == 1:
         return jax.vmap(words)(key)
@@ -65,13 +66,13 @@ def seeds_of(function: str, key, batch: int):
     return jax.random.key_data(jax.vmap(functools.partial(jax.random.fold_in, one))(jnp.arange(batch)))
 
 
-def truncation(function: str, top_k, top_p) -> dict[str, Any]:
+def truncation(top_k, top_p) -> dict[str, Any]:
     """`top_k` and `top_p`, but those that leave all classes of a node."""
-    few, top_p = {}, _model.constant(_checks.scalar(function, "top_p", top_p))
+    few, top_p = {}, _model.constant(_checks.scalar("top_p", top_p))
     if top_k is not None:
         if isinstance(top_k, bool) or not jnp.issubdtype(getattr(top_k, "dtype", type(top_k)), np.integer):
-            raise TypeError(f"{function}: top_k must be an integer, a scalar integer Array or None, got {top_k!r}.")
-        top_k = _checks.scalar(function, "top_k", top_k)
+            raise _checks.bad_type(f"top_k must be an integer, a scalar integer Array or None, got {top_k!r}.")
+        top_k = _checks.scalar("top_k", top_k)
         few["top_k"] = int(top_k) if isinstance(top_k, float) else top_k  # an error shows what was given
     return few if _checks.is_number(top_p) and top_p == 1 else few | {"top_p": top_p}
 

@@ -142,7 +142,7 @@ def is_sure(search, blanks):
 
 
 def arc_weight(given, move: Move):
-    """None: nothing is added."""
+    """The weight of the arc of a move; None: nothing is added."""
     return None if move.arc is None else given.arc_weights[move.arc]
 
 

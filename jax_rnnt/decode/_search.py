@@ -139,9 +139,10 @@ class Search:
     confidence: Entropy | None = option(None, "greedy", "beam")
     start: int | None = None
 
+    @_keywords.in_name_of("Search")
     def __post_init__(self):
         """Checks the options before there are utterances; a Flax NNX module becomes a pytree of its parameters."""
-        values = _options.checked("Search", self)
+        values = _options.checked(self)
         values |= {name: in_evaluation(getattr(self, name)) for name in ("joint", "predictor")}
         values["fusion"] = tuple((in_evaluation(model), weight) for model, weight in values["fusion"])
         for name, x in values.items():

@@ -23,15 +23,15 @@ from jax_rnnt.decode._predictor import same_state
 FAR = 2.0**16  # nats of a score; a float32 there is a multiple of 2^-7
 
 
-def begin_part(static: Static, given: Given, start, state):
-    """The state from which a part starts; `start()` makes that of a stream's start."""
+def begin_part(verb: str, static: Static, given: Given, start, state):
+    """The state from which a part of a verb starts; `start()` makes that of a stream's start."""
     if state is None:
         return start()
-    function, expected = static.function, jax.eval_shape(start)
+    expected = jax.eval_shape(start)
     if type(state) is not type(expected):
         got = "that of another search" if hasattr(state, "fresh") else _checks.shown(state)
-        raise TypeError(f"{function}: state must be Hypotheses.state of an earlier part by {function}, got {got}.")
-    same_state(function, f"state of {function}", expected, state)
+        raise _checks.bad_type(f"state must be Hypotheses.state of an earlier part by {verb}, got {got}.")
+    same_state(f"state of {verb}", expected, state)
     state = given.vary(constant(state))
     # A branch, so that parts without a fresh row run no network here.
     state = jax.lax.cond(jnp.any(state.fresh), lambda x: replace_rows(x.fresh, start(), x), lambda x: x, state)
@@ -53,9 +53,7 @@ def beyond_the_end(static: Static, given: Given, exact_end, reached):
         expected = f"False, or True for utterances whose last part has {reach} frames or more"
         where = np.flatnonzero(known).tolist()
         got = f"True where an earlier part has read beyond the end, in the utterances {where}"
-        raise ValueError(
-            f"{static.function}: exact_end must be {expected}, as moves of this loss reach so far, got {got}."
-        )
+        raise _checks.bad_value(f"exact_end must be {expected}, as moves of this loss reach so far, got {got}.")
     return beyond
 
 
@@ -97,17 +95,16 @@ def select_streams(state: Any, rows: jax.Array) -> Any:
     >>> round(float(jnp.exp(later.scores[0])), 2)  # 0.8 * 0.9
     0.72
     """
-    function = "select_streams"
-    batch = utterances(function, "state", state)
-    shape = np.shape(_checks.array(function, "rows", rows))
+    batch = utterances("state", state)
+    shape = np.shape(_checks.array("rows", rows))
     if len(shape) != 1:
-        raise ValueError(f"{function}: rows must have shape [R], got {shape}.")
-    known, index = _checks.known(rows), _checks.integers(function, "rows", rows, shape, "[R]")
+        raise _checks.bad_value(f"rows must have shape [R], got {shape}.")
+    known, index = _checks.known(rows), _checks.integers("rows", rows, shape, "[R]")
     if known is not None and np.any((known < 0) | (known >= batch)):
-        raise ValueError(f"{function}: rows must lie in [0, {batch}), got {known.tolist()}.")
+        raise _checks.bad_value(f"rows must lie in [0, {batch}), got {known.tolist()}.")
     if shape[0] % (shards := _xla.shards(state.fresh)):
         expected = f"have a multiple of {shards} numbers, as explicit mesh axes split the state into so many parts"
-        raise ValueError(f"{function}: rows must {expected}, got {shape[0]}.")
+        raise _checks.bad_value(f"rows must {expected}, got {shape[0]}.")
     index = _xla.shard_like(state.fresh, index)
     outside = (index < 0) | (index >= batch)
     selected = jax.tree.map(lambda x: _xla.rows_of_batch(jnp.asarray(x), index), state)
@@ -144,17 +141,16 @@ def concatenate_streams(states: Sequence[Any]) -> Any:
     >>> state.fresh.shape
     (3,)
     """
-    function = "concatenate_streams"
     if not isinstance(states, Sequence) or hasattr(states, "_fields") or not states:
-        raise TypeError(f"{function}: states must be a sequence of states, at least one, got {states!r}.")
+        raise _checks.bad_type(f"states must be a sequence of states, at least one, got {states!r}.")
     expected = None
     for i, state in enumerate(states):
-        utterances(function, f"states[{i}]", state)
+        utterances(f"states[{i}]", state)
         got = jax.tree.structure(state), [(x.dtype, x.shape[1:]) for x in jax.tree.leaves(state)]
         expected = expected or got
         if got != expected:
             wanted = f"of the same search and sizes as states[0], {expected}"
-            raise ValueError(f"{function}: states[{i}] must be {wanted}, got {got}.")
+            raise _checks.bad_value(f"states[{i}] must be {wanted}, got {got}.")
     return jax.tree.map(lambda *x: jnp.concatenate(x), *states)
 
 
@@ -197,12 +193,10 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
     >>> [round(float(x), 2) for x in jnp.exp(later.scores)]
     [0.9, 0.64]
     """
-    function = "reset_streams"
-    batch = utterances(function, "state", state)
-    where = _checks.array(function, "where", where)
+    batch = utterances("state", state)
+    where = _checks.array("where", where)
     if where.dtype != np.bool_ or tuple(where.shape) != (batch,):
-        got = f"{where.dtype} {tuple(where.shape)}"
-        raise ValueError(f"{function}: where must be bool [B] with B = {batch}, got {got}.")
+        raise _checks.bad_value(f"where must be bool [B] with B = {batch}, got {where.dtype} {tuple(where.shape)}.")
     if isinstance(state.fresh, jax.ShapeDtypeStruct):
         state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
         state = state._replace(bad=~state.bad)
@@ -248,12 +242,11 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     >>> found.labels[0, 0].tolist(), found.frames[0, 0].tolist()
     ([1, -1], [1, -1])
     """
-    function = "commit_labels"
     state: Any = getattr(hypotheses, "state", None)
-    batch = utterances(function, "hypotheses.state", state)
+    batch = utterances("hypotheses.state", state)
     if not hasattr(state, "beam") or hypotheses.counts.ndim != 2:
-        raise TypeError(f"{function}: hypotheses must be those of Search.beam, the N best of each utterance.")
-    counts = _checks.integers(function, "counts", counts, (batch,), "[B]")
+        raise _checks.bad_type("hypotheses must be those of Search.beam, the N best of each utterance.")
+    counts = _checks.integers("counts", counts, (batch,), "[B]")
     counts = jnp.clip(counts, 0, hypotheses.counts[:, 0])
     now, place = state.beam, jnp.arange(hypotheses.labels.shape[-1], dtype=jnp.int32)[None]
     differ = (now.written[:, :, 0] != hypotheses.labels[:, :1]) & (place < counts[:, None])[:, None]
@@ -273,9 +266,8 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     return state._replace(beam=beam, committed=state.committed + counts)
 
 
-def utterances(function: str, name: str, state) -> int:
+def utterances(name: str, state) -> int:
     """B of a state."""
     if not {"fresh", "bad"} <= {*getattr(state, "_fields", ())}:
-        expected = "Hypotheses.state of Search.greedy or Search.beam"
-        raise TypeError(f"{function}: {name} must be {expected}, got {state!r}.")
+        raise _checks.bad_type(f"{name} must be Hypotheses.state of Search.greedy or Search.beam, got {state!r}.")
     return state.fresh.shape[0]

@@ -72,7 +72,7 @@ def out_of_range(targets, num_frames, num_labels, frames: int, tokens: int) -> j
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x y; 0 where one factor is 0, also beside NaN or infinity.
+    """x y; 0 where one factor is 0, even if the other is NaN or infinite.
 
     A factor is replaced and not the product: the derivative with respect to a factor that is 0 is the other one.
     """
@@ -197,7 +197,7 @@ class Placement(Generic[Where]):
     """Where the rows of a layout are. This class is for rows [..., T, U1, V], one for each node of the lattice.
 
     A layout that stores the rows in another way overrides what differs: `nodes` finds them, the other methods carry
-    planes and numbers between the lattice [..., T, U1] and the sequences of which `Rows` are told. These may be others
+    planes and numbers between the lattice [..., T, U1] and the sequences that `Rows` get. These may be others
     than those of the batch: for packed logits every row is a sequence of one node. A frozen, hashable object, static
     under jit. `where` is what `nodes` returns, for the methods that follow.
     """
@@ -235,7 +235,7 @@ class Placement(Generic[Where]):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices tell each other. In this class nothing, since every device has all of its sequences.
+    """What devices send each other. In this class nothing, since every device has all of its sequences.
 
     `own` sequences are those whose lattice is on this device.
     """

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.emissions._emission import NO_LABEL, Nodes, Rows, clip_and_scale, inside_rows
 from jax_rnnt.emissions._norm import RowSum, encoded_norm, row_sum, row_sum_at_once, row_sum_of, softmax_of_norm
 
@@ -259,14 +260,15 @@ class Softmax(Rows[jax.Array, jax.Array]):
     num_durations: int = 0
     bernoulli: bool = False
 
+    @in_name_of("Softmax")
     def __post_init__(self):
         if not isinstance(self.blanks, tuple) or not isinstance(self.slots, tuple):
-            raise TypeError(f"Softmax: blanks and slots must be tuples, got {self.blanks!r} and {self.slots!r}.")
+            raise _checks.bad_type(f"blanks and slots must be tuples, got {self.blanks!r} and {self.slots!r}.")
         for blank in self.blanks:
-            _checks.integer("Softmax", "blanks", blank)
+            _checks.integer("blanks", blank)
         for name in ("normalize", "bernoulli"):
-            _checks.boolean("Softmax", name, getattr(self, name))
-        durations = range(_checks.integer("Softmax", "num_durations", self.num_durations))
+            _checks.boolean(name, getattr(self, name))
+        durations = range(_checks.integer("num_durations", self.num_durations))
         reserved = {"label", *(f"duration+{i}" for i in durations)}
         if (
             len(self.blanks) != len(self.slots)
@@ -274,25 +276,25 @@ class Softmax(Rows[jax.Array, jax.Array]):
             or len({*self.slots, *reserved}) < len(self.slots) + len(reserved)
         ):
             expected = "one slot for each blank, at least one, none of them twice or 'label'"
-            raise ValueError(f"Softmax: slots must hold {expected}, got {self.slots} for blanks {self.blanks}.")
+            raise _checks.bad_value(f"slots must hold {expected}, got {self.slots} for blanks {self.blanks}.")
         if self.num_durations < 0 or (self.bernoulli and (len(self.blanks) > 1 or self.num_durations)):
             expected = "one blank and no durations with bernoulli, and num_durations of 0 or more"
-            raise ValueError(f"Softmax: there must be {expected}, got {self}.")
+            raise _checks.bad_value(f"there must be {expected}, got {self}.")
         if self.bernoulli and not self.normalize:
-            raise ValueError("Softmax: normalize must be True with bernoulli, which reads a logit, got False.")
+            raise _checks.bad_value("normalize must be True with bernoulli, which reads a logit, got False.")
 
-    def resolved(self, function: str, classes: int) -> "Softmax":
+    def resolved(self, classes: int) -> "Softmax":
         """The same for rows of `classes` logits, with blanks in [0, V)."""
         tokens = classes - self.num_durations
         if _checks.smaller(tokens, 1):
             expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.num_durations}"
-            raise ValueError(f"{function}: logits must have {expected}, got V + D = {classes}.")
+            raise _checks.bad_value(f"logits must have {expected}, got V + D = {classes}.")
         blanks = [int(blank) for blank in self.blanks]
         name, got = ("blank", blanks[0]) if len(blanks) == 1 else ("blank and further blanks", blanks)
         if not isinstance(tokens, int) and min(blanks) < 0:
-            raise ValueError(f"{function}: {name} must be 0 or more for a symbolic number of classes, got {got}.")
+            raise _checks.bad_value(f"{name} must be 0 or more for a symbolic number of classes, got {got}.")
         if any(_checks.smaller(tokens, max(blank + 1, -blank)) for blank in blanks):
-            raise ValueError(f"{function}: {name} must lie in [{-tokens}, {tokens}) for {tokens} classes, got {got}.")
+            raise _checks.bad_value(f"{name} must lie in [{-tokens}, {tokens}) for {tokens} classes, got {got}.")
         return dataclasses.replace(self, blanks=tuple(blank + tokens * (blank < 0) for blank in blanks))
 
     def tokens(self, classes: int) -> int:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.decode import Predictor, predict
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._predictor import check_methods, declared_start, declared_symbols
@@ -20,6 +21,7 @@ Layer = Callable[..., Any]
 _GATES = "gates of an LSTM"
 
 
+@in_name_of("decoder_inputs")
 def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
     """Predictor and encoder rows [B, T, H] of a decoder, after the projections `encoder` and `predictor` of a joint.
 
@@ -27,7 +29,7 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
     encoder's rows are what remains: the derivative where `encoder` is affine,
     which has no rounding error, else the difference.
     """
-    check_methods("decoder_inputs", "predictor", steps)
+    check_methods("predictor", steps)
     steps = in_evaluation(steps)
     bias = encoder(jnp.zeros((1, encoder_out.shape[-1]), encoder_out.dtype))[0]
     if affine:
@@ -39,7 +41,7 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
         row, state = steps.step(state, labels)
         return predictor(row) + bias, state
 
-    start = declared_start("decoder_inputs", "predictor", steps)
+    start = declared_start("predictor", steps)
     return Predictor(steps.initial, step, start, declared_symbols(steps)), rows
 
 
@@ -59,14 +61,15 @@ def check_output(plain: bool, layer, expected: str):
         raise TypeError(f"Joint: output must be {expected}, got {type(layer).__name__}; {way}.")
 
 
-def checked(function: str, targets) -> jax.Array:
-    """Labels int32 [..., U]."""
-    shape = jnp.shape(targets)
-    if not shape:
-        raise ValueError(f"{function}: targets must have shape [..., U], got ().")
-    targets = _checks.integers(function, "targets", targets, shape, "[..., U]")
-    _checks.unsplit(function, "targets", targets, {-1: "U"})
-    return targets
+def checked(name: str, targets) -> jax.Array:
+    """Labels int32 [..., U] of the module of this name."""
+    with in_name_of(name):
+        shape = jnp.shape(targets)
+        if not shape:
+            raise _checks.bad_value("targets must have shape [..., U], got ().")
+        targets = _checks.integers("targets", targets, shape, "[..., U]")
+        _checks.unsplit("targets", targets, {-1: "U"})
+        return targets
 
 
 def embedded(embed, labels):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.decode._predictor import no_labels, shifted
 from jax_rnnt.flax import _rows
 from jax_rnnt.layouts import JointLogits, LinearJoint
@@ -149,14 +150,15 @@ class StatelessPredictor(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
+    @in_name_of("StatelessPredictor")
     def __post_init__(self):
-        symbols = _checks.positive("StatelessPredictor", "symbols", self.symbols)
-        object.__setattr__(self, "start", _checks.class_index("StatelessPredictor", "start", self.start, symbols))
+        symbols = _checks.positive("symbols", self.symbols)
+        object.__setattr__(self, "start", _checks.class_index("start", self.start, symbols))
         super().__post_init__()
 
+    @in_name_of("StatelessPredictor")
     def setup(self):
-        name = "StatelessPredictor"
-        symbols = self.symbols * _checks.positive(name, "history", self.history)
+        symbols = self.symbols * _checks.positive("history", self.history)
         dtype = self.param_dtype if self.dtype is None else self.dtype
         self.embed = nn.Embed(symbols, self.width, dtype=dtype, param_dtype=self.param_dtype)
 
@@ -205,15 +207,17 @@ class LSTMPredictor(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
+    @in_name_of("LSTMPredictor")
     def __post_init__(self):
-        symbols = _checks.positive("LSTMPredictor", "symbols", self.symbols)
-        object.__setattr__(self, "start", _checks.class_index("LSTMPredictor", "start", self.start, symbols))
+        symbols = _checks.positive("symbols", self.symbols)
+        object.__setattr__(self, "start", _checks.class_index("start", self.start, symbols))
         super().__post_init__()
 
+    @in_name_of("LSTMPredictor")
     def setup(self):
         options = {"dtype": self._dtype, "param_dtype": self.param_dtype}
         self.embed = nn.Embed(self.symbols, self.width, **options)
-        layers = range(_checks.positive("LSTMPredictor", "layers", self.layers))
+        layers = range(_checks.positive("layers", self.layers))
         self.lstm = [nn.OptimizedLSTMCell(self.width, **options) for _ in layers]
 
     @property

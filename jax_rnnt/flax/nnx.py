@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import _checks
 from jax_rnnt._extras import needed_by
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.decode._modules import in_evaluation
 from jax_rnnt.decode._predictor import no_labels, shifted
 from jax_rnnt.flax import _rows
@@ -174,6 +175,7 @@ class StatelessPredictor(nnx.Module):
     (2, 16)
     """
 
+    @in_name_of("StatelessPredictor")
     def __init__(
         self,
         symbols: int,
@@ -185,10 +187,9 @@ class StatelessPredictor(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        name = "StatelessPredictor"
-        self.symbols = _checks.positive(name, "symbols", symbols)
-        self.history = _checks.positive(name, "history", history)
-        self.start = _checks.class_index(name, "start", start, symbols)
+        self.symbols = _checks.positive("symbols", symbols)
+        self.history = _checks.positive("history", history)
+        self.start = _checks.class_index("start", start, symbols)
         dtype = param_dtype if dtype is None else dtype
         self.embed = nnx.Embed(symbols * history, width, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
@@ -238,6 +239,7 @@ class LSTMPredictor(nnx.Module):
     (2, 4, 16)
     """
 
+    @in_name_of("LSTMPredictor")
     def __init__(
         self,
         symbols: int,
@@ -249,10 +251,9 @@ class LSTMPredictor(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        name = "LSTMPredictor"
-        self.symbols, self.width = _checks.positive(name, "symbols", symbols), width
-        self.layers = _checks.positive(name, "layers", layers)
-        self.start = _checks.class_index(name, "start", start, symbols)
+        self.symbols, self.width = _checks.positive("symbols", symbols), width
+        self.layers = _checks.positive("layers", layers)
+        self.start = _checks.class_index("start", start, symbols)
         self.dtype = param_dtype if dtype is None else dtype
         options = {"dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.embed = nnx.Embed(symbols, width, **options)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt import _checks, _xla
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.lattices import _pallas as pallas
 from jax_rnnt.lattices import _reference as reference
 from jax_rnnt.lattices._reference import inside
@@ -162,6 +163,7 @@ def _(topology, strict, primals, tangents):
     return -loss, -functools.reduce(jnp.add, (jnp.sum(x, (-1, -2)) for x in terms))
 
 
+@in_name_of("log_likelihood")
 def log_likelihood(
     topology: Topology,
     arc_log_probs: dict[str, jax.Array],
@@ -216,30 +218,28 @@ def log_likelihood(
     >>> round(float(jnp.exp(score)), 4)  # three paths of four arcs
     0.1875
     """
-    name = "log_likelihood"
-    _checks.choice(name, "implementation", implementation, _checks.IMPLEMENTATIONS)
+    _checks.choice("implementation", implementation, _checks.IMPLEMENTATIONS)
     if not isinstance(topology, Sequence) or not all(isinstance(arc, Arc) for arc in topology):
-        raise TypeError(f"{name}: topology must be a tuple of Arc, got {topology!r}.")
+        raise _checks.bad_type(f"topology must be a tuple of Arc, got {topology!r}.")
     if not topology:
-        raise ValueError(f"{name}: topology must hold one Arc at least, got {topology!r}.")
+        raise _checks.bad_value(f"topology must hold one Arc at least, got {topology!r}.")
     if not isinstance(arc_log_probs, Mapping):
-        raise TypeError(f"{name}: arc_log_probs must be a dict of slot to Array, got {arc_log_probs!r}.")
+        raise _checks.bad_type(f"arc_log_probs must be a dict of slot to Array, got {arc_log_probs!r}.")
     topology = tuple(topology)  # hashable
     wanted = slots(topology)
     if missing := set(wanted) - set(arc_log_probs):
-        raise ValueError(f"{name}: arc_log_probs must hold every slot of the topology; missing: {sorted(missing)}.")
+        raise _checks.bad_value(f"arc_log_probs must hold every slot of the topology; missing: {sorted(missing)}.")
     planes = {
-        slot: _checks.floating(name, f"arc_log_probs[{slot!r}]", arc_log_probs[slot], 2, "[..., T, U1]")
-        for slot in wanted
+        slot: _checks.floating(f"arc_log_probs[{slot!r}]", arc_log_probs[slot], 2, "[..., T, U1]") for slot in wanted
     }
     shapes = {slot: x.shape for slot, x in planes.items()}
     if len(set(shapes.values())) != 1 or shapes[wanted[0]][-1] < 1:
-        raise ValueError(f"{name}: arc_log_probs must all have one shape [..., T, U1] with U1 >= 1, got {shapes}.")
+        raise _checks.bad_value(f"arc_log_probs must all have one shape [..., T, U1] with U1 >= 1, got {shapes}.")
     wide = any(x.dtype == np.float64 for x in planes.values())
     planes = {slot: x.astype(np.float64 if wide else np.float32) for slot, x in planes.items()}
     (*batch, frames, columns) = shapes[wanted[0]]
     num_frames, num_labels = (
-        _checks.integers(name, argument, x, tuple(batch), "[...]")
+        _checks.integers(argument, x, tuple(batch), "[...]")
         for argument, x in (("num_frames", num_frames), ("num_labels", num_labels))
     )
     *each, num_frames, num_labels = _xla.split_alike(len(batch), *planes.values(), num_frames, num_labels)

@@ -38,7 +38,7 @@ def inside(num_frames: jax.Array, num_labels: jax.Array, frames: int, columns: i
 
 
 def per_arc(values, like: jax.Array) -> np.ndarray:
-    """int32 [A, 1, ...]: a number for each arc, beside the dimensions of `like`."""
+    """int32 [A, 1, ...]: a number for each arc, to broadcast over the dimensions of `like`."""
     return np.array([*values], np.int32).reshape(-1, *[1] * like.ndim)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jax_rnnt import _checks
+from jax_rnnt._keywords import in_name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +20,18 @@ class Arc:
     may_end: bool = True
     other: str | None = None
 
+    @in_name_of("Arc")
     def __post_init__(self):
         if not all(isinstance(x, int) and not isinstance(x, bool) for x in (self.dt, self.du)):
-            raise TypeError(f"Arc: dt and du must be integers, got dt={self.dt!r} and du={self.du!r}.")
+            raise _checks.bad_type(f"dt and du must be integers, got dt={self.dt!r} and du={self.du!r}.")
         if not isinstance(self.slot, str) or not isinstance(self.other, str | None):
             expected = "slot must be a string, and other a string or None"
-            raise TypeError(f"Arc: {expected}, got slot={self.slot!r} and other={self.other!r}.")
-        _checks.boolean("Arc", "may_end", self.may_end)
+            raise _checks.bad_type(f"{expected}, got slot={self.slot!r} and other={self.other!r}.")
+        _checks.boolean("may_end", self.may_end)
         if self.dt < 0 or self.du < 0 or self.dt + self.du < 1:
-            raise ValueError(f"Arc: dt and du must be 0 or more and not both 0, got dt={self.dt} and du={self.du}.")
+            raise _checks.bad_value(f"dt and du must be 0 or more and not both 0, got dt={self.dt} and du={self.du}.")
         if self.other == self.slot:
-            raise ValueError(f"Arc: other must be a slot beside slot, got {self.slot!r} for both.")
+            raise _checks.bad_value(f"other must be a slot beside slot, got {self.slot!r} for both.")
 
     def of(self, planes):
         """The log-probability of this arc, from the planes by slot."""
@@ -72,21 +74,24 @@ MONOTONIC_FINAL_BLANK: Topology = (Arc("blank", 1, 0), Arc("label", 1, 1, may_en
 """The same, with a blank in the last frame (optimized_transducer's one_sym_per_frame)."""
 
 
+@in_name_of("multi_blank")
 def multi_blank(big_blank_durations: tuple[int, ...]) -> Topology:
     """STANDARD and one blank arc over d frames for each big blank (Xu et al. 2022)."""
-    durations = _checks.distinct_integers("multi_blank", "big_blank_durations", big_blank_durations, 2)
+    durations = _checks.distinct_integers("big_blank_durations", big_blank_durations, 2)
     return STANDARD + tuple(Arc(f"blank+{d}", d, 0) for d in durations)
 
 
+@in_name_of("token_and_duration")
 def token_and_duration(durations: tuple[int, ...]) -> Topology:
     """Token-and-duration transducer (Xu et al. 2023): any arc reads d frames; a path ends with a blank."""
-    durations = _checks.distinct_integers("token_and_duration", "durations", durations, 0)
+    durations = _checks.distinct_integers("durations", durations, 0)
     blanks = tuple(Arc(f"blank+{d}", d, 0) for d in durations if d)
     return blanks + tuple(Arc(f"label+{d}", d, 1, may_end=False) for d in durations)
 
 
+@in_name_of("products")
 def products(durations: tuple[int, ...]) -> Topology:
     """`token_and_duration` with independent heads: "blank" or "label", and "duration+i" for the i-th duration."""
-    durations = _checks.distinct_integers("products", "durations", durations, 0)
+    durations = _checks.distinct_integers("durations", durations, 0)
     blanks = tuple(Arc("blank", d, 0, other=f"duration+{i}") for i, d in enumerate(durations) if d)
     return blanks + tuple(Arc("label", d, 1, False, f"duration+{i}") for i, d in enumerate(durations))

@@ -221,27 +221,27 @@ class AdditiveLogits(Layout):
     def dtype(self):
         return jnp.promote_types(self.am.dtype, self.lm.dtype)
 
-    def checked(self, function):
-        am = _checks.floating(function, "am", self.am, 2, "[..., T, V]")
-        lm = _checks.floating(function, "lm", self.lm, 2, "[..., U + 1, V]")
+    def checked(self):
+        am = _checks.floating("am", self.am, 2, "[..., T, V]")
+        lm = _checks.floating("lm", self.lm, 2, "[..., U + 1, V]")
         batch, classes = am.shape[:-2], am.shape[-1]
         if lm.shape[:-2] != batch or lm.shape[-1] != classes or classes < 1 or lm.shape[-2] < 1:
             expected = f"shape [..., U + 1, V] with the batch dimensions and V of am, {tuple(am.shape)}"
-            raise ValueError(f"{function}: lm must have {expected}, got {tuple(lm.shape)}.")
+            raise _checks.bad_value(f"lm must have {expected}, got {tuple(lm.shape)}.")
         for name, matrix in (("am", am), ("lm", lm)):
-            _checks.unsplit(function, name, matrix, {-1: "V"})
-        lm_only = _checks.number(function, "lm_only_scale", self.lm_only_scale)
-        am_only = _checks.number(function, "am_only_scale", self.am_only_scale)
+            _checks.unsplit(name, matrix, {-1: "V"})
+        lm_only = _checks.number("lm_only_scale", self.lm_only_scale)
+        am_only = _checks.number("am_only_scale", self.am_only_scale)
         unigram = self.unigram
         if unigram is not None:
-            unigram = _checks.floating(function, "unigram", unigram, 1, "[..., V]")
+            unigram = _checks.floating("unigram", unigram, 1, "[..., V]")
             if unigram.shape not in ((classes,), (*batch, classes)):
                 expected = f"shape {(classes,)} or {(*batch, classes)}"
-                raise ValueError(f"{function}: unigram must have {expected}, got {unigram.shape}.")
+                raise _checks.bad_value(f"unigram must have {expected}, got {unigram.shape}.")
         am, lm = _xla.split_alike(len(batch), am, lm)
         return AdditiveLogits(am, lm, lm_only, am_only, unigram)
 
-    def emission(self, function, loss, softmax, *sequences):
+    def emission(self, loss, softmax, *sequences):
         name = type(loss).__name__
         if softmax.num_durations or softmax.bernoulli or not softmax.normalize:
             reason = (
@@ -252,15 +252,15 @@ class AdditiveLogits(Layout):
                 else "fused_log_softmax=False leaves nothing to normalise"
             )
             expected = "an array, JointLogits, PackedLogits or BandLogits"
-            raise TypeError(f"{function}: logits of {name} must be {expected}, got AdditiveLogits: {reason}.")
+            raise _checks.bad_type(f"logits of {name} must be {expected}, got AdditiveLogits: {reason}.")
         lm, clamp = self.lm, loss.clamp
         if clamp is not None and _checks.known(clamp) is None:
             lm = lm + jnp.where(clamp <= 0, 0, jnp.nan).astype(lm.dtype)
         elif clamp is not None and not float(clamp) <= 0:
             expected = "off (<= 0) with AdditiveLogits, whose logits have no gradient of their own"
-            raise TypeError(f"{function}: clamp of {name} must be {expected}, got {clamp}.")
+            raise _checks.bad_type(f"clamp of {name} must be {expected}, got {clamp}.")
         for argument, matrix, rows in (("am", self.am, "T"), ("lm", self.lm, "U + 1")):
-            unsplit_by_reference(function, loss, argument, matrix, {-2: rows})
+            unsplit_by_reference(loss, argument, matrix, {-2: rows})
         scales = (self.lm_only_scale, self.am_only_scale)
         lm_only, am_only = (None if _checks.is_zero(x) else jnp.asarray(x) for x in scales)
         unigram = None if lm_only is None and am_only is None else self.unigram

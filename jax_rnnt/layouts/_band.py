@@ -103,16 +103,16 @@ class BandLogits(Layout):
     first: jax.Array
     batched = "logits", "first"
 
-    def checked(self, function):
-        logits = rows_of_frames(function, self.logits, "S")
-        return BandLogits(logits, _checks.integers(function, "first", self.first, logits.shape[:-2], "[..., T]"))
+    def checked(self):
+        logits = rows_of_frames(self.logits, "S")
+        return BandLogits(logits, _checks.integers("first", self.first, logits.shape[:-2], "[..., T]"))
 
-    def sequences(self, function, targets, logit_lengths, target_lengths):
+    def sequences(self, targets, logit_lengths, target_lengths):
         labels = np.shape(targets)[-1] if np.ndim(targets) else 0
-        return _checks.sequences(function, targets, logit_lengths, target_lengths, self.shape[:-3], labels)
+        return _checks.sequences(targets, logit_lengths, target_lengths, self.shape[:-3], labels)
 
-    def emission(self, function, loss, softmax, targets, *lengths):
-        unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "S"})
+    def emission(self, loss, softmax, targets, *lengths):
+        unsplit_by_reference(loss, "logits", self.logits, {-3: "T", -2: "S"})
         placement = Band(targets.shape[-1] + 1, self.shape[-2])
         return Emission(softmax, self.frames, softmax.tokens(self.classes), placement), (self.logits, self.first)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_rnnt import _checks, _pytree, _xla
-from jax_rnnt._keywords import keywords
+from jax_rnnt._keywords import in_name_of, keywords
 from jax_rnnt.emissions._emission import Emission, isolate, out_of_range
 from jax_rnnt.emissions._softmax import accumulation_dtype
 from jax_rnnt.layouts._joint_networks import LinearJoint, check_rows, row_avals, split
@@ -133,7 +133,8 @@ class JointLogits(Layout):
         """Has the dtype of the logits, and V as its last dimension."""
         if isinstance(self.joint, LinearJoint):
             return self.joint.weight
-        return _xla.shape_of("JointLogits: joint", self.of_rows, *row_avals(2, self.encoder_out, self.predictor_out))[0]
+        with in_name_of("JointLogits"):
+            return _xla.shape_of("joint", self.of_rows, *row_avals(2, self.encoder_out, self.predictor_out))[0]
 
     @property
     def shape(self):
@@ -144,25 +145,25 @@ class JointLogits(Layout):
     def dtype(self):
         return self._result.dtype
 
-    def checked(self, function):
+    def checked(self):
         joint, chunk = self.joint, self.chunk
         if not callable(joint):
-            raise TypeError(f"{function}: joint must be callable, got {_checks.shown(joint)}.")
+            raise _checks.bad_type(f"joint must be callable, got {_checks.shown(joint)}.")
         if chunk is not None:
-            _checks.positive(function, "chunk", chunk)
+            _checks.positive("chunk", chunk)
         parameters = self.parameters
         if parameters is not None:
             if not (jax.tree_util.all_leaves([joint]) and isinstance(joint, Hashable)):
-                raise TypeError(f"{function}: joint must be a hashable function beside parameters, got {joint!r}.")
-            parameters = jax.tree.map(lambda x: jnp.asarray(_checks.array(function, "parameters", x)), parameters)
-        encoder = _checks.floating(function, "encoder_out", self.encoder_out, 2, "[..., T, E]")
-        predictor = _checks.floating(function, "predictor_out", self.predictor_out, 2, "[..., U + 1, P]")
+                raise _checks.bad_type(f"joint must be a hashable function beside parameters, got {joint!r}.")
+            parameters = jax.tree.map(lambda x: jnp.asarray(_checks.array("parameters", x)), parameters)
+        encoder = _checks.floating("encoder_out", self.encoder_out, 2, "[..., T, E]")
+        predictor = _checks.floating("predictor_out", self.predictor_out, 2, "[..., U + 1, P]")
         if encoder.ndim != predictor.ndim and min(encoder.ndim, predictor.ndim) > 2:  # N would meet B
             expected = (
                 f"as many batch dimensions as encoder_out {encoder.shape}, with 1 for those that one of them lacks"
             )
             way = "encoder_out[:, None] for N hypotheses of each utterance"
-            raise ValueError(f"{function}: predictor_out must have {expected} ({way}), got {predictor.shape}.")
+            raise _checks.bad_value(f"predictor_out must have {expected} ({way}), got {predictor.shape}.")
         try:
             batch = jnp.broadcast_shapes(encoder.shape[:-2], predictor.shape[:-2])
         except ValueError:
@@ -172,9 +173,9 @@ class JointLogits(Layout):
                 f"shape [..., U + 1, P] with U + 1 >= 1 and batch dimensions that broadcast against those of "
                 f"encoder_out, {encoder.shape[:-2]}"
             )
-            raise ValueError(f"{function}: predictor_out must have {expected}, got {predictor.shape}.")
-        _checks.unsplit(function, "encoder_out", encoder, {-2: "T", -1: "E"})
-        _checks.unsplit(function, "predictor_out", predictor, {-2: "U + 1", -1: "P"})
+            raise _checks.bad_value(f"predictor_out must have {expected}, got {predictor.shape}.")
+        _checks.unsplit("encoder_out", encoder, {-2: "T", -1: "E"})
+        _checks.unsplit("predictor_out", predictor, {-2: "U + 1", -1: "P"})
         if encoder.ndim == predictor.ndim:
             encoder, predictor = _xla.split_alike(len(batch), encoder, predictor)
         predictor = jnp.broadcast_to(predictor, (*batch, *predictor.shape[-2:]))
@@ -183,26 +184,26 @@ class JointLogits(Layout):
         if alike == 0 or len(outer) < len(batch) or any(n != 1 for n in outer[alike:]):
             encoder = jnp.broadcast_to(encoder, (*batch, *encoder.shape[-2:]))  # else the emission shares its rows
         if isinstance(joint, LinearJoint):
-            joint = _linear(function, joint, (encoder.shape[-1], predictor.shape[-1]))
+            joint = _linear(joint, (encoder.shape[-1], predictor.shape[-1]))
         logits = JointLogits(joint, encoder, predictor, chunk, parameters)
         if not isinstance(joint, LinearJoint):
-            check_rows(function, logits._result, 2)
+            check_rows(logits._result, 2)
             if str(logits.dtype) not in _checks.FLOATS:
-                raise TypeError(f"{function}: joint must make logits of a floating dtype, got {logits.dtype}.")
+                raise _checks.bad_type(f"joint must make logits of a floating dtype, got {logits.dtype}.")
         return logits
 
-    def split_arrays(self, function, option):
+    def split_arrays(self, option):
         if option == "frame_axis":
             return {"encoder_out": self.encoder_out}
         return {"joint.weight": self.joint.weight} if isinstance(self.joint, LinearJoint) else {}
 
-    def specs(self, function, batch, frame_axis, vocab_axis):
+    def specs(self, batch, frame_axis, vocab_axis):
         joint: Any = self.joint
         if vocab_axis is not None and isinstance(joint, LinearJoint):
             joint = jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), vocab_axis), joint)
         elif vocab_axis is not None:
             expected = "joint must be a LinearJoint outside of jax.shard_map"
-            raise TypeError(f"{function}: vocab_axis: {expected}, got {joint!r}, whose classes may lie anywhere.")
+            raise _checks.bad_type(f"vocab_axis: {expected}, got {joint!r}, whose classes may lie anywhere.")
         elif not jax.tree_util.all_leaves([joint]):
             joint = jax.tree.map(lambda _: P(), joint)
 
@@ -215,36 +216,36 @@ class JointLogits(Layout):
         values = joint, encoder, P(*axes_of(self.predictor_out)), self.chunk, parameters
         return _pytree.make(JointLogits, _FIELDS, values)
 
-    def emission(self, function, loss, softmax, *sequences):
+    def emission(self, loss, softmax, *sequences):
         if loss.implementation == "reference":
-            logits = _materialized(function, self, softmax, *sequences)
+            logits = _materialized(self, softmax, *sequences)
             return Emission(softmax, self.frames, softmax.tokens(self.classes)), logits
-        rows, logits = _tiled(function, self, softmax)
+        rows, logits = _tiled(self, softmax)
         return Emission(rows, self.frames, softmax.tokens(self.classes)), logits
 
 
-def _linear(function, joint, widths):
+def _linear(joint, widths):
     """The `LinearJoint` with checked arrays, for rows of these widths."""
     weight, bias, activation = joint.weight, joint.bias, joint.activation
-    weight = _checks.floating(function, "joint.weight", weight, 2, "[H, V]")
+    weight = _checks.floating("joint.weight", weight, 2, "[H, V]")
     if weight.ndim != 2 or weight.shape[1] < 1 or widths != (weight.shape[0],) * 2:
         expected = f"[H, V], H the width of encoder_out and predictor_out, here {widths}"
-        raise ValueError(f"{function}: joint.weight must have shape {expected}, got {weight.shape}.")
+        raise _checks.bad_value(f"joint.weight must have shape {expected}, got {weight.shape}.")
     if bias is not None:
-        bias = _checks.floating(function, "joint.bias", bias, 1, "[V]")
+        bias = _checks.floating("joint.bias", bias, 1, "[V]")
         if bias.shape != weight.shape[1:]:
-            raise ValueError(f"{function}: joint.bias must have shape [V] = {weight.shape[1:]}, got {bias.shape}.")
+            raise _checks.bad_value(f"joint.bias must have shape [V] = {weight.shape[1:]}, got {bias.shape}.")
     if not isinstance(activation, Hashable) or not callable(activation):
-        raise TypeError(f"{function}: joint.activation must be a hashable function, got {activation!r}.")
+        raise _checks.bad_type(f"joint.activation must be a hashable function, got {activation!r}.")
     units = jax.ShapeDtypeStruct((1, 1, 1, weight.shape[0]), accumulation_dtype(weight.dtype))
     activated = jax.eval_shape(activation, units)
     if getattr(activated, "shape", None) != units.shape or not jnp.issubdtype(activated.dtype, jnp.floating):
-        raise ValueError(f"{function}: joint.activation must be element-wise, got {activated} of {units}.")
+        raise _checks.bad_value(f"joint.activation must be element-wise, got {activated} of {units}.")
     return LinearJoint(weight, bias, activation)
 
 
-def _tiled(function: str, logits: JointLogits, inner):
-    """(rows, their logits) of checked logits, in tiles; errors name `function`."""
+def _tiled(logits: JointLogits, inner):
+    """(rows, their logits) of checked logits, in tiles."""
     encoder, predictor = logits.encoder_out, logits.predictor_out
     linear = isinstance(logits.joint, LinearJoint)
     emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
@@ -253,13 +254,13 @@ def _tiled(function: str, logits: JointLogits, inner):
         # the default backend's, results are right, and only the size of the tiles suits the wrong platform.
         blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
         emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
-    static, parameters = split(function, logits, rows)
+    static, parameters = split(logits, rows)
     # Read where the primitive is bound: the lowering may run elsewhere.
     precision = jax.config.jax_default_matmul_precision
     return dataclasses.replace(emission, joint=static, precision=precision), (parameters, encoder, predictor)
 
 
-def _materialized(function, logits: JointLogits, softmax, targets, num_frames, num_labels):
+def _materialized(logits: JointLogits, softmax, targets, num_frames, num_labels):
     """The logits as an array, for the reference. The joint gets zeros for rows that no sequence reads.
 
     These are rows outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
@@ -267,7 +268,7 @@ def _materialized(function, logits: JointLogits, softmax, targets, num_frames, n
     of zeros too, and its logits become NaN afterwards.
     """
     if logits.parameters is not None:
-        split(function, logits, 1)  # which raises where the joint closes over arrays
+        split(logits, 1)  # which raises where the joint closes over arrays
     tokens = softmax.tokens(logits.classes)
     empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, logits.frames, tokens)
     rows = []
@@ -281,5 +282,5 @@ def _materialized(function, logits: JointLogits, softmax, targets, num_frames, n
         return jnp.zeros(logits.shape, logits.dtype)
     rows = pair(*(isolate(x, bad).reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in rows))
     flat = logits.of_rows(*rows)
-    check_rows(function, flat, rows[0].shape[0])
+    check_rows(flat, rows[0].shape[0])
     return jnp.where(bad[..., None, None, None], jnp.nan, flat.reshape(logits.shape))

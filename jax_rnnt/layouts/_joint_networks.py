@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_rnnt import _xla
+from jax_rnnt import _checks, _xla
 from jax_rnnt._keywords import keywords
 from jax_rnnt.tiles._networks import Linear, RowFunction, Tanh
 
@@ -61,7 +61,7 @@ def row_avals(rows: int, encoder, predictor):
     return [_xla.result_aval(jax.typeof(x), (rows, x.shape[-1]), x.dtype, 0) for x in both]
 
 
-def split(function: str, logits, rows: int):
+def split(logits, rows: int):
     """(static part, parameters) of the joint network of checked `JointLogits`, for tiles of `rows` rows."""
     joint, parameters = logits.joint, logits.parameters
     if isinstance(joint, LinearJoint):
@@ -71,13 +71,13 @@ def split(function: str, logits, rows: int):
     if parameters is None:
         traced, parameters, result = _xla.trace(joint, *avals)
     else:
-        traced, parameters, result = _xla.pure(f"{function}: joint", joint, parameters, *avals)
-    check_rows(function, result, rows)
+        traced, parameters, result = _xla.pure(joint, parameters, *avals)
+    check_rows(result, rows)
     return RowFunction(traced), parameters
 
 
-def check_rows(function: str, logits, rows: int):
+def check_rows(logits, rows: int):
     """Raises unless `logits` is [rows, V]."""
     shape = getattr(logits, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != rows or shape[1] < 1:
-        raise ValueError(f"{function}: joint must make logits [N, V] of N rows, got {logits} of {rows} rows.")
+        raise _checks.bad_value(f"joint must make logits [N, V] of N rows, got {logits} of {rows} rows.")

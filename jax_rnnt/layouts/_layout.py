@@ -1,8 +1,7 @@
 """Layout: how logits [..., T, U + 1, V] are given. Every method of a loss takes every layout that suits the loss.
 
 B sequences (`...`, any number of batch dimensions), T frames, U labels, V classes. A layout is a frozen dataclass and a
-pytree. When a loss takes a layout, the layout checks its arrays, with errors in the name of the called function, and
-makes the emission that reads them.
+pytree. When a loss takes a layout, the layout checks its arrays and makes the emission that reads them.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class Layout(LazyArray):
         """Logits of a row: V, or V + D with durations."""
         return self.shape[-1]
 
-    def checked(self, function: str) -> Layout:
+    def checked(self) -> Layout:
         """The same layout with checked arrays."""
         raise NotImplementedError
 
-    def sequences(self, function: str, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
+    def sequences(self, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
         """targets [..., U] and both lengths [...], checked against the logits."""
         shape, sequences = self.shape, (targets, logit_lengths, target_lengths)
-        return _checks.sequences(function, *sequences, shape[:-3], shape[-2] - 1, *self.sides, self.frames)
+        return _checks.sequences(*sequences, shape[:-3], shape[-2] - 1, *self.sides, self.frames)
 
     batched: tuple[str, ...] = ()  # fields with arrays [..., more], which explicit mesh axes may split by the batch
 
@@ -65,19 +64,19 @@ class Layout(LazyArray):
         # A layout that stays keeps what it has found, above all the shape of a joint network, which costs a trace.
         return _pytree.replace(self, **changed) if changed else self, *placed[len(own) :]
 
-    def emission(self, function: str, loss, softmax, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
+    def emission(self, loss, softmax, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
         """(emission, its logits); `softmax` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
         raise NotImplementedError
 
     # What a loss with `vocab_axis` or `frame_axis` asks.
-    def split_arrays(self, function: str, option: str) -> dict[str, jax.Array]:
+    def split_arrays(self, option: str) -> dict[str, jax.Array]:
         """The arrays, by name, whose rows hold the classes (`vocab_axis`) or the frames (`frame_axis`)."""
         expected = "an array [..., T, U + 1, V] or JointLogits"
-        raise TypeError(f"{function}: {option}: logits must be {expected}, got {type(self).__name__}.")
+        raise _checks.bad_type(f"{option}: logits must be {expected}, got {type(self).__name__}.")
 
-    def specs(self, function: str, batch: list, frame_axis: str | None, vocab_axis: str | None) -> Layout:
+    def specs(self, batch: list, frame_axis: str | None, vocab_axis: str | None) -> Layout:
         """The layout with a `PartitionSpec` in the place of each array; `batch` has the axes of batch dimensions."""
-        self.split_arrays(function, "vocab_axis" if frame_axis is None else "frame_axis")
+        self.split_arrays("vocab_axis" if frame_axis is None else "frame_axis")
         raise NotImplementedError
 
     # What `TransducerLoss.validate` asks.
@@ -88,25 +87,25 @@ class Layout(LazyArray):
         return None
 
 
-def of(function: str, logits) -> Layout:
+def of(logits) -> Layout:
     """The layout of the argument `logits`, checked."""
     if isinstance(logits, Layout):
-        return logits.checked(function)
-    return ArrayLogits(logits).checked(function)
+        return logits.checked()
+    return ArrayLogits(logits).checked()
 
 
-def unsplit_by_reference(function, loss, name, x, dimensions):
+def unsplit_by_reference(loss, name, x, dimensions):
     if loss.implementation == "reference":
-        _checks.unsplit(function, name, x, dimensions, " with implementation='reference'")
+        _checks.unsplit(name, x, dimensions, " with implementation='reference'")
 
 
-def rows_of_frames(function, logits, columns):
+def rows_of_frames(logits, columns):
     """Checked logits [..., T, columns, V]; `columns` is the name of their number."""
     dimensions = f"[..., T, {columns}, V]"
-    logits = _checks.floating(function, "logits", logits, 3, dimensions)
+    logits = _checks.floating("logits", logits, 3, dimensions)
     if any(_checks.smaller(n, 1) for n in logits.shape[-2:]):
         expected = f"shape {dimensions} with {columns} >= 1 and V >= 1"
-        raise ValueError(f"{function}: logits must have {expected}, got {logits.shape}.")
+        raise _checks.bad_value(f"logits must have {expected}, got {logits.shape}.")
     return logits
 
 
@@ -118,39 +117,41 @@ class ArrayLogits(Layout):
     logits: Any
     batched = ("logits",)
 
-    def checked(self, function):
-        return type(self)(rows_of_frames(function, self.logits, "U + 1"))
+    def checked(self):
+        return type(self)(rows_of_frames(self.logits, "U + 1"))
 
-    def sequences(self, function, targets, logit_lengths, target_lengths):
-        _dimensions(function, self.shape, targets, target_lengths)
-        return super().sequences(function, targets, logit_lengths, target_lengths)
+    def sequences(self, targets, logit_lengths, target_lengths):
+        _dimensions(self.shape, targets, target_lengths)
+        return super().sequences(targets, logit_lengths, target_lengths)
 
-    def split_arrays(self, function, option):
+    def split_arrays(self, option):
         return {"logits": self.logits}
 
-    def specs(self, function, batch, frame_axis, vocab_axis):
+    def specs(self, batch, frame_axis, vocab_axis):
         return ArrayLogits(P(*batch, frame_axis, None, vocab_axis))
 
-    def emission(self, function, loss, softmax, *sequences):
-        unsplit_by_reference(function, loss, "logits", self.logits, {-3: "T", -2: "U + 1"})
+    def emission(self, loss, softmax, *sequences):
+        unsplit_by_reference(loss, "logits", self.logits, {-3: "T", -2: "U + 1"})
         return Emission(softmax, self.frames, softmax.tokens(self.classes)), self.logits
 
 
-def _dimensions(function, shape, targets, target_lengths):
-    """Raises where the targets tell which dimension of the logits is missing, or in the place of another one."""
-    *batch, labels = _checks.array(function, "targets", targets).shape or (0,)
+def _dimensions(shape, targets, target_lengths):
+    """Raises where the targets show that a dimension of the logits is missing, or in the place of another one."""
+    *batch, labels = _checks.array("targets", targets).shape or (0,)
     if not batch or (*batch, labels) == (*shape[:-3], shape[-2] - 1):
         return
-    longest = _checks.known(_checks.array(function, "target_lengths", target_lengths))
+    longest = _checks.known(_checks.array("target_lengths", target_lengths))
     columns = {labels + 1} | ({int(longest.max()) + 1} if longest is not None and longest.size else set())
-    expected = f"{function}: logits must have shape [..., T, U + 1, V], got {shape}"
+    elsewhere = [axis for axis in (-3, -1) if shape[axis] in columns and tuple(shape[:-3]) == tuple(batch)]
     if tuple(shape[:-2]) == tuple(batch):
-        missing = "U + 1: a joint network makes a row of every frame and every column, as tanh(encoder[..., :, None, :]"
-        raise ValueError(f"{expected}, without the dimension {missing} + predictor[..., None, :, :]) @ W does.")
-    if len(shape) == len(batch) + 3 and shape[-2] not in columns:
-        elsewhere = [axis for axis in (-3, -1) if shape[axis] in columns]
-        if elsewhere and tuple(shape[:-3]) == tuple(batch):
-            place, n = elsewhere[0], shape[elsewhere[0]]
-            raise ValueError(f"{expected}, where dimension {place} has U + 1 = {n}: jnp.moveaxis(logits, {place}, -2).")
-    if len(batch) == 1 and len(shape) == 4 and shape[0] != batch[0] == shape[1]:
-        raise ValueError(f"{expected}, where dimension 1 has the B = {batch[0]} sequences: jnp.swapaxes(logits, 0, 1).")
+        network = "tanh(encoder[..., :, None, :] + predictor[..., None, :, :]) @ W"
+        way = f"a joint network makes a row of every frame and every column, as {network} does"
+        fault = f"without the dimension U + 1: {way}"
+    elif len(shape) == len(batch) + 3 and shape[-2] not in columns and elsewhere:
+        place = elsewhere[0]
+        fault = f"where dimension {place} has U + 1 = {shape[place]}: jnp.moveaxis(logits, {place}, -2)"
+    elif len(batch) == 1 and len(shape) == 4 and shape[0] != batch[0] == shape[1]:
+        fault = f"where dimension 1 has the B = {batch[0]} sequences: jnp.swapaxes(logits, 0, 1)"
+    else:
+        return
+    raise _checks.bad_value(f"logits must have shape [..., T, U + 1, V], got {shape}, {fault}.")

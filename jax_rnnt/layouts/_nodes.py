@@ -36,8 +36,6 @@ from jax_rnnt.tiles._networks import RowFunction
 from jax_rnnt.tiles._tile_sizes import blocks_for
 from jax_rnnt.tiles._tiles import Tiled
 
-NAME = "sum_over_nodes"
-
 
 # ---------------------------------------------------------------------------------------------- the sum, in tiles
 class Inputs(typing.NamedTuple):
@@ -193,50 +191,50 @@ def _packed(layouts, x: Sequences) -> Terms:
 def _checked_layouts(logits):
     """The checked layouts, additive ones as joint networks."""
     if not logits:
-        raise TypeError(f"{NAME}: logits must be one or several arrays or layouts, got none.")
-    layouts = [_layout.of(NAME, x) for x in logits]
+        raise _checks.bad_type("logits must be one or several arrays or layouts, got none.")
+    layouts = [_layout.of(x) for x in logits]
     for i, x in enumerate(layouts):
         if isinstance(x, AdditiveLogits):
             if not (_checks.is_zero(x.lm_only_scale) and _checks.is_zero(x.am_only_scale)):
                 expected = "without smoothing, which mixes log-probabilities and has no rows of logits"
                 got = f"lm_only_scale {x.lm_only_scale} and am_only_scale {x.am_only_scale}"
-                raise TypeError(f"{NAME}: AdditiveLogits must be {expected}, got {got}.")
-            layouts[i] = JointLogits(operator.add, x.am, x.lm).checked(NAME)
+                raise _checks.bad_type(f"AdditiveLogits must be {expected}, got {got}.")
+            layouts[i] = JointLogits(operator.add, x.am, x.lm).checked()
     of_library = _layout.ArrayLogits, JointLogits, PackedLogits, BandLogits
     if others := [type(x).__name__ for x in layouts if type(x) not in of_library]:
-        raise TypeError(f"{NAME}: logits must be arrays or layouts of jax_rnnt, got {others[0]}.")
+        raise _checks.bad_type(f"logits must be arrays or layouts of jax_rnnt, got {others[0]}.")
     if len({x if x in (PackedLogits, BandLogits) else None for x in map(type, layouts)}) > 1:
         got = ", ".join(type(x).__name__ for x in layouts)
-        raise TypeError(f"{NAME}: logits must all be PackedLogits, or all BandLogits, or none of them, got {got}.")
+        raise _checks.bad_type(f"logits must all be PackedLogits, or all BandLogits, or none of them, got {got}.")
     if any(x.shape[:-1] != layouts[0].shape[:-1] for x in layouts):
-        raise ValueError(f"{NAME}: logits must have equal shapes but for V, got {[x.shape for x in layouts]}.")
+        raise _checks.bad_value(f"logits must have equal shapes but for V, got {[x.shape for x in layouts]}.")
     return layouts
 
 
 def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) -> Sequences:
-    """The arguments beside the logits."""
+    """The arguments other than the logits."""
     shape = layouts[0].shape[:-1]
     packed, bands = (isinstance(layouts[0], kind) for kind in (PackedLogits, BandLogits))
     if packed and np.ndim(logit_lengths) != 1:
-        raise ValueError(f"{NAME}: logit_lengths must have shape [B], got {np.shape(logit_lengths)}.")
+        raise _checks.bad_value(f"logit_lengths must have shape [B], got {np.shape(logit_lengths)}.")
     batch = np.shape(logit_lengths) if packed else shape[:-2]
-    num_frames = _checks.integers(NAME, "logit_lengths", logit_lengths, batch, "[...]")
-    num_labels = _checks.integers(NAME, "target_lengths", target_lengths, batch, "[...]")
+    num_frames = _checks.integers("logit_lengths", logit_lengths, batch, "[...]")
+    num_labels = _checks.integers("target_lengths", target_lengths, batch, "[...]")
     frames = layouts[0].frames_for(logit_lengths) if packed else shape[-2]
     columns = None if packed or bands else shape[-1]
     if weights is not None:
-        weights = _checks.array(NAME, "weights", weights)
+        weights = _checks.array("weights", weights)
         if not jnp.isrealobj(weights):
-            raise TypeError(f"{NAME}: weights must be an array of real numbers, got {weights.dtype}.")
+            raise _checks.bad_type(f"weights must be an array of real numbers, got {weights.dtype}.")
         columns = weights.shape[-1] if columns is None and weights.ndim else columns
         if weights.shape != (*batch, frames, columns):
             expected = f"[..., T, U + 1] = {(*batch, frames, columns)}"
-            raise ValueError(f"{NAME}: weights must have shape {expected}, got {weights.shape}.")
+            raise _checks.bad_value(f"weights must have shape {expected}, got {weights.shape}.")
         weights = jnp.asarray(weights).astype(dtype)
     if targets is not None:
         columns = np.shape(targets)[-1] + 1 if columns is None and np.ndim(targets) else columns
-        targets = _checks.integers(NAME, "targets", targets, (*batch, (columns or 1) - 1), "[..., U]")
-        _checks.unsplit(NAME, "targets", targets, {-1: "U"})
+        targets = _checks.integers("targets", targets, (*batch, (columns or 1) - 1), "[..., U]")
+        _checks.unsplit("targets", targets, {-1: "U"})
     return Sequences(num_frames, num_labels, weights, targets, columns, max(x.classes for x in layouts))
 
 
@@ -263,7 +261,7 @@ def _traced(function, rows, like, layouts, labels, dtype):
         value = function(*arguments)
         if jnp.shape(value) != (rows,) or jnp.iscomplexobj(value):
             expected = f"one real number for each row, [N] for rows [N, V], here [{rows}]"
-            raise ValueError(f"{NAME}: function must return {expected}, got {value}.")
+            raise _checks.bad_value(f"function must return {expected}, got {value}.")
         return jnp.asarray(value).astype(dtype)
 
     traced, constants, _ = _xla.trace(values, *avals)
@@ -293,7 +291,7 @@ def _in_tiles(function, layouts, shape, labels):
     parameters = []
     for x in layouts:
         if isinstance(x, JointLogits):
-            joint, leaves = split(NAME, x, rows)
+            joint, leaves = split(x, rows)
             of_encoder, of_predictor = ((y.shape[-1], y.dtype) for y in (x.encoder_out, x.predictor_out))
             sources.append(Network(joint, len(leaves), of_encoder, of_predictor))
             parameters.append(leaves)
@@ -381,7 +379,7 @@ def sum_over_nodes(
     [19.313, 9.657]
     """
     if not callable(function):
-        raise TypeError(f"{NAME}: function must be callable, got {function!r}.")
+        raise _checks.bad_type(f"function must be callable, got {function!r}.")
     layouts = _checked_layouts(logits)
     dtype = accumulation_dtype(common_dtype(layouts))
     terms_of = _packed if isinstance(layouts[0], PackedLogits) else _padded

@@ -118,7 +118,7 @@ class PackedLogits(Layout):
     rows : Array, float16 | bfloat16 | float32 | float64 [N, V]
         Output of the joint network. N is static: the sum of T_b (U_b + 1), or more.
     max_frames : int, optional
-        A bound of T_b, known at trace time: beside the logits there are planes [B, max_frames, U + 1]. Default: the
+        A bound of T_b, known at trace time: besides the logits there are planes [B, max_frames, U + 1]. Default: the
         largest of `logit_lengths`, or N where these are traced, which is correct but wasteful: set it under jit.
 
     Notes
@@ -152,26 +152,26 @@ class PackedLogits(Layout):
     def frames(self):
         return self.rows.shape[0] if self.max_frames is None else self.max_frames
 
-    def checked(self, function):
-        rows = _checks.floating(function, "logits", self.rows, 2, "[N, V]")
+    def checked(self):
+        rows = _checks.floating("logits", self.rows, 2, "[N, V]")
         if rows.ndim != 2 or rows.shape[-1] < 1:
-            raise ValueError(f"{function}: logits must have shape [N, V] with V >= 1, got {tuple(rows.shape)}.")
-        _checks.unsplit(function, "logits", rows, {-2: "N"})
-        if self.max_frames is not None and _checks.index(function, "max_frames", self.max_frames) < 0:
-            raise ValueError(f"{function}: max_frames must be 0 or more, got {self.max_frames}.")
+            raise _checks.bad_value(f"logits must have shape [N, V] with V >= 1, got {tuple(rows.shape)}.")
+        _checks.unsplit("logits", rows, {-2: "N"})
+        if self.max_frames is not None and _checks.index("max_frames", self.max_frames) < 0:
+            raise _checks.bad_value(f"max_frames must be 0 or more, got {self.max_frames}.")
         return PackedLogits(rows, self.max_frames)
 
-    def sequences(self, function, targets, logit_lengths, target_lengths):
+    def sequences(self, targets, logit_lengths, target_lengths):
         if np.ndim(targets) != 2:
-            raise ValueError(f"{function}: targets must have shape [B, U], got {np.shape(targets)}.")
+            raise _checks.bad_value(f"targets must have shape [B, U], got {np.shape(targets)}.")
         batch, labels = np.shape(targets)
-        return _checks.sequences(function, targets, logit_lengths, target_lengths, (batch,), labels)
+        return _checks.sequences(targets, logit_lengths, target_lengths, (batch,), labels)
 
     def split_alike(self, *arrays):
         """Each device has all rows, which may be of any sequence: so it gets all sequences."""
         return self, *_xla.whole(*arrays)
 
-    def emission(self, function, loss, softmax, targets, logit_lengths, target_lengths):
+    def emission(self, loss, softmax, targets, logit_lengths, target_lengths):
         frames = self.frames_for(logit_lengths)
         return Emission(softmax, frames, softmax.tokens(self.classes), Packed(frames)), self.rows
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_rnnt import _checks, _pytree
-from jax_rnnt._keywords import keywords
+from jax_rnnt._keywords import in_name_of, keywords
 from jax_rnnt._pytree import option, static
 from jax_rnnt.lattices._topology import Topology, expanded
 from jax_rnnt.losses import _call, _methods, _validation
@@ -124,27 +124,29 @@ class TransducerLoss(metaclass=_Once):
 
     def __post_init__(self):
         name = type(self).__name__
-        first = getattr(self, dataclasses.fields(self)[0].name)
-        if len(getattr(first, "shape", ())) > 1:  # an array of logits, or a layout
-            raise TypeError(f"{name}: options make the loss, and the loss takes the batch: {name}(...)(logits, ...).")
-        self._check(name)
+        with in_name_of(name):
+            first = getattr(self, dataclasses.fields(self)[0].name)
+            if len(getattr(first, "shape", ())) > 1:  # an array of logits, or a layout
+                way = f"the loss takes the batch: {name}(...)(logits, ...)"
+                raise _checks.bad_type(f"options make the loss, and {way}.")
+            self._check()
 
-    def _check(self, function: str) -> None:
+    def _check(self) -> None:
         """Checks the fields before there are logits. Subclasses extend it; `_set` stores a normalised field."""
         for field in dataclasses.fields(self):
             if "off" in field.metadata:
-                value = _checks.number(function, field.name, getattr(self, field.name))
+                value = _checks.number(field.name, getattr(self, field.name))
                 self._set(field.name, value)  # a float: a leaf of another dtype would trace anew
-        _checks.integer(function, "blank", self.blank)
+        _checks.integer("blank", self.blank)
         for name in ("fused_log_softmax", "inplace"):
-            self._set(name, _checks.boolean(function, name, getattr(self, name)))
-        _checks.reduction(function, self.reduction)
-        _checks.choice(function, "implementation", self.implementation, _checks.IMPLEMENTATIONS)
+            self._set(name, _checks.boolean(name, getattr(self, name)))
+        _checks.reduction(self.reduction)
+        _checks.choice("implementation", self.implementation, _checks.IMPLEMENTATIONS)
         for name in ("vocab_axis", "frame_axis"):
             if not isinstance(axis := getattr(self, name), str | None):
-                raise TypeError(f"{function}: {name} must be the name of a mesh axis or None, got {axis!r}.")
+                raise _checks.bad_type(f"{name} must be the name of a mesh axis or None, got {axis!r}.")
         if self.vocab_axis is not None and self.vocab_axis == self.frame_axis:
-            raise ValueError(f"{function}: vocab_axis and frame_axis must be two axes, got {self.vocab_axis!r} twice.")
+            raise _checks.bad_value(f"vocab_axis and frame_axis must be two axes, got {self.vocab_axis!r} twice.")
 
     def _set(self, name, value):
         object.__setattr__(self, name, value)
@@ -199,7 +201,7 @@ class TransducerLoss(metaclass=_Once):
         """The loss with every option off."""
         return _pytree.replace(self, **{f.name: None for f in dataclasses.fields(self) if "off" in f.metadata})
 
-    def _draw(self, function: str, key) -> TransducerLoss:
+    def _draw(self, key) -> TransducerLoss:
         """The loss for one call; `key` is a JAX random key or None."""
         return self
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_rnnt import _checks, _pytree
-from jax_rnnt._keywords import keywords
+from jax_rnnt._keywords import Refusal, keywords
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts import _layout
 from jax_rnnt.losses._composition import Composition
@@ -50,7 +50,6 @@ class Call:
     target_lengths: jax.Array
     label_windows: jax.Array | None
     method: Method = dataclasses.field(metadata={"static": True})
-    function: str = dataclasses.field(metadata={"static": True})  # as errors name it
 
 
 # What JAX says, and what to do about it.
@@ -63,22 +62,20 @@ _NOTES = {
 }
 
 
-def run(
-    method: Method, function: str, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None
-) -> Any:
-    """The result of a method with these arguments; errors name `function`."""
+def run(method: Method, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None) -> Any:
+    """The result of a method with these arguments."""
     if method.without_kernel and loss.implementation == "kernel":
         lacks = f"implementation='kernel': jax_rnnt has no kernel for {method.without_kernel}"
-        raise NotImplementedError(f"{function}: {lacks}; use implementation=None or 'reference'.")
-    layout = logits if isinstance(logits, _layout.Layout) else _layout.of(function, logits)
-    _checks.key(function, key)
-    loss = switched_off(loss._draw(function, key))
+        raise NotImplementedError(Refusal(f"{lacks}; use implementation=None or 'reference'."))
+    layout = logits if isinstance(logits, _layout.Layout) else _layout.of(logits)
+    _checks.key(key)
+    loss = switched_off(loss._draw(key))
     try:
-        return _run(Call(loss, layout, targets, logit_lengths, target_lengths, label_windows, method, function))
+        return _run(Call(loss, layout, targets, logit_lengths, target_lengths, label_windows, method))
     except (TypeError, jax.errors.UnexpectedTracerError) as error:
         text = f"{type(error).__name__}: {error}"
-        for note in (f"{function}: {note}" for words, note in _NOTES.items() if words in text):
-            error.add_note(note)
+        for note in (note for words, note in _NOTES.items() if words in text):
+            error.add_note(Refusal(note))
         raise
 
 
@@ -93,24 +90,24 @@ def _run(call: Call) -> Any:
 
 def _of_device(call: Call) -> Any:
     """The result, from the arrays of one of the devices over which the loss is split; without a split, from all."""
-    function, loss, windows = call.function, call.loss, call.label_windows
-    layout = call.layout.checked(function)
-    batch = layout.sequences(function, call.targets, call.logit_lengths, call.target_lengths)
+    loss, windows = call.loss, call.label_windows
+    layout = call.layout.checked()
+    batch = layout.sequences(call.targets, call.logit_lengths, call.target_lengths)
     if windows is not None:
-        windows = _checks.integers(function, "label_windows", windows, (*batch[0].shape, 2), "[..., U, 2]")
+        windows = _checks.integers("label_windows", windows, (*batch[0].shape, 2), "[..., U, 2]")
     others = [] if windows is None else [windows]
     layout, *others, targets, logit_lengths, target_lengths = layout.split_alike(*others, *batch)
     batch, windows = (targets, logit_lengths, target_lengths), others[0] if others else None
-    softmax = softmax_of(function, loss)
-    emission, logits = emission_of_device(function, loss, layout, softmax, batch, windows)
+    softmax = softmax_of(loss)
+    emission, logits = emission_of_device(loss, layout, softmax, batch, windows)
     return call.method.compute(loss, emission, logits, *batch, windows)
 
 
-def softmax_of(function: str, loss) -> Softmax:
+def softmax_of(loss) -> Softmax:
     """The emission of a loss, for rows of any number of logits."""
     composition = loss.compose()
     if not isinstance(composition, Composition):
-        raise TypeError(f"{function}: {type(loss).__name__}.compose() must return a Composition, got {composition!r}.")
+        raise _checks.bad_type(f"{type(loss).__name__}.compose() must return a Composition, got {composition!r}.")
     return composition.emission
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import in_name_of
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.lattices._topology import STANDARD, Arc, Topology
 from jax_rnnt.losses._adjustments import Step
@@ -88,18 +89,19 @@ class DecodingRules:
     labels_per_frame: int | None = None
     arc_weights: tuple[float | jax.Array, ...] = ()
 
+    @in_name_of("DecodingRules")
     def __post_init__(self):
         _checked_sequence(self, "topology", lambda x: isinstance(x, Arc), "lattices.Arc, at least one", 1)
         _checked_sequence(self, "arc_weights", lambda x: True, "numbers", 0)
         if self.arc_weights and len(self.arc_weights) != len(self.topology):
             expected = f"one number for each of the {len(self.topology)} arcs of topology, or none"
-            raise ValueError(f"DecodingRules: arc_weights must hold {expected}, got {self.arc_weights!r}.")
-        weights = (_checks.scalar("DecodingRules", f"arc_weights[{i}]", x) for i, x in enumerate(self.arc_weights))
+            raise _checks.bad_value(f"arc_weights must hold {expected}, got {self.arc_weights!r}.")
+        weights = (_checks.scalar(f"arc_weights[{i}]", x) for i, x in enumerate(self.arc_weights))
         object.__setattr__(self, "arc_weights", tuple(weights))
         if not isinstance(self.emission, Softmax):
-            raise TypeError(f"DecodingRules: emission must be an emissions.Softmax, got {self.emission!r}.")
+            raise _checks.bad_type(f"emission must be an emissions.Softmax, got {self.emission!r}.")
         if self.labels_per_frame is not None:
-            limit = _checks.positive("DecodingRules", "labels_per_frame", self.labels_per_frame)
+            limit = _checks.positive("labels_per_frame", self.labels_per_frame)
             object.__setattr__(self, "labels_per_frame", limit)
 
 

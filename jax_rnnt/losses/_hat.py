@@ -52,9 +52,9 @@ class HATLoss(TransducerLoss):
 
     variant: Literal["standard", "monotonic", "constrained"] = static("standard")
 
-    def _check(self, function):
-        super()._check(function)
-        _checks.choice(function, "variant", self.variant, tuple(UNIT_STEP_LOSSES))
+    def _check(self):
+        super()._check()
+        _checks.choice("variant", self.variant, tuple(UNIT_STEP_LOSSES))
 
     def _emission(self):
         return Softmax((self.blank,), self.fused_log_softmax, bernoulli=self.fused_log_softmax)

@@ -60,8 +60,7 @@ def method(
         made = METHODS[title] = Method(jax.jit(compute, static_argnums=1), **properties)
 
         def call(self, logits, targets, logit_lengths, target_lengths, *, label_windows=None, key=None):
-            function = type(self).__name__ if title == "__call__" else f"{type(self).__name__}.{title}"
-            return run(made, function, self, logits, targets, logit_lengths, target_lengths, label_windows, key)
+            return run(made, self, logits, targets, logit_lengths, target_lengths, label_windows, key)
 
         call.__name__, call.__doc__ = title, compute.__doc__
         call.__annotations__ = parameters.__annotations__ | {"return": compute.__annotations__["return"]}

@@ -44,9 +44,9 @@ class MonotonicRNNTLoss(TransducerLoss):
 
     final_blank: bool = static(False)
 
-    def _check(self, function):
-        super()._check(function)
-        self._set("final_blank", _checks.boolean(function, "final_blank", self.final_blank))
+    def _check(self):
+        super()._check()
+        self._set("final_blank", _checks.boolean("final_blank", self.final_blank))
 
     def compose(self) -> Composition:
         """The softmax, with labels that read a frame."""

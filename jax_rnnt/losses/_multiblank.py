@@ -60,13 +60,13 @@ class MultiblankRNNTLoss(TransducerLoss, _BigBlanks):
 
     sigma: float | jax.Array = option(0.0)
 
-    def _check(self, function):
-        super()._check(function)
-        durations = _checks.distinct_integers(function, "big_blank_durations", self.big_blank_durations, 2)
+    def _check(self):
+        super()._check()
+        durations = _checks.distinct_integers("big_blank_durations", self.big_blank_durations, 2)
         self._set("big_blank_durations", durations)
         if 0 <= self.blank < len(durations):
             expected = f"at least {len(durations)}, as big blank i is class blank - 1 - i"
-            raise ValueError(f"{function}: blank must be {expected}, got {self.blank}.")
+            raise _checks.bad_value(f"blank must be {expected}, got {self.blank}.")
 
     def compose(self) -> Composition:
         """The softmax with a plane for each blank, and arcs over several frames."""

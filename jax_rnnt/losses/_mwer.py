@@ -64,13 +64,13 @@ def mwer_loss(nll: ArrayLike, errors: ArrayLike, reduction: Literal["mean", "non
     >>> round(float(mwer_loss(jnp.array([0.0, 9.0]), jnp.array([0, 2]))), 3)
     -1.0
     """
-    nll = _checks.floating("mwer_loss", "nll", nll, 1, "[..., N]")
-    errors = _checks.array("mwer_loss", "errors", errors)
+    nll = _checks.floating("nll", nll, 1, "[..., N]")
+    errors = _checks.array("errors", errors)
     if not jnp.issubdtype(errors.dtype, jnp.number) or jnp.issubdtype(errors.dtype, jnp.complexfloating):
-        raise TypeError(f"mwer_loss: errors must be numbers, got {errors.dtype}.")
+        raise _checks.bad_type(f"errors must be numbers, got {errors.dtype}.")
     if tuple(errors.shape) != nll.shape:
-        raise ValueError(f"mwer_loss: errors must have the shape of nll, {nll.shape}, got {tuple(errors.shape)}.")
-    _checks.choice("mwer_loss", "reduction", reduction, ("mean", "none", "sum"))
+        raise _checks.bad_value(f"errors must have the shape of nll, {nll.shape}, got {tuple(errors.shape)}.")
+    _checks.choice("reduction", reduction, ("mean", "none", "sum"))
     errors = jax.lax.stop_gradient(jnp.asarray(errors)).astype(accumulation_dtype(nll.dtype))
     nll, errors = _xla.split_alike(nll.ndim - 1, nll, errors)
     no_number = jnp.isnan(nll) | jnp.isneginf(nll) | (~jnp.isposinf(nll) & ~jnp.isfinite(errors))

@@ -69,28 +69,27 @@ def prune_ranges(
     >>> prune_ranges(blank_posteriors=blank, label_posteriors=label, **lengths, width=2).tolist()
     [0, 1, 2, 2]
     """
-    name = "prune_ranges"
-    blank = _checks.floating(name, "blank_posteriors", blank_posteriors, 2, "[..., T, U + 1]")
-    label = _checks.floating(name, "label_posteriors", label_posteriors, 2, "[..., T, U + 1]")
+    blank = _checks.floating("blank_posteriors", blank_posteriors, 2, "[..., T, U + 1]")
+    label = _checks.floating("label_posteriors", label_posteriors, 2, "[..., T, U + 1]")
     if blank.shape != label.shape or blank.shape[-1] < 1:
         expected = f"the shape of blank_posteriors, {tuple(blank.shape)}, with U + 1 >= 1"
-        raise ValueError(f"{name}: label_posteriors must have {expected}, got {tuple(label.shape)}.")
+        raise _checks.bad_value(f"label_posteriors must have {expected}, got {tuple(label.shape)}.")
     batch = blank.shape[:-2]
-    num_frames = _checks.integers(name, "logit_lengths", logit_lengths, batch, "[...]")
-    num_labels = _checks.integers(name, "target_lengths", target_lengths, batch, "[...]")
-    _checks.choice(name, "variant", variant, tuple(UNIT_STEP_LOSSES))
+    num_frames = _checks.integers("logit_lengths", logit_lengths, batch, "[...]")
+    num_labels = _checks.integers("target_lengths", target_lengths, batch, "[...]")
+    _checks.choice("variant", variant, tuple(UNIT_STEP_LOSSES))
     smallest = 2 if variant == "standard" else 1
-    width = _checks.integer(name, "width", width)
+    width = _checks.integer("width", width)
     if width < smallest:
-        raise ValueError(f"{name}: width must be {smallest} or more with variant {variant!r}, got {width}.")
+        raise _checks.bad_value(f"width must be {smallest} or more with variant {variant!r}, got {width}.")
     frames, labels = _checks.known(logit_lengths), _checks.known(target_lengths)
     if frames is not None and labels is not None:
-        _check_width(name, blank.shape, frames.astype(np.int64), labels.astype(np.int64), width, variant)
+        _check_width(blank.shape, frames.astype(np.int64), labels.astype(np.int64), width, variant)
     blank, label, num_frames, num_labels = _xla.split_alike(len(batch), blank, label, num_frames, num_labels)
     return _prune_ranges(blank, label, num_frames, num_labels, width, variant == "standard")
 
 
-def _check_width(name, shape, num_frames, num_labels, width, variant):
+def _check_width(shape, num_frames, num_labels, width, variant):
     """Raises if a sequence has a path in its lattice but none in any band of this width."""
     frames, columns = shape[-2:]
     used = (num_frames >= 1) & (num_frames <= frames) & (num_labels >= 0) & (num_labels < columns)
@@ -106,7 +105,7 @@ def _check_width(name, shape, num_frames, num_labels, width, variant):
         sequence = f"sequence {list(map(int, worst))}" if worst else "the sequence"
         lengths = f"T_b = {num_frames[worst]} frames and U_b = {num_labels[worst]} labels"
         expected = f"{needed[worst]} or more with variant {variant!r} for {sequence} with {lengths}"
-        raise ValueError(f"{name}: width must be {expected}: no narrower band holds a path, got {width}.")
+        raise _checks.bad_value(f"width must be {expected}: no narrower band holds a path, got {width}.")
 
 
 def _prune_ranges(blank, label, num_frames, num_labels, width, standard):
@@ -171,16 +170,15 @@ def prune_inputs(
     >>> encoder.shape, predictor[..., 0].tolist()
     ((2, 2, 8), [[0.0, 1.0], [1.0, 2.0]])
     """
-    name = "prune_inputs"
-    encoder_out = _checks.floating(name, "encoder_out", encoder_out, 2, "[..., T, E]")
+    encoder_out = _checks.floating("encoder_out", encoder_out, 2, "[..., T, E]")
     batch, frames = encoder_out.shape[:-2], encoder_out.shape[-2]
-    predictor_out = _checks.floating(name, "predictor_out", predictor_out, 2, "[..., U + 1, P]")
+    predictor_out = _checks.floating("predictor_out", predictor_out, 2, "[..., U + 1, P]")
     if predictor_out.shape[:-2] != batch or predictor_out.shape[-2] < 1:
         expected = f"shape [..., U + 1, P] with the batch dimensions of encoder_out, {batch}"
-        raise ValueError(f"{name}: predictor_out must have {expected}, got {tuple(predictor_out.shape)}.")
-    _checks.unsplit(name, "predictor_out", predictor_out, {-2: "U + 1"})
-    first = _checks.integers(name, "first", first, (*batch, frames), "[..., T]")
-    width = _checks.positive(name, "width", width)
+        raise _checks.bad_value(f"predictor_out must have {expected}, got {tuple(predictor_out.shape)}.")
+    _checks.unsplit("predictor_out", predictor_out, {-2: "U + 1"})
+    first = _checks.integers("first", first, (*batch, frames), "[..., T]")
+    width = _checks.positive("width", width)
     encoder_out, predictor_out, first = _xla.split_alike(len(batch), encoder_out, predictor_out, first)
     column = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*first.shape, width), first.ndim)
     column = jnp.clip(column, 0, predictor_out.shape[-2] - 1)

@@ -129,6 +129,6 @@ def rnnt_loss(
         fastemit_lambda=fastemit_lambda, delay_penalty=delay_penalty, implementation=implementation, inplace=inplace,
     )  # fmt: skip
     loss = _pytree.make(RNNTLoss, options.keys(), options.values())
-    loss._check("rnnt_loss")
+    loss._check()
     batch = logits, targets, logit_lengths, target_lengths, label_windows
-    return run(METHODS["__call__"], "rnnt_loss", loss, *batch)
+    return run(METHODS["__call__"], loss, *batch)

@@ -114,13 +114,13 @@ class TargetRobustRNNTLoss(TransducerLoss):
     skip_frame: float | jax.Array | None = 0.0
     skip_label: float | jax.Array | None = 0.0
 
-    def _check(self, function):
-        super()._check(function)
+    def _check(self):
+        super()._check()
         for name in ("skip_frame", "skip_label"):
             if (value := getattr(self, name)) is not None:
-                self._set(name, _checks.number(function, name, value))
+                self._set(name, _checks.number(name, value))
         if self.skip_label is not None and (x := _checks.known(self.skip_label)) is not None and not x <= 0:
-            raise ValueError(f"{function}: skip_label must be 0 or less, got {self.skip_label!r}.")
+            raise _checks.bad_value(f"skip_label must be 0 or less, got {self.skip_label!r}.")
 
     def compose(self) -> Composition:
         """The softmax, with the weights of skips added to blanks and labels."""

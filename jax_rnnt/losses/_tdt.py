@@ -67,20 +67,20 @@ class TDTLoss(TransducerLoss, _TokenDurations):
     sigma: float | jax.Array = option(0.0)
     omega: float | jax.Array = option(0.0)
 
-    def _check(self, function):
-        super()._check(function)
-        self._set("durations", _checks.distinct_integers(function, "durations", self.durations, 0))
+    def _check(self):
+        super()._check()
+        self._set("durations", _checks.distinct_integers("durations", self.durations, 0))
         if not any(self.durations):
-            raise ValueError(f"{function}: durations must hold one of 1 frame or more, got {self.durations}.")
+            raise _checks.bad_value(f"durations must hold one of 1 frame or more, got {self.durations}.")
         if (omega := _checks.known(self.omega)) is not None and not 0 <= omega <= 1:
-            raise ValueError(f"{function}: omega must be a probability, from 0 to 1, got {self.omega}.")
+            raise _checks.bad_value(f"omega must be a probability, from 0 to 1, got {self.omega}.")
 
-    def _draw(self, function, key):
+    def _draw(self, key):
         """The loss with a coin (bool) in the place of omega."""
         if _checks.is_zero(self.omega):
             return self
         if key is None and _checks.known(self.omega):
-            raise ValueError(f"{function}: key must be a JAX random key where omega is not 0, got None.")
+            raise _checks.bad_value("key must be a JAX random key where omega is not 0, got None.")
         if key is None:  # 0, if all is well; NaN where it is not. The arcs stay those of `topology`.
             valid, coin = self.omega == 0, jnp.zeros((), bool)
         else:  # in float32 always: the coin must not depend on jax_enable_x64

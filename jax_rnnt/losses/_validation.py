@@ -57,10 +57,10 @@ def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike,
     ValueError: RNNTLoss.validate: targets[0, 1] must lie in [0, 5), got 9.
     """
     function = f"{type(self).__name__}.validate"
-    layout = _layout.of(function, logits)
+    layout = _layout.of(logits)
     # Of the options, a layout may refuse the clamp.
     loss = _pytree.replace(self._without_options(), clamp=switched_off(self).clamp, implementation=None)
-    softmax = softmax_of(function, loss).resolved(function, layout.classes * devices_of(loss)[1])
+    softmax = softmax_of(loss).resolved(layout.classes * devices_of(loss)[1])
     sequences = targets, logit_lengths, target_lengths
     names = "targets", "logit_lengths", "target_lengths", *("first" for _ in layout.integers)
     values = *sequences, *layout.integers, *jax.tree.leaves(loss)
@@ -75,9 +75,9 @@ def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike,
         return jax.ensure_compile_time_eval() if known else contextlib.nullcontext()
 
     with now():
-        targets, num_frames, num_labels = layout.sequences(function, *sequences)
+        targets, num_frames, num_labels = layout.sequences(*sequences)
     # Raises where the two do not fit.
-    emission, logits = layout.emission(function, loss, softmax, targets, num_frames, num_labels)
+    emission, logits = layout.emission(loss, softmax, targets, num_frames, num_labels)
     check = functools.partial(_check, function)
     in_frames, in_classes = devices_of(loss)
     frames, labels = layout.frames * in_frames, targets.shape[-1]

@@ -120,11 +120,11 @@ class WildcardRNNTLoss(TransducerLoss):
     skip_start: float | jax.Array | None = 0.0
     skip_end: float | jax.Array | None = 0.0
 
-    def _check(self, function):
-        super()._check(function)
+    def _check(self):
+        super()._check()
         for name in ("skip_start", "skip_end"):
             if (value := getattr(self, name)) is not None:
-                self._set(name, _checks.number(function, name, value))
+                self._set(name, _checks.number(name, value))
 
     def compose(self) -> Composition:
         """The softmax, with the weights of skips added to the blanks of the first and last column."""

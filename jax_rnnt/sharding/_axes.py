@@ -27,7 +27,7 @@ def varies(x: jax.Array, axis: str) -> bool:
 
 
 def is_typed(axis: str) -> bool:
-    """Whether types tell which arrays vary over the axis."""
+    """Whether the types of arrays say if they vary over the axis."""
     return varies(jax.lax.axis_index(axis), axis)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_rnnt import _checks
 from jax_rnnt.emissions._emission import Exchange
 from jax_rnnt.emissions._softmax import Softmax
 from jax_rnnt.layouts._layout import Layout
@@ -22,22 +23,22 @@ def devices_of(loss) -> tuple[int, int]:
     return frames, vocabulary
 
 
-def emission_of_device(function: str, loss, layout: Layout, softmax: Softmax, batch, windows):
+def emission_of_device(loss, layout: Layout, softmax: Softmax, batch, windows):
     """(emission, its logits) on one of the devices, from its checked arrays; `softmax` is that of the loss.
 
     `batch`: targets and both lengths.
     """
-    _check(function, loss, layout, (batch, windows, loss))
+    _check(loss, layout, (batch, windows, loss))
     targets, logit_lengths, target_lengths = batch
     frames, vocabulary = devices_of(loss)
-    full = softmax.resolved(function, layout.classes * vocabulary)
+    full = softmax.resolved(layout.classes * vocabulary)
     own: Any = full
     own_lengths, exchange = logit_lengths, Exchange()
     if loss.frame_axis is not None:
         own_lengths = own_frames(logit_lengths, layout.frames, loss.frame_axis)
     if loss.vocab_axis is not None:
-        own = SplitVocabulary.own_softmax(function, full, vocabulary, layout.classes * vocabulary)
-    emission, logits = layout.emission(function, loss, own, targets, own_lengths, target_lengths)
+        own = SplitVocabulary.own_softmax(full, vocabulary, layout.classes * vocabulary)
+    emission, logits = layout.emission(loss, own, targets, own_lengths, target_lengths)
     rows = emission.rows
     if loss.vocab_axis is not None:
         rows = SplitVocabulary(rows, own, full, loss.vocab_axis, vocabulary, layout.classes)
@@ -47,18 +48,18 @@ def emission_of_device(function: str, loss, layout: Layout, softmax: Softmax, ba
     return dataclasses.replace(emission, rows=rows, frames=emission.frames * frames, exchange=exchange), logits
 
 
-def _check(function, loss, layout, others):
+def _check(loss, layout, others):
     """Raises where types say that the arrays are not split as the loss says, or others are."""
     for name, axis, letter in (("vocab_axis", loss.vocab_axis, "V"), ("frame_axis", loss.frame_axis, "T")):
         if axis is None:
             continue
-        split = layout.split_arrays(function, name)
+        split = layout.split_arrays(name)
         if not _axes.is_typed(axis):
             continue
         for array, x in split.items():
             if not _axes.varies(x, axis):
                 expected = f"{array} must be split over {letter} inside of shard_map over {name}={axis!r}"
-                raise ValueError(f"{function}: {expected}, got the same {array} on all its devices.")
+                raise _checks.bad_value(f"{expected}, got the same {array} on all its devices.")
         if any(_axes.varies(x, axis) for x in jax.tree.leaves(others)):
             expected = f"targets, lengths, windows and options must be alike on all devices of {name}={axis!r}"
-            raise ValueError(f"{function}: {expected}, got one that varies over them.")
+            raise _checks.bad_value(f"{expected}, got one that varies over them.")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_rnnt import _pytree, _xla
+from jax_rnnt import _checks, _pytree, _xla
 from jax_rnnt.layouts._layout import Layout
 from jax_rnnt.sharding import _axes
 
@@ -17,7 +17,6 @@ from jax_rnnt.sharding import _axes
 class Call(Protocol):
     """What is known here of a call of a loss: a pytree, whose other arrays are of each sequence of the batch."""
 
-    function: str
     loss: Any
     layout: Layout
 
@@ -33,23 +32,23 @@ def run(of_device: Callable[[Any], Any], call: Call, axes: dict[str, str], per_n
 
     `per_node`: the result has a number for each node, and else for each sequence.
     """
-    function, layout = call.function, call.layout
+    layout = call.layout
     mesh = _axes.mesh_with(axes.values(), jax.tree.leaves(call))
     if mesh is None:
         name, axis = next(iter(axes.items()))
         known = jax.sharding.get_abstract_mesh().axis_names
         way = f"call jax.set_mesh(mesh) with such a mesh, or run the loss inside jax.shard_map over {axis!r}"
-        raise ValueError(f"{function}: {name} must name an axis of the mesh, one of {known}, got {axis!r}: {way}.")
+        raise _checks.bad_value(f"{name} must name an axis of the mesh, one of {known}, got {axis!r}: {way}.")
     for name, axis in axes.items():
         letter, size = ("V", layout.classes) if name == "vocab_axis" else ("T", layout.frames)
         if size % mesh.shape[axis]:
             expected = f"{letter} must be a multiple of the {mesh.shape[axis]} devices of {name}={axis!r}"
-            raise ValueError(f"{function}: {expected}, got {letter} = {size}.")
+            raise _checks.bad_value(f"{expected}, got {letter} = {size}.")
     batch, frame_axis = _batch(layout), axes.get("frame_axis")
     specs = _pytree.replace(
         jax.tree.map(lambda _: P(*batch), call),
         loss=jax.tree.map(lambda _: P(), call.loss),
-        layout=layout.specs(function, batch, frame_axis, axes.get("vocab_axis")),
+        layout=layout.specs(batch, frame_axis, axes.get("vocab_axis")),
     )
     out_specs = P(*batch, frame_axis) if per_node else P(*batch)
     return _on_mesh(of_device, mesh, tuple(axes.values()), tuple(jax.tree.leaves(specs)), out_specs, call)

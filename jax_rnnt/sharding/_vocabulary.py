@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_rnnt import _xla
+from jax_rnnt import _checks, _xla
 from jax_rnnt.emissions._emission import NO_LABEL, Exchange, Rows, inside_rows
 from jax_rnnt.emissions._norm import is_anchored, row_sum
 from jax_rnnt.emissions._softmax import Softmax, accumulation_dtype, pick
@@ -77,16 +77,16 @@ class SplitVocabulary(Rows[Any, Any]):
     columns: int
 
     @classmethod
-    def own_softmax(cls, function: str, full: Softmax, size: int, logits: int) -> OwnClasses:
+    def own_softmax(cls, full: Softmax, size: int, logits: int) -> OwnClasses:
         """The emission of the rows of one device of `size`; `full` is for rows of `logits`."""
         beside, width = full.num_durations + full.bernoulli, logits // size
         if width <= beside:
             others = f"the {beside} durations" if full.num_durations else "the blank of HATLoss"
             expected = f"each device must hold more logits of a row than {others}"
-            raise ValueError(f"{function}: vocab_axis: {expected}, got {logits} logits on {size} devices.")
+            raise _checks.bad_value(f"vocab_axis: {expected}, got {logits} logits on {size} devices.")
         if full.bernoulli and full.blanks[0] != logits - 1:
             expected = f"the blank of HATLoss must be the last class, -1 or {logits - 1}"
-            raise ValueError(f"{function}: vocab_axis: {expected}, got {full.blanks[0]}.")
+            raise _checks.bad_value(f"vocab_axis: {expected}, got {full.blanks[0]}.")
         columns = tuple({blank % width: None for blank in full.blanks if blank % width < width - beside}) or (0,)
         slots = tuple(f"column+{i}" for i in columns)
         return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.num_durations)

@@ -32,7 +32,7 @@ class TileInputs(typing.NamedTuple):
 
     @property
     def copies(self) -> int:
-        """N."""
+        """N, the sequences of each encoder."""
         return self.predictor.shape[0] // self.encoder.shape[0]
 
 
@@ -46,7 +46,7 @@ class Tile(typing.NamedTuple):
     predictor: jax.Array  # [S, columns, P]
     nodes: Nodes  # of the inner rows: label [N, 1, 1], 1 or 0 frames [N]
     more: tuple[jax.Array, ...] = ()  # of `_nodes`: which nodes count, and rows of arrays, [S, frames, columns, ...]
-    place: jax.Array | None = None  # of `_nodes`: [S, frames, columns], in a plane [B T U1]; past it: not inside
+    place: jax.Array | None = None  # of `_nodes`: [S, frames, columns], in a plane [B T U1]; past its end: not inside
 
 
 class Work(typing.NamedTuple):
@@ -167,6 +167,7 @@ def _rows_of(x, *index):
 
 
 def row_index(n):
+    """int32 [1, n]: 0, 1, ..., n - 1."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, n), 1)
 
 

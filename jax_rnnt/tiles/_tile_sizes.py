@@ -14,7 +14,7 @@ from jax_rnnt.emissions._emission import Nodes, Rows
 from jax_rnnt.tiles._networks import sum_dtype
 from jax_rnnt.tiles._tile_blocks import Blocks
 
-_BUDGET = 64e6, 256e6  # bytes on a GPU: what the launches of a tile's kernels take at least, and at most
+_BUDGET = 64e6, 256e6  # bytes of a tile's workspace on a GPU, at least and at most
 _VMEM = 32e6  # bytes of a tile on a TPU
 _BLOCKS = 1024  # of a tile, at most: its sums take a table of their square
 

@@ -68,19 +68,19 @@ def frames_to_seconds(frames: npt.ArrayLike, *, hop: float, subsampling: int = 1
     >>> frames_to_seconds([0, 2, 7], hop=0.01, subsampling=4).round(3).tolist()
     [0.0, 0.08, 0.28]
     """
-    return _seconds("frames_to_seconds", frames, hop, subsampling, offset)
+    return _seconds(frames, hop, subsampling, offset)
 
 
-def _seconds(function, frames, hop, subsampling, offset):
-    hop, offset = (float(_checks.scalar(function, n, x)) for n, x in (("hop", hop), ("offset", offset)))
+def _seconds(frames, hop, subsampling, offset):
+    hop, offset = (float(_checks.scalar(n, x)) for n, x in (("hop", hop), ("offset", offset)))
     if not 0 < hop < np.inf:
-        raise ValueError(f"{function}: hop must be a positive number of seconds, got {hop}.")
+        raise _checks.bad_value(f"hop must be a positive number of seconds, got {hop}.")
     if not math.isfinite(offset):
-        raise ValueError(f"{function}: offset must be a finite number of seconds, got {offset}.")
-    _checks.positive(function, "subsampling", subsampling)
-    frames = _checks.array(function, "frames", frames)
+        raise _checks.bad_value(f"offset must be a finite number of seconds, got {offset}.")
+    _checks.positive("subsampling", subsampling)
+    frames = _checks.array("frames", frames)
     if not any(jnp.issubdtype(frames.dtype, kind) for kind in (jnp.integer, jnp.floating)):
-        raise TypeError(f"{function}: frames must be real numbers, got {frames.dtype}.")
+        raise _checks.bad_type(f"frames must be real numbers, got {frames.dtype}.")
     frames = np.asarray(frames, np.float64)
     return offset + np.where(frames < 0, np.nan, frames) * (subsampling * hop)
 
@@ -131,24 +131,22 @@ def intervals(
     0.375 0.5 b
     1.0 1.25 c
     """
-    function, clock = "intervals", (hop, subsampling, offset)
-    frames, durations = emitted(function, frames, durations, len(texts), "[U], U = len(texts)")
-    times = seconds_of(function, frames, durations, clock)
+    frames, durations = emitted(frames, durations, len(texts), "[U], U = len(texts)")
+    times = seconds_of(frames, durations, (hop, subsampling, offset))
     return [Interval(start, end, text) for (start, end), text in zip(times, texts)]
 
 
-def emitted(function: str, frames, durations, count: int, dimensions: str) -> tuple[np.ndarray, np.ndarray]:
-    """(frames, durations) of so many labels as NumPy arrays, checked; without durations a label reads a frame."""
-    frames = np.asarray(_checks.integers(function, "frames", frames, (count,), dimensions))
+def emitted(frames, durations, count: int, dimensions: str) -> tuple[np.ndarray, np.ndarray]:
+    """(frames, durations) of `count` labels as NumPy arrays, checked; without durations a label reads a frame."""
+    frames = np.asarray(_checks.integers("frames", frames, (count,), dimensions))
     if np.any(frames < 0) or np.any(np.diff(frames) < 0):
-        expected = "be 0 or more and never go back, without padding"
-        raise ValueError(f"{function}: frames must {expected}, got {frames.tolist()}.")
+        raise _checks.bad_value(f"frames must be 0 or more and never go back, without padding, got {frames.tolist()}.")
     if durations is None:
         durations = np.ones(count, np.int32)
-    return frames, np.asarray(_checks.integers(function, "durations", durations, (count,), dimensions))
+    return frames, np.asarray(_checks.integers("durations", durations, (count,), dimensions))
 
 
-def seconds_of(function: str, frames, durations, clock) -> list:
+def seconds_of(frames, durations, clock) -> list:
     """[start, end] of labels, in seconds; `clock` is (hop, subsampling, offset)."""
     if not len(frames):
         return []
@@ -156,4 +154,4 @@ def seconds_of(function: str, frames, durations, clock) -> list:
     lasts = np.minimum(values + np.maximum(np.maximum.reduceat(durations, places), 1), [*values[1:], np.inf])
     first, length, count = (np.repeat(x, counts)[:, None] for x in (values, lasts - values, counts))
     share = np.arange(len(frames))[:, None] - np.repeat(places, counts)[:, None] + [0, 1]
-    return _seconds(function, first + length * share / count, *clock).tolist()
+    return _seconds(first + length * share / count, *clock).tolist()

@@ -9,6 +9,7 @@ import itertools
 import unicodedata
 from collections.abc import Callable, Iterable
 
+from jax_rnnt import _checks
 from jax_rnnt._keywords import keywords
 
 AT_ONCE = 16  # labels whose spans are found together, with as many on both sides of them
@@ -66,7 +67,7 @@ def _common(a: str, b: str) -> int:
 def _text(decode, labels) -> str:
     text = decode(labels) if labels else ""
     if not isinstance(text, str):
-        raise TypeError(f"words: decode of vocabulary must return a str, got {text!r}.")
+        raise _checks.bad_type(f"decode of vocabulary must return a str, got {text!r}.")
     return text
 
 
@@ -131,7 +132,7 @@ def joins(before: str, after: str) -> bool:
 
 
 def units(text: str, edges: set[int], every: bool) -> list[list[int]]:
-    """[begin, end) of the parts of a text that are words, or punctuation beside them, in order.
+    """[begin, end) of the parts of a text that are words, or punctuation next to them, in order.
 
     White space separates them. In a script without spaces labels do, which end at `edges`, and other scripts and
     punctuation begin a part. `every`: labels do in all scripts.

@@ -88,24 +88,23 @@ def words(
     0.5 0.75 good, 0.9
     2.0 2.5 morning 0.5
     """
-    function, dimensions = "words", "[L], one of each label"
-    labels = np.asarray(_checks.integral(function, "labels", labels))
+    labels = np.asarray(_checks.integral("labels", labels))
     if labels.ndim != 1:
-        raise ValueError(f"{function}: labels must have shape [L], those of one utterance, got {labels.shape}.")
+        raise _checks.bad_value(f"labels must have shape [L], those of one utterance, got {labels.shape}.")
     if mark is not None and (not isinstance(mark, str) or not mark):
-        raise TypeError(f"{function}: mark must be None or a str with a character or more, got {mark!r}.")
-    _checks.choice(function, "how", how, tuple(OF_A_WORD))
-    end = math.inf if end is None else float(_checks.number(function, "end", end))
+        raise _checks.bad_type(f"mark must be None or a str with a character or more, got {mark!r}.")
+    _checks.choice("how", how, tuple(OF_A_WORD))
+    end = math.inf if end is None else float(_checks.number("end", end))
     count = int(np.argmin(np.append(labels, -1) >= 0))
-    text, spans, every = _text(function, labels, count, vocabulary, mark)
+    text, spans, every = _text(labels, count, vocabulary, mark)
     arrays = (("frames", frames), ("durations", durations), ("confidences", confidences))
-    frames, durations, confidences = (_of_labels(function, name, x, len(labels), count) for name, x in arrays)
-    emits, reads = emitted(function, frames, durations, count, dimensions)
+    frames, durations, confidences = (_of_labels(name, x, len(labels), count) for name, x in arrays)
+    emits, reads = emitted(frames, durations, count, "[L], one of each label")
     if confidences is not None:
-        confidences = checked_confidences(function, confidences)
+        confidences = checked_confidences(confidences)
     units_of_text = _with_punctuation(_units(text, spans, every))
     places = np.array([place for unit in units_of_text for place in unit.spoken], int)
-    times = iter(seconds_of(function, emits[places], reads[places], (hop, subsampling, offset)))
+    times = iter(seconds_of(emits[places], reads[places], (hop, subsampling, offset)))
     found = []
     for unit in units_of_text:
         sure = None if confidences is None else float(OF_A_WORD[how](confidences[unit.spoken]))
@@ -115,45 +114,45 @@ def words(
     return found
 
 
-def _text(function: str, labels, count: int, vocabulary, mark: str | None):
+def _text(labels, count: int, vocabulary, mark: str | None):
     """(text of the labels before the padding, its spans, whether every label is a word)"""
     if isinstance(vocabulary, Mapping):
-        raise TypeError(f"{function}: vocabulary must be a sequence, the text of each class, got a mapping.")
+        raise _checks.bad_type("vocabulary must be a sequence, the text of each class, got a mapping.")
     decode: Any = getattr(vocabulary, "decode", vocabulary if callable(vocabulary) else None)
     names = vocabulary if isinstance(vocabulary, Sequence) else None if decode else list(vocabulary)
     limit = math.inf if names is None else len(names)
     if np.any(labels[:count] >= limit) or np.any(labels[count:] != -1):
         expected = f"in [0, {limit}), the classes of vocabulary, and -1 at the end alone"
-        raise ValueError(f"{function}: labels must be {expected}, got {labels.tolist()}.")
+        raise _checks.bad_value(f"labels must be {expected}, got {labels.tolist()}.")
     chosen = labels[:count].tolist()
     wrong = [] if names is None else [names[x] for x in chosen if not isinstance(names[x], str | None)]
     if wrong:
-        raise TypeError(f"{function}: vocabulary must hold str or None, got {wrong[0]!r}.")
+        raise _checks.bad_type(f"vocabulary must hold str or None, got {wrong[0]!r}.")
     every = mark is None and not (names and any_dense(x for x in names if x))
     if decode or names is None:
         return *decoded(decode, chosen), every
     return *_spelled([names[label] or "" for label in chosen], mark), every
 
 
-def _of_labels(function: str, name: str, x, size: int, count: int):
+def _of_labels(name: str, x, size: int, count: int):
     """The part of an array [L] before the padding; None stays."""
     if x is None:
         return None
-    x = np.asarray(_checks.array(function, name, x))
+    x = np.asarray(_checks.array(name, x))
     if x.shape != (size,):
-        raise ValueError(f"{function}: {name} must have shape [L] = {(size,)}, as labels, got {x.shape}.")
+        raise _checks.bad_value(f"{name} must have shape [L] = {(size,)}, as labels, got {x.shape}.")
     if name == "confidences":
         if str(x.dtype) not in _checks.FLOATS:
-            raise TypeError(f"{function}: confidences must have a floating dtype, got {x.dtype}.")
+            raise _checks.bad_type(f"confidences must have a floating dtype, got {x.dtype}.")
         return x[:count]
     return x[:count] if x.size else x.astype(int)  # NumPy makes floats of an empty list
 
 
-def checked_confidences(function: str, x) -> np.ndarray:
+def checked_confidences(x) -> np.ndarray:
     """Confidences of labels in float64, at most 1."""
     if not np.all(x >= 0):
         expected = "0 or more, as Hypotheses.label_confidences or exp of log-probabilities are"
-        raise ValueError(f"{function}: confidences must be {expected}, got {x[~(x >= 0)][0]}.")
+        raise _checks.bad_value(f"confidences must be {expected}, got {x[~(x >= 0)][0]}.")
     return np.minimum(x.astype(np.float64), 1)
 
 
@@ -176,7 +175,7 @@ def _spelled(texts: list[str], mark: str | None) -> tuple[str, list[tuple[int, i
 
 
 class _Unit(NamedTuple):
-    """A word, or punctuation beside it."""
+    """A word, or punctuation next to it."""
 
     text: str
     spoken: list[int]  # places of the labels that spell more than its punctuation

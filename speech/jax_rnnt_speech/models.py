@@ -164,17 +164,17 @@ def completed(options):
     return options
 
 
-def fresh(config, corpus, **more):
+def fresh(config, corpus):
     """The Model of a new training: of random weights, or from --init."""
     features, start = corpus.features, config.run.init
     new = not start or config.run.new_head
     said = getattr(corpus, "texts", None) or (x.text for x in corpus.utterances)
     vocabulary = tokens.train(config.head, said) if new else None
     if not start:
-        return Model(config, vocabulary, [0.0] * features, [1.0] * features, **more)
+        return Model(config, vocabulary, [0.0] * features, [1.0] * features)
     old = read(start)
     if len(old.mean) != features:
         raise UserError(f"--init {start} hears {len(old.mean)} features a frame, {config.data.train} has {features}")
-    model = Model(config, vocabulary or old.tokens, old.mean, old.deviation, old.source, **more)
+    model = Model(config, vocabulary or old.tokens, old.mean, old.deviation, old.source)
     model.take({name: old.params[name] for name in (["encoder"] if new else old.params)})
     return model

@@ -31,32 +31,6 @@ def signals():
         signal.signal(x, handler)
 
 
-@pytest.fixture
-def refused(said):
-    """Asserts that a command says one line with this message, and ends with this status.
-
-    Lines before it may say which files are read, and how.
-    """
-
-    def check(arguments, message, status=2):
-        *before, error = said(arguments, status).err.strip().splitlines()
-        assert message in error and all(x.startswith(("reading ", "train ")) for x in before)
-
-    return check
-
-
-@pytest.fixture
-def said(capsys):
-    """What a command that ends with this status writes: its output, and its errors."""
-
-    def call(arguments, status=0):
-        capsys.readouterr()
-        run(arguments, status)
-        return capsys.readouterr()
-
-    return call
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A folder in LibriSpeech's layout: 10 utterances of 0.3 to 0.75 s. Manifests of all and of the last two."""

@@ -1,7 +1,15 @@
-"""Audio files of every format, and a cut of Lhotse, for tests of what is read."""
+"""Audio files of every format, archives, and cuts of Lhotse, for tests of what is read.
+
+WAV is written by `wave`, a tar by `tarfile`, Parquet by pyarrow.
+"""
+
+import io
+import tarfile
+import wave
 
 import av
 import numpy as np
+import pytest
 
 RATE = 16000
 TIMES = np.arange(3 * RATE) / RATE
@@ -30,3 +38,48 @@ def cut(sources, supervisions, **more):
     recording = {"id": "r", "sources": sources, "sampling_rate": RATE, "num_samples": 48000, "duration": 3.0}
     common = {"id": "r-0", "start": 0.5, "duration": 2.0, "channel": 0, "type": "MonoCut"}
     return common | {"recording": recording, "supervisions": supervisions} | more
+
+
+def wav(samples, rate=8000):
+    """The bytes of a WAV of sixteen bits."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setparams((1, 2, rate, 0, "NONE", ""))
+        out.writeframes(np.round(samples).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def tar(members):
+    """The bytes of a tar of (name, bytes), or of (name, the name of what it links to, the kind of the link)."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as out:
+        for name, data, *kind in members:
+            info = tarfile.TarInfo(name)
+            if kind:
+                info.type, info.linkname = kind[0], data
+                out.addfile(info)
+            else:
+                info.size = len(data)
+                out.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def pack(path, members):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(tar(members))
+
+
+def parquet(path, rows, **options):
+    """A table of dictionaries; without pyarrow, the test is skipped."""
+    arrow, files = (pytest.importorskip(x) for x in ("pyarrow", "pyarrow.parquet"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_table(arrow.Table.from_pylist(rows), path, **options)
+
+
+def cut_of(name, text, seconds=0.25, **more):
+    """A cut whose audio, in 8 kHz, is in an archive of Lhotse beside it."""
+    recording = {"id": name, "sources": [{"type": "shar", "channels": [0], "source": ""}], "duration": seconds,
+                 "sampling_rate": 8000}  # fmt: skip
+    said = [{"id": f"s-{name}", "start": 0.0, "duration": seconds, "text": str(text)}]
+    return {"id": name, "start": 0, "duration": seconds, "channel": 0, "recording": recording, "supervisions": said,
+            "type": "MonoCut"} | more  # fmt: skip

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import struct
 
 import numpy as np
 from aiohttp import FormData, web
@@ -79,12 +78,6 @@ async def uploading(client, size, data):
     reader, writer = await asyncio.open_connection(client.host, client.port)
     writer.write(upload(size, data))
     return reader, writer
-
-
-def wav(size):
-    """So many samples of silence, by the definition of WAV."""
-    head = b"fmt " + struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16000, 2, 16) + b"data" + struct.pack("<I", 2 * size)
-    return b"RIFF" + struct.pack("<I", 4 + len(head) + 2 * size) + b"WAVE" + head + bytes(2 * size)
 
 
 def fits(x, kind):

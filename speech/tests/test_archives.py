@@ -1,6 +1,7 @@
 """Archives are read as the recordings in them are, and on the fly in an order that nothing but its seed decides."""
 
 import collections
+import contextlib
 import functools
 import gzip
 import io
@@ -22,6 +23,7 @@ from jax_rnnt_speech.data import source as road
 from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.data.rows import Entry, keys_of
 from jax_rnnt_speech.recognition import recognise
+from recordings import cut_of, pack, parquet
 from support import configuration, losses, run
 
 RATE = 8000
@@ -34,16 +36,6 @@ def samples(i):
     """Of an utterance, in sixteen bits."""
     x = 0.1 * np.random.default_rng(i).normal(size=round(SECONDS[i] * RATE))
     return np.round(x * 2**15).astype(np.float32) / 2**15
-
-
-def pack(path, files):
-    """A tar of (name, bytes)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
 
 
 @pytest.fixture(scope="module")
@@ -66,29 +58,19 @@ def packed(tmp_path_factory):
         files = [((f"a/u{i}.flac", sound[i]), (f"a/u{i}.{kind}", text)) for i, (kind, text) in zip(half, texts)]
         pack(folder / f"web/part-{k:03}.tar", itertools.chain(*files))
         pack(folder / f"nemo/audio_{k}.tar", [(f"u{i}.flac", sound[i]) for i in half])
-        empty = {"type": "shar", "channels": [0], "source": ""}
-        cuts, files = [], []
-        for i in half:
-            recording = {"id": f"u{i}", "sources": [empty], "duration": SECONDS[i], "sampling_rate": RATE}
-            said = [{"id": f"s{i}", "start": 0.0, "duration": SECONDS[i], "text": TEXTS[i]}]
-            cuts.append({"id": f"u{i}", "start": 0, "duration": SECONDS[i], "channel": 0, "recording": recording,
-                         "supervisions": said, "type": "MonoCut"})  # fmt: skip
-            files += [(f"u{i}.flac", sound[i]), (f"u{i}.json", json.dumps(recording).encode())]
-        pack(folder / f"shar/recording.00000{k}.tar", files)
+        cuts = [cut_of(f"u{i}", TEXTS[i], SECONDS[i]) for i in half]
+        files = [((f"u{i}.flac", sound[i]), (f"u{i}.json", json.dumps(x["recording"]).encode()))
+                 for i, x in zip(half, cuts)]  # fmt: skip
+        pack(folder / f"shar/recording.00000{k}.tar", itertools.chain(*files))
         with gzip.open(folder / f"shar/cuts.00000{k}.jsonl.gz", "wt") as file:
             file.write("\n".join(map(json.dumps, cuts)))
     lines = [{"audio_filepath": f"u{i}{'-sub1' * (i == 3)}.flac", "text": TEXTS[i], "duration": SECONDS[i],
               "shard_id": int(i >= 7)} for i in range(COUNT)]  # fmt: skip
     (folder / "nemo/tarred_audio_manifest.json").write_text("\n".join(map(json.dumps, lines)))
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        return folder
-    cells = [{"bytes": sound[i], "path": f"u{i}.flac"} for i in range(COUNT)]
-    (folder / "parquet").mkdir()
-    table = pyarrow.table({"audio": cells, "sentence": TEXTS, "speaker_id": [str(i) for i in range(COUNT)]})
-    pyarrow.parquet.write_table(table, folder / "parquet/train-00000-of-00001.parquet", row_group_size=5)
+    rows = [{"audio": {"bytes": sound[i], "path": f"u{i}.flac"}, "sentence": TEXTS[i], "speaker_id": str(i)}
+            for i in range(COUNT)]  # fmt: skip
+    with contextlib.suppress(pytest.skip.Exception):
+        parquet(folder / "parquet/train-00000-of-00001.parquet", rows, row_group_size=5)
     return folder
 
 

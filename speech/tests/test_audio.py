@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import scipy.io.wavfile
 
-from jax_rnnt_speech.data import audio, cache, corpora, features, index
+from jax_rnnt_speech.data import audio, corpora, features, index, memory
+from jax_rnnt_speech.data.archives import storage
 from recordings import RATE, encode
 from support import configuration
 
@@ -389,9 +390,9 @@ def test_channels(tmp_path, capsys):
 
 def test_storage(tmp_path, monkeypatch):
     """What is wrong with the storage is no fact about a file: it is said, and tried again at the next start."""
+    monkeypatch.setattr(storage, "WAITS", (0, 0))
     audio.write(tmp_path / "a.wav", SWEEP, RATE)
     (tmp_path / "b.wav").write_bytes((tmp_path / "a.wav").read_bytes()[:20000])
-    good = audio.stretches(tmp_path / "a.wav")
 
     class Broken(io.FileIO):
         """A file whose storage fails behind its first bytes."""
@@ -408,26 +409,19 @@ def test_storage(tmp_path, monkeypatch):
     failures["cannot be read (Input/output error)"] = Broken
     for reason, how in failures.items():
         folder = tmp_path / reason[:14]
-        lengths = cache.Lengths(folder)
         with monkeypatch.context() as patched:
             patched.setattr(audio, "open", how, raising=False)
-            assert lengths.of(tmp_path / "a.wav").reason == f"a file that {reason}"
-        assert lengths.of(tmp_path / "b.wav").reason == "audio that is cut off"
-        lengths.write()
-        known = json.loads((folder / "lengths.json").read_text())
-        assert [*known["files"]] == [str(tmp_path / "b.wav")] and lengths.of(tmp_path / "a.wav") == good
-        (folder / "lengths.json").write_text(json.dumps(known | {"form": 1}))  # of earlier versions
-        assert not cache.Lengths(folder).files
-        # Features, too, are made again at the next start.
+            assert corpora.stretches_of(tmp_path / "a.wav").reason == f"a file that {reason}"
+        assert corpora.stretches_of(tmp_path / "b.wav").reason == "audio that is cut off"
+        # Features are made again at the next start.
         (tmp_path / "c.jsonl").write_text('{"audio": "a.wav", "text": "A"}\n{"audio": "c.wav", "text": "B"}\n')
         audio.write(tmp_path / "c.wav", SWEEP[::-1], RATE)
-        corpus = corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
+        config = configuration(rate=RATE, valid=str(tmp_path / "c.jsonl"))
         with monkeypatch.context() as patched:
             patched.setattr(audio, "open", lambda *x: (how if "c.wav" in str(x[0]) else open)(*x), raising=False)
-            corpus.keep(folder)
-            assert corpus.load(0, None) is not None and corpus.load(1, None) is None
+            corpus = memory.held_out(config, folder, folder / "kept", 0)
+            assert [x.text for x in corpus.utterances] == ["A"] and corpus.load(0, None) is not None
         assert dict(corpus.report.names) == {f"a file that {reason}": ["c.wav"]}
         for _ in range(2):
-            corpus = corpora.Recordings(tmp_path / "c.jsonl", configuration(rate=RATE))
-            corpus.keep(folder)
-            assert corpus.load(1, None) is not None and not corpus.report.names
+            corpus = memory.held_out(config, folder, folder / "kept", 0)
+            assert len(corpus.utterances) == 2 and corpus.load(1, None) is not None and not corpus.report.names

@@ -17,7 +17,7 @@ from jax_rnnt_speech import runs
 from jax_rnnt_speech.cli import transcribe
 from jax_rnnt_speech.data import rows
 from jax_rnnt_speech.system import hosts, outputs, programs
-from support import asr, run, write_audio
+from support import asr, write_audio
 
 # What takes most of a second to import, or tens of MiB, and is not for every command.
 SLOW = "aiohttp", "av", "grain", "matplotlib", "orbax", "scipy", "sklearn", "sounddevice", "tensorboardX", "tokenizers"
@@ -151,9 +151,11 @@ def lost():
         (lambda: outputs.Screen().write("a\n"), False, 141),  # of transcribe and align
         (lambda: print("a"), True, 0),
         (lambda: lost(), True, 2),
+        (["check"], False, 141),
+        (["check", "--json"], False, 141),
     ],
 )
-def test_a_pipe_that_nobody_reads(write, reader, status, capsys):
+def test_a_pipe_that_nobody_reads(write, reader, status, corpus, capsys):
     """`COMMAND | head`: the status is that of SIGPIPE, and nobody hears of a broken pipe, unless it is another one."""
     parser = asr.cli.Parser(prog="rnnt-speech")
     parser.set_defaults(run=lambda _: write() or 0)
@@ -161,19 +163,10 @@ def test_a_pipe_that_nobody_reads(write, reader, status, capsys):
     if not reader:
         os.close(read)
     with os.fdopen(pipe, "w") as stdout, contextlib.redirect_stdout(stdout), pytest.raises(SystemExit) as ended:
-        parser.perform([])
+        asr.cli.main([*write, str(corpus / "all.jsonl")]) if isinstance(write, list) else parser.perform([])
     assert ended.value.code == status and ("ipe" in capsys.readouterr().err) == (status == 2)
     if reader:
         os.close(read)
-
-
-@pytest.mark.parametrize("more", [[], ["--json"]])
-def test_check_into_a_pipe_that_nobody_reads(corpus, capsys, more):
-    read, pipe = os.pipe()
-    os.close(read)
-    with os.fdopen(pipe, "w") as stdout, contextlib.redirect_stdout(stdout):
-        run(["check", corpus / "all.jsonl", *more], 141)
-    assert "ipe" not in capsys.readouterr().err
 
 
 def test_two_commands_with_one_output(tmp_path, refused):

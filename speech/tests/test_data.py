@@ -2,7 +2,9 @@
 
 import decimal
 import json
+import re
 import shutil
+import types
 import unicodedata
 
 import babel.numbers
@@ -14,10 +16,11 @@ import unicode_rbnf
 
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.data import audio, batches, corpora, features, sources
+from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.training.evaluation import Evaluation
-from support import CONVOLUTIONAL, asr, configuration, write_audio
+from support import CONVOLUTIONAL, TINY, asr, configuration, write_audio
 
 
 def test_several_sources(corpus, tmp_path):
@@ -28,9 +31,8 @@ def test_several_sources(corpus, tmp_path):
     assert len(corpora.open_corpus(paths[::2], configuration(), "train").utterances) == 12
     with pytest.raises(asr.system.UserError, match="none does not exist"):
         corpora.open_corpus(paths, configuration(), "train")
-    earlier = {"copies": 1, "mel_on": "host", "kernel": 3, "encoder": "whisper"}  # of runs before there were sections
     found = {"train": paths, "valid": "a", "convolution": 3, "encoder": "whisper"}
-    assert files.from_json({"train": paths, "valid": ["a"]} | earlier, "") == found
+    assert files.from_json(found | {"valid": ["a"]}, "") == found
     mixed = {"train": paths, "valid": "a", "synthetic": "b", "synthetic_share": 0.3}  # a training alone must know them
     assert files.from_json(mixed, "") == files.from_json({"data": mixed}, "") == {"train": paths, "valid": "a"}
     for tree in (mixed, {"data": mixed}):
@@ -43,6 +45,30 @@ def test_several_sources(corpus, tmp_path):
         | {"train": paths, "strides": [[2, 2], [2, 2]], "durations": [0, 1, 2, 3, 4]}
         | {"speeds": [1.0], "snr": [5.0, 20.0], "rates": []}
     )
+
+
+def test_check_says_the_batches_of_a_training(corpus, trained, said, tmp_path):
+    """They are what a training with the same options prints, however it reads its utterances."""
+    changes = {"speeds": [0.9, 1.1], "max_seconds": 0.7}, {"on_the_fly": True}, {"batch": 3, "buckets": 3}
+    for change in ({}, *changes):
+        options = TINY | CONVOLUTIONAL | {"train": str(corpus / "all.jsonl"), "valid": "v"} | change
+        own = {name: x for name, x in options.items() if name not in ("heads", "expansion")}
+        (tmp_path / "c.json").write_text(json.dumps(own))
+        line = next(x for x in trained[1].splitlines() if x.startswith("batches: "))
+        if change:
+            config, kept = Config.of(**options), None if "on_the_fly" in change else tmp_path / "kept"
+            tokens = asr.data.tokens.Characters("ABC ")
+            source = Source(config, tmp_path / "index", kept=kept)
+            line = source.opened(types.SimpleNamespace(tokens=tokens, subsampling=4), 1).batches()
+        out = said(["check", corpus / "all.jsonl", "--config", tmp_path / "c.json"], int("max_seconds" in change)).out
+        (found,) = (x for x in out.splitlines() if x.startswith("batches: "))
+        if "speeds" in change:  # the order of shards decides which speed an utterance has in the first epoch
+            assert "; about " in line and "; about " in found
+            line, found = (re.search(r", (\d+ x 68 frames x .*);.*;", x)[1] for x in (line, found))
+        assert found == line, change
+    (tmp_path / "c.json").write_text(json.dumps({"noise": str(tmp_path / "none")}))
+    out = said(["check", corpus / "all.jsonl", "--rate", 8000, "--config", tmp_path / "c.json"]).out
+    assert f"batches: none, as a training would be refused: --noise {tmp_path}/none is no folder" in out
 
 
 def test_bad_data_is_left_out_by_name(tmp_path):
@@ -310,8 +336,5 @@ def test_buckets(corpus):
                 assert asr.data.tokens.Characters("ABC ").decode(labels[:count]) == data.corpus.utterances[i].text
     full = batches.make_buckets(data, configuration(batch=4, buckets=3), 1)  # a third of the utterances fills none
     assert [x.batch for x in full] == [4, 4] and sum(len(x.members) for x in full) == 10
-    left, one = batches.padding(data, buckets)
-    frames = np.array([x.frames for x in data.corpus.utterances])
-    assert one == pytest.approx(1 - frames.mean() / frames.max()) and 0 <= left < one
     for bucket in batches.make_buckets(data, configuration(batch_seconds=1.6, buckets=4), 1):
         assert bucket.batch == min(160 // bucket.frames, len(bucket.members))  # as many as the longest fits into 1.6 s

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jax_rnnt_speech.cli import pictures, testing
+from jax_rnnt_speech.cli import testing
 from jax_rnnt_speech.data import batches, corpora
 from jax_rnnt_speech.recognition import errors
 from jax_rnnt_speech.recognition.search import GREEDY
@@ -75,7 +75,7 @@ def test_of_a_corpus(corpus, trained, tmp_path, monkeypatch, said):
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # cut off
     command = ["test", "--model", workdir, manifest, "--normalize", f"{tmp_path}/a.py:plain"]
-    out, error = said([*command, "--json", "--output", tmp_path / "o.jsonl", "--pictures", tmp_path / "page"], 1)
+    out, error = said([*command, "--json", "--output", tmp_path / "o.jsonl"], 1)
     x = json.loads(out)
     assert list(x) == ["wer", "cer", "interval", "insertions", "deletions", "substitutions", "words", "utterances",
                        "left_out", "seconds_of_audio", "seconds"]  # fmt: skip
@@ -92,9 +92,6 @@ def test_of_a_corpus(corpus, trained, tmp_path, monkeypatch, said):
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [(row["reference"], row["hypothesis"]) for row in rows] == pairs
     assert {row["speaker"] for row in rows} == {"0", "1"}
-    for name in ("learning-curve", "lattice"):
-        light, dark = (pictures.plt.imread(tmp_path / f"page/{name}{x}.png") for x in ("", "-dark"))
-        assert light[0, 0, 0] == 1 and dark[0, 0, 0] < 0.1 and light.shape[1] == 780 and light.std() > 0.05
     monkeypatch.setattr(testing, "SPEAKERS", 1)
     out, error = said([*command[:4], tmp_path / "nowhere", *command[4:], "--output", tmp_path / "o.tsv"], 1)
     assert f"left out, does not exist: 1 ({tmp_path}/nowhere)" in error and "and 1 more speakers, all with a low" in out
@@ -108,7 +105,6 @@ def test_what_cannot_be_tested(corpus, trained, tmp_path, refused, said):
     for more, message in (
         ([tmp_path / "nowhere"], "nowhere does not exist"),
         ([corpus / "all.jsonl", "--output", corpus / "all.jsonl"], "all.jsonl is one of the files that are read"),
-        ([corpus / "all.jsonl", "--pictures", corpus / "all.jsonl"], "all.jsonl must be a folder"),
         ([corpus / "all.jsonl", "--output", "x.txt"], "--output x.txt must end in .tsv or .jsonl"),
         ([corpus / "all.jsonl", "--output", tmp_path / "n/x.tsv"], "n is no folder"),
         ([corpus / "all.jsonl", "--ngram", "x"], "--ngram needs --beam"),

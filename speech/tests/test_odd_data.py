@@ -1,19 +1,17 @@
 """Data as tools and people leave it: each kind of source, with what may be odd about it.
 
 An utterance is a tone, and its text is the number of its hertz: so what is heard says whether a text is with its own
-audio. Tones are written by `wave`, archives by `tarfile` and `gzip`.
+audio.
 """
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 import os
 import re
 import tarfile
 import unicodedata
-import wave
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,7 @@ from jax_rnnt_speech.data import workers as processes
 from jax_rnnt_speech.data.rows import ARRAY, Entry, Fault, keys_of
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import UserError
+from recordings import cut_of, parquet, tar, wav
 from support import configuration
 
 RATE = 8000
@@ -41,27 +40,7 @@ def unsynced(monkeypatch):
 
 def tone(hertz):
     """A quarter of a second in a WAV file."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as out:
-        out.setparams((1, 2, RATE, 0, "NONE", ""))
-        x = 8000 * np.sin(2 * np.pi * hertz * np.arange(RATE // 4) / RATE)
-        out.writeframes(x.astype("<i2").tobytes())
-    return file.getvalue()
-
-
-def tar(members):
-    """The bytes of a tar of (name, bytes), or of (name, the name of what it links to, the kind of the link)."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as out:
-        for name, data, *kind in members:
-            info = tarfile.TarInfo(name)
-            if kind:
-                info.type, info.linkname = kind[0], data
-                out.addfile(info)
-            else:
-                info.size = len(data)
-                out.addfile(info, io.BytesIO(data))
-    return file.getvalue()
+    return wav(8000 * np.sin(2 * np.pi * hertz * np.arange(RATE // 4) / RATE), RATE)
 
 
 def joined(members):
@@ -98,14 +77,6 @@ def linked(kind):
 def by_kind(members):
     """As `tar cf x.tar *.wav *.txt` does."""
     return tar(sorted(members, key=lambda x: x[0].rpartition(".")[2], reverse=True))
-
-
-def cut_of(name, hertz, **more):
-    recording = {"id": name, "sources": [{"type": "shar", "channels": [0], "source": ""}], "duration": 0.25,
-                 "sampling_rate": RATE}  # fmt: skip
-    said = [{"id": f"s-{name}", "start": 0.0, "duration": 0.25, "text": str(hertz)}]
-    return {"id": name, "start": 0, "duration": 0.25, "channel": 0, "recording": recording, "supervisions": said,
-            "type": "MonoCut"} | more  # fmt: skip
 
 
 def built(kind, folder, sounds, texts, pack=tar):
@@ -258,11 +229,9 @@ def test_marks_to_skip(tmp_path):
     cuts = [cut_of(str(i), x["text"], custom={"_skipme": x["_skipme"]}) for i, x in enumerate(rows)]
     lines(tmp_path / "shar/cuts.0.jsonl", cuts)
     every = ["x.jsonl", "x.csv", "web.tar", "nemo", "shar"]
-    pyarrow, parquet = (pytest.importorskip(x) for x in ("pyarrow", "pyarrow.parquet"))
-    cells = [{"bytes": data, "path": name} for name, data in waves]
     said = ["" if x["_skipme"] is None else str(x["_skipme"]) for x in rows]
-    columns = {"audio": cells, "text": [x["text"] for x in rows], "_skipme": said, "duration": [0.25] * len(rows)}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    cells = [{"audio": {"bytes": data, "path": name}} for name, data in waves]
+    parquet(tmp_path / "x.parquet", [x | y | {"_skipme": z} for x, y, z in zip(rows, cells, said)])
     every.append("x.parquet")
     for source in every:
         found, reasons = heard(tmp_path / source, tmp_path / f"of-{source}")
@@ -361,9 +330,8 @@ def test_what_is_refused(tmp_path, refused):
             refused(["check", tmp_path / source], "datasets.load_from_disk(FOLDER)[SPLIT].to_parquet(FILE)")
     lines(tmp_path / "x.jsonl", [{"audio": x, "text": "A"} for x in ({"array": [0.0], "sampling_rate": RATE}, [0.0])])
     assert [x.reason for x in sources.read(tmp_path / "x.jsonl")] == [ARRAY] * 2
-    pyarrow, parquet = (pytest.importorskip(x) for x in ("pyarrow", "pyarrow.parquet"))
     for i, cell in enumerate(([0.0, 0.1], {"array": [0.0, 0.1], "sampling_rate": RATE})):
-        parquet.write_table(pyarrow.table({"audio": [cell], "text": ["A"]}), tmp_path / f"{i}.parquet")
+        parquet(tmp_path / f"{i}.parquet", [{"audio": cell, "text": "A"}])
         assert [x.reason for x in sources.read(tmp_path / f"{i}.parquet")] == [ARRAY]
 
 

@@ -510,7 +510,7 @@ def test_check(folder, capsys, tmp_path, refused, said):
     assert found["labels"] == len(set("word " + "".join(words) + "é"))
     out = said(["check", folder / "check.jsonl", "--normalize", "basic"]).out
     assert "13 utterances, 0.0108 hours" in out and "'Word 1' -> 'word one'" in out
-    assert len([x for x in out.splitlines() if " -> " in x]) == 10 and "padding: 0%, 0% with one shape" in out
+    assert len([x for x in out.splitlines() if " -> " in x]) == 10 and " x 298 frames x " in out
     rows = {"audio": "a.wav", "text": "It cost $5.", "speaker": []}, {"audio": "b.flac", "text": "$5 and $5, 007 and 7"}
     (tmp_path / "left.jsonl").write_text("\n".join(json.dumps(x | {"audio": f"{folder}/{x['audio']}"}) for x in rows))
     command, names = ["check", tmp_path / "left.jsonl"], [f"{folder}/a.wav", f"{folder}/b.flac"]
@@ -528,7 +528,7 @@ def test_check(folder, capsys, tmp_path, refused, said):
     assert error.startswith("reading ") and error.count("\n") == 1
     (tmp_path / "c.json").write_text('{"batch_seconds": 60, "encoder": "whisper", "new_head": true}')  # no --init
     run(["check", folder / "check.jsonl", "--config", tmp_path / "c.json", "--batch", 2])
-    assert "in batches of 2 x" in capsys.readouterr().out
+    assert "batches: 2 x" in capsys.readouterr().out
     for more, message in (
         ([folder / "none.jsonl", "--normalize", "basic:xx"], "--normalize basic:xx has no numbers in words"),
         (["--rate", 30], "a window of 25 ms has fewer than two samples at --rate 30"),

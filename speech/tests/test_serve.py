@@ -46,6 +46,13 @@ def three(served, corpus):
     return [x.read_bytes() for x in files], results, truths
 
 
+@pytest.fixture(scope="module")
+def spoken(served, corpus):
+    """(bytes of a file, its text)."""
+    file = max(corpus.rglob("*.flac"))
+    return file.read_bytes(), expected(served, audio.read(file, 8000)).text
+
+
 async def texts(client, files, **fields):
     """Answers to files that are transcribed together."""
     answers = await asyncio.gather(*(client.post(ROUTE, data=form(x, **fields)) for x in files))
@@ -54,7 +61,7 @@ async def texts(client, files, **fields):
 
 
 async def test_texts_of_files(served, three):
-    """Plain forms; log-probabilities spell the text; fields that change nothing; a file in base64."""
+    """Plain forms; log-probabilities spell the text; fields that change nothing; a file in base64; captions."""
     files, results, truths = three
     async with talk(served) as client:
         assert [json.loads(x) for x in await texts(client, files)] == [{"text": x.text} for x in truths]
@@ -71,11 +78,6 @@ async def test_texts_of_files(served, three):
         body = coded + part('"model"', b"tiny") + END
         async with client.post(ROUTE, data=body, headers=MULTIPART) as answer:
             assert (await answer.json())["text"] == truths[0].text
-
-
-async def test_captions_of_files(served, three):
-    files, _, truths = three
-    async with talk(served) as client:
         for name, write in (("srt", subtitles.srt), ("vtt", subtitles.vtt)):
             for text, truth in zip(await texts(client, files, response_format=name), truths):
                 assert text == write(transcripts.captions(truth.words, truth.duration, truth.space))
@@ -245,10 +247,9 @@ async def text_of(client, data, path=ROUTE, **more):
         return (await answer.json())["text"]
 
 
-async def test_habits(served, corpus):
+async def test_habits(served, spoken):
     """What clients of OpenAI and Whisper send by habit changes no text. Truth: the text of `transcribe`."""
-    file = max(corpus.rglob("*.flac"))
-    good, truth = file.read_bytes(), expected(served, audio.read(file, 8000)).text
+    good, truth = spoken
     async with talk(served) as client:
         for fields in HABITS:
             assert await text_of(client, form(good, **fields)) == truth, fields
@@ -261,10 +262,9 @@ async def test_habits(served, corpus):
                 assert {"words", "segments"} <= (await answer.json()).keys()
 
 
-async def test_habits_of_http(served, corpus):
+async def test_habits_of_http(served, spoken):
     """A file alone, in chunks, after a 100; slashes behind paths; HEAD. Truth: the text of `transcribe`."""
-    file = max(corpus.rglob("*.flac"))
-    good, truth = file.read_bytes(), expected(served, audio.read(file, 8000)).text
+    good, truth = spoken
     alone = FormData()
     alone.add_field("file", good, filename="a.flac")
 

@@ -29,6 +29,7 @@ from jax_rnnt_speech.recognition.results import Labels, no_labels
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.serving import form as form_module
 from jax_rnnt_speech.serving import schema, server
+from recordings import wav
 from served import (
     END,
     FILE,
@@ -43,9 +44,10 @@ from served import (
     talk,
     upload,
     uploading,
-    wav,
 )
 from support import run
+
+SILENCE = wav(np.zeros(800))
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ async def test_streams_that_come_and_go(served):
 async def test_signs_of_life(served, held, monkeypatch):
     """The head of a stream comes before there is a text, and comments after it; a proxy is told to pass them on."""
     monkeypatch.setattr(server, "ALIVE", 0.05)
-    async with talk(served) as client, client.post(ROUTE, data=form(wav(800), stream="true")) as answer:
+    async with talk(served) as client, client.post(ROUTE, data=form(SILENCE, stream="true")) as answer:
         assert answer.status == 200 and not held.go_on.is_set()
         assert answer.headers["X-Accel-Buffering"] == "no" and answer.headers["Cache-Control"] == "no-cache"
         for _ in range(3):
@@ -150,15 +152,15 @@ async def test_the_end_of_a_server(served, held, monkeypatch, late):
     """What is new is refused at once; what is in hand has its time, and is then told that there is no more."""
     monkeypatch.setattr(served, "ending", False)
     async with talk(served) as client:
-        waiting = asyncio.create_task(client.post(ROUTE, data=form(wav(800))))
+        waiting = asyncio.create_task(client.post(ROUTE, data=form(SILENCE)))
         await asyncio.to_thread(held.begun.wait, 20)
-        events = await client.post(ROUTE, data=form(wav(800), stream="true"))
+        events = await client.post(ROUTE, data=form(SILENCE, stream="true"))
         reader, writer = await uploading(client, 999, b"--x\r\n")  # which stands still
         stream = await client.ws_connect("/v1/stream?rate=8000")
         await until(client, 3)
         end = asyncio.create_task(served.end(0.5))
         await asyncio.sleep(0)
-        for ask in client.post(ROUTE, data=form(wav(800))), client.get("/health"), client.get("/v1/stream?rate=8000"):
+        for ask in client.post(ROUTE, data=form(SILENCE)), client.get("/health"), client.get("/v1/stream?rate=8000"):
             async with ask as refused:
                 assert refused.status == 503 and int(refused.headers["Retry-After"]) > 0
                 assert "shutting down" in fits((await refused.json())["error"], "error")["message"]
@@ -259,7 +261,7 @@ async def test_events_as_they_come(served, monkeypatch):
 
     monkeypatch.setattr(served.files, "run", slow)
     async with talk(served) as client:
-        for file, last in (wav(800), "transcript.text.done"), (wav(800) + b"bad", "error"):
+        for file, last in (SILENCE, "transcript.text.done"), (SILENCE + b"bad", "error"):
             go_on.clear()
             async with client.post(ROUTE, data=form(file, stream="true", **{"include[]": "logprobs"})) as answer:
                 events, seen = events_of(answer), []
@@ -272,7 +274,7 @@ async def test_events_as_they_come(served, monkeypatch):
             assert [x["logprob"] for y in seen[:-1] for x in y["logprobs"]] == [-0.5, -0.25, -1.0, 0.0]
         monkeypatch.setattr(served.files, "run", lambda files: 1 / 0)
         for fields in {}, {"stream": "true"}:
-            async with client.post(ROUTE, data=form(wav(800), **fields)) as answer:
+            async with client.post(ROUTE, data=form(SILENCE, **fields)) as answer:
                 assert answer.status == (200 if fields else 500)
                 (error,) = [x async for x in events_of(answer)] if fields else [await answer.json()]
                 fits(error["error"], "error")

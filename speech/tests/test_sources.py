@@ -4,39 +4,32 @@ Each table has kinds of sources by oddities; what is expected is arithmetic on w
 """
 
 import gzip
-import io
 import itertools
 import json
 import struct
 import types
-import wave
 
 import av
 import numpy as np
 import pytest
 
 import jax_rnnt_speech as asr
+import recordings
 from jax_rnnt_speech.cli import train as command
 from jax_rnnt_speech.data import corpora, order, sources
 from jax_rnnt_speech.data import source as road
 from jax_rnnt_speech.data.rows import Entry
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import refuse_if
-from recordings import encode
+from recordings import cut_of, encode, pack, parquet
 from support import configuration, write_audio
-from test_archives import pack
-from test_odd_data import cut_of
 
 RATE = 8000
 
 
 def wav(seconds, stated=None):
     """A WAV whose header states so many seconds, by default those that it has."""
-    data, count = io.BytesIO(), round(seconds * RATE)
-    with wave.open(data, "wb") as file:
-        file.setparams((1, 2, RATE, 0, "NONE", ""))
-        file.writeframes(np.round(3000 * np.sin(np.arange(count) / 3)).astype("<i2").tobytes())
-    data = bytearray(data.getvalue())
+    data = bytearray(recordings.wav(3000 * np.sin(np.arange(round(seconds * RATE)) / 3), RATE))
     if stated is not None:
         data[40:44] = struct.pack("<I", round(stated * RATE) * 2)
     return bytes(data)
@@ -46,12 +39,10 @@ def write(path, rows):
     """A source of rows (name, bytes of its audio, keys): a Parquet, a tar, a manifest, or a folder of audio."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        arrow = pytest.importorskip("pyarrow")
-        pytest.importorskip("pyarrow.parquet")
         empty = dict.fromkeys(key for *_, keys in rows for key in keys)
         cells = [{"audio": {"bytes": data, "path": f"{name}.wav"}, "text": "AB"} | empty | keys
                  for name, data, keys in rows]  # fmt: skip
-        arrow.parquet.write_table(arrow.Table.from_pylist(cells), path)
+        parquet(path, cells)
     elif path.name == "audio_0.tar":  # as NeMo has it
         pack(path, [(f"{name}.wav", data) for name, data, _ in rows])
         lines = [json.dumps({"audio_filepath": f"{name}.wav", "text": "AB"} | keys) for name, _, keys in rows]

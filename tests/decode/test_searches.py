@@ -89,11 +89,11 @@ MOVES = [  # of a loss: classes of its logits, (class of a blank, frames, frames
 @pytest.mark.parametrize(("loss", "classes", "arcs", "reach", "symbols"), MOVES)
 def test_moves(loss, classes, arcs, reach, symbols):
     """By hand: what arcs read, and need where an arc of the lattice may not be the last one. No array is among them."""
-    moves, weights = moves_of("", loss, classes, 10, "pair")
+    moves, weights = moves_of(loss, classes, 10, "pair")
     assert [(x.token, x.frames, x.needs) for x in moves.all] == arcs and {*weights.values()} == {0.0}
     assert (moves.reach, moves.symbols) == (reach, symbols)
-    again, _ = moves_of("", loss, classes, 10, "pair")
-    assert hash(moves) == hash(again) and moves == again != moves_of("", loss, classes, 9, "pair")[0]
+    again, _ = moves_of(loss, classes, 10, "pair")
+    assert hash(moves) == hash(again) and moves == again != moves_of(loss, classes, 9, "pair")[0]
 
 
 def test_ties():
@@ -155,7 +155,7 @@ def test_token_first(durations):
 def test_token_first_without_durations():
     """It changes no move."""
     for loss in (x for name, x in NAMED.items() if name != "tdt"):
-        pairs, first = (moves_of("", loss.value(), Model(loss).tokens, 3, x)[0] for x in ("pair", "token_first"))
+        pairs, first = (moves_of(loss.value(), Model(loss).tokens, 3, x)[0] for x in ("pair", "token_first"))
         assert pairs == first
 
 
@@ -327,9 +327,9 @@ def test_samples_are_functions_of_their_keys():
     others = few(model, model.encoder, model.lengths, jax.random.split(KEYS[0], 4))
     assert (others.labels != whole.labels).any()
     keys = KEYS, jax.random.key(5), jax.random.PRNGKey(6), jax.random.key(5, impl="rbg"), jax.random.split(KEYS[0], 4)
-    seeds = [np.asarray(_sample.seeds_of("sample", key, 4)) for key in keys]
+    seeds = [np.asarray(_sample.seeds_of(key, 4)) for key in keys]
     assert len({x.tobytes() for x in seeds}) == 5 and all(x.shape == (4, 2) for x in seeds)
-    np.testing.assert_array_equal(_sample.seeds_of("sample", jax.random.key_data(KEYS), 4), seeds[0])
+    np.testing.assert_array_equal(_sample.seeds_of(jax.random.key_data(KEYS), 4), seeds[0])
 
 
 @meshes.SET_MESH

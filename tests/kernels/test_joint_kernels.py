@@ -237,7 +237,7 @@ def test_memory_of_a_tpu():
     B, T, U, V = 2, 33, 8, 5
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    softmax = Softmax((0,)).resolved("test", V)
+    softmax = Softmax((0,)).resolved(V)
     tiled = Tiled(softmax, Linear(jnp.tanh), V, np.dtype(np.float32), None, True, precision="highest")
     num_frames, num_labels = jnp.array([T, 2], jnp.int32), jnp.array([U, 0], jnp.int32)
     label = label_map(jnp.ones((B, U), jnp.int32), num_labels)

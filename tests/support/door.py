@@ -322,7 +322,7 @@ def parts(loss, classes, **options):
     composed = _call.switched_off(loss.value(**options)).compose()
     if composed.steps or composed.closing:
         return None
-    return composed.emission.resolved(loss.name, classes), composed.topology
+    return composed.emission.resolved(classes), composed.topology
 
 
 LOSSES = tuple(loss for loss in family.LOSSES if parts(loss, 99))

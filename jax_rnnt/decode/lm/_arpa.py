@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
+from jax_rnnt import _checks
+
 LINES = 1 << 16  # split at once: their tokens take 30 MB
 MARKS = "<unk>", "<s>", "</s>"
 UNSEEN = -2  # a token that no line had before
@@ -32,18 +34,18 @@ def canonical(word: str, form: typing.Literal["NFC", "NFD"] = "NFC") -> str:
     return mark if mark in MARKS and word in (mark, mark.upper()) else unicodedata.normalize(form, word)
 
 
-def names_of(function: str, labels, form: typing.Literal["NFC", "NFD"] = "NFC") -> list[str | None]:
+def names_of(labels, form: typing.Literal["NFC", "NFD"] = "NFC") -> list[str | None]:
     """Labels of the user in canonical form: different ones, at least one."""
     labels = list(labels)
     for label in labels:
         if not isinstance(label, (str, type(None))):
-            raise TypeError(f"{function}: labels must be str or None, got {label!r}.")
+            raise _checks.bad_type(f"labels must be str or None, got {label!r}.")
     names = [None if label is None else canonical(label, form) for label in labels]
     count = collections.Counter(name for name in names if name is not None)
     twice = [label for label, name in zip(labels, names) if name is not None and count[name] > 1]
     if twice or not count:
         got = f"{twice[:5]}, which are equal in Unicode's form NFC" if twice else f"{len(labels)} that are none"
-        raise ValueError(f"{function}: labels must be different texts, at least one, got {got}.")
+        raise _checks.bad_value(f"labels must be different texts, at least one, got {got}.")
     return names
 
 
@@ -64,21 +66,21 @@ class Grams(typing.NamedTuple):
 
 
 class Arpa:
-    """A file that is read once. `function` is the name with which its errors begin."""
+    """A file that is read once."""
 
     vocabulary: int  # words
     spelled: int  # of these, words that have a number
     unspelled: tuple[str, ...]  # the first NAMED of the others
 
-    def __init__(self, function: str, path, form: typing.Literal["NFC", "NFD"] = "NFC"):
-        self.function, self.path, self.form = function, os.fspath(path), form
+    def __init__(self, path, form: typing.Literal["NFC", "NFD"] = "NFC"):
+        self.path, self.form = os.fspath(path), form
         self.number = 0  # of the last line that was read
         self.names: dict[str, int] = {}  # numbers of words and marks of the file, -1 for those without
         self.tokens: dict[bytes, int] = {}  # the same of tokens, as lines have them
 
     def fail(self, expected: str, got: bytes | str, line: int | None = None) -> typing.NoReturn:
         place = f"{self.path}, line {self.number if line is None else line}"
-        raise ValueError(f"{self.function}: {place}: expected {expected}, got {shown(got)}.") from None
+        raise _checks.bad_value(f"{place}: expected {expected}, got {shown(got)}.") from None
 
     def line(self) -> bytes:
         """The next one that is not blank, stripped; none: the file has ended."""
@@ -92,10 +94,10 @@ class Arpa:
         if not holds:
             self.fail(expected, line or "the end of the file")
 
-    def read(self, number: Callable[[list[str], Collection[str]], dict[str, int]]) -> list[Grams]:
+    def read(self, function: str, number: Callable[[list[str], Collection[str]], dict[str, int]]) -> list[Grams]:
         """The n-grams of each order; ``number(words, marks)`` of the unigrams gives those their numbers that have one.
 
-        Warns of words without.
+        Words without one are left out, and a warning in the name of the function counts them.
         """
         with (gzip.open if str(self.path).endswith(".gz") else open)(self.path, "rb") as self.file:
             try:
@@ -105,7 +107,7 @@ class Arpa:
         if left := self.vocabulary - self.spelled:
             names = ", ".join(map(repr, self.unspelled)) + ", ..." * (left > NAMED)
             message = f"{left} of {self.vocabulary} words of {self.path} are left out, as no labels spell them: {names}"
-            warnings.warn(f"{self.function}: {message}.", stacklevel=4)
+            warnings.warn(f"{function}: {message}.", stacklevel=4)
         return orders
 
     def sections(self, number) -> list[Grams]:
@@ -160,7 +162,7 @@ class Arpa:
         self.unspelled = tuple(unicodedata.normalize("NFC", x) for x in without[:NAMED])
         if not self.spelled:
             got = f"none of {len(words)}: {list(self.unspelled[:5])}"
-            raise ValueError(f"{self.function}: labels must spell words of {self.path}, got {got}.")
+            raise _checks.bad_value(f"labels must spell words of {self.path}, got {got}.")
 
     def check_fields(self, rows, order: int, wanted: int, all_of_them: str):
         for i, row in enumerate(rows):

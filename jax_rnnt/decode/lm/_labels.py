@@ -53,11 +53,11 @@ class Labels:
 
     @keywords
     def __init__(self, allowed: Any):
-        allowed = _checks.array("Labels", "allowed", allowed)
+        allowed = _checks.array("allowed", allowed)
         if allowed.dtype != np.bool_:
-            raise TypeError(f"Labels: allowed must have the dtype bool, got {allowed.dtype}.")
+            raise _checks.bad_type(f"allowed must have the dtype bool, got {allowed.dtype}.")
         if allowed.ndim not in (1, 2) or allowed.shape[-1] == 0:
-            raise ValueError(f"Labels: allowed must have shape [V] or [B, V] with V > 0, got {tuple(allowed.shape)}.")
+            raise _checks.bad_value(f"allowed must have shape [V] or [B, V] with V > 0, got {tuple(allowed.shape)}.")
         object.__setattr__(self, "allowed", jnp.asarray(allowed))
 
     def __repr__(self) -> str:

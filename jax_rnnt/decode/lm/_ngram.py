@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _pytree
+from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode.lm._arpa import Arpa, Grams, names_of
 from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, one_root, score_rows
-
-FUNCTION = "NGram.from_arpa"
 
 
 @_pytree.register
@@ -114,8 +112,8 @@ class NGram(Automaton):
         TypeError
             Labels that are neither str nor None.
         """
-        vocabulary, file = Vocabulary(labels, path), Arpa(FUNCTION, path)
-        grams = file.read(vocabulary.number)
+        vocabulary, file = Vocabulary(labels, path), Arpa(path)
+        grams = file.read("NGram.from_arpa", vocabulary.number)
         size = len(vocabulary.columns)
         same = (vocabulary.columns == np.arange(size)).all()
         return ngram_of(cls, file, grams, size, None if same else jnp.asarray(vocabulary.columns), vocabulary)
@@ -157,7 +155,7 @@ class Vocabulary:
     """The numbers of words, of which each label is one."""
 
     def __init__(self, labels, path):
-        names, self.path = names_of(FUNCTION, labels), path
+        names, self.path = names_of(labels), path
         self.numbers = {name: i for i, name in enumerate(names) if name is not None}
         self.columns = np.arange(len(names), dtype=np.int32)  # the word of each label
         self.begin = self.end = None
@@ -169,8 +167,8 @@ class Vocabulary:
         numbers = {"</s>": size, "<s>": size + 1} | self.numbers
         if missing and "<unk>" not in unigrams:
             names = ", ".join(map(repr, [*missing][:5]))
-            raise ValueError(
-                f"{FUNCTION}: labels must be tokens of {self.path}, as it has no <unk>, got {len(missing)} that are "
+            raise _checks.bad_value(
+                f"labels must be tokens of {self.path}, as it has no <unk>, got {len(missing)} that are "
                 f"none: {names}{', ...' if len(missing) > 5 else ''}; None is for classes that are no labels."
             )
         if missing:

@@ -95,20 +95,20 @@ class Phrases(Automaton):
 
     @keywords
     def __init__(self, phrases: Any, weights: Any = 1.0, *, classes: int, size: int | None = None, depth: float = 0.0):
-        classes = _checks.positive("Phrases", "classes", classes)
+        classes = _checks.positive("classes", classes)
         shared, lists = lists_of(phrases)
         flat = [phrase for phrases in lists for phrase in phrases]
         lengths = np.array([len(phrase) for phrase in flat], np.int64)
         if (lengths == 0).any():
-            raise ValueError(f"Phrases: phrases must have one label or more, got phrase {np.argmin(lengths)} without.")
-        labels = _checks.integral("Phrases", "phrases", [*itertools.chain.from_iterable(flat)])
+            raise _checks.bad_value(f"phrases must have one label or more, got phrase {np.argmin(lengths)} without.")
+        labels = _checks.integral("phrases", [*itertools.chain.from_iterable(flat)])
         if wrong := labels[(labels < 0) | (labels >= classes)][:5].tolist():
-            raise ValueError(f"Phrases: phrases must have labels in [0, {classes}), got {wrong}.")
+            raise _checks.bad_value(f"phrases must have labels in [0, {classes}), got {wrong}.")
         utterances = np.repeat(np.arange(len(lists)), [*map(len, lists)])
         weights = weights_of(weights, shared, lists)
         depth = depth_of(depth, weights)
         tree = Tree(utterances, lengths, labels, weights, len(lists), classes, depth)
-        size = None if size is None else _checks.positive("Phrases", "size", size)
+        size = None if size is None else _checks.positive("size", size)
         arcs, tour = tree.arcs(size)
         object.__setattr__(self, "arcs", arcs)
         object.__setattr__(self, "tour", tour)
@@ -162,16 +162,16 @@ def lists_of(phrases) -> tuple[bool, list]:
     expected = "a list of phrases, which are lists of labels, or such a list for each utterance"
     wrong = [x for x in phrases if not is_list(x)] if is_list(phrases) else [phrases]
     if wrong:
-        raise TypeError(f"Phrases: phrases must be {expected}, got {wrong[0]!r}.")
+        raise _checks.bad_type(f"phrases must be {expected}, got {wrong[0]!r}.")
     nested = [is_list(x) for item in phrases for x in item]
     if any(nested) and not all(nested):
-        raise TypeError(f"Phrases: phrases must be {expected}, got both.")
+        raise _checks.bad_type(f"phrases must be {expected}, got both.")
     # Nothing but empty lists: of utterances, as phrases are not empty.
     shared = not all(nested) or len(phrases) == 0
     return shared, [phrases] if shared else [*phrases]
 
 
-def weights_of(weights, shared: bool, lists, function: str = "Phrases") -> np.ndarray:
+def weights_of(weights, shared: bool, lists) -> np.ndarray:
     """float64 [P]"""
     count = sum(map(len, lists))
     if not is_list(weights):
@@ -179,28 +179,26 @@ def weights_of(weights, shared: bool, lists, function: str = "Phrases") -> np.nd
     else:
         nested = [weights] if shared else weights
         if not is_list(nested) or not all(map(is_list, nested)) or [*map(len, nested)] != [*map(len, lists)]:
-            raise ValueError(
-                f"{function}: weights must be a number, or one of each phrase as in phrases, got {weights!r}."
-            )
+            raise _checks.bad_value(f"weights must be a number, or one of each phrase as in phrases, got {weights!r}.")
         flat = [*itertools.chain.from_iterable(nested)]
-    known = [_checks.known(_checks.scalar(function, "weights", x)) for x in flat]
+    known = [_checks.known(_checks.scalar("weights", x)) for x in flat]
     if not all(x is not None and abs(x) <= LARGEST for x in known):
-        raise ValueError(f"{function}: weights must be known, and at most {LARGEST:g} in size, got {weights!r}.")
+        raise _checks.bad_value(f"weights must be known, and at most {LARGEST:g} in size, got {weights!r}.")
     return np.array(known if is_list(weights) else known * count, np.float64)
 
 
-def depth_of(depth, weights, function: str = "Phrases") -> float:
-    known = _checks.known(_checks.scalar(function, "depth", depth))
+def depth_of(depth, weights) -> float:
+    known = _checks.known(_checks.scalar("depth", depth))
     if known is None or not 0 <= known <= LARGEST:
-        raise ValueError(f"{function}: depth must be known, 0 or more, and at most {LARGEST:g}, got {depth!r}.")
+        raise _checks.bad_value(f"depth must be known, 0 or more, and at most {LARGEST:g}, got {depth!r}.")
     if (np.abs(weights) * (1 + known) > LARGEST).any():
         expected = f"so small that weights times 1 + depth are {LARGEST:g} at most"
-        raise ValueError(f"{function}: depth must be {expected}, got {depth!r} beside {np.abs(weights).max():g}.")
+        raise _checks.bad_value(f"depth must be {expected}, got {depth!r} beside {np.abs(weights).max():g}.")
     return float(known)
 
 
 def earned(labels, weights, depth: float):
-    """float64 [n]: what so many matched labels of phrases with these weights earn."""
+    """float64 [n]: what `labels` [n] matched labels of phrases with these weights earn."""
     if depth == 0:
         return labels * weights
     logs = np.cumsum(np.log(np.arange(1, np.max(labels, initial=1) + 1)))  # of factorials
@@ -268,7 +266,7 @@ class Tree:
         size = max(int(needed.max(initial=1)), 1) if size is None else size
         if (needed > size).any():
             many, place = needed.max(), f" of utterance {needed.argmax()}" if batch > 1 else ""
-            raise ValueError(f"Phrases: size must be {many} or more, as the phrases{place} need so much, got {size}.")
+            raise _checks.bad_value(f"size must be {many} or more, as the phrases{place} need so much, got {size}.")
         up = self.state_of[self.suffix]
         state, below = self.tour_of_suffixes(up, size)
         state = state[self.state_of]

@@ -24,7 +24,6 @@ from jax_rnnt.decode.lm._arpa import LARGEST, Arpa, Grams, names_of
 from jax_rnnt.decode.lm._automaton import Automaton, Trie, follow, one_root, score_rows
 from jax_rnnt.decode.lm._ngram import NGram, ngram_of
 
-FUNCTION = "WordNGram.from_arpa"
 State: TypeAlias = tuple[jax.Array, jax.Array]
 OUTSIDE, ROOT = 0, 1
 DEPTH = 1  # OUTSIDE is the suffix of all states
@@ -141,11 +140,11 @@ class WordNGram(Automaton):
             Labels that are neither str nor None; a separator that is no str; `unknown` that is no number.
         """
         spelling = Spelling(labels, separator)
-        known = _checks.known(-math.inf if unknown is None else _checks.scalar(FUNCTION, "unknown", unknown))
+        known = _checks.known(-math.inf if unknown is None else _checks.scalar("unknown", unknown))
         if known is None or not known <= 0:
-            raise ValueError(f"{FUNCTION}: unknown must be a known log-probability of 0 or less, got {unknown}.")
-        file = Arpa(FUNCTION, path, spelling.form)
-        grams = file.read(spelling.number)
+            raise _checks.bad_value(f"unknown must be a known log-probability of 0 or less, got {unknown}.")
+        file = Arpa(path, spelling.form)
+        grams = file.read("WordNGram.from_arpa", spelling.number)
         if not spelling.unknown:
             words, log_probs, backoffs, line = grams[0]
             words, log_probs = np.append(words, [[spelling.count]], 0), np.append(log_probs, -math.inf)
@@ -252,23 +251,23 @@ class Spelling:
 
     def __init__(self, labels, separator):
         if not isinstance(separator, str):
-            raise TypeError(f"{FUNCTION}: separator must be a str, got {separator!r}.")
+            raise _checks.bad_type(f"separator must be a str, got {separator!r}.")
         if not separator:
-            raise ValueError(f"{FUNCTION}: separator must have a character or more, got {separator!r}.")
+            raise _checks.bad_value(f"separator must have a character or more, got {separator!r}.")
         labels = list(labels)
         # Composed, but where labels begin with an accent of the character before.
         self.form: Literal["NFC", "NFD"] = "NFD" if any(map(joins, labels)) else "NFC"
-        self.labels, separator = names_of(FUNCTION, labels, self.form), unicodedata.normalize(self.form, separator)
+        self.labels, separator = names_of(labels, self.form), unicodedata.normalize(self.form, separator)
         names = [label for label in self.labels if label is not None]
         self.texts = {label: label.removeprefix(separator) for label in names}
         wrong = [x for x, text in self.texts.items() if not x or separator in text]
         if wrong:
             expected = f"texts that are not empty, with {separator!r} at their beginning alone"
-            raise ValueError(f"{FUNCTION}: labels must be {expected}, got {wrong[:5]}.")
+            raise _checks.bad_value(f"labels must be {expected}, got {wrong[:5]}.")
         self.bytes = any("\udc80" <= x <= "\udcff" for name in names for x in name)
         if all(label == text for label, text in self.texts.items()):
             expected = f"texts of which some begin with {separator!r}, the separator"
-            raise ValueError(f"{FUNCTION}: labels must be {expected}, got {names[:5]}.")
+            raise _checks.bad_value(f"labels must be {expected}, got {names[:5]}.")
 
     def number(self, words: list[str], marks) -> dict[str, int]:
         """The numbers of words and marks, where a file has these unigrams."""

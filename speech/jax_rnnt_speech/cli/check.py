@@ -5,12 +5,15 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 
 from jax_rnnt_speech import models
 from jax_rnnt_speech.config import Config, command_line, files, named, of_sections
 from jax_rnnt_speech.data import batches, corpora, sources, texts, tokens
+from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.data.utterances import listed, shown
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.system import UserError, refuse_if
@@ -22,20 +25,25 @@ SHOWN = 10  # texts, before and after --normalize
 RARE = 3  # characters of fewer texts are named, where there are ten times as many texts
 
 
+class Counting(NamedTuple):
+    """What the batches of a training depend on, of its model."""
+
+    tokens: object
+    subsampling: int
+
+
 class Findings:
     """What some corpora hold."""
 
     def __init__(self, paths, settings, vocabulary, subsampling, splits):
         corpus = corpora.Recordings(paths, settings, lenient=True)
         self.report, self.utterances, self.settings = corpus.report, corpus.utterances, settings
-        self.buckets, labels = [], {}
+        self.corpus, labels = corpus, {}
         if self.utterances:
             labels_of_texts = vocabulary or tokens.train(settings.head, (x.text for x in self.utterances))
             with contextlib.suppress(batches.NothingLeft):  # the report says why
-                data = batches.labelled(corpus, labels_of_texts, subsampling)
-                labels, self.size = data.labels, len(labels_of_texts.pieces)
-                self.buckets = batches.make_buckets(data, settings, 1)
-                self.padding = batches.padding(data, self.buckets)
+                labels = batches.labelled(corpus, labels_of_texts, subsampling).labels
+                self.size, self.model = len(labels_of_texts.pieces), Counting(labels_of_texts, subsampling or 1)
         self.kept = [(corpus.entries[i], self.utterances[i].text) for i in labels]
         self.splits = splits
         self.seconds = np.array([entry.whole for entry, _ in self.kept])
@@ -71,6 +79,19 @@ class Findings:
                 names[part].append(shown(entry.name))
         return dict(sorted(names.items(), key=lambda x: -len(x[1])))
 
+    def batches(self):
+        """The batches of a training on these corpora, on one device, or why there is none.
+
+        With --speeds, a training draws others of the same versions, and its shorter shapes may differ a little.
+        """
+        with TemporaryDirectory() as folder:
+            try:
+                fly = self.settings.data.on_the_fly
+                source = Source(self.settings, Path(folder), corpus=None if fly else self.corpus)
+                return source.opened(self.model, 1).batches()
+            except UserError as error:
+                return f"batches: none, as a training would be refused: {error}"
+
     def lines(self):
         x, said = self.object(), [text for _, text in self.kept]
         yield f"{x['utterances']} utterances, {x['hours']:.3g} hours, {x['labels']} labels"
@@ -84,12 +105,7 @@ class Findings:
         for rare in sorted(x for x, count in texts_with.items() if count < RARE and len(said) >= 10 * RARE):
             names = ", ".join(entry.name for entry, text in self.kept if rare in text)
             yield f"rare character {rare!r} (U+{ord(rare):04X}): {names}"
-        for bucket in self.buckets:
-            frames = sum(self.utterances[i].frames for i in bucket.members)
-            share = 1 - frames / (bucket.frames * len(bucket.members))
-            yield f"bucket: {len(bucket.members)} utterances in batches of {bucket.batch} x {bucket.frames} frames x " \
-                  f"{bucket.labels} labels, {share:.0%} padding"  # fmt: skip
-        yield "padding: {:.0%}, {:.0%} with one shape".format(*self.padding)
+        yield self.batches()
         changed = [(entry.text.strip(), text) for entry, text in self.kept if entry.text.strip() != text]
         yield f"texts that change as they are read (--normalize {self.settings.texts.normalize}): {len(changed)}"
         for before, after in list(dict.fromkeys(changed or [(x, x) for x in said]))[:SHOWN]:
@@ -127,6 +143,7 @@ def check(args):
             every |= sources.listed(name)
     if every:
         print(f"reading {sources.described(every)}", file=sys.stderr)
+    settings = settings.replace(train=args.data)
     data = Findings(args.data, settings, *model, sources.places(every))
     if args.json:
         print(json.dumps(data.object(), indent=1))

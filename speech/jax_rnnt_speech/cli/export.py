@@ -27,7 +27,7 @@ def program_of(model):
     """A function of samples [B, S] in [-1, 1] and their numbers [B]: what greedy search finds in them."""
 
     def program(samples, lengths):
-        """-> labels, frames, log-probabilities [B, L] and the number of each, [B]."""
+        """Labels, their frames and log-probabilities [B, L], and how many there are [B]."""
         extractor, network = model.extractor, model.network(model.params)
         x = model.standardised(extractor(samples, jnp, lengths))
         hypotheses = search(model, network, *network.encode(x, extractor.counts(lengths, jnp)))
@@ -37,7 +37,7 @@ def program_of(model):
 
 
 def write(model, path, seconds, platforms):
-    """Writes the program for recordings that are padded to so many seconds."""
+    """Writes the program for recordings that are padded to `seconds`."""
     tokens, extractor = model.tokens, model.extractor
     rate, samples = extractor.rate, round(seconds * extractor.rate)
     if not extractor.count(samples) or seconds > model.longest:

@@ -48,6 +48,7 @@ def estimate(sentences, order):
 
 
 def write(path, probabilities, shares):
+    """Writes n-grams in ARPA format; returns how many there are of each order."""
     first = {("<s>",): 0.0} | probabilities[0]
     with outputs.whole(path) as part, part.open("w", encoding="utf-8") as file:
         sections = [first, *probabilities[1:]]

@@ -21,7 +21,7 @@ def origin(text):
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """What a server is told."""
+    """The options of a server."""
 
     host: str = option("127.0.0.1", str, "address that the server listens at", metavar="HOST")
     port: int = option(8000, number(int, 0, 65536), "its port")

@@ -35,7 +35,6 @@ class Test:
     def __init__(self, model, paths, settings, decoding):
         self.corpus, self.results = corpora.tested(paths, settings), []
         self.report, utterances = self.corpus.report, self.corpus.utterances
-        self.tested = []  # numbers of the results' utterances
         normalize, started = texts.normalizer(settings.texts.normalize, settings.texts.lower), time.perf_counter()
         heard = recognise.transcribe(model, self.recordings(), decoding)
         for result in outputs.bar(heard, "utterances", len(utterances)):
@@ -43,7 +42,6 @@ class Test:
             if result.error:
                 self.report.add(result.error.partition(": ")[2], x.name)
                 continue
-            self.tested.append(result.name)
             seconds = x.seconds or result.duration
             self.results.append(errors.tested(shown(x.name), x.speaker, seconds, x.text, normalize(result.text)))
         self.seconds = time.perf_counter() - started
@@ -120,9 +118,6 @@ class Shown:
         None, Path, "write each reference and its hypothesis to this file, .tsv or .jsonl", metavar="FILE"
     )
     json: bool = option(False, bool, "print one JSON object: wer, cer, interval, insertions, ...", action="store_true")
-    pictures: Path | None = option(
-        None, Path, "write pictures of the learning curve and of a lattice to this folder", metavar="FOLDER"
-    )
     worst: int = option(5, natural, "show so many utterances with the most errors")
 
     def checked(self, sources):
@@ -131,8 +126,6 @@ class Shown:
             raise UserError(f"--output {self.output} must end in .tsv or .jsonl")
         if self.output:
             outputs.check(self.output, sources)
-        if self.pictures:
-            outputs.check(self.pictures, sources, True, "--pictures")
         return self
 
 
@@ -146,10 +139,6 @@ def test(args):
     result = Test(model, args.data, settings, decoding_of(searching, model))
     if to.output:
         result.write(to.output)
-    if to.pictures:
-        from jax_rnnt_speech.cli import pictures  # Matplotlib takes most of a second
-
-        pictures.draw(to.pictures, opening.folder, model, result)
     if to.json:
         print(json.dumps(result.object()))
     else:

@@ -31,7 +31,7 @@ class Writing(transcripts.Output):
 
 
 def bar_of(entries, to):
-    """A bar of the seconds that were heard. What all of them last, headers tell; of many files, nobody reads them."""
+    """A bar of the seconds that are done. Their total comes from headers, which are not read of many files."""
     quiet = not sys.stderr.isatty() or (not to.output and sys.stdout.isatty())  # it would be within the texts
     total, shown = None, "{desc}: {n:.0f} s heard [{elapsed}]"
     if not quiet and len(entries) <= FEW:

@@ -60,7 +60,7 @@ TDT = where("loss", "tdt")
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Which recordings are heard, and how they are gathered into batches."""
+    """Which recordings a training reads, and how they are gathered into batches."""
 
     # Each of these is a name, or a list of names.
     train: str = option("", sources, "manifests, folders or archives to train on, each perhaps with :WEIGHT, or a "
@@ -121,7 +121,7 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """What of the audio the encoder hears."""
+    """How audio becomes the features that the encoder reads."""
 
     rate: int = option(16000, positive, "samples a second; other files are resampled")
     mels: int = option(80, positive, "features of a frame")
@@ -133,7 +133,7 @@ class Features:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """The network that hears."""
+    """The network that makes rows of features."""
 
     kind: str = option("conformer", str, "kind of the encoder; the last two need --init", flag="encoder",
                        choices=ENCODERS)  # fmt: skip

@@ -27,13 +27,13 @@ def add(parser, name, field, default=None):
 
 
 def files(parser):
-    """What is heard."""
+    """Adds the argument for recordings."""
     about = "files of audio in any format, manifests, or folders"
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=about)
 
 
 def data(parser):
-    """What is heard and has texts."""
+    """Adds the argument for recordings with texts."""
     about = "manifests or folders of recordings with their texts, as for train"
     parser.add_argument("data", nargs="+", metavar="DATA", help=about)
 

@@ -11,11 +11,7 @@ from jax_rnnt_speech.config import OPTIONS
 from jax_rnnt_speech.system import UserError, refuse_if, told
 
 PRESETS = Path(__file__).parent / "presets"
-RETIRED = {"copies": 1, "mel_on": "host"}  # options of earlier runs, which are read where they changed nothing
 MIXED = "synthetic", "synthetic_share"  # of earlier runs; weights of the sources of --train say the same
-RENAMED = {"kernel": "convolution"}
-MOVED = {"optimiser": ("init", "new_head", "steps", "epochs", "seed", "patience"),
-         "objective": ("dropout", "row_dropout", "batch_norm", "joint")}  # from these sections to others  # fmt: skip
 
 
 def read_file(name):
@@ -62,7 +58,6 @@ def from_json(tree, name, training=False):
     """
     refuse_if(not isinstance(tree, dict), f"{name}: expected an object of options, got {type(tree).__name__}")
     fields = {(section, field.name): option for option, (section, field) in OPTIONS.items()}
-    fields |= {(section, option): option for section, options in MOVED.items() for option in options}
     sections, checked, mixed = {section for section, _ in fields}, {}, {}
 
     def take(option, x, place):
@@ -77,12 +72,10 @@ def from_json(tree, name, training=False):
                     continue
                 refuse_if((key, inner) not in fields, f"{name}: the section {key} has no field {inner}")
                 take(fields[key, inner], y, f"{key}.{inner}")
-        elif key in RETIRED and x == RETIRED[key]:
-            continue
         elif key in MIXED:
             mixed[key] = x
-        elif (option := RENAMED.get(key, key)) in OPTIONS:
-            take(option, x, key)
+        elif key in OPTIONS:
+            take(key, x, key)
         elif key in sections:
             raise UserError(f"{name}: {key}: expected an object of fields, got {x}")
         else:

@@ -113,7 +113,7 @@ def opened(path):
 
 
 def absent(path):
-    """Why there is no file of a name, as far as a second look at its folder tells."""
+    """Why there is no file of a name, as far as a second look at its folder shows."""
     if os.path.islink(path):
         return "a link to a file that is not there"
     name = composed(os.path.basename(path)).lower()

@@ -30,7 +30,7 @@ class Versions:
         return [self.speeds, self.count, *(more if self.changed else [])]
 
     def size(self, samples, version):
-        """Samples of a version of so many samples."""
+        """How many samples a version of `samples` samples has."""
         speed = self.speeds[version % len(self.speeds)]
         return samples if speed == 1 else audio.resampled_size(samples, round(self.rate * speed), self.rate)
 

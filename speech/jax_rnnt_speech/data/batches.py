@@ -150,11 +150,3 @@ def testing(data, options, buckets, part):
             chosen, spans = bucket.members[start : start + bucket.batch][part[0] * size :][:size], 0
             items = [(i, data.corpus.load(i, np.random.default_rng(i)), spans) for i in chosen]
             yield collate(data, options, bucket, items, size)
-
-
-def padding(data, buckets):
-    """Shares of padding: (frames of these buckets, frames if all batches had one shape)."""
-    frames = {b.frames: [data.corpus.utterances[i].frames for i in b.members] for b in buckets}
-    used = sum(map(sum, frames.values()))
-    utterances, longest = sum(map(len, frames.values())), max(frames)
-    return 1 - used / sum(size * len(x) for size, x in frames.items()), 1 - used / (utterances * longest)

@@ -1,4 +1,4 @@
-"""What a training reads again and again, on disk: features, rows of a frozen encoder, lengths of audio files.
+"""What a training reads again and again, on disk: features, and rows of a frozen encoder.
 
 Arrays are float16, in one file for a corpus, which is mapped into memory. The folder's name is a hash of all that
 decides them; whoever changes any of it makes another folder.
@@ -10,10 +10,8 @@ import os
 import shutil
 import sys
 
-import jax
 import numpy as np
 
-from jax_rnnt_speech.data import audio
 from jax_rnnt_speech.system import UserError, outputs
 
 FORM = 3  # of the files: another number makes them anew
@@ -24,7 +22,7 @@ LIMIT = np.finfo(np.float16).max
 
 
 def stamp(path):
-    """What tells that a file has changed."""
+    """The path, size and time of a file, which show whether it has changed."""
     status = os.stat(getattr(path, "archive", path))
     return [str(path), status.st_size, status.st_mtime_ns]
 
@@ -38,41 +36,6 @@ def stamps(paths):
         except (OSError, ValueError):
             every.append(None)
     return every
-
-
-class Lengths:
-    """Stretches of audio files, or why they cannot be read, from earlier starts. Without a folder it forgets."""
-
-    def __init__(self, folder=None):
-        self.path, self.files = folder and folder / "lengths.json", {}
-        try:
-            stored = json.loads(self.path.read_text("utf-8")) if self.path else {}
-            self.files = stored["files"] if stored.get("form") == FORM else {}
-        except (OSError, ValueError):
-            pass  # they are decoded anew
-
-    def of(self, path):
-        """Stretches of a file, or an AudioError."""
-        now = (stamps([path])[0] or [None])[1:]
-        stored = self.files.get(str(path))
-        if stored and now == stored[:2]:
-            bad = isinstance(stored[2], str)
-            return audio.AudioError(path, stored[2]) if bad else [audio.Stretch(*x) for x in stored[2]]
-        try:
-            stretches = audio.stretches(path)
-        except audio.AudioError as error:
-            stretches = error
-        bad = isinstance(stretches, audio.AudioError)
-        if now and not (bad and stretches.passing):
-            self.files[str(path)] = [*now, stretches.reason if bad else stretches]
-        return stretches
-
-    def write(self):
-        if self.path and not jax.process_index():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            part = self.path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({"form": FORM, "files": self.files}), "utf-8")
-            part.replace(self.path)
 
 
 class Stored:
@@ -141,7 +104,7 @@ def fill(folder, count, made, name_of):
 
 
 def tidy(folder, used):
-    """Removes what the cache of a run holds beside the folders that are used, and says so."""
+    """Removes what the cache of a run holds besides the folders that are used, and says so."""
     other = [x for x in folder.glob("*") if x.is_dir() and x.name not in used]
     size = sum(y.stat().st_size for x in other for y in x.iterdir())
     for x in other:

@@ -5,31 +5,35 @@ A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, 
 configuration, of "train" or "valid", and of what follows another colon, if there is one.
 """
 
-import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
-
 from jax_rnnt_speech.config.options import names
-from jax_rnnt_speech.data import archives, audio, cache, features, lists, rows, sources, texts
+from jax_rnnt_speech.data import archives, audio, features, lists, rows, sources, texts
 from jax_rnnt_speech.data.audio import AudioError
 from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.data.utterances import Report, Utterance
-from jax_rnnt_speech.system import UserError, hosts, outputs, refuse_if
+from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
 READERS = 16  # threads that decode
 MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"  # of language models
 
 
-def usable(entries, report, lengths):
+def stretches_of(path):
+    """Stretches of a file, or an AudioError."""
+    try:
+        return audio.stretches(path)
+    except AudioError as error:
+        return error
+
+
+def usable(entries, report):
     """(entry, stretches of its file) where there are its audio, segment and channel; the rest is in the report."""
     listed = []
     for x in entries:
         report.add(*x) if isinstance(x, Fault) else listed.append(x)
     files = list(dict.fromkeys(x.audio for x in listed))
     with ThreadPoolExecutor(READERS) as pool:
-        stretches = dict(zip(files, outputs.bar(pool.map(lengths.of, files), "audio files", len(files))))
-    lengths.write()
+        stretches = dict(zip(files, outputs.bar(pool.map(stretches_of, files), "audio files", len(files))))
     for entry in listed:
         file = stretches[entry.audio]
         try:
@@ -68,9 +72,8 @@ class Recordings:
     `lenient`: of several sources, some may be no corpus. `testing`: utterances of any length.
     """
 
-    def __init__(self, paths, config, lengths=None, lenient=False, testing=False):
-        self.testing, self.kept = testing, None
-        self.config, self.report, lengths = config, Report(), lengths or cache.Lengths()
+    def __init__(self, paths, config, lenient=False, testing=False):
+        self.testing, self.config, self.report = testing, config, Report()
         self.features, self.hop = config.features.mels, config.features.hop / 1000
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         self.entries, self.utterances = [], []
@@ -78,7 +81,7 @@ class Recordings:
         paths = names(paths)
         refuse_functions(paths)
         entries = sources.read_all(paths, *config.texts.columns, lenient=lenient and len(paths) > 1)
-        for entry, file in usable(entries, self.report, lengths):
+        for entry, file in usable(entries, self.report):
             samples = audio.size(file, config.features.rate, entry.start, entry.end)
             frames, seconds = self.extractor.count(samples), samples / config.features.rate
             utterance = Utterance(entry.name, frames, normalize(entry.text), entry.speaker, seconds)
@@ -87,26 +90,6 @@ class Recordings:
             else:
                 self.entries.append(entry._replace(whole=seconds))
                 self.utterances.append(utterance)
-
-    def keep(self, folder):
-        """Has the features in a folder from now on. Of several processes, the first one makes them."""
-        chosen = [[*cache.stamp(x.audio), x.start, x.end, x.channel] for x in self.entries]
-        key, size, first = [chosen, dataclasses.asdict(self.extractor), None], len(chosen), not jax.process_index()
-
-        def made():
-            with ThreadPoolExecutor(cache.THREADS) as pool:
-                yield from enumerate(pool.map(lambda i: self.load(i, None), range(size)))
-
-        def expected():
-            return sum(x.frames for x in self.utterances)
-
-        if not first:
-            hosts.wait("held-out features")
-        about = size, self.features, self.report, expected, made, lambda i: self.utterances[i].name
-        self.kept = cache.stored(folder, key, *about, makes=first)
-        if first:
-            hosts.wait("held-out features")
-        refuse_if(not self.kept.index.any(), f"no utterance has readable audio{self.report.summary()}")
 
     def unusable(self, entry, utterance, samples):
         """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""
@@ -118,6 +101,12 @@ class Recordings:
             return f"longer than {self.config.data.max_seconds:g} s"
         return None if utterance.frames else "shorter than a frame"
 
+    def frames_of(self, utterance, versions):
+        """Frames of each of the `augmentation.Versions` of an utterance; 0: it is too long for a training."""
+        rate = self.config.features.rate
+        sizes = [versions.size(round(utterance.seconds * rate), k) for k in range(versions.count)]
+        return [self.extractor.count(x) if x <= round(self.config.data.max_seconds * rate) else 0 for x in sizes]
+
     def samples(self, i, rng):
         """Samples [S] of an utterance."""
         x = self.entries[i]
@@ -125,8 +114,6 @@ class Recordings:
 
     def load(self, i, rng):
         """Features [T, F] of an utterance; None: its audio is bad."""
-        if self.kept is not None:
-            return self.kept.load(i)
         entry = self.entries[i]
         try:
             samples = self.samples(i, rng)
@@ -159,14 +146,16 @@ def made_by(name, config, split):
     return made and texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
 
 
-def open_corpus(name, config, split="valid", folder=None):
-    """The corpus that --valid names, or --train. Lengths of its files and features are kept in a folder."""
-    if weight := next((x for x in names(name) if archives.weighted(x)[1] is not None), None):
-        raise UserError(f"--{split} {weight}: weights are for --train")
+def open_corpus(name, config, split="valid"):
+    """The corpus that --valid names, or --train."""
+    refuse_weights(name, split)
     if (corpus := made_by(name, config, split)) is not None:
         return corpus
-    corpus = Recordings(name, config, cache.Lengths(folder))
+    corpus = Recordings(name, config)
     refuse_if(not corpus.utterances, f"{', '.join(names(name))}: no usable utterance{corpus.report.summary()}")
-    if folder:
-        corpus.keep(folder)
     return corpus
+
+
+def refuse_weights(name, split):
+    if weight := next((x for x in names(name) if archives.weighted(x)[1] is not None), None):
+        raise UserError(f"--{split} {weight}: weights are for --train")

@@ -72,7 +72,7 @@ class Index:
     listing = entry
 
     def lengths(self, items):
-        """Seconds of utterances, below 0 where they are an estimate; nan: nothing tells them. Headers may be read."""
+        """Seconds of utterances, below 0 where they are an estimate; nan: they are unknown. Headers may be read."""
         seconds = np.array(self.seconds[items])
         if (unwritten := np.unique(items[seconds == 0])).size:
             left = unwritten[self.later[unwritten] == 0]
@@ -177,7 +177,7 @@ def scanned(shards, keys, i):
 
 
 def indexed(shards, keys, folder, number=0, count=0):
-    """The Index of the shards of a reader, by its number, from the folder, or read by so many processes."""
+    """The Index of the shards of a reader, by its number, from the folder, or read by `count` processes."""
     files = dict.fromkeys(x for shard in shards for x in shard.files)
     stamps = [cache.stamp(x) for x in files]
     parts = [[type(x).__name__, *x.files, *(str(y) for y in vars(x).values() if isinstance(y, int))] for x in shards]

@@ -63,7 +63,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
     `archive` is a function of the path: the shards that are to be read if it is an archive, or None.
 
     A column must be there; one of a list may be missing, and then the usual ones count. A form that has no columns is
-    an error if it is `alone`; beside others, for which the column may be meant, its entries have a note.
+    an error if it is `alone`; among others, for which the column may be meant, its entries have a note.
     """
     path = actual(Path(path))
     keys = keys_of(audio_column, text_column, speaker_column, texts)
@@ -195,7 +195,7 @@ MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
 
 
 def folder(path, keys):
-    """What the layout of a folder says: Kaldi, Hugging Face's table, LibriSpeech, or a text beside each file."""
+    """What the layout of a folder says: Kaldi, Hugging Face's table, LibriSpeech, or a text next to each file."""
     if (path / "wav.scp").exists():
         return kaldi(path, bool(keys[1]))
     tables = once(x for form in ("jsonl", "csv") if (x := path / f"metadata.{form}").exists())
@@ -248,7 +248,7 @@ def key_of(file):
 
 
 def beside(path):
-    """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, beside the audio files NAME.*."""
+    """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, next to the audio files NAME.*."""
     files, inside = {}, below(path)
     for x in inside:
         if x.suffix.lower() in SUFFIXES and files.setdefault(key_of(x), x) != x:

@@ -1,4 +1,4 @@
-"""Batches of utterances by their places in an order: decoded, augmented and made features of, or read from memory.
+"""Batches of utterances by their places in an order: decoded, augmented and turned into features, or read from memory.
 
 What is wrong with an utterance is found when its turn comes: its row of a batch is not valid then, and the batch names
 it in `left_out`.
@@ -29,7 +29,7 @@ class Late(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What of an utterance is not as its manifest says, and does no harm."""
+    """What about an utterance differs from its manifest, and does no harm."""
 
     text: str
     name: str
@@ -64,7 +64,7 @@ def heard(entry, rate, again=True):
 
 
 def text_of(entry, normalize):
-    """The text of an Entry or Fault as it is taught, or a LineError."""
+    """The text of an Entry as a training uses it; raises a LineError for a Fault or an empty text."""
     if isinstance(entry, Fault):
         raise LineError(entry.reason)
     text = normalize(entry.text)
@@ -84,7 +84,7 @@ class Loader:
 
     @functools.cached_property
     def tools(self):
-        """What is better made than copied."""
+        """(vocabulary, normalizer, extractor, augmentation): each worker makes its own, and copies none."""
         normalize = texts.normalizer(self.config.texts.normalize, self.config.texts.lower)
         extractor = features.extractor(self.config.features, self.config.encoder.chunk)
         vocabulary = self.vocabulary and vocabularies.from_json(self.vocabulary)
@@ -156,7 +156,8 @@ class Loader:
         entry, most = index.entry(number), round(self.config.data.max_seconds * self.config.features.rate)
         try:
             text_of(entry, normalize)
-            samples = self.samples(entry, index.lengths(np.array([number]))[0], notes, again=False)
+            seconds = index.seconds[number] or index.later[number]  # headers have been read, or their storage fails
+            samples = self.samples(entry, seconds, notes, again=False)
             fits = [versions.size(len(samples), k) <= most for k in range(versions.count)]
             arrays = [extractor(versions.of(samples, k, (index.number, number))) if x else None
                       for k, x in enumerate(fits)]  # fmt: skip

@@ -1,15 +1,21 @@
 """A source that remembers: the features of its utterances, computed once, whose frames are then known exactly."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from jax_rnnt_speech.data import cache, workers
-from jax_rnnt_speech.data.loading import text_of
-from jax_rnnt_speech.data.rows import Entry
-from jax_rnnt_speech.data.utterances import Utterance
+from jax_rnnt_speech.config.options import names
+from jax_rnnt_speech.data import archives, cache, corpora, sources, workers
+from jax_rnnt_speech.data.index import indexed
+from jax_rnnt_speech.data.loading import Loader, text_of
+from jax_rnnt_speech.data.rows import Entry, keys_of
+from jax_rnnt_speech.data.utterances import Report, Utterance
+from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
 
 @dataclasses.dataclass
@@ -57,9 +63,9 @@ class Remembered:
         return versions, self.frames[items, versions] * self.hop
 
 
-def of_function(corpus, number, readers):
-    """The Remembered of a corpus that a function makes, and the items of a reader."""
-    frames = np.array([[x.frames] for x in corpus.utterances], np.int64).reshape(-1, 1)
+def of_corpus(corpus, frames, number, readers):
+    """The Remembered of a corpus whose utterances have these frames in each version, and the items of a reader."""
+    frames = np.array(frames, np.int64).reshape(len(corpus.utterances), -1)
     places = np.arange(len(frames))
     remembered = Remembered(
         number, corpus.utterances, frames, corpus.hop, corpus, places, np.zeros(len(frames), np.int32)
@@ -67,10 +73,50 @@ def of_function(corpus, number, readers):
     return remembered, places[number::readers][frames[number::readers, 0] > 0]
 
 
-def kept(loader, place, items, folder, report, processes):
+class HeldOut(NamedTuple):
+    """The corpus of recordings that --valid names, whose features are kept."""
+
+    utterances: list
+    entries: list
+    features: int
+    hop: float
+    report: Report
+    remembered: Remembered
+
+    def load(self, i, rng):
+        return self.remembered.load(i, 0, rng)
+
+
+def held_out(config, index, folder, count):
+    """The corpus that --valid names, with its index and its features in folders. Of several processes, the first one
+    makes them, in so many processes; without a folder for features, they are computed at each use."""
+    valid, first, report = names(config.data.valid), not jax.process_index(), Report()
+    if folder is None or any(map(sources.by_function, valid)):
+        return corpora.open_corpus(config.data.valid, config)
+    corpora.refuse_weights(valid, "valid")
+    config = config.replace(speeds=[1.0], noise="", gain=0.0)
+    if not first:
+        hosts.wait("held-out features")
+    keys, shards = keys_of(*config.texts.columns), [y for x in valid for y in archives.of(x, config.texts.columns)]
+    read = indexed(shards, keys, index, 0, count)
+    for reason, name in read.faults:
+        report.add(reason, name)
+    loader = Loader(config, 1, None, [read], (), config.features.mels)
+    remembered, numbers = kept(loader, 0, np.arange(len(read.shards)), folder, report, count, first)
+    if first:
+        hosts.wait("held-out features")
+    refuse_if(not len(numbers), f"{', '.join(valid)}: no usable utterance{report.summary()}")
+    entries = [read.entry(i) for i in numbers.tolist()]
+    for x in entries:
+        for note in x.notes:
+            report.note(note, x.name)
+    return HeldOut(remembered.utterances, entries, config.features.mels, remembered.hop, report, remembered)
+
+
+def kept(loader, place, items, folder, report, processes, makes=True):
     """The Remembered of an index, whose features of some items are in a folder, and the numbers of those that have any.
 
-    Features that are not in the folder yet are made by so many processes.
+    Features that are not in the folder yet are made by so many processes; without `makes`, another one has made them.
     """
     index, (_, normalize, extractor, versions) = loader.indices[place], loader.tools
     options, count, hop = loader.config, versions.count, loader.config.features.hop / 1000
@@ -90,12 +136,15 @@ def kept(loader, place, items, folder, report, processes):
             yield from ((i * count + k, x) for k, x in enumerate(arrays))
 
     def expected():
-        return float(np.nan_to_num(np.abs(index.lengths(items))).sum()) / hop * count
+        seconds = index.seconds[items]
+        with contextlib.suppress(UserError):  # of storage that fails: its files are left out in their turn
+            seconds = index.lengths(items)
+        return float(np.nan_to_num(np.abs(seconds)).sum()) / hop * count
 
     def name_of(number):
         return index.entry(int(items[number // count]), False).name
 
-    arrays = cache.stored(folder, decided, len(items) * count, extractor.mels, report, expected, made, name_of)
+    arrays = cache.stored(folder, decided, len(items) * count, extractor.mels, report, expected, made, name_of, makes)
     frames = arrays.index[:, 1].reshape(-1, count)
     places = np.flatnonzero(frames[:, 0])
     utterances = []

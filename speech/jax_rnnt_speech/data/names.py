@@ -17,7 +17,7 @@ SUFFIXES = {".3g2", ".3gp", ".aac", ".ac3", ".aif", ".aifc", ".aiff", ".amr", ".
             ".m4v", ".mk3d", ".mka", ".mkv", ".mov", ".mp2", ".mp3", ".mp4", ".mpa", ".mpeg", ".mpg", ".mts",
             ".nist", ".oga", ".ogg", ".opus", ".psp", ".snd", ".sph", ".ts", ".tta", ".voc", ".w64", ".wav",
             ".webm", ".wma", ".wmv", ".wv"}  # fmt: skip
-# What Macs, network drives and archivers put beside the files of a person.
+# What Macs, network drives and archivers put next to the files of a person.
 FOLDERS = r"PaxHeaders?(?:\.\d+)?|__MACOSX|\.AppleDouble|\.Trashes|\.Spotlight-V100|\.fseventsd|@eaDir"
 HIDDEN = re.compile(rf"(?:^|/)(?:\._[^/]*$|\.DS_Store$|(?:{FOLDERS})/)")
 

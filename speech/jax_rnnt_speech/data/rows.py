@@ -68,7 +68,7 @@ def keys_of(audio_column="", text_column="", speaker_column="", texts=True):
 
 
 def of_row(row, path, name, keys):
-    """Entries and Faults of a row; `path`: -> `entry`."""
+    """Entries and Faults of a row; `path`: as for `entry`."""
     try:
         yield from (cuts if is_cut(object_of(row)) else utterances)(row, path, name, keys)
     except LineError as error:
@@ -225,7 +225,7 @@ def encodable(text, what):
 
 
 def located(name, manifest):
-    """The file of a name: beside the manifest, in `clips` there (Common Voice), or from the current folder.
+    """The file of a name: next to the manifest, in `clips` there (Common Voice), or from the current folder.
 
     A Mac may have written accents of the name by themselves, on its disk or in the list, and Windows backslashes.
     """

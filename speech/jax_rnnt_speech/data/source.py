@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -33,6 +32,7 @@ from jax_rnnt_speech.data import (
     texts,
     workers,
 )
+from jax_rnnt_speech.data.corpora import Recordings
 from jax_rnnt_speech.data.index import SLACK, SURE, indexed, surely_longer
 from jax_rnnt_speech.data.loading import Late, Note, is_long, roomy
 from jax_rnnt_speech.data.rows import Fault, keys_of
@@ -93,7 +93,8 @@ class Source:
         self.extractor = features.extractor(config.features, config.encoder.chunk)
         versions, self.state, self.step = augmentation.Versions(config), state, step
         self.augmented = versions.key()
-        self.speeds, self.versions = (versions.speeds, versions.count) if corpus is None else ([1.0], 1)
+        varied = corpus is None or isinstance(corpus, Recordings)
+        self.speeds, self.versions = (versions.speeds, versions.count) if varied else ([1.0], 1)
         self.named = [archives.weighted(x) for x in names(config.data.train)] if corpus is None else [("", None)]
         part, processes = hosts.part()
         before = (state or {}).get("readers", 0)
@@ -104,11 +105,13 @@ class Source:
         if corpus is None:
             self.list()
         else:
-            self.indices, self.items = zip(*(memory.of_function(corpus, i, self.readers) for i in self.own))
+            frames = [corpus.frames_of(x, versions) if varied else [x.frames] for x in corpus.utterances]
+            self.indices, self.items = zip(*(memory.of_corpus(corpus, frames, i, self.readers) for i in self.own))
             self.items = [[x] for x in self.items]
         if kept is not None:
             self.remember(kept)
-        self.written = self.every(all(x.seconds.all() for x in self.indices))  # whether all lengths are
+        written = hosts.gathered(np.array([[all(x.seconds.all() for x in self.indices)]]))
+        self.written = bool(written.all())  # whether all lengths are, in all processes
         self.utterances, self.places = self.sample()
         self.texts = [text for some in hosts.each([x.text for x in self.utterances]) for text in some]
         if self.exact:  # of what is used, all is known
@@ -118,11 +121,6 @@ class Source:
                 else [self.digest, sorted(self.texts)]
             )
             self.digest = hashlib.sha256(json.dumps(used).encode()).hexdigest()
-
-    @staticmethod
-    def every(true):
-        """Whether something is true in all processes."""
-        return bool(hosts.gathered(np.array([[true]])).all())
 
     def list(self):
         """Shards of the sources, and the index of those that are this process's."""
@@ -241,7 +239,7 @@ class Source:
         return counts, [round(int(counts.sum()) * x / weights.sum()) for x in weights]
 
     def opened(self, model, devices):
-        """The order of a run of a model on so many devices, with its shapes."""
+        """The order of a run of a model on `devices` devices, with its shapes."""
         config, options = self.config, self.config.data
         counts, draws = self.shares()
         each = [None if x is None else max(1, round(x / self.readers)) if x else 0 for x in draws]
@@ -263,9 +261,7 @@ class Source:
         shapes = [order.Shape(*x) for x in state.get("shapes", ())] or self.shapes(readers, model, devices, window)
         self.order = order.Order(readers, shapes, config.run.seed, window)
         if self.state == EARLIER:
-            epoch = self.step // max(1, self.earlier(model, devices))
-            self.first, self.place = (self.step, epoch), (self.step, epoch, 0, 0)
-            self.begins_anew("the order of an earlier version")
+            self.begins_anew(self.step // max(1, self.order.steps(0, 1)), "the order of an earlier version")
         self.loads = self.loader(model, [*shapes, self.largest(shapes[-1], model, devices)])
         self.state = {"readers": self.readers, "list": self.digest, "options": decided,
                       "first": [*self.first], "shapes": [[*x] for x in shapes]}  # fmt: skip
@@ -273,8 +269,8 @@ class Source:
         return self
 
     def continued(self, decided, devices):
-        """The state with which the run goes on exactly, or nothing; a line says why not."""
-        state = self.state
+        """The state with which the run goes on exactly, or nothing; `anew` is a line that says why not."""
+        state, self.anew = self.state, None
         self.first, self.place = (0, 0), (self.step, 0, 0, 0)  # step and epoch; step, epoch, window, batches before
         if not state:
             return {}
@@ -287,25 +283,14 @@ class Source:
                 any(order.Shape(*x).rows * self.readers % devices for x in state["shapes"]),
         }  # fmt: skip
         if why := [x for x, true in other.items() if true]:
-            self.first, self.place = (self.step, state["epoch"]), (self.step, state["epoch"], 0, 0)
-            self.begins_anew(" and ".join(why))
+            self.begins_anew(state["epoch"], " and ".join(why))
             return {}
         self.first, self.place = state["first"], (self.step, *state["place"])
         return state
 
-    def begins_anew(self, why):
-        hosts.say(f"epoch {self.place[1] + 1} begins anew, in another order: the run had {why}")
-
-    def earlier(self, model, devices):
-        """Batches of an epoch in the earlier version: full ones of all versions, or about as many as now."""
-        if not self.exact:
-            return self.order.steps(0, 1)
-        some = [index.utterances[i]._replace(frames=int(index.frames[i, k])) for index, items in
-                zip(self.indices, self.items) for k in range(self.versions) for i in np.concatenate(items)]  # fmt: skip
-        corpus = types.SimpleNamespace(utterances=some, report=Report())
-        data = batches.labelled(corpus, model.tokens, model.subsampling)
-        own = sum(len(x.members) // x.batch for x in batches.make_buckets(data, self.config, devices))
-        return int(hosts.gathered(np.array([[own]])).sum())
+    def begins_anew(self, epoch, why):
+        self.first, self.place = (self.step, epoch), (self.step, epoch, 0, 0)
+        self.anew = f"epoch {epoch + 1} begins anew, in another order: the run had {why}"
 
     def longest(self):
         """Seconds that an utterance lasts at most."""
@@ -377,18 +362,23 @@ class Source:
         if any(x is not None for x in draws):
             each = ", ".join(f"{x} {n if d is None else d:,}" for (x, _), n, d in zip(self.named, counts, draws))
             hosts.say(f"an epoch is so many draws: {each}")
-        shapes = ", ".join(
-            f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
-        )
-        first = self.first[1]
-        padding, steps, about = self.order.padding(first), self.order.steps(first, first + 1), "about " * bool(window)
-        hosts.say(f"batches: {shapes}; {about}{padding:.0%} padding; {about}{steps:,} an epoch")
+        hosts.say(self.batches())
         if window:
             hosts.say(f"not all lengths are written: headers are read as training goes on, and batches are made within "
                       f"windows of {window:,} utterances of each part")  # fmt: skip
 
+    def batches(self):
+        """A line with the shapes of batches; other epochs may have other padding where what they draw varies."""
+        shapes = ", ".join(
+            f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
+        )
+        varies = self.order.window or any(x.varies for x in self.order.readers)
+        first, about = self.first[1], "about " * bool(varies)
+        padding, steps = self.order.padding(first), self.order.steps(first, first + 1)
+        return f"batches: {shapes}; {about}{padding:.0%} padding; {about}{steps:,} an epoch"
+
     def steps(self, epochs):
-        """Steps until the end of so many epochs of the whole run; about that where lengths are not written."""
+        """Steps until the end of `epochs` epochs of the whole run; about that where lengths are not written."""
         return self.first[0] + self.order.steps(self.first[1], max(epochs, self.first[1]))
 
     def at(self, step):

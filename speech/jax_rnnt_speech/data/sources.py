@@ -56,7 +56,7 @@ def is_list(path):
 
 
 def read(name, *columns, **options):
-    """Entries and Faults of all that a name is for: a list, an archive, or a pattern of either; -> `lists.read`."""
+    """Entries and Faults of all that a name is for: a list, an archive, or a pattern of either; as `lists.read`."""
     if not archives.is_pattern(name):
         yield from lists.read(name, *columns, **options, archive=archives.of_archive)
         return
@@ -260,12 +260,12 @@ def unmixed(option, every, held_out=True):
 
 
 def mixed(splits, held_out):
-    """Whether some splits must not be one source. A training may have files beside those of its split."""
+    """Whether some splits must not be one source. A training may have files that name no split."""
     return len(splits) > 1 and (held_out or not splits.keys() <= {"", "train"})
 
 
 def of_a_speaker(files, splits):
-    """Whether the one folder that a word for a split names is rather a person: several others beside it have none."""
+    """Whether the one folder that a word for a split names is rather a person: several folders next to it have none."""
     if len(splits) > 2 or "" not in splits or any(x.kind != AUDIO for x in files):
         return False
     (split,) = splits.keys() - {""}
@@ -302,7 +302,7 @@ def in_both(train, valid):
 
 
 def key(entry):
-    """What tells an utterance from others: its recording, and where it is in that."""
+    """What distinguishes an utterance from others: its recording, and where it is in that."""
     return os.path.realpath(str(entry.audio)), entry.start, entry.end, entry.channel
 
 

@@ -22,7 +22,7 @@ UNITS = {"%": "concentr-percent", "٪": "concentr-percent", "‰": "concentr-per
          "°c": "temperature-celsius", "°f": "temperature-fahrenheit"}  # fmt: skip
 WITHOUT_SPACES = {"ja", "km", "lo", "my", "th", "yue", "zh"}
 ATTACHED = WITHOUT_SPACES | {"ko"}  # where letters touch the digits of a number
-ENDINGS = {"fr": {"ère": "re", "ème": "e"}}  # of ordinals, beside those of CLDR
+ENDINGS = {"fr": {"ère": "re", "ème": "e"}}  # of ordinals, besides those of CLDR
 OTHER_FORMS = re.compile("year|verbose|financial|alternate|days|ordinal")  # of numbers, which have other uses
 
 

@@ -10,7 +10,7 @@ from jax_rnnt_speech.data.spelling import SPACE
 from jax_rnnt_speech.data.tokens import CONTROLS
 from jax_rnnt_speech.system import UserError, refuse_if
 
-SAID = "%‰‱٪؉؊&@#/\\*§"  # punctuation that is read aloud, beside digits and symbols
+SAID = "%‰‱٪؉؊&@#/\\*§"  # punctuation that is read aloud, besides digits and symbols
 # Letters of scripts that are written without spaces, for a class of characters.
 UNSPACED = "\u0e01-\u0e3e\u0e40-\u0e4e\u0e80-\u0ecf\u0edc-\u0edf\u0f00\u0f40-\u0fbc\u1000-\u103f\u1050-\u108f"
 UNSPACED += "\u109a-\u109d\u1780-\u17d3\u17dc\u17dd\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff"
@@ -149,7 +149,7 @@ def basic(language):
         return text if text.isascii() else JOINER_EDGES.sub("", BETWEEN.sub("", text))
 
     def settled(text):
-        """What is left beside a part that is gone may be read then, so that a text is read until nothing changes."""
+        """Once a part is gone, what is left next to it may have a reading: a text is read until nothing changes."""
         for _ in range(4):
             before, text = text, " ".join(normalize(text).split())
             if text == before or not has_said(text):

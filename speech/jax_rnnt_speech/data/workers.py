@@ -14,7 +14,7 @@ BY_SIGNALS = f" -{signal.SIGINT:d}", f" -{signal.SIGTERM:d}"  # ends of what Gra
 
 
 def items(function, count, threads, workers=0):
-    """A function of 0 to `count` - 1, by so many processes with so many threads each; without any, by threads alone."""
+    """A function of 0 to `count` - 1, by `workers` processes of `threads` threads each, or by threads alone."""
     import grain  # slow to import
     from absl import flags
 

@@ -29,11 +29,11 @@ def is_key(x):
 class Model:
     """`source`: the JSON files of a pretrained model, by name; config.json decides its encoder."""
 
-    def __init__(self, config, vocabulary, mean, deviation, source=None, implementation=None):
+    def __init__(self, config, vocabulary, mean, deviation, source=None):
         self.config, self.tokens, self.variant, self.source = config, vocabulary, variant_of(config.head), source
         self.mean, self.deviation = np.float32(mean), np.float32(deviation)
         self.extractor = features.extractor(config.features, config.encoder.chunk)
-        options = {"reduction": "none", "fastemit_lambda": config.objective.fastemit, "implementation": implementation}
+        options = {"reduction": "none", "fastemit_lambda": config.objective.fastemit}
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
         network = nnx.eval_shape(self.made)
@@ -72,13 +72,13 @@ class Model:
         return cls(config, *stored, **options)
 
     def setup(self):
-        """What a checkpoint stores beside the parameters."""
+        """What a checkpoint stores besides the parameters."""
         stored = {"config": to_json(self.config), "tokens": self.tokens.to_json()}
         return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "source": self.source}
 
     @property
     def longest(self):
-        """Seconds of a recording that the model hears at most."""
+        """Seconds of a recording that the model takes at most."""
         return encoders.longest(self.config, self.source)
 
     def network(self, params, step=None):
@@ -99,7 +99,7 @@ class Model:
         return (x - self.mean) / self.deviation
 
     def features(self, samples):
-        """What the model hears, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
+        """The features that the model takes, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
         return self.standardised(self.extractor(samples))
 
     def encoded(self, network, x, batch, layers=None, language=None):
@@ -143,7 +143,7 @@ class Model:
     @programs.announced("rows of frozen blocks")
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def lower(self, params, batch, layers):
-        """Rows [B, N, E] of the features of a batch after so many layers of the encoder, and their lengths [B]."""
+        """Rows [B, N, E] of the features of a batch after `layers` layers of the encoder, and their lengths [B]."""
         encoder = self.network(params).encoder
         return encoder.lower(self.inputs(batch), batch["lengths"], layers), encoder.lengths(batch["lengths"])
 

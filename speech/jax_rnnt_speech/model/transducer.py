@@ -47,7 +47,7 @@ class Prompt(nnx.Module):
 class Transducer(nnx.Module):
     """Encoder, predictor and joint with `outputs` logits; class `blank` is the blank, with the labels before it.
 
-    A model of CTC alone has a head for it in the place of predictor and joint, others may have one beside.
+    A model of CTC alone has a head for it in the place of predictor and joint; other models may have one as well.
 
     `source` are the JSON files of a pretrained model.
     """

@@ -46,7 +46,7 @@ UNUSED = re.compile(r".*\.num_batches_tracked$")  # a count that only a batch no
 
 @dataclasses.dataclass(frozen=True)
 class HeadFields:
-    """Fields of config.json beside `encoder_config`, with their defaults."""
+    """Fields of config.json besides `encoder_config`, with their defaults."""
 
     decoder_hidden_size: int = 640
     num_decoder_layers: int = 2

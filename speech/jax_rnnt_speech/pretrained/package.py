@@ -18,7 +18,7 @@ FILES = "train", "valid", "text", "noise", "init"
 
 
 def write(model, folder, dtype, card=""):
-    """`card` follows what is known here: size, numbers, and the hash of the weights."""
+    """Writes a model as a folder. Its card is `card`, then the facts: size, numbers, and the hash of the weights."""
     dtype = jnp.dtype(dtype)
     arrays, largest = {}, float(jnp.finfo(dtype).max)
 
@@ -28,7 +28,7 @@ def write(model, folder, dtype, card=""):
         return x
 
     files.mapped(model.params, taken)
-    config = model.config  # folders of this machine say nothing
+    config = model.config  # without the folders of this machine, which mean nothing elsewhere
     config = config.replace(**{name: sources.last_parts(config.get(name)) for name in FILES})
     setup = model.setup() | {"config": to_json(config)}
     with files.replaced(folder) as new:
@@ -41,6 +41,7 @@ def write(model, folder, dtype, card=""):
 
 
 def setup_of(folder):
+    """The setup of a folder, from which `Model.from_setup` makes a model without parameters."""
     file = Path(folder) / SETUP
     setup = files.read_json(file)
     if not isinstance(setup, dict) or not {"config", "tokens", "mean", "deviation"} <= {*setup}:

@@ -54,7 +54,7 @@ def is_whisper(folder):
 
 
 def binary_of(folder):
-    """The model.bin of a folder, or None: beside *.safetensors if config.json is CTranslate2's, which has no type."""
+    """The model.bin of a folder, or None: next to *.safetensors if config.json is CTranslate2's, which has no type."""
     file = folder / "model.bin"
     if not file.is_file():
         return None

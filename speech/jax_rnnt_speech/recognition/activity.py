@@ -1,11 +1,10 @@
 """Where a recording has speech, whatever a model wrote: the network of Silero VAD (MIT licence), in NumPy.
 
-Its weights are those of silero-vad 6.2.3 for 16 kHz, in float16: activity.safetensors, with their licence beside them.
+Its weights are those of silero-vad 6.2.3 for 16 kHz, in float16: activity.safetensors, with their licence next to them.
 A chunk of 512 samples gets the probability that somebody speaks in it; an LSTM goes from chunk to chunk.
 """
 
 import functools
-import math
 from pathlib import Path
 
 import av
@@ -54,19 +53,9 @@ class Detector:
 
     def __init__(self, rate):
         self.rate, self.probabilities, self.first = rate, [], 0  # of chunks from the first on that are not forgotten
-        self.begin()
-
-    def begin(self):
         self.state = np.zeros((2, 128), np.float32)
         self.resampler = None if self.rate == RATE else av.AudioResampler("flt", "mono", RATE)
         self.samples = np.zeros(CONTEXT, np.float32)
-
-    def skip(self, seconds):
-        """Goes on at the chunk that begins then or later, as at the start of a recording; -> its first sample."""
-        chunk = max(math.ceil(seconds / SECONDS), self.first + len(self.probabilities))
-        self.probabilities += [0.0] * (chunk - self.first - len(self.probabilities))
-        self.begin()
-        return round(chunk * SECONDS * self.rate)
 
     def add(self, samples):
         """More samples float32 [S]."""

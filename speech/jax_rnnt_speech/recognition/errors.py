@@ -42,11 +42,13 @@ class Tested(NamedTuple):
 
 
 def tested(name, speaker, seconds, reference, hypothesis):
+    """The Tested of an utterance, with its errors counted over words and over characters."""
     words = counted(reference.split(), hypothesis.split())
     return Tested(name, speaker, seconds, reference, hypothesis, words, counted(reference, hypothesis))
 
 
 def counted(reference, hypothesis):
+    """The Counts between two lists of words, or between two strings."""
     tags = collections.Counter(x.tag for x in Levenshtein.editops(reference, hypothesis))
     return Counts(tags["insert"], tags["delete"], tags["replace"], len(reference))
 

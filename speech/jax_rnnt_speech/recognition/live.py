@@ -1,7 +1,7 @@
 """Words of a recording as it arrives, by an encoder that sees whole windows: left, chunk and right, as in NeMo.
 
 Each window is a chunk with what comes before and after it. Labels of the chunk are final, as one search goes on from
-chunk to chunk, and so are frames that a label of TDT reads beyond one. Those of the right part are open: the next
+chunk to chunk, and so are frames beyond it that a label of TDT reads. Those of the right part are open: the next
 window hears them again.
 """
 
@@ -30,7 +30,7 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """Hears windows one after the other in programs of one size, in the place of `streams.Slots`."""
+    """Searches windows one after the other in programs of one size, in the place of `streams.Slots`."""
 
     def __init__(self, model, decoding, frames):
         self.model, self.decoding, self.frames, self.state, self.free = model, decoding, frames, None, [0]
@@ -79,7 +79,7 @@ class Windowed(Stream):
         self.sizes = {"left": left, "chunk": chunk, "right": right}
         frames = model.extractor.count(sum(self.rows.values()) * model.extractor.hop * model.subsampling)
         super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames), listens=listens)
-        self.samples, self.row, self.begin = np.zeros(0, np.float32), 0, 0  # rows done, and before the samples
+        self.samples, self.row, self.begin = np.zeros(0, np.float32), 0, 0  # rows done, and rows before the samples
 
     def steps(self, samples, end=False):
         """Yields the Windows of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
@@ -98,5 +98,5 @@ class Windowed(Stream):
             yield Window(self.model.features(self.samples), self.row - self.begin, None)
 
     def other(self):
-        """-> `Stream.other`."""
+        """As `Stream.other`."""
         return Windowed(self.model, self.slots.decoding, **self.sizes, listens=False)

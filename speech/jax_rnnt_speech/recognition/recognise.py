@@ -1,6 +1,6 @@
 """Texts of many recordings of any length, in batches.
 
-Batches of recordings of equal length waste no padding, so recordings are sorted before they are heard. Sorting all of
+Batches of recordings of equal length waste no padding, so recordings are sorted first. Sorting all of
 them would hold all their samples in memory, and texts would come in another order. So as many are read as have `HELD`
 frames together, and their texts come before the next ones are read. `windows` hears them; whatever is wrong with one
 recording becomes its Result, and the others go on.

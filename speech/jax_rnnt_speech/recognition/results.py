@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Labels(NamedTuple):
-    """Final labels, with what is known of each."""
+    """Final labels, each with its frame, probability, confidence and duration."""
 
     labels: list
     frames: list  # of the encoder, in which the labels were found: each lasts `model.seconds`
@@ -44,7 +44,7 @@ def no_labels():
 
 
 class Result(NamedTuple):
-    """What was heard in a recording, or why nothing: then there is an `error`, in one line."""
+    """The text of a recording, or an `error`, in one line, that says why there is none."""
 
     name: str
     text: str = ""

@@ -2,7 +2,7 @@
 
 A Decoding is made once for a command, and again for each language that a request names. Files are read here, and not by
 the search: an n-gram and phrases become arrays over the model's classes, so that a search is one compiled program
-whatever the files hold, and an option that the model cannot follow is an error before anything is heard.
+whatever the files hold, and an option that the model cannot follow is an error before any audio is read.
 """
 
 import dataclasses

@@ -127,7 +127,7 @@ class Words:
 
     @property
     def deadline(self):
-        """For the next part: -> `search.next_part`."""
+        """The deadline of the next part, for `search.next_part`."""
         return self.rows - self.patience
 
     def begins(self):

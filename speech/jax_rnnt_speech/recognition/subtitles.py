@@ -30,7 +30,7 @@ def lay_out(words, text=None, *, space=" ", line_length=42, lines=2, gap=1.0, sh
     A line has `line_length` columns: 42 Latin characters, or 21 of East Asia, which are twice as wide. Lines end at
     spaces. In scripts without spaces they end behind punctuation in their latter half, or else behind any word; none
     begins with a closing bracket, a small kana or the like. `text` is what the words spell, with its white space, as
-    that in "Bonjour !". Where it lacks a word, `space` is written before it, but not beside characters of scripts
+    that in "Bonjour !". Where it lacks a word, `space` is written before it, but not next to characters of scripts
     without spaces.
     """
     timed.in_units(words, timed.SECOND, "words", "word")

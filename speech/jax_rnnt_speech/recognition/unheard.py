@@ -1,10 +1,8 @@
-"""Speech of a recording for which a search wrote nothing: it is found, and heard once more from another cut.
+"""Speech of a recording for which a search wrote nothing: it is found, and searched once more from another cut.
 
-`activity` says where somebody speaks, and the labels say where something was written. What lies between is heard again
-by itself, with other samples before and after it and a search that begins anew.
+`activity` says where somebody speaks, and the labels say where something was written. What lies between is searched
+again by itself, with other samples before and after it and a search that begins anew.
 """
-
-import itertools
 
 import numpy as np
 
@@ -13,15 +11,14 @@ from jax_rnnt_speech.recognition.results import spliced, words_of
 
 LEAST = 1.0  # seconds of speech without a label that count, if no pause in them is longer than this
 AROUND = 0.5  # seconds before and after a label in which speech may be its own
-WARM = 2.0  # seconds before a stretch without labels that the detector hears first, as its state remembers
-BEFORE = 0.4  # seconds before and after unheard speech that are heard with it
-LONGEST = 20.0  # seconds that are heard again at once
-MOST = 600.0  # seconds of a recording that are heard again, at most
+BEFORE = 0.4  # seconds before and after unheard speech that are searched with it
+LONGEST = 20.0  # seconds that are searched again at once
+MOST = 600.0  # seconds of a recording that are searched again, at most
 CONFIDENCE = 0.5  # of a word, by its least probable label, from which on it shows that the second text is one
 
 
 def without(speech, spans):
-    """Speech [begin, end) that is not `AROUND` spans of labels, in parts of `LONGEST`; both are in order of time."""
+    """Speech [begin, end) at least `AROUND` from spans of labels, in parts of `LONGEST`; both are in order of time."""
     for begin, end in speech:
         for a, b in spans:
             if b + AROUND <= begin or a - AROUND >= end:
@@ -56,32 +53,16 @@ def gaps(speech, spans, until, final=-np.inf):
 
 
 class Ear:
-    """Hears a recording beside its search, and keeps samples as long as it is not known what was written for them.
-
-    The detector takes as long as a small model does. So it hears only what may count: stretches without labels that are
-    longer than `LEAST`.
-    """
+    """Listens to a recording next to its search, and keeps samples until it is known what was written for them."""
 
     def __init__(self, rate):
-        self.detector, self.rate, self.listened = activity.Detector(rate), rate, 0
-        self.samples, self.begin, self.decided, self.free = np.zeros(0, np.float32), 0, 0.0, 0.0
+        self.detector, self.rate = activity.Detector(rate), rate
+        self.samples, self.begin, self.decided = np.zeros(0, np.float32), 0, 0.0
         self.spans, self.jobs, self.found = [], [], []
 
     def add(self, samples):
         self.samples = np.concatenate([self.samples, samples])
-
-    def listen(self, until):
-        """Has the detector hear stretches without labels until then; -> the time before which it has heard them."""
-        begins = [self.free, *(b + AROUND for _, b in self.spans)]
-        ends = [*(a - AROUND for a, _ in self.spans), until]
-        for begin, end in zip(itertools.accumulate(begins, max), ends):
-            if end - begin > LEAST:
-                first, last = round(max(0, begin - WARM) * self.rate), round(end * self.rate)
-                if first > self.listened:
-                    self.listened = self.detector.skip(first / self.rate)
-                self.detector.add(self.samples[self.listened - self.begin : last - self.begin])
-                self.listened = max(self.listened, min(last, self.begin + len(self.samples)))
-        return until if until - max(begins) > LEAST else max(begins)
+        self.detector.add(samples)
 
     def wrote(self, labels, seconds):
         """Labels of some frames, which last so many seconds; the same ones may come again."""
@@ -91,17 +72,15 @@ class Ear:
     def check(self, until, end=False, final=-np.inf):
         """Yields [begin, end) of unheard speech, where labels until then are known; each once. `final`: of `gaps`."""
         until = until + LEAST + LONGEST if end else until
-        heard = self.listen(until - AROUND)
         speech = [(max(a, self.decided), b) for a, b in self.detector.speech() if b > self.decided]
         missed, decided = gaps(speech, self.spans, until, final)
-        self.decided = max(self.decided, min(decided, heard))
+        self.decided = max(self.decided, decided)
         for a, b in missed:
             self.decided = max(self.decided, b)
             yield a, b
-        self.free = max([self.free, *(b + AROUND for _, b in self.spans if b + AROUND <= self.decided)])
         self.spans = [x for x in self.spans if x[1] + AROUND > self.decided]
         self.detector.forget(self.decided - LEAST)
-        kept = max(0, round((self.decided - WARM) * self.rate) - self.begin)
+        kept = max(0, round((self.decided - BEFORE) * self.rate) - self.begin)
         self.samples, self.begin = self.samples[kept:], self.begin + kept
 
     def cut(self, begin, end, step):
@@ -111,7 +90,7 @@ class Ear:
         return first, self.samples[first - self.begin : round((end + BEFORE) * self.rate) - self.begin].copy()
 
     def take(self, until, step, end=False, final=-np.inf):
-        """Puts unheard speech into `found`, and what is to be heard again into `jobs`."""
+        """Puts unheard speech into `found`, and what is to be searched again into `jobs`."""
         for a, b in self.check(until, end, final):
             self.found.append((a, b))
             if sum(y - x for x, y, *_ in self.jobs) < MOST:
@@ -119,7 +98,7 @@ class Ear:
 
 
 def joined(model, first, second, rows, begin, end):
-    """Labels with those of another hearing, which began after so many rows; None: these have no words in [begin, end).
+    """Labels, and those of another search that began after `rows` rows; None: it found no words in [begin, end).
 
     Whole words are taken, and only between words: the second text counts if one of them is sure.
     """
@@ -144,6 +123,6 @@ def rounded(missed):
 
 
 def line(name, missed):
-    """The line that tells a person of unheard speech."""
+    """The line for people about unheard speech."""
     times = ", ".join(f"{a:.1f} to {b:.1f} s" for a, b in missed)
     return f"{name}: speech without words: {times}"

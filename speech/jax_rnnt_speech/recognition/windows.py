@@ -67,9 +67,9 @@ class Recording:
     """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
 
     def __init__(self, name, samples, model, watch=None, again=False, progress=None):
-        self.ear = None if again else Ear(model.extractor.rate)  # what is heard again is heard no third time
+        self.ear = None if again else Ear(model.extractor.rate)  # nothing is searched a third time
         self.name, self.model, self.extractor, self.watch = name, model, model.extractor, watch
-        self.progress, self.passed = progress, 0.0  # seconds that it has been told of
+        self.progress, self.passed = progress, 0.0  # seconds that `progress` has counted
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
@@ -103,7 +103,7 @@ class Recording:
         self.samples = self.samples[:0]
 
     def wanted(self):
-        """Whether somebody waits for the rest; -> `recognise.transcribe`."""
+        """Whether a client waits for the rest, by `watch` of `recognise.transcribe`."""
         if self.watch and not self.error and not self.watch(self.found):
             self.fail("nobody waits for it")
         return not self.error

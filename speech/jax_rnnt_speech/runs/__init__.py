@@ -33,7 +33,7 @@ def steps_of(folder):
 
 
 def read_setup(folder):
-    """What a checkpoint stores beside its arrays."""
+    """What a checkpoint stores besides its arrays."""
     setup = json.loads((folder / "setup/metadata").read_text("utf-8"))  # as Orbax writes JSON
     if not isinstance(setup, dict) or "config" not in setup:
         raise ValueError("it has no config")
@@ -42,14 +42,12 @@ def read_setup(folder):
 
 def damage(folder, parts):
     """What is wrong with parts of a checkpoint, or None."""
-    if wrong := outputs.damage(folder, [f"{x}/" for x in parts], sealed=False):
+    if wrong := outputs.damage(folder, [f"{x}/" for x in parts]):
         return wrong
     try:
-        setup = read_setup(folder)
+        read_setup(folder)
     except (OSError, ValueError) as error:
         return f"setup: {reason(error)}"
-    if setup.get("sealed") and not (folder / outputs.SUMS).exists():
-        return f"it has no {outputs.SUMS}"
     return next((f"it has no {x}" for x in parts if not (folder / x).is_dir()), None)
 
 
@@ -110,7 +108,7 @@ class Run:
         raise UserError(f"{self.workdir} has no whole checkpoint: {'; '.join(bad)}")
 
     def setup(self, *parts, quiet=False):
-        """What the last checkpoint whose parts are whole stores beside its arrays; from now on it is the last."""
+        """What the last checkpoint whose parts are whole stores besides its arrays; from now on it is the last."""
         folder = self.whole(parts, quiet=quiet)
         self.last = int(folder.name)
         return read_setup(folder)
@@ -122,7 +120,7 @@ class Run:
         folder = folder or self.workdir / CHECKPOINTS / str(self.last)
         try:
             return checkpoints.restore(folder, trees)
-        except Exception as error:  # of an earlier version, which has no sums; Orbax raises many kinds
+        except Exception as error:  # Orbax raises many kinds
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"{folder} lacks arrays of this model ({why})") from None
 
@@ -197,7 +195,7 @@ def open_run(workdir):
 
 
 def setup_of(workdir):
-    """What the last whole checkpoint of a folder stores beside its arrays; who reads these says which one it is."""
+    """What the last whole checkpoint of a folder stores besides its arrays; who reads these says which one it is."""
     return read_setup(open_run(workdir).whole((), (CHECKPOINTS, BEST), quiet=True))
 
 

@@ -90,7 +90,7 @@ class Checkpoints:
             for later in [x for x in self.manager.all_steps() if x >= step]:
                 self.manager.delete(later)
             args = {name: ocp.args.StandardSave(x) for name, x in trees.items()}
-            args["setup"] = ocp.args.JsonSave(setup | {"sealed": True})
+            args["setup"] = ocp.args.JsonSave(setup)
             self.manager.save(step, args=ocp.args.Composite(**args), force=True)
 
     def check(self):

@@ -51,7 +51,7 @@ MALFORMED += aiohttp.ClientError, BadHttpMessage, web.RequestPayloadError
 
 
 class File(audio.Memory):
-    """An upload. `gone`: nobody waits for it; `listener`: takes its Labels so far, in the thread that finds them."""
+    """An upload. `gone`: its client waits no longer; `listener` takes its Labels so far, where they are found."""
 
     def __init__(self, data, name):
         super().__init__(data, name)

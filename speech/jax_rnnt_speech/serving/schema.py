@@ -46,7 +46,7 @@ def data_of(text):
 
 
 def answer(transcript, form, granularities, language, labels=(), include=False):
-    """The response in a form. `labels`: -> `Server.spelled`; `include`: their log-probabilities."""
+    """The response in a form. `labels`: as `Server.spelled` returns them; `include`: their log-probabilities."""
     if form == "text":
         return web.Response(text=f"{transcript.text}\n")
     missed = {"unheard": unheard.rounded(transcript.unheard)} if transcript.unheard else {}

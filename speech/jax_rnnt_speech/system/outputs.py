@@ -82,7 +82,7 @@ def writing(path):
 
 @contextlib.contextmanager
 def whole(path, keep=None):
-    """A name beside `path`, to write a file or folder to. It takes the place of `path` once it is on the disk.
+    """A name next to `path`, to write a file or folder to. It takes the place of `path` once it is on the disk.
 
     Whatever happens before leaves `path` as it was. Of an earlier folder, entries stay for whose name `keep` is true.
     """
@@ -92,7 +92,7 @@ def whole(path, keep=None):
     else:
         path = path.resolve()  # a link stays one
         empty = path.is_dir() and not any(path.iterdir())
-        alone = empty and (path.is_mount() or not os.access(path.parent, os.W_OK))  # nothing can be beside it
+        alone = empty and (path.is_mount() or not os.access(path.parent, os.W_OK))  # nothing can be next to it
         part = path if alone else path.with_name(f".{shortened(path.name, 200)}.{os.getpid()}.part")
     try:
         with writing(path):
@@ -230,17 +230,17 @@ def sum_of(path):
 
 
 def seal(folder):
-    """Puts the sums of all files of a folder beside them, and waits until all is on the disk."""
+    """Writes the checksums of all files of a folder into it, and waits until all is on the disk."""
     files = sorted(x for x in folder.rglob("*") if x.is_file() and x.name != SUMS)
     (folder / SUMS).write_text(json.dumps({x.relative_to(folder).as_posix(): sum_of(x) for x in files}), "utf-8")
     sync(folder)
 
 
-def damage(folder, parts=("",), sealed=True):
-    """What is wrong with the parts of a folder, whose names begin so, or None. `sealed`: there must be a seal."""
+def damage(folder, parts=("",)):
+    """What is wrong with the parts of a folder, whose names begin so, or None."""
     try:
         if not (folder / SUMS).exists():
-            return f"it has no {SUMS}" if sealed else None
+            return f"it has no {SUMS}"
         sums = json.loads((folder / SUMS).read_text("utf-8"))
         for part in parts:
             sealed_files = {name: x for name, x in sums.items() if name.startswith(part)}

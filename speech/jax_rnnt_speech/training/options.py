@@ -1,4 +1,4 @@
-"""What one start of a training is told, and no checkpoint keeps: where it runs, and what becomes of an earlier run."""
+"""Options of one start of a training, which no checkpoint keeps: where it runs, and what becomes of an earlier run."""
 
 import dataclasses
 from pathlib import Path
@@ -24,9 +24,6 @@ class Start:
     )
     devices: int | None = option(
         None, positive, "number of devices to train on; default: all, or a CPU that is split into 2"
-    )
-    implementation: str | None = option(
-        None, str, "how the loss is computed; default: by kernels where there are some", choices=("kernel", "reference")
     )
     cache: Path | None = option(
         None, Path, "folder in which features are kept, or none to compute them at each use; default: cache in the "

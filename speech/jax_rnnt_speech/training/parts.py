@@ -78,7 +78,7 @@ class Parts:
             self.groups[name], self.factors[name] = group, float(column.min()) if np.ptp(column) == 0 else column
 
     def statistics(self, config, frozen):
-        """Paths of batch norms' statistics that --batch-norm freezes, beside the prefixes that --freeze names."""
+        """Paths of batch norms' statistics that --batch-norm freezes, besides the prefixes that --freeze names."""
         paths = [path for path in self.paths if path.endswith(STATISTICS)]
         if config.network.batch_norm == "frozen":
             return paths

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jax_rnnt_speech import runs
-from jax_rnnt_speech.data import batches, cache, corpora, sources
+from jax_rnnt_speech.data import batches, cache, corpora, memory, sources
 from jax_rnnt_speech.data.source import EARLIER, Source
 from jax_rnnt_speech.recognition import search_options
 from jax_rnnt_speech.system import UserError, hosts, programs, refuse_if
@@ -40,13 +40,12 @@ def warn(*lines):
             tqdm.write(line, file=sys.stderr)
 
 
-def opened_source(config, start, run, folder):
-    """The Source of what --train names; `folder`: for features, or None."""
+def opened_source(config, start, run, index, folder):
+    """The Source of what --train names; `index` and `folder`: for the index and for features, or None."""
     corpus = corpora.made_by(config.data.train, config, "train")
     refuse_if(start.workers and corpus is not None, "--workers: a corpus that a function makes is read by one process")
     state = None if run.last is None else run.setup("params", "training", quiet=True).get("order", EARLIER)
     kept = None if config.data.on_the_fly or corpus is not None else folder
-    index = start.cache if start.cache and folder else run.workdir / "index"
     return Source(config, index, start.workers, state, run.last or 0, kept, corpus)
 
 
@@ -75,8 +74,9 @@ def prepared(config, start, searching, lines=()):
     programs.keep(run.workdir / "programs")
     folder = None if start.cache and start.cache.name == "none" else start.cache or run.workdir / "cache"
     warn(*lines)
-    source = opened_source(config, start, run, folder)
-    held_out = corpora.open_corpus(config.data.valid, config, "valid", folder)
+    index = start.cache if start.cache and folder else run.workdir / "index"
+    source = opened_source(config, start, run, index, folder)
+    held_out = memory.held_out(config, index, folder, start.workers)
     if both := sources.in_both(source, held_out):
         warn(f"train is tested on {both} utterances that are also in --train: their rates are those of the training")
     record = Record(run, source, held_out)
@@ -97,11 +97,13 @@ def prepared(config, start, searching, lines=()):
     then = functools.partial(batches.with_texts, part=hosts.part(), texts=texts) if texts else None
     config, until = counted(config, source)
     ended = source.place[1] >= until if until else config.run.steps <= (run.last or 0)
+    if source.anew and not ended:
+        hosts.say(source.anew)
     seen = [run.last, source.digest, sorted(valid.labels), model.setup()]
     hosts.agree("options, corpora or checkpoints", seen)
     if run.last is None:
         run.open()
-    folders = {*source.folders, *([held_out.kept.folder.name] if getattr(held_out, "kept", None) else [])}
+    folders = {*source.folders, *(held_out.remembered.folders if isinstance(held_out, memory.HeldOut) else ())}
     if start.cache is None and not jax.process_index():
         cache.tidy(folder, folders)
     decoding = devices.put(search_options.decoding_of(searching, model))

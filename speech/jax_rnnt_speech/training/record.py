@@ -34,7 +34,7 @@ class Progress:
 
 
 def digest(corpus):
-    """What tells that a corpus has other utterances."""
+    """A hash that changes with the utterances of a corpus."""
     return (
         getattr(corpus, "digest", None)
         or hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
@@ -52,9 +52,8 @@ class Record:
 
     def open(self, config, devices, start):
         """The model, new or restored. An earlier run is opened now, and a new one once all is checked."""
-        more = {"implementation": start.implementation}
         if self.run.last is None:
-            self.model = models.fresh(config, self.corpus, **more)
+            self.model = models.fresh(config, self.corpus)
             return self.model
         self.run.open()
         setup = self.run.setup("params", "training")
@@ -64,7 +63,7 @@ class Record:
         if changed and not start.change:
             kind = "training" if "utterances" in changed else "held-out"
             raise UserError(f"{start.workdir} holds a run with other {kind} utterances: --change allows that")
-        self.model = Model.from_setup(setup | {"config": to_json(config)}, **more)
+        self.model = Model.from_setup(setup | {"config": to_json(config)})
         (params,) = self.run.restore(params=devices.shapes(self.model.shapes))
         self.model.params = jax.tree.map(lambda x: x.addressable_data(0), params)
         self.at = self.run.last

@@ -133,7 +133,7 @@ class Training:
         return self.devices.whole(params) if self.config.compute.shard else params
 
     def unused(self, state):
-        """What a checkpoint stores of the state beside the parameters that are used."""
+        """What a checkpoint stores of the state besides the parameters that are used."""
         return {name: x for name, x in state.items() if name != steps.used(self.config.optimiser)}
 
     def loop(self, state, frozen, step_of, first, metrics, interrupted):
@@ -145,7 +145,7 @@ class Training:
         log = Log(metrics, bar, record.losses)
 
         def save():
-            """Saves the step, unless that is done; returns what a person is told of it."""
+            """Saves the step, unless that is done; returns the line that says so."""
             if record.at != step:
                 record.save(step, self.used(state, frozen), self.unused(state), log.losses)
             return f"step {step} is saved: {command} goes on"

@@ -82,7 +82,7 @@ class Paired(Shard):
         return folders
 
     def missing(self, recordings, others, wanted):
-        """Why there is no recording of a name, as far as a second look at the names tells."""
+        """Why there is no recording of a name, as far as a second look at the names shows."""
         name = wanted.removesuffix(CUT)
         kind = others.get("/".join(filter(None, name.split("/"))) if name != wanted else names.stem(name))
         other = f", but .{kind}" if kind else ", but one of another folder" * recordings.namesakes(name)

@@ -122,7 +122,7 @@ def rows_of(path, group, sound, names):
 
 
 def cells_of(path, group, column):
-    """(whether it holds bytes, its path or None) of each cell with audio; bytes are read if nothing else tells."""
+    """(whether it holds bytes, its path or None) of each cell with audio; bytes are read if nothing else says so."""
     file, name = opened(path), f"{column}.bytes"
     group_of_rows, kind = file.metadata.row_group(group), file.schema_arrow.field(column).type
     leaves = [group_of_rows.column(k) for k in range(group_of_rows.num_columns)]

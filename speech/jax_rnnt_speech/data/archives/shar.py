@@ -1,4 +1,4 @@
-"""Lhotse Shar: cuts.*.jsonl.gz beside recording.*.tar."""
+"""Lhotse Shar: cuts.*.jsonl.gz next to recording.*.tar."""
 
 import re
 
@@ -9,7 +9,7 @@ NAMES = r"cuts\.(.+?)\.jsonl(\.gz)?"
 
 
 def tar_of(cuts):
-    """The tar of recordings that belongs beside a part, or None."""
+    """The tar of recordings that belongs to a part, or None."""
     match = re.fullmatch(NAMES, cuts.name)
     return match and cuts.with_name(f"recording.{match[1]}.tar")
 

@@ -29,7 +29,7 @@ def subsampling(config, source):
 
 
 def longest(config, source):
-    """Seconds of a recording that the encoder hears at most."""
+    """Seconds of a recording that the encoder takes at most."""
     if config.encoder.kind != "whisper":
         return math.inf
     extractor = features.extractor(config.features, config.encoder.chunk)

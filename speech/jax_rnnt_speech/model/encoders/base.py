@@ -131,7 +131,7 @@ class Encoder(nnx.Module):
     scan = False  # whether one program is run for each block, in the place of one program of all blocks
 
     def lengths(self, frames):
-        """Encoder frames of so many feature frames, numbers or arrays."""
+        """How many encoder frames `frames` feature frames become; numbers or arrays."""
         return -(-frames // self.subsampling)
 
     def __call__(self, x, lengths):
@@ -177,5 +177,5 @@ class Encoder(nnx.Module):
         return rows, after
 
     def shared(self, rows, lengths, first):
-        """What all blocks take beside their rows."""
+        """What all blocks take besides their rows."""
         return lengths

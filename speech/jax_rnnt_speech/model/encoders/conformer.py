@@ -1,6 +1,6 @@
 """The conformer (Gulati et al. 2020), for whole utterances or in chunks (Chen et al. 2021).
 
-With a chunk, a frame sees those of its chunk and `past` frames before it, and convolutions see the past alone. So audio
+With a chunk, a frame sees those of its chunk and `past` frames before it, and convolutions see only the past. So audio
 can arrive in chunks: `initial` and `step` give the rows of the whole, up to rounding.
 """
 
@@ -21,7 +21,7 @@ class Subsampling(nnx.Module):
         for i, stride in enumerate(strides):
             padding = ((0, 0), (1, 1))
             convs.append(nnx.Conv(*sizes[i : i + 2], (3, 3), stride, padding=padding, dtype=dtype, rngs=rngs))
-        self.convs = nnx.Sequential(*convs)  # as a list of modules
+        self.convs = nnx.Sequential(*convs)  # in the place of a list: `__call__` runs each by itself
         self.project = nnx.Linear(self.shapes()[-1][0] * channels, width, dtype=dtype, rngs=rngs)
 
     def shapes(self):
@@ -44,6 +44,8 @@ class Subsampling(nnx.Module):
 
 
 class FeedForward(nnx.Module):
+    """Normalisation, a wider layer with an activation, and back to the width: [B, N, E] -> [B, N, E]."""
+
     def __init__(self, width, hidden, dropout, activation=nnx.silu, *, dtype, rngs):
         self.norm = layer_norm(width, dtype=dtype, rngs=rngs)
         self.rise = nnx.Linear(width, hidden, dtype=dtype, rngs=rngs)
@@ -102,6 +104,8 @@ class Attention(nnx.Module):
 
 
 class Convolution(nnx.Module):
+    """A gate, and a convolution over frames of each feature, which begins with the last frames of the state."""
+
     def __init__(self, width, kernel, dropout, *, dtype, rngs):
         self.kernel, options = kernel, {"dtype": dtype, "rngs": rngs}
         self.norm = layer_norm(width, **options)
