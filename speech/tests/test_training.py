@@ -314,6 +314,8 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         ),
         (["--train", "nowhere"], "nowhere does not exist"),
         (["--train", "digits/m.jsonl", "--valid", ""], "--valid is missing: held-out utterances"),
+        (["--workdir", __file__], f"--workdir {__file__} must be a folder, and is a file"),
+        (["--cache", __file__], f"--cache {__file__} must be a folder, and is a file"),
         (["--speeds", "3"], "--speeds: expected speeds from 0.5 to 2 such as 0.9,1,1.1, got 3"),
         (["--noise", "nowhere"], "nowhere is no folder of audio files"),
         (["--snr", "5,2", "--noise", "x"], "--snr: expected the lowest and highest ratio in dB such as 5,20, got 5,2"),

@@ -141,8 +141,8 @@ def check(args):
     for name in args.data:
         with contextlib.suppress(UserError, OSError):  # it is left out, with its reason
             every |= sources.listed(name)
-    if every:
-        print(f"reading {sources.described(every)}", file=sys.stderr)
+    if found := sources.described(every):
+        print(f"reading {found}", file=sys.stderr)
     settings = settings.replace(train=args.data)
     data = Findings(args.data, settings, *model, sources.places(every))
     if args.json:

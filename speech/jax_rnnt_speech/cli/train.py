@@ -83,7 +83,7 @@ def reading(data, goes_on):
         for name, x in every.items():
             sources.unmixed(f"--{name}", x, held_out=name == "valid")
         sources.apart(every["train"], every["valid"])
-    lines = [f"--{name} {sources.described(x)}" for name, x in every.items() if x]
+    lines = [f"--{name} {found}" for name, x in every.items() if (found := sources.described(x))]
     return f"reading {'; '.join(lines)}" if lines else ""
 
 
@@ -108,6 +108,8 @@ def train(args):
         raise UserError("--steps 0 trains nothing: `rnnt-speech test` evaluates a run")
     usual = Path(args.config or names(options.get("train", [""]))[0]).stem, options.get("loss", Config().head.loss)
     start = dataclasses.replace(start, workdir=start.workdir or Path("runs") / "{}-{}".format(*usual))
+    for option, path in {"--workdir": start.workdir, "--cache": start.cache}.items():
+        refuse_if(path and path.is_file(), f"{option} {path} must be a folder, and is a file")
     with files.origins(f"--config {args.config}", file):
         chosen = None if start.resume else Config.of(**models.completed(options)).checked(judged)
     from jax_rnnt_speech.training.preparation import prepared  # with Grain and Orbax: no other command waits for them

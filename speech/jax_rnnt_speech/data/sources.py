@@ -127,11 +127,11 @@ def split_of(base, path, with_name):
 
 
 def files_of(name):
-    """The Files that a source names."""
+    """The Files that a source names; none where there is nothing, which is an error once it is read."""
     name, files = archives.weighted(name)[0], []
     several = archives.is_pattern(name)
     fixed = os.path.dirname(re.split(r"[*?[{]|_OP_", name)[0])
-    for path in map(Path, archives.expanded(name)):
+    for path in filter(Path.exists, map(Path, archives.expanded(name))):
         kind, inside = KINDS[archives.kind_of(path)], [path]
         if path.is_dir() and archives.is_archive(path):
             module, inside = archives.of_folder(path)
@@ -219,13 +219,13 @@ def places(every):
 
 
 def described(every):
-    """The sources of an option in a line, with their files by kind and split."""
-    lines = []
+    """The sources of an option that have files, in a line, with these files by kind and split."""
+    lines, every = [], {name: files for name, files in every.items() if files}
     for name, files in [*every.items()][:NAMED]:
         kinds = ", ".join(f"{n:,} file{'s' * (n > 1)} of {x}" for x, n in counted(x.kind for x in files))
         splits = [(x or "no split", n) for x, n in counted(x.split for x in files)]
         each = ", ".join(f"{n:,} of {x}" for x, n in splits) if len(splits) > 1 else ""
-        lines.append(f"{shown(name)} ({kinds}{': ' * bool(each)}{each})" if files else shown(name))
+        lines.append(f"{shown(name)} ({kinds}{': ' * bool(each)}{each})")
     return ", ".join([*lines, *[f"{len(every) - NAMED} more"] * (len(every) > NAMED)])
 
 
