@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from jax_rnnt_speech import runs
-from jax_rnnt_speech.config import Config, flag, of_sections, own, tuples
+from jax_rnnt_speech.config import Config, flag, options_of, own, tuples
 from jax_rnnt_speech.config.files import from_json
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data import tokens
@@ -152,9 +152,9 @@ def completed(options):
     folder, (start, source) = options["init"], config_of(options["init"])
     new = kind_of(folder) == "whisper" or options.get("new_head", False)
     options = ({"stack": STACK.get(start.encoder.kind, 0)} if new else {}) | options | {"new_head": new}
-    head = of_sections("head", "search") - {"prompt"}
-    blocks = set() if new and not own(start) else of_sections("blocks")
-    for name in of_sections("features", "encoder") | blocks | (set() if new else head):
+    head = options_of("head", "search") - {"prompt"}
+    blocks = set() if new and not own(start) else options_of("blocks")
+    for name in options_of("features", "encoder") | blocks | (set() if new else head):
         x = start.get(name)
         if tuples(options.get(name, x)) != x:
             hint = ": --new-head allows that" if name in head else ""

@@ -173,7 +173,7 @@ def test_whole_cut_joined(whole, kind):
     assert_heard(twice[: len(once)], [(0, 0, len(PCM))], delay, exact)
     assert not exact or (twice[len(once) :] == once).all()
     if kind == "wav":
-        assert index.of_header(audio.Memory(data + data, "x")) == 2 * len(PCM) / RATE
+        assert index.seconds_by_header(audio.Memory(data + data, "x")) == 2 * len(PCM) / RATE
 
 
 SIZES = {  # where the size is, its form, and what it counts beyond the samples
@@ -196,7 +196,9 @@ def test_sizes(whole, kind):
             count = data.index(b"COMM") + 10
             changed = changed[:count] + struct.pack(">I", told) + changed[count + 4 :]
         assert_heard(read(changed), [(0, 0, len(PCM))])
-        assert abs(index.of_header(audio.Memory(changed, "x"))) == pytest.approx(len(PCM) / RATE, abs=0.01), told
+        assert abs(index.seconds_by_header(audio.Memory(changed, "x"))) == pytest.approx(len(PCM) / RATE, abs=0.01), (
+            told
+        )
     assert_cut(data[:place] + struct.pack(form, 2 * PCM.nbytes + more) + data[place + struct.calcsize(form) :])
     if kind == "wav":  # a tag that is no UTF-8
         tag = b"LIST" + struct.pack("<I4s4sI", 16, b"INFO", b"INAM", 4) + b"\xc4\xd6\xdc\0"

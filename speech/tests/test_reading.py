@@ -157,7 +157,7 @@ def test_own_lines(folder):
     assert found == {f"own.jsonl line {i}": reason for i, (_, reason) in enumerate(BAD, 1 + len(good))}
     for name in (5, True):  # as rows are read whose audio is in an archive
         row = {"audio": name, "text": "x", "start": 0, "end": 1}
-        (fault,) = rows.of_row(row, lambda x: x, "a row", rows.keys_of())
+        (fault,) = rows.entries_of_row(row, lambda x: x, "a row", rows.keys_of())
         assert fault == ("the name of the audio is no string of characters", "a row")
     (folder / "own.json").write_text(json.dumps([*good[:2], 3], indent=1))
     assert listed(folder / "own.json") == (entries[:2], {"not an object with keys": ["own.json item 3"]})

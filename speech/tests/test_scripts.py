@@ -56,7 +56,7 @@ def test_labels_of_characters():
      ("ja", ["Hani", "Hira", "Kana"]), ("pt-BR", ["Latn"]), ("xx", None), ("und", None), ("", None), ("e n", None)],
 )  # fmt: skip
 def test_scripts_of_languages(language, expected):
-    found = scripts.of_language(language)
+    found = scripts.scripts_of_language(language)
     assert found is None if expected is None else sorted(found) == expected
 
 
@@ -65,7 +65,7 @@ def test_masked_searches(beam):
     """No other label is written, by windows and streams; what the mask allows anyway stays, with its scores."""
     model = random_model(**CONVOLUTIONAL, ctc=0.3)
     samples = np.random.default_rng(0).normal(0, 0.2, 12000).astype(np.float32)
-    assert search_options.of_language(model, GREEDY, "de") == (GREEDY, False)
+    assert search_options.decoding_for(model, GREEDY, "de") == (GREEDY, False)
     found = {}
     for text in ("ABC", "AB", "B"):
         decoding = Decoding(beam, allowed=search_options.allowed(model, characters=text))

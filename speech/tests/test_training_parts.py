@@ -90,7 +90,7 @@ def test_loss_of_texts(corpus, tmp_path, capsys):
         for u in range(length):
             x = logits[i, u, : len(model.tokens.pieces)]
             total -= x[labels[i, u]] - math.log(np.exp(x).sum())
-    value = losses.of_texts(network, labels, lengths, len(model.tokens.pieces))
+    value = losses.loss_of_texts(network, labels, lengths, len(model.tokens.pieces))
     assert float(value) == pytest.approx(total / 2, rel=1e-5)
 
 

@@ -178,10 +178,10 @@ def test_turns():
         ("my  talk 1 1 2 <NA> <NA> Dr. A B <NA> <NA>", ("my talk", "1", 1, 3, "Dr. A B")),
         ("a 1 1 2 x y 7 0.5", ("a", "1", 1, 3, "7")), ("a 1 1 2 <NA> <NA> <NA> <NA> <NA>", ("a", "1", 1, 3, "")),
     ):  # fmt: skip
-        assert segments.of_rttm(f"SPEAKER {line}") == expected
+        assert segments.segment_of_rttm(f"SPEAKER {line}") == expected
     for end in (None, "x", 10**400):
         with pytest.raises(rows.LineError, match="its times are no numbers"):
-            segments.of_json({"uri": "a", "start": 0, "end": end})
+            segments.segment_of_json({"uri": "a", "start": 0, "end": end})
     numbers = {"1": 0, "2": 1, "12": 11, "A": 0, "b": 1, "0": None, "-1": None, "<NA>": None}
     assert {x: segments.number_of(x) for x in numbers} == numbers
 

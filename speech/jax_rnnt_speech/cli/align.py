@@ -7,7 +7,7 @@ import sys
 import jax
 import numpy as np
 
-from jax_rnnt_speech.config import command_line, of_sections
+from jax_rnnt_speech.config import command_line, options_of
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data import batches, corpora
 from jax_rnnt_speech.models import Opening
@@ -15,7 +15,7 @@ from jax_rnnt_speech.recognition import recognise, transcripts
 from jax_rnnt_speech.recognition.search_options import Searching
 from jax_rnnt_speech.system import outputs, programs, refuse_if, told
 
-OPTIONS = of_sections("texts") - {"speaker_column"} | {"max_seconds", "batch", "batch_seconds"}
+OPTIONS = options_of("texts") - {"speaker_column"} | {"max_seconds", "batch", "batch_seconds"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_rnnt_speech import models
-from jax_rnnt_speech.config import Config, command_line, files, named, of_sections
+from jax_rnnt_speech.config import Config, command_line, files, named, options_of
 from jax_rnnt_speech.data import batches, corpora, sources, texts, tokens
 from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.data.utterances import listed, shown
@@ -19,7 +19,7 @@ from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.system import UserError, refuse_if
 
 # Options of train that decide what is read, or how it is padded.
-OPTIONS = of_sections("texts")
+OPTIONS = options_of("texts")
 OPTIONS |= {"rate", "hop", "alphabet", "max_seconds", "batch_seconds", "batch", "buckets"}
 SHOWN = 10  # texts, before and after --normalize
 RARE = 3  # characters of fewer texts are named, where there are ten times as many texts

@@ -12,13 +12,13 @@ import math
 import sys
 from pathlib import Path
 
-from jax_rnnt_speech.config import Config, command_line, of_sections
+from jax_rnnt_speech.config import Config, command_line, options_of
 from jax_rnnt_speech.config.options import positive
 from jax_rnnt_speech.data import corpora, sources, texts
 from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.system import outputs, refuse_if
 
-OPTIONS = of_sections("texts") - {"speaker_column"}
+OPTIONS = options_of("texts") - {"speaker_column"}
 
 
 def estimate(sentences, order):
@@ -37,12 +37,12 @@ def estimate(sentences, order):
             totals[gram[:-1]] += count
             types[gram[:-1]] += 1
         shares |= {context: types[context] / (totals[context] + types[context]) for context in totals}
-        of_grams = {}
+        by_gram = {}
         for gram, count in grams.items():
             context = gram[:-1]
             shorter = probabilities[n - 1][gram[1:]] if n else unknown
-            of_grams[gram] = count / (totals[context] + types[context]) + shares[context] * shorter
-        probabilities.append(of_grams)
+            by_gram[gram] = count / (totals[context] + types[context]) + shares[context] * shorter
+        probabilities.append(by_gram)
     probabilities[0]["<unk>",] = shares[()] * unknown
     return probabilities, shares
 

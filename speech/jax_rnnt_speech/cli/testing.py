@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_rnnt_speech.config import command_line, of_sections
+from jax_rnnt_speech.config import command_line, options_of
 from jax_rnnt_speech.config.options import natural, option
 from jax_rnnt_speech.data import corpora, lists, sources, texts
 from jax_rnnt_speech.data.utterances import shown
@@ -24,7 +24,7 @@ from jax_rnnt_speech.recognition import errors, recognise
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
-OPTIONS = of_sections("texts")
+OPTIONS = options_of("texts")
 SPEAKERS = 20  # on the screen
 KINDS = "insertions", "deletions", "substitutions"
 

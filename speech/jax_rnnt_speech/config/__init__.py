@@ -371,6 +371,6 @@ def named(given, file):
     return given.keys() | (file.keys() - lacks)
 
 
-def of_sections(*sections):
+def options_of(*sections):
     """Names of the options of some sections."""
     return {name for name, (section, _) in OPTIONS.items() if section in sections}

@@ -181,7 +181,7 @@ def decoded(path, part):
     """(time, rate, weights, samples [channels, n]) of each frame of one file. A few bad packets do no harm."""
     good, bad, inside = 0, 0, 0  # inside: bad packets before good ones, not those at the end of what is cut off
     zero, first, last, begin, end, latest = None, None, None, 0.0, 0.0, -math.inf  # seconds of the file's clock
-    of_audio = part.raw or re.match(headers.KNOWN, part.at(0, 16), re.DOTALL)
+    is_audio = part.raw or re.match(headers.KNOWN, part.at(0, 16), re.DOTALL)
     form, options = part.raw or (None, {"format_whitelist": FORMATS})
     part.seek(0)
     try:
@@ -221,11 +221,11 @@ def decoded(path, part):
             raise unreadable(path, part.error or error) from None
         ended = isinstance(error, av.error.EOFError) or part.at(4, 4) == b"ftyp"
         reason = UNREAD if isinstance(error, av.error.PatchWelcomeError) else CUT if ended else DAMAGED
-        raise AudioError(path, reason if of_audio else FOREIGN) from None
+        raise AudioError(path, reason if is_audio else FOREIGN) from None
     if part.error:
         raise unreadable(path, part.error)
-    if not good and (bad or not of_audio):
-        raise AudioError(path, DAMAGED if of_audio else FOREIGN)
+    if not good and (bad or not is_audio):
+        raise AudioError(path, DAMAGED if is_audio else FOREIGN)
     if short or headers.is_cut(part):
         raise AudioError(path, DAMAGED if inside else CUT)
     if bad > 2 + good // 50:

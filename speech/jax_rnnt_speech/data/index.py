@@ -116,13 +116,13 @@ def by_header(entry):
     if isinstance(entry, Fault):
         return np.nan
     try:
-        whole = storage.steadily(functools.partial(of_header, entry.audio), entry.audio)
+        whole = storage.steadily(functools.partial(seconds_by_header, entry.audio), entry.audio)
     except audio.AudioError:
         return np.nan
     return np.copysign(max(abs(whole) - entry.start, LITTLE), whole)
 
 
-def of_header(recording):
+def seconds_by_header(recording):
     """Seconds of a recording by its header, below 0 where they are an estimate; an AudioError where there are none."""
     member = isinstance(recording, storage.Member)
     with audio.opened(recording.archive if member else recording) as file:

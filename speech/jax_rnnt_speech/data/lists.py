@@ -24,11 +24,11 @@ from jax_rnnt_speech.data.rows import (
     Fault,
     LineError,
     encodable,
+    entries_of_row,
     entry,
     keys_of,
     leave_out_if,
     missing,
-    of_row,
     parsed,
     plainly,
 )
@@ -70,8 +70,8 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
     try:
         if not path.exists():
             raise ListError(path, "does not exist")
-        of_kaldi = path.name in KALDI and not path.is_dir()
-        rows = kaldi(path.parent, texts) if of_kaldi else (folder if path.is_dir() else manifest)(path, keys)
+        is_kaldi = path.name in KALDI and not path.is_dir()
+        rows = kaldi(path.parent, texts) if is_kaldi else (folder if path.is_dir() else manifest)(path, keys)
         if (shards := archive(path)) is not None:
             rows = (x if isinstance(x, Fault) else x[1] for shard in shards for x in shard.read(keys))
         named = [option for option, x in zip(COLUMNS, keys) if len(x) == 1]
@@ -126,7 +126,7 @@ def manifest(path, keys):
     if rows is None:
         raise ListError(path, f"is neither a folder nor a manifest ({MANIFESTS})")
     for name, row in rows(path, keys):
-        yield from of_row(row, path, name, keys)
+        yield from entries_of_row(row, path, name, keys)
 
 
 def objects(path, keys):

@@ -63,7 +63,7 @@ class Remembered:
         return versions, self.frames[items, versions] * self.hop
 
 
-def of_corpus(corpus, frames, number, readers):
+def remember_corpus(corpus, frames, number, readers):
     """The Remembered of a corpus whose utterances have these frames in each version, and the items of a reader."""
     frames = np.array(frames, np.int64).reshape(len(corpus.utterances), -1)
     places = np.arange(len(frames))

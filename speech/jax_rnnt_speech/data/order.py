@@ -78,16 +78,16 @@ class Reader:
         items, draws = self.items[k], self.draws[k]
         shards = np.asarray(self.index.shards[items])
 
-        def of_pass(i):
+        def items_of_pass(i):
             return items[shuffled(self.rng(0, k, i), shards, self.buffer)]
 
         if draws is None:
-            return of_pass(epoch)
+            return items_of_pass(epoch)
         if not draws or not len(items):
             return np.zeros(0, np.int64)
         first = epoch * draws
         passes = range(first // len(items), -(-(first + draws) // len(items)))
-        drawn = np.concatenate([of_pass(i) for i in passes])
+        drawn = np.concatenate([items_of_pass(i) for i in passes])
         start = first - passes[0] * len(items)
         return drawn[start : start + draws]
 

@@ -67,7 +67,7 @@ def keys_of(audio_column="", text_column="", speaker_column="", texts=True):
     return [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
 
 
-def of_row(row, path, name, keys):
+def entries_of_row(row, path, name, keys):
     """Entries and Faults of a row; `path`: as for `entry`."""
     try:
         yield from (cuts if is_cut(object_of(row)) else utterances)(row, path, name, keys)

@@ -106,7 +106,7 @@ class Source:
             self.list()
         else:
             frames = [corpus.frames_of(x, versions) if varied else [x.frames] for x in corpus.utterances]
-            self.indices, self.items = zip(*(memory.of_corpus(corpus, frames, i, self.readers) for i in self.own))
+            self.indices, self.items = zip(*(memory.remember_corpus(corpus, frames, i, self.readers) for i in self.own))
             self.items = [[x] for x in self.items]
         if kept is not None:
             self.remember(kept)

@@ -58,7 +58,7 @@ def is_list(path):
 def read(name, *columns, **options):
     """Entries and Faults of all that a name is for: a list, an archive, or a pattern of either; as `lists.read`."""
     if not archives.is_pattern(name):
-        yield from lists.read(name, *columns, **options, archive=archives.of_archive)
+        yield from lists.read(name, *columns, **options, archive=archives.shards_of)
         return
     for path, shards in archives.sources(name):
         yield from lists.read(path, *columns, **options, archive=lambda _, shards=shards: shards)
@@ -107,7 +107,7 @@ def word_of(name):
 
 
 @functools.lru_cache(10_000)
-def of_folders(base, folder):
+def split_by_folders(base, folder):
     """(split, group) by the names of the folders from a base on; the outermost that says one decides."""
     parts = [x for x in os.path.relpath(folder or ".", base).split(os.sep) if x != "."]
     for i, part in enumerate(parts, 1):
@@ -119,7 +119,7 @@ def of_folders(base, folder):
 def split_of(base, path, with_name):
     """(split, group) of a file by its folders from a base on, and perhaps by its name."""
     folder, name = os.path.split(path)
-    split, group = of_folders(str(base), folder)
+    split, group = split_by_folders(str(base), folder)
     if not split and with_name and (word := word_of(name)):
         split, end = word
         return split, os.path.join(folder, f"{name[:end]}*{os.path.splitext(name)[1]}")
@@ -134,7 +134,7 @@ def files_of(name):
     for path in filter(Path.exists, map(Path, archives.expanded(name))):
         kind, inside = KINDS[archives.kind_of(path)], [path]
         if path.is_dir() and archives.is_archive(path):
-            module, inside = archives.of_folder(path)
+            module, inside = archives.archives_of_folder(path)
             kind = KINDS[module]
         elif (path / "wav.scp").exists() or path.name in lists.KALDI:
             path = path if path.is_dir() else path.parent
@@ -160,7 +160,7 @@ def rows_of(path, kind):
             columns = [x for x in SPLIT_KEYS if x in file.schema_arrow.names]
             rows = file.read(columns).to_pylist() if columns else ()
         elif kind in (KINDS[tars], KINDS[nemo]) and path.is_file():
-            every = (x for shard in archives.of_archive(path) for x in shard.objects())
+            every = (x for shard in archives.shards_of(path) for x in shard.objects())
             first = list(itertools.islice(every, PEEKED))
             if any(isinstance(x, dict) and not x.keys().isdisjoint(SPLIT_KEYS) for x in first):
                 rows = [x for x in itertools.chain(first, every) if isinstance(x, dict)]
@@ -246,7 +246,7 @@ def unmixed(option, every, held_out=True):
             said = " or ".join(SPLIT_KEYS)
             raise UserError(f"{source} mixes splits, as its rows say under {said}: {each}; write the rows of each "
                             "split into a file of its own, and name those that you mean")  # fmt: skip
-        if not mixed(splits, held_out) or of_a_speaker(files, splits):
+        if not mixed(splits, held_out) or is_a_speaker(files, splits):
             continue
         each = []
         for split, groups in splits.items():
@@ -264,7 +264,7 @@ def mixed(splits, held_out):
     return len(splits) > 1 and (held_out or not splits.keys() <= {"", "train"})
 
 
-def of_a_speaker(files, splits):
+def is_a_speaker(files, splits):
     """Whether the one folder that a word for a split names is rather a person: several folders next to it have none."""
     if len(splits) > 2 or "" not in splits or any(x.kind != AUDIO for x in files):
         return False

@@ -28,7 +28,7 @@ class Encoded(NamedTuple):
     target_lengths: jax.Array  # [B]
 
 
-def of_all_logits(loss, model, x, tiles):
+def losses_of_nodes(loss, model, x, tiles):
     """Losses [B] of the logits of all nodes; if `tiles`, these are never all in memory."""
     if tiles:
         logits = model.joint.logits(x.frames, x.states)
@@ -48,12 +48,12 @@ def pruned(loss, model, x, tiles):
     return 0.5 * loss(scores, *x[2:]) + loss(jax_rnnt.BandLogits(logits, first), *x[2:])
 
 
-def of_ctc(loss, model, x, tiles):
+def losses_by_ctc(loss, model, x, tiles):
     """Losses [B] of a model that has a head for CTC alone."""
     return ctc.loss(model.ctc(x.frames), *x[2:])
 
 
-def of_texts(model, targets, lengths, labels):
+def loss_of_texts(model, targets, lengths, labels):
     """Mean cross-entropy of sentences [B, U], in nats: the row of the encoder is zeros, and blanks do not count."""
     rows = jnp.zeros((len(targets), 1, model.joint.encoder.in_features))
     logits = model.joint(rows, model.predictor(targets))[:, :-1, :labels].astype(jnp.float32)
@@ -63,7 +63,7 @@ def of_texts(model, targets, lengths, labels):
 
 class Variant(NamedTuple):
     loss: jax_rnnt.TransducerLoss | None
-    compute: Callable = of_all_logits
+    compute: Callable = losses_of_nodes
     extra_blanks: int = 0  # classes between the labels and the blank
     durations: int = 0  # logits after the blank
 
@@ -83,7 +83,7 @@ LOSSES = {
     "robust": Variant(jax_rnnt.TargetRobustRNNTLoss(skip_frame=-5.0, skip_label=-5.0)),
     "wildcard": Variant(jax_rnnt.WildcardRNNTLoss(skip_start=-5.0, skip_end=-5.0)),
     "pruned": Variant(jax_rnnt.RNNTLoss(), pruned),
-    "ctc": Variant(None, of_ctc),
+    "ctc": Variant(None, losses_by_ctc),
 }
 
 

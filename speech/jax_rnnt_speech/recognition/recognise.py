@@ -60,7 +60,7 @@ def settled(entries):
         if isinstance(x, rows.Entry) and x.end is not None:
             with contextlib.suppress(UserError, OSError):  # it is an error once it is read
                 if x.audio not in lengths:
-                    lengths[x.audio] = abs(index.of_header(x.audio)), False
+                    lengths[x.audio] = abs(index.seconds_by_header(x.audio)), False
                 if not lengths[x.audio][1] and lengths[x.audio][0] < ROOM * x.end + 1:
                     lengths[x.audio] = audio.seconds(audio.stretches(x.audio)), True
                 start, end, note = audio.within(x.audio, lengths[x.audio][0], x.start, x.end, least=0)

@@ -42,7 +42,7 @@ def subtags(language):
     return get_global("language_aliases").get(code, code), rest
 
 
-def of_language(language):
+def scripts_of_language(language):
     """Scripts of a language, by its code such as ru, sr-Latn or rus, or its English name; None: there is none."""
     code, rest = subtags(language)
     script = next((x.capitalize() for x in rest if len(x) == 4), None)

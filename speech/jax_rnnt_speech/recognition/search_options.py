@@ -203,12 +203,12 @@ def allowed(model, names="", characters=""):
     return None if mask.all() else jnp.asarray(mask)
 
 
-def of_language(model, decoding, language):
+def decoding_for(model, decoding, language):
     """(the Decoding for a language, whether the language decides anything), or None where nobody knows the language.
 
     The script of the language decides which labels are allowed. In a model with prompts, the language is the prompt.
     """
-    names = scripts.of_language(language)
+    names = scripts.scripts_of_language(language)
     if names is None:
         return None
     mask, prompt = allowed(model, ",".join(names)), model.prompt_of(language)

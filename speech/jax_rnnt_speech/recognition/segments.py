@@ -44,7 +44,7 @@ def times(start, end=None, duration=None):
     return start, end
 
 
-def of_rttm(line):
+def segment_of_rttm(line):
     """The Segment of a line, or None for a line of another type than SPEAKER."""
     fields = line.split()
     if fields[0] != "SPEAKER":
@@ -67,7 +67,7 @@ def is_number(text):
     return True
 
 
-def of_ctm(line):
+def segment_of_ctm(line):
     """The last one of eight columns is the speaker of a word; with fewer columns, the token is that of a segment."""
     fields = line.split()
     rows.leave_out_if(len(fields) < 5, f"CTM has 5 to 8 columns, got {len(fields)}")
@@ -79,7 +79,7 @@ def known(speaker):
     return "" if speaker in MISSING else speaker
 
 
-def of_json(segment):
+def segment_of_json(segment):
     """A Segment of an object of pyannote."""
     rows.leave_out_if(not isinstance(segment, dict), "it is no object")
     place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
@@ -106,7 +106,11 @@ def objects_of(path):
     return ((f"segment {i}", {"uri": name} | y if isinstance(y, dict) else y) for i, y in enumerate(x, 1))
 
 
-FORMATS = {".rttm": (lines_of, of_rttm), ".ctm": (lines_of, of_ctm), ".json": (objects_of, of_json)}
+FORMATS = {
+    ".rttm": (lines_of, segment_of_rttm),
+    ".ctm": (lines_of, segment_of_ctm),
+    ".json": (objects_of, segment_of_json),
+}
 
 
 def read(path):
@@ -127,7 +131,7 @@ def read(path):
                 segments.append(x._replace(speaker=composed(shown(" ".join(x.speaker.split())))))
     for name, count in others.items():
         print(f"--segments {path}: lines of type {shown(name)} are not used: {count}", file=sys.stderr)
-    return joined(segments, GAP if form is of_ctm else 0), faults
+    return joined(segments, GAP if form is segment_of_ctm else 0), faults
 
 
 def joined(segments, gap):

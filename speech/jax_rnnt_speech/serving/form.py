@@ -155,7 +155,7 @@ class Forms:
             return self.decoding, ""
         if language not in self.languages:
             try:
-                decided = search_options.of_language(self.model, self.decoding, language)
+                decided = search_options.decoding_for(self.model, self.decoding, language)
             except UserError as error:
                 raise Problem(400, f"language {shown(language)}: {error}", "language") from None
             code = "language must be a code of ISO 639 such as en"

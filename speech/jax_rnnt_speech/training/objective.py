@@ -31,12 +31,12 @@ def mean_loss(model, params, batch, step, layers=None):
     x = x._replace(frame_lengths=jnp.maximum(x.frame_lengths, 1))
     values = model.variant.compute(model.loss, network, x, config.network.joint == "tiles")
     if config.objective.ctc:
-        values += config.objective.ctc * losses.of_ctc(None, network, x, None)
+        values += config.objective.ctc * losses.losses_by_ctc(None, network, x, None)
     value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
     if "texts" not in batch:
         return value
     texts = batch["texts"], batch["text_lengths"], len(model.tokens.pieces)
-    return value + config.objective.text_weight * losses.of_texts(network, *texts)
+    return value + config.objective.text_weight * losses.loss_of_texts(network, *texts)
 
 
 @programs.announced("a test")

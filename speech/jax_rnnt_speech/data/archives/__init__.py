@@ -60,7 +60,7 @@ def wanted(paths):
     return any(weight is not None or is_archive(x) for x, weight in map(weighted, paths))
 
 
-def of_folder(folder):
+def archives_of_folder(folder):
     """(kind, archives) of a folder and of the folders in it; none where audio is beside."""
     files = []
     for x in [*os.scandir(folder)]:
@@ -87,18 +87,18 @@ def is_archive(name):
         return any(map(is_archive, expanded(name)[:1]))
     if path.is_dir():
         plain = any((path / x).exists() for x in ("wav.scp", "metadata.jsonl", "metadata.csv"))
-        return not plain and of_folder(path)[0] is not None
+        return not plain and archives_of_folder(path)[0] is not None
     return kind_of(path) is not None
 
 
-def of_archive(name):
+def shards_of(name):
     """Shards of an archive, or of a folder of some; None: it is none."""
     path = Path(name)
     if not is_archive(name):
         return None
     if not path.is_dir():
         return kind_of(path).shards(path)
-    usual, files = of_folder(path)
+    usual, files = archives_of_folder(path)
     return [x for file in files for x in (kind_of(file) or usual).shards(file)]
 
 
@@ -107,7 +107,7 @@ def sources(name):
 
     A pattern may match a tar and the manifest that is for it, or two manifests for one tar.
     """
-    listed = [(x, of_archive(x)) for x in expanded(name)]
+    listed = [(x, shards_of(x)) for x in expanded(name)]
     if len(listed) == 1:
         return listed
     shards = [

@@ -117,7 +117,7 @@ def described(line, where, name, keys):
     for source in recording.get("sources") or () if isinstance(recording, dict) else ():
         if isinstance(source, dict) and source.get("type") == "shar":  # the audio is known by the id of the cut
             source |= {"type": "file", "source": f"{row.get('id')}{CUT}"}
-    return rows.of_row(row, where, name, keys)
+    return rows.entries_of_row(row, where, name, keys)
 
 
 def packed(path):

@@ -59,14 +59,14 @@ def shards(path, columns, several):
     """Those of a list. Of each there are so many that every reader has some."""
     path = Path(path)
     lines = lists.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path)
-    if lines and (parts := of_lines(path, several)) is not None:
+    if lines and (parts := parts_of_manifest(path, several)) is not None:
         return parts
     entries = list(lists.read(path, *columns))
     size = min(LISTED, -(-len(entries) // several))
     return [Listed(str(path), tuple(entries[i : i + size])) for i in range(0, len(entries), size)]
 
 
-def of_lines(path, several):
+def parts_of_manifest(path, several):
     """Parts of a manifest of JSON lines, or None if it is none of them."""
     if not path.is_file():
         return None  # the list tells what there is in its place

@@ -24,8 +24,8 @@ def steadily(act, path):
             if not getattr(error, "passing", True):
                 raise
             if wait is None:
-                tried, of_audio = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
-                what = f"{error} (" if of_audio else f"{error.filename or path} cannot be read ({reason(error)}; "
+                tried, is_audio = f"tried {len(WAITS) + 1} times", isinstance(error, audio.AudioError)
+                what = f"{error} (" if is_audio else f"{error.filename or path} cannot be read ({reason(error)}; "
                 raise UserError(f"{what}{tried})") from None
             time.sleep(wait)
 
