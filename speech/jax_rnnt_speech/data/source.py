@@ -261,7 +261,8 @@ class Source:
         shapes = [order.Shape(*x) for x in state.get("shapes", ())] or self.shapes(readers, model, devices, window)
         self.order = order.Order(readers, shapes, config.run.seed, window)
         if self.state == EARLIER:
-            self.begins_anew(self.step // max(1, self.order.steps(0, 1)), "the order of an earlier version")
+            every = self.versions * self.order.steps(0, 1)  # an epoch of that order read all versions of a recording
+            self.begins_anew(self.step // max(1, every), "the order of an earlier version")
         self.loads = self.loader(model, [*shapes, self.largest(shapes[-1], model, devices)])
         self.state = {"readers": self.readers, "list": self.digest, "options": decided,
                       "first": [*self.first], "shapes": [[*x] for x in shapes]}  # fmt: skip
