@@ -392,7 +392,7 @@ def test_the_same_whoever_works(source, tmp_path):
             patch.setattr(road.hosts, "part", lambda: (1, 2))
             anew = opened(config, tmp_path, known=known, step=end)
         assert anew.state["first"] == [end, 2] and anew.readers == 2
-    if not fly:  # in batches of 4, an epoch of the earlier order had 12 recordings at 3 speeds, without noise and with it
+    if not fly:  # an epoch of the earlier order had 12 recordings at 3 speeds, without noise and with it, by four
         epochs = [opened(config, tmp_path, known=road.EARLIER, step=n).first[1] for n in (17, 40)]
         assert epochs[0] == 0 and 1 <= epochs[1] <= 40 // (12 * 3 * 2 // 4)
 
