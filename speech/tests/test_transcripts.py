@@ -174,8 +174,8 @@ def test_any_name(tmp_path):
             files = [*output.iterdir()]
             assert len(files) == len(stems) and max(len(os.fsencode(x.name)) for x in files) <= 255
             assert {x.name for x in files} >= {f" {transcripts.SUFFIXES[form]}"}
-    rows = (tmp_path / "o.ctm").read_text().splitlines()
-    assert len({x.split()[0] for x in rows}) == len((tmp_path / "o.text").read_text().splitlines()) == len(stems)
+    words = (tmp_path / "o.ctm").read_text().splitlines()
+    assert len({x.split()[0] for x in words}) == len((tmp_path / "o.text").read_text().splitlines()) == len(stems)
     for whole in (
         json.loads((tmp_path / "o.json").read_text()),
         map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines()),
