@@ -6,6 +6,7 @@ All of it runs under `jax.jit`, in batches and with static shapes, for every los
 
 from jax_rnnt.decode._ctc_phrases import FoundPhrase, find_phrases, phrase_scores
 from jax_rnnt.decode._entropy import Entropy
+from jax_rnnt.decode._guard import Guard
 from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._modules import linen_predictor, nnx_predictor
 from jax_rnnt.decode._predictor import Predictor, predict, stateless_predictor
@@ -19,6 +20,7 @@ from jax_rnnt.decode.lm._words import WordNGram
 __all__ = [
     "Entropy",
     "FoundPhrase",
+    "Guard",
     "Hypotheses",
     "Labels",
     "NGram",

@@ -112,7 +112,7 @@ def result(static: BeamStatic, given: Given, committed, carry: Carry, length_nor
     score = now.score
     if static.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
         score, _ = _beam_step.merged(score, now.path_score, now.key)
-    score, bad = with_final_scores(given.search, carry, score)
+    score, bad = with_final_scores(given.search, static.moves.tokens, carry, score)
     _, order = jax.lax.top_k(ranks(score, now.counts + committed[:, None], length_norm), static.width)
     score, counts, written = (take(x, order) for x in (score, now.counts, now.written))
     score = jnp.where(bad[:, None], jnp.nan, score)
@@ -130,11 +130,11 @@ def ranks(score, counts, length_norm):
     return jnp.where((score == 0) | jnp.isneginf(score), score, jnp.maximum(score / norm, least))
 
 
-def with_final_scores(search, carry: Carry, score):
+def with_final_scores(search, tokens: int, carry: Carry, score):
     """(scores [B, W] of hypotheses that end here, bad [B]): models of fusion may score an end."""
     if not _fusion.ends(search):
         return score, carry.bad
     now, models = carry.beam, carry.networks.models
     rows = jax.tree.map(lambda x: hypothesis_rows(x, now.slot, None), models)
-    score = _fusion.at_the_end(search, rows, flat(now.unread), flat(score)).reshape(score.shape)
+    score = _fusion.at_the_end(search, tokens, rows, flat(now.unread), flat(score)).reshape(score.shape)
     return score, carry.bad | jnp.any(jnp.isnan(score), -1)

@@ -59,7 +59,7 @@ class Beam(typing.NamedTuple):
     frame: jax.Array  # [B, W]: the next one to read, counted in this part of the stream
     counts: jax.Array  # [B, W]: labels
     count_here: jax.Array  # [B, W]: labels on that frame
-    unread: jax.Array  # [B, W]: the last label, if the networks have not read it yet, else -1
+    unread: jax.Array  # [B, W]: the code (`_guard`) of the last label, if the networks have not read it, else -1
     slot: jax.Array  # [B, W]: where its networks are
     key: tuple  # two of [B, W]: hash of the labels
     written: jax.Array  # [B, W, 3 + n, L]: labels, their frames and durations, and the bits of numbers (`as_bits`)
@@ -103,6 +103,7 @@ class NodeScores(typing.NamedTuple):
     model_row: jax.Array  # [B, W K]
     confidence: jax.Array | None  # [R]: of the model alone
     bad: jax.Array  # [B, W K]: NaN or +inf has been met
+    breaks: Any = None  # int32 [R, V]: bits of the matches that each label breaks, by the guard
 
 
 class BeamNodes(typing.NamedTuple):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt.decode import _beam_window, _fusion, _given, _scores
+from jax_rnnt.decode import _beam_window, _fusion, _given, _guard, _scores
 from jax_rnnt.decode._beam_state import (
     NEVER,
     BeamNodes,
@@ -154,14 +154,21 @@ def score(static: BeamStatic, given: Given, carry: Carry, ends, active):
     moves, labels, bad, confidence = results
     moves, bad = (rows_at(x, row).reshape(*shape, *x.shape[1:]) for x in (moves, bad))
     row = row.reshape(shape)
-    model = labels, row
+    model, breaks = (labels, row), None
     if _fusion.adds(given.search):
-        labels = rows_at(labels, flat(row)) + hypothesis_rows(networks.bonus, slot, None)
+        labels, added = rows_at(labels, flat(row)), hypothesis_rows(networks.bonus, slot, None)
+        if networks.matches:
+            matches = jax.tree.map(lambda x: hypothesis_rows(x, slot, None), networks.matches)
+            below = _guard.shortfalls(static.moves, flat(moves), labels)
+            total, _, breaks = _guard.added(given.search.guard, matches, below, greedy=False)
+            added = added + jnp.where(_scores.is_blank(static.moves, total), 0, total)
+        labels = labels + added
         bad |= ~(jnp.max(labels, -1) < jnp.inf).reshape(shape)
         labels = jnp.where(labels < jnp.inf, labels, -jnp.inf)
         row = jnp.arange(active.size, dtype=jnp.int32).reshape(shape)
     carry = carry._replace(results=results)
-    return carry, NodeScores(frame, active, moves, labels, row, *model, confidence, bad_before | (bad & active))
+    bad = bad_before | (bad & active)
+    return carry, NodeScores(frame, active, moves, labels, row, *model, confidence, bad, breaks)
 
 
 def score_rows(static: BeamStatic, given: Given, encoder, rows):
@@ -294,7 +301,10 @@ def moved(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores, mo
         parent, place = parent // of_each, parent % of_each
         node = parent * static.frames_at_once + jnp.minimum(place, static.frames_at_once - 1)
     slot, unread = take_each((beam.slot, beam.unread), parent)
-    writes = label >= 0
+    writes, code = label >= 0, label
+    if scores.breaks is not None:
+        bits = scores.breaks.at[take(scores.row, node), label].get(mode="clip")
+        code = label + static.moves.tokens * bits
     before = carry.recent.written
     room = before.shape[-1] - 1
     places = np.arange(room + 1, dtype=np.int32)[None, None]
@@ -311,7 +321,7 @@ def moved(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores, mo
         frame=moves.frame,
         counts=moves.counts,
         count_here=moves.count_here,
-        unread=jnp.where(writes, label, unread),
+        unread=jnp.where(writes, code, unread),
         slot=slot,
         key=moves.key,
     )

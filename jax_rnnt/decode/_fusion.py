@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_rnnt import _checks, _pytree, _xla
-from jax_rnnt.decode import _predictor
+from jax_rnnt.decode import _guard, _predictor
 from jax_rnnt.decode._gather import replace_rows
 from jax_rnnt.decode._given import Given, Static, logits_of
 from jax_rnnt.decode._model import constant, log_softmax
@@ -28,6 +28,7 @@ class Networks(typing.NamedTuple):
     models: tuple
     bonus: Any  # [N, V]: what fusion adds to the score of each next label; None without fusion
     key: Any = None  # [N, 2]: of beam search: hashes, equal where all other fields are
+    matches: tuple = ()  # a `_guard.Match` of each model that the guard watches; `bonus` lacks what these add
 
 
 def adds(search) -> bool:
@@ -48,7 +49,15 @@ def begin(static: Static, given: Given, rows: int) -> Networks:
     predicted, state = _predictor.begin("predictor", given.search.predictor, rows, static.start)
     begun = [begin_model(static, i, model, rows) for i, (model, _) in enumerate(given.search.fusion)]
     scores, states = [scores for scores, _ in begun], tuple(after for _, after in begun)
-    return Networks(predicted, state, states, bonus(static, given, scores, predicted))
+    return networks_of(static, given, predicted, state, scores, states)
+
+
+def networks_of(static: Static, given: Given, rows, state, scores, states) -> Networks:
+    """Networks with these rows and states of the predictor, and scores and states of the models."""
+    search, tokens = given.search, static.moves.tokens
+    each = [(i, fitted(scores[i], tokens), states[i]) for i in _guard.watched(search)]
+    matches = tuple(_guard.match(search, *x, static.dtype) for x in each)
+    return Networks(rows, state, states, bonus(static, given, scores, rows), matches=matches)
 
 
 def begin_model(static: Static, i: int, model, rows: int):
@@ -88,12 +97,23 @@ def placed(static: Static, given: Given, networks: Networks) -> Networks:
     return networks._replace(models=tuple(models))
 
 
-def read(static: Static, given: Given, networks: Networks, labels) -> Networks:
-    """The networks after one more label [N], without a key."""
-    rows, state = constant(given.search.predictor.step(networks.predictor, labels))
-    steps = [constant(model.step(x, labels)) for (model, _), x in zip(given.search.fusion, networks.models)]
+def read(static: Static, given: Given, networks: Networks, codes) -> Networks:
+    """The networks after one more label [N], by its code in `_guard`, without a key."""
+    search, tokens = given.search, static.moves.tokens
+    watched = _guard.watched(search)
+    labels = codes % tokens if watched else codes
+    rows, state = constant(search.predictor.step(networks.predictor, labels))
+    steps = []
+    for i, ((model, _), x) in enumerate(zip(search.fusion, networks.models)):
+        stepped = _guard.after(model, place_of(watched, i), x, codes, tokens) if watched else model.step(x, labels)
+        steps.append(constant(stepped))
     scores, states = [scores for scores, _ in steps], tuple(after for _, after in steps)
-    return Networks(rows, state, states, bonus(static, given, scores, rows))
+    return networks_of(static, given, rows, state, scores, states)
+
+
+def place_of(watched: list[int], i: int) -> int | None:
+    """The place of model i among those that the guard watches."""
+    return watched.index(i) if i in watched else None
 
 
 # ------------------------------------------------------------------------------------------------------ scores
@@ -104,14 +124,18 @@ def bonus(static: Static, given: Given, scores, rows):
     search, tokens = given.search, static.moves.tokens
     if not adds(search):
         return None
-    total = jnp.zeros((rows.shape[0], tokens), static.dtype)
-    for x, (_, weight) in zip(scores, search.fusion):
-        x = jnp.pad(x[:, :tokens], [(0, 0), (0, max(tokens - x.shape[1], 0))])
-        total = added(total, weight, x)
+    total, watched = jnp.zeros((rows.shape[0], tokens), static.dtype), _guard.watched(search)
+    for i, (x, (_, weight)) in enumerate(zip(scores, search.fusion)):
+        total = total if i in watched else added(total, weight, fitted(x, tokens))
     if is_on(search, "ilm_weight"):
         internal, weight = internal_scores(static, given, rows), jnp.asarray(search.ilm_weight, static.dtype)
         total = total - weighted(weight, jnp.where(jnp.isneginf(internal), 0, internal))
     return jnp.where(is_blank(static.moves, total), 0, total)
+
+
+def fitted(scores, tokens: int):
+    """Scores [N, V] of all tokens; 0 for those that a model has no scores of."""
+    return jnp.pad(scores[:, :tokens], [(0, 0), (0, max(tokens - scores.shape[1], 0))])
 
 
 def internal_scores(static: Static, given: Given, rows):
@@ -123,20 +147,25 @@ def internal_scores(static: Static, given: Given, rows):
     return log_softmax(logits) if moves.emission.normalize else logits
 
 
-def at_the_end(search, states: tuple, unread, scores):
-    """`scores` [N] with those that models give to an end here, after one more label `unread` [N], if it is not -1.
+def at_the_end(search, tokens: int, states: tuple, unread, scores):
+    """`scores` [N] with those that models give to an end here, after one more code `unread` [N], if it is not -1.
 
     NaN where that is NaN or +inf; scores of -inf and NaN stay.
     """
     if not ends(search):
         return scores
-    total = scores
-    for (model, weight), state in zip(search.fusion, states):
+    total, watched = scores, _guard.watched(search)
+    for i, ((model, weight), state) in enumerate(zip(search.fusion, states)):
         if final := getattr(model, "final", None):
             if unread is not None:
-                _, after = constant(model.step(state, jnp.maximum(unread, 0)))
+                codes = jnp.maximum(unread, 0)
+                guarded = watched and _guard.after(model, place_of(watched, i), state, codes, tokens)
+                _, after = constant(guarded or model.step(state, codes))
                 state = replace_rows(unread >= 0, after, state)
-            total = added(total, weight, constant(final(state)))
+            if i in watched:
+                total = total + _guard.given_back(search, i, state, total.dtype)[0]
+            else:
+                total = added(total, weight, constant(final(state)))
     return jnp.where(scores > -jnp.inf, jnp.where(total < jnp.inf, total, jnp.nan), scores)
 
 

@@ -128,7 +128,7 @@ def on_devices(run, encoder_out, lengths, exact_end, state):
     return _xla.by_shards(lambda *arrays: run(*arrays[:2], exact_end, *arrays[2:]), encoder_out, lengths, state)
 
 
-def prepare(search, encoder_out, lengths, exact_end, frames_at_once: int, numbers=None):
+def prepare(search, encoder_out, lengths, exact_end, frames_at_once: int, numbers=None, greedy=False):
     """(`Static`, `Given`) of a checked search and batch.
 
     `numbers`: those of the verb by their names, as for `out_of_range`.
@@ -165,7 +165,8 @@ def prepare(search, encoder_out, lengths, exact_end, frames_at_once: int, number
         exact_end=exact_end if is_static else None,
         blank_first=known and moves.emission.bernoulli and isinstance(layout.joint, LinearJoint),
     )
-    search = _pytree.replace(search, joint=layout.joint)
+    guard = search.guard and search.guard.of_verb(greedy)
+    search = _pytree.replace(search, joint=layout.joint, guard=guard)
     arcs = tuple(None if _checks.is_zero(x) else x for x in weights.values())
     ends_here = None if is_static else exact_end[:, None]
     return static, Given(search, arcs, encoder_out, jnp.where(bad, 0, lengths), bad, ends_here)

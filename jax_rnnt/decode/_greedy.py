@@ -17,9 +17,9 @@ import numpy as np
 
 from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import in_name_of
-from jax_rnnt.decode import _fusion, _given, _scores
+from jax_rnnt.decode import _fusion, _given, _guard, _scores
 from jax_rnnt.decode._fusion import Networks
-from jax_rnnt.decode._gather import replace_rows
+from jax_rnnt.decode._gather import pick, replace_rows
 from jax_rnnt.decode._given import Given, Static
 from jax_rnnt.decode._hypotheses import Hypotheses, hypotheses
 from jax_rnnt.decode._packing import any_or_always
@@ -61,7 +61,7 @@ class Walk(typing.NamedTuple):
     ahead: jax.Array  # [B]: frames from the first one of the window
     reached: jax.Array  # [B]: as in `Carry`
     score: jax.Array  # [B]: as in `Carry`
-    label: jax.Array  # [B]: -1 for none
+    label: jax.Array  # [B]: its code in `_guard`, -1 for none
     log_prob: jax.Array  # [B]: of the label, in the model alone
     at: jax.Array  # [B]: where in the window the last move was taken
     reads: jax.Array  # [B]: frames that it read
@@ -75,7 +75,7 @@ def run(search, encoder_out, lengths, exact_end, state, frames_at_once) -> Hypot
     window = _given.window(frames_at_once, encoder_out)
 
     def of_device(encoder_out, lengths, exact_end, state):
-        static, given = _given.prepare(search, encoder_out, lengths, exact_end, window)
+        static, given = _given.prepare(search, encoder_out, lengths, exact_end, window, greedy=True)
         if static.moves.token_first and exact_end is not False:
             raise _checks.bad_value(f"exact_end must be False with duration_choice='token_first', got {exact_end}.")
         stream = begin_part("greedy", static, given, functools.partial(start_stream, static, given), state)
@@ -114,7 +114,7 @@ def result(static: Static, given: Given, carry: Carry, bad) -> Hypotheses:
     after = GreedyStream(jnp.zeros_like(bad), bad, given.first + given.lengths, skip, reached, scores, carry.networks)
     written = carry.labels, carry.frames, carry.durations, carry.log_probs
     if given.draws is None:  # an end is no choice, so no draw asks for its score
-        scores = _fusion.at_the_end(given.search, carry.networks.models, None, scores)
+        scores = _fusion.at_the_end(given.search, static.moves.tokens, carry.networks.models, None, scores)
     return hypotheses(*written, carry.counts, scores, after, carry.confidences)
 
 
@@ -130,8 +130,8 @@ def step(static: Static, given: Given, carry: Carry) -> Carry:
 def best_moves(static: Static, given: Given, carry: Carry):
     """The best move out of each frame of the windows [B, K], as arrays.
 
-    Its score, the frames that it reads, those that an exact end needs, its label or -1, and the label's log-probability
-    and confidence in the model alone.
+    Its score, the frames that it reads, those that an exact end needs, the code of its label or -1, and the label's
+    log-probability and confidence in the model alone.
     """
     moves, window = static.moves, static.frames_at_once
     offsets = np.arange(window, dtype=np.int32)[None]
@@ -145,8 +145,18 @@ def best_moves(static: Static, given: Given, carry: Carry):
     allowed = _scores.allowed(static, given, frame, may_write)
     if _fusion.adds(given.search):
         labels = labels._replace(bonus=carry.networks.bonus[:, None])
+    unseen, bits = None, None
+    if carry.networks.matches:
+        matches = jax.tree.map(lambda x: x[:, None], carry.networks.matches)
+        below = _guard.shortfalls(moves, scores, labels.of(labels.logits))
+        total, unseen, bits = _guard.added(given.search.guard, matches, below, greedy=True)
+        seen = jnp.where(_scores.is_blank(moves, total), 0, total - unseen)
+        labels = labels._replace(bonus=labels.bonus + seen)
     choose = most_probable if given.draws is None else given.draws.choose
     score, move, label, log_prob = choose(moves, scores, labels, allowed, frame, count_here)
+    if unseen is not None:
+        score = score + jnp.where(label >= 0, pick(unseen, jnp.maximum(label, 0)), 0)
+        label = _guard.code_of(moves.tokens, label, bits)
     reads, needs = (_scores.of_move(move, x) for x in zip(*((x.frames, x.needs) for x in moves.all)))
     # Computed once: the walk reads single numbers of each frame.
     sure = _scores.confidence(moves, given.search, logits)
@@ -186,7 +196,7 @@ def walk_to_label(static: Static, given: Given, carry: Carry, score, reads, need
 
 
 def write(static: Static, given: Given, carry: Carry, walk: Walk):
-    """(the carry after the walk, its label [B]), which the networks have not read yet."""
+    """(the carry after the walk, the code of its label [B]), which the networks have not read yet."""
     writes = walk.label >= 0
     going = carry.frame < given.lengths
     before = jnp.where(walk.at == 0, carry.count_here, 0)
@@ -203,14 +213,17 @@ def write(static: Static, given: Given, carry: Carry, walk: Walk):
     new |= {} if walk.confidence is None else {"confidences": walk.confidence}
     # The walk is computed once, and what follows reads no array of the old carry that it replaces: no copies.
     fields, new = jax.lax.optimization_barrier((fields, new))
+    code = new["labels"]
+    if carry.networks.matches:
+        new["labels"] = jnp.where(code >= 0, code % static.moves.tokens, code)
     places = np.arange(1, static.max_labels + 1, dtype=np.int32)[None]
     here = (places == fields["counts"][:, None]) & (new["labels"] >= 0)[:, None]
     fields |= {name: jnp.where(here, x[:, None], getattr(carry, name)) for name, x in new.items()}
-    return carry._replace(**fields), new["labels"]
+    return carry._replace(**fields), code
 
 
 def advance(static: Static, given: Given, carry: Carry, label) -> Carry:
-    """The networks read the new label [B] where there is one."""
+    """The networks read the new label [B], by its code, where there is one."""
 
     def read(networks):
         after = _fusion.read(static, given, networks, jnp.where(label >= 0, label, 0))

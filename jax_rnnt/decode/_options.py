@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt.decode._entropy import Entropy
+from jax_rnnt.decode._guard import Guard
 
 
 class Range(typing.NamedTuple):
@@ -42,6 +43,9 @@ RANGES = {
     "threshold": AT_LEAST_0,
     "length_norm": FINITE,
     "weight": FINITE,
+    "margin": AT_LEAST_0,
+    "blank_margin": AT_LEAST_0,
+    "most": Range("above 0", lambda x: x > 0),
     "top_k": AT_LEAST_1,
     "top_p": PROBABILITY,
     "arc_weights": NOT_INFINITE,
@@ -81,6 +85,8 @@ def checked(search) -> dict[str, Any]:
     _checks.choice("duration_choice", search.duration_choice, ("pair", "token_first"))
     if search.confidence is not None and not isinstance(search.confidence, Entropy):
         raise _checks.bad_type(f"confidence must be an Entropy or None, got {search.confidence!r}.")
+    if search.guard is not None and not isinstance(search.guard, Guard):
+        raise _checks.bad_type(f"guard must be a Guard or None, got {search.guard!r}.")
     expected, pairs = "a sequence of pairs (model, weight), as fusion=((model, 0.3),)", []
     if isinstance(search.fusion, str) or not isinstance(search.fusion, Sequence):
         raise _checks.bad_type(f"fusion must be {expected}, got {search.fusion!r}.")
@@ -95,7 +101,9 @@ def checked(search) -> dict[str, Any]:
 def numbers(search) -> dict[str, Any]:
     """The numbers of a `Search` by their names in errors, as for `out_of_range`."""
     weights = {f"fusion[{i}] weight": weight for i, (_, weight) in enumerate(search.fusion)}
-    return {name: getattr(search, name) for name in OFF} | weights
+    guard = {f"guard {name}": getattr(search.guard, name, None) for name in ("margin", "blank_margin", "most")}
+    guard = {name: x for name, x in guard.items() if x is not None}
+    return {name: getattr(search, name) for name in OFF} | weights | guard
 
 
 def size(name: str, x) -> int:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_rnnt import _checks
+from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import in_name_of
 from jax_rnnt.decode import _given, _greedy, _model, _options, _scores
 from jax_rnnt.decode._gather import pick
@@ -28,7 +28,7 @@ def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end, fra
     numbers = truncation(top_k, top_p)
     samples = _options.size("samples", samples)
     search, encoder_out, lengths, exact_end = _given.checked(search, encoder_out, lengths, exact_end)
-    window = _given.window(frames_at_once, encoder_out)
+    window, search = _given.window(frames_at_once, encoder_out), _pytree.replace(search, guard=None)
     seeds = seeds_of(key, encoder_out.shape[0])
 
     def of_device(encoder_out, lengths, exact_end, seeds):

@@ -16,6 +16,7 @@ import jax
 from jax_rnnt import _keywords, _pytree
 from jax_rnnt.decode import _beam, _greedy, _options, _sample
 from jax_rnnt.decode._entropy import Entropy
+from jax_rnnt.decode._guard import Guard
 from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._model import switched_off
 from jax_rnnt.decode._modules import in_evaluation
@@ -25,7 +26,7 @@ from jax_rnnt.layouts import LinearJoint
 from jax_rnnt.losses import TransducerLoss
 
 Joint: typing.TypeAlias = Callable[[jax.Array, jax.Array], jax.Array] | LinearJoint
-NETWORKS = "loss", "joint", "predictor", "fusion"  # may hold arrays
+NETWORKS = "loss", "joint", "predictor", "fusion", "guard"  # may hold arrays
 
 
 @_keywords.keywords
@@ -92,6 +93,9 @@ class Search:
         (Hugging Face has no such limit). The score is the log-probability of the chosen tokens and durations. A path
         with such frames is not in the loss's lattice, so `exact_end` is an error. For losses without durations it
         changes nothing. Of `greedy`.
+    guard : Guard, optional
+        Lets `Phrases` of `fusion` earn only where the model itself holds their labels possible. None: everywhere. Of
+        `greedy` and `beam`.
     confidence : Entropy, optional
         Adds `Hypotheses.label_confidences`, from the entropy of the row of each label. None: only the log-probabilities
         of the labels tell how sure the model is, and the program computes nothing more. Of `greedy` and `beam`.
@@ -136,6 +140,7 @@ class Search:
     temperature: float | jax.Array = option(1.0, range=_options.ABOVE_0)
     blank_threshold: float | jax.Array = option(1.0, "greedy", "beam", range=_options.UP_TO_1)
     duration_choice: typing.Literal["pair", "token_first"] = option("pair", "greedy")
+    guard: Guard | None = option(Guard(), "greedy", "beam")
     confidence: Entropy | None = option(None, "greedy", "beam")
     start: int | None = None
 

@@ -54,6 +54,7 @@ OPTIONS = {  # fields of a `Search`, in their order
     "temperature": Option(ALL, 1.5, (SMALLEST, 1.0, 1.7, LARGEST), (0.0, -1.0, SMALLEST / 4, *NOT_FINITE)),
     "blank_threshold": Option("greedy beam", 0.9, (1.0, 0.0, 0.9), (-0.1, 1.5, *NOT_FINITE)),
     "duration_choice": Option("greedy", "token_first"),
+    "guard": Option("greedy beam"),
     "confidence": Option("greedy beam", decode.Entropy()),
     "start": Option(ALL, 0),
 }
@@ -108,7 +109,8 @@ def ordinary(verb):
 def test_the_table_is_complete():
     """A new option is an error where a verb does not take it, and each number with a range is tried."""
     assert [*OPTIONS] == [field.name for field in dataclasses.fields(decode.Search) if field.kw_only]
-    assert {*OPTIONS, *ARGUMENTS, "top_k"} >= {*_options.RANGES}
+    of_guard = {x.name for x in dataclasses.fields(decode.Guard)}  # test_guard.py tries them
+    assert {*OPTIONS, *ARGUMENTS, *of_guard, "top_k"} >= {*_options.RANGES}
 
 
 # ------------------------------------------------------------------------------------------- what a verb takes

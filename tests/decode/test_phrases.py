@@ -1,7 +1,6 @@
 """Do phrases earn what their definition says, sequence by sequence?"""
 
 import functools
-import math
 
 import chex
 import jax
@@ -9,33 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from decoding import worth
 from jax_rnnt import decode
 from jax_rnnt.decode.lm import _automaton
 
 V = 4
 SIZE = 64  # of lists, so that they share a program
-
-
-def earned(n, weight, depth):
-    """n labels of a match, as NeMo's context score has them with depth_scaling = 1 + depth."""
-    each = [weight] + [weight * (1 + depth) + (math.log(k) if depth else 0) for k in range(2, n + 1)]
-    return math.fsum(each)
-
-
-def worth(labels, phrases, weights, finished, depth=0):
-    """The definition: every place of every phrase, and the longest end that begins a phrase."""
-    best = {}
-    for phrase, weight in zip(map(tuple, phrases), weights):
-        best[phrase] = max(weight, best.get(phrase, -np.inf))
-    total, labels = 0.0, tuple(labels)
-    for phrase, weight in best.items():
-        n = len(phrase)
-        total += earned(n, weight, depth) * sum(labels[i : i + n] == phrase for i in range(len(labels) - n + 1))
-    for n in range(len(labels), 0, -1):
-        begun = [weight for phrase, weight in best.items() if len(phrase) > n and phrase[:n] == labels[-n:]]
-        if begun:
-            return total + (0 if finished else earned(n, max(begun), depth))
-    return total
 
 
 def random_phrases(rng, number, longest=5, classes=V):

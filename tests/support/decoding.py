@@ -288,6 +288,28 @@ def greedy_loop(model, b, *, exact_end=False, max_symbols=10, room=ROOM, fuse=no
     return [labels, frames, durations], log_probs, score + final(tuple(labels))
 
 
+def earned(n, weight, depth):
+    """n labels of a match, as NeMo's context score has them with depth_scaling = 1 + depth."""
+    each = [weight] + [weight * (1 + depth) + (math.log(k) if depth else 0) for k in range(2, n + 1)]
+    return math.fsum(each)
+
+
+def worth(labels, phrases, weights, finished, depth=0):
+    """The definition of `decode.Phrases`: every place of every phrase, and the longest end that begins a phrase."""
+    best = {}
+    for phrase, weight in zip(map(tuple, phrases), weights):
+        best[phrase] = max(weight, best.get(phrase, -np.inf))
+    total, labels = 0.0, tuple(labels)
+    for phrase, weight in best.items():
+        n = len(phrase)
+        total += earned(n, weight, depth) * sum(labels[i : i + n] == phrase for i in range(len(labels) - n + 1))
+    for n in range(len(labels), 0, -1):
+        begun = [weight for phrase, weight in best.items() if len(phrase) > n and phrase[:n] == labels[-n:]]
+        if begun:
+            return total + (0 if finished else earned(n, max(begun), depth))
+    return total
+
+
 def stateless(model, dtype=np.float64):
     table = jnp.asarray(model.parameters.embed, dtype)
     return decode.stateless_predictor(lambda labels: jnp.sum(table[labels], 1), 2, start=model.tokens - 1)

@@ -294,7 +294,7 @@ HOST = {  # of NumPy arrays, texts and files, and of values that are known
 }
 PARTS = {  # of the cases above, or of another case's result
     *("Alignment", "Composition", "DecodingRules", "TransducerLoss", "decode.Search", "decode.Hypotheses"),
-    *(f"decode.{x}" for x in ("Entropy", "Labels", "Phrases", "Predictor", "stateless_predictor")),
+    *(f"decode.{x}" for x in ("Entropy", "Guard", "Labels", "Phrases", "Predictor", "stateless_predictor")),
     *(f"decode.{x}" for x in ("commit_labels", "concatenate_streams", "reset_streams", "select_streams")),
     *(f"lattices.{x}" for x in ("Arc", "STANDARD", "MONOTONIC", "multi_blank", "products", "token_and_duration")),
 }

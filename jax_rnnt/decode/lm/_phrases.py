@@ -60,6 +60,9 @@ class Phrases(Automaton):
         largest list needs.
     depth : float, default 0.0
         How much more a label earns from the second one of a match on, 0 or more. NeMo's `depth_scaling` is 1 + depth.
+    before : int, optional
+        A label that comes before each phrase, such as the space between words, and earns nothing. So phrases begin only
+        behind it, and at the start of an utterance. It takes room of `size`: one label for each list.
 
     Raises
     ------
@@ -91,10 +94,21 @@ class Phrases(Automaton):
     """
 
     tour: Tour
+    most: jax.Array  # [lists]: the most that a phrase earns, divided by its labels
     shared: bool = _pytree.static()
+    before: int | None = _pytree.static()
 
     @keywords
-    def __init__(self, phrases: Any, weights: Any = 1.0, *, classes: int, size: int | None = None, depth: float = 0.0):
+    def __init__(
+        self,
+        phrases: Any,
+        weights: Any = 1.0,
+        *,
+        classes: int,
+        size: int | None = None,
+        depth: float = 0.0,
+        before: int | None = None,
+    ):
         classes = _checks.positive("classes", classes)
         shared, lists = lists_of(phrases)
         flat = [phrase for phrases in lists for phrase in phrases]
@@ -107,12 +121,19 @@ class Phrases(Automaton):
         utterances = np.repeat(np.arange(len(lists)), [*map(len, lists)])
         weights = weights_of(weights, shared, lists)
         depth = depth_of(depth, weights)
-        tree = Tree(utterances, lengths, labels, weights, len(lists), classes, depth)
+        if before is not None:
+            before = _checks.integer("before", before)
+            if not 0 <= before < classes:
+                raise _checks.bad_value(f"before must be a label in [0, {classes}), got {before}.")
+            labels = np.insert(labels, np.cumsum(lengths) - lengths, before)
+        tree = Tree(utterances, lengths, labels, weights, len(lists), classes, depth, before is not None)
         size = None if size is None else _checks.positive("size", size)
         arcs, tour = tree.arcs(size)
         object.__setattr__(self, "arcs", arcs)
         object.__setattr__(self, "tour", tour)
+        object.__setattr__(self, "most", jnp.asarray(most_of(lengths, weights, depth, utterances, len(lists))))
         object.__setattr__(self, "shared", shared)
+        object.__setattr__(self, "before", before)
 
     def __repr__(self) -> str:
         lists = "one list" if self.shared else f"{self.utterances} lists"
@@ -142,8 +163,24 @@ class Phrases(Automaton):
         """(scores float32 [N, V] of labels after one more label [N], states)."""
         labels = jnp.asarray(labels, jnp.int32)
         _, after = follow(self.arcs, state, jnp.clip(labels, 0, self.start - 1), tour=self.tour)
-        state = jnp.where(labels == self.start, state - state % self.arcs.states, after)
+        after = jnp.where(labels == self.breaks, self.root(state), after)
+        state = jnp.where(labels == self.start, self.begun(state), after)
         return score_rows(self.arcs, state, tour=self.tour), state
+
+    breaks = -1  # the label of `step` that goes on with no phrase
+
+    def most_a_label(self, state: jax.Array) -> jax.Array:
+        """[N]: the most that a phrase of the list of each state earns, divided by its labels."""
+        return self.most[state // self.arcs.states]
+
+    def root(self, state: jax.Array) -> jax.Array:
+        """States [N] with nothing matched."""
+        return state - state % self.arcs.states
+
+    def begun(self, state: jax.Array) -> jax.Array:
+        """States [N] at the start of an utterance: after the label `before`, if there is one."""
+        root = self.root(state)
+        return root if self.before is None else self.arcs.root_targets[root // self.arcs.states, self.before]
 
     def final(self, state: jax.Array) -> jax.Array:
         """[N]: gives back what the match in progress has earned."""
@@ -202,7 +239,15 @@ def earned(labels, weights, depth: float):
     if depth == 0:
         return labels * weights
     logs = np.cumsum(np.log(np.arange(1, np.max(labels, initial=1) + 1)))  # of factorials
-    return labels * weights + (labels - 1) * depth * weights + logs[labels - 1]
+    later = np.maximum(labels - 1, 0)
+    return labels * weights + later * depth * weights + logs[later]
+
+
+def most_of(lengths, weights, depth: float, utterances, count: int):
+    """float32 [lists]: the most that a phrase of a list earns, divided by its labels; 0 where none earns anything."""
+    most = np.zeros(count)
+    np.maximum.at(most, utterances, earned(lengths, weights, depth) / lengths)
+    return most.astype(np.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------- trees
@@ -211,18 +256,18 @@ def earned(labels, weights, depth: float):
 class Tree:
     """The trees of all utterances, as of `Trie`. Arrays are [nodes]."""
 
-    def __init__(self, utterances, lengths, labels, weights, batch: int, classes: int, more: float):
+    def __init__(self, utterances, lengths, labels, weights, batch: int, classes: int, more: float, before: bool):
         """The phrases, one after another: `utterances`, `lengths`, `weights` [P], `labels` [sum of the lengths].
 
-        `more`: `depth` of `Phrases`.
+        `more`: `depth` of `Phrases`. `before`: the first of a phrase's labels is not counted in `lengths`, and free.
         """
-        trie = Trie(lengths, labels, classes, utterances, batch)
+        trie = Trie(lengths + before, labels, classes, utterances, batch)
         self.batch, self.classes, self.depths = batch, classes, trie.depths
         self.keys, self.parent, self.label = trie.keys, trie.parent, trie.symbol
         best, whole = np.full((2, trie.count), -math.inf)
         best[:batch] = 0
         for depth, (longer, nodes) in enumerate(trie.passed[1:], 1):  # what phrases that go on give here
-            np.maximum.at(best, nodes, earned(depth, weights[longer], more))
+            np.maximum.at(best, nodes, earned(depth - before, weights[longer], more))
         np.maximum.at(whole, trie.ends, earned(lengths, weights, more))
         self.link(np.where(np.isneginf(whole), 0, whole), best)
 

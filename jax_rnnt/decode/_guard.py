@@ -1,0 +1,154 @@
+"""The guard of phrases: what they earn counts only where the model itself holds a label possible.
+
+N rows, V tokens. Label k whose match breaks is written as the code k + V 2^i in `unread`, for the i-th guarded model.
+"""
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_rnnt import _checks, _pytree
+from jax_rnnt._keywords import keywords
+from jax_rnnt.decode._gather import pick
+
+# Of (greedy search, beams), chosen on 76 held-out utterances of LibriSpeech: docs/speech/phrases.md.
+USUAL = {"margin": (5.0, 8.0), "blank_margin": (1.5, 5.0), "most": (2.0, 1.0)}
+CHARGED = 0.5  # nats that a broken match costs at most where greedy search chooses
+
+
+@keywords
+@_pytree.register
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """Keeps `Phrases` from writing what nobody said: the default of `guard=` of `Search`; None switches it off.
+
+    At a node, take the log-probabilities of all moves in the model alone, at the temperature and with penalties, before
+    fusion. A label goes on with a phrase if the list earns more by it than by a label of no phrase. It earns only if it
+    is at most `margin` below the best label, and at most `blank_margin` below the best blank. Otherwise it breaks the
+    match: it gives back what the match has earned, and with the next label another one may begin.
+
+    Greedy search cannot go back from a phrase that it has begun. There, a label must also lie no further below the best
+    label, and the best blank, than what its match has earned so far: so a match begins with a label that is the best
+    move by itself. And in choosing the next move, though not in the score, labels that break a match give back 0.5
+    nats at most.
+
+    If a phrase of a list earns more than `most` nats a label, on average over its labels, all that the list earns is
+    divided by the same number, so that none does. Negative weights are not guarded. A hypothesis of a beam that
+    other alignments of its labels are merged with keeps the match of the one with the best path.
+
+    Parameters
+    ----------
+    margin : float or scalar Array, optional
+        Nats, 0 or more. Default: 5 in greedy search, 8 in beams.
+    blank_margin : float or scalar Array, optional
+        Nats, 0 or more. Default: 1.5 in greedy search, 5 in beams.
+    most : float or scalar Array, optional
+        Nats, above 0, with the weight of fusion. Default: 2 in greedy search, 1 in beams.
+
+    Examples
+    --------
+    The second frame holds label 2 for as good as impossible, and the phrase "1 2" cannot write it:
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jax_rnnt import RNNTLoss, decode
+    >>> predictor = decode.stateless_predictor(lambda labels: jnp.zeros((len(labels), 3)), 1, start=0)
+    >>> phrases = decode.Phrases([[1, 2]], weights=9.0, classes=3)
+    >>> options = dict(max_labels=4, max_symbols=1, fusion=[(phrases, 1.0)])
+    >>> batch = jnp.array([[[0.0, 9.0, 0.0], [8.0, 0.0, 0.0]]]), jnp.array([2])
+    >>> [decode.Search(RNNTLoss(0), jnp.add, predictor, guard=guard, **options).greedy(*batch).labels[0, :2].tolist()
+    ...  for guard in (decode.Guard(), None)]
+    [[1, -1], [1, 2]]
+    """
+
+    margin: float | jax.Array | None = None
+    blank_margin: float | jax.Array | None = None
+    most: float | jax.Array | None = None
+
+    def __post_init__(self):
+        for name in USUAL:
+            if (x := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _checks.scalar(name, x))
+
+    def of_verb(self, greedy: bool) -> "Guard":
+        """With the defaults of greedy search or of beams."""
+        chosen = {name: usual[not greedy] for name, usual in USUAL.items() if getattr(self, name) is None}
+        return _pytree.replace(self, **chosen)
+
+
+class Match(typing.NamedTuple):
+    """What the phrases of one model of fusion add to the scores of next labels, with the weight of fusion."""
+
+    broken: jax.Array  # [N]: where the label goes on with none: what the match has earned is given back
+    gain: jax.Array  # [N, V]: how much more it is with this label
+
+    def earned(self):
+        """[N, 1]: by the match in progress."""
+        return -self.broken[..., None]
+
+
+def watched(search) -> list[int]:
+    """The numbers of the models of fusion that the guard watches."""
+    if search.guard is None:
+        return []
+    return [i for i, (model, _) in enumerate(search.fusion) if hasattr(model, "most_a_label")]
+
+
+def given_back(search, i: int, state, dtype):
+    """(what the match in progress gives back [N], the weight of the model's scores [N]) of model i."""
+    model, weight = search.fusion[i]
+    weight = jnp.asarray(weight, dtype)
+    most, earned = jnp.asarray(search.guard.most, dtype), weight * model.most_a_label(state).astype(dtype)
+    weight = jnp.where(earned > most, weight * (most / jnp.where(earned > most, earned, 1)), weight)
+    return weight * model.final(state).astype(dtype), weight
+
+
+def match(search, i: int, scores, state, dtype) -> Match:
+    """The Match of model i with these scores [N, V] and states."""
+    broken, weight = given_back(search, i, state, dtype)
+    return Match(broken, weight[:, None] * scores.astype(dtype) - broken[:, None])
+
+
+def shortfalls(moves, of_moves, labels):
+    """How far each label [..., V] lies below the best label, and below the best blank, in the model alone.
+
+    Of log-probabilities: `of_moves` [..., moves] without those of `labels` [..., V].
+    """
+    blanks = len(moves.blanks)
+    of_label = of_moves[..., blanks:].max(-1)[..., None]
+    label = of_label + labels
+    return label.max(-1, keepdims=True) - label, of_moves[..., :blanks].max(-1)[..., None] - label
+
+
+def added(guard: Guard, matches, below, greedy: bool):
+    """(what labels get [..., V], how much of it counts in the score alone, bits of the matches that they break)"""
+    to_label, to_blank = below
+    total, unseen, bits = jnp.zeros_like(to_label), jnp.zeros_like(to_label), jnp.zeros(to_label.shape, jnp.int32)
+    for i, each in enumerate(matches):
+        margin, blank_margin = guard.margin, guard.blank_margin
+        if greedy:
+            margin, blank_margin = (jnp.minimum(x, each.earned()) for x in (margin, blank_margin))
+        breaks = (each.gain > 0) & ~((to_label <= margin) & (to_blank <= blank_margin))
+        gain = jnp.where(breaks, 0, each.gain)
+        score = each.broken[..., None] + gain
+        total, bits = total + score, bits + jnp.where(breaks, 1 << i, 0)
+        if greedy:
+            at_least = jnp.where(gain > 0, 0, gain - CHARGED)
+            unseen = unseen + jnp.where(each.earned() > 0, jnp.minimum(score - at_least, 0), 0)
+    return total, unseen, bits
+
+
+def code_of(tokens: int, label, bits):
+    """The code of labels [...], -1 for none, which break the matches of `bits` [..., V]."""
+    return jnp.where(label >= 0, label + tokens * pick(bits, jnp.maximum(label, 0)), label)
+
+
+def after(model, i: int | None, state, codes, tokens: int) -> Any:
+    """``model.step`` for codes; `i` is the model's place among the guarded ones, or None."""
+    labels = codes % tokens
+    if i is None:
+        return model.step(state, labels)
+    return model.step(state, jnp.where((codes // tokens >> i) & 1 == 1, model.breaks, labels))
