@@ -89,10 +89,14 @@ def cached(encode):
     return window
 
 
+def long_ones(words):
+    return sorted(x for x in words if len(x) >= LETTERS)
+
+
 def drawn(lines, heard):
     """The first draw of `WORDS` words that lines have in `PLACES` places, or else the first one."""
     counts = collections.Counter(word for line in lines for word in line.split())
-    rare = sorted(word for word in counts if len(word) >= LETTERS and word not in heard) or sorted(counts)
+    rare = [x for x in long_ones(counts) if x not in heard] or sorted(counts)
     draws = [[*np.random.default_rng(seed).permutation(rare)[:WORDS]] for seed in range(1000)]
     return next((x for x in draws if sum(counts[word] for word in x) == PLACES), draws[0])
 
@@ -107,7 +111,7 @@ def unsaid(lines, heard, spells):
     random = ["".join(rng.choice(letters, n)) for n in rng.integers(3, 9, 4000)]
     names = [" ".join(x.split()) for x in OTHERS.split("|")]
     found = [], []  # far, near
-    for x in dict.fromkeys([*rng.permutation(names), *rng.permutation(sorted(heard)), *random]):
+    for x in dict.fromkeys([*rng.permutation(names), *rng.permutation(long_ones(heard)), *random]):
         if len(x) > 2 and not any(part in words for part in x.split()) and spells(x):
             near = process.extractOne(x, words, scorer=Levenshtein.distance, score_cutoff=len(x) // 3)
             found[near is not None].append(str(x))
