@@ -1,6 +1,6 @@
 """The tables of docs/speech/phrases.md: what lists of phrases find, and what they write that nobody said.
 
-    apt-get install espeak-ng
+    pip install hibari-tts
     rnnt-speech train --config read-speech --train TRAIN --valid VALID --init WHISPER --workdir RUN
     python lab/benchmarks/hotwords.py --model RUN --train TRAIN VALID
 
@@ -9,7 +9,7 @@ Every row is one setting of the search, in `SETTINGS`, and has these columns:
 * found, false, WER: with a list of 50 words of VALID that TRAIN lacks, drawn from those of eight letters or more. A
   place where one is said counts as found if the transcript of its utterance has the word; false ones are further
   ones.
-* names, again, for others: with a list of ten names, in sentences of espeak-ng, of which some hesitate and repeat
+* names, again, for others: with a list of ten names, in synthetic sentences, of which some hesitate and repeat
   words. How many are found, how many are written once more, and how many are written for words that sound like them.
 * silence: with both lists, 60 phrases, the words over 30 s each of silence, noise, tones and music, and over pauses
   between utterances.
@@ -27,7 +27,6 @@ import functools
 import hashlib
 import json
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -67,8 +66,11 @@ NAMES = {
     "morrison": ("more is on", "garrison", "morris"),
 }
 SENTENCES = "we asked {} to come back", "the letter of {} came this morning", "i saw {} in the garden"
-HESITANT = "well we we asked um {} uh to to come back", "the the letter of uh {} i think came came this morning"
-VOICES = "en-us", "en-gb"
+HESITANT = (
+    "well, we we asked, um, {}, uh, to to come back",
+    "the the letter of, uh, {}, i think, came came this morning",
+)
+SPEEDS = 0.9, 1.1
 OTHERS = """\
 abigail thornbury|aldous|anneliese|bartholomew|beatrix kowalski|benedikt|caoimhe|cassius|dagmar|
 delphine okafor|desmond|eluned|esperanza|fatima|fyodor|giselle hartmann|gwendolyn|hjalmar|ignatius|
@@ -156,16 +158,17 @@ def music(t, rate, rng):
     return 0.05 * tones * np.exp(-3 * since) + 0.3 * kick + 0.1 * snare
 
 
-def say(text, voice, rate):
-    wav = subprocess.run(["espeak-ng", "-v", voice, "--stdout", text], capture_output=True, check=True).stdout
-    return audio.read(audio.Memory(wav, text), rate)
-
-
 def spoken(rate):
     """[(samples, the name that is said or sounds like what is, whether it is said)]"""
+    import hibari  # with NAMES alone
+
+    speaks = hibari.Hibari(threads=1)
     said = [(x.format(name), name, True) for name in NAMES for x in (*SENTENCES, *HESITANT)]
     said += [(x.format(other), name, False) for name in NAMES for x, other in zip(SENTENCES, NAMES[name])]
-    return [(say(text, voice, rate), *more) for voice in VOICES for text, *more in said]
+    sounds = [
+        audio.resampled(speaks(text, speed, 0), hibari.SAMPLE_RATE, rate) for speed in SPEEDS for text, *_ in said
+    ]
+    return [(x, *more) for x, (_, *more) in zip(sounds, said * len(SPEEDS))]
 
 
 def of_phrases(phrases, text):
