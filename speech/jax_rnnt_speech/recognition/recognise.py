@@ -94,7 +94,8 @@ def transcribe(model, recordings, decoding=GREEDY, watch=None, progress=None, ow
     """
     waiting, held = [], 0
     for i, (name, samples) in enumerate(recordings):
-        x = windows.Recording(name, samples, model, watch and functools.partial(watch, i), progress=progress, own=owns and owns[i])
+        heard, own = watch and functools.partial(watch, i), owns and owns[i]
+        x = windows.Recording(name, samples, model, heard, progress=progress, own=own)
         waiting.append(x)
         held += x.frames
         if held >= HELD:

@@ -322,7 +322,9 @@ class Stream:
         """Another Stream that runs in the same programs, or None where no slot is free for it."""
         if self.shares and len(self.slots.free) < 2:  # the last one is for a recording of its own
             return None
-        return Stream(self.model, self.slots.decoding, slots=self.slots if self.shares else None, listens=False, own=self.own)
+        return Stream(
+            self.model, self.slots.decoding, slots=self.slots if self.shares else None, listens=False, own=self.own
+        )
 
     async def hear(self, samples, end=False, seconds=None):
         """Yields (words that are final, whether an utterance ends) for each step of more samples [S].

@@ -51,10 +51,11 @@ def unexpected(request):
 
 def unused_header(texts):
     """The header that names phrases without effect; of many, the first ones and how many others there are."""
-    texts, count = list(texts), len(texts)
-    while texts and len(line := json.dumps([*texts, *[f"and {count - len(texts)} more"] * (len(texts) < count)])) > HEADER:
-        texts.pop()
-    return {UNUSED: line} if texts else {}
+    for count in range(len(texts), 0, -1):
+        others = [f"and {len(texts) - count} more"] * (count < len(texts))
+        if len(line := json.dumps([*texts[:count], *others])) <= HEADER:
+            return {UNUSED: line}
+    return {}
 
 
 def log_probs(labels):

@@ -247,9 +247,10 @@ class Server:
         answers = {}
         for decoding in {id(x.decoding): x.decoding for x in files}.values():  # files of a language are a batch
             some = [x for x in files if x.decoding is decoding]
-            heard = lambda i, x, of=some: of[i].watch(x)
             recordings, owns = map(self.samples, some), [x.own for x in some]
-            results = recognise.transcribe(self.model, recordings, decoding, heard, owns=owns)
+            results = recognise.transcribe(
+                self.model, recordings, decoding, lambda i, x, of=some: of[i].watch(x), owns=owns
+            )
             answers |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
         return [answers[id(x)] for x in files]
 
