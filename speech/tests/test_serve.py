@@ -309,6 +309,15 @@ async def test_the_client_of_openai(served, corpus):
             assert create(**strict, response_format="vtt", language="en").text.startswith("WEBVTT")
             logs = create(**strict, include=["logprobs"], chunking_strategy={"type": "server_vad"}, keywords=["a"])
             types.Transcription.model_validate_json(logs.text, strict=True)
+            # The vocabulary has A, B and C alone.
+            for fields in {"keywords": ["AB", "Ωmega"]}, {"prompt": "AB, Ωmega"}:
+                for name, kind in ("json", types.Transcription), ("verbose_json", types.TranscriptionVerbose):
+                    answer = create(**strict, response_format=name, **fields)
+                    kind.model_validate_json(answer.text, strict=True)
+                    assert json.loads(answer.headers["X-Unused-Keywords"]) == ["Ωmega"]
+                assert json.loads(answer.text)["unused_keywords"] == ["Ωmega"]
+            with pytest.raises(openai.BadRequestError, match="more than 100 keywords"):
+                create(**strict, keywords=["A"] * 101)
             for parts in ["word"], ["segment"], ["word", "segment"], openai.omit:
                 answer = create(**strict, response_format="verbose_json", timestamp_granularities=parts)
                 whole = types.TranscriptionVerbose.model_validate_json(answer.text, strict=True)

@@ -32,6 +32,13 @@ class Decoding:
     language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
     allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
     spotter: object = dataclasses.field(default=None, metadata={"static": True})  # a `spotter.Spotter` of whole windows
+    room: object = dataclasses.field(default=None, metadata={"static": True})  # a `search_options.Room`
+
+    def of(self, lists):
+        """The Decoding of a batch whose recordings have these `search_options.Own` phrases, or None."""
+        if self.room is None:
+            return self
+        return dataclasses.replace(self, room=None, fusion=(*self.fusion, (self.room.model_of(tuple(lists)), 1.0)))
 
 
 GREEDY = Decoding()

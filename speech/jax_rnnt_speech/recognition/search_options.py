@@ -6,6 +6,7 @@ whatever the files hold, and an option that the model cannot follow is an error 
 """
 
 import dataclasses
+import functools
 import math
 import sys
 from pathlib import Path
@@ -46,6 +47,7 @@ class WordBonus:
 # Nats for each label of a phrase. Greedy search gets fewer: it cannot go back from a phrase that it has begun to write.
 WITH_BEAM, WITH_GREEDY = 1.0, 0.25
 WITH_CTC = 1.0  # nats that a label of a phrase may be worse than the head's best class
+LONGEST = 100  # characters of a phrase of a request, and labels of a recording's own room for each of them
 PROBABILITY = "probability"
 NGRAM = lambda search: search.ngram, "--ngram"
 
@@ -126,12 +128,18 @@ def word_bonus(model):
     return WordBonus(jnp.array(separates + none), jnp.array(spells + none))
 
 
+def speller(model):
+    """A function from a text to its labels: None, or none of them, where the vocabulary cannot spell it."""
+    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
+    return lambda text: model.tokens.encode(normalize(text))
+
+
 def spelled(path, model, usual):
     """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
 
     A line that the vocabulary cannot spell is named and left out. Lines without a number have the `usual` one.
     """
-    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
+    spell = speller(model)
     with told(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, rows.encodable(line, f"line {i}")) for i, line in lists.lines_of(path)]
     phrases = []
@@ -143,7 +151,7 @@ def spelled(path, model, usual):
             weight = math.nan
         if not text.strip() or not math.isfinite(weight):
             raise UserError(f"--phrases {path}, line {i}: expected TEXT, or TEXT, a tab and a number, got {line!r}")
-        if labels := model.tokens.encode(normalize(text)):
+        if labels := spell(text):
             phrases.append((text, labels, weight))
         else:
             print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
@@ -151,41 +159,93 @@ def spelled(path, model, usual):
     return phrases
 
 
-def phrases(path, model, usual, depth=0.0):
-    """The Phrases of a file, with the numbers of its lines as weights."""
-    _, labels, weights = map(list, zip(*spelled(path, model, usual)))
-    with told(f"--phrases {path}", ValueError):
-        return decode.Phrases(labels, weights, classes=model.blank + 1, depth=depth)
+def phrases(model, lists, depth=0.0, size=None):
+    """The model of fusion that prefers phrases: those of a list [(labels, weight)] for all, or of one for each."""
+    labels, weights = ([[x[i] for x in some] for some in lists] for i in (0, 1))
+    if len(lists) == 1 and size is None:
+        (labels,), (weights,) = labels, weights
+    return decode.Phrases(labels, weights, classes=model.blank + 1, size=size, depth=depth)
 
 
-def decoding_of(options, model):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Own:
+    """The phrases of one recording."""
+
+    phrases: list  # of (labels, weight)
+
+
+class Room:
+    """Room for `most` phrases of each recording, next to those of --phrases, `fixed` as [(labels, weight)].
+
+    Its size is fixed, so that lists change from one recording to the next without compiling, and the recordings of a
+    batch have different ones. A recording with phrases of its own has those of --phrases, too.
+    """
+
+    def __init__(self, model, fixed, most, usual, depth):
+        self.model, self.fixed, self.most, self.usual, self.depth = model, fixed, most, usual, depth
+        self.spell = speller(model)
+        self.size = sum(len(labels) for labels, _ in fixed) + most * LONGEST
+        self.model_of = functools.lru_cache(maxsize=8)(self.made)
+
+    def own(self, texts):
+        """(Own of a recording or None, texts that it lacks: the vocabulary cannot spell them, or there is no room)."""
+        found, lacking, left = [], [], self.most * LONGEST
+        for text in texts:
+            labels = self.spell(text)
+            if labels and len(labels) <= left:
+                found.append((labels, self.usual))
+                left -= len(labels)
+            else:
+                lacking.append(text)
+        return Own(found) if found else None, lacking
+
+    def made(self, owns):
+        """The model of fusion of a batch whose recordings have these Own phrases, or None."""
+        lists = [[*self.fixed, *(own.phrases if own else ())] for own in owns]
+        with jax.ensure_compile_time_eval():  # it is kept, and may be made while a program is traced
+            return phrases(self.model, lists, self.depth, self.size)
+
+    @property
+    def bytes(self):
+        """The memory that each recording of a batch takes."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.made((None,))))
+
+
+def decoding_of(options, model, most=0):
     """The Decoding that a Searching asks for; raises where the model has no head, prompt or label for it.
 
     Phrases that the search writes are a model of fusion. A head for CTC finds phrases after the search, by a `Spotter`.
+    `most`: a recording may have so many phrases of its own, if the search is one that can prefer them.
     """
     fusion, ilm, kind = (), 0.0, options.confidence
     if options.ngram:
         ngram, bonus = read(options.ngram, model, options.unknown_word), word_bonus(model)
         fusion, ilm = ((ngram, options.ngram_weight), (bonus, options.word_bonus)), options.ilm_weight
-    spotter = None
+    spotter, room, fixed = None, None, []
     if options.phrases and options.phrases_by == "ctc":
         if model.chunk or "ctc" not in model.shapes:
             raise UserError("--phrases-by ctc needs a model with a head for CTC that sees whole utterances")
         _, labels, weights = zip(*spelled(options.phrases, model, WITH_CTC))
         spotter = Spotter(tuple(map(tuple, labels)), weights, options.phrase_depth)
-    elif options.phrases:
-        usual = WITH_BEAM if options.beam else WITH_GREEDY
-        fusion += ((phrases(options.phrases, model, usual, options.phrase_depth), 1.0),)
+    usual = WITH_BEAM if options.beam else WITH_GREEDY
+    if options.phrases and not spotter:
+        fixed = [x[1:] for x in spelled(options.phrases, model, usual)]
     alone = model.config.head.loss == "ctc"
     ctc = alone if options.head is None else options.head == "ctc"
     if ctc != alone and (alone or "ctc" not in model.shapes):
         raise UserError(f"--head {options.head}: the model has no such head")
-    if ctc and (options.beam or fusion or kind != PROBABILITY):
+    if ctc and (options.beam or fusion or fixed or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
+    if fixed:
+        with told(f"--phrases {options.phrases}", ValueError):
+            fusion += ((phrases(model, [fixed], options.phrase_depth), 1.0),)
+    if most and not ctc and not spotter:
+        room = Room(model, fixed, most, usual, options.phrase_depth)
+        fusion = fusion[: len(fusion) - bool(fixed)]  # a recording's own list has them
     language = model.language(options.prompt) if options.prompt else None
     kind = None if kind == PROBABILITY else decode.Entropy(kind)
     mask = allowed(model, options.script, options.only_characters)
-    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter)
+    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter, room)
 
 
 def allowed(model, names="", characters=""):

@@ -54,9 +54,11 @@ class Transcript(NamedTuple):
         return x if self.nbest is None else x | {"nbest": self.nbest}
 
 
-def words_of(tokens, labels, frames, **options):
+def words_of(tokens, labels, frames, durations=None, **options):
     mark = tokens.separator if tokens.separates else None  # without spaces, every label is a word
-    return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels, mark=mark, **options)
+    # JAX compiles a conversion of any other type anew for each number of labels.
+    labels, frames, durations = (x if x is None else np.array(x, np.int32) for x in (labels, frames, durations))
+    return timing.words(labels, frames, tokens.labels, mark=mark, durations=durations, **options)
 
 
 def words(model, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):

@@ -66,9 +66,9 @@ def before_all(model, rows, lengths, decoding):
 class Recording:
     """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
 
-    def __init__(self, name, samples, model, watch=None, again=False, progress=None):
+    def __init__(self, name, samples, model, watch=None, again=False, progress=None, own=None):
         self.ear = None if again else Ear(model.extractor.rate)  # nothing is searched a third time
-        self.name, self.model, self.extractor, self.watch = name, model, model.extractor, watch
+        self.name, self.model, self.extractor, self.watch, self.own = name, model, model.extractor, watch, own
         self.progress, self.passed = progress, 0.0  # seconds that `progress` has counted
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
@@ -175,7 +175,7 @@ class Recording:
 
     def stream(self, decoding):
         """Finds the labels as a `Stream` does, in the same programs."""
-        live, unsure, piece = Stream(self.model, decoding, listens=False), no_labels(), self.samples
+        live, unsure, piece = Stream(self.model, decoding, listens=False, own=self.own), no_labels(), self.samples
         self.samples = self.samples[:0]
         while True:
             for step in live.steps(self.samples if piece is None else piece, piece is None):
@@ -203,7 +203,7 @@ def hear(model, recordings, decoding):
     """Finds the labels of Recordings; speech for which there are none is heard once more, by itself."""
     hear_once(model, recordings, decoding)
     jobs = [(x, *job) for x in recordings if x.ear and not x.error for job in x.ear.jobs]
-    second = [Recording(x.name, samples, model, again=True) for x, *_, samples in jobs]
+    second = [Recording(x.name, samples, model, again=True, own=x.own) for x, *_, samples in jobs]
     hear_once(model, second, decoding)
     for (x, begin, end, first, _), other in zip(jobs, second):
         labels = None if other.error else joined(model, x.found, other.found, first // x.step, begin, end)
@@ -252,6 +252,7 @@ def hear_windows(model, rows, frames, state, free, decoding):
 
     `free`: rows that begin; None: all do, and end.
     """
+    decoding = decoding.of([x and x.own for x in rows])
     heard, cuts = encoded(model, [x and x.window for x in rows], frames)
     cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
