@@ -87,7 +87,7 @@ class Layout(LazyArray):
         return None
 
 
-def of(logits) -> Layout:
+def as_layout(logits) -> Layout:
     """The layout of the argument `logits`, checked."""
     if isinstance(logits, Layout):
         return logits.checked()

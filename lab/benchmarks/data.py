@@ -72,7 +72,7 @@ def opened(source, folder, **options):
     from jax_rnnt_speech.data import tokens
     from jax_rnnt_speech.data.source import Source
 
-    config = Config.of(train=str(source), on_the_fly=True, **options)
+    config = Config.from_options(train=str(source), on_the_fly=True, **options)
     model = types.SimpleNamespace(tokens=tokens.Characters(ALPHABET), subsampling=4)
     return Source(config, folder).opened(model, 1)
 
@@ -99,7 +99,7 @@ def memory(args):
 
     from jax_rnnt_speech.data import loading
 
-    loading.heard = lambda entry, rate, again: (np.zeros(rate // 4, np.float32), None)
+    loading.samples_of = lambda entry, rate, again: (np.zeros(rate // 4, np.float32), None)
     found, sizes = opened(args.source, args.index, batch=64), []
     steps = found.steps(1)
     for i, _ in enumerate(found.read(0, steps)):

@@ -62,7 +62,7 @@ def writer():
     from jax_rnnt_speech.model import Model
 
     sizes = dict(rate=8000, mels=8, width=16, blocks=1, convolution=3, channels=2, chunk=8, seed=6)
-    settings = config.Config.of(train="t", valid="v", encoder="convolutional", **sizes)
+    settings = config.Config.from_options(train="t", valid="v", encoder="convolutional", **sizes)
     model = Model(settings, tokens.Characters("ABC "), [0.0] * 8, [10.0] * 8)
     model.params["joint"] = jax.tree.map(lambda x: 8 * x, model.params["joint"])
     return model

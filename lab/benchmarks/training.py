@@ -40,7 +40,7 @@ CHEAP = dict(dtype="bfloat16", remat=True, scan=True, dropout=0.0)
 
 def model_of(layers):
     """A Model, whose parameters nobody draws."""
-    config = Config.of(init="none", encoder="fastconformer", **SIZES, **CHEAP)
+    config = Config.from_options(init="none", encoder="fastconformer", **SIZES, **CHEAP)
     fields = {"num_mel_bins": config.features.mels, "num_hidden_layers": layers}
     zeros, ones = np.zeros(config.features.mels), np.ones(config.features.mels)
     return Model(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields})

@@ -38,7 +38,7 @@ CONVOLUTIONAL = {"encoder": "convolutional"}
 
 
 def configuration(**options):
-    return asr.config.Config.of(**({"train": "t", "valid": "v"} | TINY | options))
+    return asr.config.Config.from_options(**({"train": "t", "valid": "v"} | TINY | options))
 
 
 def random_model(**options):

@@ -99,7 +99,7 @@ def test_what_is_read(packed, kind, tmp_path):
     corpus = corpora.Recordings([packed / kind], configuration())
     assert len(corpus.utterances) == COUNT and not corpus.report.names
     keys = keys_of()
-    shards = archives.of(packed / kind)
+    shards = archives.all_shards(packed / kind)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), SECONDS, atol=1e-3)
     assert found.seconds.all() == (kind != "parquet")  # what is in tars was read with them
@@ -157,7 +157,7 @@ def test_rows_of_other_lists(packed, tmp_path):
     """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
     keys = keys_of()
     for name, written in (("all.jsonl", SECONDS), ("bare.jsonl", [0] * COUNT)):
-        shards = archives.of(packed / name, readers=2)
+        shards = archives.all_shards(packed / name, readers=2)
         assert 2 < len(shards) <= COUNT
         found = index.indexed(shards, keys, tmp_path)
         np.testing.assert_allclose(found.seconds, written, atol=1e-4)
@@ -167,16 +167,16 @@ def test_rows_of_other_lists(packed, tmp_path):
     (tmp_path / "m.csv").write_text(
         "path,text\n" + "".join(f"{packed}/files/u{i}.wav,{TEXTS[i]}\n" for i in range(COUNT))
     )
-    shards = archives.of(tmp_path / "m.csv", readers=2)
+    shards = archives.all_shards(tmp_path / "m.csv", readers=2)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.array([3, 1, 3])), np.array(SECONDS)[[3, 1, 3]], atol=1e-4)
     assert [*np.flatnonzero(index.indexed(shards, keys, tmp_path).later)] == [1, 3]  # as another start finds
     rows = [{"audio": f"{packed}/files/u{i}.wav", "text": "A", "offset": 0.1} for i in range(COUNT)]  # to their ends
     (tmp_path / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = index.indexed(archives.of(tmp_path / "parts.jsonl"), keys, tmp_path)
+    found = index.indexed(archives.all_shards(tmp_path / "parts.jsonl"), keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), np.subtract(SECONDS, 0.1), atol=1e-4)
     (tmp_path / "bad.jsonl").write_text('{"audio": "a.wav", "text": "A"}\nno\n{"text": "A", "duration": 1}\nnor this\n')
-    found = index.indexed(archives.of(tmp_path / "bad.jsonl", readers=2), keys, tmp_path)
+    found = index.indexed(archives.all_shards(tmp_path / "bad.jsonl", readers=2), keys, tmp_path)
     assert sorted(found.faults) == [["no name of an audio file", "bad.jsonl line 3"],
                                     *(["not JSON", f"bad.jsonl line {i}"] for i in (2, 4))]  # fmt: skip
     assert np.isnan(found.lengths(np.array([0])))
@@ -221,7 +221,7 @@ def test_damaged_archives(packed, tmp_path, refused, said):
     for name in ("none*.tar", "none?.jsonl"):
         refused(["check", tmp_path / name], f"{name} matches no file")
     with pytest.raises(lists.ListError, match=r"none\.jsonl does not exist"):
-        archives.of(tmp_path / "none.jsonl")
+        archives.all_shards(tmp_path / "none.jsonl")
     shutil.copytree(packed / "nemo", tmp_path / "nemo")
     (tmp_path / "nemo/audio_1.tar").unlink()
     refused(["check", tmp_path / "nemo/tarred_audio_manifest.json"], "names 1 tars that are not beside it: number 1")

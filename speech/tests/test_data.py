@@ -40,8 +40,9 @@ def test_several_sources(corpus, tmp_path):
             files.from_json(tree, "x", training=True)
     assert files.from_json({"data": mixed | {"synthetic": ""}}, "", training=True) == {"train": paths, "valid": "a"}
     sections = {"data": {"train": paths, "valid": "a"}, "blocks": {"convolution": 3}, "encoder": {"kind": "whisper"}}
-    assert files.from_json(sections, "") == found and files.from_json(files.to_json(Config.of(**found)), "") == (
-        Config.of(**found).options()
+    config = Config.from_options(**found)
+    assert files.from_json(sections, "") == found and files.from_json(files.to_json(config), "") == (
+        config.options()
         | {"train": paths, "strides": [[2, 2], [2, 2]], "durations": [0, 1, 2, 3, 4]}
         | {"speeds": [1.0], "snr": [5.0, 20.0], "rates": []}
     )
@@ -56,7 +57,7 @@ def test_check_says_the_batches_of_a_training(corpus, trained, said, tmp_path):
         (tmp_path / "c.json").write_text(json.dumps(own))
         line = next(x for x in trained[1].splitlines() if x.startswith("batches: "))
         if change:
-            config, kept = Config.of(**options), None if "on_the_fly" in change else tmp_path / "kept"
+            config, kept = Config.from_options(**options), None if "on_the_fly" in change else tmp_path / "kept"
             tokens = asr.data.tokens.Characters("ABC ")
             source = Source(config, tmp_path / "index", kept=kept)
             line = source.opened(types.SimpleNamespace(tokens=tokens, subsampling=4), 1).batches()

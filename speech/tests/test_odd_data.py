@@ -117,7 +117,7 @@ def heard(source, tmp_path):
     entries, reasons = [], {}
     for x in sources.read(source):
         reasons.setdefault(x.reason, []).append(x.name) if isinstance(x, Fault) else entries.append(x)
-    keys, shards = keys_of(), archives.of(source)
+    keys, shards = keys_of(), archives.all_shards(source)
     found = index.indexed(shards, keys, tmp_path / "index")
     rows = [shards[k].entry(row.tolist(), keys) for k, row in zip(found.shards, found.rows)]
     again = [x for x in rows if isinstance(x, Entry)]

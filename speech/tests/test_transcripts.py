@@ -27,7 +27,7 @@ from support import CONVOLUTIONAL, asr, random_model, subwords
 def test_words(text):
     """They are those of the text, of characters and of subwords; times and confidence by hand."""
     characters = asr.data.tokens.Characters("AB ")
-    config = asr.config.Config.of(tokens="subwords", vocabulary=8)
+    config = asr.config.Config.from_options(tokens="subwords", vocabulary=8)
     subwords = asr.data.tokens.train(config.head, ["A AB BA", "BAB A", "ABBA AB"] * 9)
     for tokens in (characters, subwords):
         labels = [int(x) for x in tokens.encode(text)]

@@ -131,7 +131,7 @@ def options_of(args):
     file = {name: x for name, x in file.items() if name not in decided}
     others = {name: x for name, x in usual.items() if name not in decided}
     with files.origins(args.model or f"--config {args.config}", others):
-        settings = Config.of(**usual | decided).consistent(named(given, file))
+        settings = Config.from_options(**usual | decided).consistent(named(given, file))
     return settings, vocabulary, encoders.subsampling(settings, source) if usual else None
 
 

@@ -1,7 +1,8 @@
 """What decides the result of a run: a tree of dataclasses, whose fields are options of the command line and of JSON.
 
 A function takes the part of the tree that it needs. Options have one name each over the whole tree, so that the command
-line stays flat: `Config.of(width=8)` is `Config(blocks=Blocks(width=8))`. `command_line` and `files` read them.
+line stays flat: `Config.from_options(width=8)` is `Config(blocks=Blocks(width=8))`. `command_line` and `files` read
+them.
 """
 
 import dataclasses
@@ -286,7 +287,7 @@ class Config:
     search: Search = Search()
 
     @classmethod
-    def of(cls, **options):
+    def from_options(cls, **options):
         """The configuration of options by their names."""
         return cls().replace(**options)
 

@@ -83,7 +83,7 @@ class Index:
             seconds = np.where(seconds == 0, self.later[items], seconds)
         return seconds
 
-    def heard(self, items, versions, speeds, most):
+    def lengths_of_versions(self, items, versions, speeds, most):
         """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
         seconds = self.lengths(items)
         used = np.isfinite(seconds) & ~surely_longer(seconds, most)  # the others are left out in their turn

@@ -199,7 +199,7 @@ def folder(path, keys):
     if (path / "wav.scp").exists():
         return kaldi(path, bool(keys[1]))
     tables = once(x for form in ("jsonl", "csv") if (x := path / f"metadata.{form}").exists())
-    return manifest(tables[0], keys) if tables else beside(path) if keys[1] else recordings(path)
+    return manifest(tables[0], keys) if tables else audio_with_texts(path) if keys[1] else recordings(path)
 
 
 def no_corpus(path, what):
@@ -247,7 +247,7 @@ def key_of(file):
     return composed(str(file.parent)), composed(file.stem)
 
 
-def beside(path):
+def audio_with_texts(path):
     """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, next to the audio files NAME.*."""
     files, inside = {}, below(path)
     for x in inside:

@@ -124,7 +124,7 @@ class Source:
 
     def list(self):
         """Shards of the sources, and the index of those that are this process's."""
-        shards_of = [archives.of(name, self.config.texts.columns, self.readers) for name, _ in self.named]
+        shards_of = [archives.all_shards(name, self.config.texts.columns, self.readers) for name, _ in self.named]
         for (name, _), shards in zip(self.named, shards_of):
             refuse_if(not shards, f"{name}: nothing is listed")
         self.indices, self.items = [], []
@@ -218,7 +218,7 @@ class Source:
         if isinstance(entry, Utterance):
             return index.load(number, 0, rng)
         try:
-            return self.extractor(loading.heard(entry, self.config.features.rate)[0])
+            return self.extractor(loading.samples_of(entry, self.config.features.rate)[0])
         except audio.AudioError as error:
             return self.report.add(error.reason, entry.name, again=False)
 

@@ -310,7 +310,7 @@ def hours(sources, columns):
     """About how many hours sources hold, by a part of what their manifests say, and by some headers."""
     keys, total = keys_of(*columns), 0.0
     for name in sources:
-        shards, rows, seconds = archives.of(archives.weighted(name)[0], columns), [], []
+        shards, rows, seconds = archives.all_shards(archives.weighted(name)[0], columns), [], []
         chosen = np.unique(np.linspace(0, len(shards) - 1, SHARDS).astype(int)) if shards else []
         for shard in (shards[i] for i in chosen):
             for x in shard.read(keys, brief=True):

@@ -8,7 +8,7 @@ import re
 
 import sentencepiece
 
-from jax_rnnt_speech.system import UserError, told
+from jax_rnnt_speech.system import UserError, as_user_error
 
 ENDS = "<EOU>", "<eou>"  # labels that end an utterance
 SILENT = *ENDS, "<EOB>", "<eob>"  # labels that are no part of a word: NeMo marks the ends of interjections too
@@ -139,7 +139,7 @@ class Pretrained(Pieces):
             from tokenizers import Tokenizer
         except ModuleNotFoundError:
             raise UserError("the model has a tokenizer.json, which needs: pip install tokenizers") from None
-        with told("tokenizer.json is no tokenizer", Exception):  # tokenizers raises no narrower one
+        with as_user_error("tokenizer.json is no tokenizer", Exception):  # tokenizers raises no narrower one
             self.tokenizer = Tokenizer.from_str(text)
         model = json.loads(text)["model"]
         unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))

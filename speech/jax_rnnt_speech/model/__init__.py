@@ -67,7 +67,7 @@ class Model:
 
     @classmethod
     def from_setup(cls, setup, **options):
-        config = Config.of(**from_json(setup["config"], "the checkpoint"))
+        config = Config.from_options(**from_json(setup["config"], "the checkpoint"))
         stored = tokens.from_json(setup["tokens"]), setup["mean"], setup["deviation"], setup.get("source")
         return cls(config, *stored, **options)
 

@@ -19,7 +19,7 @@ from jax_rnnt_speech.data import lists, rows, texts
 from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.recognition.spotter import Spotter
-from jax_rnnt_speech.system import UserError, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +114,7 @@ def read(path, model, unknown=None):
     """
     tokens = model.tokens
     classes = tokens.labels + [None] * (model.classes - len(tokens.pieces))
-    with told(f"--ngram {path}", OSError, ValueError):
+    with as_user_error(f"--ngram {path}", OSError, ValueError):
         return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator, unknown=unknown and -unknown)
 
 
@@ -132,7 +132,7 @@ def spelled(path, model, usual):
     A line that the vocabulary cannot spell is named and left out. Lines without a number have the `usual` one.
     """
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
-    with told(f"--phrases {path} is not readable", OSError, ValueError):
+    with as_user_error(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, rows.encodable(line, f"line {i}")) for i, line in lists.lines_of(path)]
     phrases = []
     for i, line in lines:
@@ -154,7 +154,7 @@ def spelled(path, model, usual):
 def phrases(path, model, usual, depth=0.0):
     """The Phrases of a file, with the numbers of its lines as weights."""
     _, labels, weights = map(list, zip(*spelled(path, model, usual)))
-    with told(f"--phrases {path}", ValueError):
+    with as_user_error(f"--phrases {path}", ValueError):
         return decode.Phrases(labels, weights, classes=model.blank + 1, depth=depth)
 
 

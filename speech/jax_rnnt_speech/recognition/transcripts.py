@@ -20,7 +20,7 @@ from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.rows import Entry, later
 from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import subtitles, timed, unheard
-from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if
 
 LINES = "text", "json", "jsonl"  # written as they come
 # What has a file for each recording.
@@ -130,7 +130,7 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     """The Transcript of a Result of an Entry."""
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
-    with told(shown(entry.name), ValueError):
+    with as_user_error(shown(entry.name), ValueError):
         spoken = words(model, *heard, entry.start, result.duration)
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
     return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed)
@@ -287,7 +287,7 @@ class Lines:
         x = self.known.pop(i)
         if x is None:
             return
-        with told(shown(self.entries[i].name), ValueError):
+        with as_user_error(shown(self.entries[i].name), ValueError):
             text = self.text(i, x)
         if self.file is None:  # an earlier file stays until there is something to write
             self.file = outputs.Growing(self.to.output) if self.to.output else outputs.Screen()
@@ -329,7 +329,7 @@ class Rows(Lines):
     def text(self, i, x):
         channel = self.entries[i].channel
         channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
-        with told(f"--format {self.to.format}", ValueError):
+        with as_user_error(f"--format {self.to.format}", ValueError):
             rows = timed.ctm(self.names[i], [y._replace(text=ctm_word(y.text)) for y in x.words], channel)
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
         return rows.replace("\n", more)
@@ -358,7 +358,7 @@ class Files:
             self.next.pop(name, None)
 
     def write(self, name):
-        with told(f"--format {self.to.format}", ValueError):
+        with as_user_error(f"--format {self.to.format}", ValueError):
             text = self.text(sorted(self.found[name], key=lambda x: x[0]))
         if not self.to.output:
             outputs.Screen().write(text)

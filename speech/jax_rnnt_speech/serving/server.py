@@ -171,7 +171,7 @@ class Server:
             if file:
                 file.gone = True
 
-    async def told(self, request, file, asked):
+    async def as_user_error(self, request, file, asked):
         """Answers with server-sent events. A file without audio is refused as usual; a later error is an event."""
         await self.before_the_end(asyncio.to_thread(self.check_audio, file))
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -49,7 +49,7 @@ def refuse_if(wrong, message):
 
 
 @contextlib.contextmanager
-def told(what, *kinds):
+def as_user_error(what, *kinds):
     """Errors of these kinds become one line for a person, which says first what went wrong."""
     try:
         yield

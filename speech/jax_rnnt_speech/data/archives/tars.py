@@ -61,9 +61,9 @@ def usual(block, begin, place):
     at = place - begin
     if len(block) < at + 512:
         return None
-    name, size, told, kind, prefix = HEADER.unpack_from(block, at)
+    name, size, written, kind, prefix = HEADER.unpack_from(block, at)
     try:
-        size, total = int(size.rstrip(b" \0"), 8), int(told.rstrip(b" \0"), 8) + sum(told) - 256
+        size, total = int(size.rstrip(b" \0"), 8), int(written.rstrip(b" \0"), 8) + sum(written) - 256
     except ValueError:
         return None
     # The sum of all bytes is half of Adler's, which one call has.
