@@ -141,7 +141,7 @@ class Sequences(typing.NamedTuple):
 
 
 class Terms(typing.NamedTuple):
-    """What is summed over a batch: its nodes, in planes [..., T, U1] of its logits."""
+    """The terms of the sum over a batch: its nodes, in planes [..., T, U1] of its logits."""
 
     nodes: CountedNodes
     weights: jax.Array | None  # [..., T, U1]

@@ -1,4 +1,4 @@
-"""What data at scale cost: a million utterances that are made of few files, without a model. Alone on the machine.
+"""Costs of data at scale: a million utterances that are made of few files, without a model. Alone on the machine.
 
     PYTHONPATH=speech python lab/benchmarks/data.py [--utterances 1000000] [--folder FOLDER] [--parts start ...]
 
@@ -123,7 +123,7 @@ PARTS = {"start": start, "memory": memory, "rate": rate}
 
 
 def alone(part, source, index, **options):
-    """What a part finds in a process of its own."""
+    """The figures of a part, from a process of its own."""
     more = [x for name, value in options.items() for x in (f"--{name}", str(value))]
     command = [sys.executable, __file__, "--child", part, "--source", source, "--index", index, *more]
     out = subprocess.run([str(x) for x in command], check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -1,4 +1,4 @@
-"""What a training step of a Parakeet of 0.6 billion parameters takes on GPUs and TPUs, by XLA, without either.
+"""XLA's figures of a training step of a Parakeet of 0.6 billion parameters, for GPUs and TPUs and without them.
 
     python lab/benchmarks/training.py                  # for one H100 and for eight v5e: a table
     python lab/benchmarks/training.py h100 --json FILE

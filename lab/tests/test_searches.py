@@ -1,4 +1,4 @@
-"""What is counted of searches for a GPU: launches of a step, and that no loop inside waits for the host.
+"""Searches for a GPU: the launches of a step are counted, and no loop inside waits for the host.
 
 Compiling needs JAX's CUDA plugin, but neither driver nor GPU: `lab/run.sh searches` installs it. Without it the counts
 are skipped.

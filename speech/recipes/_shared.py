@@ -1,4 +1,4 @@
-"""What recipes share: lines of handwritten digits, a loop over steps, error rates, and figures that are checked.
+"""Recipes share this: lines of handwritten digits, a loop over steps, error rates, and figures that are checked.
 
 The model, its batches and its losses are those of jax_rnnt_speech. A recipe is one idea on top of them:
 

@@ -255,7 +255,7 @@ def parsed_textgrid(data):
     ],
 )
 def test_marks_of_formats(text, tmp_path):
-    """What is said is no markup. Truth: readers of these formats, after their descriptions; NFKC joins both forms."""
+    """Spoken text is no markup. Truth: readers of these formats, after their descriptions; NFKC joins both forms."""
     words = [timing.Interval(i / 4, (i + 1) / 4, x) for i, x in enumerate(text.split())]
     readers = {
         "srt": lambda data: " ".join(parsed_srt(data)).replace("→", "-->"),

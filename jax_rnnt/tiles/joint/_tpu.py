@@ -37,7 +37,7 @@ _FAST = None, "default", "fastest", "bfloat16", "BF16_BF16_F32"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is static of a call of the kernels."""
+    """The static part of a call of the kernels."""
 
     classes: Classes
     cut: Cut

@@ -14,7 +14,7 @@ from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if
 
 @dataclasses.dataclass(frozen=True)
 class Converting:
-    """What is written."""
+    """The options of the folder that is written."""
 
     dtype: str = option("float32", str, "type of the weights", choices=("float32", "bfloat16", "float16"))
     card: Path | None = option(None, Path, "write our own form, with the text of this file in card.md", metavar="FILE")

@@ -288,7 +288,7 @@ def falls_short(part, container, stream, first, last, length, latest):
 
 
 def stretches(path):
-    """What a file holds, found by decoding all of it."""
+    """Finds what a file holds by decoding all of it."""
     parts, opposed = [], []
     for (rate, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
         before = len(opposed)

@@ -1,4 +1,4 @@
-"""What FFmpeg leaves to others: files that are joined, and headers that are wrong, or that it misunderstands."""
+"""Reads what FFmpeg leaves to others: joined files, and headers that are wrong, or that it misunderstands."""
 
 import os
 import re
@@ -143,7 +143,7 @@ def correct(part):
 
 
 def corrections(name, first, body):
-    """What FFmpeg misunderstands in a chunk: (place, bytes). Samples may have fewer bits than there is room for."""
+    """Yields what FFmpeg misreads in a chunk: (place, bytes). Samples may have fewer bits than there is room for."""
     if name == b"fmt " and len(body) >= 28 and body[:2] == b"\xfe\xff":
         yield first + 18, body[14:16]
     if name == b"desc" and len(body) >= 32 and body[8:12] == b"lpcm":

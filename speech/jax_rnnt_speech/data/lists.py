@@ -195,7 +195,7 @@ MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
 
 
 def folder(path, keys):
-    """What the layout of a folder says: Kaldi, Hugging Face's table, LibriSpeech, or a text next to each file."""
+    """Reads a folder as its layout says: Kaldi, Hugging Face's table, LibriSpeech, or a text next to each file."""
     if (path / "wav.scp").exists():
         return kaldi(path, bool(keys[1]))
     tables = once(x for form in ("jsonl", "csv") if (x := path / f"metadata.{form}").exists())
@@ -243,7 +243,7 @@ def recordings(path):
 
 
 def key_of(file):
-    """What an audio file and its text have in common."""
+    """The part of a name that an audio file and its text have in common."""
     return composed(str(file.parent)), composed(file.stem)
 
 
@@ -343,12 +343,12 @@ def once(paths, same=False, named=False):
 
 
 def form_of(path):
-    """What those that stand for the same have in common; behind it, an order in which the best form comes first."""
+    """A key that is equal for those that stand for the same, and an order in which the best form comes first."""
     return (str(path.parent), *base_of(path), path.name.lower().endswith(PACKED), str(path))
 
 
 def content(path):
-    """What a manifest says, in whatever form; its bytes where it says nothing."""
+    """The content of a manifest, in whatever form; its bytes where it says nothing."""
     try:
         rows = LISTS[suffix_of(path)](path, keys_of())
         rows = [row if isinstance(row, dict) else {"": row} for _, row in rows]

@@ -29,7 +29,7 @@ class Late(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What about an utterance differs from its manifest, and does no harm."""
+    """A difference between an utterance and its manifest that does no harm."""
 
     text: str
     name: str

@@ -58,7 +58,7 @@ def shuffled(rng, shards, buffer):
 
 
 class Reader:
-    """What one reader draws in each epoch.
+    """A reader draws its utterances, epoch by epoch.
 
     Of each source: `items`, the numbers of usable utterances of the reader, as the shards list them, and how many it
     `draws`, None being all it has.

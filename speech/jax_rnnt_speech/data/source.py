@@ -1,4 +1,4 @@
-"""What a training reads: which utterances there are, in which order they come, and their batches.
+"""The source of a training says which utterances there are, in which order they come, and makes their batches.
 
 Before the first step, lines and headers of archives are read, and headers of one window where lengths are not written
 (`order`). Grain's workers decode, augment and make features anew in each epoch, and what of an utterance cannot be used
@@ -383,7 +383,7 @@ class Source:
         return self.first[0] + self.order.steps(self.first[1], max(epochs, self.first[1]))
 
     def at(self, step):
-        """What a checkpoint keeps of the order, to go on from a step."""
+        """A checkpoint keeps this of the order, to go on from a step."""
         collections.deque(self.read(step, step), 0)
         late = [x for some in hosts.each(self.late) for x in some]
         return self.state | {"epoch": self.place[1], "place": [*self.place[1:]], "late": late}

@@ -1,4 +1,4 @@
-"""What the names of sources stand for, before anything is read: which files, of which splits, of about how many hours.
+"""Names of sources stand for files; which ones, of which splits and how many hours, is found before anything is read.
 
 A folder or pattern whose files belong to several splits of a data set is refused, as a training would learn what is
 held out. Nor may --train and --valid name the same files.
@@ -302,7 +302,7 @@ def in_both(train, valid):
 
 
 def key(entry):
-    """What distinguishes an utterance from others: its recording, and where it is in that."""
+    """Distinguishes an utterance from others: its recording, and where it is in that."""
     return os.path.realpath(str(entry.audio)), entry.start, entry.end, entry.channel
 
 

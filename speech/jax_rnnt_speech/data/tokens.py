@@ -37,7 +37,7 @@ CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ") | 
 
 
 class Labels(list):
-    """What each label writes, with `decode`, which writes several."""
+    """A vocabulary knows what each label writes; its `decode` writes several."""
 
     def __init__(self, texts, decode):
         super().__init__(texts)
@@ -52,7 +52,7 @@ class Vocabulary:
 
     @property
     def texts(self):
-        """What each label adds to a text, "" for nothing.
+        """The characters that each label adds to a text, "" for nothing.
 
         Bytes that are parts of characters are surrogate escapes, as in `bytes.decode("utf-8", "surrogateescape")`.
         """
@@ -60,7 +60,7 @@ class Vocabulary:
 
     @functools.cached_property
     def labels(self):
-        """What each label writes, for words and models of words; None: nothing, or what another label writes."""
+        """The text of each label, for words and models of words; None: nothing, or that of another label."""
         texts, first = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], {}
         for i in sorted(range(len(texts)), key=lambda i: BYTE.fullmatch(self.pieces[i]) is not None):
             first.setdefault(texts[i], i)

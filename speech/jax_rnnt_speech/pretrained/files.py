@@ -1,4 +1,4 @@
-"""What models from elsewhere are made of: JSON whose fields are checked, and weights in files. No pickle is run.
+"""Models from elsewhere are read from JSON whose fields are checked, and from files of weights. No pickle is run.
 
 `hugging_face`, `nemo`, `whisper` and `package` say what there must be in them.
 """

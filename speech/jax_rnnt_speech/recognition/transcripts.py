@@ -83,7 +83,7 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
 
 
 def space_of(tokens):
-    """What is written between words."""
+    """The separator that is written between words."""
     return " " if tokens.separates else ""
 
 
@@ -141,7 +141,7 @@ def transcript(model, entry, result, nbest=0, speaker=""):
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What is written, and where."""
+    """Options of what is written, and where."""
 
     format: str = option(FORMATS[0], str, "format of what is written", choices=FORMATS)
     output: Path | None = option(
@@ -179,7 +179,7 @@ class Output:
 
 
 def names_of(entries, clean=str, together=False):
-    """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
+    """The name of each Entry in CTM and as a file: that of its audio, with one name for all segments of it.
 
     Where segments of a file overlap, each has its own name, unless all are `together`, as those of speakers are.
     `clean` makes a text one that can be written.
@@ -275,7 +275,7 @@ class Lines:
         return i
 
     def group(self, i):
-        """What tells apart the entries among which the order counts."""
+        """A key that tells apart the entries among which the order counts."""
         return None
 
     def add(self, i, x):

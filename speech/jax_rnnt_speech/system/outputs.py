@@ -237,7 +237,7 @@ def seal(folder):
 
 
 def damage(folder, parts=("",)):
-    """What is wrong with the parts of a folder, whose names begin so, or None."""
+    """A line that says what is wrong with the parts of a folder, whose names begin so, or None."""
     try:
         if not (folder / SUMS).exists():
             return f"it has no {SUMS}"

@@ -1,4 +1,4 @@
-"""What a training writes into its run: checkpoints with what it takes to go on from them, and the best one."""
+"""A training writes checkpoints into its run, with what it takes to go on from them, and the best one."""
 
 import dataclasses
 import hashlib

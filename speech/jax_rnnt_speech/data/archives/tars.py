@@ -323,7 +323,7 @@ class Tar(Shard):
             yield rows.parsed(data_of(self.path, x)) if is_json else None
 
     def plain(self, infos, keys):
-        """What `rows.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
+        """Does what `rows.plain` does for a line, for the files of a key: one of audio, and one of text or JSON."""
         if len(infos) != 2 or any(x.link for x in infos.values()):
             return None
         (kind, sound), (other, text) = infos.items()
