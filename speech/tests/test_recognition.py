@@ -60,7 +60,7 @@ def test_start_from_a_run(corpus, trained):
     data = types.SimpleNamespace(features=6, utterances=[utterances.Utterance("a", 9, "X Y")])
     start = asr.models.read(trained[0])
     for more, pieces, same in (({}, start.tokens.pieces, True), ({"new_head": True}, [" ", "X", "Y"], False)):
-        config = asr.config.Config.of(**asr.models.completed(options | more)).checked()
+        config = asr.config.Config.from_options(**asr.models.completed(options | more)).checked()
         model = asr.models.fresh(config, data)
         assert (config.features.mels, config.encoder.kind, model.tokens.pieces) == (6, "convolutional", pieces)
         np.testing.assert_array_equal(model.mean, start.mean)

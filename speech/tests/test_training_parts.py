@@ -177,10 +177,10 @@ def test_versions_of_recordings(tmp_path):
     versions = augmentation.Versions(configuration(**more))
     assert versions.count == 6
     for version, speed in enumerate((1, 0.8, 1.25)):
-        x = versions.of(tone, version, 0)
+        x = versions.applied(tone, version, 0)
         assert len(x) == versions.size(len(tone), version) == pytest.approx(len(tone) / speed, abs=1)
         assert np.abs(np.fft.rfft(x)).argmax() * rate / len(x) == pytest.approx(500 * speed, abs=1)
-    noisy = [versions.of(tone, 3, i) for i in (0, 1, 0)]
+    noisy = [versions.applied(tone, 3, i) for i in (0, 1, 0)]
     np.testing.assert_array_equal(noisy[0], noisy[2])
     assert (noisy[0] != noisy[1]).any()
     ratio = np.square(tone).mean() / np.square(noisy[0] - tone).mean()
@@ -188,20 +188,20 @@ def test_versions_of_recordings(tmp_path):
     changes = {}, {"seed": 1}, {"snr": (0.0, 10.0)}, {"gain": 1.0}, {"speeds": (0.8,)}
     others = [augmentation.Versions(configuration(**(more | x))) for x in changes]
     assert len({json.dumps(x.key()) for x in others}) == len(changes)  # of the cache
-    assert (others[1].of(tone, 3, 0) != noisy[0]).any()
+    assert (others[1].applied(tone, 3, 0) != noisy[0]).any()
     for i in range(2):  # every file of noise is used, from any place on
         (tmp_path / "ramps").mkdir(exist_ok=True)
         audio.write(tmp_path / f"ramps/{i}.wav", (1 - 2 * i) * np.linspace(0.1, 0.2, 90 * rate), rate)
     ramps = augmentation.Versions(configuration(noise=str(tmp_path / "ramps")))
     heard = [ramps.noise(np.random.default_rng(i), tone)[0] for i in range(20)]
     assert len({float(x) for x in heard}) == 20 and {x > 0 for x in heard} == {True, False}
-    assert len(augmentation.heard(ramps.noises[0], rate)) == 60 * rate
+    assert len(augmentation.noise_samples(ramps.noises[0], rate)) == 60 * rate
     audio.write(tmp_path / "ramps/0.wav", np.zeros(99), rate)
-    augmentation.heard.cache_clear()
+    augmentation.noise_samples.cache_clear()
     with pytest.raises(asr.system.UserError, match=r"ramps/0\.wav is silent"):
-        augmentation.heard(ramps.noises[0], rate)
+        augmentation.noise_samples(ramps.noises[0], rate)
     gain, quiet = (augmentation.Versions(configuration(gain=x)) for x in (6.0, 0.0))
-    louder = np.array([gain.of(np.ones(9, np.float32), 1, i) for i in range(50)])
+    louder = np.array([gain.applied(np.ones(9, np.float32), 1, i) for i in range(50)])
     assert (louder == louder[:, :1]).all() and 5 < np.abs(20 * np.log10(louder)).max() <= 6 and quiet.count == 1
 
 
@@ -230,8 +230,8 @@ def test_a_source_that_remembers(corpus, tmp_path, monkeypatch):
         for i, x in enumerate(index.utterances):
             samples = audio.read(tmp_path / "c" / x.name, 8000)
             for k, longer in enumerate((False, len(samples) > 0.8 * 5600)):  # a version that is too long is not drawn
-                expected = extractor(versions.of(samples, 0 if longer else k, i))
-                version, seconds = index.heard(np.array([i]), np.array([k]), np.array([1, 0.8]), 0.7)
+                expected = extractor(versions.applied(samples, 0 if longer else k, i))
+                version, seconds = index.lengths_of_versions(np.array([i]), np.array([k]), np.array([1, 0.8]), 0.7)
                 assert version == (0 if longer else k) and seconds == len(expected) * 0.01
                 np.testing.assert_allclose(index.load(i, int(version[0]), None), expected, rtol=1e-3, atol=4e-3)
     write_audio(tmp_path / "c" / index.utterances[0].name, 0.6, seed=99)

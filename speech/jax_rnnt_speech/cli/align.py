@@ -10,7 +10,7 @@ from jax_rnnt_speech.data import batches, corpora
 from jax_rnnt_speech.models import Opening
 from jax_rnnt_speech.recognition import latency, recognise, transcripts
 from jax_rnnt_speech.recognition.search_options import Searching
-from jax_rnnt_speech.system import outputs, refuse_if, told
+from jax_rnnt_speech.system import as_user_error, outputs, refuse_if
 
 OPTIONS = options_of("texts") - {"speaker_column"} | {"max_seconds", "batch", "batch_seconds"}
 
@@ -41,7 +41,7 @@ def align(args):
                 corpus.report.add("no path of the model", entry.name)
                 write(i, None)
                 continue
-            with told(entry.name, ValueError):
+            with as_user_error(entry.name, ValueError):
                 timed = transcripts.words(model, labels, frames, start=entry.start, duration=utterance.seconds)
             space = transcripts.space_of(model.tokens)
             write(i, transcripts.Transcript(utterance.text, utterance.seconds, timed, space=space))

@@ -20,7 +20,7 @@ from jax_rnnt_speech.data import lists, rows, texts
 from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.recognition.spotter import Spotter
-from jax_rnnt_speech.system import UserError, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +116,7 @@ def read(path, model, unknown=None):
     """
     tokens = model.tokens
     classes = tokens.labels + [None] * (model.classes - len(tokens.pieces))
-    with told(f"--ngram {path}", OSError, ValueError):
+    with as_user_error(f"--ngram {path}", OSError, ValueError):
         return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator, unknown=unknown and -unknown)
 
 
@@ -140,7 +140,7 @@ def spelled(path, model, usual):
     A line that the vocabulary cannot spell is named and left out. Lines without a number have the `usual` one.
     """
     spell = speller(model)
-    with told(f"--phrases {path} is not readable", OSError, ValueError):
+    with as_user_error(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, rows.encodable(line, f"line {i}")) for i, line in lists.lines_of(path)]
     phrases = []
     for i, line in lines:
@@ -237,7 +237,7 @@ def decoding_of(options, model, most=0):
     if ctc and (options.beam or fusion or fixed or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
     if fixed:
-        with told(f"--phrases {options.phrases}", ValueError):
+        with as_user_error(f"--phrases {options.phrases}", ValueError):
             fusion += ((phrases(model, [fixed], options.phrase_depth), 1.0),)
     if most and not ctc and not spotter:
         room = Room(model, fixed, most, usual, options.phrase_depth)

@@ -23,7 +23,7 @@ from jax_rnnt_speech.recognition import timed, transcripts, unheard
 from jax_rnnt_speech.recognition.results import Labels, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, next_part
 from jax_rnnt_speech.recognition.unheard import Ear
-from jax_rnnt_speech.system import programs, refuse_if, told
+from jax_rnnt_speech.system import as_user_error, programs, refuse_if
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
@@ -387,10 +387,13 @@ def blocks_of_file(path, rate):
 
 def blocks_of_microphone(rate):
     """Samples from the default microphone, without end."""
-    with told("--microphone", ImportError, OSError):
+    with as_user_error("--microphone", ImportError, OSError):
         import sounddevice
     blocks, size = queue.Queue(), int(BLOCK * rate)
     hear = {"channels": 1, "callback": lambda x, *_: blocks.put(x[:, 0].copy())}
-    with told("--microphone", sounddevice.PortAudioError, ValueError), sounddevice.InputStream(rate, size, **hear):
+    with (
+        as_user_error("--microphone", sounddevice.PortAudioError, ValueError),
+        sounddevice.InputStream(rate, size, **hear),
+    ):
         while True:
             yield blocks.get()

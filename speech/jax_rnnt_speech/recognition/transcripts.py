@@ -20,7 +20,7 @@ from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.rows import Entry, later
 from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import subtitles, timed, unheard
-from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if
 
 LINES = "text", "json", "jsonl"  # written as they come
 # What has a file for each recording.
@@ -85,7 +85,7 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
 
 
 def space_of(tokens):
-    """What is written between words."""
+    """The separator that is written between words."""
     return " " if tokens.separates else ""
 
 
@@ -132,7 +132,7 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     """The Transcript of a Result of an Entry."""
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
-    with told(shown(entry.name), ValueError):
+    with as_user_error(shown(entry.name), ValueError):
         spoken = words(model, *heard, entry.start, result.duration)
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
     return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed)
@@ -143,7 +143,7 @@ def transcript(model, entry, result, nbest=0, speaker=""):
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What is written, and where."""
+    """Options of what is written, and where."""
 
     format: str = option(FORMATS[0], str, "format of what is written", choices=FORMATS)
     output: Path | None = option(
@@ -181,7 +181,7 @@ class Output:
 
 
 def names_of(entries, clean=str, together=False):
-    """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
+    """The name of each Entry in CTM and as a file: that of its audio, with one name for all segments of it.
 
     Where segments of a file overlap, each has its own name, unless all are `together`, as those of speakers are.
     `clean` makes a text one that can be written.
@@ -277,7 +277,7 @@ class Lines:
         return i
 
     def group(self, i):
-        """What tells apart the entries among which the order counts."""
+        """A key that tells apart the entries among which the order counts."""
         return None
 
     def add(self, i, x):
@@ -289,7 +289,7 @@ class Lines:
         x = self.known.pop(i)
         if x is None:
             return
-        with told(shown(self.entries[i].name), ValueError):
+        with as_user_error(shown(self.entries[i].name), ValueError):
             text = self.text(i, x)
         if self.file is None:  # an earlier file stays until there is something to write
             self.file = outputs.Growing(self.to.output) if self.to.output else outputs.Screen()
@@ -331,7 +331,7 @@ class Rows(Lines):
     def text(self, i, x):
         channel = self.entries[i].channel
         channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
-        with told(f"--format {self.to.format}", ValueError):
+        with as_user_error(f"--format {self.to.format}", ValueError):
             rows = timed.ctm(self.names[i], [y._replace(text=ctm_word(y.text)) for y in x.words], channel)
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
         return rows.replace("\n", more)
@@ -360,7 +360,7 @@ class Files:
             self.next.pop(name, None)
 
     def write(self, name):
-        with told(f"--format {self.to.format}", ValueError):
+        with as_user_error(f"--format {self.to.format}", ValueError):
             text = self.text(sorted(self.found[name], key=lambda x: x[0]))
         if not self.to.output:
             outputs.Screen().write(text)

@@ -153,7 +153,7 @@ class Recording:
         self.done, before = self.last, list(self.found.labels)
         labels = Labels.of(hypotheses, i, hypotheses.counts[i], decoding)
         self.found.extend(labels if self.done else labels.part(final[i]))
-        self.heard(labels, self.row + rows)
+        self.tell(labels, self.row + rows)
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
@@ -163,7 +163,7 @@ class Recording:
             self.go_on(rows)
             self.done = bool(self.error)
 
-    def heard(self, labels, rows):
+    def tell(self, labels, rows):
         """Tells the ear and the bar of labels, which may still change, up to so many rows."""
         if self.progress:
             seconds = self.total / self.extractor.rate if self.done else rows * self.model.seconds
@@ -182,11 +182,11 @@ class Recording:
                 ((part, unsure, rows),) = live.slots.run([step])
                 self.found.extend(part)
                 self.row += rows
-                self.heard(part.joined(unsure), self.row)
+                self.tell(part.joined(unsure), self.row)
             if piece is None:
                 self.found.extend(unsure)
                 self.done = True
-                self.heard(no_labels(), self.row)
+                self.tell(no_labels(), self.row)
             if not self.wanted() or piece is None:
                 return
             piece = self.read()
