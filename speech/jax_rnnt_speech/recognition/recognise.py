@@ -93,7 +93,8 @@ def transcribe(model, recordings, decoding=GREEDY, watch=None, progress=None):
     """
     waiting, held = [], 0
     for i, (name, samples) in enumerate(recordings):
-        x = windows.Recording(name, samples, model, watch and functools.partial(watch, i), progress=progress)
+        listener = watch and functools.partial(watch, i)
+        x = windows.Recording(name, samples, model, listener, progress=progress, drop=decoding.drop_invented)
         waiting.append(x)
         held += x.frames
         if held >= HELD:

@@ -32,6 +32,7 @@ class Decoding:
     language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
     allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
     spotter: object = dataclasses.field(default=None, metadata={"static": True})  # a `spotter.Spotter` of whole windows
+    drop_invented: bool = dataclasses.field(default=False, metadata={"static": True})  # leave out `unheard.invented`
 
 
 GREEDY = Decoding()

@@ -98,6 +98,9 @@ class Searching:
         "entropy over all labels, of this kind", choices=(PROBABILITY, "tsallis", "renyi", "gibbs"),
     )  # fmt: skip
     prompt: str = option("", str, "language of the recordings, for a model that takes one", metavar="NAME")
+    drop_invented: bool = option(
+        False, bool, "leave out words where nobody speaks, which are named otherwise", action="store_true"
+    )
 
     def checked(self):
         """Returns itself, or raises where a file is missing."""
@@ -185,7 +188,7 @@ def decoding_of(options, model):
     language = model.language(options.prompt) if options.prompt else None
     kind = None if kind == PROBABILITY else decode.Entropy(kind)
     mask = allowed(model, options.script, options.only_characters)
-    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter)
+    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter, options.drop_invented)
 
 
 def allowed(model, names="", characters=""):

@@ -119,7 +119,8 @@ class Slots:
 class Words:
     """Final labels of a recording, one part after the other, to words."""
 
-    def __init__(self, model, silence=0.0):
+    def __init__(self, model, silence=0.0, ear=None, drop=False):
+        self.ear, self.drop, self.invented = ear, drop, []  # words where nobody speaks, since the last events
         self.model, self.waiting, self.rows, self.end = model, no_labels(), 0, 0
         self.patience = round(silence / model.seconds) or NEVER
         self.last_labels = {i for i, x in enumerate(model.tokens.pieces) if x in ENDS}
@@ -148,6 +149,9 @@ class Words:
     def take(self, count, duration=float("inf")):
         """Words of the first waiting labels."""
         some, self.waiting = self.waiting.part(count), self.waiting.part(count, None)
+        kept, invented = self.sifted(some, duration)
+        self.invented += invented
+        some = kept if self.drop else some
         if not some.labels:
             return []
         before, both = (self.model.tokens.decode(x) for x in (self.before, self.before + some.labels))
@@ -155,6 +159,10 @@ class Words:
         self.before = (self.before + some.labels)[-CONTEXT:]
         heard = some.labels, some.frames, some.confidences, some.durations
         return transcripts.words(self.model, *heard, duration=duration)
+
+    def sifted(self, labels, duration=float("inf")):
+        """As `unheard.sifted`."""
+        return unheard.sifted(self.model, labels, self.ear, duration) if self.ear else (labels, [])
 
     def without_ends(self, part):
         return part.chosen([i for i, x in enumerate(part.labels) if x not in self.last_labels])
@@ -203,12 +211,15 @@ class Stream:
         self.slot, self.model, self.extractor = self.slots.free.pop(), model, model.extractor
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
-        self.words, self.ends, self.unsure, self.said = Words(model, silence), [], no_labels(), ""
+        self.words = Words(model, silence, self.ear, self.slots.decoding.drop_invented)
+        self.ends, self.unsure, self.said = [], no_labels(), ""
         self.text = ""  # of the last event's words, with the white space before them
 
     @property
     def open(self):
-        return self.model.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
+        labels = self.words.waiting.joined(self.unsure)
+        labels = self.words.sifted(labels)[0] if self.words.drop else labels
+        return self.model.tokens.decode(labels.labels).rstrip(PART)
 
     @property
     def size(self):
@@ -242,14 +253,18 @@ class Stream:
     async def taking(self, part, unsure, rows):
         """(words that are final, whether an utterance ends) after the step that found these."""
         self.unsure = unsure
+        seconds = self.model.seconds
         if self.ear:
-            seconds = self.model.seconds
             for labels in (part, unsure):
                 self.ear.wrote(labels, seconds)
             final = part.frames[-1] * seconds if part.labels else -np.inf
             self.ear.take((self.words.rows + rows) * seconds, self.step, final=final)
             part = await self.with_missed(part)
-        return self.words.add(part, rows, bool(unsure.labels))
+        found = self.words.add(part, rows, bool(unsure.labels))
+        if self.ear:
+            open_ = self.words.waiting.frames[:1] + unsure.frames[:1]
+            self.ear.forget(min([*open_, self.words.rows]) * seconds)
+        return found
 
     async def resting(self, seconds=None):
         """The words that are left at the end of a recording of so many seconds."""
@@ -328,8 +343,11 @@ class Stream:
         if words:
             yield {"type": "words", "text": self.text.strip(), "words": timed.objects(words)} | time
         missed, self.missed = self.missed, []
-        for x in unheard.rounded(missed):
+        for x in timed.stretches(missed):
             yield {"type": "unheard"} | x | time
+        invented, self.words.invented = self.words.invented, []
+        if invented:
+            yield {"type": "invented", "words": timed.objects(invented)} | time
         if open_ not in ("", self.said):
             yield {"type": "partial", "text": open_} | time
         if ended:

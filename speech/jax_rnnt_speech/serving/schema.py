@@ -7,7 +7,7 @@ import numpy as np
 from aiohttp import web
 
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import timed, transcripts, unheard
+from jax_rnnt_speech.recognition import timed, transcripts
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
 UNLIKELY = -9999.0  # OpenAI's log-probability of what is very unlikely: JSON has no infinity
@@ -49,16 +49,15 @@ def answer(transcript, form, granularities, language, labels=(), include=False):
     """The response in a form. `labels`: as `Server.spelled` returns them; `include`: their log-probabilities."""
     if form == "text":
         return web.Response(text=f"{transcript.text}\n")
-    missed = {"unheard": unheard.rounded(transcript.unheard)} if transcript.unheard else {}
     if form == "json":
         more = {"logprobs": log_probs(labels)} if include else {}
-        return web.json_response({"text": transcript.text} | more | missed)
+        return web.json_response({"text": transcript.text} | more | transcript.doubts)
     if form != "verbose_json":
         captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
         return web.Response(text=transcripts.captioned(form, captions))
     # "und" is ISO 639's code of a language that is not known.
     whole = {"task": "transcribe", "language": language or "und"}
-    whole |= {"duration": float(transcript.duration), "text": transcript.text} | missed
+    whole |= {"duration": float(transcript.duration), "text": transcript.text} | transcript.doubts
     if "word" in granularities:
         whole["words"] = timed.objects(transcript.words)
     if "segment" in granularities:
