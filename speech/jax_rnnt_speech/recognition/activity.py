@@ -20,7 +20,7 @@ PAUSE = 0.1  # seconds below ENDS that end speech
 FILTER, HOP = 256, 128  # samples of a spectrum
 ROWS = 2048  # chunks whose convolutions are computed at once
 QUIET = 0.1  # probability below which it is sure that nobody speaks
-ENOUGH = 16  # chunks that tell so, at least: the first ones of a recording have heard too little
+ENOUGH = 16  # chunks that it takes: of 849 clips of 0.2 s within speech, 5 stay below QUIET, of 760 of 0.5 s none
 KNOWN = 1.0  # seconds of speech which show that the detector hears the voices of a recording
 STEADY, FAINT = 4.0, 1e-3  # ratio of loudness within noise, and loudness that always counts as silence
 
@@ -116,7 +116,7 @@ class Detector:
         A recording in which the detector hears no voice may have one that it cannot hear, such as whispers, or tones
         that a model has learned to read. There, only silence and steady noise are sure.
         """
-        a = max(0, math.floor(begin / SECONDS) - self.first)
+        a = max(0, min(math.floor(begin / SECONDS) - self.first, len(self.levels) - ENOUGH))
         b = max(a + ENOUGH, math.ceil(end / SECONDS) - self.first)
         heard, levels = self.probabilities[a:b], self.levels[a:b]
         if len(heard) < ENOUGH or max(heard) >= QUIET:

@@ -15,7 +15,10 @@ AROUND = 0.5  # seconds before and after a label in which speech may be its own
 BEFORE = 0.4  # seconds before and after unheard speech that are searched with it
 LONGEST = 20.0  # seconds that are searched again at once
 MOST = 600.0  # seconds of a recording that are searched again, at most
-LATE, EARLY = 0.5, 0.3  # seconds by which a word may come behind its speech, and before it
+# Seconds by which a word may come behind its speech, and before it. A small streaming model wrote 8,855 words into 2.43
+# hours of LibriSpeech's dev-clean, of which one lies 0.01 s behind what is not QUIET to the detector, and none farther
+# away. Larger models that stream wait longer with a label.
+LATE, EARLY = 0.5, 0.3
 CONFIDENCE = 0.5  # of a word, by its least probable label, from which on it shows that the second text is one
 
 
