@@ -324,11 +324,12 @@ def test_invented_words(tmp_path, monkeypatch, said):
             assert word not in invented
     left = [x for x in words if x not in invented]
     assert min(len(left), len(invented)) > 20
-    texts, pieces = [], iter(np.split(samples, 10))
+    monkeypatch.setattr(windows, "WINDOW", 1.0)  # so that there are texts of parts
+    texts, pieces = [], iter(np.split(samples, 40))
     watch = lambda _, x: texts.append(model.text(x.labels, len(x.labels))) or True
     (result,) = recognise.transcribe(model, [("", pieces)], Decoding(drop_invented=True), watch)
     assert result.text == texts[-1] == "".join(x["word"] for x in left)
-    assert all(result.text.startswith(x) for x in texts) and len({*texts}) > 5
+    assert all(result.text.startswith(x) for x in texts) and len({*texts}) > 2
     assert transcripts.transcript(model, entry, result).object(entry) == found | {"text": result.text, "words": left}
     arguments = ["--model", tmp_path, tmp_path / "a.flac", "--drop-invented"]
     out, error = said(["transcribe", *arguments])
