@@ -103,6 +103,18 @@ async def test_verbose_answers(served, three):
         assert segments == truth.space.join(x.text for x in truth.words)
 
 
+def test_doubts():
+    """Both forms of JSON have what words and speech do not have in common, if there is any."""
+    word = timing.Interval(1.0, 1.5, "so", 0.5)
+    x = transcripts.Transcript("so", 9.0, [word], unheard=((3.0, 5.0),), invented=(word,))
+    truth = {"unheard": [{"start": 3.0, "end": 5.0}]}
+    truth |= {"invented": [{"word": "so", "start": 1.0, "end": 1.5, "confidence": 0.5}]}
+    for kind in "json", "verbose_json":
+        body = lambda x: json.loads(schema.answer(x, kind, ["word"], "en").body)
+        assert body(x).items() >= truth.items()
+        assert not truth.keys() & body(transcripts.Transcript("so", 9.0, [word])).keys()
+
+
 def test_languages():
     """The language of a form decides the script of its labels; what decides nothing is not said, the unknown is 400."""
     pieces = asr.data.tokens.Characters("ABБ1 ")

@@ -135,7 +135,7 @@ def arguments(parser):
     command_line.add_fields(parser.add_mutually_exclusive_group(), Start, earlier)
     command_line.add_fields(parser, Start, but=earlier)
     command_line.add_fields(parser, Processes, group="several processes")
-    command_line.add_fields(parser, Searching, but=["confidence", "prompt"], group="search of tests")
+    command_line.add_fields(parser, Searching, but=["confidence", "prompt", "drop_invented"], group="search of tests")
     command_line.add_options(parser, grouped=True)
 
 

@@ -94,8 +94,9 @@ def transcribe(model, recordings, decoding=GREEDY, watch=None, progress=None, ow
     """
     waiting, held = [], 0
     for i, (name, samples) in enumerate(recordings):
-        heard, own = watch and functools.partial(watch, i), owns and owns[i]
-        x = windows.Recording(name, samples, model, heard, progress=progress, own=own)
+        listener, own = watch and functools.partial(watch, i), owns and owns[i]
+        options = {"progress": progress, "drop": decoding.drop_invented, "own": own}
+        x = windows.Recording(name, samples, model, listener, **options)
         waiting.append(x)
         held += x.frames
         if held >= HELD:

@@ -57,6 +57,7 @@ class Result(NamedTuple):
     nbest: list = ()  # of a beam: (text, score), the best one first
     error: str = ""
     unheard: tuple = ()  # [begin, end) in seconds of speech without words, also after another try
+    invented: tuple = ()  # `transcripts.words` where nobody speaks; with `Decoding.drop_invented` the text lacks them
 
 
 def words_of(tokens, labels):

@@ -33,6 +33,7 @@ class Decoding:
     allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
     spotter: object = dataclasses.field(default=None, metadata={"static": True})  # a `spotter.Spotter` of whole windows
     room: object = dataclasses.field(default=None, metadata={"static": True})  # a `search_options.Room`
+    drop_invented: bool = dataclasses.field(default=False, metadata={"static": True})  # leave out `unheard.invented`
 
     def of(self, lists):
         """The Decoding of a batch whose recordings have these `search_options.Own` phrases, or None."""

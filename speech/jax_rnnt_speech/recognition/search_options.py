@@ -100,6 +100,9 @@ class Searching:
         "entropy over all labels, of this kind", choices=(PROBABILITY, "tsallis", "renyi", "gibbs"),
     )  # fmt: skip
     prompt: str = option("", str, "language of the recordings, for a model that takes one", metavar="NAME")
+    drop_invented: bool = option(
+        False, bool, "leave out words where nobody speaks, which are named otherwise", action="store_true"
+    )
 
     def checked(self):
         """Returns itself, or raises where a file is missing."""
@@ -245,7 +248,8 @@ def decoding_of(options, model, most=0):
     language = model.language(options.prompt) if options.prompt else None
     kind = None if kind == PROBABILITY else decode.Entropy(kind)
     mask = allowed(model, options.script, options.only_characters)
-    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter, room)
+    more = {"room": room, "drop_invented": options.drop_invented}
+    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter, **more)
 
 
 def allowed(model, names="", characters=""):

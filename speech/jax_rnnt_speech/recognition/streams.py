@@ -122,7 +122,8 @@ class Slots:
 class Words:
     """Final labels of a recording, one part after the other, to words."""
 
-    def __init__(self, model, silence=0.0, start=0.0):
+    def __init__(self, model, silence=0.0, start=0.0, ear=None, drop=False):
+        self.ear, self.drop, self.invented = ear, drop, []  # words where nobody speaks, since the last events
         self.model, self.waiting, self.rows, self.end, self.start = model, no_labels(), 0, 0, start
         self.searched = 0  # rows before the first one of the search, which may have begun anew
         self.patience = round(silence / model.seconds) or NEVER
@@ -152,6 +153,9 @@ class Words:
     def take(self, count, duration=float("inf")):
         """Words of the first waiting labels."""
         some, self.waiting = self.waiting.part(count), self.waiting.part(count, None)
+        kept, invented = self.sifted(some, duration)
+        self.invented += [x._replace(start=self.start + x.start, end=self.start + x.end) for x in invented]
+        some = kept if self.drop else some
         if not some.labels:
             return []
         before, both = (self.model.tokens.decode(x) for x in (self.before, self.before + some.labels))
@@ -159,6 +163,10 @@ class Words:
         self.before = (self.before + some.labels)[-CONTEXT:]
         heard = some.labels, some.frames, some.confidences, some.durations
         return transcripts.words(self.model, *heard, self.start, duration)
+
+    def sifted(self, labels, duration=float("inf")):
+        """As `unheard.sifted`."""
+        return unheard.sifted(self.model, labels, self.ear, duration) if self.ear else (labels, [])
 
     def without_ends(self, part):
         return part.chosen([i for i, x in enumerate(part.labels) if x not in self.last_labels])
@@ -215,8 +223,9 @@ class Stream:
         """Forgets what is open: samples that come now begin an utterance, at so many seconds of the recording."""
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
-        self.words, self.unsure, self.said = Words(self.model, self.silence, start), no_labels(), ""
         self.ear = Ear(self.extractor.rate) if self.listens else None
+        self.words = Words(self.model, self.silence, start, self.ear, self.slots.decoding.drop_invented)
+        self.unsure, self.said = no_labels(), ""
         self.missed = []  # [begin, end) of unheard speech since the last events
 
     def turns(self):
@@ -235,7 +244,9 @@ class Stream:
 
     @property
     def open(self):
-        return self.model.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
+        labels = self.words.waiting.joined(self.unsure)
+        labels = self.words.sifted(labels)[0] if self.words.drop else labels
+        return self.model.tokens.decode(labels.labels).rstrip(PART)
 
     @property
     def size(self):
@@ -272,14 +283,18 @@ class Stream:
         before = self.words.searched
         part, unsure = (x._replace(frames=[before + y for y in x.frames]) for x in (part, unsure))
         self.unsure = unsure
+        seconds = self.model.seconds
         if self.ear:
-            seconds = self.model.seconds
             for labels in (part, unsure):
                 self.ear.wrote(labels, seconds)
             final = part.frames[-1] * seconds if part.labels else -np.inf
             self.ear.take((self.words.rows + rows) * seconds, self.step, final=final)
             part = await self.with_missed(part)
-        return self.words.add(part, rows, bool(unsure.labels))
+        found = self.words.add(part, rows, bool(unsure.labels))
+        if self.ear:
+            open_ = self.words.waiting.frames[:1] + unsure.frames[:1]
+            self.ear.forget(min([*open_, self.words.rows]) * seconds)
+        return found
 
     async def resting(self, seconds=None):
         """The words that are left at the end of a recording of so many seconds."""
@@ -361,8 +376,11 @@ class Stream:
         if words:
             yield {"type": "words", "text": self.text.strip(), "words": timed.objects(words)} | time
         missed, self.missed = self.missed, []
-        for x in unheard.rounded((self.words.start + a, self.words.start + b) for a, b in missed):
+        for x in timed.stretches((self.words.start + a, self.words.start + b) for a, b in missed):
             yield {"type": "unheard"} | x | time
+        invented, self.words.invented = self.words.invented, []
+        if invented:
+            yield {"type": "invented", "words": timed.objects(invented)} | time
         if open_ not in ("", self.said):
             yield {"type": "partial", "text": open_} | time
         if ended:

@@ -19,7 +19,7 @@ from jax_rnnt import timing
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.rows import Entry, later
 from jax_rnnt_speech.data.utterances import column, shown
-from jax_rnnt_speech.recognition import subtitles, timed, unheard
+from jax_rnnt_speech.recognition import subtitles, timed
 from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if
 
 LINES = "text", "json", "jsonl"  # written as they come
@@ -41,6 +41,7 @@ class Transcript(NamedTuple):
     space: str = " "  # between words
     speaker: str = ""  # of a segment, if one is to be named
     unheard: tuple = ()  # [begin, end) of speech without words, in seconds from the start of the file
+    invented: tuple = ()  # as `words`, of those where nobody speaks
 
     def object(self, entry):
         x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
@@ -49,9 +50,14 @@ class Transcript(NamedTuple):
         if self.speaker:
             x["speaker"] = self.speaker
         x["words"] = timed.objects(self.words)
-        if self.unheard:
-            x["unheard"] = unheard.rounded(self.unheard)
+        x |= self.doubts
         return x if self.nbest is None else x | {"nbest": self.nbest}
+
+    @property
+    def doubts(self):
+        """What words and speech do not have in common, as JSON has it."""
+        doubts = {"unheard": timed.stretches(self.unheard), "invented": timed.objects(self.invented)}
+        return {name: x for name, x in doubts.items() if x}
 
 
 def words_of(tokens, labels, frames, durations=None, **options):
@@ -82,6 +88,16 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
         return None if x is None else round(x, DIGITS)
 
     return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in intervals]
+
+
+def places_of_words(tokens, labels):
+    """Yields [first, last) of the labels of each of the `words`, and of the punctuation that it has."""
+    found, first = words_of(tokens, labels, range(len(labels)), hop=1.0), 0
+    for word, stop in zip(found, [*(int(x.start) for x in found[1:]), len(labels)]):
+        size, places = len("".join(word.text.split())), range(math.ceil(word.end), stop + 1)
+        last = next((i for i in places if len("".join(tokens.decode(labels[first:i]).split())) == size), stop)
+        yield first, last
+        first = last
 
 
 def space_of(tokens):
@@ -135,7 +151,8 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     with as_user_error(shown(entry.name), ValueError):
         spoken = words(model, *heard, entry.start, result.duration)
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
-    return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed)
+    invented = tuple(x._replace(start=entry.start + x.start, end=entry.start + x.end) for x in result.invented)
+    return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed, invented)
 
 
 # ------------------------------------------------------------------------------------------------------------- options

@@ -20,7 +20,8 @@ from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels, Result, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, Decoding, next_part
 from jax_rnnt_speech.recognition.streams import Stream
-from jax_rnnt_speech.recognition.unheard import Ear, joined
+from jax_rnnt_speech.recognition.transcripts import places_of_words
+from jax_rnnt_speech.recognition.unheard import Ear, joined, sifted
 from jax_rnnt_speech.system import UserError, programs
 
 WINDOW = 30.0  # seconds of a window, margins included
@@ -66,11 +67,12 @@ def before_all(model, rows, lengths, decoding):
 class Recording:
     """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
 
-    def __init__(self, name, samples, model, watch=None, again=False, progress=None, own=None):
+    def __init__(self, name, samples, model, watch=None, again=False, progress=None, own=None, drop=False):
         self.ear = None if again else Ear(model.extractor.rate)  # nothing is searched a third time
         self.name, self.model, self.extractor, self.watch, self.own = name, model, model.extractor, watch, own
         self.progress, self.passed = progress, 0.0  # seconds that `progress` has counted
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
+        self.drop, self.kept = drop, (0, no_labels())  # whether to drop invented words; labels, and what stays of them
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         self.step, rate = self.extractor.hop * model.subsampling, self.extractor.rate  # samples of a row
@@ -104,9 +106,26 @@ class Recording:
 
     def wanted(self):
         """Whether a client waits for the rest, by `watch` of `recognise.transcribe`."""
-        if self.watch and not self.error and not self.watch(self.found):
+        if self.watch and not self.error and not self.watch(self.written()):
             self.fail("nobody waits for it")
         return not self.error
+
+    def written(self):
+        """Labels of the text so far. Words before the last one are settled, so they are sifted once."""
+        if not self.drop or self.done:
+            return self.sifted()[0]
+        before, kept = self.kept
+        tail = self.found.part(before, None)
+        *_, last = [0, *(a for a, _ in places_of_words(self.model.tokens, tail.labels))]
+        kept = kept.joined(sifted(self.model, tail.part(last), self.ear)[0])
+        self.kept = before + last, kept
+        return kept.joined(sifted(self.model, tail.part(last, None), self.ear)[0])
+
+    def sifted(self):
+        """(Labels of the text, invented words)."""
+        seconds = self.total / self.extractor.rate
+        kept, invented = sifted(self.model, self.found, self.ear, seconds) if self.ear else (self.found, [])
+        return kept if self.drop else self.found, invented
 
     def read(self):
         """The next piece, of any length, or None."""
@@ -195,8 +214,12 @@ class Recording:
         if self.error:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
-        text, missed = self.model.text(self.found.labels, len(self.found.labels)), self.ear.found if self.ear else ()
-        return Result(self.name, text, *self.found, seconds, self.nbest, unheard=tuple(missed))
+        labels, invented = self.sifted()
+        text = self.model.text(labels.labels, len(labels.labels))
+        nbest = [*self.nbest]
+        nbest[:1] = [(text, score) for _, score in nbest[: self.drop]] or nbest[:1]
+        missed = tuple(self.ear.found) if self.ear else ()
+        return Result(self.name, text, *labels, seconds, nbest, unheard=missed, invented=tuple(invented))
 
 
 def hear(model, recordings, decoding):

@@ -10,7 +10,7 @@ import numpy as np
 from aiohttp import web
 
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import timed, transcripts, unheard
+from jax_rnnt_speech.recognition import timed, transcripts
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
 BRIEF = 40  # characters of a client's text that a line of ours has, at most
@@ -76,16 +76,15 @@ def answer(transcript, form, granularities, language, labels=(), include=False, 
     """
     if form == "text":
         return web.Response(text=f"{transcript.text}\n")
-    missed = {"unheard": unheard.rounded(transcript.unheard)} if transcript.unheard else {}
     if form == "json":
         more = {"logprobs": log_probs(labels)} if include else {}
-        return web.json_response({"text": transcript.text} | more | missed)
+        return web.json_response({"text": transcript.text} | more | transcript.doubts)
     if form != "verbose_json":
         captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
         return web.Response(text=transcripts.captioned(form, captions))
     # "und" is ISO 639's code of a language that is not known.
     whole = {"task": "transcribe", "language": language or "und"}
-    whole |= {"duration": float(transcript.duration), "text": transcript.text} | missed
+    whole |= {"duration": float(transcript.duration), "text": transcript.text} | transcript.doubts
     if unused:
         whole["unused_keywords"] = unused
     if "word" in granularities:

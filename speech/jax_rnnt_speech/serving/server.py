@@ -279,8 +279,8 @@ class Server:
     def transcript(self, file, result):
         try:
             refuse_if(result.error, result.error)
-            if result.unheard:
-                print(unheard.line(file, result.unheard), file=sys.stderr, flush=True)
+            for line in unheard.lines(file, result.unheard, result.invented, file.decoding.drop_invented):
+                print(line, file=sys.stderr, flush=True)
             return transcripts.transcript(self.model, rows.Entry(str(file), str(file), ""), result)
         except UserError as error:
             return Problem(400, str(error), "file")
