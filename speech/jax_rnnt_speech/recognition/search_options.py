@@ -7,6 +7,7 @@ whatever the files hold, and an option that the model cannot follow is an error 
 
 import dataclasses
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from jax_rnnt_speech.config.options import amount, natural, option
 from jax_rnnt_speech.data import lists, rows, texts
 from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
+from jax_rnnt_speech.recognition.spellings import Written, cases
 from jax_rnnt_speech.recognition.spotter import Spotter
 from jax_rnnt_speech.system import UserError, refuse_if, told
 
@@ -46,6 +48,7 @@ class WordBonus:
 # Nats for each label of a phrase. Greedy search gets fewer: it cannot go back from a phrase that it has begun to write.
 WITH_BEAM, WITH_GREEDY = 1.0, 0.25
 WITH_CTC = 1.0  # nats that a label of a phrase may be worse than the head's best class
+BAR = re.compile(r"(?<!\S)\|(?!\S)")  # between the spellings of a phrase; another one, or \|, is a character of it
 PROBABILITY = "probability"
 NGRAM = lambda search: search.ngram, "--ngram"
 
@@ -69,8 +72,14 @@ class Searching:
         "file says)", metavar="W", needs=NGRAM,
     )  # fmt: skip
     phrases: Path | None = option(
-        None, Path, "file of texts to prefer, one on each line, perhaps with a tab and a weight: nats for each label "
+        None, Path, "file of texts to prefer, one on each line, or its spellings as in WRITTEN | OTHER | ..., of which "
+        "the first takes the place of the others; perhaps with a tab and a weight: nats for each label "
         f"({WITH_BEAM}; greedy: {WITH_GREEDY}; by a head for CTC: {WITH_CTC})", metavar="FILE",
+    )  # fmt: skip
+    phrases_case: str = option(
+        "any", str, "whether a phrase is also preferred in lower case, in capitals, and with a capital for its first "
+        "word or each word; or exactly as it is in the file", choices=("any", "exact"),
+        needs=(lambda search: search.phrases, "--phrases"),
     )  # fmt: skip
     phrases_by: str = option(
         "search", str, "what prefers phrases: the search; or a head for CTC, which finds them in the audio, instead "
@@ -126,34 +135,63 @@ def word_bonus(model):
     return WordBonus(jnp.array(separates + none), jnp.array(spells + none))
 
 
-def spelled(path, model, usual):
-    """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
-
-    A line that the vocabulary cannot spell is named and left out. Lines without a number have the `usual` one.
-    """
-    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
+def listed(path, usual):
+    """[(number, spellings, weight)] of the lines of a file of phrases. Those without a weight have the `usual` one."""
     with told(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, rows.encodable(line, f"line {i}")) for i, line in lists.lines_of(path)]
     phrases = []
     for i, line in lines:
         text, _, weight = line.partition("\t")
+        spellings = [" ".join("|" if y == r"\|" else y for y in x.split()) for x in BAR.split(text)]
         try:
             weight = float(weight.strip() or usual)
         except ValueError:
             weight = math.nan
-        if not text.strip() or not math.isfinite(weight):
+        if not any(spellings) or not math.isfinite(weight):
             raise UserError(f"--phrases {path}, line {i}: expected TEXT, or TEXT, a tab and a number, got {line!r}")
-        if labels := model.tokens.encode(normalize(text)):
-            phrases.append((text, labels, weight))
-        else:
-            print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
+        if not all(spellings):
+            raise UserError(f"--phrases {path}, line {i}: expected a spelling on both sides of each |, got {line!r}")
+        phrases.append((i, spellings, weight))
+    return phrases
+
+
+def speller(model, exact=False):
+    """A function from a text to the labels of each way to write it that the vocabulary has, by `spellings.cases`."""
+    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
+
+    def spell(text):
+        ways = [model.tokens.encode(normalize(x)) for x in ([text] if exact else cases(text))]
+        return [list(x) for x in dict.fromkeys(tuple(x) for x in ways if x)]
+
+    return spell
+
+
+def spelled(path, model, usual, exact=False):
+    """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
+
+    What the vocabulary cannot spell is named and left out.
+    """
+    spell, phrases = speller(model, exact), []
+    for i, spellings, weight in listed(path, usual):
+        for text in spellings:
+            ways = spell(text)
+            phrases += [(text, labels, weight) for labels in ways]
+            if not ways:
+                print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
     refuse_if(not phrases, f"--phrases {path} has no phrase that the model's vocabulary can spell")
     return phrases
 
 
-def phrases(path, model, usual, depth=0.0):
+def written(path, model, exact=False):
+    """What is written for the phrases of a file that have several spellings."""
+    several = [spellings for _, spellings, _ in listed(path, 0) if len(spellings) > 1]
+    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
+    return Written(several, normalize, model.tokens.separates, exact)
+
+
+def phrases(path, model, usual, depth=0.0, exact=False):
     """The Phrases of a file, with the numbers of its lines as weights."""
-    _, labels, weights = map(list, zip(*spelled(path, model, usual)))
+    _, labels, weights = map(list, zip(*spelled(path, model, usual, exact)))
     with told(f"--phrases {path}", ValueError):
         return decode.Phrases(labels, weights, classes=model.blank + 1, depth=depth)
 
@@ -167,15 +205,17 @@ def decoding_of(options, model):
     if options.ngram:
         ngram, bonus = read(options.ngram, model, options.unknown_word), word_bonus(model)
         fusion, ilm = ((ngram, options.ngram_weight), (bonus, options.word_bonus)), options.ilm_weight
-    spotter = None
+    spotter, exact, put = None, options.phrases_case == "exact", Written()
+    if options.phrases:
+        put = written(options.phrases, model, exact)
     if options.phrases and options.phrases_by == "ctc":
         if model.chunk or "ctc" not in model.shapes:
             raise UserError("--phrases-by ctc needs a model with a head for CTC that sees whole utterances")
-        _, labels, weights = zip(*spelled(options.phrases, model, WITH_CTC))
+        _, labels, weights = zip(*spelled(options.phrases, model, WITH_CTC, exact))
         spotter = Spotter(tuple(map(tuple, labels)), weights, options.phrase_depth)
     elif options.phrases:
         usual = WITH_BEAM if options.beam else WITH_GREEDY
-        fusion += ((phrases(options.phrases, model, usual, options.phrase_depth), 1.0),)
+        fusion += ((phrases(options.phrases, model, usual, options.phrase_depth, exact), 1.0),)
     alone = model.config.head.loss == "ctc"
     ctc = alone if options.head is None else options.head == "ctc"
     if ctc != alone and (alone or "ctc" not in model.shapes):
@@ -185,7 +225,7 @@ def decoding_of(options, model):
     language = model.language(options.prompt) if options.prompt else None
     kind = None if kind == PROBABILITY else decode.Entropy(kind)
     mask = allowed(model, options.script, options.only_characters)
-    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter)
+    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter, put)
 
 
 def allowed(model, names="", characters=""):

@@ -119,7 +119,8 @@ class Slots:
 class Words:
     """Final labels of a recording, one part after the other, to words."""
 
-    def __init__(self, model, silence=0.0):
+    def __init__(self, model, silence=0.0, written=GREEDY.written):
+        self.written = written
         self.model, self.waiting, self.rows, self.end = model, no_labels(), 0, 0
         self.patience = round(silence / model.seconds) or NEVER
         self.last_labels = {i for i, x in enumerate(model.tokens.pieces) if x in ENDS}
@@ -134,8 +135,11 @@ class Words:
         """Places of labels at which all words before them are final. No frame has labels on both sides of a place."""
         labels, frames, tokens, places, size = *self.waiting[:2], self.model.tokens, [], 0
         words = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
-        for before, word in itertools.pairwise(words):
+        held = self.written.held([x.text for x in words])
+        for number, (before, word) in enumerate(itertools.pairwise(words), 1):
             size += len(before.text)
+            if number in held:
+                continue
             last, first = math.ceil(before.end), int(word.start)
             if first < word.start or frames[first] == frames[last - 1]:
                 continue
@@ -151,10 +155,10 @@ class Words:
         if not some.labels:
             return []
         before, both = (self.model.tokens.decode(x) for x in (self.before, self.before + some.labels))
-        self.said += both.removeprefix(before)
+        self.said += self.written.text(both.removeprefix(before))
         self.before = (self.before + some.labels)[-CONTEXT:]
         heard = some.labels, some.frames, some.confidences, some.durations
-        return transcripts.words(self.model, *heard, duration=duration)
+        return self.written.words(transcripts.words(self.model, *heard, duration=duration))
 
     def without_ends(self, part):
         return part.chosen([i for i, x in enumerate(part.labels) if x not in self.last_labels])
@@ -203,12 +207,13 @@ class Stream:
         self.slot, self.model, self.extractor = self.slots.free.pop(), model, model.extractor
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
-        self.words, self.ends, self.unsure, self.said = Words(model, silence), [], no_labels(), ""
+        self.words, self.ends, self.unsure, self.said = Words(model, silence, decoding.written), [], no_labels(), ""
         self.text = ""  # of the last event's words, with the white space before them
 
     @property
     def open(self):
-        return self.model.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
+        text = self.model.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
+        return self.words.written.text(text)
 
     @property
     def size(self):

@@ -131,7 +131,7 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with told(shown(entry.name), ValueError):
-        spoken = words(model, *heard, entry.start, result.duration)
+        spoken = result.written.words(words(model, *heard, entry.start, result.duration))
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
     return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed)
 

@@ -19,6 +19,7 @@ from jax_rnnt import decode
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels, Result, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, Decoding, next_part
+from jax_rnnt_speech.recognition.spellings import Written
 from jax_rnnt_speech.recognition.streams import Stream
 from jax_rnnt_speech.recognition.unheard import Ear, joined
 from jax_rnnt_speech.system import UserError, programs
@@ -72,6 +73,7 @@ class Recording:
         self.progress, self.passed = progress, 0.0  # seconds that `progress` has counted
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
+        self.written = Written()  # of the Decoding
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         self.step, rate = self.extractor.hop * model.subsampling, self.extractor.rate  # samples of a row
         most = max(1, round(min(WINDOW, model.longest) * rate) // self.step)  # rows
@@ -196,7 +198,10 @@ class Recording:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
         text, missed = self.model.text(self.found.labels, len(self.found.labels)), self.ear.found if self.ear else ()
-        return Result(self.name, text, *self.found, seconds, self.nbest, unheard=tuple(missed))
+        put = self.written.text
+        nbest = [(put(x), score) for x, score in self.nbest]
+        text, more = put(text), {"unheard": tuple(missed), "written": self.written}
+        return Result(self.name, text, *self.found, seconds, nbest, **more)
 
 
 def hear(model, recordings, decoding):
@@ -212,6 +217,7 @@ def hear(model, recordings, decoding):
             x.ear.found.remove((begin, end))
             x.wanted()
     for x in recordings:
+        x.written = decoding.written
         if x.spotted and not x.error:
             x.found = decoding.spotter.put(model, x.found, x.spotted)
             x.wanted()
