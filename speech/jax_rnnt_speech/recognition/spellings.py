@@ -38,9 +38,8 @@ class Written:
                 for y in (x, normalize(x)):
                     self.table.setdefault(self.key(y), spellings[0])
         self.table.pop("", None)
-        split = str.split if separates else list
-        parts = [split(x) for x in self.table]
-        self.begun = {self.space.join(x[:n]) for x in parts for n in range(1, len(x))}
+        self.begun = {x[:n] for x in self.table for n in range(1, len(x))}
+        self.most = max(map(len, map(str.split, self.table) if separates else self.table), default=0)  # words
         gap = r"\s+" if separates else r"\s*"
         found = "|".join(gap.join(map(re.escape, x.split())) for x in sorted(self.table, key=len, reverse=True))
         pattern = rf"(?<!\S)({AROUND})({found})({AROUND})(?!\S)" if separates else f"()({found})()"
@@ -96,7 +95,7 @@ class Written:
     def held(self, texts):
         """Numbers of the words before which no text may end: they are within a spelling, or later words may say so."""
         inside = {i for first, last, _ in self.spans(texts) for i in range(first + 1, last)}
-        for i in range(len(texts)):
+        for i in range(max(0, len(texts) - self.most), len(texts)):
             if self.key(self.space.join(texts[i:])).lstrip(",.;:!?¿¡\"'([") in self.begun:
                 inside |= {*range(i + 1, len(texts) + 1)}
         return inside
