@@ -92,6 +92,7 @@ def test_cases_and_scripts():
     assert Written([["Ä. B", "ä b"]], lambda x: x.replace("Ä.", "doctor")).text("a doctor B") == "a Ä. B"
     unspaced = Written([["東京都", "とうきょう"], ["x y", "z"]], separates=False)
     assert unspaced.text("はとうきょうと") == "は東京都と" and unspaced.settled("はとうき") == "は"
+    assert Written([["A", "とう"], ["B", "とうきょう"]], separates=False).text("とうきょうとう") == "BA"
     words = [timing.Interval(i, i + 1, x) for i, x in enumerate(["は", "とう", "きょう", "きょうと"])]
     assert [x[:3] for x in unspaced.words(words)] == [(0, 1, "は"), (1, 3, "東京都"), (3, 4, "きょうと")]
 
