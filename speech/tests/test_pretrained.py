@@ -345,6 +345,10 @@ def test_fine_tuning(tmp_path, capsys, monkeypatch, said):
     run(["convert", "again", "--model", "w"])
     old, new = (load_file(folder / "model.safetensors") for folder in (GOLDEN / "tdt", pathlib.Path("again")))
     assert all((new[name] != x).any() for name, x in old.items() if "running" in name)
+    head = ["--new-head", "--stack", 2, "--width", 8, "--heads", 2, "--blocks", 1, "--batch-norm", "frozen"]
+    run(["train", "--workdir", "r", *options, *head, "--freeze", "encoder:1", "--steps", 4, "--buckets", 3])
+    stacked = [json.loads(x).get("loss") for x in pathlib.Path("r/metrics.jsonl").read_text().splitlines()]
+    assert max(stacked[:2]) > 1  # of an epoch: batches into which no rows fit have the loss 0
 
 
 def test_tokenizer(tmp_path):

@@ -298,7 +298,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
                 frozen_rows.remember(model, parts, found, tmp_path / "kept")
             batch = next(found.read(0, 1))
             found.place = 0, 0, 0, 0
-            assert batch["features"].shape[1:] == ((19, 8) if layers else (73, 6))
+            assert batch["features"].shape[1:] == ((19, 8) if layers else (73, 6)) and batch["valid"].all()
             batch.pop("index")
             if not change:
                 values.append(float(objective.mean_loss(model, model.params, batch, 1, layers)))
