@@ -300,7 +300,7 @@ def test_few_programs(whole, monkeypatch):
     for count in [*range(1, 40, 6), *[8] * 4, 40]:
         heard, lengths = [], rng.uniform(0.1, rng.uniform(0.2, 30), count)
         some = [windows.Recording(i, np.zeros(int(8000 * x), np.float32), whole) for i, x in enumerate(lengths)]
-        windows.hear(whole, some, None)
+        windows.hear(whole, some, windows.GREEDY)
         assert sorted(heard) == [*range(count)]
     assert len(shapes) <= 20, shapes
 

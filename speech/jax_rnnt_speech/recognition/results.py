@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_rnnt_speech.recognition.spellings import Written
+
 
 class Labels(NamedTuple):
     """Final labels, each with its frame, probability, confidence and duration."""
@@ -58,6 +60,7 @@ class Result(NamedTuple):
     error: str = ""
     unheard: tuple = ()  # [begin, end) in seconds of speech without words, also after another try
     invented: tuple = ()  # `transcripts.words` where nobody speaks; with `Decoding.drop_invented` the text lacks them
+    written: Written = Written()  # of the spellings in `labels`; the text and `nbest` have it
 
 
 def words_of(tokens, labels):

@@ -122,8 +122,9 @@ class Slots:
 class Words:
     """Final labels of a recording, one part after the other, to words."""
 
-    def __init__(self, model, silence=0.0, start=0.0, ear=None, drop=False):
-        self.ear, self.drop, self.invented = ear, drop, []  # words where nobody speaks, since the last events
+    def __init__(self, model, silence=0.0, start=0.0, ear=None, decoding=GREEDY):
+        self.drop, self.written = decoding.drop_invented, decoding.written
+        self.ear, self.invented = ear, []  # words where nobody speaks, since the last events
         self.model, self.waiting, self.rows, self.end, self.start = model, no_labels(), 0, 0, start
         self.searched = 0  # rows before the first one of the search, which may have begun anew
         self.patience = round(silence / model.seconds) or NEVER
@@ -139,8 +140,11 @@ class Words:
         """Places of labels at which all words before them are final. No frame has labels on both sides of a place."""
         labels, frames, tokens, places, size = *self.waiting[:2], self.model.tokens, [], 0
         words = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
-        for before, word in itertools.pairwise(words):
+        held = self.written.held([x.text for x in words])
+        for number, (before, word) in enumerate(itertools.pairwise(words), 1):
             size += len(before.text)
+            if number in held:
+                continue
             last, first = math.ceil(before.end), int(word.start)
             if first < word.start or frames[first] == frames[last - 1]:
                 continue
@@ -159,10 +163,10 @@ class Words:
         if not some.labels:
             return []
         before, both = (self.model.tokens.decode(x) for x in (self.before, self.before + some.labels))
-        self.said += both.removeprefix(before)
+        self.said += self.written.text(both.removeprefix(before))
         self.before = (self.before + some.labels)[-CONTEXT:]
         heard = some.labels, some.frames, some.confidences, some.durations
-        return transcripts.words(self.model, *heard, self.start, duration)
+        return self.written.words(transcripts.words(self.model, *heard, self.start, duration))
 
     def sifted(self, labels, duration=float("inf")):
         """As `unheard.sifted`."""
@@ -224,7 +228,7 @@ class Stream:
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
         self.ear = Ear(self.extractor.rate) if self.listens else None
-        self.words = Words(self.model, self.silence, start, self.ear, self.slots.decoding.drop_invented)
+        self.words = Words(self.model, self.silence, start, self.ear, self.slots.decoding)
         self.unsure, self.said = no_labels(), ""
         self.missed = []  # [begin, end) of unheard speech since the last events
 
@@ -246,7 +250,7 @@ class Stream:
     def open(self):
         labels = self.words.waiting.joined(self.unsure)
         labels = self.words.sifted(labels)[0] if self.words.drop else labels
-        return self.model.tokens.decode(labels.labels).rstrip(PART)
+        return self.words.written.text(self.model.tokens.decode(labels.labels).rstrip(PART))
 
     @property
     def size(self):

@@ -149,7 +149,7 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with as_user_error(shown(entry.name), ValueError):
-        spoken = words(model, *heard, entry.start, result.duration)
+        spoken = result.written.words(words(model, *heard, entry.start, result.duration))
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
     invented = tuple(x._replace(start=entry.start + x.start, end=entry.start + x.end) for x in result.invented)
     return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed, invented)

@@ -19,6 +19,7 @@ from jax_rnnt import decode
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels, Result, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, Decoding, next_part
+from jax_rnnt_speech.recognition.spellings import Written
 from jax_rnnt_speech.recognition.streams import Stream
 from jax_rnnt_speech.recognition.transcripts import places_of_words
 from jax_rnnt_speech.recognition.unheard import Ear, joined, sifted
@@ -74,6 +75,7 @@ class Recording:
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
         self.drop, self.kept = drop, (0, no_labels())  # whether to drop invented words; labels, and what stays of them
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
+        self.written = Written()  # of the Decoding
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         self.step, rate = self.extractor.hop * model.subsampling, self.extractor.rate  # samples of a row
         most = max(1, round(min(WINDOW, model.longest) * rate) // self.step)  # rows
@@ -106,11 +108,11 @@ class Recording:
 
     def wanted(self):
         """Whether a client waits for the rest, by `watch` of `recognise.transcribe`."""
-        if self.watch and not self.error and not self.watch(self.written()):
+        if self.watch and not self.error and not self.watch(self.so_far()):
             self.fail("nobody waits for it")
         return not self.error
 
-    def written(self):
+    def so_far(self):
         """Labels of the text so far. Words before the last one are settled, so they are sifted once."""
         if not self.drop or self.done:
             return self.sifted()[0]
@@ -215,11 +217,11 @@ class Recording:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
         labels, invented = self.sifted()
-        text = self.model.text(labels.labels, len(labels.labels))
-        nbest = [*self.nbest]
+        text = self.written.text(self.model.text(labels.labels, len(labels.labels)))
+        nbest = [(self.written.text(x), score) for x, score in self.nbest]
         nbest[:1] = [(text, score) for _, score in nbest[: self.drop]] or nbest[:1]
-        missed = tuple(self.ear.found) if self.ear else ()
-        return Result(self.name, text, *labels, seconds, nbest, unheard=missed, invented=tuple(invented))
+        more = {"unheard": tuple(self.ear.found) if self.ear else (), "written": self.written}
+        return Result(self.name, text, *labels, seconds, nbest, invented=tuple(invented), **more)
 
 
 def hear(model, recordings, decoding):
@@ -235,6 +237,7 @@ def hear(model, recordings, decoding):
             x.ear.found.remove((begin, end))
             x.wanted()
     for x in recordings:
+        x.written = decoding.written
         if x.spotted and not x.error:
             x.found = decoding.spotter.put(model, x.found, x.spotted)
             x.wanted()

@@ -209,6 +209,7 @@ class Server:
         def tell(labels):
             # Without a character that is not whole, and without white space, as a text may end here.
             text = self.model.tokens.decode(labels.labels).rstrip("\ufffd").strip()
+            text = file.decoding.written.settled(text)
             loop.call_soon_threadsafe(queue.put_nowait, (text, self.spelled(labels) if include else []))
 
         def more(labels):
