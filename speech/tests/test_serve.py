@@ -66,7 +66,7 @@ async def test_texts_of_files(served, three):
     async with talk(served) as client:
         assert [json.loads(x) for x in await texts(client, files)] == [{"text": x.text} for x in truths]
         usual = {"temperature": "0.7", "language": "en", "languages[]": "en", "prompt": "Hello", "stream": "False"}
-        usual |= {"model": "whisper-1", "keywords[]": ["a", "b"], "chunking_strategy[type]": "server_vad"}
+        usual |= {"model": "whisper-1", "keywords[]": ["x", "y"], "chunking_strategy[type]": "server_vad"}
         assert await texts(client, files, response_format="text", **usual) == [f"{x.text}\n" for x in truths]
         for text, truth, result in zip(await texts(client, files, **{"include[]": "logprobs"}), truths, results):
             whole = json.loads(text)

@@ -43,6 +43,20 @@ def test_spellings_of_a_file(line, options, expected, weight, tmp_path):
     assert found == {(x, 2.0 if weight else 0.25) for x in expected.split("/")}
 
 
+def test_cases_in_the_room_of_a_request():
+    """All phrases come before other cases of the first one, which have what is left of 100 labels."""
+    model = random_model(**CONVOLUTIONAL)
+    model.tokens, model.config = tokens.Characters(UPPER_AND_LOWER), configuration()
+    for texts, exact, expected, lacking in (
+        (["ab", "ß"], False, {"ab", "AB", "Ab"}, ["ß"]), (["ab"], True, {"ab"}, []),
+        (["x" * 60, "bc"], False, {"x" * 60, "bc", "BC", "Bc"}, []), (["x" * 98, "bc"], False, {"x" * 98, "bc"}, []),
+        (["x" * 60, "b" * 41], False, {"x" * 60}, ["b" * 41]),
+    ):  # fmt: skip
+        own, left_out = search_options.Room(model, [], 1, 0.5, 0.0, exact).own(texts)
+        assert {(model.tokens.decode(labels), weight) for labels, weight in own.phrases} == {(x, 0.5) for x in expected}
+        assert left_out == lacking
+
+
 @pytest.mark.parametrize("line", ["a | ", "| a", "a | | b\t3", " |"])
 def test_a_spelling_that_is_missing(line, tmp_path):
     wrong = "line 2: expected" if line == " |" else r"line 2: expected a spelling on both sides of each \|, got"

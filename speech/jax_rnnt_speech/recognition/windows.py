@@ -221,7 +221,7 @@ class Recording:
         nbest = [(self.written.text(x), score) for x, score in self.nbest]
         nbest[:1] = [(text, score) for _, score in nbest[: self.drop]] or nbest[:1]
         more = {"unheard": tuple(self.ear.found) if self.ear else (), "written": self.written}
-        return Result(self.name, text, *labels, seconds, nbest, invented=tuple(invented), **more)
+        return Result(self.name, text, *labels, seconds, nbest or (), invented=tuple(invented), **more)
 
 
 def hear(model, recordings, decoding):
