@@ -55,7 +55,7 @@ def explain(platform: str, module: str, error: ImportError) -> str:
 
 
 def _interpreter() -> str:
-    """What a wheel depends on, such as "CPython 3.14t (linux-x86_64)"; the t says that there is no GIL."""
+    """A wheel depends on this, such as "CPython 3.14t (linux-x86_64)"; the t says that there is no GIL."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     return f"{platform.python_implementation()} {version} ({sysconfig.get_platform()})"
 

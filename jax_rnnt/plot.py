@@ -153,7 +153,7 @@ def draw_lattice(
     if isinstance(logits, PackedLogits):
         expected = "an array or another layout (the rows of one utterance, reshaped to [T, U + 1, V])"
         raise _checks.bad_type(f"logits must be {expected}, got PackedLogits, which have a batch dimension.")
-    layout = _layout.of(logits)
+    layout = _layout.as_layout(logits)
     if layout.ndim != 3:
         raise _checks.bad_value(f"logits must be those of one utterance, [T, U + 1, V], got {layout.shape}.")
     targets = _checks.array("targets", targets)

@@ -95,7 +95,7 @@ def devices_of(platform: str) -> dict[str, jax.Device]:
 
 
 def identity(platform: str, device: jax.Device) -> dict[str, str]:
-    """What a verdict depends on."""
+    """A verdict depends on these."""
     return {
         "platform": platform,
         "device": device.device_kind,

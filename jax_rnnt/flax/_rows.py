@@ -1,4 +1,4 @@
-"""What the NNX and the Linen modules share: labels in, rows out.
+"""The NNX and the Linen modules share this: labels in, rows out.
 
 B sequences, U labels; E, P and H the widths of encoder rows, predictor rows and hidden units.
 """

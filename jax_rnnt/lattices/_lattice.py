@@ -52,7 +52,7 @@ def _attributes(topology):
 
 
 def _problem(first, num_frames, num_labels, *others, dt, du, may_end, plane, other):
-    """What `log_likelihood` takes, from operands and attributes."""
+    """Arguments of `log_likelihood`, from operands and attributes."""
     table = zip(plane, dt, du, map(bool, may_end), (None if p < 0 else str(p) for p in other))
     topology = tuple(Arc(str(p), *arc) for p, *arc in table)
     return topology, {str(p): x for p, x in enumerate((first, *others))}, num_frames, num_labels

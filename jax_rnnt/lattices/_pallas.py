@@ -108,12 +108,12 @@ class Sweep:
     def __init__(self, topology, plan, wide, chunk, last_ref, num_labels_ref, planes, carried):
         self.topology, self.plan, self.wide, self.chunk, self.planes = topology, plan, wide, chunk, planes
         self.last, self.num_labels = last_ref[...], num_labels_ref[...]
-        self.carried = [self.of(carried[:3]), self.of(carried[3:])]
+        self.carried = [self.by_slot(carried[:3]), self.by_slot(carried[3:])]
         m = jnp.zeros(carried[0].shape[-2:], carried[0].dtype)
         self.zero = extended.zero(m, wide)
         self.one = Number(jnp.ones_like(m), jnp.zeros_like(m, jnp.int32), jnp.zeros_like(m) if wide else None)
 
-    def of(self, refs):
+    def by_slot(self, refs):
         return refs if self.wide else (*refs[:2], None)
 
     def at(self, du, n, c):
@@ -180,7 +180,7 @@ def alpha_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan, keep
 
     def run(wide):
         sweep = Sweep(topology, plan, wide, chunk, last_ref, num_labels_ref, planes, carried)
-        totals = sweep.of(total_refs)
+        totals = sweep.by_slot(total_refs)
 
         @pl.when(chunk == 0)
         def _():
@@ -199,7 +199,7 @@ def alpha_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan, keep
             ends = (n == sweep.last) & (sweep.column(c) == sweep.num_labels)
             store(totals, where_number(ends, alpha, load(totals, c)), c)
             if keep:
-                store(sweep.of(alphas), alpha, i, c)
+                store(sweep.by_slot(alphas), alpha, i, c)
             times, leaving = sweep.weighted(i, c), dict[tuple[int, int], list[Number]]()
             for arc in topology:
                 leaving.setdefault((arc.du, arc.dt + arc.du), []).append(times(alpha, "alpha", arc))
@@ -238,14 +238,14 @@ def beta_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan):
 
         def start(c):
             """At the terminal node 1 / Z, so that products with alpha are posteriors; 0 where there is no path."""
-            total = load(sweep.of(total_refs), c)
+            total = load(sweep.by_slot(total_refs), c)
             reached = total.m != 0
             inverse = Number(1 / jnp.where(reached, total.m, 1), -total.e, sweep.one.h)
             return where_number(reached, inverse, sweep.zero)
 
         def step(i, c, beside, normalize):
             n = chunk * plan.steps + i
-            alpha = load(sweep.of(alphas), i, c)
+            alpha = load(sweep.by_slot(alphas), i, c)
             times, through = sweep.weighted(i, c), []
             for arc in topology:
                 k = arc.dt + arc.du

@@ -49,7 +49,7 @@ def prepared(topology: Topology, arcs, num_frames, num_labels):
     lengths. A sequence with NaN or +inf inside is bad. One array holds all planes: a topology of eight arcs is traced
     in the time of one with two.
     """
-    num_frames, num_labels, *each = vary_together(num_frames, num_labels, *(a.of(arcs) for a in topology))
+    num_frames, num_labels, *each = vary_together(num_frames, num_labels, *(a.score(arcs) for a in topology))
     planes = jnp.stack(each)
     num_frames, num_labels = (shard_like(planes[0], n) for n in (num_frames, num_labels))
     topology = bounded(topology, planes.shape[-2])

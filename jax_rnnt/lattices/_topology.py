@@ -33,7 +33,7 @@ class Arc:
         if self.other == self.slot:
             raise _checks.bad_value(f"other must be a slot beside slot, got {self.slot!r} for both.")
 
-    def of(self, planes):
+    def score(self, planes):
         """The log-probability of this arc, from the planes by slot."""
         return planes[self.slot] if self.other is None else planes[self.slot] + planes[self.other]
 

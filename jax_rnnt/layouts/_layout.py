@@ -18,7 +18,7 @@ from jax_rnnt.emissions._emission import Emission
 
 
 class Layout(LazyArray):
-    """What all layouts share. A loss calls `checked` first, and the other methods on its result."""
+    """The base of all layouts. A loss calls `checked` first, and the other methods on its result."""
 
     logits: Any
     sides: tuple[str, str] = "logits", ""  # the argument with U + 1 columns, and if it is another one, that with T rows
@@ -87,7 +87,7 @@ class Layout(LazyArray):
         return None
 
 
-def of(logits) -> Layout:
+def as_layout(logits) -> Layout:
     """The layout of the argument `logits`, checked."""
     if isinstance(logits, Layout):
         return logits.checked()

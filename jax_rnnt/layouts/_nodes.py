@@ -141,7 +141,7 @@ class Sequences(typing.NamedTuple):
 
 
 class Terms(typing.NamedTuple):
-    """What is summed over a batch: its nodes, in planes [..., T, U1] of its logits."""
+    """The terms of the sum over a batch: its nodes, in planes [..., T, U1] of its logits."""
 
     nodes: CountedNodes
     weights: jax.Array | None  # [..., T, U1]
@@ -192,7 +192,7 @@ def _checked_layouts(logits):
     """The checked layouts, additive ones as joint networks."""
     if not logits:
         raise _checks.bad_type("logits must be one or several arrays or layouts, got none.")
-    layouts = [_layout.of(x) for x in logits]
+    layouts = [_layout.as_layout(x) for x in logits]
     for i, x in enumerate(layouts):
         if isinstance(x, AdditiveLogits):
             if not (_checks.is_zero(x.lm_only_scale) and _checks.is_zero(x.am_only_scale)):

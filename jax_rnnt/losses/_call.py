@@ -67,7 +67,7 @@ def run(method: Method, loss, logits, targets, logit_lengths, target_lengths, la
     if method.without_kernel and loss.implementation == "kernel":
         lacks = f"implementation='kernel': jax_rnnt has no kernel for {method.without_kernel}"
         raise NotImplementedError(Refusal(f"{lacks}; use implementation=None or 'reference'."))
-    layout = logits if isinstance(logits, _layout.Layout) else _layout.of(logits)
+    layout = logits if isinstance(logits, _layout.Layout) else _layout.as_layout(logits)
     _checks.key(key)
     loss = switched_off(loss._draw(key))
     try:

@@ -367,7 +367,7 @@ def arc_log_probs(loss, emission, *problem) -> dict[str, jax.Array]:
     planes = adjust(loss, planes_of(emission, loss, logits, placed), num_frames, num_labels, windows)
 
     def masked(arc):
-        x = arc.of(planes)
+        x = arc.score(planes)
         inside = reference.inside(num_frames, num_labels - arc.du, *x.shape[-2:])  # a step may fill the rest
         return emission.exchange.joined_planes(jnp.where(bad[..., None, None], jnp.nan, jnp.where(inside, x, -jnp.inf)))
 

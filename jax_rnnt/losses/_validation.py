@@ -57,7 +57,7 @@ def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike,
     ValueError: RNNTLoss.validate: targets[0, 1] must lie in [0, 5), got 9.
     """
     function = f"{type(self).__name__}.validate"
-    layout = _layout.of(logits)
+    layout = _layout.as_layout(logits)
     # Of the options, a layout may refuse the clamp.
     loss = _pytree.replace(self._without_options(), clamp=switched_off(self).clamp, implementation=None)
     softmax = softmax_of(loss).resolved(layout.classes * devices_of(loss)[1])

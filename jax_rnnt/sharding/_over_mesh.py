@@ -15,7 +15,7 @@ from jax_rnnt.sharding import _axes
 
 
 class Call(Protocol):
-    """What is known here of a call of a loss: a pytree, whose other arrays are of each sequence of the batch."""
+    """A call of a loss, as far as it is known here: a pytree, whose other arrays are of each sequence of the batch."""
 
     loss: Any
     layout: Layout

@@ -79,17 +79,17 @@ class SplitVocabulary(Rows[Any, Any]):
     @classmethod
     def own_softmax(cls, full: Softmax, size: int, logits: int) -> OwnClasses:
         """The emission of the rows of one device of `size`; `full` is for rows of `logits`."""
-        beside, width = full.num_durations + full.bernoulli, logits // size
-        if width <= beside:
-            others = f"the {beside} durations" if full.num_durations else "the blank of HATLoss"
+        further, width = full.num_durations + full.bernoulli, logits // size
+        if width <= further:
+            others = f"the {further} durations" if full.num_durations else "the blank of HATLoss"
             expected = f"each device must hold more logits of a row than {others}"
             raise _checks.bad_value(f"vocab_axis: {expected}, got {logits} logits on {size} devices.")
         if full.bernoulli and full.blanks[0] != logits - 1:
             expected = f"the blank of HATLoss must be the last class, -1 or {logits - 1}"
             raise _checks.bad_value(f"vocab_axis: {expected}, got {full.blanks[0]}.")
-        columns = tuple({blank % width: None for blank in full.blanks if blank % width < width - beside}) or (0,)
+        columns = tuple({blank % width: None for blank in full.blanks if blank % width < width - further}) or (0,)
         slots = tuple(f"column+{i}" for i in columns)
-        return OwnClasses(columns, full.normalize, slots, beside, classes=logits - full.num_durations)
+        return OwnClasses(columns, full.normalize, slots, further, classes=logits - full.num_durations)
 
     @property
     def blanks(self):
@@ -100,7 +100,7 @@ class SplitVocabulary(Rows[Any, Any]):
         return self.full.normalize
 
     @property
-    def _beside(self):
+    def _further(self):
         """The columns that the kernel leaves out."""
         return range(self.columns - self.softmax.num_durations, self.columns)
 
@@ -118,7 +118,7 @@ class SplitVocabulary(Rows[Any, Any]):
     def _own(self, nodes):
         """The nodes with the labels of the kernel's columns alone."""
         column = self._column(nodes.label)
-        in_kernel = (column >= 0) & (column < self._beside.start)
+        in_kernel = (column >= 0) & (column < self._further.start)
         return nodes._replace(label=jnp.where(in_kernel, column, jnp.minimum(nodes.label, NO_LABEL)))
 
     @property
@@ -126,7 +126,7 @@ class SplitVocabulary(Rows[Any, Any]):
         """{slot: class} of the blanks in the softmax."""
         return {} if self.full.bernoulli else dict(zip(self.full.slots, self.full.blanks))
 
-    def _own_picks(self, inside, all_labels, blanks, label, beside):
+    def _own_picks(self, inside, all_labels, blanks, label, others):
         """Planes to sum over devices: blanks, label, other head; -inf where there is no arc, 0 where another has it.
 
         After HAT's blank comes which labels are the blank: types say that labels vary over devices, as logits do.
@@ -134,41 +134,41 @@ class SplitVocabulary(Rows[Any, Any]):
         picks = [jnp.where(self._column(blank) >= 0, x, 0) for blank, x in zip(self._blanks.values(), blanks)]
         picks.append(jnp.where(self._column(all_labels) >= 0, label, jnp.where(all_labels >= 0, 0, -jnp.inf)))
         if self.full.bernoulli:
-            beside = *beside, jnp.where(all_labels == self.full.blanks[0], 1, jnp.zeros_like(label))
-        picks += [jnp.where(self._is_last(), x, 0) for x in beside]
+            others = *others, jnp.where(all_labels == self.full.blanks[0], 1, jnp.zeros_like(label))
+        picks += [jnp.where(self._is_last(), x, 0) for x in others]
         return [jnp.where(inside, x, -jnp.inf) for x in picks]
 
-    def _planes(self, tokens, beside, poison):
+    def _planes(self, tokens, others, poison):
         """Planes by slot, from log-probabilities of the softmax and sums of `_own_picks` for the other head."""
         *blanks, label = tokens
         planes = dict(zip(self._blanks, blanks))
         if self.full.bernoulli:
-            impossible = jnp.isneginf(beside[0])  # -inf must not meet the derivative of log_sigmoid
-            z, is_blank = jnp.where(impossible, 0, beside[0]), beside[1] > 0
+            impossible = jnp.isneginf(others[0])  # -inf must not meet the derivative of log_sigmoid
+            z, is_blank = jnp.where(impossible, 0, others[0]), others[1] > 0
             (slot,), blank = self.full.slots, jnp.where(impossible, -jnp.inf, jax.nn.log_sigmoid(z))
             label = label + jnp.where(impossible, 0, jax.nn.log_sigmoid(-z))
             planes[slot], label = blank, jnp.where(is_blank, blank, label)
-        elif beside:
+        elif others:
             if self.full.normalize:
-                row = row_sum(jnp.stack(beside), 0)
-                beside = [row.log_probability(x) for x in beside]
-            planes |= {f"duration+{i}": x for i, x in enumerate(beside)}
+                row = row_sum(jnp.stack(others), 0)
+                others = [row.log_probability(x) for x in others]
+            planes |= {f"duration+{i}": x for i, x in enumerate(others)}
         return {slot: x + poison for slot, x in (planes | {"label": label}).items()}
 
     def forward(self, logits, nodes, *, strict=False):
         return _forward(self, strict, logits, nodes)
 
     def _forward(self, logits, nodes, strict):
-        planes, (norm, anchor, *beside) = self.inner.forward(logits, self._own(nodes), strict=strict)
+        planes, (norm, anchor, *others) = self.inner.forward(logits, self._own(nodes), strict=strict)
         all_labels = nodes.label
         inside, column = inside_rows(nodes, norm.shape[-2]), self._column(all_labels)
-        beside = {i: jnp.where(inside, x, -jnp.inf) for i, x in zip(self._beside, beside)}
-        beside = {i: jnp.where(jnp.isposinf(x), jnp.nan, x) for i, x in beside.items()}
+        others = {i: jnp.where(inside, x, -jnp.inf) for i, x in zip(self._further, others)}
+        others = {i: jnp.where(jnp.isposinf(x), jnp.nan, x) for i, x in others.items()}
         first = planes[self.softmax.slots[0]]
         if self.full.normalize:
             anchored, dead = is_anchored(norm), norm == 0
             reference = jnp.where(dead, -jnp.inf, jnp.where(anchored, anchor, norm))
-            classes = {i: jnp.where(self._is_last(), -jnp.inf, x) for i, x in beside.items()}
+            classes = {i: jnp.where(self._is_last(), -jnp.inf, x) for i, x in others.items()}
             largest = functools.reduce(jnp.fmax, classes.values(), reference)
             shared = jax.lax.pmax(largest, self.axis)
             shared = jnp.where(jnp.isneginf(shared), 0, shared)
@@ -178,13 +178,13 @@ class SplitVocabulary(Rows[Any, Any]):
 
         def log_mass(i):
             """Log of a class, relative to exp R."""
-            return beside[i] - shared if i in beside else planes[f"column+{i}"] + mass
+            return others[i] - shared if i in others else planes[f"column+{i}"] + mass
 
         label = planes["label"] + mass
-        for i in beside:
+        for i in others:
             label = jnp.where(column == i, log_mass(i), label)
         blanks = [log_mass(blank % self.columns) for blank in self._blanks.values()]
-        picks = self._own_picks(inside, all_labels, blanks, label, beside.values())
+        picks = self._own_picks(inside, all_labels, blanks, label, others.values())
         count = len(blanks) + 1
         if not self.full.normalize:
             picks = [*_axes.sum_over(self.axis, jnp.stack(picks))]
@@ -225,7 +225,7 @@ class SplitVocabulary(Rows[Any, Any]):
 
         local = {slot: of_blanks(place) for slot, place in zip(self.softmax.slots, self.softmax.blanks)}
         local["label"] = jnp.where(own_nodes.label >= 0, label, 0)
-        for i, place in enumerate(self._beside):
+        for i, place in enumerate(self._further):
             of_class = of_blanks(place) + jnp.where(column == place, label, 0)
             if self.full.normalize:
                 of_class = of_class - shares[1 + i] * total
@@ -241,16 +241,16 @@ class SplitVocabulary(Rows[Any, Any]):
         all_labels, inside = nodes.label, inside_rows(nodes, logits.shape[-3])
         x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
         blanks = [pick(jnp.reshape(self._column(blank), (1,) * (x.ndim - 1)), x) for blank in self._blanks.values()]
-        beside = [pick(i, x) for i in self._beside]
-        picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels), x), beside)
+        others = [pick(i, x) for i in self._further]
+        picks = self._own_picks(inside, all_labels, blanks, pick(self._column(all_labels), x), others)
         count = len(blanks) + 1
         if not self.full.normalize:
             picks = _axes.sum_over(self.axis, jnp.stack(picks))
             picks = [*jnp.where(jnp.isposinf(picks), jnp.nan, picks)]
             return self._planes(picks[:count], picks[count:], 0)
-        if beside:
+        if others:
             classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
-            x = jnp.where(self._is_last() & (classes >= self._beside.start), -jnp.inf, x)
+            x = jnp.where(self._is_last() & (classes >= self._further.start), -jnp.inf, x)
         peak = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x, -1)), self.axis)
         peak = jnp.where(jnp.isneginf(peak), 0, peak)
         total, *picks = _axes.sum_over(self.axis, jnp.stack([jnp.sum(jnp.exp(x - peak[..., None]), -1), *picks]))

@@ -15,7 +15,7 @@ from jax_rnnt.emissions._emission import OUTSIDE, Nodes
 
 
 class TileInputs(typing.NamedTuple):
-    """What tiles are made of: B encoders, N sequences for each of them."""
+    """Tiles are made of B encoders, N sequences for each of them."""
 
     encoder: jax.Array  # [B, T, E]
     predictor: jax.Array  # [B N, U1, P]

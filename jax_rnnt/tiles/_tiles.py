@@ -108,14 +108,14 @@ class Tiled(Rows[Any, Any]):
         return gradients, of_encoder, of_predictor, *(by_array.get(i) for i in range(len(arrays)))
 
     def _planes(self, strict):
-        """What the inner emission makes of a node: (types, what fills nodes outside the lengths, structure)."""
+        """The form in which the inner emission has nodes: (types, fills of nodes outside the lengths, structure)."""
         planes, residuals = both = tile_types(self.inner, 1, self.classes, self.dtype, strict)
         fills = [-math.inf for _ in jax.tree.leaves(planes)] + [0 for _ in jax.tree.leaves(residuals)]
         return jax.tree.leaves(both), fills, jax.tree.structure(both)
 
 
 class BackwardInputs(typing.NamedTuple):
-    """What the backward pass reads, for B N sequences."""
+    """The backward pass reads this, for B N sequences."""
 
     inputs: TileInputs
     cotangents: dict[str, jax.Array]  # [B N, T, U1]
@@ -229,7 +229,7 @@ class Sums(typing.NamedTuple):
 
 
 class Backward(typing.NamedTuple):
-    """What every turn of the backward pass reads."""
+    """Every turn of the backward pass reads this."""
 
     tiled: Any  # `Tiled`, lowered for these platforms
     strict: bool
@@ -393,7 +393,7 @@ def _backward_kernel(kernel, plan, static, parameters, batched, interpret):
 
 
 def _kernel(function, inputs_of):
-    """What `_xla.Grouped` asks: the kernel where it takes the problem."""
+    """Answers `_xla.Grouped`: the kernel where it takes the problem."""
 
     def choose(kind, static, parameters, batched, device, reason, doubt):
         tiled, strict, structure = static

@@ -1,4 +1,4 @@
-"""What data at scale cost: a million utterances that are made of few files, without a model. Alone on the machine.
+"""Costs of data at scale: a million utterances that are made of few files, without a model. Alone on the machine.
 
     PYTHONPATH=speech python lab/benchmarks/data.py [--utterances 1000000] [--folder FOLDER] [--parts start ...]
 
@@ -72,7 +72,7 @@ def opened(source, folder, **options):
     from jax_rnnt_speech.data import tokens
     from jax_rnnt_speech.data.source import Source
 
-    config = Config.of(train=str(source), on_the_fly=True, **options)
+    config = Config.from_options(train=str(source), on_the_fly=True, **options)
     model = types.SimpleNamespace(tokens=tokens.Characters(ALPHABET), subsampling=4)
     return Source(config, folder).opened(model, 1)
 
@@ -99,7 +99,7 @@ def memory(args):
 
     from jax_rnnt_speech.data import loading
 
-    loading.heard = lambda entry, rate, again: (np.zeros(rate // 4, np.float32), None)
+    loading.samples_of = lambda entry, rate, again: (np.zeros(rate // 4, np.float32), None)
     found, sizes = opened(args.source, args.index, batch=64), []
     steps = found.steps(1)
     for i, _ in enumerate(found.read(0, steps)):
@@ -123,7 +123,7 @@ PARTS = {"start": start, "memory": memory, "rate": rate}
 
 
 def alone(part, source, index, **options):
-    """What a part finds in a process of its own."""
+    """The figures of a part, from a process of its own."""
     more = [x for name, value in options.items() for x in (f"--{name}", str(value))]
     command = [sys.executable, __file__, "--child", part, "--source", source, "--index", index, *more]
     out = subprocess.run([str(x) for x in command], check=True, stdout=subprocess.PIPE, text=True).stdout

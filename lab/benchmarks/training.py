@@ -1,4 +1,4 @@
-"""What a training step of a Parakeet of 0.6 billion parameters takes on GPUs and TPUs, by XLA, without either.
+"""XLA's figures of a training step of a Parakeet of 0.6 billion parameters, for GPUs and TPUs and without them.
 
     python lab/benchmarks/training.py                  # for one H100 and for eight v5e: a table
     python lab/benchmarks/training.py h100 --json FILE
@@ -40,7 +40,7 @@ CHEAP = dict(dtype="bfloat16", remat=True, scan=True, dropout=0.0)
 
 def model_of(layers):
     """A Model, whose parameters nobody draws."""
-    config = Config.of(init="none", encoder="fastconformer", **SIZES, **CHEAP)
+    config = Config.from_options(init="none", encoder="fastconformer", **SIZES, **CHEAP)
     fields = {"num_mel_bins": config.features.mels, "num_hidden_layers": layers}
     zeros, ones = np.zeros(config.features.mels), np.ones(config.features.mels)
     return Model(config, tokens.Numbers(LABELS), zeros, ones, {"config.json": fields})

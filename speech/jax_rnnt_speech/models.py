@@ -141,7 +141,7 @@ def outline(folder):
 def config_of(folder):
     """(Config of a folder, the JSON files of its source)."""
     if setup := setup_of(folder):
-        return Config.of(**from_json(setup["config"], f"{folder}")), setup.get("source")
+        return Config.from_options(**from_json(setup["config"], f"{folder}")), setup.get("source")
     return KINDS[kind_of(folder)].config_of(Path(folder))
 
 
@@ -160,7 +160,7 @@ def completed(options):
             hint = ": --new-head allows that" if name in head else ""
             raise UserError(f"{flag(name)} {options[name]}: {folder} has {x}{hint}")
         options[name] = x
-    encoders.checked(Config.of(**options), source)
+    encoders.checked(Config.from_options(**options), source)
     return options
 
 

@@ -1,4 +1,4 @@
-"""What recipes share: lines of handwritten digits, a loop over steps, error rates, and figures that are checked.
+"""Recipes share this: lines of handwritten digits, a loop over steps, error rates, and figures that are checked.
 
 The model, its batches and its losses are those of jax_rnnt_speech. A recipe is one idea on top of them:
 
@@ -37,7 +37,7 @@ class Digits:
     """Lines of 3 to 7 handwritten digits: batches of one shape, and the options of the model that reads them."""
 
     def __init__(self, **options):
-        self.config = Config.of(**files.read_file(FILE) | options)
+        self.config = Config.from_options(**files.read_file(FILE) | options)
         train, test = (Handwritten(x) for x in ("train", "valid"))
         start = models.fresh(self.config, train)
         self.tokens, self.blank, self.subsampling = start.tokens, start.blank, start.subsampling

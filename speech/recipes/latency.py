@@ -2,18 +2,16 @@
 
     python speech/recipes/latency.py
 
-One model is trained, then fine-tuned in each way at each strength. `runs/recipes/latency.png` has delay against error
-rate; delay is that of the expected frame of a label behind the last column of its digit.
+One model is trained, then fine-tuned in each way at each strength. The table has delay and error rate: delay is that of
+the expected frame of a label behind the last column of its digit.
 """
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import numpy as np
 from _shared import Digits, check, error_rate, fit, greedy, parse
 
-PICTURE = Path("runs/recipes/latency.png")
 STRENGTHS = {"FastEmit": (0.1, 0.5), "delay penalty": (0.1, 0.4), "minimum latency": (0.3, 1.0)}
 
 
@@ -52,44 +50,24 @@ def delay(model, params, digits):
     return float(np.mean(delays))
 
 
-def draw(points):
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(layout="constrained")
-    start = points.pop("no penalty")
-    ax.plot(*start[0], "ko", label="no penalty")
-    for (name, point), marker in zip(points.items(), "s^v"):
-        ax.plot(*zip(*start, *point), f"{marker}--", label=name)
-    ax.set(xlabel="delay, encoder frames", ylabel="character error rate, %")
-    ax.legend()
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PICTURE, dpi=120)
-    print(f"{PICTURE} is written")
-
-
 def main():
     args = parse(__doc__, steps=600, tuning_steps=120)
     digits = Digits(steps=args.steps, seed=args.seed, chunk=1)
     model = digits.model()
     params = fit(model.params, objective(model, None, 0), digits)
     few = Digits(steps=args.tuning_steps, seed=args.seed + 1, chunk=1, learning_rate=1e-3)
+    print("| | strength | delay, frames | CER, % |\n|---|--:|--:|--:|")
 
-    def measured(name, strength):
+    def delay_of(name, strength):
         tuned = fit(params, objective(model, name, strength), few)
-        point = delay(model, tuned, digits), error_rate(greedy(model, tuned), digits)
-        print(f"{name or 'no penalty'} {strength or ''}: delay {point[0]:.2f} frames, CER {point[1]:.2f}")
-        return point
+        later, rate = delay(model, tuned, digits), error_rate(greedy(model, tuned), digits)
+        print(f"| {name or 'no penalty'} | {strength or ''} | {later:.2f} | {rate:.2f} |", flush=True)
+        return later
 
-    points = {"no penalty": [measured(None, 0)]}
-    for name, strengths in STRENGTHS.items():
-        points[name] = [measured(name, strength) for strength in strengths]
-    start, *others = (point[-1] for point in points.values())
-    draw(points)
-    for name, (later, _) in zip(STRENGTHS, others):
-        check(f"delay with {name}, frames more than without", later - start[0], -0.1)
+    start = delay_of(None, 0)
+    delays = {name: [delay_of(name, strength) for strength in strengths] for name, strengths in STRENGTHS.items()}
+    for name, (_, later) in delays.items():
+        check(f"delay with {name}, frames more than without", later - start, -0.1)
 
 
 if __name__ == "__main__":

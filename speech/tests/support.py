@@ -8,6 +8,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ import sentencepiece
 import jax_rnnt_speech as asr
 from jax_rnnt_speech import cli, pretrained, runs  # noqa: F401
 from jax_rnnt_speech.data import audio, batches, corpora
+from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.model import Model, transducer  # noqa: F401
 from jax_rnnt_speech.runs import checkpoints  # noqa: F401
 from jax_rnnt_speech.training import devices, steps, train  # noqa: F401
@@ -35,10 +37,11 @@ DAMAGES = {  # of a file
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 # Programs of this encoder compile in half of the time. For tests of anything but the encoder.
 CONVOLUTIONAL = {"encoder": "convolutional"}
+ABC = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4)  # a model, for data
 
 
 def configuration(**options):
-    return asr.config.Config.of(**({"train": "t", "valid": "v"} | TINY | options))
+    return asr.config.Config.from_options(**({"train": "t", "valid": "v"} | TINY | options))
 
 
 def random_model(**options):
@@ -87,6 +90,12 @@ def prepared(corpus, **options):
     batch.pop("index")
     zeros = [0.0] * config.features.mels
     return Model(config, tokens, zeros, [1.0] * config.features.mels), batch
+
+
+def opened_source(config, folder, known=None, step=0):
+    """A Source whose batches are for a model of `ABC`; its index and its features are in the folder."""
+    kept = None if config.data.on_the_fly else folder / "kept"
+    return Source(config, folder, 0, known, step, kept).opened(ABC, 1)
 
 
 def steps_of(model, optimizer=None, mesh=None):

@@ -11,7 +11,6 @@ import pathlib
 import pickle
 import shutil
 import tarfile
-import types
 
 import chex
 import numpy as np
@@ -24,7 +23,7 @@ from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.data.rows import Entry, keys_of
 from jax_rnnt_speech.recognition import recognise
 from recordings import cut_of, pack, parquet
-from support import configuration, losses, run
+from support import ABC, configuration, losses, opened_source, run
 
 RATE = 8000
 COUNT = 12
@@ -92,14 +91,14 @@ def test_what_is_read(packed, kind, tmp_path):
         assert [x.text for x in entries] == TEXTS
         for i, x in enumerate(entries):
             np.testing.assert_array_equal(audio.read(x.audio, RATE, x.start, x.end, x.channel), samples(i))
-        heard = recognise.loaded(recognise.listed([packed / name]), RATE)  # as transcribe does
-        for i, (_, pieces) in enumerate(heard):
+        loaded = recognise.loaded(recognise.listed([packed / name]), RATE)  # as transcribe does
+        for i, (_, pieces) in enumerate(loaded):
             np.testing.assert_array_equal(np.concatenate([*pieces]), samples(i))
         assert i == COUNT - 1 and archives.wanted([str(packed / name)]) and sources.is_list(packed / name)
     corpus = corpora.Recordings([packed / kind], configuration())
     assert len(corpus.utterances) == COUNT and not corpus.report.names
     keys = keys_of()
-    shards = archives.of(packed / kind)
+    shards = archives.all_shards(packed / kind)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), SECONDS, atol=1e-3)
     assert found.seconds.all() == (kind != "parquet")  # what is in tars was read with them
@@ -157,7 +156,7 @@ def test_rows_of_other_lists(packed, tmp_path):
     """Lines of a manifest, and entries of any other, in shards; seconds of headers are those of the samples."""
     keys = keys_of()
     for name, written in (("all.jsonl", SECONDS), ("bare.jsonl", [0] * COUNT)):
-        shards = archives.of(packed / name, readers=2)
+        shards = archives.all_shards(packed / name, readers=2)
         assert 2 < len(shards) <= COUNT
         found = index.indexed(shards, keys, tmp_path)
         np.testing.assert_allclose(found.seconds, written, atol=1e-4)
@@ -167,16 +166,16 @@ def test_rows_of_other_lists(packed, tmp_path):
     (tmp_path / "m.csv").write_text(
         "path,text\n" + "".join(f"{packed}/files/u{i}.wav,{TEXTS[i]}\n" for i in range(COUNT))
     )
-    shards = archives.of(tmp_path / "m.csv", readers=2)
+    shards = archives.all_shards(tmp_path / "m.csv", readers=2)
     found = index.indexed(shards, keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.array([3, 1, 3])), np.array(SECONDS)[[3, 1, 3]], atol=1e-4)
     assert [*np.flatnonzero(index.indexed(shards, keys, tmp_path).later)] == [1, 3]  # as another start finds
     rows = [{"audio": f"{packed}/files/u{i}.wav", "text": "A", "offset": 0.1} for i in range(COUNT)]  # to their ends
     (tmp_path / "parts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = index.indexed(archives.of(tmp_path / "parts.jsonl"), keys, tmp_path)
+    found = index.indexed(archives.all_shards(tmp_path / "parts.jsonl"), keys, tmp_path)
     np.testing.assert_allclose(found.lengths(np.arange(COUNT)), np.subtract(SECONDS, 0.1), atol=1e-4)
     (tmp_path / "bad.jsonl").write_text('{"audio": "a.wav", "text": "A"}\nno\n{"text": "A", "duration": 1}\nnor this\n')
-    found = index.indexed(archives.of(tmp_path / "bad.jsonl", readers=2), keys, tmp_path)
+    found = index.indexed(archives.all_shards(tmp_path / "bad.jsonl", readers=2), keys, tmp_path)
     assert sorted(found.faults) == [["no name of an audio file", "bad.jsonl line 3"],
                                     *(["not JSON", f"bad.jsonl line {i}"] for i in (2, 4))]  # fmt: skip
     assert np.isnan(found.lengths(np.array([0])))
@@ -221,7 +220,7 @@ def test_damaged_archives(packed, tmp_path, refused, said):
     for name in ("none*.tar", "none?.jsonl"):
         refused(["check", tmp_path / name], f"{name} matches no file")
     with pytest.raises(lists.ListError, match=r"none\.jsonl does not exist"):
-        archives.of(tmp_path / "none.jsonl")
+        archives.all_shards(tmp_path / "none.jsonl")
     shutil.copytree(packed / "nemo", tmp_path / "nemo")
     (tmp_path / "nemo/audio_1.tar").unlink()
     refused(["check", tmp_path / "nemo/tarred_audio_manifest.json"], "names 1 tars that are not beside it: number 1")
@@ -247,35 +246,27 @@ def test_storage_of_a_run(source, tmp_path, monkeypatch):
     """Storage that comes back changes nothing; where it stays away the run ends, and goes on with the same bits."""
     monkeypatch.setattr(storage, "WAITS", (0, 0))
     config = configuration(**source, batch=4, buffer=5)
-    found = opened(config, tmp_path)
-    whole = heard(found, 0, 6)
+    found = opened_source(config, tmp_path)
+    whole = batches_of(found, 0, 6)
     monkeypatch.setattr(storage, "open", Failing(2), raising=False)
-    again = opened(config, tmp_path / "other")
-    equal(heard(again, 0, 6), whole)
+    again = opened_source(config, tmp_path / "other")
+    equal(batches_of(again, 0, 6), whole)
     assert storage.open.times < 0
-    cut = opened(config, tmp_path)
-    first = heard(cut, 0, 2)
+    cut = opened_source(config, tmp_path)
+    first = batches_of(cut, 0, 2)
     state = json.loads(json.dumps(cut.at(2)))
     monkeypatch.setattr(storage, "open", Failing(10**9), raising=False)
     if not source["on_the_fly"]:  # what is remembered needs no storage
-        return equal(first | heard(cut, 2, 6), whole)
+        return equal(first | batches_of(cut, 2, 6), whole)
     with pytest.raises(asr.system.UserError, match=r"/packed.* cannot be read \(Input/output error; tried 3 times"):
-        heard(cut, 2, 6)
+        batches_of(cut, 2, 6)
     monkeypatch.undo()
     monkeypatch.setattr(order, "LEAST", 5)
     monkeypatch.setattr(road, "FULL", 0)
-    equal(first | heard(opened(config, tmp_path, known=state, step=2), 2, 6), whole)
+    equal(first | batches_of(opened_source(config, tmp_path, known=state, step=2), 2, 6), whole)
 
 
-MODEL = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC "), subsampling=4)
-
-
-def opened(config, folder, known=None, step=0):
-    kept = None if config.data.on_the_fly else folder / "kept"
-    return road.Source(config, folder, 0, known, step, kept).opened(MODEL, 1)
-
-
-def heard(found, first, end):
+def batches_of(found, first, end):
     """{step: batch} of a corpus."""
     return dict(zip(range(first, end), found.read(first, end)))
 
@@ -307,7 +298,7 @@ def test_epochs_are_exact(source, tmp_path):
     web = source["train"].endswith("web")
     readers = 3 if web else 1  # more than there are tars: each reads a part of every tar
     config = configuration(**source, batch=4, buffer=5, readers=readers)
-    found = opened(config, tmp_path)
+    found = opened_source(config, tmp_path)
     assert found.written == (web or not source["on_the_fly"]) and found.order.windows == (1 if found.written else 3)
     expected = [found.extractor(samples(i)) for i in range(COUNT)]
     orders = []
@@ -343,20 +334,21 @@ def test_the_same_whoever_works(source, tmp_path):
     audio.write(tmp_path / "noise/n.wav", np.sin(np.arange(4000)), RATE)
     more = {"speeds": [0.9, 1.1], "noise": str(tmp_path / "noise"), "gain": 6.0, "batch": 4, "buffer": 3}
     config, fly = configuration(**source, readers=2, **more), source["on_the_fly"]
-    found, kept = opened(config, tmp_path), None if fly else tmp_path / "kept"
-    whole = heard(found, 0, 3)
+    found, kept = opened_source(config, tmp_path), None if fly else tmp_path / "kept"
+    whole = batches_of(found, 0, 3)
     state = found.at(3)
     whole |= dict(enumerate(found.read(3, None, until=2), 3))
     end = len(whole)
     assert [x.pop("last", False) for x in whole.values()] == [False] * (end - 1) + [True]
     # Two workers have copies of their own, and find headers that nobody has read.
-    again = opened(config, tmp_path / "other")
+    again = opened_source(config, tmp_path / "other")
     work = functools.partial(road.batch_of, order.Batches(again.order, 0, 0, until=2), again.loads)
     copies = [pickle.loads(pickle.dumps(work)) for _ in range(2)]
     made = {i: copies[i % 2](i) for i in reversed(range(end))}
     assert [x.pop("left_out") for x in made.values()] == [[]] * end and copies[0](end) == copies[1](end + 9) == {}
     equal(dict(sorted(made.items())), whole)
-    equal(heard(opened(config, tmp_path, known=state, step=3), 3, end), {i: x for i, x in whole.items() if i >= 3})
+    later = opened_source(config, tmp_path, known=state, step=3)
+    equal(batches_of(later, 3, end), {i: x for i, x in whole.items() if i >= 3})
     drawn = [reader.epoch(epoch)[1].tolist() for reader in found.order.readers for epoch in (0, 1)]
     assert len({tuple(x[:5]) for x in drawn}) == 4  # versions, by the reader and the epoch
     tones = {len(x) for x, _ in rows_of(whole.values())}
@@ -379,7 +371,7 @@ def test_the_same_whoever_works(source, tmp_path):
     for one, half in zip(both, (slice(0, rows), slice(rows, None))):
         readers = [x for x in found.order.readers if x.number == one.own[0]]
         mine = order.Order(readers, found.order.shapes, config.run.seed, found.order.window)
-        loaded = one.loader(MODEL, mine.shapes)
+        loaded = one.loader(ABC, mine.shapes)
         (shape, *_), (number, *_) = found.order.sequence(0, 0, found.order.most(0, 0))
         batch = loaded(*mine.batch(0, 0, shape, number))
         for name in ("features", "spans", "targets", "valid"):
@@ -390,10 +382,10 @@ def test_the_same_whoever_works(source, tmp_path):
     for known in (later | {"readers": 3}, later | {"options": "others"}):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(road.hosts, "part", lambda: (1, 2))
-            anew = opened(config, tmp_path, known=known, step=end)
+            anew = opened_source(config, tmp_path, known=known, step=end)
         assert anew.state["first"] == [end, 2] and anew.readers == 2
     if not fly:  # an epoch of the earlier order had 12 recordings at 3 speeds, without noise and with it, by four
-        epochs = [opened(config, tmp_path, known=road.EARLIER, step=n).first[1] for n in (17, 40)]
+        epochs = [opened_source(config, tmp_path, known=road.EARLIER, step=n).first[1] for n in (17, 40)]
         assert epochs[0] == 0 and 1 <= epochs[1] <= 40 // (12 * 3 * 2 // 4)
 
 
@@ -413,8 +405,8 @@ def test_what_breaks_on_the_way(packed, tmp_path):
         "fewer frames than labels": ["a.tar/u5.flac"],
         "damaged audio": ["a.tar/u3.flac"],
     }
-    found = opened(config, tmp_path)
-    batches = heard(found, 0, found.steps(2))
+    found = opened_source(config, tmp_path)
+    batches = batches_of(found, 0, found.steps(2))
     assert {k: sorted(x) for k, x in found.report.names.items()} == expected
     assert len(rows_of(batches.values())) == 2 * (COUNT - 4)
 
@@ -429,7 +421,7 @@ def test_weights(packed, tmp_path):
     assert sources.absolute(f"{web}/*.tar:0.5") == f"{web}/*.tar:0.5"
 
     def draws(epochs=3, **options):
-        found = opened(configuration(on_the_fly=True, **options), tmp_path)
+        found = opened_source(configuration(on_the_fly=True, **options), tmp_path)
         kinds = np.zeros(len(found.indices[0].shards), int)
         kinds[found.items[0][1]] = 1
         each = [found.order.readers[0].epoch(i)[0] for i in range(epochs)]

@@ -1,10 +1,9 @@
-"""What the recipe reads and leaves out, texts, features, labels and shapes of batches."""
+"""Utterances that are read and left out, texts, features, labels and shapes of batches."""
 
 import decimal
 import json
 import re
 import shutil
-import types
 import unicodedata
 
 import babel.numbers
@@ -16,11 +15,10 @@ import unicode_rbnf
 
 from jax_rnnt_speech.config import Config, files
 from jax_rnnt_speech.data import audio, batches, corpora, features, sources
-from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.training.evaluation import Evaluation
-from support import CONVOLUTIONAL, TINY, asr, configuration, write_audio
+from support import CONVOLUTIONAL, TINY, asr, configuration, opened_source, write_audio
 
 
 def test_several_sources(corpus, tmp_path):
@@ -40,8 +38,9 @@ def test_several_sources(corpus, tmp_path):
             files.from_json(tree, "x", training=True)
     assert files.from_json({"data": mixed | {"synthetic": ""}}, "", training=True) == {"train": paths, "valid": "a"}
     sections = {"data": {"train": paths, "valid": "a"}, "blocks": {"convolution": 3}, "encoder": {"kind": "whisper"}}
-    assert files.from_json(sections, "") == found and files.from_json(files.to_json(Config.of(**found)), "") == (
-        Config.of(**found).options()
+    config = Config.from_options(**found)
+    assert files.from_json(sections, "") == found and files.from_json(files.to_json(config), "") == (
+        config.options()
         | {"train": paths, "strides": [[2, 2], [2, 2]], "durations": [0, 1, 2, 3, 4]}
         | {"speeds": [1.0], "snr": [5.0, 20.0], "rates": []}
     )
@@ -56,10 +55,7 @@ def test_check_says_the_batches_of_a_training(corpus, trained, said, tmp_path):
         (tmp_path / "c.json").write_text(json.dumps(own))
         line = next(x for x in trained[1].splitlines() if x.startswith("batches: "))
         if change:
-            config, kept = Config.of(**options), None if "on_the_fly" in change else tmp_path / "kept"
-            tokens = asr.data.tokens.Characters("ABC ")
-            source = Source(config, tmp_path / "index", kept=kept)
-            line = source.opened(types.SimpleNamespace(tokens=tokens, subsampling=4), 1).batches()
+            line = opened_source(Config.from_options(**options), tmp_path).batches()
         out = said(["check", corpus / "all.jsonl", "--config", tmp_path / "c.json"], int("max_seconds" in change)).out
         (found,) = (x for x in out.splitlines() if x.startswith("batches: "))
         if "speeds" in change:  # the order of shards decides which speed an utterance has in the first epoch
@@ -272,7 +268,7 @@ ZEROS = {"arab": "٠", "arabext": "۰", "cakm": "\U00011136", "deva": "०", "kh
 
 
 def test_numbers_of_all_languages():
-    """What Babel writes by the rules of a language, in its own digits too, is read as the words of that number.
+    """A number that Babel writes by the rules of a language, in its own digits too, is read as its words.
 
     Different numbers have different words, or stay digits.
     """

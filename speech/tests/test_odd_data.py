@@ -112,12 +112,12 @@ def built(kind, folder, sounds, texts, pack=tar):
     return folder
 
 
-def heard(source, tmp_path):
+def tones_of(source, tmp_path):
     """(hertz of the texts that have audio, {reason: names}) of a source; the same by the rows of an index."""
     entries, reasons = [], {}
     for x in sources.read(source):
         reasons.setdefault(x.reason, []).append(x.name) if isinstance(x, Fault) else entries.append(x)
-    keys, shards = keys_of(), archives.of(source)
+    keys, shards = keys_of(), archives.all_shards(source)
     found = index.indexed(shards, keys, tmp_path / "index")
     rows = [shards[k].entry(row.tolist(), keys) for k, row in zip(found.shards, found.rows)]
     again = [x for x in rows if isinstance(x, Entry)]
@@ -191,7 +191,7 @@ def test_what_is_odd(odd, tmp_path):
     """Each text is with its own audio or it is named with the reason, read from the start and by an index."""
     kinds, (sounds, texts), pack, expected, reason = ODD[odd]
     for kind in kinds:
-        found, reasons = heard(built(kind, tmp_path / kind, sounds, texts, pack), tmp_path / kind)
+        found, reasons = tones_of(built(kind, tmp_path / kind, sounds, texts, pack), tmp_path / kind)
         assert sorted(found) == sorted(expected), f"{kind}: {found}, {reasons}"
         left = len(texts) > len(expected) or reason
         assert bool(reasons) == bool(left) and any(reason in x for x in reasons) == bool(left), f"{kind}: {reasons}"
@@ -234,7 +234,7 @@ def test_marks_to_skip(tmp_path):
     parquet(tmp_path / "x.parquet", [x | y | {"_skipme": z} for x, y, z in zip(rows, cells, said)])
     every.append("x.parquet")
     for source in every:
-        found, reasons = heard(tmp_path / source, tmp_path / f"of-{source}")
+        found, reasons = tones_of(tmp_path / source, tmp_path / f"of-{source}")
         assert found == [400 + 4 * i for i in range(4, len(marks))], source
         assert {x: len(names) for x, names in reasons.items()} == {"marked to be skipped (_skipme)": 4}, source
     corpus = corpora.Recordings([tmp_path / "x.jsonl"], configuration())
@@ -296,11 +296,11 @@ def test_what_stands_for_the_same(case, tmp_path, capsys):
     source = str(tmp_path / "data" / source) if source else tmp_path / "data"
     if said is None:
         with pytest.raises(lists.ListError) as error:
-            heard(source, tmp_path)
+            tones_of(source, tmp_path)
         few = [x for x in files if ".tar" not in x]
         assert all(Path(x).name in str(error.value) for x in few), error.value
         return
-    assert heard(source, tmp_path) == ([400, 440], {})
+    assert tones_of(source, tmp_path) == ([400, 440], {})
     assert said in capsys.readouterr().err
 
 
@@ -355,7 +355,7 @@ def test_names_of_files_and_segments(tmp_path, refused):
         source = built(kind, tmp_path / kind / forms[i % 2], *both("a", "b"))
         other = Path(str(source).replace(*forms[:: 1 - 2 * (i % 2)]))
         for named in (other, f"{other}*"):
-            assert heard(named, tmp_path) == ([400, 440], {}) and sources.is_list(Path(named))
+            assert tones_of(named, tmp_path) == ([400, 440], {}) and sources.is_list(Path(named))
 
     def cut(names, lines, form="rttm"):
         (tmp_path / f"t.{form}").write_text("".join(f"{x}\n" for x in lines))

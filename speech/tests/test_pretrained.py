@@ -59,7 +59,7 @@ def test_features(case):
 
 
 def test_features_of_128_bins():
-    config = asr.config.Config.of(features="nemo", mels=128)
+    config = asr.config.Config.from_options(features="nemo", mels=128)
     expected = arrays(GOLDEN / "features128.npz")["features"]
     results = features.extractor(config.features)(recordings()[2][:3000])
     np.testing.assert_allclose(results, expected[0, : len(results)], **NEAR)
@@ -296,7 +296,7 @@ def test_stream(streaming):
 def test_start(tmp_path):
     """Weights decide options, which others may not contradict; a new head keeps the encoder."""
     options = {"train": "t", "valid": "v", "init": str(GOLDEN / "streaming")}
-    config = asr.config.Config.of(**asr.models.completed(options)).checked()
+    config = asr.config.Config.from_options(**asr.models.completed(options)).checked()
     assert config.features.mels == 16 and config.encoder.chunk == 2
     assert config.head.stack == 0 and config.head.predictor_layers == 2
     for more, message in (
@@ -306,7 +306,7 @@ def test_start(tmp_path):
         with pytest.raises(asr.system.UserError, match=message):
             asr.models.completed(options | more)
     sizes = {"stack": 2, "width": 8, "heads": 2, "blocks": 1, "row_dropout": 0.5}
-    config = asr.config.Config.of(**asr.models.completed(options | {"new_head": True} | sizes)).checked()
+    config = asr.config.Config.from_options(**asr.models.completed(options | {"new_head": True} | sizes)).checked()
     corpus = corpora.Recordings.__new__(corpora.Recordings)
     corpus.utterances, corpus.features = [utterances.Utterance("a", 9, "A B")], 16
     model, start = asr.models.fresh(config, corpus), asr.models.read(GOLDEN / "streaming")
@@ -345,6 +345,10 @@ def test_fine_tuning(tmp_path, capsys, monkeypatch, said):
     run(["convert", "again", "--model", "w"])
     old, new = (load_file(folder / "model.safetensors") for folder in (GOLDEN / "tdt", pathlib.Path("again")))
     assert all((new[name] != x).any() for name, x in old.items() if "running" in name)
+    head = ["--new-head", "--stack", 2, "--width", 8, "--heads", 2, "--blocks", 1, "--batch-norm", "frozen"]
+    run(["train", "--workdir", "r", *options, *head, "--freeze", "encoder:1", "--steps", 4, "--buckets", 3])
+    stacked = [json.loads(x).get("loss") for x in pathlib.Path("r/metrics.jsonl").read_text().splitlines()]
+    assert max(stacked[:2]) > 1  # of an epoch: batches into which no rows fit have the loss 0
 
 
 def test_tokenizer(tmp_path):

@@ -66,7 +66,7 @@ async def test_texts_of_files(served, three):
     async with talk(served) as client:
         assert [json.loads(x) for x in await texts(client, files)] == [{"text": x.text} for x in truths]
         usual = {"temperature": "0.7", "language": "en", "languages[]": "en", "prompt": "Hello", "stream": "False"}
-        usual |= {"model": "whisper-1", "keywords[]": ["a", "b"], "chunking_strategy[type]": "server_vad"}
+        usual |= {"model": "whisper-1", "keywords[]": ["x", "y"], "chunking_strategy[type]": "server_vad"}
         assert await texts(client, files, response_format="text", **usual) == [f"{x.text}\n" for x in truths]
         for text, truth, result in zip(await texts(client, files, **{"include[]": "logprobs"}), truths, results):
             whole = json.loads(text)
@@ -101,6 +101,18 @@ async def test_verbose_answers(served, three):
         assert whole["duration"] == truth.duration >= max((x["end"] for x in whole["segments"]), default=0)
         segments = truth.space.join(x["text"] for x in whole["segments"])
         assert segments == truth.space.join(x.text for x in truth.words)
+
+
+def test_doubts():
+    """Both forms of JSON have what words and speech do not have in common, if there is any."""
+    word = timing.Interval(1.0, 1.5, "so", 0.5)
+    x = transcripts.Transcript("so", 9.0, [word], unheard=((3.0, 5.0),), invented=(word,))
+    truth = {"unheard": [{"start": 3.0, "end": 5.0}]}
+    truth |= {"invented": [{"word": "so", "start": 1.0, "end": 1.5, "confidence": 0.5}]}
+    for kind in "json", "verbose_json":
+        body = lambda x: json.loads(schema.answer(x, kind, ["word"], "en").body)
+        assert body(x).items() >= truth.items()
+        assert not truth.keys() & body(transcripts.Transcript("so", 9.0, [word])).keys()
 
 
 def test_languages():
@@ -309,6 +321,15 @@ async def test_the_client_of_openai(served, corpus):
             assert create(**strict, response_format="vtt", language="en").text.startswith("WEBVTT")
             logs = create(**strict, include=["logprobs"], chunking_strategy={"type": "server_vad"}, keywords=["a"])
             types.Transcription.model_validate_json(logs.text, strict=True)
+            # The vocabulary has A, B and C alone.
+            for fields in {"keywords": ["AB", "Ωmega"]}, {"prompt": "AB, Ωmega"}:
+                for name, kind in ("json", types.Transcription), ("verbose_json", types.TranscriptionVerbose):
+                    answer = create(**strict, response_format=name, **fields)
+                    kind.model_validate_json(answer.text, strict=True)
+                    assert json.loads(answer.headers["X-Unused-Keywords"]) == ["Ωmega"]
+                assert json.loads(answer.text)["unused_keywords"] == ["Ωmega"]
+            with pytest.raises(openai.BadRequestError, match="more than 100 keywords"):
+                create(**strict, keywords=["A"] * 101)
             for parts in ["word"], ["segment"], ["word", "segment"], openai.omit:
                 answer = create(**strict, response_format="verbose_json", timestamp_granularities=parts)
                 whole = types.TranscriptionVerbose.model_validate_json(answer.text, strict=True)

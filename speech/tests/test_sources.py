@@ -7,7 +7,6 @@ import gzip
 import itertools
 import json
 import struct
-import types
 
 import av
 import numpy as np
@@ -22,7 +21,7 @@ from jax_rnnt_speech.data.rows import Entry
 from jax_rnnt_speech.recognition import segments
 from jax_rnnt_speech.system import refuse_if
 from recordings import cut_of, encode, pack, parquet
-from support import configuration, write_audio
+from support import configuration, opened_source, write_audio
 
 RATE = 8000
 
@@ -268,9 +267,8 @@ def test_times(kind, tmp_path, said):
 
 def opened(source, folder, known=None, step=0, **options):
     """A corpus on the fly."""
-    model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("AB "), subsampling=4)
     config = configuration(**{"train": str(source), "on_the_fly": True, "batch": 2, "buckets": 3} | options)
-    return road.Source(config, folder / "index", 0, known, step).opened(model, 1)
+    return opened_source(config, folder, known, step)
 
 
 def trained(source, folder, **options):

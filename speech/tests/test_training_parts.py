@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+import types
 
 import chex
 import jax
@@ -17,7 +18,8 @@ from jax_rnnt_speech.data import audio, augmentation, batches, cache, features
 from jax_rnnt_speech.data.source import Source
 from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.model import Model, ctc, losses
-from jax_rnnt_speech.training import frozen_rows, objective
+from jax_rnnt_speech.training import frozen_rows, objective, steps
+from jax_rnnt_speech.training.devices import Devices
 from support import (
     CONVOLUTIONAL,
     DAMAGES,
@@ -177,10 +179,10 @@ def test_versions_of_recordings(tmp_path):
     versions = augmentation.Versions(configuration(**more))
     assert versions.count == 6
     for version, speed in enumerate((1, 0.8, 1.25)):
-        x = versions.of(tone, version, 0)
+        x = versions.applied(tone, version, 0)
         assert len(x) == versions.size(len(tone), version) == pytest.approx(len(tone) / speed, abs=1)
         assert np.abs(np.fft.rfft(x)).argmax() * rate / len(x) == pytest.approx(500 * speed, abs=1)
-    noisy = [versions.of(tone, 3, i) for i in (0, 1, 0)]
+    noisy = [versions.applied(tone, 3, i) for i in (0, 1, 0)]
     np.testing.assert_array_equal(noisy[0], noisy[2])
     assert (noisy[0] != noisy[1]).any()
     ratio = np.square(tone).mean() / np.square(noisy[0] - tone).mean()
@@ -188,20 +190,20 @@ def test_versions_of_recordings(tmp_path):
     changes = {}, {"seed": 1}, {"snr": (0.0, 10.0)}, {"gain": 1.0}, {"speeds": (0.8,)}
     others = [augmentation.Versions(configuration(**(more | x))) for x in changes]
     assert len({json.dumps(x.key()) for x in others}) == len(changes)  # of the cache
-    assert (others[1].of(tone, 3, 0) != noisy[0]).any()
+    assert (others[1].applied(tone, 3, 0) != noisy[0]).any()
     for i in range(2):  # every file of noise is used, from any place on
         (tmp_path / "ramps").mkdir(exist_ok=True)
         audio.write(tmp_path / f"ramps/{i}.wav", (1 - 2 * i) * np.linspace(0.1, 0.2, 90 * rate), rate)
     ramps = augmentation.Versions(configuration(noise=str(tmp_path / "ramps")))
     heard = [ramps.noise(np.random.default_rng(i), tone)[0] for i in range(20)]
     assert len({float(x) for x in heard}) == 20 and {x > 0 for x in heard} == {True, False}
-    assert len(augmentation.heard(ramps.noises[0], rate)) == 60 * rate
+    assert len(augmentation.noise_samples(ramps.noises[0], rate)) == 60 * rate
     audio.write(tmp_path / "ramps/0.wav", np.zeros(99), rate)
-    augmentation.heard.cache_clear()
+    augmentation.noise_samples.cache_clear()
     with pytest.raises(asr.system.UserError, match=r"ramps/0\.wav is silent"):
-        augmentation.heard(ramps.noises[0], rate)
+        augmentation.noise_samples(ramps.noises[0], rate)
     gain, quiet = (augmentation.Versions(configuration(gain=x)) for x in (6.0, 0.0))
-    louder = np.array([gain.of(np.ones(9, np.float32), 1, i) for i in range(50)])
+    louder = np.array([gain.applied(np.ones(9, np.float32), 1, i) for i in range(50)])
     assert (louder == louder[:, :1]).all() and 5 < np.abs(20 * np.log10(louder)).max() <= 6 and quiet.count == 1
 
 
@@ -230,8 +232,8 @@ def test_a_source_that_remembers(corpus, tmp_path, monkeypatch):
         for i, x in enumerate(index.utterances):
             samples = audio.read(tmp_path / "c" / x.name, 8000)
             for k, longer in enumerate((False, len(samples) > 0.8 * 5600)):  # a version that is too long is not drawn
-                expected = extractor(versions.of(samples, 0 if longer else k, i))
-                version, seconds = index.heard(np.array([i]), np.array([k]), np.array([1, 0.8]), 0.7)
+                expected = extractor(versions.applied(samples, 0 if longer else k, i))
+                version, seconds = index.lengths_of_versions(np.array([i]), np.array([k]), np.array([1, 0.8]), 0.7)
                 assert version == (0 if longer else k) and seconds == len(expected) * 0.01
                 np.testing.assert_allclose(index.load(i, int(version[0]), None), expected, rtol=1e-3, atol=4e-3)
     write_audio(tmp_path / "c" / index.utterances[0].name, 0.6, seed=99)
@@ -296,7 +298,7 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
                 frozen_rows.remember(model, parts, found, tmp_path / "kept")
             batch = next(found.read(0, 1))
             found.place = 0, 0, 0, 0
-            assert batch["features"].shape[1:] == ((19, 8) if layers else (73, 6))
+            assert batch["features"].shape[1:] == ((19, 8) if layers else (73, 6)) and batch["valid"].all()
             batch.pop("index")
             if not change:
                 values.append(float(objective.mean_loss(model, model.params, batch, 1, layers)))
@@ -305,3 +307,54 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     assert len({x.folder for x in arrays}) == 3 and len(found.folders) == 2
     near, exact = (np.concatenate([x.load(i) for i in range(20)]) for x in (arrays[2], arrays[0]))
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 2e-2
+
+
+def test_a_batch_in_turns(corpus, monkeypatch):
+    """On a CPU a batch is split, to save memory. Truth: losses and gradients of each row by itself."""
+    model, batch = prepared(corpus, dropout=0.0, time_masks=0, mel_masks=0, text_weight=0.5, learning_rate=0.0)
+    batch = {name: np.concatenate([x, x, x])[:12] for name, x in batch.items()}
+    batch["valid"] = np.arange(12) % 5 > 0
+    batch |= {"texts": np.arange(216).reshape(72, 3) % 4, "text_lengths": np.arange(72) % 3 + 1}
+    mesh, own = Mesh(jax.devices()[:2], ("data",)), {}
+    optimizer = steps.make_optimizer(model.config.optimiser, 9)
+    parts, state, frozen, _ = steps_of(model, optimizer, mesh)
+    weights, seconds = jax.device_get(state["weights"]), batch["features"].shape[1] * model.config.features.hop / 1000
+    texts = lambda free: losses.loss_of_texts(
+        model.network(parts.whole(free)), batch["texts"], batch["text_lengths"], len(model.tokens.pieces)
+    )
+    row = lambda free, x: objective.mean_loss(model, parts.whole(free), x, 1)
+    row, alone = (jax.jit(jax.value_and_grad(x)) for x in (row, lambda free: 0.5 * texts(free)))
+    audio_alone = {name: x for name, x in batch.items() if not name.startswith("text")}
+    found = [
+        row(weights, {name: x[i : i + 1] for name, x in audio_alone.items()}) for i in np.flatnonzero(batch["valid"])
+    ]
+    value, gradient = jax.tree.map(lambda total, *x: np.float64(total) + np.mean(x, 0), alone(weights), *found)
+    norm = math.sqrt(sum((x**2).sum() for x in gradient.values()))
+    for limit in (99, 3 * seconds, 1e-3):  # as a whole, in two parts, in six
+        monkeypatch.setattr(steps, "SECONDS", limit)
+        step = steps.make_train_step(model, parts, optimizer, places=jax.tree.map(lambda x: x.sharding, state), cpus=2)
+        split = Devices(mesh).split(batch)
+        compiled = step.lower(state, split, frozen, 1).compile()
+        own[limit] = compiled.memory_analysis().temp_size_in_bytes
+        state, numbers = compiled(state, split, frozen, 1)
+        np.testing.assert_allclose([numbers["loss"], numbers["norm"]], [value, norm], rtol=1e-4)
+    whole, two, six = own.values()
+    assert two < 0.7 * whole and six < 0.4 * whole, own
+
+
+@pytest.mark.parametrize(
+    ("rows", "frames", "turns"), [(8, 100, 1), (8, 2000, 4), (8, 900, 2), (12, 700, 2), (2, 9999, 1)]
+)
+def test_turns_draw_different_dropout(rows, frames, turns, monkeypatch):
+    """Each row comes once, in parts of 24 s for each of two devices, with seeds of their own. Truth: arithmetic."""
+    loss = lambda model, params, batch, step, *_: batch["features"][:, 0].sum() * 2.0**step * params["w"]
+    monkeypatch.setattr(objective, "mean_loss", loss)
+    model, whole = types.SimpleNamespace(config=configuration()), types.SimpleNamespace(whole=lambda free, _: free)
+    optimizer = steps.make_optimizer(model.config.optimiser, 9)
+    state = steps.first_state(model.config.optimiser, optimizer, {"w": jnp.ones(())})
+    features = np.zeros((rows, frames), np.float32)
+    features[:, 0] = np.arange(rows) + 1
+    batch = {"features": features, "valid": np.ones(rows, bool)}
+    _, numbers = steps.make_train_step(model, whole, optimizer, cpus=2)(state, batch, {}, 1)
+    parts = np.arange(1, rows + 1).reshape(2, turns, -1).sum((0, 2))
+    assert numbers["loss"] == sum(int(x) * 2 ** (turns + i) for i, x in enumerate(parts))

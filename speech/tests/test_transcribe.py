@@ -31,7 +31,8 @@ def test_phrases(corpus, trained, tmp_path, capsys, said):
         args = search_options.Searching(phrases=file, beam=beam)
         found = search_options.decoding_of(args, model).fusion
         assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
-        expected = ((decode.Phrases([[0, 1, 3, 4], [2], [1]], [2.0, 1e3, usual], classes=6), 1.0),)
+        ways = [[0, 1, 3, 4], [0, 1, 3, 0], [2], [1]]  # "AB A", too
+        expected = ((decode.Phrases(ways, [2.0, 2.0, 1e3, usual], classes=6), 1.0),)
         chex.assert_trees_all_equal(jax.tree.leaves(found), jax.tree.leaves(expected))
     file.write_text("AC\t2\n")
     deep = search_options.decoding_of(search_options.Searching(phrases=file, phrase_depth=0.5), model).fusion[0][0]

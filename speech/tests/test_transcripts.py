@@ -27,7 +27,7 @@ from support import CONVOLUTIONAL, asr, random_model, subwords
 def test_words(text):
     """They are those of the text, of characters and of subwords; times and confidence by hand."""
     characters = asr.data.tokens.Characters("AB ")
-    config = asr.config.Config.of(tokens="subwords", vocabulary=8)
+    config = asr.config.Config.from_options(tokens="subwords", vocabulary=8)
     subwords = asr.data.tokens.train(config.head, ["A AB BA", "BAB A", "ABBA AB"] * 9)
     for tokens in (characters, subwords):
         labels = [int(x) for x in tokens.encode(text)]
@@ -255,7 +255,7 @@ def parsed_textgrid(data):
     ],
 )
 def test_marks_of_formats(text, tmp_path):
-    """What is said is no markup. Truth: readers of these formats, after their descriptions; NFKC joins both forms."""
+    """Spoken text is no markup. Truth: readers of these formats, after their descriptions; NFKC joins both forms."""
     words = [timing.Interval(i / 4, (i + 1) / 4, x) for i, x in enumerate(text.split())]
     readers = {
         "srt": lambda data: " ".join(parsed_srt(data)).replace("→", "-->"),

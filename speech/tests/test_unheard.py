@@ -1,22 +1,26 @@
 """Speech for which a search wrote nothing: found where the test put it, heard once more, and never where there is none.
 
+Words where nobody speaks: those that the test put there, and no others.
+
 golden/speech.flac is 3.2 s of LibriSpeech (1272-128104-0000, CC BY 4.0); activity.npz are the probabilities that
 onnxruntime found in it with silero_vad_16k_op15.onnx of silero-vad 6.2.3.
 """
 
+import array
 import asyncio
 import json
 import pathlib
+import types
 
 import numpy as np
 import pytest
 
-from jax_rnnt_speech.data import audio
-from jax_rnnt_speech.recognition import activity, recognise, streams, unheard, windows
+from jax_rnnt_speech.data import audio, rows
+from jax_rnnt_speech.recognition import activity, recognise, streams, transcripts, unheard, windows
 from jax_rnnt_speech.recognition.live import Windowed, Windows
 from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
-from support import CONVOLUTIONAL, arrays, asr, labels_of, random_model
+from support import CONVOLUTIONAL, arrays, asr, labels_of, random_model, subwords
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 RATE = 8000
@@ -133,6 +137,7 @@ def test_speech_without_labels():
         for frames, truth in ((everywhere, []), (missing, [(11.7, 14.7)])):
             ear, known, found = unheard.Ear(RATE), 0, []
             for begin in np.arange(0, len(samples) / RATE, piece):
+                ear.forget(begin)
                 ear.add(samples[round(begin * RATE) : round((begin + piece) * RATE)])
                 until = min(begin + piece, len(samples) / RATE)
                 some = [x for x in frames if known <= x * seconds < until + ahead]
@@ -246,3 +251,96 @@ def test_streams(deaf, whole, monkeypatch):
     for kind in (streams.Slots, Windows):
         monkeypatch.setattr(kind, "run", silent(kind.run))
     near(lost(live()), [(1.0, 7.8)])
+
+
+def ear_of(seconds, speech, quiet, levels):
+    """An Ear that has heard probabilities of 0.9 where there is speech."""
+    ear, times = unheard.Ear(16000), np.arange(int(seconds / activity.SECONDS)) * activity.SECONDS
+    spoken = np.any([times < 0, *((a <= times) & (times < b) for a, b in speech)], 0)
+    found = np.where(spoken, 0.9, quiet), levels[: len(times)]
+    ear.detector.probabilities, ear.detector.levels = (array.array("f", x) for x in found)
+    ear.detector.spoken = spoken.sum()
+    return ear
+
+
+def test_where_nobody_speaks():
+    """All of a word, from 0.5 s before it to 0.3 s behind it, must be quiet; less than half a second tells nothing.
+
+    Where the detector has heard a voice for less than a second, the loudness must be steady, too.
+    """
+    loud, tones = np.full(312, 0.1), np.where(np.arange(312) % 8 < 4, 0.1, 0.01)
+    model, voice = types.SimpleNamespace(tokens=asr.data.tokens.Characters("A"), seconds=0.01), [(3, 5)]
+    for seconds, speech, quiet, levels, word, told in (
+        (10, voice, 0.09, loud, (0, 0.2), True), (10, voice, 0.09, loud, (2.3, 2.6), True),
+        (10, voice, 0.09, loud, (2.5, 2.8), False), (10, voice, 0.09, loud, (2, 6), False),
+        (10, voice, 0.09, loud, (3.5, 3.9), False), (10, voice, 0.09, loud, (5.4, 5.6), False),
+        (10, voice, 0.09, loud, (5.6, 5.7), True), (10, voice, 0.09, loud, (9.98, 10), True),
+        (10, voice, 0.11, loud, (7, 7.2), False), (10, voice, 0.09, tones, (7, 7.2), True),
+        (10, [(3, 3.5)], 0.09, tones, (7, 7.2), False), (10, [], 0.09, tones, (7, 7.2), False),
+        (10, [], 0.09, loud, (7, 7.2), True), (10, [], 0.09, 0.001 * tones, (7, 7.2), True),
+        (0.6, [], 0.09, loud, (0, 0.1), True), (0.4, [], 0.09, loud, (0, 0.1), False),
+        (0.02, [], 0.09, loud, (0, 0.02), False),
+    ):  # fmt: skip
+        ear, (first, last) = ear_of(seconds, speech, quiet, levels), (round(100 * x) for x in word)
+        kept, invented = unheard.sifted(model, labels_of([0], [first], duration=last - first), ear, seconds)
+        assert kept.labels == [0] * (not told), (seconds, speech, word)
+        np.testing.assert_allclose([y for x in invented for y in x[:2]], word * told)
+
+
+def test_dropped_words():
+    """A word takes its punctuation and the space before it along, and all bytes of its characters."""
+    characters = asr.data.tokens.Characters("ABC,. ")
+    pieces = subwords(["AB AB", "今日は良い 天気です。"], vocab_size=290, byte_fallback=True)
+    for tokens, text, wrong, expected in (
+        (characters, "A, BC A.", {0}, "BC A."), (characters, "A, BC A.", {1}, "A, A."),
+        (characters, "A, BC A.", {2}, "A, BC"), (characters, "A, BC A.", {0, 1, 2}, ""),
+        (pieces, "AB ñ AB", {1}, "AB AB"), (pieces, "AB ñ AB", {0, 2}, "ñ"), (pieces, "AB ñ AB", set(), "AB ñ AB"),
+    ):  # fmt: skip
+        labels, model = tokens.encode(text), types.SimpleNamespace(tokens=tokens, seconds=1.0)
+        ear = unheard.Ear(16000)
+        words = transcripts.words(model, labels, [*range(len(labels))])
+        ear.detector.sure = lambda begin, end, gone=[words[i].start - 0.5 for i in wrong]: begin in gone
+        kept, invented = unheard.sifted(model, labels_of(labels, [*range(len(labels))]), ear)
+        assert tokens.decode(kept.labels).strip() == expected and len(invented) == len(wrong), (text, wrong)
+
+
+def test_invented_words(tmp_path, monkeypatch, said):
+    """Those in zeros around speech, and none else, are named in JSON, streams and a line; or they are left out."""
+    model = random_model(**CONVOLUTIONAL, max_symbols=1)
+    model.tokens = asr.data.tokens.Characters("甲乙丙丁")  # every label is a word
+    monkeypatch.setattr(asr.models, "open_model", lambda *_: model)
+    samples = np.concatenate([np.zeros(3 * RATE, np.float32), speech(), np.zeros(25 * RATE, np.float32)])
+    audio.write(tmp_path / "a.flac", samples, RATE)
+    entry = rows.Entry("a", tmp_path / "a.flac", "", start=5.0)
+    (result,) = recognise.transcribe(model, [("", samples)])
+    found = transcripts.transcript(model, entry, result).object(entry)
+    words, invented = found["words"], found["invented"]
+    assert "".join(x["word"] for x in words) == found["text"] and len(result.invented) == len(invented)
+    for word in words:
+        begin, end = word["start"] - 5, word["end"] - 5
+        if end < 3 - 0.6 or begin > 6.2 + 0.8:
+            assert word in invented
+        if end > 3 and begin < 6.2:
+            assert word not in invented
+    left = [x for x in words if x not in invented]
+    assert min(len(left), len(invented)) > 20
+    monkeypatch.setattr(windows, "WINDOW", 1.0)  # so that there are texts of parts
+    texts, pieces = [], iter(np.split(samples, 40))
+    watch = lambda _, x: texts.append(model.text(x.labels, len(x.labels))) or True
+    (result,) = recognise.transcribe(model, [("", pieces)], Decoding(drop_invented=True), watch)
+    assert result.text == texts[-1] == "".join(x["word"] for x in left)
+    assert all(result.text.startswith(x) for x in texts) and len({*texts}) > 2
+    assert transcripts.transcript(model, entry, result).object(entry) == found | {"text": result.text, "words": left}
+    arguments = ["--model", tmp_path, tmp_path / "a.flac", "--drop-invented"]
+    out, error = said(["transcribe", *arguments])
+    assert out == f"{tmp_path / 'a.flac'}\t{result.text}\n"
+    assert f"a.flac: words where nobody speaks, left out: {len(invented)}, 0.0 to 2." in error
+    events = [json.loads(x) for x in said(["stream", *arguments, "--json"])[0].splitlines()]
+    live = {kind: [y for x in events if x["type"] == kind for y in x["words"]] for kind in ("words", "invented")}
+    placed = lambda some, first: [(x["word"], round(x["start"] - first, 2)) for x in some]
+    assert sorted(placed(live["words"] + live["invented"], 0), key=lambda x: x[1]) == placed(words, 5)
+    # A stream knows the past alone: at first too little, and nothing of speech that is about to begin.
+    same = lambda some: [x for x in some if 0.5 <= x[1] < 2.5 or x[1] >= 3]
+    assert same(placed(live["words"], 0)) == same(placed(left, 5))
+    assert same(placed(live["invented"], 0)) == same(placed(invented, 5))
+    assert "".join(x["text"] for x in events if x["type"] == "words") == "".join(x["word"] for x in live["words"])

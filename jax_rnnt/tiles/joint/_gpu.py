@@ -30,7 +30,7 @@ _TF32 = None, "default", "fastest", "high", "bfloat16", "bfloat16_3x", "tensorfl
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is static of a call of the kernels."""
+    """The static part of a call of the kernels."""
 
     classes: Classes
     softmax: Softmax

@@ -1,4 +1,4 @@
-"""What a device's kernels of a linear joint network are, and what all of them ask of a problem."""
+"""The kernels of a device for a linear joint network, and the limits of a problem that all of them share."""
 
 import dataclasses
 import functools

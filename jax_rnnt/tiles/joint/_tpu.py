@@ -37,7 +37,7 @@ _FAST = None, "default", "fastest", "bfloat16", "BF16_BF16_F32"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is static of a call of the kernels."""
+    """The static part of a call of the kernels."""
 
     classes: Classes
     cut: Cut
@@ -48,7 +48,7 @@ class Plan:
 
     blocks = BLOCKS
 
-    def of(self, inputs) -> "Plan":
+    def for_inputs(self, inputs) -> "Plan":
         """The same for the inputs of one device, which are a part of the batch."""
         return dataclasses.replace(self, cut=cut_of(inputs, BLOCKS))
 
@@ -209,7 +209,7 @@ def forward(plan, parameters, inputs, interpret=False):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    plan = plan.of(inputs)
+    plan = plan.for_inputs(inputs)
     arrays, classes = _arrays(plan, parameters, inputs), plan.classes
     codes, count = plan.cut.listed(BLOCKS.within(inputs.shape, inputs.num_frames, inputs.num_labels))
     used = len(classes.others) + classes.kept + 3
@@ -240,7 +240,7 @@ def _joined(out, used):
 
 def backward(plan, parameters, inputs, cotangents, norm, scale, clamp, flags, interpret=False):
     """As `JointKernel.backward`."""
-    plan = plan.of(inputs)
+    plan = plan.for_inputs(inputs)
     arrays, classes = _arrays(plan, parameters, inputs), plan.classes
     codes, count = plan.cut.listed(flags)
     rows = [BLOCKS.cut(x) for x in numbers(plan.softmax, inputs, cotangents, norm, scale)]

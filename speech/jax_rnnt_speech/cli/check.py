@@ -1,4 +1,4 @@
-"""What corpora hold, before anyone trains on them."""
+"""Says what corpora hold, before anyone trains on them."""
 
 import collections
 import contextlib
@@ -26,14 +26,14 @@ RARE = 3  # characters of fewer texts are named, where there are ten times as ma
 
 
 class Counting(NamedTuple):
-    """What the batches of a training depend on, of its model."""
+    """The part of a model on which the batches of its training depend."""
 
     tokens: object
     subsampling: int
 
 
 class Findings:
-    """What some corpora hold."""
+    """The content of some corpora."""
 
     def __init__(self, paths, settings, vocabulary, subsampling, splits):
         corpus = corpora.Recordings(paths, settings, lenient=True)
@@ -49,7 +49,7 @@ class Findings:
         self.seconds = np.array([entry.whole for entry, _ in self.kept])
 
     def object(self):
-        """What --json prints."""
+        """The object that --json prints."""
         return {
             "utterances": len(self.kept),
             "hours": float(self.seconds.sum() / 3600),
@@ -131,7 +131,7 @@ def options_of(args):
     file = {name: x for name, x in file.items() if name not in decided}
     others = {name: x for name, x in usual.items() if name not in decided}
     with files.origins(args.model or f"--config {args.config}", others):
-        settings = Config.of(**usual | decided).consistent(named(given, file))
+        settings = Config.from_options(**usual | decided).consistent(named(given, file))
     return settings, vocabulary, encoders.subsampling(settings, source) if usual else None
 
 

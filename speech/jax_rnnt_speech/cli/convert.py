@@ -9,12 +9,12 @@ from jax_rnnt_speech.config import command_line
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.models import Opening
 from jax_rnnt_speech.pretrained import hugging_face, package
-from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if
 
 
 @dataclasses.dataclass(frozen=True)
 class Converting:
-    """What is written."""
+    """The options of the folder that is written."""
 
     dtype: str = option("float32", str, "type of the weights", choices=("float32", "bfloat16", "float16"))
     card: Path | None = option(None, Path, "write our own form, with the text of this file in card.md", metavar="FILE")
@@ -37,7 +37,7 @@ def convert(args):
     if to.card is None and hugging_face.fits(model):
         hugging_face.write(model, args.folder, to.dtype)
         return 0
-    with told(f"--card {to.card} is not readable", OSError, UnicodeDecodeError):
+    with as_user_error(f"--card {to.card} is not readable", OSError, UnicodeDecodeError):
         card = to.card.read_text("utf-8") if to.card else ""
     package.write(model, args.folder, to.dtype, card)
     return 0

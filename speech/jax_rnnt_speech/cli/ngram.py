@@ -66,7 +66,7 @@ def make(args):
     outputs.check(args.file, args.sources, option="")
     args.sources = [*map(Path, sources.once(args.sources))]
     sources.unmixed("", sources.listed([*map(str, args.sources)]), held_out=False)
-    settings = Config.of(**command_line.given(args, OPTIONS))
+    settings = Config.from_options(**command_line.given(args, OPTIONS))
     normalize, report = texts.normalizer(settings.texts.normalize, settings.texts.lower), Report()
     columns = settings.texts.columns[:2]
     sentences = [words for path in args.sources for words in corpora.sentences_of(path, normalize, report, columns)]

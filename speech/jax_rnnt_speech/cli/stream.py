@@ -83,9 +83,11 @@ def show_words(live, events, file, named):
     """A line for each utterance, as its words come; an empty one if there are none. `named`: with the file."""
     begin, said, inside = f"{shown(file)}\t" if named else "", False, False
     for x in events:
-        if x["type"] == "unheard":
-            print(unheard.line(file or "microphone", [(x["start"], x["end"])]), file=sys.stderr)
-        elif x["type"] == "words":
+        missed = [(x["start"], x["end"])] if x["type"] == "unheard" else []
+        invented = [(y["start"], y["end"]) for y in x["words"]] if x["type"] == "invented" else []
+        for line in unheard.lines(file or "microphone", missed, invented, live.words.drop):
+            print(line, file=sys.stderr)
+        if x["type"] == "words":
             print((" " * live.text[:1].isspace() if inside else begin) + x["text"], end="", flush=True)
             said = inside = True
         elif x["type"] == "endpoint" and inside:

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
+from jax_rnnt_speech.cli.stream import Live
 from jax_rnnt_speech.config import command_line, options_of
 from jax_rnnt_speech.config.options import natural, option
-from jax_rnnt_speech.data import corpora, lists, sources, texts
+from jax_rnnt_speech.data import batches, corpora, lists, sources, texts
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.models import Computing
-from jax_rnnt_speech.recognition import errors, recognise
+from jax_rnnt_speech.recognition import errors, latency, recognise
+from jax_rnnt_speech.recognition.results import Result
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
@@ -32,11 +34,15 @@ KINDS = "insertions", "deletions", "substitutions"
 class Test:
     """The results of a model on some corpora."""
 
-    def __init__(self, model, paths, settings, decoding):
+    def __init__(self, model, paths, settings, decoding, live=None):
+        self.latencies = []
         self.corpus, self.results = corpora.tested(paths, settings), []
         self.report, utterances = self.corpus.report, self.corpus.utterances
         normalize, started = texts.normalizer(settings.texts.normalize, settings.texts.lower), time.perf_counter()
-        heard = recognise.transcribe(model, self.recordings(), decoding)
+        if live:
+            heard = self.streamed(live, reference_words(model, self.corpus, paths, settings, decoding.language))
+        else:
+            heard = recognise.transcribe(model, self.recordings(), decoding)
         for result in outputs.bar(heard, "utterances", len(utterances)):
             x = utterances[result.name]
             if result.error:
@@ -58,19 +64,37 @@ class Test:
             except UserError as error:
                 self.report.add(getattr(error, "reason", str(error)), x.name)
 
+    def streamed(self, live, words):
+        """Yields the Result of each utterance as a stream hears it. `words`: of `latency.words_of`."""
+        for i, samples in self.recordings():
+            duration = len(samples) / live.extractor.rate
+            try:
+                text, found = latency.heard(live, samples)
+            except ValueError as error:
+                yield Result(i, error=f"{i}: {error}")
+                continue
+            if (reference := words.get(latency.key(self.corpus.entries[i]))) is not None:
+                self.latencies.append(latency.latency(reference, found, duration))
+            yield Result(i, text, duration=duration)
+
     def object(self):
         """What --json prints."""
         kinds = {name: getattr(self.words, name) for name in KINDS}
         more = {"utterances": len(self.results), "left_out": dict(self.report.names)}
         rates = {"wer": self.words.rate, "cer": self.characters.rate, "interval": self.interval}
         seconds = {"seconds_of_audio": sum(x.seconds for x in self.results), "seconds": self.seconds}
-        return rates | kinds | {"words": self.words.length} | more | seconds
+        late = {"latency": latency.summary(self.latencies)} if self.latencies else {}
+        return rates | late | kinds | {"words": self.words.length} | more | seconds
 
     def lines(self, count):
         x, heard = self.object(), sum(x.seconds for x in self.results)
         between = "" if not self.interval else " (95% interval {:.1f} to {:.1f}%, {} resamples of utterances)".format(
             *self.interval, errors.RESAMPLES)  # fmt: skip
         yield f"WER {x['wer']:.1f}%{between}, CER {x['cer']:.1f}%"
+        late = x.get("latency", {})
+        if late.get("words"):
+            yield "latency {mean:.2f} s on average, {p95:.2f} s or less for 95% of {words} words; the end of a " \
+                  "recording made {at_the_end} of them final; LAAL {laal:.2f} s".format(**late)  # fmt: skip
         yield f"{x['words']} words: " + ", ".join(f"{x[name]} {name}" for name in KINDS)
         left = sum(map(len, self.report.names.values()))
         yield f"{x['utterances']} utterances, {left} left out; {heard:.1f} s of audio in {self.seconds:.1f} s"
@@ -118,6 +142,10 @@ class Shown:
         None, Path, "write each reference and its hypothesis to this file, .tsv or .jsonl", metavar="FILE"
     )
     json: bool = option(False, bool, "print one JSON object: wer, cer, interval, insertions, ...", action="store_true")
+    stream: bool = option(
+        False, bool, "hear recordings as stream does, and measure the seconds from the end of a word, by align, until "
+        "it is final; computing takes no time on this clock", action="store_true",
+    )  # fmt: skip
     worst: int = option(5, natural, "show so many utterances with the most errors")
 
     def checked(self, sources):
@@ -129,14 +157,29 @@ class Shown:
         return self
 
 
+def reference_words(model, corpus, paths, settings, language):
+    """Words of the references with their times, as the command `align` finds them."""
+    needs = "--stream measures latencies by align, which needs"
+    refuse_if(model.loss is None, f"{needs} a transducer")
+    refuse_if(not hasattr(corpus, "entries"), f"{needs} recordings: {paths[0]} is a function")
+    settings = settings.replace(max_seconds=min(1e9, model.longest))
+    corpus = corpora.Recordings(paths, settings, lenient=True)
+    data = batches.labelled(corpus, model.tokens, model.subsampling)
+    return latency.words_of(model, corpus, data, settings, language)
+
+
 def test(args):
+    live = command_line.taken(args, Live)
+    sizes = live.endpoint, live.left, live.chunk, live.right
+    refuse_if(not vars(args).get("stream") and any(sizes), "--endpoint, --left, --chunk and --right need --stream")
     searching, to = command_line.taken(args, Searching).checked(), command_line.taken(args, Shown).checked(args.data)
     opening, args.data = command_line.taken(args, Computing), sources.once(args.data)
     with contextlib.suppress(lists.ListError):  # it is left out, with its reason
         sources.unmixed("", sources.listed(args.data))
     model = opening.opened()
     settings = command_line.changed(model.config, args, OPTIONS)
-    result = Test(model, args.data, settings, decoding_of(searching, model))
+    decoding = decoding_of(searching, model)
+    result = Test(model, args.data, settings, decoding, live.stream(model, decoding) if to.stream else None)
     if to.output:
         result.write(to.output)
     if to.json:
@@ -150,6 +193,7 @@ def test(args):
 
 COMMAND = (
     "test", "measure error rates, with their interval, by kind and by speaker", test, command_line.data, Shown,
+    functools.partial(command_line.add_fields, kind=Live, but=["json"]),
     Computing, functools.partial(command_line.add_fields, kind=Searching, but=["confidence"]),
     functools.partial(command_line.add_options, names=OPTIONS, default="as trained"),
 )  # fmt: skip

@@ -25,10 +25,10 @@ def resumed(options, start):
     if run.last is None:
         if "train" not in options:
             raise run.missing()
-        return Config.of(**models.completed(options))
+        return Config.from_options(**models.completed(options))
     setup = run.setup("params", "training", quiet=True)
     # A checkpoint of before an option has its default.
-    earlier = Config.of(**files.from_json(setup["config"], f"{start.workdir}", "train" not in options))
+    earlier = Config.from_options(**files.from_json(setup["config"], f"{start.workdir}", "train" not in options))
     now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
         option, before, (section, field) = flag(name), earlier.get(name), OPTIONS[name]
@@ -111,7 +111,7 @@ def train(args):
     for option, path in {"--workdir": start.workdir, "--cache": start.cache}.items():
         refuse_if(path and path.is_file(), f"{option} {path} must be a folder, and is a file")
     with files.origins(f"--config {args.config}", file):
-        chosen = None if start.resume else Config.of(**models.completed(options)).checked(judged)
+        chosen = None if start.resume else Config.from_options(**models.completed(options)).checked(judged)
     from jax_rnnt_speech.training.preparation import prepared  # with Grain and Orbax: no other command waits for them
 
     hosts.join(start.platform, start.devices, **dataclasses.asdict(processes))
@@ -135,7 +135,7 @@ def arguments(parser):
     command_line.add_fields(parser.add_mutually_exclusive_group(), Start, earlier)
     command_line.add_fields(parser, Start, but=earlier)
     command_line.add_fields(parser, Processes, group="several processes")
-    command_line.add_fields(parser, Searching, but=["confidence", "prompt"], group="search of tests")
+    command_line.add_fields(parser, Searching, but=["confidence", "prompt", "drop_invented"], group="search of tests")
     command_line.add_options(parser, grouped=True)
 
 

@@ -63,11 +63,13 @@ def transcribe(args):
             if x.error:
                 tqdm.write(x.error, file=sys.stderr)
                 bad += 1
-            elif x.unheard:
-                spans = [(entries[i].start + a, entries[i].start + b) for a, b in x.unheard]
-                tqdm.write(unheard.line(x.name, spans), file=sys.stderr)
-            speaker = entries[i].speaker if to.segments and not x.error else ""
-            write(i, None if x.error else transcripts.transcript(model, entries[i], x, to.nbest, speaker))
+                write(i, None)
+                continue
+            speaker = entries[i].speaker if to.segments else ""
+            found = transcripts.transcript(model, entries[i], x, to.nbest, speaker)
+            for line in unheard.lines(x.name, found.unheard, found.invented, searching.drop_invented):
+                tqdm.write(line, file=sys.stderr)
+            write(i, found)
     return 1 if bad else 0
 
 

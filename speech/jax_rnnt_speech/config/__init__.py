@@ -1,7 +1,8 @@
-"""What decides the result of a run: a tree of dataclasses, whose fields are options of the command line and of JSON.
+"""The configuration of a run decides its result: dataclasses, whose fields are options in the command line and JSON.
 
 A function takes the part of the tree that it needs. Options have one name each over the whole tree, so that the command
-line stays flat: `Config.of(width=8)` is `Config(blocks=Blocks(width=8))`. `command_line` and `files` read them.
+line stays flat: `Config.from_options(width=8)` is `Config(blocks=Blocks(width=8))`. `command_line` and `files` read
+them.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ def attends(config):
 
 
 def where(name, *values):
-    """What an option needs: another one, or one of its values."""
+    """An option may need another one, or one of its values."""
     words = f"{dashed(name)} {' or '.join(values)}".strip()
     return (lambda config: config.get(name) in values if values else config.get(name)), words
 
@@ -195,7 +196,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a training makes small."""
+    """The loss that a training makes small."""
 
     ctc: float = option(0.0, amount, "weight of a CTC loss beside the transducer's", fixed=True, needs=TRANSDUCER)
     fastemit: float = option(0.0, amount, "lambda of FastEmit, which makes labels come earlier")
@@ -286,7 +287,7 @@ class Config:
     search: Search = Search()
 
     @classmethod
-    def of(cls, **options):
+    def from_options(cls, **options):
         """The configuration of options by their names."""
         return cls().replace(**options)
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from jax_rnnt_speech.config import OPTIONS
-from jax_rnnt_speech.system import UserError, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 PRESETS = Path(__file__).parent / "presets"
 MIXED = "synthetic", "synthetic_share"  # of earlier runs; weights of the sources of --train say the same
@@ -20,7 +20,7 @@ def read_file(name):
     if not path.is_file():
         presets = ", ".join(sorted(x.stem for x in PRESETS.glob("*.json")))
         raise UserError(f"--config {name} is neither a file nor one of {presets}")
-    with told(f"--config {name} is not readable as JSON", OSError, ValueError):
+    with as_user_error(f"--config {name} is not readable as JSON", OSError, ValueError):
         options = json.loads(path.read_text("utf-8"), object_pairs_hook=once)
     return from_json(options, f"--config {name}", training=True)
 
@@ -89,7 +89,7 @@ def from_json(tree, name, training=False):
 def value(option, x, place):
     metadata = OPTIONS[option][1].metadata
     kind, choices = metadata.get("type"), metadata.get("choices")
-    with told(place, argparse.ArgumentTypeError):
+    with as_user_error(place, argparse.ArgumentTypeError):
         if kind is None and not isinstance(x, bool):
             raise argparse.ArgumentTypeError(f"expected true or false, got {x}")
         if kind is str and not isinstance(x, str):

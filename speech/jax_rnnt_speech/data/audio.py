@@ -288,7 +288,7 @@ def falls_short(part, container, stream, first, last, length, latest):
 
 
 def stretches(path):
-    """What a file holds, found by decoding all of it."""
+    """Finds what a file holds by decoding all of it."""
     parts, opposed = [], []
     for (rate, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
         before = len(opposed)
@@ -305,11 +305,11 @@ def mixed(some, rate, weights, said):
     if len(weights) == 1:
         yield from (x[0] for x in some)
         return
-    heard = np.maximum(weights, 1 / len(weights)) ** 2  # a channel that the mix leaves out counts too
+    gains = np.maximum(weights, 1 / len(weights)) ** 2  # a channel that the mix leaves out counts too
     total = np.zeros(len(weights))
     for x in halves(some, max(1, rate // 2)):
         mix = sum(np.float32(weight) * channel for weight, channel in zip(weights, x))
-        power = heard * np.einsum("cn,cn->c", x, x)
+        power = gains * np.einsum("cn,cn->c", x, x)
         total += power
         if mix @ mix < OPPOSED * power.sum():
             mix = x[total.argmax()]
@@ -405,7 +405,7 @@ def read(path, rate, start=0.0, end=None, channel=None):
     return np.concatenate([np.zeros(0, np.float32), *pieces(path, rate, start, end, channel, lambda: None)])
 
 
-def heard(path, rate, start=0.0, end=None, channel=None):
+def read_noted(path, rate, start=0.0, end=None, channel=None):
     """(samples, None or a note) of the part that the times of a row mean, as `within` decides."""
     try:
         return read(path, rate, start, end, channel), None

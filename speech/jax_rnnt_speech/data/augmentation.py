@@ -34,7 +34,7 @@ class Versions:
         speed = self.speeds[version % len(self.speeds)]
         return samples if speed == 1 else audio.resampled_size(samples, round(self.rate * speed), self.rate)
 
-    def of(self, samples, version, utterance):
+    def applied(self, samples, version, utterance):
         """The version of samples float32 [S], those of an utterance by its number, or by several."""
         speed = self.speeds[version % len(self.speeds)]
         if speed != 1:
@@ -48,7 +48,7 @@ class Versions:
 
     def noise(self, rng, samples):
         """Noise from a random place of a random file, at a random ratio to the samples."""
-        noise = heard(self.noises[rng.integers(len(self.noises))], self.rate)
+        noise = noise_samples(self.noises[rng.integers(len(self.noises))], self.rate)
         start = rng.integers(len(noise))
         noise = np.take(noise, np.arange(start, start + len(samples)), mode="wrap")
         ratio = 10 ** (rng.uniform(*self.options.snr) / 10)
@@ -64,7 +64,7 @@ def noises_of(folder):
 
 
 @functools.lru_cache(256)
-def heard(path, rate):
+def noise_samples(path, rate):
     samples = audio.read(path, rate, 0.0, None)[: NOISE_SECONDS * rate]
     refuse_if(not samples.any(), f"--noise: {path} is silent")
     return samples

@@ -1,4 +1,4 @@
-"""What a training reads again and again, on disk: features, and rows of a frozen encoder.
+"""A cache on disk holds what a training reads again and again: features, and rows of a frozen encoder.
 
 Arrays are float16, in one file for a corpus, which is mapped into memory. The folder's name is a hash of all that
 decides them; whoever changes any of it makes another folder.

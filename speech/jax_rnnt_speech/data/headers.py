@@ -1,4 +1,4 @@
-"""What FFmpeg leaves to others: files that are joined, and headers that are wrong, or that it misunderstands."""
+"""Reads what FFmpeg leaves to others: joined files, and headers that are wrong, or that it misunderstands."""
 
 import os
 import re
@@ -105,7 +105,7 @@ def correct(part):
     form, place, counted, filled = next(rows, (">4sI", 0, 0, 1))
     length, size = struct.calcsize(form), part.end - part.begin
     if start[:4] == b".snd" and len(start) >= 24:
-        first, told, field = *struct.unpack(">II", start[4:12]), (8, ">I")
+        first, stated, field = *struct.unpack(">II", start[4:12]), (8, ">I")
     elif not place:
         return True
     else:
@@ -113,37 +113,37 @@ def correct(part):
             chunk, first = part.at(place, length), place + length
             if len(chunk) < length:
                 return True  # without samples: FFmpeg says what is wrong
-            name, told = struct.unpack(form, chunk)
-            told -= counted
+            name, stated = struct.unpack(form, chunk)
+            stated -= counted
             if name[:4] in (b"data", b"SSND"):
                 break
             if start[:4] == b"RIFX" and name == b"fmt ":
                 part.raw = raw(part.at(first, 40))
             part.replaced += corrections(name[:4], first, part.at(first, 40))
-            place = first + max(0, told + -told % filled)
+            place = first + max(0, stated + -stated % filled)
         field = (place + length - struct.calcsize(form[-1:]), form[0] + form[-1:])
         if start[:4] in (b"RF64", b"BW64"):
             part.replaced.append((0, b"RF64"))  # the same, but FFmpeg knows one
-            if told == 0xFFFFFFFF:
-                told, field = *struct.unpack("<q", start[28:36]), (28, "<q")
+            if stated == 0xFFFFFFFF:
+                stated, field = *struct.unpack("<q", start[28:36]), (28, "<q")
     there, narrow = size - first, field[1][1] == "I"
-    behind = part.at(first + told + -told % filled, length) if 0 <= told <= there else b""
+    behind = part.at(first + stated + -stated % filled, length) if 0 <= stated <= there else b""
     another = len(behind) == length and re.match(rb"[ -~]{4}", behind)
-    another = another and there - told - length >= struct.unpack(form, behind)[1] - counted - 1
+    another = another and there - stated - length >= struct.unpack(form, behind)[1] - counted - 1
     another = another or re.match(rb"ID3[\2-\4]\0", behind)
-    unknown = told > there and told >= (UNKNOWN if narrow else WIDE)
-    if (told < max(9, there - 4096) and not another) or unknown:
-        told = min(there + counted, 0xFFFFFFFF) if narrow else there + counted
-        part.replaced.append((field[0], struct.pack(field[1], max(0, told))))
-        told = there
-    if part.raw or not told:  # 0 is unknown for FFmpeg
-        part.begin, part.end = part.begin + first * bool(part.raw), part.begin + first + told
+    unknown = stated > there and stated >= (UNKNOWN if narrow else WIDE)
+    if (stated < max(9, there - 4096) and not another) or unknown:
+        stated = min(there + counted, 0xFFFFFFFF) if narrow else there + counted
+        part.replaced.append((field[0], struct.pack(field[1], max(0, stated))))
+        stated = there
+    if part.raw or not stated:  # 0 is unknown for FFmpeg
+        part.begin, part.end = part.begin + first * bool(part.raw), part.begin + first + stated
         part.replaced *= not part.raw
-    return told <= there
+    return stated <= there
 
 
 def corrections(name, first, body):
-    """What FFmpeg misunderstands in a chunk: (place, bytes). Samples may have fewer bits than there is room for."""
+    """Yields what FFmpeg misreads in a chunk: (place, bytes). Samples may have fewer bits than there is room for."""
     if name == b"fmt " and len(body) >= 28 and body[:2] == b"\xfe\xff":
         yield first + 18, body[14:16]
     if name == b"desc" and len(body) >= 32 and body[8:12] == b"lpcm":
@@ -185,8 +185,8 @@ def is_cut(part):
     """Whether an AVI, ASF or Ogg ends before its header says so, or within a page: FFmpeg is silent about it."""
     size, head = part.end - part.begin, part.at(0, 2**16)
     if re.match(b"RIFF....AVI ", head, re.DOTALL) and (place := head.find(b"movi")) > 0:
-        told = int.from_bytes(head[place - 4 : place], "little")
-        return told < 0x7FFFF000 and place + told > size
+        stated = int.from_bytes(head[place - 4 : place], "little")
+        return stated < 0x7FFFF000 and place + stated > size
     if head.startswith(ASF) and (place := head.find(SIZES)) > 0:
         live = head[place + 88 : place + 89] in (b"\1", b"\3")  # which has no size
         return not live and int.from_bytes(head[place + 40 : place + 48], "little") > size

@@ -32,7 +32,7 @@ STATED = {*audio.STATED, *audio.ENDLESS, "ogg"} - {"mpegts", "mpeg"} | {audio.MA
 
 
 def longest(seconds):
-    """What utterances may last, by what is written."""
+    """Seconds that utterances may last, by what is written."""
     return np.where(seconds < 0, -seconds * ESTIMATE[0] + ESTIMATE[1], seconds + SLACK).astype(np.float64)
 
 
@@ -42,7 +42,7 @@ def surely_longer(seconds, most):
 
 
 class Index:
-    """What a folder holds. To a worker, the name of the folder goes with the shards.
+    """The index that a folder holds. To a worker, the name of the folder goes with the shards.
 
     `rows`: int64 [n, 5], as the shards understand them. `seconds`: float32 [n]; below 0 where they are an estimate, 0
     where a header must be read. `shards`: int32 [n], numbers of shards, which ascend.
@@ -83,7 +83,7 @@ class Index:
             seconds = np.where(seconds == 0, self.later[items], seconds)
         return seconds
 
-    def heard(self, items, versions, speeds, most):
+    def lengths_of_versions(self, items, versions, speeds, most):
         """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
         seconds = self.lengths(items)
         used = np.isfinite(seconds) & ~surely_longer(seconds, most)  # the others are left out in their turn

@@ -195,11 +195,11 @@ MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
 
 
 def folder(path, keys):
-    """What the layout of a folder says: Kaldi, Hugging Face's table, LibriSpeech, or a text next to each file."""
+    """Reads a folder as its layout says: Kaldi, Hugging Face's table, LibriSpeech, or a text next to each file."""
     if (path / "wav.scp").exists():
         return kaldi(path, bool(keys[1]))
     tables = once(x for form in ("jsonl", "csv") if (x := path / f"metadata.{form}").exists())
-    return manifest(tables[0], keys) if tables else beside(path) if keys[1] else recordings(path)
+    return manifest(tables[0], keys) if tables else audio_with_texts(path) if keys[1] else recordings(path)
 
 
 def no_corpus(path, what):
@@ -243,11 +243,11 @@ def recordings(path):
 
 
 def key_of(file):
-    """What an audio file and its text have in common."""
+    """The part of a name that an audio file and its text have in common."""
     return composed(str(file.parent)), composed(file.stem)
 
 
-def beside(path):
+def audio_with_texts(path):
     """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, next to the audio files NAME.*."""
     files, inside = {}, below(path)
     for x in inside:
@@ -343,12 +343,12 @@ def once(paths, same=False, named=False):
 
 
 def form_of(path):
-    """What those that stand for the same have in common; behind it, an order in which the best form comes first."""
+    """A key that is equal for those that stand for the same, and an order in which the best form comes first."""
     return (str(path.parent), *base_of(path), path.name.lower().endswith(PACKED), str(path))
 
 
 def content(path):
-    """What a manifest says, in whatever form; its bytes where it says nothing."""
+    """The content of a manifest, in whatever form; its bytes where it says nothing."""
     try:
         rows = LISTS[suffix_of(path)](path, keys_of())
         rows = [row if isinstance(row, dict) else {"": row} for _, row in rows]

@@ -29,7 +29,7 @@ class Late(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What about an utterance differs from its manifest, and does no harm."""
+    """A difference between an utterance and its manifest that does no harm."""
 
     text: str
     name: str
@@ -54,13 +54,13 @@ def roomy(shape, frames, labels):
     return frames <= shape.frames and labels <= shape.labels
 
 
-def heard(entry, rate, again=True):
+def samples_of(entry, rate, again=True):
     """(samples, None or a note of what differs from its manifest) of an utterance.
 
     Storage that fails is tried `again`, and then ends the command.
     """
     where = entry.audio, rate, entry.start, entry.end, entry.channel
-    return storage.steadily(lambda: audio.heard(*where), entry.audio) if again else audio.heard(*where)
+    return storage.steadily(lambda: audio.read_noted(*where), entry.audio) if again else audio.read_noted(*where)
 
 
 def text_of(entry, normalize):
@@ -127,7 +127,8 @@ class Loader:
             x = index.load(key[2], version, np.random.default_rng((self.config.run.seed, 5, *key)))
             leave_out_if(x is None, "no readable audio")
         else:
-            x = extractor(versions.of(self.samples(entry, index.lengths(np.array([key[2]]))[0], notes), version, key))
+            samples = self.samples(entry, index.lengths(np.array([key[2]]))[0], notes)
+            x = extractor(versions.applied(samples, version, key))
         leave_out_if(not len(x), "shorter than a frame")
         leave_out_if(len(labels) > -(-len(x) // self.subsampling), "fewer frames than labels")
         return x, np.array(labels, np.int32)
@@ -139,7 +140,7 @@ class Loader:
         """
         rate, most = self.config.features.rate, self.config.data.max_seconds
         leave_out_if(is_long(entry, seconds, most), f"longer than {most:g} s")
-        samples, note = heard(entry, rate, again)
+        samples, note = samples_of(entry, rate, again)
         notes += [note] * bool(note)
         if entry.end is None and entry.whole and differs(entry.whole, entry.start + len(samples) / rate):
             raise LineError("duration differs from the manifest's")
@@ -159,7 +160,7 @@ class Loader:
             seconds = index.seconds[number] or index.later[number]  # headers have been read, or their storage fails
             samples = self.samples(entry, seconds, notes, again=False)
             fits = [versions.size(len(samples), k) <= most for k in range(versions.count)]
-            arrays = [extractor(versions.of(samples, k, (index.number, number))) if x else None
+            arrays = [extractor(versions.applied(samples, k, (index.number, number))) if x else None
                       for k, x in enumerate(fits)]  # fmt: skip
             leave_out_if(not len(arrays[0]), "shorter than a frame")
         except (audio.AudioError, LineError) as error:

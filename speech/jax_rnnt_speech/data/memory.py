@@ -56,7 +56,7 @@ class Remembered:
         """Features [T, F] of a version; None: its audio is bad."""
         return self.arrays.load(int(self.places[i]) * self.frames.shape[1] + version, rng)
 
-    def heard(self, items, versions, speeds, most):
+    def lengths_of_versions(self, items, versions, speeds, most):
         """(versions, seconds) of items: they may be too long for the speed of theirs."""
         frames = self.frames[items, versions]
         versions = np.where(frames, versions, versions - versions % len(speeds))  # without another speed
@@ -97,8 +97,8 @@ def held_out(config, index, folder, count):
     config = config.replace(speeds=[1.0], noise="", gain=0.0)
     if not first:
         hosts.wait("held-out features")
-    keys, shards = keys_of(*config.texts.columns), [y for x in valid for y in archives.of(x, config.texts.columns)]
-    read = indexed(shards, keys, index, 0, count)
+    shards = [y for x in valid for y in archives.all_shards(x, config.texts.columns)]
+    read = indexed(shards, keys_of(*config.texts.columns), index, 0, count)
     for reason, name in read.faults:
         report.add(reason, name)
     loader = Loader(config, 1, None, [read], (), config.features.mels)

@@ -58,7 +58,7 @@ def shuffled(rng, shards, buffer):
 
 
 class Reader:
-    """What one reader draws in each epoch.
+    """A reader draws its utterances, epoch by epoch.
 
     Of each source: `items`, the numbers of usable utterances of the reader, as the shards list them, and how many it
     `draws`, None being all it has.
@@ -100,15 +100,15 @@ class Reader:
             items = items[np.argsort(share, kind="stable")]
         return items, self.rng(1, epoch).integers(self.versions, size=len(items))
 
-    def heard(self, items, versions):
+    def lengths_of_versions(self, items, versions):
         """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
-        return self.index.heard(items, versions, self.speeds, self.most)
+        return self.index.lengths_of_versions(items, versions, self.speeds, self.most)
 
-    def most_heard(self):
-        """Seconds that its items are heard at most, in any version and epoch; all lengths must be known."""
+    def longest_item(self):
+        """Seconds of the longest item, in any version and epoch; all lengths must be known."""
         items = np.concatenate(self.items)
-        longest = [self.heard(items, np.full(len(items), i))[1].max(initial=0) for i in range(len(self.speeds))]
-        return float(max(longest))
+        versions = (np.full(len(items), i) for i in range(len(self.speeds)))
+        return float(max(self.lengths_of_versions(items, x)[1].max(initial=0) for x in versions))
 
 
 def limits(readers, epoch, count, window):
@@ -117,7 +117,7 @@ def limits(readers, epoch, count, window):
     edges = np.linspace(0, most, SOUGHT + 1)
     amount = np.zeros(SOUGHT)
     for reader in readers:
-        _, seconds = reader.heard(*(x[: window or None] for x in reader.epoch(epoch)))
+        _, seconds = reader.lengths_of_versions(*(x[: window or None] for x in reader.epoch(epoch)))
         amount += np.histogram(seconds, edges, weights=seconds)[0]
     amount = hosts.gathered(amount[None]).sum(0)
     if not amount.any():
@@ -130,7 +130,7 @@ def limits(readers, epoch, count, window):
 
     ends = parts(count)
     if not window:  # other epochs may have longer ones
-        longest = hosts.gathered(np.array([[max(x.most_heard() for x in readers)]])).max()
+        longest = hosts.gathered(np.array([[max(x.longest_item() for x in readers)]])).max()
         return [*ends[:-1], max(ends[-1], float(longest))]
     if ends[-1] > NEAR * most or count == 1:  # other windows may have longer ones
         return [*ends[:-1], most]
@@ -167,7 +167,7 @@ class Order:
         """For each reader: (items, versions, seconds, places of the items of each shape)."""
         every, some = [], slice(window * self.window, (window + 1) * self.window or None)
         for reader, (items, versions) in zip(self.readers, self.epoch(epoch)):
-            versions, seconds = reader.heard(items[some], versions[some])
+            versions, seconds = reader.lengths_of_versions(items[some], versions[some])
             bucket = self.bucket(seconds)
             places = [np.flatnonzero(bucket == k) for k in range(len(self.shapes))]
             every.append((items[some], versions, seconds, places))

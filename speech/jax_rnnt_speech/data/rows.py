@@ -83,7 +83,7 @@ def object_of(row):
 
 
 def parsed(text):
-    """What JSON says, or a LineError."""
+    """The value of some JSON, or a LineError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a training reads: which utterances there are, in which order they come, and their batches.
+"""The source of a training says which utterances there are, in which order they come, and makes their batches.
 
 Before the first step, lines and headers of archives are read, and headers of one window where lengths are not written
 (`order`). Grain's workers decode, augment and make features anew in each epoch, and what of an utterance cannot be used
@@ -124,7 +124,7 @@ class Source:
 
     def list(self):
         """Shards of the sources, and the index of those that are this process's."""
-        shards_of = [archives.of(name, self.config.texts.columns, self.readers) for name, _ in self.named]
+        shards_of = [archives.all_shards(name, self.config.texts.columns, self.readers) for name, _ in self.named]
         for (name, _), shards in zip(self.named, shards_of):
             refuse_if(not shards, f"{name}: nothing is listed")
         self.indices, self.items = [], []
@@ -218,7 +218,7 @@ class Source:
         if isinstance(entry, Utterance):
             return index.load(number, 0, rng)
         try:
-            return self.extractor(loading.heard(entry, self.config.features.rate)[0])
+            return self.extractor(loading.samples_of(entry, self.config.features.rate)[0])
         except audio.AudioError as error:
             return self.report.add(error.reason, entry.name, again=False)
 
@@ -383,7 +383,7 @@ class Source:
         return self.first[0] + self.order.steps(self.first[1], max(epochs, self.first[1]))
 
     def at(self, step):
-        """What a checkpoint keeps of the order, to go on from a step."""
+        """A checkpoint keeps this of the order, to go on from a step."""
         collections.deque(self.read(step, step), 0)
         late = [x for some in hosts.each(self.late) for x in some]
         return self.state | {"epoch": self.place[1], "place": [*self.place[1:]], "late": late}

@@ -1,4 +1,4 @@
-"""What the names of sources stand for, before anything is read: which files, of which splits, of about how many hours.
+"""Names of sources stand for files; which ones, of which splits and how many hours, is found before anything is read.
 
 A folder or pattern whose files belong to several splits of a data set is refused, as a training would learn what is
 held out. Nor may --train and --valid name the same files.
@@ -302,7 +302,7 @@ def in_both(train, valid):
 
 
 def key(entry):
-    """What distinguishes an utterance from others: its recording, and where it is in that."""
+    """Distinguishes an utterance from others: its recording, and where it is in that."""
     return os.path.realpath(str(entry.audio)), entry.start, entry.end, entry.channel
 
 
@@ -310,7 +310,7 @@ def hours(sources, columns):
     """About how many hours sources hold, by a part of what their manifests say, and by some headers."""
     keys, total = keys_of(*columns), 0.0
     for name in sources:
-        shards, rows, seconds = archives.of(archives.weighted(name)[0], columns), [], []
+        shards, rows, seconds = archives.all_shards(archives.weighted(name)[0], columns), [], []
         chosen = np.unique(np.linspace(0, len(shards) - 1, SHARDS).astype(int)) if shards else []
         for shard in (shards[i] for i in chosen):
             for x in shard.read(keys, brief=True):

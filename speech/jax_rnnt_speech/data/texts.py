@@ -40,7 +40,7 @@ def usual(match):
 
 
 class Table(dict):
-    """What a function makes of each character, for `str.translate`; each is looked at once."""
+    """Applies a function to each character, for `str.translate`; each is looked at once."""
 
     def __init__(self, function):
         self.function = function
@@ -160,7 +160,7 @@ def basic(language):
 
 
 def unread(text):
-    """What of a normalised text is not read aloud: the parts with a digit or a sign that is said."""
+    """Parts of a normalised text that are not read aloud, as they have a digit or a sign that is said."""
     return [x for x in re.split(rf"[\s{UNSPACED}]+", text) if has_said(x)] if has_said(text) else []
 
 

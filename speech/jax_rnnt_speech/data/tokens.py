@@ -8,7 +8,7 @@ import re
 
 import sentencepiece
 
-from jax_rnnt_speech.system import UserError, told
+from jax_rnnt_speech.system import UserError, as_user_error
 
 ENDS = "<EOU>", "<eou>"  # labels that end an utterance
 SILENT = *ENDS, "<EOB>", "<eob>"  # labels that are no part of a word: NeMo marks the ends of interjections too
@@ -37,7 +37,7 @@ CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ") | 
 
 
 class Labels(list):
-    """What each label writes, with `decode`, which writes several."""
+    """A vocabulary knows what each label writes; its `decode` writes several."""
 
     def __init__(self, texts, decode):
         super().__init__(texts)
@@ -52,7 +52,7 @@ class Vocabulary:
 
     @property
     def texts(self):
-        """What each label adds to a text, "" for nothing.
+        """The characters that each label adds to a text, "" for nothing.
 
         Bytes that are parts of characters are surrogate escapes, as in `bytes.decode("utf-8", "surrogateescape")`.
         """
@@ -60,7 +60,7 @@ class Vocabulary:
 
     @functools.cached_property
     def labels(self):
-        """What each label writes, for words and models of words; None: nothing, or what another label writes."""
+        """The text of each label, for words and models of words; None: nothing, or that of another label."""
         texts, first = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], {}
         for i in sorted(range(len(texts)), key=lambda i: BYTE.fullmatch(self.pieces[i]) is not None):
             first.setdefault(texts[i], i)
@@ -139,7 +139,7 @@ class Pretrained(Pieces):
             from tokenizers import Tokenizer
         except ModuleNotFoundError:
             raise UserError("the model has a tokenizer.json, which needs: pip install tokenizers") from None
-        with told("tokenizer.json is no tokenizer", Exception):  # tokenizers raises no narrower one
+        with as_user_error("tokenizer.json is no tokenizer", Exception):  # tokenizers raises no narrower one
             self.tokenizer = Tokenizer.from_str(text)
         model = json.loads(text)["model"]
         unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))

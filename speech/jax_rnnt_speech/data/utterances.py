@@ -1,4 +1,4 @@
-"""What a corpus lists, and what it leaves out."""
+"""The utterances that a corpus lists, and a report of those it leaves out."""
 
 import collections
 import re
@@ -62,7 +62,7 @@ class Report:
         yield from listed("used all the same", self.notes, NAMED)
 
     def summary(self):
-        """What is behind an error of its corpus."""
+        """The end of an error message about the corpus."""
         return "".join(f"; {x}" for x in listed("left out", self.names))
 
     def write(self, path):

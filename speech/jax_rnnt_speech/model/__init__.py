@@ -67,12 +67,12 @@ class Model:
 
     @classmethod
     def from_setup(cls, setup, **options):
-        config = Config.of(**from_json(setup["config"], "the checkpoint"))
+        config = Config.from_options(**from_json(setup["config"], "the checkpoint"))
         stored = tokens.from_json(setup["tokens"]), setup["mean"], setup["deviation"], setup.get("source")
         return cls(config, *stored, **options)
 
     def setup(self):
-        """What a checkpoint stores besides the parameters."""
+        """A checkpoint stores this besides the parameters."""
         stored = {"config": to_json(self.config), "tokens": self.tokens.to_json()}
         return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "source": self.source}
 
@@ -103,7 +103,7 @@ class Model:
         return self.standardised(self.extractor(samples))
 
     def encoded(self, network, x, batch, layers=None, language=None):
-        """What every loss is computed from. `layers`: x holds rows after so many layers of the encoder."""
+        """Every loss is computed from this. `layers`: x holds rows after so many layers of the encoder."""
         if layers is None:
             rows, lengths = network.encode(x, batch["lengths"])
         else:

@@ -78,5 +78,5 @@ class Transducer(nnx.Module):
         return self.on_rows(*self.encoder(x, lengths))
 
     def on_rows(self, rows, lengths):
-        """What predictor and joint take, from the encoder's rows [B, N, E] and their lengths [B]."""
+        """The input of predictor and joint, from the encoder's rows [B, N, E] and their lengths [B]."""
         return self.head(rows, lengths) if self.head else (rows, lengths)

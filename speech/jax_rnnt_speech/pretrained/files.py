@@ -1,4 +1,4 @@
-"""What models from elsewhere are made of: JSON whose fields are checked, and weights in files. No pickle is run.
+"""Models from elsewhere are read from JSON whose fields are checked, and from files of weights. No pickle is run.
 
 `hugging_face`, `nemo`, `whisper` and `package` say what there must be in them.
 """
@@ -21,7 +21,7 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.flax import load_file, save_file
 
-from jax_rnnt_speech.system import UserError, outputs, refuse_if, say_once, told
+from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if, say_once
 
 SETTINGS = "config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json"
 SETTINGS += "tokenizer_config.json", "special_tokens_map.json"
@@ -47,7 +47,7 @@ def require(fine, file, name, expected, got):
 
 def read_json(file):
     """The object of a JSON file."""
-    with told(f"{file} must be JSON", ValueError):
+    with as_user_error(f"{file} must be JSON", ValueError):
         fields = json.loads(file.read_bytes())
     refuse_if(not isinstance(fields, dict), f"{file} must be an object, got {type(fields).__name__}")
     return fields
@@ -120,7 +120,7 @@ def read_tensors(folder):
     """{name: array} of the files of weights of a folder, float32."""
     arrays, places = {}, {}
     for file, expected in files_of(folder).items():
-        with told(f"{file} must be a file of safetensors", SafetensorError, ValueError):
+        with as_user_error(f"{file} must be a file of safetensors", SafetensorError, ValueError):
             tensors = load_file(file)
         if missing := sorted((expected or set()) - {*tensors}):
             raise UserError(f"{file} has no tensor {missing[0]}, which {INDEX} expects there")

@@ -18,7 +18,7 @@ from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
 from jax_rnnt_speech.pretrained import files
-from jax_rnnt_speech.system import UserError, refuse_if, say_once, told
+from jax_rnnt_speech.system import UserError, as_user_error, refuse_if, say_once
 
 # Of a model: its encoder, its loss, and what makes its features.
 WHOLE = "parakeet_encoder", "ParakeetFeatureExtractor"
@@ -147,7 +147,7 @@ def config_from(folder, source):
     if more := [x for x in more if type(x) is not int or x < size] if isinstance(more, list) else more:
         say_once(f"{file}: not used: suppress_tokens {more}")
     default, milliseconds = Config(), 1000 / sounds.sampling_rate
-    return Config.of(
+    return Config.from_options(
         init=str(folder), encoder="fastconformer", features="nemo", rate=sounds.sampling_rate, mels=sounds.feature_size,
         window=sounds.win_length * milliseconds, hop=sounds.hop_length * milliseconds, width=head.decoder_hidden_size,
         chunk=encoder.default_num_lookahead_tokens + 1 if encoder.causal else 0, predictor="lstm", loss=loss,
@@ -161,7 +161,7 @@ def read(folder):
     """The Model of a folder, with its parameters in float32."""
     config, source = config_of(folder)
     labels, file = source["config.json"]["vocab_size"] - 1, folder / "tokenizer.json"
-    with told(f"{file} must be JSON", UnicodeDecodeError):
+    with as_user_error(f"{file} must be JSON", UnicodeDecodeError):
         vocabulary = tokens.Pretrained(file.read_text("utf-8"), labels) if file.exists() else tokens.Numbers(labels)
     return filled(folder, config, source, vocabulary, files.read_tensors(folder))
 

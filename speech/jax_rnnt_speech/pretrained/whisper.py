@@ -21,7 +21,7 @@ from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.model.encoders.whisper import WhisperConfig, positions
 from jax_rnnt_speech.pretrained import files
-from jax_rnnt_speech.system import UserError, refuse_if, say_once, told
+from jax_rnnt_speech.system import UserError, as_user_error, refuse_if, say_once
 
 TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
 # Modules of ours, of CTranslate2 and of Hugging Face, where three matrices of an attention are one of the others.
@@ -79,7 +79,7 @@ def read_binary(file):
     def text():
         return take(f"{take('H')}s").rstrip(b"\0").decode()
 
-    with told(f"{file} is no model.bin of CTranslate2, or is cut off", struct.error, ValueError):
+    with as_user_error(f"{file} is no model.bin of CTranslate2, or is cut off", struct.error, ValueError):
         version, spec, _ = take("I"), text(), take("I")
         if spec != "WhisperSpec" or version != 6:
             raise UserError(f"{file} must hold a WhisperSpec of version 6, got {spec} of version {version}")
@@ -136,7 +136,7 @@ def parts_of(folder):
     stored = array("position_encodings/encodings", ["embed_positions.weight"])
     if stored.shape != expected.shape or not np.allclose(stored, expected, atol=1e-3):
         raise UserError(f"{folder}: positions must be the sines of Whisper")
-    config = Config.of(
+    config = Config.from_options(
         init=str(folder), encoder="whisper", features="whisper", rate=16000, mels=sizes.num_mel_bins, dropout=0.0
     )
     return config, {"config.json": {"model_type": "whisper", **dataclasses.asdict(sizes)}}, array

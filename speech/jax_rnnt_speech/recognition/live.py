@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_rnnt import decode
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels
 from jax_rnnt_speech.recognition.search import GREEDY
@@ -33,7 +34,8 @@ class Windows:
     """Searches windows one after the other in programs of one size, in the place of `streams.Slots`."""
 
     def __init__(self, model, decoding, frames):
-        self.model, self.decoding, self.frames, self.state, self.free = model, decoding, frames, None, [0]
+        self.model, self.decoding, self.frames, self.state = model, decoding, frames, None
+        self.free, self.owns = [0], [None]
 
     def run(self, steps):
         """(Labels that are final, others, rows) of a window."""
@@ -53,10 +55,10 @@ class Windows:
 
     def search(self, rows, count, keep=False):
         """(Hypotheses, how many labels are final) of the first rows behind the state; `keep`: it goes on there."""
-        counts = np.array([count], np.int32)
+        counts, decoding = np.array([count], np.int32), self.decoding.of(self.owns)
         if self.state is None:
-            self.state = before_all(self.model, rows, counts, self.decoding)
-        hypotheses, final, state, _ = taken(self.model, self.model.params, rows, counts, self.state, self.decoding)
+            self.state = before_all(self.model, rows, counts, decoding)
+        hypotheses, final, state, _ = taken(self.model, self.model.params, rows, counts, self.state, decoding)
         if keep:
             self.state = state
         return jax.device_get((hypotheses, final))
@@ -79,7 +81,13 @@ class Windowed(Stream):
         self.sizes = {"left": left, "chunk": chunk, "right": right}
         frames = model.extractor.count(sum(self.rows.values()) * model.extractor.hop * model.subsampling)
         super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames), listens=listens)
+
+    def restart(self, start=0.0):
+        """As `Stream.restart`."""
+        super().restart(start)
         self.samples, self.row, self.begin = np.zeros(0, np.float32), 0, 0  # rows done, and rows before the samples
+        if self.slots.state is not None:
+            self.slots.state = decode.reset_streams(self.slots.state, np.ones(1, bool))
 
     def steps(self, samples, end=False):
         """Yields the Windows of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""

@@ -79,7 +79,7 @@ def loaded(entries, rate):
             yield x.name, audio.pieces(x.audio, rate, x.start, x.end, x.channel)
 
 
-def transcribe(model, recordings, decoding=GREEDY, watch=None, progress=None):
+def transcribe(model, recordings, decoding=GREEDY, watch=None, progress=None, owns=None):
     """Yields the Result of each (name, recording), in their order.
 
     A recording is samples [S], floats in [-1, 1] or integers, at `model.extractor.rate`; or pieces of them, one
@@ -89,11 +89,14 @@ def transcribe(model, recordings, decoding=GREEDY, watch=None, progress=None):
 
     `watch` is called with a recording's place and its Labels so far, after each of its windows and before it waits for
     one; a recording for which it returns false is heard no further, and its Result is an error. `progress` is called
-    with the seconds that were heard since it was last called.
+    with the seconds that were heard since it was last called. `owns` are the phrases of each recording, or None, as
+    `search_options.Room` has them.
     """
     waiting, held = [], 0
     for i, (name, samples) in enumerate(recordings):
-        x = windows.Recording(name, samples, model, watch and functools.partial(watch, i), progress=progress)
+        listener, own = watch and functools.partial(watch, i), owns and owns[i]
+        options = {"progress": progress, "drop": decoding.drop_invented, "own": own}
+        x = windows.Recording(name, samples, model, listener, **options)
         waiting.append(x)
         held += x.frames
         if held >= HELD:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_rnnt_speech.recognition.spellings import Written
+
 
 class Labels(NamedTuple):
     """Final labels, each with its frame, probability, confidence and duration."""
@@ -57,6 +59,8 @@ class Result(NamedTuple):
     nbest: list = ()  # of a beam: (text, score), the best one first
     error: str = ""
     unheard: tuple = ()  # [begin, end) in seconds of speech without words, also after another try
+    invented: tuple = ()  # `transcripts.words` where nobody speaks; with `Decoding.drop_invented` the text lacks them
+    written: Written = Written()  # of the spellings in `labels`; the text and `nbest` have it
 
 
 def words_of(tokens, labels):

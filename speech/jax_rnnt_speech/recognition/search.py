@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_rnnt import decode
 from jax_rnnt_speech.model import ctc
+from jax_rnnt_speech.recognition.spellings import Written
 
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
 OPEN = 100  # labels of a recording in parts, by beam, that later parts may still change
@@ -32,6 +33,15 @@ class Decoding:
     language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
     allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
     spotter: object = dataclasses.field(default=None, metadata={"static": True})  # a `spotter.Spotter` of whole windows
+    room: object = dataclasses.field(default=None, metadata={"static": True})  # a `search_options.Room`
+    drop_invented: bool = dataclasses.field(default=False, metadata={"static": True})  # leave out `unheard.invented`
+    written: Written = dataclasses.field(default=Written(), metadata={"static": True})  # for the spellings of a text
+
+    def of(self, lists):
+        """The Decoding of a batch whose recordings have these `search_options.Own` phrases, or None."""
+        if self.room is None:
+            return self
+        return dataclasses.replace(self, room=None, fusion=(*self.fusion, (self.room.model_of(tuple(lists)), 1.0)))
 
 
 GREEDY = Decoding()

@@ -6,7 +6,9 @@ whatever the files hold, and an option that the model cannot follow is an error 
 """
 
 import dataclasses
+import functools
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from jax_rnnt_speech.config.options import amount, natural, option
 from jax_rnnt_speech.data import lists, rows, texts
 from jax_rnnt_speech.recognition import scripts
 from jax_rnnt_speech.recognition.search import Decoding
+from jax_rnnt_speech.recognition.spellings import Written, cases
 from jax_rnnt_speech.recognition.spotter import Spotter
-from jax_rnnt_speech.system import UserError, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +49,8 @@ class WordBonus:
 # Nats for each label of a phrase. Greedy search gets fewer: it cannot go back from a phrase that it has begun to write.
 WITH_BEAM, WITH_GREEDY = 1.0, 0.25
 WITH_CTC = 1.0  # nats that a label of a phrase may be worse than the head's best class
+LONGEST = 100  # characters of a phrase of a request, and labels of a recording's own room for each of them
+BAR = re.compile(r"(?<!\S)\|(?!\S)")  # between the spellings of a phrase; another one, or \|, is a character of it
 PROBABILITY = "probability"
 NGRAM = lambda search: search.ngram, "--ngram"
 
@@ -69,8 +74,14 @@ class Searching:
         "file says)", metavar="W", needs=NGRAM,
     )  # fmt: skip
     phrases: Path | None = option(
-        None, Path, "file of texts to prefer, one on each line, perhaps with a tab and a weight: nats for each label "
+        None, Path, "file of texts to prefer, one on each line, or its spellings as in WRITTEN | OTHER | ..., of which "
+        "the first takes the place of the others; perhaps with a tab and a weight: nats for each label "
         f"({WITH_BEAM}; greedy: {WITH_GREEDY}; by a head for CTC: {WITH_CTC})", metavar="FILE",
+    )  # fmt: skip
+    phrases_case: str = option(
+        "any", str, "whether a phrase is also preferred in lower case, in capitals, and with a capital for its first "
+        "word or each word; or exactly as it is in the file", choices=("any", "exact"),
+        needs=(lambda search: search.phrases, "--phrases"),
     )  # fmt: skip
     phrases_by: str = option(
         "search", str, "what prefers phrases: the search; or a head for CTC, which finds them in the audio, instead "
@@ -98,6 +109,9 @@ class Searching:
         "entropy over all labels, of this kind", choices=(PROBABILITY, "tsallis", "renyi", "gibbs"),
     )  # fmt: skip
     prompt: str = option("", str, "language of the recordings, for a model that takes one", metavar="NAME")
+    drop_invented: bool = option(
+        False, bool, "leave out words where nobody speaks, which are named otherwise", action="store_true"
+    )
 
     def checked(self):
         """Returns itself, or raises where a file is missing."""
@@ -114,7 +128,7 @@ def read(path, model, unknown=None):
     """
     tokens = model.tokens
     classes = tokens.labels + [None] * (model.classes - len(tokens.pieces))
-    with told(f"--ngram {path}", OSError, ValueError):
+    with as_user_error(f"--ngram {path}", OSError, ValueError):
         return decode.WordNGram.from_arpa(path, classes, separator=tokens.separator, unknown=unknown and -unknown)
 
 
@@ -126,66 +140,152 @@ def word_bonus(model):
     return WordBonus(jnp.array(separates + none), jnp.array(spells + none))
 
 
-def spelled(path, model, usual):
-    """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
-
-    A line that the vocabulary cannot spell is named and left out. Lines without a number have the `usual` one.
-    """
-    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
-    with told(f"--phrases {path} is not readable", OSError, ValueError):
+def listed(path, usual):
+    """[(number, spellings, weight)] of the lines of a file of phrases. Those without a weight have the `usual` one."""
+    with as_user_error(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, rows.encodable(line, f"line {i}")) for i, line in lists.lines_of(path)]
     phrases = []
     for i, line in lines:
         text, _, weight = line.partition("\t")
+        spellings = [" ".join("|" if y == r"\|" else y for y in x.split()) for x in BAR.split(text)]
         try:
             weight = float(weight.strip() or usual)
         except ValueError:
             weight = math.nan
-        if not text.strip() or not math.isfinite(weight):
+        if not any(spellings) or not math.isfinite(weight):
             raise UserError(f"--phrases {path}, line {i}: expected TEXT, or TEXT, a tab and a number, got {line!r}")
-        if labels := model.tokens.encode(normalize(text)):
-            phrases.append((text, labels, weight))
-        else:
-            print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
+        if not all(spellings):
+            raise UserError(f"--phrases {path}, line {i}: expected a spelling on both sides of each |, got {line!r}")
+        phrases.append((i, spellings, weight))
+    return phrases
+
+
+def speller(model, exact=False):
+    """A function from a text to the labels of each way to write it that the vocabulary has, by `spellings.cases`."""
+    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
+
+    def spell(text):
+        ways = [model.tokens.encode(normalize(x)) for x in ([text] if exact else cases(text))]
+        return [list(x) for x in dict.fromkeys(tuple(x) for x in ways if x)]
+
+    return spell
+
+
+def spelled(path, model, usual, exact=False):
+    """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
+
+    What the vocabulary cannot spell is named and left out.
+    """
+    spell, phrases = speller(model, exact), []
+    for i, spellings, weight in listed(path, usual):
+        for text in spellings:
+            ways = spell(text)
+            phrases += [(text, labels, weight) for labels in ways]
+            if not ways:
+                print(f"--phrases {path}, line {i}: the model's vocabulary cannot spell {text!r}", file=sys.stderr)
     refuse_if(not phrases, f"--phrases {path} has no phrase that the model's vocabulary can spell")
     return phrases
 
 
-def phrases(path, model, usual, depth=0.0):
-    """The Phrases of a file, with the numbers of its lines as weights."""
-    _, labels, weights = map(list, zip(*spelled(path, model, usual)))
-    with told(f"--phrases {path}", ValueError):
-        return decode.Phrases(labels, weights, classes=model.blank + 1, depth=depth)
+def written(path, model, exact=False):
+    """What is written for the phrases of a file that have several spellings."""
+    several = [spellings for _, spellings, _ in listed(path, 0) if len(spellings) > 1]
+    normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
+    return Written(several, normalize, model.tokens.separates, exact)
 
 
-def decoding_of(options, model):
+def phrases(model, lists, depth=0.0, size=None):
+    """The model of fusion that prefers phrases: those of a list [(labels, weight)] for all, or of one for each."""
+    labels, weights = ([[x[i] for x in some] for some in lists] for i in (0, 1))
+    if len(lists) == 1 and size is None:
+        (labels,), (weights,) = labels, weights
+    return decode.Phrases(labels, weights, classes=model.blank + 1, size=size, depth=depth)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Own:
+    """The phrases of one recording."""
+
+    phrases: list  # of (labels, weight)
+
+
+class Room:
+    """Room for `most` phrases of each recording, next to those of --phrases, `fixed` as [(labels, weight)].
+
+    Its size is fixed, so that lists change from one recording to the next without compiling, and the recordings of a
+    batch have different ones. A recording with phrases of its own has those of --phrases, too. Each is preferred as it
+    is, and in other cases as far as there is room for them.
+    """
+
+    def __init__(self, model, fixed, most, usual, depth, exact=False):
+        self.model, self.fixed, self.most, self.usual, self.depth = model, fixed, most, usual, depth
+        self.spell = speller(model, exact)
+        self.size = sum(len(labels) for labels, _ in fixed) + most * LONGEST
+        self.model_of = functools.lru_cache(maxsize=8)(self.made)
+
+    def own(self, texts):
+        """(Own of a recording or None, texts that it lacks: the vocabulary cannot spell them, or there is no room)."""
+        ways = ((rank, i, x) for i, text in enumerate(texts) for rank, x in enumerate(self.spell(text)))
+        found, kept, left = [], set(), self.most * LONGEST
+        for _, i, labels in sorted(ways):
+            if len(labels) <= left:
+                found.append((labels, self.usual))
+                kept.add(i)
+                left -= len(labels)
+        lacking = [text for i, text in enumerate(texts) if i not in kept]
+        return Own(found) if found else None, lacking
+
+    def made(self, owns):
+        """The model of fusion of a batch whose recordings have these Own phrases, or None."""
+        lists = [[*self.fixed, *(own.phrases if own else ())] for own in owns]
+        with jax.ensure_compile_time_eval():  # it is kept, and may be made while a program is traced
+            return phrases(self.model, lists, self.depth, self.size)
+
+    @property
+    def bytes(self):
+        """The memory that each recording of a batch takes."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.made((None,))))
+
+
+def decoding_of(options, model, most=0):
     """The Decoding that a Searching asks for; raises where the model has no head, prompt or label for it.
 
     Phrases that the search writes are a model of fusion. A head for CTC finds phrases after the search, by a `Spotter`.
+    `most`: a recording may have so many phrases of its own, if the search is one that can prefer them.
     """
     fusion, ilm, kind = (), 0.0, options.confidence
     if options.ngram:
         ngram, bonus = read(options.ngram, model, options.unknown_word), word_bonus(model)
         fusion, ilm = ((ngram, options.ngram_weight), (bonus, options.word_bonus)), options.ilm_weight
-    spotter = None
+    spotter, room, fixed = None, None, []
+    exact, put = options.phrases_case == "exact", Written()
+    if options.phrases:
+        put = written(options.phrases, model, exact)
     if options.phrases and options.phrases_by == "ctc":
         if model.chunk or "ctc" not in model.shapes:
             raise UserError("--phrases-by ctc needs a model with a head for CTC that sees whole utterances")
-        _, labels, weights = zip(*spelled(options.phrases, model, WITH_CTC))
+        _, labels, weights = zip(*spelled(options.phrases, model, WITH_CTC, exact))
         spotter = Spotter(tuple(map(tuple, labels)), weights, options.phrase_depth)
-    elif options.phrases:
-        usual = WITH_BEAM if options.beam else WITH_GREEDY
-        fusion += ((phrases(options.phrases, model, usual, options.phrase_depth), 1.0),)
+    usual = WITH_BEAM if options.beam else WITH_GREEDY
+    if options.phrases and not spotter:
+        fixed = [x[1:] for x in spelled(options.phrases, model, usual, exact)]
     alone = model.config.head.loss == "ctc"
     ctc = alone if options.head is None else options.head == "ctc"
     if ctc != alone and (alone or "ctc" not in model.shapes):
         raise UserError(f"--head {options.head}: the model has no such head")
-    if ctc and (options.beam or fusion or kind != PROBABILITY):
+    if ctc and (options.beam or fusion or fixed or kind != PROBABILITY):
         raise UserError("a head for CTC has greedy search alone: no --beam, --phrases or --confidence")
+    if fixed:
+        with as_user_error(f"--phrases {options.phrases}", ValueError):
+            fusion += ((phrases(model, [fixed], options.phrase_depth), 1.0),)
+    if most and not ctc and not spotter:
+        room = Room(model, fixed, most, usual, options.phrase_depth, exact)
+        fusion = fusion[: len(fusion) - bool(fixed)]  # a recording's own list has them
     language = model.language(options.prompt) if options.prompt else None
     kind = None if kind == PROBABILITY else decode.Entropy(kind)
     mask = allowed(model, options.script, options.only_characters)
-    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter)
+    more = {"room": room, "drop_invented": options.drop_invented, "written": put}
+    return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter, **more)
 
 
 def allowed(model, names="", characters=""):

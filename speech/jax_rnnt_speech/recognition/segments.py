@@ -18,7 +18,7 @@ from jax_rnnt_speech.data.names import Names, composed
 from jax_rnnt_speech.data.rows import LineError
 from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import recognise
-from jax_rnnt_speech.system import UserError, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
 HELD = 60  # seconds of a segment that is decoded with its neighbours; a longer one is decoded by itself
@@ -94,7 +94,7 @@ def lines_of(path):
 
 def objects_of(path):
     """(place, object) of pyannote: an annotation's `for_json`, a result's `serialize`, its API's answer, or a list."""
-    with told(f"--segments {path} is no JSON", ValueError, RecursionError):
+    with as_user_error(f"--segments {path} is no JSON", ValueError, RecursionError):
         x = json.loads(lists.text_of(path))
     x = x.get("output", x) if isinstance(x, dict) else x
     name = x.get("uri") if isinstance(x, dict) else None
@@ -118,7 +118,7 @@ def read(path):
     refuse_if(path.suffix.lower() not in FORMATS, f"--segments {path} must end in {', '.join(FORMATS)}")
     read, form = FORMATS[path.suffix.lower()]
     segments, faults, others = [], [], collections.Counter()
-    with told(f"--segments {path} is not readable", OSError):
+    with as_user_error(f"--segments {path} is not readable", OSError):
         for place, row in read(path):
             try:
                 x = form(row)

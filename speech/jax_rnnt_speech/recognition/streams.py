@@ -23,7 +23,7 @@ from jax_rnnt_speech.recognition import timed, transcripts, unheard
 from jax_rnnt_speech.recognition.results import Labels, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, next_part
 from jax_rnnt_speech.recognition.unheard import Ear
-from jax_rnnt_speech.system import programs, refuse_if, told
+from jax_rnnt_speech.system import as_user_error, programs, refuse_if
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
 LONGEST = 200  # labels of a word, at most
@@ -40,14 +40,16 @@ class Step(NamedTuple):
     count: int
     deadline: int  # of `search.next_part`
     fresh: bool
+    anew: bool  # the search begins anew, and the encoder goes on
 
 
 @programs.announced("a step of streams")
-@functools.partial(jax.jit, static_argnums=(0, 9))
-def continued(model, params, x, lengths, deadlines, fresh, encoder, decoder, decoding, first=None):
+@functools.partial(jax.jit, static_argnums=(0, 10))
+def continued(model, params, x, lengths, deadlines, fresh, anew, encoder, decoder, decoding, first=None):
     """(state of the encoder, rows [B], `next_part`) after the next features [B, T, F] of streams.
 
-    `fresh` [B]: those that begin. `first`: all or none do, where states before and after a first step differ.
+    `fresh` [B]: those that begin; `anew`: those whose search does. `first`: all or none begin, where states before and
+    after a first step differ.
     """
     network = model.network(params)
     start = network.encoder.initial(1)
@@ -61,7 +63,7 @@ def continued(model, params, x, lengths, deadlines, fresh, encoder, decoder, dec
         return rows[0], jnp.where(length > 0, counts[0], 0), new
 
     rows, counts, encoder = jax.vmap(advanced)(x, lengths, fresh, encoder)  # each stream has its own clock
-    decoder = None if decoder is None else decode.reset_streams(decoder, fresh)
+    decoder = None if decoder is None else decode.reset_streams(decoder, fresh | anew)
     return encoder, counts, next_part(model, network, rows, counts, decoder, deadlines, decoding)
 
 
@@ -74,6 +76,7 @@ class Slots:
     def __init__(self, model, count=1, decoding=GREEDY):
         refuse_if(not model.chunk, WHOLE)
         self.model, self.count, self.decoding, self.free = model, count, decoding, list(range(count))
+        self.owns = [None] * count  # the phrases of the recording in each slot, as `search_options.Room` has them
         encoder = model.network(model.params).encoder
         self.sizes = [encoder.frames_of_step(first) for first in (False, True)]
         start = encoder.initial(1)
@@ -87,13 +90,13 @@ class Slots:
 
     def arguments(self, first, steps):
         x = np.zeros((self.count, self.sizes[first], len(self.model.mean)), np.float32)
-        (lengths, deadlines), fresh = np.zeros((2, self.count), np.int32), np.zeros(self.count, bool)
+        (lengths, deadlines), (fresh, anew) = np.zeros((2, self.count), np.int32), np.zeros((2, self.count), bool)
         for slot, heard, *rest in steps:
-            x[slot], (lengths[slot], deadlines[slot], fresh[slot]) = heard, rest
-        return self.model.params, x, lengths, deadlines, fresh
+            x[slot], (lengths[slot], deadlines[slot], fresh[slot], anew[slot]) = heard, rest
+        return self.model.params, x, lengths, deadlines, fresh, anew
 
     def rest(self, first):
-        return self.encoder, self.decoder, self.decoding, first if self.apart else None
+        return self.encoder, self.decoder, self.decoding.of(self.owns), first if self.apart else None
 
     def run(self, steps):
         """(Labels that are final, others, rows) of some steps, at most one of each stream; of none: it compiles."""
@@ -119,8 +122,11 @@ class Slots:
 class Words:
     """Final labels of a recording, one part after the other, to words."""
 
-    def __init__(self, model, silence=0.0):
-        self.model, self.waiting, self.rows, self.end = model, no_labels(), 0, 0
+    def __init__(self, model, silence=0.0, start=0.0, ear=None, decoding=GREEDY):
+        self.drop, self.written = decoding.drop_invented, decoding.written
+        self.ear, self.invented = ear, []  # words where nobody speaks, since the last events
+        self.model, self.waiting, self.rows, self.end, self.start = model, no_labels(), 0, 0, start
+        self.searched = 0  # rows before the first one of the search, which may have begun anew
         self.patience = round(silence / model.seconds) or NEVER
         self.last_labels = {i for i, x in enumerate(model.tokens.pieces) if x in ENDS}
         self.before, self.said = [], ""  # labels before those that wait, and the text of words that were taken
@@ -128,14 +134,17 @@ class Words:
     @property
     def deadline(self):
         """The deadline of the next part, for `search.next_part`."""
-        return self.rows - self.patience
+        return self.rows - self.searched - self.patience
 
     def begins(self):
         """Places of labels at which all words before them are final. No frame has labels on both sides of a place."""
         labels, frames, tokens, places, size = *self.waiting[:2], self.model.tokens, [], 0
         words = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
-        for before, word in itertools.pairwise(words):
+        held = self.written.held([x.text for x in words])
+        for number, (before, word) in enumerate(itertools.pairwise(words), 1):
             size += len(before.text)
+            if number in held:
+                continue
             last, first = math.ceil(before.end), int(word.start)
             if first < word.start or frames[first] == frames[last - 1]:
                 continue
@@ -148,13 +157,20 @@ class Words:
     def take(self, count, duration=float("inf")):
         """Words of the first waiting labels."""
         some, self.waiting = self.waiting.part(count), self.waiting.part(count, None)
+        kept, invented = self.sifted(some, duration)
+        self.invented += [x._replace(start=self.start + x.start, end=self.start + x.end) for x in invented]
+        some = kept if self.drop else some
         if not some.labels:
             return []
         before, both = (self.model.tokens.decode(x) for x in (self.before, self.before + some.labels))
-        self.said += both.removeprefix(before)
+        self.said += self.written.text(both.removeprefix(before))
         self.before = (self.before + some.labels)[-CONTEXT:]
         heard = some.labels, some.frames, some.confidences, some.durations
-        return transcripts.words(self.model, *heard, duration=duration)
+        return self.written.words(transcripts.words(self.model, *heard, self.start, duration))
+
+    def sifted(self, labels, duration=float("inf")):
+        """As `unheard.sifted`."""
+        return unheard.sifted(self.model, labels, self.ear, duration) if self.ear else (labels, [])
 
     def without_ends(self, part):
         return part.chosen([i for i, x in enumerate(part.labels) if x not in self.last_labels])
@@ -193,22 +209,48 @@ class Stream:
     that finds no words, either. Words of it come before those of later labels, which wait for it.
 
     A program with many streams gives them the same `slots`, and waits for what they `hear`.
+
+    `own`: phrases of this recording, as `search_options.Room` has them. Others that become `wanted` later are those of
+    the next utterance: the search begins anew with them as soon as no word is open.
     """
 
-    def __init__(self, model, decoding=GREEDY, silence=0.0, slots=None, listens=True):
-        self.ear = Ear(model.extractor.rate) if listens else None
-        self.missed = []  # [begin, end) of unheard speech since the last events
+    def __init__(self, model, decoding=GREEDY, silence=0.0, slots=None, listens=True, own=None):
+        self.silence, self.listens, self.own, self.wanted = silence, listens, own, own
         self.shares, self.step = slots is not None, model.extractor.hop * model.subsampling
         self.slots = slots or Slots(model, 1, decoding)
         self.slot, self.model, self.extractor = self.slots.free.pop(), model, model.extractor
+        self.slots.owns[self.slot] = own
+        self.ends, self.text = [], ""  # text: of the last event's words, with the white space before them
+        self.restart()
+
+    def restart(self, start=0.0):
+        """Forgets what is open: samples that come now begin an utterance, at so many seconds of the recording."""
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
-        self.words, self.ends, self.unsure, self.said = Words(model, silence), [], no_labels(), ""
-        self.text = ""  # of the last event's words, with the white space before them
+        self.ear = Ear(self.extractor.rate) if self.listens else None
+        self.words = Words(self.model, self.silence, start, self.ear, self.slots.decoding)
+        self.unsure, self.said = no_labels(), ""
+        self.missed = []  # [begin, end) of unheard speech since the last events
+
+    def turns(self):
+        """Whether the search begins anew before the next step, with the phrases that are wanted."""
+        if self.own is self.wanted or self.words.end or self.unsure.labels:
+            return False
+        self.own = self.slots.owns[self.slot] = self.wanted
+        self.words.searched = self.words.rows
+        return True
+
+    @property
+    def time(self):
+        """Seconds of the recording that are decoded."""
+        decoded = min(self.words.rows * self.model.seconds, self.total / self.extractor.rate)
+        return round(self.words.start + decoded, 3)
 
     @property
     def open(self):
-        return self.model.tokens.decode(self.words.waiting.labels + self.unsure.labels).rstrip(PART)
+        labels = self.words.waiting.joined(self.unsure)
+        labels = self.words.sifted(labels)[0] if self.words.drop else labels
+        return self.words.written.text(self.model.tokens.decode(labels.labels).rstrip(PART))
 
     @property
     def size(self):
@@ -219,7 +261,8 @@ class Stream:
         """The step of the next frames, padded; drops the samples that no later one has."""
         x = self.model.standardised(self.extractor.spectra(self.samples, frames))
         padded = np.pad(x, ((0, self.size - frames), (0, 0))).astype(np.float32)
-        step = Step(self.slot, padded, frames, self.words.deadline, not self.taken)
+        anew = self.turns()  # which moves the deadline
+        step = Step(self.slot, padded, frames, self.words.deadline, not self.taken, anew)
         self.samples = self.samples[frames * self.extractor.hop :]
         self.taken += frames
         return step
@@ -241,15 +284,21 @@ class Stream:
 
     async def taking(self, part, unsure, rows):
         """(words that are final, whether an utterance ends) after the step that found these."""
+        before = self.words.searched
+        part, unsure = (x._replace(frames=[before + y for y in x.frames]) for x in (part, unsure))
         self.unsure = unsure
+        seconds = self.model.seconds
         if self.ear:
-            seconds = self.model.seconds
             for labels in (part, unsure):
                 self.ear.wrote(labels, seconds)
             final = part.frames[-1] * seconds if part.labels else -np.inf
             self.ear.take((self.words.rows + rows) * seconds, self.step, final=final)
             part = await self.with_missed(part)
-        return self.words.add(part, rows, bool(unsure.labels))
+        found = self.words.add(part, rows, bool(unsure.labels))
+        if self.ear:
+            open_ = self.words.waiting.frames[:1] + unsure.frames[:1]
+            self.ear.forget(min([*open_, self.words.rows]) * seconds)
+        return found
 
     async def resting(self, seconds=None):
         """The words that are left at the end of a recording of so many seconds."""
@@ -258,7 +307,8 @@ class Stream:
             self.ear.take(self.words.rows * self.model.seconds, self.step, end=True)
             last = await self.with_missed(last)
         words, _ = self.words.add(last, 0)
-        return words + self.words.take(LONGEST, self.total / self.extractor.rate if seconds is None else seconds)
+        lasts = self.total / self.extractor.rate if seconds is None else seconds - self.words.start
+        return words + self.words.take(LONGEST, lasts)
 
     async def with_missed(self, part):
         """Labels that are to become final, with those of missed speech where they are found."""
@@ -291,7 +341,9 @@ class Stream:
         """Another Stream that runs in the same programs, or None where no slot is free for it."""
         if self.shares and len(self.slots.free) < 2:  # the last one is for a recording of its own
             return None
-        return Stream(self.model, self.slots.decoding, slots=self.slots if self.shares else None, listens=False)
+        return Stream(
+            self.model, self.slots.decoding, slots=self.slots if self.shares else None, listens=False, own=self.own
+        )
 
     async def hear(self, samples, end=False, seconds=None):
         """Yields (words that are final, whether an utterance ends) for each step of more samples [S].
@@ -315,7 +367,7 @@ class Stream:
         words, self.ends = [], []
         for some, ended in self.heard(samples, end):
             words += some
-            self.ends += [self.words.rows * self.model.seconds] * ended
+            self.ends += [self.words.start + self.words.rows * self.model.seconds] * ended
         return words
 
     def finish(self):
@@ -323,13 +375,16 @@ class Stream:
 
     def events(self, words, ended=False):
         """Yields what has happened, for programs: final words, text that may change, the end of an utterance."""
-        time, open_ = {"time": round(self.words.rows * self.model.seconds, 3)}, self.open.strip()
+        time, open_ = {"time": self.time}, self.open.strip()
         self.text, self.words.said = self.words.said, ""
         if words:
             yield {"type": "words", "text": self.text.strip(), "words": timed.objects(words)} | time
         missed, self.missed = self.missed, []
-        for x in unheard.rounded(missed):
+        for x in timed.stretches((self.words.start + a, self.words.start + b) for a, b in missed):
             yield {"type": "unheard"} | x | time
+        invented, self.words.invented = self.words.invented, []
+        if invented:
+            yield {"type": "invented", "words": timed.objects(invented)} | time
         if open_ not in ("", self.said):
             yield {"type": "partial", "text": open_} | time
         if ended:
@@ -354,10 +409,13 @@ def blocks_of_file(path, rate):
 
 def blocks_of_microphone(rate):
     """Samples from the default microphone, without end."""
-    with told("--microphone", ImportError, OSError):
+    with as_user_error("--microphone", ImportError, OSError):
         import sounddevice
     blocks, size = queue.Queue(), int(BLOCK * rate)
     hear = {"channels": 1, "callback": lambda x, *_: blocks.put(x[:, 0].copy())}
-    with told("--microphone", sounddevice.PortAudioError, ValueError), sounddevice.InputStream(rate, size, **hear):
+    with (
+        as_user_error("--microphone", sounddevice.PortAudioError, ValueError),
+        sounddevice.InputStream(rate, size, **hear),
+    ):
         while True:
             yield blocks.get()

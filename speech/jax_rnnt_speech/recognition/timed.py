@@ -41,6 +41,11 @@ def objects(words):
     ]
 
 
+def stretches(times):
+    """[begin, end) in seconds as `json.dump` takes them."""
+    return [{"start": round(a, 3), "end": round(b, 3)} for a, b in times]
+
+
 def textgrid(tiers, seconds):
     """The text of a TextGrid of one recording that lasts so long, with the words of each tier by its name.
 

@@ -19,8 +19,8 @@ from jax_rnnt import timing
 from jax_rnnt_speech.config.options import option
 from jax_rnnt_speech.data.rows import Entry, later
 from jax_rnnt_speech.data.utterances import column, shown
-from jax_rnnt_speech.recognition import subtitles, timed, unheard
-from jax_rnnt_speech.system import UserError, outputs, refuse_if, told
+from jax_rnnt_speech.recognition import subtitles, timed
+from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if
 
 LINES = "text", "json", "jsonl"  # written as they come
 # What has a file for each recording.
@@ -41,6 +41,7 @@ class Transcript(NamedTuple):
     space: str = " "  # between words
     speaker: str = ""  # of a segment, if one is to be named
     unheard: tuple = ()  # [begin, end) of speech without words, in seconds from the start of the file
+    invented: tuple = ()  # as `words`, of those where nobody speaks
 
     def object(self, entry):
         x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
@@ -49,14 +50,21 @@ class Transcript(NamedTuple):
         if self.speaker:
             x["speaker"] = self.speaker
         x["words"] = timed.objects(self.words)
-        if self.unheard:
-            x["unheard"] = unheard.rounded(self.unheard)
+        x |= self.doubts
         return x if self.nbest is None else x | {"nbest": self.nbest}
 
+    @property
+    def doubts(self):
+        """What words and speech do not have in common, as JSON has it."""
+        doubts = {"unheard": timed.stretches(self.unheard), "invented": timed.objects(self.invented)}
+        return {name: x for name, x in doubts.items() if x}
 
-def words_of(tokens, labels, frames, **options):
+
+def words_of(tokens, labels, frames, durations=None, **options):
     mark = tokens.separator if tokens.separates else None  # without spaces, every label is a word
-    return timing.words(np.array(labels, int), np.array(frames, int), tokens.labels, mark=mark, **options)
+    # JAX compiles a conversion of any other type anew for each number of labels.
+    labels, frames, durations = (x if x is None else np.array(x, np.int32) for x in (labels, frames, durations))
+    return timing.words(labels, frames, tokens.labels, mark=mark, durations=durations, **options)
 
 
 def words(model, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
@@ -82,8 +90,18 @@ def words(model, labels, frames, confidences=None, durations=None, start=0.0, du
     return [timing.Interval(inside(a), inside(b), text, rounded(sure)) for a, b, text, sure in intervals]
 
 
+def places_of_words(tokens, labels):
+    """Yields [first, last) of the labels of each of the `words`, and of the punctuation that it has."""
+    found, first = words_of(tokens, labels, range(len(labels)), hop=1.0), 0
+    for word, stop in zip(found, [*(int(x.start) for x in found[1:]), len(labels)]):
+        size, places = len("".join(word.text.split())), range(math.ceil(word.end), stop + 1)
+        last = next((i for i in places if len("".join(tokens.decode(labels[first:i]).split())) == size), stop)
+        yield first, last
+        first = last
+
+
 def space_of(tokens):
-    """What is written between words."""
+    """The separator that is written between words."""
     return " " if tokens.separates else ""
 
 
@@ -130,10 +148,11 @@ def transcript(model, entry, result, nbest=0, speaker=""):
     """The Transcript of a Result of an Entry."""
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
-    with told(shown(entry.name), ValueError):
-        spoken = words(model, *heard, entry.start, result.duration)
+    with as_user_error(shown(entry.name), ValueError):
+        spoken = result.written.words(words(model, *heard, entry.start, result.duration))
     missed = tuple((entry.start + a, entry.start + b) for a, b in result.unheard)
-    return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed)
+    invented = tuple(x._replace(start=entry.start + x.start, end=entry.start + x.end) for x in result.invented)
+    return Transcript(result.text, result.duration, spoken, best, space_of(model.tokens), speaker, missed, invented)
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -141,7 +160,7 @@ def transcript(model, entry, result, nbest=0, speaker=""):
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What is written, and where."""
+    """Options of what is written, and where."""
 
     format: str = option(FORMATS[0], str, "format of what is written", choices=FORMATS)
     output: Path | None = option(
@@ -179,7 +198,7 @@ class Output:
 
 
 def names_of(entries, clean=str, together=False):
-    """What each Entry is called in CTM and as a file: as its audio is, with one name for all segments of it.
+    """The name of each Entry in CTM and as a file: that of its audio, with one name for all segments of it.
 
     Where segments of a file overlap, each has its own name, unless all are `together`, as those of speakers are.
     `clean` makes a text one that can be written.
@@ -275,7 +294,7 @@ class Lines:
         return i
 
     def group(self, i):
-        """What tells apart the entries among which the order counts."""
+        """A key that tells apart the entries among which the order counts."""
         return None
 
     def add(self, i, x):
@@ -287,7 +306,7 @@ class Lines:
         x = self.known.pop(i)
         if x is None:
             return
-        with told(shown(self.entries[i].name), ValueError):
+        with as_user_error(shown(self.entries[i].name), ValueError):
             text = self.text(i, x)
         if self.file is None:  # an earlier file stays until there is something to write
             self.file = outputs.Growing(self.to.output) if self.to.output else outputs.Screen()
@@ -329,7 +348,7 @@ class Rows(Lines):
     def text(self, i, x):
         channel = self.entries[i].channel
         channel = str(channel + 1) if isinstance(channel, int) else "1"  # NIST counts from 1
-        with told(f"--format {self.to.format}", ValueError):
+        with as_user_error(f"--format {self.to.format}", ValueError):
             rows = timed.ctm(self.names[i], [y._replace(text=ctm_word(y.text)) for y in x.words], channel)
         more = f" lex {column(x.speaker)}\n" if x.speaker else "\n"  # NIST's columns for a type and a speaker
         return rows.replace("\n", more)
@@ -358,7 +377,7 @@ class Files:
             self.next.pop(name, None)
 
     def write(self, name):
-        with told(f"--format {self.to.format}", ValueError):
+        with as_user_error(f"--format {self.to.format}", ValueError):
             text = self.text(sorted(self.found[name], key=lambda x: x[0]))
         if not self.to.output:
             outputs.Screen().write(text)

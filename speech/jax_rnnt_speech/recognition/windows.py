@@ -19,8 +19,10 @@ from jax_rnnt import decode
 from jax_rnnt_speech.data import features
 from jax_rnnt_speech.recognition.results import Labels, Result, no_labels
 from jax_rnnt_speech.recognition.search import GREEDY, NEVER, Decoding, next_part
+from jax_rnnt_speech.recognition.spellings import Written
 from jax_rnnt_speech.recognition.streams import Stream
-from jax_rnnt_speech.recognition.unheard import Ear, joined
+from jax_rnnt_speech.recognition.transcripts import places_of_words
+from jax_rnnt_speech.recognition.unheard import Ear, joined, sifted
 from jax_rnnt_speech.system import UserError, programs
 
 WINDOW = 30.0  # seconds of a window, margins included
@@ -66,12 +68,14 @@ def before_all(model, rows, lengths, decoding):
 class Recording:
     """A recording as it is read: samples of its next window, or of all of it if it is not `long`."""
 
-    def __init__(self, name, samples, model, watch=None, again=False, progress=None):
+    def __init__(self, name, samples, model, watch=None, again=False, progress=None, own=None, drop=False):
         self.ear = None if again else Ear(model.extractor.rate)  # nothing is searched a third time
-        self.name, self.model, self.extractor, self.watch = name, model, model.extractor, watch
+        self.name, self.model, self.extractor, self.watch, self.own = name, model, model.extractor, watch, own
         self.progress, self.passed = progress, 0.0  # seconds that `progress` has counted
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
+        self.drop, self.kept = drop, (0, no_labels())  # whether to drop invented words; labels, and what stays of them
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
+        self.written = Written()  # of the Decoding
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         self.step, rate = self.extractor.hop * model.subsampling, self.extractor.rate  # samples of a row
         most = max(1, round(min(WINDOW, model.longest) * rate) // self.step)  # rows
@@ -104,9 +108,26 @@ class Recording:
 
     def wanted(self):
         """Whether a client waits for the rest, by `watch` of `recognise.transcribe`."""
-        if self.watch and not self.error and not self.watch(self.found):
+        if self.watch and not self.error and not self.watch(self.so_far()):
             self.fail("nobody waits for it")
         return not self.error
+
+    def so_far(self):
+        """Labels of the text so far. Words before the last one are settled, so they are sifted once."""
+        if not self.drop or self.done:
+            return self.sifted()[0]
+        before, kept = self.kept
+        tail = self.found.part(before, None)
+        *_, last = [0, *(a for a, _ in places_of_words(self.model.tokens, tail.labels))]
+        kept = kept.joined(sifted(self.model, tail.part(last), self.ear)[0])
+        self.kept = before + last, kept
+        return kept.joined(sifted(self.model, tail.part(last, None), self.ear)[0])
+
+    def sifted(self):
+        """(Labels of the text, invented words)."""
+        seconds = self.total / self.extractor.rate
+        kept, invented = sifted(self.model, self.found, self.ear, seconds) if self.ear else (self.found, [])
+        return kept if self.drop else self.found, invented
 
     def read(self):
         """The next piece, of any length, or None."""
@@ -153,7 +174,7 @@ class Recording:
         self.done, before = self.last, list(self.found.labels)
         labels = Labels.of(hypotheses, i, hypotheses.counts[i], decoding)
         self.found.extend(labels if self.done else labels.part(final[i]))
-        self.heard(labels, self.row + rows)
+        self.tell(labels, self.row + rows)
         self.wanted()
         if self.done and others is not None:
             listed = zip(*(x[i].tolist() for x in others))
@@ -163,7 +184,7 @@ class Recording:
             self.go_on(rows)
             self.done = bool(self.error)
 
-    def heard(self, labels, rows):
+    def tell(self, labels, rows):
         """Tells the ear and the bar of labels, which may still change, up to so many rows."""
         if self.progress:
             seconds = self.total / self.extractor.rate if self.done else rows * self.model.seconds
@@ -175,18 +196,18 @@ class Recording:
 
     def stream(self, decoding):
         """Finds the labels as a `Stream` does, in the same programs."""
-        live, unsure, piece = Stream(self.model, decoding, listens=False), no_labels(), self.samples
+        live, unsure, piece = Stream(self.model, decoding, listens=False, own=self.own), no_labels(), self.samples
         self.samples = self.samples[:0]
         while True:
             for step in live.steps(self.samples if piece is None else piece, piece is None):
                 ((part, unsure, rows),) = live.slots.run([step])
                 self.found.extend(part)
                 self.row += rows
-                self.heard(part.joined(unsure), self.row)
+                self.tell(part.joined(unsure), self.row)
             if piece is None:
                 self.found.extend(unsure)
                 self.done = True
-                self.heard(no_labels(), self.row)
+                self.tell(no_labels(), self.row)
             if not self.wanted() or piece is None:
                 return
             piece = self.read()
@@ -195,15 +216,19 @@ class Recording:
         if self.error:
             return Result(self.name, error=self.error)
         seconds = self.total / self.extractor.rate
-        text, missed = self.model.text(self.found.labels, len(self.found.labels)), self.ear.found if self.ear else ()
-        return Result(self.name, text, *self.found, seconds, self.nbest, unheard=tuple(missed))
+        labels, invented = self.sifted()
+        text = self.written.text(self.model.text(labels.labels, len(labels.labels)))
+        nbest = [(self.written.text(x), score) for x, score in self.nbest]
+        nbest[:1] = [(text, score) for _, score in nbest[: self.drop]] or nbest[:1]
+        more = {"unheard": tuple(self.ear.found) if self.ear else (), "written": self.written}
+        return Result(self.name, text, *labels, seconds, nbest or (), invented=tuple(invented), **more)
 
 
 def hear(model, recordings, decoding):
     """Finds the labels of Recordings; speech for which there are none is heard once more, by itself."""
     hear_once(model, recordings, decoding)
     jobs = [(x, *job) for x in recordings if x.ear and not x.error for job in x.ear.jobs]
-    second = [Recording(x.name, samples, model, again=True) for x, *_, samples in jobs]
+    second = [Recording(x.name, samples, model, again=True, own=x.own) for x, *_, samples in jobs]
     hear_once(model, second, decoding)
     for (x, begin, end, first, _), other in zip(jobs, second):
         labels = None if other.error else joined(model, x.found, other.found, first // x.step, begin, end)
@@ -212,6 +237,7 @@ def hear(model, recordings, decoding):
             x.ear.found.remove((begin, end))
             x.wanted()
     for x in recordings:
+        x.written = decoding.written
         if x.spotted and not x.error:
             x.found = decoding.spotter.put(model, x.found, x.spotted)
             x.wanted()
@@ -252,6 +278,7 @@ def hear_windows(model, rows, frames, state, free, decoding):
 
     `free`: rows that begin; None: all do, and end.
     """
+    decoding = decoding.of([x and x.own for x in rows])
     heard, cuts = encoded(model, [x and x.window for x in rows], frames)
     cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):

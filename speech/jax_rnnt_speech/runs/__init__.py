@@ -33,7 +33,7 @@ def steps_of(folder):
 
 
 def read_setup(folder):
-    """What a checkpoint stores besides its arrays."""
+    """A checkpoint stores this besides its arrays."""
     setup = json.loads((folder / "setup/metadata").read_text("utf-8"))  # as Orbax writes JSON
     if not isinstance(setup, dict) or "config" not in setup:
         raise ValueError("it has no config")
@@ -41,7 +41,7 @@ def read_setup(folder):
 
 
 def damage(folder, parts):
-    """What is wrong with parts of a checkpoint, or None."""
+    """A line that says what is wrong with parts of a checkpoint, or None."""
     if wrong := outputs.damage(folder, [f"{x}/" for x in parts]):
         return wrong
     try:

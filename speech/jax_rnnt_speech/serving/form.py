@@ -1,6 +1,9 @@
 """Forms with a file, as OpenAI's clients send them: how they are read, and what they ask for."""
 
 import asyncio
+import json
+import re
+import unicodedata
 from typing import NamedTuple
 
 import aiohttp
@@ -12,18 +15,18 @@ from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import scripts, search_options
 from jax_rnnt_speech.recognition.results import no_labels
 from jax_rnnt_speech.recognition.search import Decoding
-from jax_rnnt_speech.serving.schema import FORMATS, Problem, require
+from jax_rnnt_speech.serving.schema import FORMATS, Problem, brief, require
 from jax_rnnt_speech.system import UserError
 
 GRANULARITIES = "timestamp_granularities"
-ONCE = {"file", "model", "response_format", "language", "temperature", "prompt", "stream"}
+ONCE = {"file", "model", "response_format", "language", "temperature", "prompt", "hotwords", "stream"}
 # Lists, which clients write as name[]; chunking_strategy is an object, written as name[key].
 LISTS = {GRANULARITIES, "include", "languages", "keywords", "chunking_strategy"}
 KNOWN = ", ".join(sorted(ONCE | LISTS))
 # Fields that clients of other servers send by habit. Those of a search that draws, of a detector of speech, of threads
 # and of logs have no effect here, ...
 WITHOUT_EFFECT = (
-    "user seed hotwords threads backend debug_mode no_fallback no_context no_language_probabilities temperature_inc "
+    "user seed threads backend debug_mode no_fallback no_context no_language_probabilities temperature_inc "
     "beam_size best_of top_k top_p min_p length_penalty use_beam_search repetition_penalty presence_penalty "
     "frequency_penalty suppress_tokens suppress_non_speech suppress_nst max_context audio_ctx carry_initial_prompt "
     "condition_on_previous_text initial_prompt without_timestamps no_timestamps split_on_word word_thold "
@@ -44,6 +47,8 @@ ONCE |= {*WITHOUT_EFFECT.split(), *HARMLESS}
 ABSENT = "null", "none", "undefined"  # what JavaScript and Python write for a value that is not there
 ANY = "", "auto", "und"  # languages that say that nobody knows which one it is
 FIELDS = 2**16  # bytes of all fields that are no file
+PROMPT = 200  # characters of a prompt that may be a list of phrases
+COMMA = re.compile("[,\N{ARABIC COMMA}\N{IDEOGRAPHIC COMMA}\N{FULLWIDTH COMMA}]")
 PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
 # What aiohttp raises, or warns of, where a form is none.
 MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning
@@ -55,7 +60,7 @@ class File(audio.Memory):
 
     def __init__(self, data, name):
         super().__init__(data, name)
-        self.heard, self.gone, self.listener, self.decoding = no_labels(), False, None, None
+        self.heard, self.gone, self.listener, self.decoding, self.own = no_labels(), False, None, None, None
 
     def watch(self, labels):
         self.heard = labels
@@ -73,6 +78,8 @@ class Asked(NamedTuple):
     stream: bool
     log_probs: bool
     decoding: Decoding
+    own: search_options.Own | None  # its phrases
+    unused: list  # phrases without effect
 
 
 class Forms:
@@ -95,8 +102,8 @@ class Forms:
                 name = getattr(part, "name", None) or ""
                 key, data = name.partition("[")[0], bytearray()
                 if not isinstance(part, aiohttp.BodyPartReader) or (key not in LISTS and name not in ONCE):
-                    unknown = f"an unknown field, {shown(name) or '(no name)'}: known are {KNOWN}"
-                    raise Problem(400, unknown, shown(name))
+                    unknown = f"an unknown field, {brief(name) or '(no name)'}: known are {KNOWN}"
+                    raise Problem(400, unknown, brief(name))
                 is_file = key == "file"
                 twice = file is not None if is_file else key in fields
                 require(key not in ONCE or not twice, f"{key} is there twice", key)
@@ -147,7 +154,23 @@ class Forms:
         fine = stream in NO or form in ("json", "text")
         require(fine, "stream has events with text alone: response_format must be json or text", "stream")
         decoding, decisive = self.decoding_of(named[0] if named else "")
-        return Asked(form, set(parts) or {"segment"}, language or decisive, stream in YES, bool(include), decoding)
+        language, parts = language or decisive, set(parts) or {"segment"}
+        phrases = self.own(keywords_of(fields.get("keywords", [])), one.get("prompt") or one.get("hotwords", ""))
+        return Asked(form, parts, language, stream in YES, bool(include), decoding, *phrases)
+
+    def own(self, keywords, prompt=""):
+        """(search_options.Own or None, phrases without effect) of keywords, and of a prompt if it is a list."""
+        room, most = self.decoding.room, self.options.max_phrases
+        require(not most or len(keywords) <= most, f"more than {most} keywords (--max-phrases)", "keywords")
+        for x in keywords:
+            limit = f"keywords must have {search_options.LONGEST} characters at most, got {len(x)}: {brief(x)}"
+            require(len(x) <= search_options.LONGEST, limit, "keywords")
+            control = any(unicodedata.category(y) in ("Cc", "Cs", "Zl", "Zp") for y in x)
+            require(not control, f"keywords must have no control characters, got {brief(x)}", "keywords")
+        if self.options.prompts == "phrases":
+            keywords = [*keywords, *phrases_of(prompt)]
+        own, lacking = room.own(keywords[:most]) if room else (None, keywords[:most])
+        return own, lacking + keywords[most:]
 
     def decoding_of(self, language):
         """(the Decoding for the language of a form, the language if it decides anything and else "")."""
@@ -157,9 +180,9 @@ class Forms:
             try:
                 decided = search_options.decoding_for(self.model, self.decoding, language)
             except UserError as error:
-                raise Problem(400, f"language {shown(language)}: {error}", "language") from None
+                raise Problem(400, f"language {brief(language)}: {error}", "language") from None
             code = "language must be a code of ISO 639 such as en"
-            require(decided is not None, f"{code}, got {shown(language)}", "language")
+            require(decided is not None, f"{code}, got {brief(language)}", "language")
             self.languages[language] = decided  # no more than CLDR has
         decoding, decides = self.languages[language]
         return decoding, shown(language) if decides else ""
@@ -169,6 +192,29 @@ def listed(texts):
     """The elements of a list, which some clients send as one text: with commas, or as JSON."""
     elements = [x.strip().strip("\"'") for text in texts for x in text.strip("[] ").split(",")]
     return [x for x in elements if x and x.lower() not in ABSENT]
+
+
+def keywords_of(texts):
+    """The keywords of a form: one in each text, several with commas, or a list of JSON."""
+    found = []
+    for text in texts:
+        try:
+            more = json.loads(text) if text.lstrip().startswith("[") else None
+        except ValueError:
+            more = None
+        if not isinstance(more, list) or not all(isinstance(x, str) for x in more):
+            more = COMMA.split(text.strip("[] "))
+        found += [y for x in more if (y := x.strip(" ")) and y.lower() not in ABSENT]
+    return found
+
+
+def phrases_of(prompt):
+    """The phrases of a prompt, which has them between commas or line breaks; none if it is long, or has neither.
+
+    Clients of Whisper send the text that came before, or a sentence in the style that they want: no phrases.
+    """
+    parts = [x for line in prompt.splitlines() for x in COMMA.split(line)] if len(prompt) <= PROMPT else []
+    return [y for x in parts if (y := x.strip().rstrip("."))] if len(parts) > 1 else []
 
 
 async def flowing(request, reading):

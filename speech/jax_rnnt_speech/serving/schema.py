@@ -1,15 +1,21 @@
 """What the server answers, in the schema of OpenAI's API: texts, segments, errors."""
 
+import json
 import logging
+import sys
+import traceback
 import zlib
 
 import numpy as np
 from aiohttp import web
 
 from jax_rnnt_speech.data.utterances import shown
-from jax_rnnt_speech.recognition import timed, transcripts, unheard
+from jax_rnnt_speech.recognition import timed, transcripts
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
+BRIEF = 40  # characters of a client's text that a line of ours has, at most
+UNUSED = "X-Unused-Keywords"  # a header, as JSON in ASCII of at most so many characters
+HEADER = 4096
 UNLIKELY = -9999.0  # OpenAI's log-probability of what is very unlikely: JSON has no infinity
 
 
@@ -28,10 +34,28 @@ def require(fine, message, field=None, status=400):
         raise Problem(status, message, field)
 
 
+def brief(text):
+    """The beginning of a client's text, for a message."""
+    text = shown(text)
+    return text if len(text) <= BRIEF else f"{text[: BRIEF - 3]}..."
+
+
 def unexpected(request):
-    """The Problem that an exception of ours is to a client; it is logged."""
-    logging.getLogger(__name__).exception("%s %s", request.method, shown(request.path))
+    """The Problem that an exception of ours is to a client; it is logged, but for texts that its message may have."""
+    error = sys.exception()
+    place = "".join(traceback.format_tb(error.__traceback__))
+    what = f"{type(error).__name__}: {brief(error)}"
+    logging.getLogger(__name__).error("%s %s\n%s%s", request.method, brief(request.path), place, what)
     return Problem(500, "an error of the server")
+
+
+def unused_header(texts):
+    """The header that names phrases without effect; of many, the first ones and how many others there are."""
+    for count in range(len(texts), 0, -1):
+        others = [f"and {len(texts) - count} more"] * (count < len(texts))
+        if len(line := json.dumps([*texts[:count], *others])) <= HEADER:
+            return {UNUSED: line}
+    return {}
 
 
 def log_probs(labels):
@@ -45,20 +69,24 @@ def data_of(text):
     return text.encode(errors="surrogateescape")
 
 
-def answer(transcript, form, granularities, language, labels=(), include=False):
-    """The response in a form. `labels`: as `Server.spelled` returns them; `include`: their log-probabilities."""
+def answer(transcript, form, granularities, language, labels=(), include=False, unused=()):
+    """The response in a form. `labels`: as `Server.spelled` returns them; `include`: their log-probabilities.
+
+    `unused`: phrases without effect.
+    """
     if form == "text":
         return web.Response(text=f"{transcript.text}\n")
-    missed = {"unheard": unheard.rounded(transcript.unheard)} if transcript.unheard else {}
     if form == "json":
         more = {"logprobs": log_probs(labels)} if include else {}
-        return web.json_response({"text": transcript.text} | more | missed)
+        return web.json_response({"text": transcript.text} | more | transcript.doubts)
     if form != "verbose_json":
         captions = transcripts.captions(transcript.words, transcript.duration, transcript.space, transcript.text)
         return web.Response(text=transcripts.captioned(form, captions))
     # "und" is ISO 639's code of a language that is not known.
     whole = {"task": "transcribe", "language": language or "und"}
-    whole |= {"duration": float(transcript.duration), "text": transcript.text} | missed
+    whole |= {"duration": float(transcript.duration), "text": transcript.text} | transcript.doubts
+    if unused:
+        whole["unused_keywords"] = unused
     if "word" in granularities:
         whole["words"] = timed.objects(transcript.words)
     if "segment" in granularities:

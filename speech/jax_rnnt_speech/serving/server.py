@@ -22,7 +22,16 @@ from jax_rnnt_speech.data import audio, features, rows
 from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import recognise, streams, transcripts, unheard
 from jax_rnnt_speech.serving import form
-from jax_rnnt_speech.serving.schema import UNLIKELY, Problem, answer, log_probs, require, unexpected
+from jax_rnnt_speech.serving.schema import (
+    UNLIKELY,
+    UNUSED,
+    Problem,
+    answer,
+    log_probs,
+    require,
+    unexpected,
+    unused_header,
+)
 from jax_rnnt_speech.serving.together import Together
 from jax_rnnt_speech.system import UserError, leave, reason, refuse_if
 
@@ -95,6 +104,7 @@ class Server:
         if (origin := self.allowed(request)) not in self.options.cors:
             return
         response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = UNUSED
         if request.method == "OPTIONS":
             asked = request.headers.get("Access-Control-Request-Headers", "*")
             more = {"Methods": "GET, POST, OPTIONS", "Headers": asked}
@@ -160,12 +170,13 @@ class Server:
             reading = form.flowing(request, self.forms.read(request))
             file, fields = await self.before_the_end(reading)
             asked = self.forms.checked(fields)
-            file.decoding = asked.decoding
+            file.decoding, file.own = asked.decoding, asked.own
             if asked.stream:
                 return await self.told(request, file, asked)
-            return answer(
-                await self.before_the_end(self.files(file)), *asked[:3], self.spelled(file.heard), asked.log_probs
-            )
+            transcript = await self.before_the_end(self.files(file))
+            response = answer(transcript, *asked[:3], self.spelled(file.heard), asked.log_probs, asked.unused)
+            response.headers.update(unused_header(asked.unused))
+            return response
         finally:
             self.uploads -= 1
             if file:
@@ -175,7 +186,7 @@ class Server:
         """Answers with server-sent events. A file without audio is refused as usual; a later error is an event."""
         await self.before_the_end(asyncio.to_thread(self.check_audio, file))
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        response = web.StreamResponse(headers=headers)
+        response = web.StreamResponse(headers=headers | unused_header(asked.unused))
         try:
             await response.prepare(request)
             async with contextlib.aclosing(self.events(request, file, asked.log_probs)) as events:
@@ -198,6 +209,7 @@ class Server:
         def tell(labels):
             # Without a character that is not whole, and without white space, as a text may end here.
             text = self.model.tokens.decode(labels.labels).rstrip("\ufffd").strip()
+            text = file.decoding.written.settled(text)
             loop.call_soon_threadsafe(queue.put_nowait, (text, self.spelled(labels) if include else []))
 
         def more(labels):
@@ -236,8 +248,10 @@ class Server:
         answers = {}
         for decoding in {id(x.decoding): x.decoding for x in files}.values():  # files of a language are a batch
             some = [x for x in files if x.decoding is decoding]
-            recordings = map(self.samples, some)
-            results = recognise.transcribe(self.model, recordings, decoding, lambda i, x, of=some: of[i].watch(x))
+            recordings, owns = map(self.samples, some), [x.own for x in some]
+            results = recognise.transcribe(
+                self.model, recordings, decoding, lambda i, x, of=some: of[i].watch(x), owns=owns
+            )
             answers |= {id(file): self.transcript(file, result) for file, result in zip(some, results)}
         return [answers[id(x)] for x in files]
 
@@ -266,8 +280,8 @@ class Server:
     def transcript(self, file, result):
         try:
             refuse_if(result.error, result.error)
-            if result.unheard:
-                print(unheard.line(file, result.unheard), file=sys.stderr, flush=True)
+            for line in unheard.lines(file, result.unheard, result.invented, file.decoding.drop_invented):
+                print(line, file=sys.stderr, flush=True)
             return transcripts.transcript(self.model, rows.Entry(str(file), str(file), ""), result)
         except UserError as error:
             return Problem(400, str(error), "file")
@@ -306,24 +320,45 @@ class Server:
         return socket
 
     async def listen(self, socket, stream, samples):
-        end = False
-        while not end:
+        text = ""
+        while text != "end":
             try:
                 async with asyncio.timeout(form.PATIENCE):  # that of `receive` begins anew with each answer to a ping
                     message = await socket.receive()
             except TimeoutError:
                 raise Problem(408, f"no message came for {form.PATIENCE} seconds") from None
-            end = message.type is aiohttp.WSMsgType.TEXT and message.data.strip() == "end"
-            if message.type is aiohttp.WSMsgType.TEXT and not end:
-                raise Problem(400, 'messages must be samples, and at last the text "end"')
-            if not end and message.type is not aiohttp.WSMsgType.BINARY:
+            text = message.data.strip() if message.type is aiohttp.WSMsgType.TEXT else ""
+            if text in ("end", "commit", "clear"):
+                x = samples.rest()
+            elif text:
+                await self.send(socket, [self.prefer(stream, text)])
+                continue
+            elif message.type is aiohttp.WSMsgType.BINARY:
+                x = samples(message.data)
+            else:
                 return
-            x = samples.rest() if end else samples(message.data)
             seconds = samples.count / samples.rate
-            async for words in stream.hear(x, end, seconds):
-                await self.send(socket, stream.events(*words))
+            if text != "clear":
+                async for words in stream.hear(x, bool(text), seconds):
+                    await self.send(socket, stream.events(*words))
+            if text in ("commit", "clear"):
+                stream.restart(seconds)
+                event = {"type": "endpoint"} if text == "commit" else {"type": "partial", "text": ""}
+                await self.send(socket, [event | {"time": stream.time}])
         await self.send(socket, [{"type": "end", "duration": round(seconds, 3)}])
         await socket.close()
+
+    def prefer(self, stream, text):
+        """The event that answers a message with the phrases of the next utterance."""
+        try:
+            message = json.loads(text)
+        except ValueError:
+            message = None
+        keywords = message.get("keywords") if isinstance(message, dict) and len(message) == 1 else None
+        fine = isinstance(keywords, list) and all(isinstance(x, str) for x in keywords)
+        require(fine, 'messages must be samples, the text "commit", "clear" or "end", or {"keywords": ["...", ...]}')
+        stream.wanted, unused = self.forms.own([x for x in keywords if x.strip()])
+        return {"type": "keywords", "unused": unused, "time": stream.time}
 
     async def send(self, socket, events):
         async with asyncio.timeout(form.PATIENCE):
@@ -335,7 +370,8 @@ class Samples:
     """Samples of bytes of a type, at the rate of the model; FFmpeg changes the rate."""
 
     def __init__(self, dtype, rate, wanted):
-        self.dtype, self.rate, self.count, self.left = dtype, rate, 0, b""
+        self.dtype, self.rate, self.wanted, self.count, self.left = dtype, rate, wanted, 0, b""
+        self.used = False  # whether the resampler has had samples
         self.resampler = None if rate == wanted else av.AudioResampler("flt", "mono", wanted)
 
     def __call__(self, data):
@@ -350,13 +386,18 @@ class Samples:
         self.count += len(x)
         if self.resampler is None or not len(x):
             return x
+        self.used = True
         frame = av.AudioFrame.from_ndarray(x[None], "flt", "mono")
         frame.sample_rate = self.rate
         return joined(self.resampler.resample(frame))
 
     def rest(self):
-        """The samples that the resampler still holds at the end."""
-        return joined(self.resampler.resample(None)) if self.resampler and self.count else np.zeros(0, np.float32)
+        """The samples that the resampler still holds, as an utterance ends. The next one has another resampler."""
+        if not self.used:
+            return np.zeros(0, np.float32)
+        last, self.used = self.resampler, False
+        self.resampler = av.AudioResampler("flt", "mono", self.wanted)
+        return joined(last.resample(None))
 
 
 def joined(frames):

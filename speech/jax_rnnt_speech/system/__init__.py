@@ -1,4 +1,4 @@
-"""What a program has to do with its machine: processes and devices, files, compiled programs, errors for people."""
+"""A program deals with its machine here: processes and devices, files, compiled programs, errors for people."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 def reason(error):
-    """What an error of a file says to a person: its number says nothing, and its name is known."""
+    """Says an error of a file to a person: its number says nothing, and its name is known."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -49,7 +49,7 @@ def refuse_if(wrong, message):
 
 
 @contextlib.contextmanager
-def told(what, *kinds):
+def as_user_error(what, *kinds):
     """Errors of these kinds become one line for a person, which says first what went wrong."""
     try:
         yield

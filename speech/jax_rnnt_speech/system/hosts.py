@@ -1,6 +1,7 @@
 """Devices, and several processes that train together, on one host or many, each with its own devices."""
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from jax_rnnt_speech.system import UserError, refuse_if
 
+ONE_HEAP = -8  # M_ARENA_MAX of malloc.h
 DIED = "another process has ended or is out of reach; start all again with --resume"
 # Where another process dies, C++ aborts this one: JAX's client, or Gloo within a collective. No Python runs in it then,
 # so the advice must come from yet another process, which reads what C++ writes. It passes that on, but for the stack,
@@ -108,6 +110,8 @@ def say(line):
 
 def devices(platform, count):
     """`count` devices of each process, or all. A CPU poses as `count` or 2 of them, unless XLA_FLAGS splits it."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has it; elsewhere nothing is needed
+        ctypes.CDLL(None).mallopt(ONE_HEAP, 1)  # memory that compilers free can then be used by steps, in any thread
     if platform:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

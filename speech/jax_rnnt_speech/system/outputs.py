@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jax_rnnt_speech.system import UserError, reason, refuse_if, told
+from jax_rnnt_speech.system import UserError, as_user_error, reason, refuse_if
 
 SUMS = "sums.json"  # of a sealed folder
 CLAIMS = {}  # open sockets, by what this process writes
@@ -77,7 +77,7 @@ def check(path, sources, folder=False, option="--output"):
 
 def writing(path):
     """An error of the disk becomes a line that names what could not be written."""
-    return told(f"{path} cannot be written", OSError)
+    return as_user_error(f"{path} cannot be written", OSError)
 
 
 @contextlib.contextmanager
@@ -237,7 +237,7 @@ def seal(folder):
 
 
 def damage(folder, parts=("",)):
-    """What is wrong with the parts of a folder, whose names begin so, or None."""
+    """A line that says what is wrong with the parts of a folder, whose names begin so, or None."""
     try:
         if not (folder / SUMS).exists():
             return f"it has no {SUMS}"

@@ -23,15 +23,19 @@ def lower_of(model, parts):
 
 
 def remember(model, parts, source, folder):
-    """Lets a source that is opened have rows after the frozen layers. They are computed once and kept in a folder."""
+    """Lets a source that is opened have rows after the frozen layers. They are computed once and kept in a folder.
+
+    The head stacks rows after all layers, so these are more than the model has in the end.
+    """
     lower, decided = lower_of(model, parts)
+    encoder = model.network(model.params).encoder
     shapes = source.loads.shapes
     for index in source.indices:
         arrays, count = index.arrays, len(index.arrays.index)
         key = [arrays.folder.name, decided, [[x.frames, x.rows] for x in shapes]]
 
         def expected(arrays=arrays):
-            return arrays.index[:, 1].sum() / model.subsampling
+            return arrays.index[:, 1].sum() / encoder.subsampling
 
         def made(index=index):
             yield from rows_of(lower, model.params, parts.layers, index, source)
@@ -41,9 +45,9 @@ def remember(model, parts, source, folder):
 
         index.arrays = cache.stored(folder, key, count, model.width, source.report, expected, made, name_of)
         index.folders.append(index.arrays.folder.name)
-    shapes = [x._replace(frames=-(-x.frames // model.subsampling)) for x in shapes]
+    shapes = [x._replace(frames=int(encoder.lengths(x.frames))) for x in shapes]
     source.loads = source.loader(model, shapes)
-    source.loads.features, source.loads.subsampling = model.width, 1
+    source.loads.features, source.loads.subsampling = model.width, model.subsampling // encoder.subsampling
 
 
 def rows_of(model, params, layers, index, source):

@@ -15,9 +15,13 @@ from jax_rnnt_speech.training.parts import lower_layers
 SAMPLE = 200  # utterances of which statistics are taken
 
 
-def mean_loss(model, params, batch, step, layers=None):
-    """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers."""
-    config = model.config
+def mean_loss(model, params, batch, step, layers=None, valid=None):
+    """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers.
+
+    `valid`: which rows are utterances in a whole batch, of which this one is a part. The sum over all parts is the mean
+    loss of the whole.
+    """
+    config, valid = model.config, batch["valid"] if valid is None else valid
     x = model.inputs(batch) if layers is None else batch["features"]
     x = features.hide(x, batch["lengths"], batch["spans"], config.data.time_masks)
     batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # of no other row are frames
@@ -32,11 +36,12 @@ def mean_loss(model, params, batch, step, layers=None):
     values = model.variant.compute(model.loss, network, x, config.network.joint == "tiles")
     if config.objective.ctc:
         values += config.objective.ctc * losses.losses_by_ctc(None, network, x, None)
-    value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(batch["valid"].sum(), 1)
+    value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(valid.sum(), 1)
     if "texts" not in batch:
         return value
     texts = batch["texts"], batch["text_lengths"], len(model.tokens.pieces)
-    return value + config.objective.text_weight * losses.loss_of_texts(network, *texts)
+    share = len(batch["valid"]) / len(valid)
+    return value + config.objective.text_weight * share * losses.loss_of_texts(network, *texts)
 
 
 @programs.announced("a test")

@@ -1,4 +1,4 @@
-"""What a training writes into its run: checkpoints with what it takes to go on from them, and the best one."""
+"""A training writes checkpoints into its run, with what it takes to go on from them, and the best one."""
 
 import dataclasses
 import hashlib
@@ -29,7 +29,7 @@ class Progress:
         return self.since == 0
 
     @classmethod
-    def of(cls, stored):
+    def from_stored(cls, stored):
         return cls(**stored | {"rates": stored["rates"] and Rates(*stored["rates"])})
 
 
@@ -69,7 +69,7 @@ class Record:
         self.at = self.run.last
         self.losses = setup.get("losses", [])  # a run of an earlier version has none
         if "held_out" not in changed:  # rates of other utterances say nothing about those to come
-            self.progress = Progress.of(setup["progress"])
+            self.progress = Progress.from_stored(setup["progress"])
         return self.model
 
     def setup(self, step):

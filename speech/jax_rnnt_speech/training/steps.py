@@ -9,6 +9,8 @@ import optax
 from jax_rnnt_speech.training import objective
 from jax_rnnt_speech.training.parts import STATISTICS
 
+SECONDS = 24  # of audio of which a device of a CPU has the activations in memory at a time
+
 
 def make_optimizer(options, steps, factors=None):
     """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
@@ -71,16 +73,50 @@ def averaged(options, before, state):
     return {"average": average, "updates": updates}
 
 
-def make_train_step(model, parts, optimizer, layers=None, places=None):
-    """Returns a jitted (state, batch, frozen, step) -> (state, numbers). `layers`: batches hold rows after so many."""
-    options = model.config.optimiser
+def turns_of(shape, hop, devices):
+    """Into how many equal parts features [B, T, F] are split, so that a device has SECONDS of a part, or one row."""
+    own, seconds = shape[0] // devices, shape[1] * hop
+    return next(n for n in range(1, own + 1) if own % n == 0 and (own // n * seconds <= SECONDS or n == own))
+
+
+def in_turns(loss, weights, batch, devices, turns):
+    """The sum of loss(weights, part, i) over parts of a batch, one after the other, and its gradient.
+
+    The activations of one part at a time are in memory.
+    """
+
+    def split(x):  # each device has rows of every part, so that none move
+        size, *inner = x.shape
+        each = x.reshape(devices, turns, size // (devices * turns), *inner)
+        return jnp.swapaxes(each, 0, 1).reshape(turns, size // turns, *inner)
+
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(weights, *part)), None
+
+    none = jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
+    return jax.lax.scan(add, none, (jax.tree.map(split, batch), jnp.arange(turns)))[0]
+
+
+def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0):
+    """Returns a jitted (state, batch, frozen, step) -> (state, numbers).
+
+    `layers`: batches hold rows after so many. `cpus`: the devices are so many CPUs, which gain nothing from large
+    batches, and take a batch in turns.
+    """
+    options, features = model.config.optimiser, model.config.features
+    cpus *= layers is None and model.config.network.batch_norm == "frozen"  # else statistics are those of a batch
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
-        def loss(weights):
-            return objective.mean_loss(model, parts.whole(weights, frozen), batch, step, layers)
+        def loss(weights, part=batch, seed=step, valid=None):
+            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid)
 
-        value, gradient = jax.value_and_grad(loss)(state["weights"])
+        turns = turns_of(batch["features"].shape, features.hop / 1000, cpus) if cpus else 1
+        if turns > 1:
+            seeded = lambda weights, part, i: loss(weights, part, step * turns + i, batch["valid"])  # noqa: E731
+            value, gradient = in_turns(seeded, state["weights"], batch, cpus, turns)
+        else:
+            value, gradient = jax.value_and_grad(loss)(state["weights"])
         statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch
         gradient |= jax.tree.map(jnp.zeros_like, statistics)
         least = min(gradient, key=lambda name: gradient[name].size)  # one is enough: a step is skipped for its norm

@@ -124,7 +124,8 @@ class Training:
             state = training | {steps.used(optimiser): weights}
         else:
             state = jax.jit(make, out_shardings=places)(weights)
-        step = steps.make_train_step(self.model, self.parts, optimizer, self.layers, places)
+        cpus = devices.mesh.size * (devices.mesh.devices.flat[0].platform == "cpu")
+        step = steps.make_train_step(self.model, self.parts, optimizer, self.layers, places, cpus)
         return state, frozen, programs.announced("a step of training", place=1)(step)
 
     def used(self, state, frozen):

@@ -39,7 +39,7 @@ def test_spoken_digits(tmp_path, refused):
             samples = np.pad(np.full(lengths[digit], sign * 0.5, np.float32), (0, 20))  # a pause may be of no length
             scipy.io.wavfile.write(tmp_path / f"recordings/{digit}_{name}_{index}.wav", 8000, samples)
     (tmp_path / "recordings/1_bob_9.wav").write_bytes(b"RIFF, not really")
-    config = Config.of(rate=8000, mels=6, max_seconds=2.0)
+    config = Config.from_options(rate=8000, mels=6, max_seconds=2.0)
     for split, digits in (("train", {*"13579"}), ("valid", {*"02468"})):
         corpus = corpora.open_corpus(f"{SPOKEN}:{tmp_path}", config, split)
         assert [*corpus.report.names.values()] == [["1_bob_9.wav"]] * (split == "train")

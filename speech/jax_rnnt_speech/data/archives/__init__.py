@@ -128,7 +128,7 @@ def sources(name):
     return [x for x in listed if x[1] != []]
 
 
-def of(name, columns=(), readers=1):
+def all_shards(name, columns=(), readers=1):
     """The shards of any source. Lists that are no archives are cut such that each reader has several."""
     every = []
     for x, shards in sources(name):

@@ -45,12 +45,12 @@ def tars_of(manifest):
     if not manifest.name.endswith(FORMS) or not manifest.is_file():
         return {}
     folders = manifest.parent.parent, manifest.parent
-    beside = {int(number): x for folder in folders for x in sorted(folder.glob("*.tar"), reverse=True)
+    tars = {int(number): x for folder in folders for x in sorted(folder.glob("*.tar"), reverse=True)
              if not is_hidden(x.name) and (number := number_of(x))}  # fmt: skip
-    if beside and b'"shard_id"' in first_line(manifest):
-        return beside
+    if tars and b'"shard_id"' in first_line(manifest):
+        return tars
     number = number_of(manifest)
-    tar = beside.get(int(number)) if number else None
+    tar = tars.get(int(number)) if number else None
     return {int(number): tar} if tar and manifest in own(tar) else {}
 
 
@@ -84,9 +84,9 @@ def shards(path):
             places = lines.get(number and int(number))
             places = places if places is not None else lines.get(None, ((), ()))
         return [Paired(str(path), str(manifest), places)]
-    lines, beside = by_shard(str(path), path.stat().st_mtime_ns), tars_of(path)
+    lines, tars = by_shard(str(path), path.stat().st_mtime_ns), tars_of(path)
     if [*lines] == [None]:  # the manifest of one tar
-        return [Paired(str(tar), str(path)) for tar in beside.values()]
-    if missing := sorted({*lines} - {*beside} - {None}):
+        return [Paired(str(tar), str(path)) for tar in tars.values()]
+    if missing := sorted({*lines} - {*tars} - {None}):
         raise ListError(path, f"names {len(missing)} tars that are not beside it: number {missing[0]}")
-    return [Paired(str(beside[i]), str(path), lines[i]) for i in sorted({*lines} & {*beside})]
+    return [Paired(str(tars[i]), str(path), lines[i]) for i in sorted({*lines} & {*tars})]

@@ -35,7 +35,7 @@ class Paired(Shard):
             yield begin, size, text[begin : begin + size]
 
     def objects(self):
-        """What the JSON of each line says."""
+        """The value of the JSON of each line."""
         return (rows.parsed(line) for *_, line in self.listed())
 
     def located(self, keys, brief):

@@ -126,8 +126,8 @@ def cells_of(path, group, column):
     file, name = opened(path), f"{column}.bytes"
     group_of_rows, kind = file.metadata.row_group(group), file.schema_arrow.field(column).type
     leaves = [group_of_rows.column(k) for k in range(group_of_rows.num_columns)]
-    told = next((x.statistics for x in leaves if x.path_in_schema == name), None)
-    nulls = told.null_count if told is not None and told.has_null_count else None
+    known = next((x.statistics for x in leaves if x.path_in_schema == name), None)
+    nulls = known.null_count if known is not None and known.has_null_count else None
     if nulls not in (0, group_of_rows.num_rows):
         cells = [x.as_py() for x in group_of(path, group, column)]
         values = [x if isinstance(x, dict) else {"bytes" if isinstance(x, bytes) else "path": x} for x in cells]

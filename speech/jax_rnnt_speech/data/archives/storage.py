@@ -16,7 +16,7 @@ HEAD = 256  # bytes of audio that tell its seconds
 
 
 def steadily(act, path):
-    """What `act` returns, which may need several attempts."""
+    """Returns what `act` does, which may need several attempts."""
     for wait in (*WAITS, None):
         try:
             return act()

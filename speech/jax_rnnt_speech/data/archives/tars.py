@@ -61,9 +61,9 @@ def usual(block, begin, place):
     at = place - begin
     if len(block) < at + 512:
         return None
-    name, size, told, kind, prefix = HEADER.unpack_from(block, at)
+    name, size, written, kind, prefix = HEADER.unpack_from(block, at)
     try:
-        size, total = int(size.rstrip(b" \0"), 8), int(told.rstrip(b" \0"), 8) + sum(told) - 256
+        size, total = int(size.rstrip(b" \0"), 8), int(written.rstrip(b" \0"), 8) + sum(written) - 256
     except ValueError:
         return None
     # The sum of all bytes is half of Adler's, which one call has.
@@ -323,7 +323,7 @@ class Tar(Shard):
             yield rows.parsed(data_of(self.path, x)) if is_json else None
 
     def plain(self, infos, keys):
-        """What `rows.plain` is for a line, for the files of a key: one of audio, and one of text or JSON."""
+        """Does what `rows.plain` does for a line, for the files of a key: one of audio, and one of text or JSON."""
         if len(infos) != 2 or any(x.link for x in infos.values()):
             return None
         (kind, sound), (other, text) = infos.items()

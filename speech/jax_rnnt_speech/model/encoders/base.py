@@ -1,4 +1,4 @@
-"""What all encoders share.
+"""The base of all encoders.
 
 B utterances, T feature frames of F features, N encoder frames, E the width of a row. Frames after the end of an
 utterance never change those before.
@@ -144,7 +144,7 @@ class Encoder(nnx.Module):
         return self.through(rows, self.lengths(lengths), first, blocks, slice(layers))[0]
 
     def upper(self, rows, lengths, layers):
-        """What the blocks after the first `layers` make of rows [B, N, E], whose lengths [B] are encoder frames."""
+        """Applies the blocks after the first `layers` to rows [B, N, E], whose lengths [B] are encoder frames."""
         first, blocks = self.whole(rows.shape[0])
         return self.norm(self.through(rows, lengths, first, blocks, slice(layers, None))[0]), lengths
 
@@ -177,5 +177,5 @@ class Encoder(nnx.Module):
         return rows, after
 
     def shared(self, rows, lengths, first):
-        """What all blocks take besides their rows."""
+        """All blocks take this besides their rows."""
         return lengths
