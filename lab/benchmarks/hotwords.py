@@ -43,12 +43,13 @@ from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 LETTERS, WORDS, PLACES = 8, 50, 56  # of words to find: where some draw of so many has so many places, it is taken
 # Options of `Searching`; the weight of the list, where it is not the usual one; and whose `rule` that is.
 SETTINGS = [{"beam": beam, "phrase_depth": depth} for beam in (0, 4, 8) for depth in (0.0, 1.0, 3.0)]
-SETTINGS += [{"beam": 0, "weight": weight} for weight in (0.5, 1.0)]
-SETTINGS += [{"beam": 0, "weight": 0.05, "phrase_depth": 3.0}]
-SETTINGS += [{"beam": 8, "weight": 0.25, "phrase_depth": depth} for depth in (1.0, 3.0)]
+SETTINGS += [{"beam": beam, "weight": 10.0} for beam in (0, 8)]
+OFF = {"rule": "no guard", "phrase_guard": "off"}
+SETTINGS += [OFF | {"beam": 0, "weight": 0.05, "phrase_depth": 3.0}]
+SETTINGS += [OFF | {"beam": 8, "weight": weight, "phrase_depth": depth} for weight, depth in ((1.0, 0.0), (0.25, 3.0))]
 # The usual scores of NeMo's phrase boosting (`context_score`, `depth_scaling`) and of icefall's `--context-score`.
-SETTINGS += [{"rule": "NeMo's", "beam": beam, "weight": 1.0, "phrase_depth": 1.0} for beam in (0, 4)]
-SETTINGS += [{"rule": "icefall's", "beam": 4, "weight": 2.0}]
+SETTINGS += [OFF | {"rule": "NeMo's", "beam": beam, "weight": 1.0, "phrase_depth": 1.0} for beam in (0, 4)]
+SETTINGS += [OFF | {"rule": "icefall's", "beam": 4, "weight": 2.0}]
 SETTINGS += [{"rule": "second head", "beam": beam, "phrases_by": "ctc"} for beam in (0, 8)]
 ALIKE = 50
 ROOM = 8192  # labels of the largest list: with room for it, searches with other lists compile nothing

@@ -34,6 +34,7 @@ class Decoding:
     allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
     spotter: object = dataclasses.field(default=None, metadata={"static": True})  # a `spotter.Spotter` of whole windows
     room: object = dataclasses.field(default=None, metadata={"static": True})  # a `search_options.Room`
+    guarded: bool = dataclasses.field(default=True, metadata={"static": True})  # phrases, by a `decode.Guard`
     drop_invented: bool = dataclasses.field(default=False, metadata={"static": True})  # leave out `unheard.invented`
     written: Written = dataclasses.field(default=Written(), metadata={"static": True})  # for the spellings of a text
 
@@ -90,6 +91,7 @@ def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=Fal
     masks = () if decoding.allowed is None else ((decode.Labels(decoding.allowed), 1.0),)
     chosen = {"max_symbols": limit, "fusion": decoding.fusion + masks}
     chosen |= {"ilm_weight": decoding.ilm_weight, "confidence": decoding.confidence}
+    chosen |= {} if decoding.guarded else {"guard": None}
     networks = model.variant.loss, in_float32(joint), predictor, room
     if decoding.beam:
         hypotheses = decode.Search(*networks, **chosen).beam(rows, lengths, decoding.beam, state=state)

@@ -10,6 +10,7 @@ import functools
 import math
 import re
 import sys
+import unicodedata
 from pathlib import Path
 
 import jax
@@ -46,8 +47,9 @@ class WordBonus:
         return (self.spells & (self.separates | ~inside[:, None])).astype(jnp.float32), inside
 
 
-# Nats for each label of a phrase. Greedy search gets fewer: it cannot go back from a phrase that it has begun to write.
-WITH_BEAM, WITH_GREEDY = 1.0, 0.25
+# Nats for each label of a phrase: the most that the guard of each search lets a label earn.
+WITH_BEAM, WITH_GREEDY = 1.0, 2.0
+LARGE = 10.0  # nats of a label up to which the guard is measured: docs/speech/phrases.md
 WITH_CTC = 1.0  # nats that a label of a phrase may be worse than the head's best class
 LONGEST = 100  # characters of a phrase of a request, and labels of a recording's own room for each of them
 BAR = re.compile(r"(?<!\S)\|(?!\S)")  # between the spellings of a phrase; another one, or \|, is a character of it
@@ -91,6 +93,10 @@ class Searching:
     phrase_depth: float = option(
         0.0, amount, "how much more each label of a phrase earns from the second one on; NeMo's depth_scaling less 1",
         metavar="D", needs=(lambda search: search.phrases, "--phrases"),
+    )  # fmt: skip
+    phrase_guard: str = option(
+        "on", str, "whether phrases count only where the model itself holds their labels possible",
+        choices=("on", "off"),
     )  # fmt: skip
     script: str = option(
         "", str, "write these of Unicode's scripts alone, beside digits and punctuation, as in latin,cyrillic",
@@ -187,6 +193,15 @@ def spelled(path, model, usual, exact=False):
     return phrases
 
 
+def guarded(phrases, options):
+    """Whether the guard watches phrases [(labels, weight)]. A person is told where their weights are beyond it."""
+    largest = max((weight for _, weight in phrases), default=0.0) * (1 + options.phrase_depth)
+    if largest > LARGE:
+        print(f"--phrases: a label earns {largest:g} nats; phrases that nobody says may be written above {LARGE:g}",
+              file=sys.stderr)  # fmt: skip
+    return options.phrase_guard == "on"
+
+
 def written(path, model, exact=False):
     """What is written for the phrases of a file that have several spellings."""
     several = [spellings for _, spellings, _ in listed(path, 0) if len(spellings) > 1]
@@ -194,12 +209,28 @@ def written(path, model, exact=False):
     return Written(several, normalize, model.tokens.separates, exact)
 
 
+UNSPACED = re.compile("CJK|HIRAGANA|KATAKANA|BOPOMOFO|THAI|LAO|KHMER|MYANMAR|TIBETAN")  # scripts without spaces
+
+
+def space_of(tokens):
+    """The label that comes before each word, where it is one by itself; None if words begin elsewhere, too."""
+    labels = [x or "" for x in tokens.labels]
+    begin = [i for i, x in enumerate(labels) if x.startswith(tokens.separator)]
+    unspaced = any(UNSPACED.match(unicodedata.name(y, "")) for x in labels for y in x)
+    alone = len(begin) == 1 and labels[begin[0]] == tokens.separator
+    return begin[0] if alone and not unspaced else None
+
+
 def phrases(model, lists, depth=0.0, size=None):
-    """The model of fusion that prefers phrases: those of a list [(labels, weight)] for all, or of one for each."""
+    """The model of fusion that prefers phrases: those of a list [(labels, weight)] for all, or of one for each.
+
+    They begin where a word does.
+    """
     labels, weights = ([[x[i] for x in some] for some in lists] for i in (0, 1))
     if len(lists) == 1 and size is None:
         (labels,), (weights,) = labels, weights
-    return decode.Phrases(labels, weights, classes=model.blank + 1, size=size, depth=depth)
+    space = space_of(model.tokens)
+    return decode.Phrases(labels, weights, classes=model.blank + 1, size=size, depth=depth, before=space)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -220,7 +251,7 @@ class Room:
     def __init__(self, model, fixed, most, usual, depth, exact=False):
         self.model, self.fixed, self.most, self.usual, self.depth = model, fixed, most, usual, depth
         self.spell = speller(model, exact)
-        self.size = sum(len(labels) for labels, _ in fixed) + most * LONGEST
+        self.size = 1 + sum(len(labels) for labels, _ in fixed) + most * LONGEST  # 1 for the space before them
         self.model_of = functools.lru_cache(maxsize=8)(self.made)
 
     def own(self, texts):
@@ -284,7 +315,12 @@ def decoding_of(options, model, most=0):
     language = model.language(options.prompt) if options.prompt else None
     kind = None if kind == PROBABILITY else decode.Entropy(kind)
     mask = allowed(model, options.script, options.only_characters)
-    more = {"room": room, "drop_invented": options.drop_invented, "written": put}
+    more = {
+        "guarded": options.phrase_guard == "on",
+        "room": room,
+        "drop_invented": options.drop_invented,
+        "written": put,
+    }
     return Decoding(options.beam, ilm, fusion, kind, ctc, language, mask, spotter, **more)
 
 
