@@ -51,6 +51,7 @@ def test_cases_in_the_room_of_a_request():
         (["ab", "ß"], False, {"ab", "AB", "Ab"}, ["ß"]), (["ab"], True, {"ab"}, []),
         (["x" * 60, "bc"], False, {"x" * 60, "bc", "BC", "Bc"}, []), (["x" * 98, "bc"], False, {"x" * 98, "bc"}, []),
         (["x" * 60, "b" * 41], False, {"x" * 60}, ["b" * 41]),
+        (["a" * 40, "b" * 30], False, {"a" * 40, "b" * 30, "B" * 30}, []),
     ):  # fmt: skip
         own, left_out = search_options.Room(model, [], 1, 0.5, 0.0, exact).own(texts)
         assert {(model.tokens.decode(labels), weight) for labels, weight in own.phrases} == {(x, 0.5) for x in expected}
