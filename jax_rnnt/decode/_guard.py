@@ -30,7 +30,7 @@ class Guard:
     is at most `margin` below the best label, and at most `blank_margin` below the best blank. Otherwise it breaks the
     match: it gives back what the match has earned, and with the next label another one may begin.
 
-    Greedy search cannot go back from a phrase that it has begun. There, a label must also lie no further below the best
+    Greedy search cannot go back from a phrase that it has begun. There, a label must also be no further below the best
     label, and the best blank, than what its match has earned so far: so a match begins with a label that is the best
     move by itself. And in choosing the next move, though not in the score, labels that break a match give back 0.5
     nats at most.
@@ -113,7 +113,7 @@ def match(search, i: int, scores, state, dtype) -> Match:
 
 
 def shortfalls(moves, of_moves, labels):
-    """How far each label [..., V] lies below the best label, and below the best blank, in the model alone.
+    """How far each label [..., V] is below the best label, and below the best blank, in the model alone.
 
     Of log-probabilities: `of_moves` [..., moves] without those of `labels` [..., V].
     """
@@ -124,11 +124,12 @@ def shortfalls(moves, of_moves, labels):
 
 
 def added(guard: Guard, matches, below, greedy: bool):
-    """(what labels get [..., V], how much of it counts in the score alone, bits of the matches that they break)"""
+    """(what labels get [..., V], how much counts in the score alone, bits of the matches that they break)"""
     to_label, to_blank = below
     total, unseen, bits = jnp.zeros_like(to_label), jnp.zeros_like(to_label), jnp.zeros(to_label.shape, jnp.int32)
     for i, each in enumerate(matches):
-        margin, blank_margin = guard.margin, guard.blank_margin
+        margin: Any = guard.margin
+        blank_margin: Any = guard.blank_margin
         if greedy:
             margin, blank_margin = (jnp.minimum(x, each.earned()) for x in (margin, blank_margin))
         breaks = (each.gain > 0) & ~((to_label <= margin) & (to_blank <= blank_margin))

@@ -32,12 +32,18 @@ def noise(seconds, seed):
     return np.random.default_rng(seed).normal(0, 0.3, int(8000 * seconds)).clip(-1, 1).astype(np.float32)
 
 
+@pytest.fixture(autouse=True)
+def _within_words(monkeypatch):
+    """Phrases count anywhere, so that the short texts here are made of them."""
+    monkeypatch.setattr(search_options, "space_of", lambda tokens: None)
+
+
 @pytest.fixture(scope="module")
 def eager(served):
-    """The server with phrases so strong that texts are made of them."""
+    """The server with phrases so strong that texts are made of them: nothing guards them."""
     room = search_options.Room(served.model, [], 5, STRONG, 0.0)
     options = dataclasses.replace(served.options, max_phrases=5, endpoint=0.0)
-    return server.Server(served.model, dataclasses.replace(served.forms.decoding, room=room), options)
+    return server.Server(served.model, dataclasses.replace(served.forms.decoding, room=room, guarded=False), options)
 
 
 TABLE = [  # fields, phrases, those without effect
@@ -120,7 +126,7 @@ def test_lists_of_a_batch(beam, monkeypatch):
     model = random_model(**CONVOLUTIONAL, max_symbols=1)
     fixed = [(model.tokens.encode("BB"), 2.0)]
     room = search_options.Room(model, fixed, 100, 2.0, 0.5)
-    decoding, sounds = Decoding(beam, room=room), [noise(1, 1), noise(1, 2)]
+    decoding, sounds = Decoding(beam, room=room, guarded=False), [noise(1, 1), noise(1, 2)]
     texts = ["".join("ABC "[(i // 4**k) % 4] for k in range(4)) for i in range(100)]
     full, lacking = room.own(texts)
     few, _ = room.own(["CAB", "AC"])
@@ -140,7 +146,9 @@ def test_lists_of_a_batch(beam, monkeypatch):
     assert len(compiled) == before
     plain = [*fixed, *few.phrases]
     (of_file,) = recognise.transcribe(
-        model, [(0, sounds[0])], Decoding(beam, fusion=((search_options.phrases(model, [plain], 0.5), 1.0),))
+        model,
+        [(0, sounds[0])],
+        Decoding(beam, fusion=((search_options.phrases(model, [plain], 0.5), 1.0),), guarded=False),
     )
     assert of_file.labels == alone[0][1] and of_file.frames == alone[0][2]
 
@@ -343,7 +351,7 @@ def test_options_of_the_command(talkative, monkeypatch, capsys):
     run([*command, "--phrase-depth", 3, "--max-phrases", 7])
     run([*command, "--max-phrases", 0])
     room, none = (x.forms.decoding.room for x in kept)
-    assert none is None and (room.most, room.depth, room.size) == (7, 3.0, 700)
+    assert none is None and (room.most, room.depth, room.size) == (7, 3.0, 701)  # 1 for the space
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "room for" in x]
     assert "7 phrases" in line and f"{room.bytes / 2**20:.1f} MiB" in line
 

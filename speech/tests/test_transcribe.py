@@ -20,19 +20,36 @@ from jax_rnnt_speech.recognition.search import Decoding
 from support import CONVOLUTIONAL, asr, random_model, run
 
 
+def test_where_phrases_begin():
+    """Behind the space of a vocabulary of characters; anywhere if words begin in several ways, or without spaces."""
+    tokens = asr.data.tokens.Characters
+    assert search_options.space_of(tokens("AB C")) == 2
+    assert search_options.space_of(tokens("AB")) is search_options.space_of(tokens("A 漢")) is None
+    pieces = types.SimpleNamespace(separator="▁", labels=["▁", "▁a", "b", None])
+    assert search_options.space_of(pieces) is None
+
+
+def test_large_weights(capsys):
+    """What one label earns, by hand: 4 (1 + 2) nats are above 10, 4 (1 + 1) are not."""
+    for depth, said in ((2.0, "a label earns 12 nats"), (1.0, "")):
+        options = search_options.Searching(phrase_depth=depth)
+        assert search_options.guarded([([0], 1.0), ([1], 4.0)], options)
+        assert said in (err := capsys.readouterr().err) and bool(said) == bool(err)
+
+
 @pytest.mark.slow
-def test_phrases(corpus, trained, tmp_path, capsys, said):
+def test_phrases(corpus, trained, tmp_path, capsys, said, monkeypatch):
     """A file's texts are spelled as the model spells them, with their weights; a large one decides what is heard."""
     file = tmp_path / "phrases.txt"
     file.write_text("AB  a\t2\nC\t1e3\n\nx Ω\nB\n")
     config = asr.config.Config()
     model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC a"), config=config, blank=5)
-    for beam, usual in ((0, 0.25), (4, 1.0)):
+    for beam, usual in ((0, 2.0), (4, 1.0)):
         args = search_options.Searching(phrases=file, beam=beam)
         found = search_options.decoding_of(args, model).fusion
         assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
         ways = [[0, 1, 3, 4], [0, 1, 3, 0], [2], [1]]  # "AB A", too
-        expected = ((decode.Phrases(ways, [2.0, 2.0, 1e3, usual], classes=6), 1.0),)
+        expected = ((decode.Phrases(ways, [2.0, 2.0, 1e3, usual], classes=6, before=3), 1.0),)
         chex.assert_trees_all_equal(jax.tree.leaves(found), jax.tree.leaves(expected))
     file.write_text("AC\t2\n")
     deep = search_options.decoding_of(search_options.Searching(phrases=file, phrase_depth=0.5), model).fusion[0][0]
@@ -44,11 +61,13 @@ def test_phrases(corpus, trained, tmp_path, capsys, said):
         search_options.decoding_of(args, model)
     audio = next(corpus.rglob("*.flac"))
     file.write_text("C\t1e3\n")
-    command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio]
+    off = "--phrase-guard", "off"
+    monkeypatch.setattr(search_options, "space_of", lambda tokens: None)  # phrases count anywhere
+    command = ["transcribe", "--model", trained[0], "--format", "jsonl", "--confidence", "gibbs", audio, *off]
     x = json.loads(said([*command, "--phrases", file, "--checkpoint", "last"]).out)
     assert set(x["text"]) == {"C"} and len(x["words"]) == 1 and 0 <= x["words"][0]["confidence"] <= 1
     (tmp_path / "m.jsonl").write_text(json.dumps({"audio": str(audio), "text": "A B"}))
-    x = json.loads(said(["test", "--model", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file]).out)
+    x = json.loads(said(["test", "--model", trained[0], tmp_path / "m.jsonl", "--json", "--phrases", file, *off]).out)
     assert (x["insertions"], x["deletions"], x["substitutions"]) == (0, 1, 1)
     for text, message in (
         ("A\tmuch\n", "line 1: expected TEXT, or TEXT, a tab and a number, got 'A\\tmuch'"),

@@ -121,12 +121,13 @@ class Phrases(Automaton):
         utterances = np.repeat(np.arange(len(lists)), [*map(len, lists)])
         weights = weights_of(weights, shared, lists)
         depth = depth_of(depth, weights)
+        spelled: Any = labels
         if before is not None:
             before = _checks.integer("before", before)
             if not 0 <= before < classes:
                 raise _checks.bad_value(f"before must be a label in [0, {classes}), got {before}.")
-            labels = np.insert(labels, np.cumsum(lengths) - lengths, before)
-        tree = Tree(utterances, lengths, labels, weights, len(lists), classes, depth, before is not None)
+            spelled = np.insert(labels, np.cumsum(lengths) - lengths, before)
+        tree = Tree(utterances, lengths, spelled, weights, len(lists), classes, depth, before is not None)
         size = None if size is None else _checks.positive("size", size)
         arcs, tour = tree.arcs(size)
         object.__setattr__(self, "arcs", arcs)
