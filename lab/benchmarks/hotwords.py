@@ -96,12 +96,13 @@ def listened(add):
     """`Detector.add`, which listens once to the same recording; a recording is one piece here."""
 
     @cached
-    def probabilities(detector, samples):
+    def heard(detector, samples):
         add(detector, samples)
-        return tuple(detector.probabilities)
+        return tuple(detector.probabilities), tuple(detector.levels), detector.spoken
 
     def run(detector, samples):
-        detector.probabilities = [*probabilities(detector, samples)]
+        probabilities, levels, detector.spoken = heard(detector, samples)
+        detector.probabilities, detector.levels = [*probabilities], [*levels]
 
     return run
 
