@@ -14,7 +14,9 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import pick
 
-# Of (greedy search, beams), chosen on 76 held-out utterances of LibriSpeech: docs/speech/phrases.md.
+# Of (greedy search, beams), chosen on 76 held-out utterances of LibriSpeech, by what lab/benchmarks/hotwords.py counts.
+# Weights of 10 nats a label then cost 0.5 points of WER at most with 500 words that nobody says (greedy 39.9 to 40.4,
+# a beam of 8 38.5 to 38.1), and 41 of 56 rare words are found by that beam, 19 by greedy search (9 and 7 without).
 USUAL = {"margin": (5.0, 8.0), "blank_margin": (1.5, 5.0), "most": (2.0, 1.0)}
 CHARGED = 0.5  # nats that a broken match costs at most where greedy search chooses
 
