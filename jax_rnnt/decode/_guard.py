@@ -81,6 +81,7 @@ class Guard:
         return _pytree.replace(self, **chosen)
 
 
+@_pytree.exportable("Match")
 class Match(typing.NamedTuple):
     """What the phrases of one model of fusion add to the scores of next labels, with the weight of fusion."""
 
