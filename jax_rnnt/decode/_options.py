@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_rnnt import _checks
 from jax_rnnt.decode._entropy import Entropy
-from jax_rnnt.decode._guard import Guard
+from jax_rnnt.decode._guard import USUAL, Guard
 
 
 class Range(typing.NamedTuple):
@@ -101,7 +101,7 @@ def checked(search) -> dict[str, Any]:
 def numbers(search) -> dict[str, Any]:
     """The numbers of a `Search` by their names in errors, as for `out_of_range`."""
     weights = {f"fusion[{i}] weight": weight for i, (_, weight) in enumerate(search.fusion)}
-    guard = {f"guard {name}": getattr(search.guard, name, None) for name in ("margin", "blank_margin", "most")}
+    guard = {f"guard {name}": getattr(search.guard, name, None) for name in USUAL}
     guard = {name: x for name, x in guard.items() if x is not None}
     return {name: getattr(search, name) for name in OFF} | weights | guard
 

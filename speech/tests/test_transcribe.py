@@ -47,7 +47,9 @@ def test_phrases(corpus, trained, tmp_path, capsys, said, monkeypatch):
     for beam, usual in ((0, 2.0), (4, 1.0)):
         args = search_options.Searching(phrases=file, beam=beam)
         found = search_options.decoding_of(args, model).fusion
-        assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert f"--phrases {file}, line 4: the model's vocabulary cannot spell 'x Ω'" in err
+        assert "--phrases: a label earns 1000 nats" in err
         ways = [[0, 1, 3, 4], [0, 1, 3, 0], [2], [1]]  # "AB A", too
         expected = ((decode.Phrases(ways, [2.0, 2.0, 1e3, usual], classes=6, before=3), 1.0),)
         chex.assert_trees_all_equal(jax.tree.leaves(found), jax.tree.leaves(expected))

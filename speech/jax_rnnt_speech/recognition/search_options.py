@@ -49,7 +49,7 @@ class WordBonus:
 
 # Nats for each label of a phrase: the most that the guard of each search lets a label earn.
 WITH_BEAM, WITH_GREEDY = 1.0, 2.0
-LARGE = 10.0  # nats of a label up to which the guard is measured: docs/speech/phrases.md
+LARGE = 10.0  # nats of a label up to which the guard was measured, as jax_rnnt/decode/_guard.py says
 WITH_CTC = 1.0  # nats that a label of a phrase may be worse than the head's best class
 LONGEST = 100  # characters of a phrase of a request, and labels of a recording's own room for each of them
 BAR = re.compile(r"(?<!\S)\|(?!\S)")  # between the spellings of a phrase; another one, or \|, is a character of it
@@ -316,7 +316,7 @@ def decoding_of(options, model, most=0):
     kind = None if kind == PROBABILITY else decode.Entropy(kind)
     mask = allowed(model, options.script, options.only_characters)
     more = {
-        "guarded": options.phrase_guard == "on",
+        "guarded": guarded(fixed, options),
         "room": room,
         "drop_invented": options.drop_invented,
         "written": put,
