@@ -355,6 +355,9 @@ def test_turns_draw_different_dropout(rows, frames, turns, monkeypatch):
     features = np.zeros((rows, frames), np.float32)
     features[:, 0] = np.arange(rows) + 1
     batch = {"features": features, "valid": np.ones(rows, bool)}
-    _, numbers = steps.make_train_step(model, whole, optimizer, cpus=2)(state, batch, {}, 1)
+    copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
+    _, numbers = steps.make_train_step(model, whole, optimizer, cpus=2)(copies[0], batch, {}, 1)
+    _, weighed = steps.make_train_step(model, whole, optimizer, cpus=2, usual=2.5 * rows)(copies[1], batch, {}, 1)
+    assert weighed["loss"] == numbers["loss"] and float(weighed["norm"]) == pytest.approx(0.4 * numbers["norm"])
     parts = np.arange(1, rows + 1).reshape(2, turns, -1).sum((0, 2))
     assert numbers["loss"] == sum(int(x) * 2 ** (turns + i) for i, x in enumerate(parts))

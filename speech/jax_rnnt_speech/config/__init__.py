@@ -73,9 +73,10 @@ class Data:
     batch_seconds: float = option(
         0.0, amount, "seconds of audio in a batch, with its padding; 0: --batch counts utterances"
     )
-    batch: int = option(16, positive, "utterances in a batch, with --batch-seconds 0",
+    batch: int = option(16, positive, "utterances in a batch on average, with --batch-seconds 0: more where they are "
+                        "short, and fewer where they are long",
                         needs=(lambda config: not config.data.batch_seconds, "--batch-seconds 0"))  # fmt: skip
-    buckets: int = option(4, positive, "shapes of batches at most; each has utterances of similar length")
+    buckets: int = option(8, positive, "shapes of batches at most; as few as leave no more than 10% padding")
     speeds: tuple = option((1.0,), speeds, "speeds at which each recording of --train is heard, beside 1")
     noise: str = option("", str, "folder of audio that is added to a further copy of each recording", metavar="FOLDER")
     snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB", needs=where("noise"))

@@ -1,7 +1,6 @@
 """Batches of similar length: a few static shapes, so XLA compiles few programs and computes little padding.
 
-Utterances are sorted into buckets. A bucket pads to its longest member, and its batches hold about as many frames as
-the others.
+Utterances are sorted into buckets. A bucket pads to its longest member.
 """
 
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_rnnt_speech.data import corpora, texts
+from jax_rnnt_speech.data.buckets import fewest
 from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
@@ -89,11 +89,10 @@ def with_texts(batch, rng, part, texts):
 
 
 def make_buckets(data, config, devices):
-    """Buckets with about equally many frames each, from the shortest to the longest; fewer if that fills no batch."""
+    """Buckets from the shortest utterances to the longest, of little padding; fewer if that fills no batch."""
     order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
     frames = np.array([data.corpus.utterances[i].frames for i in order])
-    share = np.minimum(np.cumsum(frames) * config.data.buckets // (frames.sum() + 1), config.data.buckets - 1)
-    limits = sorted({int(frames[share == k].max()) for k in np.unique(share)})
+    limits = fewest(*np.unique(frames, return_counts=True), config.data.buckets).tolist()
     groups, waiting = [], []  # (frames, utterances)
     for low, high in zip([-1, *limits], limits):
         waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
