@@ -77,7 +77,7 @@ class Data:
     batch: int = option(16, positive, "utterances in a batch on average, with --batch-seconds 0: more where they are "
                         "short, and fewer where they are long",
                         needs=(lambda config: not config.data.batch_seconds, "--batch-seconds 0"))  # fmt: skip
-    buckets: int = option(8, positive, "shapes of batches at most; as few as leave no more than 10% padding")
+    buckets: int = option(8, positive, "shapes of batches at most; as few as leave a tenth of padding")
     speeds: tuple = option((1.0,), speeds, "speeds at which each recording of --train is heard, beside 1")
     noise: str = option("", str, "folder of audio that is added to a further copy of each recording", metavar="FOLDER")
     snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB", needs=where("noise"))
