@@ -359,6 +359,16 @@ class Lengths:
         return versions, self.seconds[items]
 
 
+@pytest.mark.parametrize("used", [0, 3])
+@pytest.mark.parametrize("window", [0, 50])
+def test_shapes_where_most_is_left_out(used, window):
+    """What is left out, as it is too long, has 0 s in the order and no bucket of its own."""
+    seconds = np.repeat([0, 12.0], [60 - used, used])
+    reader = order.Reader(0, 0, Lengths(seconds), [np.arange(60)], [None], 1, [1.0], 20, 9)
+    ends, rows = buckets.planned(*order.lengths([reader], 0, window), Config().data, 1, 1, bool(window), False)
+    assert min(ends) >= 12 and min(rows) >= 1
+
+
 @pytest.mark.parametrize("options", [{}, {"batch": 40}, {"batch_seconds": 200.0}, {"window": 4000}, {"count": 700}])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_padding(options, devices):

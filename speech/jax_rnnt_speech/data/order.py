@@ -115,12 +115,13 @@ def lengths(readers, epoch, window):
     """(seconds [N], counts [N], sum of seconds) of the utterances of the first window, on all processes.
 
     The seconds are the upper edges of the bins of a histogram, and the last of them holds utterances of other windows.
+    Utterances that will be left out last 0 s, and are not counted.
     """
     most = readers[0].most + SLACK
     edges, found = np.linspace(0, most, SOUGHT + 1), np.zeros((2, SOUGHT))
     for reader in readers:
         _, seconds = reader.lengths_of_versions(*(x[: window or None] for x in reader.epoch(epoch)))
-        found += [np.histogram(seconds, edges, weights=x)[0] for x in (np.ones(len(seconds)), seconds)]
+        found += [np.histogram(seconds, edges, weights=x)[0] for x in (np.sign(seconds), seconds)]
     counts, amount = hosts.gathered(found[None]).sum(0)
     used = np.flatnonzero(counts)
     seconds, counts = edges[used + 1], counts[used].astype(int)
@@ -130,7 +131,7 @@ def lengths(readers, epoch, window):
     elif len(used) and seconds[-1] > NEAR * most:  # other windows may have longer ones
         seconds[-1] = most
     else:
-        seconds, counts = np.append(seconds, most), np.append(counts, 0)
+        seconds, counts = np.append(seconds, most), np.append(counts, 0 if len(used) else 1)
     return seconds, counts, float(amount.sum())
 
 
