@@ -118,7 +118,7 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     data = batches.labelled(recordings, asr.data.tokens.train(config.head, ["ABC "]), 4)
     (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
     found = batches.make_buckets(data, config, 1)
-    tested = batches.testing(data, config.data, found, (0, 1))
+    tested = batches.testing(data, config, found, (0, 1))
     valid = {int(i): v for b in tested for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
@@ -163,7 +163,7 @@ def test_host_and_device_features():
 def test_masks():
     """Spans over time and features have the mean of what is kept, nothing else changes; they are as long as allowed."""
     config = configuration(time_masks=2, mel_masks=1, mel_mask=3, time_mask=0.25)
-    spans = np.stack([features.draw_spans(config.data, np.random.default_rng(i), 20, 6) for i in range(50)])
+    spans = np.stack([features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
     sizes = spans[..., 1] - spans[..., 0]
     assert sizes.min() == 0 and sizes[:, :2].max() == 5 and sizes[:, 2].max() == 3 and spans[:, 2].max() <= 6
     x, lengths = np.random.default_rng(0).normal(3, size=(50, 22, 6)).astype(np.float32), np.full(50, 20)
@@ -324,7 +324,7 @@ def test_buckets(corpus):
         frames = [data.corpus.utterances[i].frames for i in bucket.members]
         assert max(frames) == bucket.frames and bucket.batch % 2 == 0
         assert max(len(data.labels[i]) for i in bucket.members) == bucket.labels
-    tested = list(batches.testing(data, config.data, buckets, (0, 1)))
+    tested = list(batches.testing(data, config, buckets, (0, 1)))
     assert {batch["features"].shape for batch in tested} == {(b.batch, b.frames, 6) for b in buckets}
     for batch in tested:
         for i, length, labels, count in zip(*(batch[x] for x in ("index", "lengths", "targets", "target_lengths"))):

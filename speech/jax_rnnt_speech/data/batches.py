@@ -117,18 +117,16 @@ def size_of(config, devices, frames):
     return max(devices, size // devices * devices)
 
 
-def collate(data, options, bucket, items, size):
-    """Arrays of a batch of `size` rows from (utterance, features or None, spans); rows without are not `valid`.
-
-    `options`: a `config.Data`, as for `testing`.
-    """
+def collate(data, config, bucket, items, size):
+    """Arrays of a batch of `size` rows from (utterance, features or None, spans); rows without are not `valid`."""
+    copies, time_masks = config.masks
     batch = {
         "features": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
         "lengths": np.ones(size, np.int32),
         "targets": np.zeros((size, bucket.labels), np.int32),
         "target_lengths": np.zeros(size, np.int32),
         "valid": np.zeros(size, bool),
-        "spans": np.zeros((size, options.time_masks + options.mel_masks, 2), np.int32),
+        "spans": np.zeros((size, copies * (time_masks + config.data.mel_masks), 2), np.int32),
         "index": np.full(size, -1, np.int32),
     }
     for row, (i, x, spans) in enumerate(items):
@@ -141,11 +139,11 @@ def collate(data, options, bucket, items, size):
     return batch
 
 
-def testing(data, options, buckets, part):
+def testing(data, config, buckets, part):
     """Every utterance once, always drawn alike; the last batch of a bucket may have rows that are not valid."""
     for bucket in buckets:
         size = bucket.batch // part[1]
         for start in range(0, len(bucket.members), bucket.batch):
             chosen, spans = bucket.members[start : start + bucket.batch][part[0] * size :][:size], 0
             items = [(i, data.corpus.load(i, np.random.default_rng(i)), spans) for i in chosen]
-            yield collate(data, options, bucket, items, size)
+            yield collate(data, config, bucket, items, size)

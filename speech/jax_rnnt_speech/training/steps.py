@@ -11,14 +11,19 @@ from jax_rnnt_speech.training import objective
 from jax_rnnt_speech.training.parts import STATISTICS
 
 
+def updates_of(options, steps):
+    """(updates of a training, those until the highest learning rate)."""
+    updates = max(1, steps // options.accumulate)
+    return updates, 1 + int(options.warmup * updates)
+
+
 def make_optimizer(options, steps, factors=None):
     """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
 
     `options`: a `config.Optimiser`. `factors` of the learning rate, by the path of a parameter; None: weights are any
     tree, and learn alike.
     """
-    updates = max(1, steps // options.accumulate)
-    warmup = 1 + int(options.warmup * updates)
+    updates, warmup = updates_of(options, steps)
     schedule = optax.warmup_cosine_decay_schedule(0, options.learning_rate, warmup, max(updates, warmup) + 1)
     optimizer = optax.adamw(schedule, b2=0.98, weight_decay=options.decay)
     if options.clip:
@@ -90,23 +95,25 @@ def in_turns(loss, weights, batch, devices, turns):
     return jax.lax.scan(add, none, (jax.tree.map(split, batch), jnp.arange(turns)))[0]
 
 
-def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, usual=None):
+def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, usual=None, warmup=1):
     """Returns a jitted (state, batch, frozen, step) -> (state, numbers).
 
     `layers`: batches hold rows after so many. `cpus`: the devices are so many CPUs, which gain nothing from large
     batches, and take a batch in turns. `usual`: utterances that a batch has on average, so that all utterances weigh
-    alike in gradients, however many their batch has; None: all batches weigh alike.
+    alike in gradients, however many their batch has; None: all batches weigh alike. `warmup`: steps in which the weight
+    of CR-CTC rises to that of its option, as its divergence may be large before the CTC loss has learned anything.
     """
-    options, features = model.config.optimiser, model.config.features
+    options, features, copies = model.config.optimiser, model.config.features, model.config.masks[0]
     cpus *= layers is None and model.config.network.batch_norm == "frozen"  # else statistics are those of a batch
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
         def loss(weights, part=batch, seed=step, valid=None):
-            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid)
+            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid, ramp)
 
         rows, frames = batch["features"].shape[:2] if cpus else (1, 1)
-        turns = turns_of(rows // cpus, frames * features.hop / 1000, SECONDS) if cpus else 1
+        turns = turns_of(rows // cpus, copies * frames * features.hop / 1000, SECONDS) if cpus else 1
+        ramp = jnp.minimum(step / warmup, 1) if copies > 1 else 1.0
         if turns > 1:
             seeded = lambda weights, part, i: loss(weights, part, step * turns + i, batch["valid"])  # noqa: E731
             value, gradient = in_turns(seeded, state["weights"], batch, cpus, turns)
