@@ -93,12 +93,13 @@ def run(networks, encoder, lengths, phrases, fusion, guard, *, verb, loss, sizes
     return verb(loss.value(), networks.joint, networks.predictor, encoder, lengths, *sizes, **options)
 
 
-# (weight of fusion, margin, blank_margin, most): the defaults of greedy search and of beams, others, and no guard.
+# (weight of fusion, margin, blank_margin, most): the defaults of greedy search and of beams, and others.
 SETTINGS = (
     (1.0, 5.0, 1.5, 2.5),
     (8.0, 8.0, 5.0, 1.0),
     (3.0, 0.7, 0.4, 4.0),
     (0.5, 2.0, 0.0, 0.3),
+    (0.2, math.inf, math.inf, math.inf),
     (2.0, math.inf, math.inf, math.inf),
 )
 
@@ -125,12 +126,12 @@ def test_greedy(loss):
 def test_beam():
     """With room for all labels, the scores are those of the loop, whatever the guard, and without one."""
     loss = NAMED["monotonic"]
-    model = Model(loss, batch=3, frames=4)
+    model = Model(loss, batch=12, frames=4)
     search = functools.partial(run, verb=decoding.beam, loss=loss, sizes=(4, 40))
     for fusion, *limits in (*SETTINGS, (2.0, None)):
         guard = None if limits == [None] else decode.Guard(*limits)
         found = search(model.parameters, model.encoder, model.lengths, phrases_of(), fusion, guard)
-        for b in range(3):
+        for b in range(12):
             rule = Guarded(fusion, *(limits if guard else [math.inf] * 3), greedy=False)
             rule.reach = rule.reach if guard else (math.inf, 0)
             expected = beam_loop(model, b, rule)
