@@ -10,6 +10,7 @@ import types
 
 from jax_rnnt_speech.config.options import (
     amount,
+    counts,
     dashed,
     durations,
     natural,
@@ -142,8 +143,29 @@ class Encoder:
         ((2, 2), (2, 2)), strides, "strides of the first convolutions: TIMExFEATURES,...", needs=OWN
     )
     channels: int = option(32, positive, "channels of the first convolutions", needs=OWN)
-    chunk: int = option(0, natural, "encoder frames that see each other and --past, for streams; 0: all see all")
-    past: int = option(64, natural, "encoder frames before its chunk that a frame sees", needs=STREAMS)
+    chunk: int | tuple = option(
+        0, counts(1), "encoder frames that see each other and --past, for streams; 0: all see all. With commas: each "
+        "batch draws one of them, as of --past and --ahead",
+    )  # fmt: skip
+    past: int | tuple = option(64, counts(0), "encoder frames before its chunk that a frame sees", needs=STREAMS)
+    ahead: int | tuple = option(0, counts(0), "encoder frames behind its chunk that a frame sees", needs=STREAMS)
+    whole: float = option(0.0, share, "share of the batches whose frames see everything", needs=STREAMS)
+
+    def __post_init__(self):
+        for name in ("chunk", "past", "ahead"):  # a list of one entry is that entry
+            if isinstance(x := getattr(self, name), tuple) and len(x) == 1:
+                object.__setattr__(self, name, x[0])
+
+    @property
+    def draws(self):
+        """Whether each batch draws what its frames see, so that a stream hears windows."""
+        lists = any(isinstance(x, tuple) for x in (self.chunk, self.past, self.ahead))
+        return bool(self.chunk and (lists or self.ahead or self.whole))
+
+    @property
+    def step(self):
+        """Encoder frames of a step of a stream whose encoder knows the past by its state; 0: it has no such steps."""
+        return 0 if self.draws else self.chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,6 +356,13 @@ class Config:
             raise UserError(f"--hop {features.hop:g} must be above 0, and at most the window of {features.window:g} ms")
         if round(features.rate * features.window / 1000) < 2:
             raise UserError(f"a window of {features.window:g} ms has fewer than two samples at --rate {features.rate}")
+        if self.encoder.draws:
+            several = "several --chunk, or --ahead or --whole,"
+            fine = self.encoder.kind in ("conformer", "fastconformer")
+            refuse_if(not fine, f"{several} need --encoder conformer or fastconformer, got {self.encoder.kind}")
+            refuse_if(self.head.stack, f"{several} leave no place for --stack, whose blocks see everything")
+            frozen = "encoder:" in self.optimiser.freeze
+            refuse_if(frozen, f"{several} change the rows that --freeze {self.optimiser.freeze} would keep")
         steps, accumulate = self.run.steps, self.optimiser.accumulate
         if not self.run.epochs and steps < accumulate:
             raise UserError(f"--accumulate {accumulate} must be at most --steps {steps}")

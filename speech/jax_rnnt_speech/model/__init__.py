@@ -32,7 +32,7 @@ class Model:
     def __init__(self, config, vocabulary, mean, deviation, source=None):
         self.config, self.tokens, self.variant, self.source = config, vocabulary, variant_of(config.head), source
         self.mean, self.deviation = np.float32(mean), np.float32(deviation)
-        self.extractor = features.extractor(config.features, config.encoder.chunk)
+        self.extractor = features.extractor(config.features, config.encoder.step)
         options = {"reduction": "none", "fastemit_lambda": config.objective.fastemit}
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
@@ -102,12 +102,12 @@ class Model:
         """The features that the model takes, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
         return self.standardised(self.extractor(samples))
 
-    def encoded(self, network, x, batch, layers=None, language=None):
+    def encoded(self, network, x, batch, layers=None, language=None, context=None):
         """Every loss is computed from this. `layers`: x holds rows after so many layers of the encoder."""
         if layers is None:
-            rows, lengths = network.encode(x, batch["lengths"])
+            rows, lengths = network.encode(x, batch["lengths"], context)
         else:
-            rows, lengths = network.on_rows(*network.encoder.upper(x, batch["lengths"], layers))
+            rows, lengths = network.on_rows(*network.encoder.upper(x, batch["lengths"], layers, context))
         states = None if self.loss is None else network.predictor(batch["targets"])
         return Encoded(
             self.prompted(network, rows, language), states, batch["targets"], lengths, batch["target_lengths"]

@@ -236,7 +236,7 @@ def names_of(path, config):
         return ["encoder_projector.bias", "decoder.decoder_projector.bias"]
     name = MODULES.get(module, module).replace("encoder.blocks.layers", "encoder.layers")
     name = re.sub(r"\.layers(\d+)", r".layers.\1", name.replace("encoder.subsample", "encoder.subsampling"))
-    if not config.encoder.chunk:  # one list of convolutions and activations
+    if not config.encoder.step:  # one list of convolutions and activations
         for first, part in ((2, "depthwise_conv"), (3, "pointwise_conv")):
             if match := re.search(rf"subsampling\.layers\.(\d+)\.{part}", name):
                 name = name.replace(match[0], f"subsampling.layers.{3 * int(match[1]) + first}")

@@ -15,8 +15,10 @@ from jax_rnnt_speech.training.parts import lower_layers
 SAMPLE = 200  # utterances of which statistics are taken
 
 
-def mean_loss(model, params, batch, step, layers=None, valid=None):
+def mean_loss(model, params, batch, step, layers=None, valid=None, context=None):
     """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers.
+
+    `context`: the `Context` in which they are heard; by default the usual one of whole recordings.
 
     `valid`: which rows are utterances in a whole batch, of which this one is a part. The sum over all parts is the mean
     loss of the whole.
@@ -31,7 +33,7 @@ def mean_loss(model, params, batch, step, layers=None, valid=None):
         x, batch = lower.lower(x, batch["lengths"], frozen), batch | {"lengths": lower.lengths(batch["lengths"])}
         layers = frozen
     network = model.network(params, step)
-    x = model.encoded(network, x, batch, layers)
+    x = model.encoded(network, x, batch, layers, context=context)
     x = x._replace(frame_lengths=jnp.maximum(x.frame_lengths, 1))
     values = model.variant.compute(model.loss, network, x, config.network.joint == "tiles")
     if config.objective.ctc:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_rnnt_speech.model.encoders import contexts
 from jax_rnnt_speech.training import objective
 from jax_rnnt_speech.training.parts import STATISTICS
 
@@ -108,8 +109,10 @@ def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0):
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
+        context = contexts.drawn(model.config.encoder, model.config.run.seed, step)
+
         def loss(weights, part=batch, seed=step, valid=None):
-            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid)
+            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid, context)
 
         turns = turns_of(batch["features"].shape, features.hop / 1000, cpus) if cpus else 1
         if turns > 1:
