@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 from jax_rnnt_speech.model import encoders, transducer
-from jax_rnnt_speech.model.encoders import contexts
 from support import configuration
 
 FEATURES = 6
@@ -93,66 +92,3 @@ def test_a_barrier_before_each_block():
         program = jax.make_jaxpr(run)(state, np.zeros((1, 40, FEATURES), np.float32), np.array([40]))
         count = sum(x.primitive.name == "optimization_barrier" for x in program.eqns)
         assert count == 3 + (name == "conformer in longer chunks")
-
-
-LAYERS, KERNEL = 2, 5
-# (left, chunk, right), and frames of the first chunk that come before.
-CONTEXTS = (2, 1, 0, 0), (3, 2, 1, 0), (4, 3, 2, 0), (0, 4, 0, 3), (0, 1 << 29, 0, 0)
-
-
-def seen_by(layers, count, left, chunk, right, before):
-    """Which of `count` frames decide each row after some layers, by loops over what a layer lets a frame see."""
-    attention, convolution = np.zeros((2, count, count))
-    for t in range(count):
-        start = (t + before) // chunk * chunk - before
-        attention[t, max(0, start - left) : start + chunk + right] = 1
-        convolution[t, max(0, t - KERNEL // 2) : min(t + KERNEL // 2 + 1, start + chunk + right)] = 1
-    rows = np.eye(count)
-    for _ in range(layers):
-        rows = convolution @ (attention @ rows)
-    return rows > 0
-
-
-@pytest.mark.parametrize("kind", ["conformer", "fastconformer"])
-def test_contexts(kind):
-    """Rows see what a context lets them see, to the bit; windows have the rows of the whole; one program serves all."""
-    make, *sizes = kinds(LAYERS)[kind]
-    small = {"conv_kernel_size": KERNEL, "subsampling_conv_channels": 8}  # of few channels, all may end in a ReLU
-    own = {"convolution": KERNEL, "channels": 8}
-    first = sizes[0].replace(**own) if kind == "conformer" else dataclasses.replace(sizes[0], **small)
-    encoder = make(first, *sizes[1:], dtype=np.float32, rngs=nnx.Rngs(0))
-    encoder.eval()
-    graph, parameters, rest = nnx.split(encoder, nnx.Param, ...)
-    rng, rate, count, traced = np.random.default_rng(1), encoder.subsampling, 23, []
-    parameters = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape) / max(x.shape[0], 1) ** 0.5), parameters)
-    x = np.float32(rng.normal(size=(1, count * rate, FEATURES)))
-
-    @jax.jit
-    def run(x, length, context):
-        traced.append(1)
-        return nnx.merge(graph, parameters, rest)(x, length, context)[0]
-
-    def rows_of(x, context):
-        padded = np.pad(x, ((0, 0), (0, count * rate - x.shape[1]), (0, 0)), constant_values=1e3)
-        return np.asarray(run(padded, np.array([x.shape[1]]), contexts.Context(*map(np.int32, context))))[0]
-
-    whole = jax.jit(lambda x: nnx.merge(graph, parameters, rest)(x, np.array([count * rate]))[0])(x)[0]
-    np.testing.assert_allclose(rows_of(x, contexts.WHOLE), whole, atol=2e-5)
-    for context in CONTEXTS:
-        rows, seen = rows_of(x, context), seen_by(LAYERS, count, *context)
-        for frame in (3 * rate, 11 * rate + rate - 1, count * rate - 1):
-            other = x.copy()
-            other[0, frame] += 100 * rng.normal(size=FEATURES)
-            inputs = [t for t in range(count) if abs(frame - t * rate) < rate]  # strided convolutions see these
-            changed = (rows_of(other, context) != rows).any(-1)
-            assert not (changed & ~seen[:, inputs].any(1)).any(), (context, frame)
-            near = seen_by(1, count, *context)[:, inputs].any(1)  # of two layers, the last bits may stay
-            assert changed[near].all(), (context, frame)
-        left, chunk, right, before = context
-        for start in range(-before % chunk, count, chunk):
-            stop = min(start + chunk, count)
-            frames = np.flatnonzero(seen[start:stop].any(0))
-            begin, end = max(0, frames[0] - 1), frames[-1] + 1  # a row of features more, for strided convolutions
-            part = rows_of(x[:, begin * rate : end * rate], (left, chunk, right, -(start - begin) % chunk))
-            np.testing.assert_allclose(part[start - begin : stop - begin], rows[start:stop], atol=2e-5)
-    assert len(traced) == 1

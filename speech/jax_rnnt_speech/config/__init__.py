@@ -149,7 +149,9 @@ class Encoder:
     )  # fmt: skip
     past: int | tuple = option(64, counts(0), "encoder frames before its chunk that a frame sees", needs=STREAMS)
     ahead: int | tuple = option(0, counts(0), "encoder frames behind its chunk that a frame sees", needs=STREAMS)
-    whole: float = option(0.0, share, "share of the batches whose frames see everything", needs=STREAMS)
+    whole: float = option(
+        0.0, number(float, 0, most=1), "share of the batches whose frames see everything", needs=STREAMS
+    )
 
     def __post_init__(self):
         for name in ("chunk", "past", "ahead"):  # a list of one entry is that entry

@@ -62,8 +62,7 @@ def usual(options):
     return None if sizes is None or options.whole else Context(*map(max, sizes))
 
 
-def nearest(options, chunk, right, left=None):
-    """The Context of a `config.Encoder` whose sizes are nearest to these frames; by default the most of the left."""
+def nearest(options, chunk, right):
+    """The Context of a `config.Encoder` whose chunk and right are nearest to these frames, with the most before it."""
     lefts, *sizes = listed(options)
-    wanted = (max(lefts) if left is None else left, chunk, right)
-    return Context(*(min(x, key=lambda y, z=z: (abs(y - z), -y)) for x, z in zip((lefts, *sizes), wanted)))
+    return Context(max(lefts), *(min(x, key=lambda y, z=z: abs(y - z)) for x, z in zip(sizes, (chunk, right))))

@@ -1,0 +1,214 @@
+"""Models that are heard whole or live: what frames see, what batches draw, and streams in a context."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_rnnt_speech.config import Config
+from jax_rnnt_speech.config.files import from_json, to_json
+from jax_rnnt_speech.model.encoders import contexts
+from jax_rnnt_speech.recognition import search
+from jax_rnnt_speech.recognition.live import Windowed
+from jax_rnnt_speech.training import objective
+from support import (
+    arguments,
+    asr,
+    configuration,
+    losses,
+    prepared,
+    random_model,
+    run,
+    steps_of,
+    weights,
+)
+from test_encoders import FEATURES, kinds
+
+LAYERS, KERNEL = 2, 5
+# (left, chunk, right), and frames of the first chunk that come before.
+CONTEXTS = (2, 1, 0, 0), (3, 2, 1, 0), (4, 3, 2, 0), (0, 4, 0, 3), (0, 1 << 29, 0, 0)
+
+
+def seen_by(layers, count, left, chunk, right, before):
+    """Which of `count` frames decide each row after some layers, by loops over what a layer lets a frame see."""
+    attention, convolution = np.zeros((2, count, count))
+    for t in range(count):
+        start = (t + before) // chunk * chunk - before
+        attention[t, max(0, start - left) : start + chunk + right] = 1
+        convolution[t, max(0, t - KERNEL // 2) : min(t + KERNEL // 2 + 1, start + chunk + right)] = 1
+    rows = np.eye(count)
+    for _ in range(layers):
+        rows = convolution @ (attention @ rows)
+    return rows > 0
+
+
+@pytest.mark.parametrize("kind", ["conformer", "fastconformer"])
+def test_contexts(kind):
+    """Rows see what a context lets them see, to the bit; windows have the rows of the whole; one program serves all."""
+    make, *sizes = kinds(LAYERS)[kind]
+    small = {"conv_kernel_size": KERNEL, "subsampling_conv_channels": 8}  # of few channels, all may end in a ReLU
+    own = {"convolution": KERNEL, "channels": 8}
+    first = sizes[0].replace(**own) if kind == "conformer" else dataclasses.replace(sizes[0], **small)
+    encoder = make(first, *sizes[1:], dtype=np.float32, rngs=nnx.Rngs(0))
+    encoder.eval()
+    graph, parameters, rest = nnx.split(encoder, nnx.Param, ...)
+    rng, rate, count, traced = np.random.default_rng(1), encoder.subsampling, 23, []
+    parameters = jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape) / max(x.shape[0], 1) ** 0.5), parameters)
+    x = np.float32(rng.normal(size=(1, count * rate, FEATURES)))
+
+    @jax.jit
+    def run(x, length, context):
+        traced.append(1)
+        return nnx.merge(graph, parameters, rest)(x, length, context)[0]
+
+    def rows_of(x, context):
+        padded = np.pad(x, ((0, 0), (0, count * rate - x.shape[1]), (0, 0)), constant_values=1e3)
+        return np.asarray(run(padded, np.array([x.shape[1]]), contexts.Context(*map(np.int32, context))))[0]
+
+    whole = jax.jit(lambda x: nnx.merge(graph, parameters, rest)(x, np.array([count * rate]))[0])(x)[0]
+    np.testing.assert_allclose(rows_of(x, contexts.WHOLE), whole, atol=2e-5)
+    for context in CONTEXTS:
+        rows, seen = rows_of(x, context), seen_by(LAYERS, count, *context)
+        for frame in (3 * rate, 11 * rate + rate - 1, count * rate - 1):
+            other = x.copy()
+            other[0, frame] += 100 * rng.normal(size=FEATURES)
+            inputs = [t for t in range(count) if abs(frame - t * rate) < rate]  # strided convolutions see these
+            changed = (rows_of(other, context) != rows).any(-1)
+            assert not (changed & ~seen[:, inputs].any(1)).any(), (context, frame)
+            near = seen_by(1, count, *context)[:, inputs].any(1)  # of two layers, the last bits may stay
+            assert changed[near].all(), (context, frame)
+        left, chunk, right, before = context
+        for start in range(-before % chunk, count, chunk):
+            stop = min(start + chunk, count)
+            frames = np.flatnonzero(seen[start:stop].any(0))
+            begin, end = max(0, frames[0] - 1), frames[-1] + 1  # a row of features more, for strided convolutions
+            part = rows_of(x[:, begin * rate : end * rate], (left, chunk, right, -(start - begin) % chunk))
+            np.testing.assert_allclose(part[start - begin : stop - begin], rows[start:stop], atol=2e-5)
+    assert len(traced) == 1
+
+
+def test_draws():
+    """Every entry of each list comes about equally often, and everything at its share; seed and step decide."""
+    options = configuration(chunk=[1, 2, 7], past=[70], ahead=[0, 4], whole=0.4, encoder="conformer").encoder
+    draw = jax.jit(jax.vmap(functools.partial(contexts.drawn, options), (None, 0)))
+    found = np.stack(draw(3, np.arange(2000)), 1)
+    np.testing.assert_array_equal(found, np.stack(draw(3, np.arange(2000)), 1))
+    assert (found != np.stack(draw(4, np.arange(2000)), 1)).any()
+    whole = (found == contexts.WHOLE).all(1)
+    assert abs(whole.mean() - 0.4) < 4 * (0.24 / 2000) ** 0.5
+    rest = found[~whole]
+    assert {tuple(x) for x in rest} == {(70, a, b, 0) for a in (1, 2, 7) for b in (0, 4)}
+    for column, entry, chance in ((1, 1, 1 / 3), (1, 2, 1 / 3), (2, 4, 1 / 2)):
+        assert abs((rest[:, column] == entry).mean() - chance) < 4 * (chance * (1 - chance) / len(rest)) ** 0.5
+
+
+def test_options(refused, tmp_path):
+    """One entry is today's option, and old configurations are read; what does not fit is said."""
+    old = {"encoder": {"kind": "conformer", "chunk": 8, "past": 24}}
+    config = Config.from_options(**from_json(old, "old"))
+    assert (config.encoder.step, config.encoder.draws) == (8, False) and contexts.drawn(config.encoder, 0, 1) is None
+    assert to_json(config)["encoder"].items() >= old["encoder"].items()
+    for more in ({"chunk": [8]}, {"chunk": (8,), "ahead": [0]}):
+        assert Config.from_options(past=24, **more).encoder == config.encoder
+    several = Config.from_options(chunk=[1, 2], past=70, ahead=[0, 4], whole=0.5)
+    again = Config.from_options(**from_json(json.loads(json.dumps(to_json(several))), "new"))
+    assert again == several and several.encoder.draws and several.encoder.step == 0
+    assert contexts.listed(several.encoder) == ((70,), (1, 2), (0, 4))
+    assert contexts.nearest(several.encoder, 1.2, 3) == (70, 1, 4, 0) and contexts.usual(several.encoder) is None
+    assert contexts.usual(several.replace(whole=0).encoder) == (70, 2, 4, 0)
+    for more, message in (
+        ({"chunk": "1,1"}, "different ones of 1 or more such as 1,2,7, got 1,1"),
+        ({"chunk": "0,2"}, "got 0,2"),
+        ({"chunk": "1,x"}, "got 1,x"),
+        ({"chunk": "0", "whole": "0.5"}, "needs --chunk"),
+        ({"chunk": "1,2", "encoder": "convolutional"}, "need --encoder conformer or fastconformer, got convolutional"),
+        ({"chunk": "4", "ahead": "2", "freeze": "encoder:1"}, "--freeze encoder:1 would keep"),
+    ):
+        refused(arguments(tmp_path, tmp_path / "run", **{"encoder": "conformer"} | more), message)
+
+
+MORE = {"encoder": "conformer", "chunk": "1,2", "past": "4", "ahead": "0,1", "whole": 0.5, "buckets": 1}
+
+
+@pytest.mark.slow
+def test_steps(corpus):
+    """The loss of each step is that in the context which the seed and the step draw, by one program for all."""
+    lists = {"chunk": [1, 2], "past": 4, "ahead": [0, 1]}
+    model, batch = prepared(corpus, **MORE | lists, dropout=0.0, learning_rate=0.0, steps=9)
+    _, state, frozen, step_of = steps_of(model)
+
+    @jax.jit
+    def loss(params, edges, step):
+        return objective.mean_loss(model, params, batch, step, context=contexts.Context(*edges))
+
+    drawn = [tuple(map(int, contexts.drawn(model.config.encoder, 0, step))) for step in range(1, 7)]
+    values = []
+    for step, context in enumerate(drawn, 1):
+        state, numbers = step_of(state, batch, frozen, step)
+        values.append(float(numbers["loss"]))
+        np.testing.assert_allclose(values[-1], loss(model.params, context, step), rtol=1e-6)
+    assert len({*values}) == len({*drawn}) > 2 and step_of._cache_size() == 1
+
+
+@pytest.mark.slow
+def test_a_run(corpus, tmp_path, said, refused):
+    """A run that goes on draws what it would have drawn, bit for bit; another begins with a model that hears all."""
+    more = MORE | {"steps": 4, "save_every": 2}
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert "1 programs for 1 shapes" in said(arguments(corpus, whole, **more)).out
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoints/4")
+    run([*arguments(corpus, part, **more), "--resume"])
+    assert losses(part) == losses(whole) and len(losses(whole)) == 4
+    chex.assert_trees_all_equal(weights(part), weights(whole))
+    refused([*arguments(corpus, part, **more | {"chunk": "1,4"}), "--resume"], "a model with --chunk (1, 2), got")
+    offline = {"encoder": "conformer", "chunk": 0, "steps": 1}
+    command = arguments(corpus, tmp_path / "offline", **offline)
+    place = command.index("--past")
+    run(command[:place] + command[place + 2 :])
+    begun = ["train", "--train", corpus / "all.jsonl", "--valid", corpus / "held-out.jsonl", "--steps", 1, "--init"]
+    run([*begun, tmp_path / "offline", "--chunk", "1,2", "--whole", 0.5, "--workdir", tmp_path / "tuned"])
+    assert asr.models.open_model(tmp_path / "tuned").config.encoder.chunk == (1, 2)
+    sound = next(corpus.rglob("*.flac"))
+    said(["transcribe", "--model", tmp_path / "tuned", sound])
+    error = said(["stream", "--model", tmp_path / "tuned", "--chunk", 0.05, "--right", 0, sound]).err
+    assert "windows: left 2.56 s, chunk 0.04 s, right 0 s, the nearest to what is asked for" in error
+
+
+def test_live(monkeypatch):
+    """A stream hears in the nearest context: with nothing ahead, the labels of the masked whole, however it is cut."""
+    more = {"encoder": "conformer", "chunk": [2, 5], "past": [3, 6], "ahead": [0, 2], "whole": 0.5}
+    model = random_model(**more)
+    samples = 0.1 * np.random.default_rng(1).normal(size=12000).astype(np.float32)
+    x = model.features(samples)
+    context = contexts.Context(6, 5, 0)
+
+    @jax.jit
+    def whole(params):
+        network = model.network(params)
+        return search.search(model, network, *network.encode(x[None], np.array([len(x)]), context))
+
+    found = whole(model.params)
+    expected = found.labels[0, : found.counts[0]].tolist()
+    assert len(expected) > 10
+    for right, frames in ((0.0, 0), (3 * model.seconds, 2)):
+        texts = []
+        for cuts in ([], [1, 700, 701, 9000], range(333, 12000, 333)):
+            live, labels = Windowed(model, left=2.0, chunk=4 * model.seconds, right=right, listens=False), []
+            assert (
+                live.slots.context == (6, 5, frames, 0) and f"right {frames * model.seconds:.3g} s" in live.said_sizes
+            )
+            pieces = np.split(samples, cuts)
+            for i, piece in enumerate(pieces):
+                for step in live.steps(piece, end=i == len(pieces) - 1):
+                    ((part, unsure, _),) = live.slots.run([step])
+                    labels += part.labels
+            texts.append(labels + unsure.labels)
+        assert texts[0] == texts[1] == texts[2]
+        assert frames or texts[0] == expected
