@@ -189,6 +189,7 @@ def fits(model):
     head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", HeadFields.decoder_hidden_size)
     same = (len(model.tokens.pieces), config.blocks.width) == head and not config.head.stack
     same &= config.head.predictor == "lstm" and isinstance(model.tokens, tokens.Pretrained | tokens.Numbers)
+    same &= not config.encoder.draws  # `transformers` has no contexts
     return fields.get("model_type") in MODELS and same and config.head.loss == MODELS[fields["model_type"]][0]
 
 
