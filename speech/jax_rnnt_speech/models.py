@@ -180,5 +180,8 @@ def fresh(config, corpus):
     if len(old.mean) != features:
         raise UserError(f"--init {start} hears {len(old.mean)} features a frame, {config.data.train} has {features}")
     model = Model(config, vocabulary or old.tokens, old.mean, old.deviation, old.source)
+    if model.extractor != old.extractor:  # sherpa-onnx computes others for an LSTM predictor, and for TDT
+        raise UserError(f"--init {start} hears other features than sherpa-onnx computes for the new head: "
+                        "neither or both must have --predictor lstm or --loss tdt")  # fmt: skip
     model.take({name: old.params[name] for name in (["encoder"] if new else old.params)})
     return model

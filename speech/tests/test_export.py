@@ -49,10 +49,10 @@ def test_export(talkative, tmp_path, said):
     run([*command, 0.001], 2)
 
 
-@pytest.mark.parametrize("preset", features.PRESETS)
+@pytest.mark.parametrize("preset", [*features.PRESETS, "sherpa-onnx"])
 def test_features_of_padded_recordings(preset):
     """Whatever is behind a recording, its frames are those of it alone."""
-    extractor = features.extractor(asr.config.Config.from_options(features=preset, mels=16).features)
+    extractor = features.extractor(asr.config.Config.from_options(features=preset, mels=16))
     samples = np.random.default_rng(0).normal(0, 0.3, (3, 9000)).astype(np.float32)
     lengths = np.array([9000, 4321, 800])
     counts = extractor.counts(lengths, np)

@@ -61,7 +61,7 @@ def test_features(case):
 def test_features_of_128_bins():
     config = asr.config.Config.from_options(features="nemo", mels=128)
     expected = arrays(GOLDEN / "features128.npz")["features"]
-    results = features.extractor(config.features)(recordings()[2][:3000])
+    results = features.extractor(config)(recordings()[2][:3000])
     np.testing.assert_allclose(results, expected[0, : len(results)], **NEAR)
 
 

@@ -260,7 +260,7 @@ def test_times(kind, tmp_path, said):
         noted = [text for text, names in checked["notes"].items() if any(f"{name}.wav" in x for x in names)]
         assert len(noted) == bool(note) and (whole or not note or note in noted[0])
     frames, left = trained(tmp_path / kind, tmp_path)
-    extractor = asr.data.features.extractor(configuration().features, 4)
+    extractor = asr.data.features.extractor(configuration())
     assert sorted(frames) == sorted(extractor.count(round(x * RATE)) for x in expected.values())
     assert len(left) == (0 if whole else 1)
 
@@ -321,7 +321,7 @@ def test_guesses(kind, windows, tmp_path, said, monkeypatch):
     expected = [seconds for *_, seconds in rows.values()]
     assert found(said, tmp_path / kind, "--max-seconds", 1.85)["utterances"] == len(expected)
     frames, left = trained(tmp_path / kind, tmp_path, max_seconds=1.85, buffer=5)
-    extractor = asr.data.features.extractor(configuration().features, 4)
+    extractor = asr.data.features.extractor(configuration())
     sizes = sorted(extractor.count(round(x * RATE)) for x in expected)
     assert not left and np.abs(np.array(sorted(frames)) - sizes).max() <= 15  # codecs add up to 0.15 s
     corpus = opened(tmp_path / kind, tmp_path, **most)

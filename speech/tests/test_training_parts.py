@@ -217,7 +217,7 @@ def test_a_source_that_remembers(corpus, tmp_path, monkeypatch):
     lines = (corpus / "all.jsonl").read_text() + '\n{"audio": "bad.flac", "text": "A"}'
     (tmp_path / "c/all.jsonl").write_text(lines)
     config = configuration(train=str(tmp_path / "c/all.jsonl"), speeds=(1, 0.8), max_seconds=0.7)
-    extractor, versions = features.extractor(config.features), augmentation.Versions(config)
+    extractor, versions = features.extractor(config), augmentation.Versions(config)
     start = lambda: Source(config, tmp_path / "index", kept=tmp_path / "kept")
     left_out = {"no audio that FFmpeg knows": ["bad.flac"], "longer than 0.7 s": ["7/1/7-1-0009.flac"]}
     first = start()

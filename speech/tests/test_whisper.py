@@ -140,7 +140,7 @@ def test_whisper(tmp_path, refused):
 def test_whisper_features():
     """Those of faster-whisper."""
     config = asr.config.Config.from_options(features="whisper")
-    results = features.extractor(config.features)(recordings()[2])
+    results = features.extractor(config)(recordings()[2])
     np.testing.assert_allclose(results[::7], GOLDEN["features"], atol=1e-5)
 
 

@@ -34,6 +34,7 @@ ENCODERS = "conformer", "convolutional", *PRETRAINED
 LOSSES = "rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned", "ctc"
 # Sections of which a checkpoint's arrays, or their meaning, depend on all options, but for some that say otherwise.
 FIXED = "features", "encoder", "blocks", "head"
+MIN_SHERPA_RATE = 4000  # its highest filter ends 400 Hz below the half of it
 DATA = {"nargs": "+", "metavar": "DATA"}
 
 
@@ -129,8 +130,8 @@ class Features:
     mels: int = option(80, positive, "features of a frame")
     window: float = option(25.0, amount, "length of a frame, in milliseconds", hidden=True)
     hop: float = option(10.0, amount, "milliseconds from one frame to the next")
-    kind: str = option("log-mel", str, "our spectra, NeMo's or Whisper's", flag="features",
-                       choices=("log-mel", "nemo", "whisper"))  # fmt: skip
+    kind: str = option("log-mel", str, "our spectra, NeMo's, Whisper's, or those that sherpa-onnx computes, for export",
+                       flag="features", choices=("log-mel", "nemo", "whisper", "sherpa-onnx"))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,6 +335,11 @@ class Config:
         """All of them by their names."""
         return {name: self.get(name) for name in OPTIONS}
 
+    @property
+    def nemo_form(self):
+        """Whether sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
+        return not self.encoder.step and (self.head.predictor == "lstm" or self.head.loss == "tdt")
+
     def checked(self, given=()):
         """Returns itself, or raises where corpora are missing or options contradict each other."""
         refuse_if(not self.data.train, "--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
@@ -365,6 +371,11 @@ class Config:
             refuse_if(self.head.stack, f"{several} leave no place for --stack, whose blocks see everything")
             frozen = "encoder:" in self.optimiser.freeze
             refuse_if(frozen, f"{several} change the rows that --freeze {self.optimiser.freeze} would keep")
+        if features.kind == "sherpa-onnx" and (features.window, features.hop) != (25, 10):
+            at = f"windows of {features.window:g} ms and --hop {features.hop:g}"
+            raise UserError(f"--features sherpa-onnx has windows of 25 ms and --hop 10, got {at}")
+        if features.kind == "sherpa-onnx" and features.rate < MIN_SHERPA_RATE:
+            raise UserError(f"--features sherpa-onnx needs a --rate of {MIN_SHERPA_RATE} or more, got {features.rate}")
         steps, accumulate = self.run.steps, self.optimiser.accumulate
         if not self.run.epochs and steps < accumulate:
             raise UserError(f"--accumulate {accumulate} must be at most --steps {steps}")

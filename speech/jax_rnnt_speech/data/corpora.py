@@ -75,7 +75,7 @@ class Recordings:
     def __init__(self, paths, config, lenient=False, testing=False):
         self.testing, self.config, self.report = testing, config, Report()
         self.features, self.hop = config.features.mels, config.features.hop / 1000
-        self.extractor = features.extractor(config.features, config.encoder.step)
+        self.extractor = features.extractor(config)
         self.entries, self.utterances = [], []
         normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
         paths = names(paths)

@@ -86,7 +86,7 @@ class Loader:
     def tools(self):
         """(vocabulary, normalizer, extractor, augmentation): each worker makes its own, and copies none."""
         normalize = texts.normalizer(self.config.texts.normalize, self.config.texts.lower)
-        extractor = features.extractor(self.config.features, self.config.encoder.step)
+        extractor = features.extractor(self.config)
         vocabulary = self.vocabulary and vocabularies.from_json(self.vocabulary)
         return vocabulary, normalize, extractor, augmentation.Versions(self.config)
 

@@ -90,7 +90,7 @@ class Source:
         self.hop = config.features.hop / 1000 if corpus is None else corpus.hop
         self.features = config.features.mels if corpus is None else corpus.features
         self.normalize = texts.normalizer(config.texts.normalize, config.texts.lower)
-        self.extractor = features.extractor(config.features, config.encoder.step)
+        self.extractor = features.extractor(config)
         versions, self.state, self.step = augmentation.Versions(config), state, step
         self.augmented = versions.key()
         varied = corpus is None or isinstance(corpus, Recordings)

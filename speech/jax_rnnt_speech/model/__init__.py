@@ -32,7 +32,7 @@ class Model:
     def __init__(self, config, vocabulary, mean, deviation, source=None):
         self.config, self.tokens, self.variant, self.source = config, vocabulary, variant_of(config.head), source
         self.mean, self.deviation = np.float32(mean), np.float32(deviation)
-        self.extractor = features.extractor(config.features, config.encoder.step)
+        self.extractor = features.extractor(config)
         options = {"reduction": "none", "fastemit_lambda": config.objective.fastemit}
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))

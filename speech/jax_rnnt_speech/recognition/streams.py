@@ -230,7 +230,8 @@ class Stream:
     def restart(self, start=0.0):
         """Forgets what is open: samples that come now begin an utterance, at so many seconds of the recording."""
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
-        self.samples, self.total, self.last, self.taken = np.zeros(self.extractor.margin, np.float32), 0, 0.0, 0
+        self.samples, self.total, self.last, self.taken = np.zeros(0, np.float32), 0, 0.0, 0
+        self.begun = False  # whether what comes before the recording is among the samples
         self.ear = Ear(self.extractor.rate) if self.listens else None
         self.words = Words(self.model, self.silence, start, self.ear, self.slots.decoding)
         self.unsure, self.said = no_labels(), ""
@@ -279,10 +280,13 @@ class Stream:
                 self.ear.add(samples)
             self.samples = np.concatenate([self.samples, self.extractor.emphasized(samples, before=self.last)])
             self.total, self.last = self.total + len(samples), samples[-1]
+        before, after = self.extractor.margins
+        if not self.begun and (end or len(self.samples) >= before):
+            self.samples, self.begun = self.extractor.padded(self.samples, before, 0), True
         while len(self.samples) >= self.extractor.window + (self.size - 1) * self.extractor.hop:
             yield self.cut(self.size)
         if end:
-            self.samples = np.pad(self.samples, (0, self.extractor.margin))
+            self.samples = self.extractor.padded(self.samples, 0, after)
             while remaining := self.extractor.count(self.total) - self.taken:
                 yield self.cut(min(remaining, self.size))
 

@@ -106,7 +106,9 @@ class Training:
             finally:
                 self.write_left_out()  # with files that broke on the way
         best = self.record.progress
-        hosts.say(f"{len(step_of.shapes)} programs for {self.shapes} shapes of batches; best test: step {best.step}")
+        programs = len(step_of.shapes)
+        said = f"{programs} program{'s' * (programs != 1)} for {self.shapes} shapes of batches"
+        hosts.say(f"{said}; best test: step {best.step}")
         return best.rates
 
     def begin(self, first):

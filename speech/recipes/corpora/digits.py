@@ -77,7 +77,7 @@ class Spoken:
 
     def __init__(self, folder, config, split):
         self.config, self.features, self.hop = config, config.features.mels, config.features.hop / 1000
-        self.extractor, self.further = features.extractor(config.features, config.encoder.step), ()
+        self.extractor, self.further = features.extractor(config), ()
         self.train, self.report, speakers = split == "train", Report(), {}
         for path in sorted([*Path(folder).glob("*.wav"), *Path(folder).glob("recordings/*.wav")]):
             if (match := re.fullmatch(r"(\d)_(.+)_(\d+)\.wav", path.name)) and (int(match[3]) < 5) != self.train:

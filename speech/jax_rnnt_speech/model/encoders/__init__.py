@@ -32,7 +32,7 @@ def longest(config, source):
     """Seconds of a recording that the encoder takes at most."""
     if config.encoder.kind != "whisper":
         return math.inf
-    extractor = features.extractor(config.features, config.encoder.step)
+    extractor = features.extractor(config)
     places = fields_of(source).get("max_source_positions", WhisperConfig.max_source_positions)
     return max(0, Whisper.subsampling * places * extractor.hop - extractor.tail) / extractor.rate
 
