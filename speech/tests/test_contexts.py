@@ -1,5 +1,6 @@
 """Models that are heard whole or live: what frames see, what batches draw, and streams in a context."""
 
+import asyncio
 import dataclasses
 import functools
 import json
@@ -212,3 +213,35 @@ def test_live(monkeypatch):
             texts.append(labels + unsure.labels)
         assert texts[0] == texts[1] == texts[2]
         assert frames or texts[0] == expected
+
+
+@pytest.mark.slow
+async def test_served_live(capsys):
+    """Streams of a server, several at once, have the words of a stream by itself, in the nearest context."""
+    pytest.importorskip("aiohttp")
+    from jax_rnnt_speech.cli import serve
+    from jax_rnnt_speech.serving import server
+    from served import talk
+
+    model = random_model(encoder="conformer", chunk=[2, 5], past=6, ahead=[0, 2], whole=0.5)
+    options = serve.Serving(name="tiny", chunk=5 * model.seconds, right=2 * model.seconds, connections=2)
+    site = server.Server(model, search.GREEDY, options)
+    said = f"right {2 * model.seconds:.3g} s, the nearest"
+    assert said in capsys.readouterr().err
+    recordings = [0.1 * np.random.default_rng(i).normal(size=9000 + i).astype(np.float32) for i in range(2)]
+
+    async def words(client, samples):
+        async with client.ws_connect("/v1/stream?rate=8000&format=float32") as stream:
+            for piece in np.array_split(samples, 7):
+                await stream.send_bytes(piece.tobytes())
+            await stream.send_str("end")
+            events = [json.loads(message.data) async for message in stream]
+        assert events[-1]["type"] == "end"
+        return [x["word"] for event in events if event["type"] == "words" for x in event["words"]]
+
+    async with talk(site) as client:
+        found = await asyncio.gather(*(words(client, x) for x in recordings))
+    assert len(site.slots.free) == 2
+    for samples, texts in zip(recordings, found):
+        live = Windowed(model, search.GREEDY, 1.0, chunk=options.chunk, right=options.right)
+        assert texts == [x.text for x in live.feed(samples) + live.finish()] and len("".join(texts)) > 20

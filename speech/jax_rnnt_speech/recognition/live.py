@@ -103,7 +103,7 @@ class Windowed(Stream):
         self.sizes = {"left": left, "chunk": chunk, "right": right}
         extractor, self.tail = model.extractor, 0  # samples behind a window that its last frame reaches
         if context is not None:
-            self.tail = extractor.margin or extractor.window - extractor.hop
+            self.tail = max(extractor.margins[1], extractor.window - extractor.hop)
         frames = extractor.count(sum(self.rows.values()) * extractor.hop * model.subsampling + self.tail)
         super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames, context), listens=listens)
 
