@@ -15,7 +15,7 @@ from flax import nnx
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.files import from_json, to_json
 from jax_rnnt_speech.model.encoders import contexts
-from jax_rnnt_speech.recognition import search
+from jax_rnnt_speech.recognition import live, search
 from jax_rnnt_speech.recognition.live import Windowed
 from jax_rnnt_speech.training import objective
 from support import (
@@ -183,33 +183,36 @@ def test_a_run(corpus, tmp_path, said, refused):
 
 
 def test_live(monkeypatch):
-    """A stream hears in the nearest context: with nothing ahead, the labels of the masked whole, however it is cut."""
-    more = {"encoder": "conformer", "chunk": [2, 5], "past": [3, 6], "ahead": [0, 2], "whole": 0.5}
-    model = random_model(**more)
+    """A stream hears in the nearest context: with nothing ahead, rows and labels of the masked whole; cut anywhere."""
+    model = random_model(encoder="conformer", chunk=[2, 5], past=[3, 6], ahead=[0, 2], whole=0.5)
     samples = 0.1 * np.random.default_rng(1).normal(size=12000).astype(np.float32)
-    x = model.features(samples)
-    context = contexts.Context(6, 5, 0)
+    x, heard = model.features(samples), []
 
     @jax.jit
     def whole(params):
         network = model.network(params)
-        return search.search(model, network, *network.encode(x[None], np.array([len(x)]), context))
+        rows, lengths = network.encode(x[None], np.array([len(x)]), contexts.Context(6, 5, 0))
+        return rows[0], search.search(model, network, rows, lengths)
 
-    found = whole(model.params)
+    rows, found = whole(model.params)
     expected = found.labels[0, : found.counts[0]].tolist()
     assert len(expected) > 10
+    encoded = live.encoded
+    monkeypatch.setattr(live, "encoded", lambda *inputs: heard.append(encoded(*inputs)) or heard[-1])
+    sizes = {"left": 17 * model.seconds, "chunk": 4 * model.seconds, "listens": False}  # no multiple of the chunk
     for right, frames in ((0.0, 0), (3 * model.seconds, 2)):
         texts = []
         for cuts in ([], [1, 700, 701, 9000], range(333, 12000, 333)):
-            live, labels = Windowed(model, left=2.0, chunk=4 * model.seconds, right=right, listens=False), []
-            assert (
-                live.slots.context == (6, 5, frames, 0) and f"right {frames * model.seconds:.3g} s" in live.said_sizes
-            )
-            pieces = np.split(samples, cuts)
+            stream, labels, pieces = Windowed(model, right=right, **sizes), [], np.split(samples, cuts)
+            assert stream.slots.context == (6, 5, frames, 0)
+            assert f"right {frames * model.seconds:.3g} s" in stream.said_sizes
             for i, piece in enumerate(pieces):
-                for step in live.steps(piece, end=i == len(pieces) - 1):
-                    ((part, unsure, _),) = live.slots.run([step])
+                for step in stream.steps(piece, end=i == len(pieces) - 1):
+                    ((part, unsure, count),) = stream.slots.run([step])
                     labels += part.labels
+                    if not frames:
+                        seen = rows[stream.row : stream.row + count]
+                        np.testing.assert_allclose(heard[-1][0][0, :count], seen, atol=2e-5)
             texts.append(labels + unsure.labels)
         assert texts[0] == texts[1] == texts[2]
         assert frames or texts[0] == expected
@@ -243,5 +246,5 @@ async def test_served_live(capsys):
         found = await asyncio.gather(*(words(client, x) for x in recordings))
     assert len(site.slots.free) == 2
     for samples, texts in zip(recordings, found):
-        live = Windowed(model, search.GREEDY, 1.0, chunk=options.chunk, right=options.right)
-        assert texts == [x.text for x in live.feed(samples) + live.finish()] and len("".join(texts)) > 20
+        alone = Windowed(model, search.GREEDY, 1.0, chunk=options.chunk, right=options.right)
+        assert texts == [x.text for x in alone.feed(samples) + alone.finish()] and len("".join(texts)) > 20
