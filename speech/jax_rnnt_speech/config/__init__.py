@@ -34,7 +34,7 @@ ENCODERS = "conformer", "convolutional", *PRETRAINED
 LOSSES = "rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned", "ctc"
 # Sections of which a checkpoint's arrays, or their meaning, depend on all options, but for some that say otherwise.
 FIXED = "features", "encoder", "blocks", "head"
-MIN_SHERPA_RATE = 4000  # its highest filter ends 400 Hz below the half of it
+MIN_SHERPA_RATE = 4000  # its highest filter ends 400 Hz below half of this
 DATA = {"nargs": "+", "metavar": "DATA"}
 
 
@@ -130,7 +130,7 @@ class Features:
     mels: int = option(80, positive, "features of a frame")
     window: float = option(25.0, amount, "length of a frame, in milliseconds", hidden=True)
     hop: float = option(10.0, amount, "milliseconds from one frame to the next")
-    kind: str = option("log-mel", str, "our spectra, NeMo's, Whisper's, or those that sherpa-onnx computes, for export",
+    kind: str = option("log-mel", str, "our spectra, NeMo's, Whisper's, or those that sherpa-onnx computes",
                        flag="features", choices=("log-mel", "nemo", "whisper", "sherpa-onnx"))  # fmt: skip
 
 

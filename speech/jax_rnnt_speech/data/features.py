@@ -54,7 +54,7 @@ class Extractor:
         return (self.window // 2 if self.centred else 0,) * 2
 
     def padded(self, samples, before, after):
-        """Samples of the begin or the end of a stream, with silence before or after them."""
+        """Samples at the beginning or the end of a stream, with silence before or after them."""
         return np.pad(samples, (before, after))
 
     def count(self, samples):
@@ -100,12 +100,7 @@ class Extractor:
         """Of the first windows."""
         window = np.hanning(self.window + self.periodic)[: self.window].astype(np.float32)
         parts = samples[..., self.hop * np.arange(frames)[:, None] + np.arange(self.window)] * window
-        rfft = xp.fft.rfft
-        if xp is np:
-            from scipy.fft import rfft  # six times as fast as NumPy's, and slow to import
-
-        spectrum = rfft(parts, self.size)
-        power = (xp.square(spectrum.real) + xp.square(spectrum.imag)) @ self.filters
+        power = powers(parts, self.size, xp) @ self.filters
         if self.normalize == "whisper":
             return xp.log10(xp.maximum(power, np.float32(self.floor)))
         return xp.log(power + np.float32(self.floor))
@@ -128,13 +123,26 @@ class Extractor:
             corners = slaney_corners(top, self.mels)
         else:
             corners = 700 * (10 ** (np.linspace(0, 2595 * np.log10(1 + top / 700), self.mels + 2) / 2595) - 1)
-        low, middle, high = corners[:-2], corners[1:-1], corners[2:]
-        frequency = np.linspace(0, top, self.size // 2 + 1)[:, None]
-        triangles = np.minimum((frequency - low) / (middle - low), (high - frequency) / (high - middle))
-        triangles = np.maximum(triangles, 0) * (2 / (high - low) if self.slaney else 1)
-        if not triangles.any(0).all() and not self.slaney:
-            raise UserError(f"--mels {self.mels}: filters are narrower than a frequency: take fewer")
-        return triangles.astype(np.float32)
+        return triangles(np.linspace(0, top, self.size // 2 + 1), corners, self.slaney)
+
+
+def powers(parts, size, xp):
+    """The powers [..., size / 2 + 1] of the frequencies of windows [..., W]."""
+    rfft = xp.fft.rfft
+    if xp is np:
+        from scipy.fft import rfft  # six times as fast as NumPy's, and slow to import
+
+    spectrum = rfft(parts, size)
+    return xp.square(spectrum.real) + xp.square(spectrum.imag)
+
+
+def triangles(places, corners, area):
+    """Filters [N, mels] at places [N] between corners [mels + 2], of area 1 or height 1. The latter are never empty."""
+    places, low, middle, high = places[:, None], corners[:-2], corners[1:-1], corners[2:]
+    filters = np.maximum(np.minimum((places - low) / (middle - low), (high - places) / (high - middle)), 0)
+    if not filters.any(0).all() and not area:
+        raise UserError(f"--mels {len(low)}: filters are narrower than a frequency: take fewer")
+    return (filters * (2 / (high - low) if area else 1)).astype(np.float32)
 
 
 def slaney_corners(top, mels):
@@ -170,9 +178,9 @@ class Sherpa:
     """The spectra that sherpa-onnx computes for the models that it runs, which no setting of it can change.
 
     They are those of kaldi-native-fbank: frames are centred on the middle of each hop, and samples go on behind both
-    ends of a recording as in a mirror. Each frame is emphasised by itself. NeMo's models keep the mean of a frame and
-    have Slaney's filters; others lose it, and their filters are triangles on the mel scale. Methods are those of
-    Extractor.
+    ends of a recording as in a mirror. Each frame is emphasised by itself. For NeMo's models it keeps its mean, and the
+    filters are Slaney's. For others the mean is subtracted, and the filters are triangles on the mel scale. The methods
+    are those of Extractor.
     """
 
     rate: int
@@ -209,7 +217,7 @@ class Sherpa:
         return self.count(lengths)
 
     def padded(self, samples, before, after):
-        """Samples of the begin or the end of a stream, with those before or after them."""
+        """Samples at the beginning or the end of a stream, and before or after them their mirror image."""
         return mirrored(samples, before, after) if len(samples) else samples
 
     def emphasized(self, samples, xp=np, before=0.0):
@@ -229,28 +237,18 @@ class Sherpa:
         if not self.nemo:
             parts = parts - parts.mean(-1, keepdims=True)
         parts = parts - np.float32(0.97) * xp.concatenate([parts[..., :1], parts[..., :-1]], -1)
-        rfft = xp.fft.rfft
-        if xp is np:
-            from scipy.fft import rfft  # six times as fast as NumPy's, and slow to import
-
-        spectrum = rfft(parts * (np.hanning(self.window) ** 0.85).astype(np.float32), self.size)
-        power = (xp.square(spectrum.real) + xp.square(spectrum.imag)) @ self.filters
+        window = (np.hanning(self.window) ** 0.85).astype(np.float32)
+        power = powers(parts * window, self.size, xp) @ self.filters
         return xp.log(xp.maximum(power, np.float32(2.0**-23)))
 
     @functools.cached_property
     def filters(self):
         """Triangles [size / 2 + 1, mels] between points that are evenly spaced on a mel scale."""
-        top, frequency = self.rate / 2 - 400, np.linspace(0, self.rate / 2, self.size // 2 + 1)[:, None]
+        top, frequencies = self.rate / 2 - 400, np.linspace(0, self.rate / 2, self.size // 2 + 1)
         if self.nemo:
-            corners, place = slaney_corners(top, self.mels), frequency
-        else:
-            corners = np.linspace(*np.log1p(np.array([20, top]) / 700), self.mels + 2)
-            place = np.log1p(frequency / 700)
-        low, middle, high = corners[:-2], corners[1:-1], corners[2:]
-        triangles = np.maximum(np.minimum((place - low) / (middle - low), (high - place) / (high - middle)), 0)
-        if not triangles.any(0).all() and not self.nemo:
-            raise UserError(f"--mels {self.mels}: filters are narrower than a frequency: take fewer")
-        return (triangles * (2 / (high - low) if self.nemo else 1)).astype(np.float32)
+            return triangles(frequencies, slaney_corners(top, self.mels), area=True)
+        corners = np.linspace(*np.log1p(np.array([20, top]) / 700), self.mels + 2)
+        return triangles(np.log1p(frequencies / 700), corners, area=False)
 
 
 def extractor(config):

@@ -1,5 +1,7 @@
 """Grain's threads and processes, which make what is taken in order."""
 
+import atexit
+import functools
 import gc
 import multiprocessing
 import os
@@ -20,6 +22,8 @@ def items(function, count, threads, workers=0):
 
     if workers and not flags.FLAGS.is_parsed():  # Grain reads some, and nobody else has any
         flags.FLAGS.mark_as_parsed()
+    if workers:
+        free_at_exit()
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
     several = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
     dataset = grain.MapDataset.source(range(count)).map(Told(function)).to_iter_dataset(options)
@@ -43,6 +47,18 @@ def items(function, count, threads, workers=0):
             # call a leak at its end.
             x = results = None
             gc.collect()
+
+
+@functools.cache
+def free_at_exit():
+    """Has Python wait at its end for Grain's thread, which frees the memory of batches after they are let go."""
+    from grain.multiprocessing import SharedMemoryArray
+
+    def wait():
+        if pool := getattr(SharedMemoryArray, "_del_thread_pool", None):
+            pool.apply(int)  # after all that its one thread was given before
+
+    atexit.register(wait)  # it runs before the end of the pool, since that was registered earlier
 
 
 def cause(ended):

@@ -106,9 +106,9 @@ class Training:
             finally:
                 self.write_left_out()  # with files that broke on the way
         best = self.record.progress
-        programs = len(step_of.shapes)
-        said = f"{programs} program{'s' * (programs != 1)} for {self.shapes} shapes of batches"
-        hosts.say(f"{said}; best test: step {best.step}")
+        counts = (len(step_of.shapes), "program"), (self.shapes, "shape")
+        compiled = " for ".join(f"{n} {name}{'s' * (n != 1)}" for n, name in counts)
+        hosts.say(f"{compiled} of batches; best test: step {best.step}")
         return best.rates
 
     def begin(self, first):
