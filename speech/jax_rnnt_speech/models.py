@@ -148,6 +148,8 @@ def config_of(folder):
 def completed(options):
     """Options of a new training, with those that its --init decides."""
     if not options.get("init"):
+        if options.get("chunk"):
+            encoders.checked(Config.from_options(**options), None)
         return options
     folder, (start, source) = options["init"], config_of(options["init"])
     new = kind_of(folder) == "whisper" or options.get("new_head", False)

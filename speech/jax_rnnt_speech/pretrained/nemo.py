@@ -152,10 +152,11 @@ def encoder_of(file, whole):
     found |= {"hidden_act": "silu", "intermediate_size": size}
     found |= {"attention_bias": fields.get("use_bias", True), "convolution_bias": fields.get("use_bias", True)}
     context = fields.get("att_context_size") or [-1, -1]
-    left, right = context[0] if isinstance(context[0], list) else context
-    if style != "chunked_limited":
-        fine, found["model_type"] = (left, right) == (-1, -1), hugging_face.WHOLE[0]
+    sizes = context[0] if isinstance(context[0], list) else context
+    if style != "chunked_limited":  # NeMo has three sizes where there are several contexts, which say no more
+        fine, found["model_type"] = sizes in ([-1] * 2, [-1] * 3), hugging_face.WHOLE[0]
     else:
+        left, right = sizes
         fine, found["model_type"] = left >= 0 <= right, hugging_face.CAUSAL[0]
         found |= {"sliding_window": left + 1, "default_num_lookahead_tokens": right}
     expected = "[-1, -1]" if style != "chunked_limited" else "numbers of frames before and ahead"
@@ -166,7 +167,10 @@ def encoder_of(file, whole):
 
 
 def contexts_of(file, whole):
-    """The options of an encoder that was trained in several contexts, and {} of another one."""
+    """The options of an encoder that was trained in several contexts; {} for another encoder.
+
+    NeMo adds the losses of the whole and of a context, with weights; we draw one of the two for each batch.
+    """
     fields = whole["encoder"]
     if fields.get("att_context_style") != SEVERAL:
         return {}
@@ -176,7 +180,10 @@ def contexts_of(file, whole):
     expected = "three lists of frames: before a chunk, of it, and ahead"
     files.require(fine, file, "encoder.att_chunk_context_size", expected, lists)
     past, chunk, ahead = (list(dict.fromkeys(x)) for x in lists)
-    return {"past": past, "chunk": chunk, "ahead": ahead, "whole": 0.5}  # the archive does not say this share
+    weights = [(whole.get("loss") or {}).get(f"{name}_loss_weight") for name in ("offline", "streaming")]
+    known = all(type(x) in (int, float) and 0 < x < math.inf for x in weights)
+    share = weights[0] / sum(weights) if known else 0.5
+    return {"past": past, "chunk": chunk, "ahead": ahead, "whole": round(share, 6)}
 
 
 def sounds_of(file, whole, causal):

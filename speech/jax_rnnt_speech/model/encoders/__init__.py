@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from jax_rnnt_speech.data import features
+from jax_rnnt_speech.model.encoders import contexts
 from jax_rnnt_speech.model.encoders.conformer import Conformer
 from jax_rnnt_speech.model.encoders.convolutional import Convolutional
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig, FastConformer
@@ -38,9 +39,17 @@ def longest(config, source):
 
 
 def checked(config, source):
-    """The configuration; raises where a training takes what the encoder does not hear."""
-    if config.data.max_seconds > (most := longest(config, source)):
-        raise UserError(f"--max-seconds {config.data.max_seconds:g}: the encoder hears {most:g} s at most")
+    """The configuration. Raises if a training has longer recordings than the encoder takes, or longer contexts."""
+    seconds = config.data.max_seconds
+    if seconds > (most := longest(config, source)):
+        raise UserError(f"--max-seconds {seconds:g}: the encoder hears {most:g} s at most")
+    for name, frames in zip(("--chunk", "--ahead"), (contexts.listed(config.encoder) or ((0,),) * 3)[1:]):
+        lasts = max(frames) * subsampling(config, source) * config.features.hop / 1000
+        if lasts > seconds:
+            raise UserError(
+                f"{name} {max(frames)} is {lasts:.4g} s, longer than all utterances (--max-seconds {seconds:g}): "
+                "--whole is the share of batches that see everything"
+            )
     return config
 
 

@@ -1,9 +1,10 @@
 """What a frame of an encoder may see: a context of left, chunk and right, in encoder frames.
 
-Frames are cut into chunks. In each layer, a frame sees its chunk, `left` frames before the chunk and `right` frames
-behind it. A convolution over time sees what its kernel reaches of its chunk, of all before it and of `right` frames
-behind it, with zeros beyond: dynamic chunk convolution (Li et al. 2023, arXiv:2304.09325). A context is data, so one
-program serves all. What lies `right` of a chunk sees its own right in each layer, so rows see further with each layer.
+Frames are cut into chunks. In each layer, the attention of a frame sees its chunk, `left` frames before the chunk and
+`right` frames after it. A convolution sees the frames that its kernel reaches: those before the chunk, those of the
+chunk, and `right` frames after it. Beyond them it sees zeros, as in dynamic chunk convolution (Li et al. 2023,
+arXiv:2304.09325). Frames after a chunk see their own right in each layer, so rows see further with each layer. A
+context is data, so one program serves all contexts.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,10 @@ EVERYTHING = 1 << 29  # frames of a chunk that no recording fills
 
 
 class Context(NamedTuple):
-    """Frames before a chunk, of it and behind it; the first chunk has lost `before` frames. Numbers, or traced ones."""
+    """Frames before a chunk, in it and after it: numbers, or traced ones.
+
+    `before`: how many frames of the first chunk came earlier, and are not there.
+    """
 
     left: int
     chunk: int
@@ -23,13 +27,13 @@ class Context(NamedTuple):
     before: int = 0
 
     def edges(self, count):
-        """(the first frame that each of `count` frames sees, the one behind the last), int32 [count] each."""
+        """The first frame that each of `count` frames sees, and the end of what it sees: int32 [count] each."""
         place = jnp.arange(count) + self.before
         start = place - jax.lax.rem(place, jnp.int32(self.chunk)) - self.before
         return start - self.left, start + self.chunk + self.right
 
     def visible(self, count):
-        """Which keys a query sees: bool [count, count]."""
+        """Whether a frame (row) sees another one (column): bool [count, count]."""
         first, end = (x[:, None] for x in self.edges(count))
         place = jnp.arange(count)
         return (place >= first) & (place < end)
@@ -39,14 +43,15 @@ WHOLE = Context(0, EVERYTHING, 0)
 
 
 def listed(options):
-    """The lists (left, chunk, right) of a `config.Encoder` from which batches draw contexts, or None."""
+    """The lists (left, chunk, right) from which batches draw, of a `config.Encoder`; None if they do not draw."""
     if not options.draws:
         return None
-    return tuple(x if isinstance(x, tuple) else (x,) for x in (options.past, options.chunk, options.ahead))
+    several = (x if isinstance(x, tuple) else (x,) for x in (options.past, options.chunk, options.ahead))
+    return tuple(tuple(min(size, EVERYTHING) for size in sizes) for sizes in several)
 
 
 def drawn(options, seed, step):
-    """The Context of a batch, which the seed and the step decide: everything, or one entry of each list."""
+    """The Context of a batch: everything, or one entry of each list. The seed and the step decide."""
     sizes = listed(options)
     if sizes is None:
         return None
@@ -57,12 +62,12 @@ def drawn(options, seed, step):
 
 
 def usual(options):
-    """The Context of a recording that is there as a whole; None: all of it, where a training has seen that."""
+    """The Context of a whole recording: all of it (None) if the training had such batches, or else the largest."""
     sizes = listed(options)
     return None if sizes is None or options.whole else Context(*map(max, sizes))
 
 
 def nearest(options, chunk, right):
-    """The Context of a `config.Encoder` whose chunk and right are nearest to these frames, with the most before it."""
+    """The Context of a training whose chunk and right are nearest to these frames, with the longest left."""
     lefts, *sizes = listed(options)
     return Context(max(lefts), *(min(x, key=lambda y, z=z: abs(y - z)) for x, z in zip(sizes, (chunk, right))))
