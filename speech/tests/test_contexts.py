@@ -11,13 +11,15 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.files import from_json, to_json
 from jax_rnnt_speech.model.encoders import contexts
-from jax_rnnt_speech.recognition import live, search
+from jax_rnnt_speech.recognition import live, recognise, search, search_options
 from jax_rnnt_speech.recognition.live import Windowed
-from jax_rnnt_speech.training import objective
+from jax_rnnt_speech.training import objective, steps
+from jax_rnnt_speech.training.devices import Devices
 from support import (
     arguments,
     asr,
@@ -26,6 +28,7 @@ from support import (
     prepared,
     random_model,
     run,
+    saved,
     steps_of,
     weights,
 )
@@ -130,6 +133,10 @@ def test_options(refused, tmp_path):
         ({"chunk": "0", "whole": "0.5"}, "needs --chunk"),
         ({"chunk": "1,2", "encoder": "convolutional"}, "need --encoder conformer or fastconformer, got convolutional"),
         ({"chunk": "4", "ahead": "2", "freeze": "encoder:1"}, "--freeze encoder:1 would keep"),
+        ({"chunk": "4", "whole": "1.5"}, "a number of 0 or more and 1 or less, got 1.5"),
+        ({"chunk": "4", "whole": "-0.1"}, "a number of 0 or more and 1 or less, got -0.1"),
+        ({"ahead": "0,99", "max_seconds": "3"}, "--ahead 99 is 3.96 s, longer than all utterances (--max-seconds 3)"),
+        ({"chunk": f"1,{2**40}", "past": 2**40}, f"--chunk {2**40} is"),
     ):
         refused(arguments(tmp_path, tmp_path / "run", **{"encoder": "conformer"} | more), message)
 
@@ -138,8 +145,11 @@ MORE = {"encoder": "conformer", "chunk": "1,2", "past": "4", "ahead": "0,1", "wh
 
 
 @pytest.mark.slow
-def test_steps(corpus):
-    """The loss of each step is that in the context which the seed and the step draw, by one program for all."""
+def test_steps(corpus, monkeypatch):
+    """The loss of each step is that in the context which the seed and the step draw, by one program for all.
+
+    Two devices draw as one does, and so do all parts of a batch that is taken in turns.
+    """
     lists = {"chunk": [1, 2], "past": 4, "ahead": [0, 1]}
     model, batch = prepared(corpus, **MORE | lists, dropout=0.0, learning_rate=0.0, steps=9)
     _, state, frozen, step_of = steps_of(model)
@@ -155,6 +165,16 @@ def test_steps(corpus):
         values.append(float(numbers["loss"]))
         np.testing.assert_allclose(values[-1], loss(model.params, context, step), rtol=1e-6)
     assert len({*values}) == len({*drawn}) > 2 and step_of._cache_size() == 1
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    for seconds in (99, 1e-3):  # as a whole, or row by row
+        monkeypatch.setattr(steps, "SECONDS", seconds)
+        optimizer = steps.make_optimizer(model.config.optimiser, 9)
+        parts, state, frozen, _ = steps_of(model, optimizer, mesh)
+        places = jax.tree.map(lambda x: x.sharding, state)
+        step_of = steps.make_train_step(model, parts, optimizer, places=places, cpus=2)
+        for step, value in enumerate(values, 1):
+            state, numbers = step_of(state, Devices(mesh).split(batch), frozen, step)
+            np.testing.assert_allclose(numbers["loss"], value, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -179,12 +199,19 @@ def test_a_run(corpus, tmp_path, said, refused):
     sound = next(corpus.rglob("*.flac"))
     said(["transcribe", "--model", tmp_path / "tuned", sound])
     error = said(["stream", "--model", tmp_path / "tuned", "--chunk", 0.05, "--right", 0, sound]).err
-    assert "windows: left 2.56 s, chunk 0.04 s, right 0 s, the nearest to what is asked for" in error
+    assert "windows: left 2.56 s, chunk 0.04 s, right 0 s, the nearest context in which" in error
 
 
-def test_live(monkeypatch):
-    """A stream hears in the nearest context: with nothing ahead, rows and labels of the masked whole; cut anywhere."""
+@pytest.mark.parametrize("beam", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_live(beam, monkeypatch):
+    """A stream hears in the nearest context: with nothing ahead, rows and labels of the masked whole; cut anywhere.
+
+    So it does with keywords of its own.
+    """
     model = random_model(encoder="conformer", chunk=[2, 5], past=[3, 6], ahead=[0, 2], whole=0.5)
+    room = search_options.Room(model, [], 9, 3.0, 0.5)
+    own, _ = room.own(["CAB", "BC"])
+    decoding = search.Decoding(beam, room=room, guarded=False)
     samples = 0.1 * np.random.default_rng(1).normal(size=12000).astype(np.float32)
     x, heard = model.features(samples), []
 
@@ -192,18 +219,19 @@ def test_live(monkeypatch):
     def whole(params):
         network = model.network(params)
         rows, lengths = network.encode(x[None], np.array([len(x)]), contexts.Context(6, 5, 0))
-        return rows[0], search.search(model, network, rows, lengths)
+        return rows[0], [search.search(model, network, rows, lengths, decoding.of([x])) for x in (None, own)]
 
     rows, found = whole(model.params)
-    expected = found.labels[0, : found.counts[0]].tolist()
-    assert len(expected) > 10
+    plain, preferred = (x.labels[0, : x.counts[0]].tolist() for x in found)
+    assert len(plain) > 10 and plain != preferred
     encoded = live.encoded
     monkeypatch.setattr(live, "encoded", lambda *inputs: heard.append(encoded(*inputs)) or heard[-1])
     sizes = {"left": 17 * model.seconds, "chunk": 4 * model.seconds, "listens": False}  # no multiple of the chunk
     for right, frames in ((0.0, 0), (3 * model.seconds, 2)):
         texts = []
-        for cuts in ([], [1, 700, 701, 9000], range(333, 12000, 333)):
-            stream, labels, pieces = Windowed(model, right=right, **sizes), [], np.split(samples, cuts)
+        for cuts, wanted in (([], None), ([1, 700, 701, 9000], own), (range(333, 12000, 333), None)):
+            stream, labels = Windowed(model, decoding, right=right, **sizes), []
+            stream.wanted, pieces = wanted, np.split(samples, cuts)
             assert stream.slots.context == (6, 5, frames, 0)
             assert f"right {frames * model.seconds:.3g} s" in stream.said_sizes
             for i, piece in enumerate(pieces):
@@ -214,8 +242,32 @@ def test_live(monkeypatch):
                         seen = rows[stream.row : stream.row + count]
                         np.testing.assert_allclose(heard[-1][0][0, :count], seen, atol=2e-5)
             texts.append(labels + unsure.labels)
-        assert texts[0] == texts[1] == texts[2]
-        assert frames or texts[0] == expected
+        assert texts[0] == texts[2] != texts[1]
+        assert frames or texts[:2] == [plain, preferred]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_exported(share, tmp_path, said):
+    """An exported model has the labels of `transcribe`; without whole batches, both hear in the largest context."""
+    pytest.importorskip("flatbuffers")
+    model = random_model(encoder="conformer", chunk=[2, 3], past=3, ahead=[0, 1], whole=share)
+    folder = saved(model, tmp_path / "run")
+    said(["export", tmp_path / "x.zip", "--model", folder, "--platforms", "cpu", "--seconds", 1])
+    program = jax.export.deserialize(bytearray((tmp_path / "x.zip").read_bytes()))
+    samples = np.float32(0.1 * np.random.default_rng(0).normal(size=(1, 8000)))
+    labels, _, _, counts = program.call(samples, np.array([7000], np.int32))
+    (found,) = recognise.transcribe(model, [("x", samples[0, :7000])])
+    assert labels[0, : counts[0]].tolist() == found.labels and counts[0] > 10
+    changed = samples.copy()
+    changed[0, 6500:] = 0
+    rows = [network_rows(model, x) for x in (samples, changed)]
+    assert (rows[0] != rows[1]).any(-1)[0] == (share > 0)  # the first row sees the end of the whole alone
+
+
+def network_rows(model, samples):
+    x = model.features(samples[0])[None]
+    return np.asarray(model.network(model.params).encode(x, np.array([x.shape[1]]))[0][0])
 
 
 @pytest.mark.slow

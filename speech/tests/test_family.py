@@ -182,7 +182,10 @@ SEVERAL = {"att_context_style": "chunked_limited_with_rc", "att_context_size": [
 
 def test_an_archive_of_several_contexts(tmp_path):
     """Rows in float64 of NumPy: of the whole, which are NeMo's, and in contexts."""
-    changed(tmp_path / "b.nemo", {"encoder": SEVERAL})
+    weights = {"loss": {"loss_name": "default", "offline_loss_weight": 0.3, "streaming_loss_weight": 0.7}}
+    for more, share in (({}, 0.5), (weights, 0.3)):
+        changed(tmp_path / "b.nemo", {"encoder": SEVERAL | {"att_context_size": [[-1, -1, -1]]}} | more)
+        assert asr.models.config_of(tmp_path / "b.nemo")[0].encoder.whole == share
     model, golden = asr.models.open_model(tmp_path / "b.nemo"), arrays(GOLDEN / "archives.npz")
     encoder = model.config.encoder
     assert (encoder.past, encoder.chunk, encoder.ahead, model.chunk) == (4, (1, 2, 3), (0, 1, 2), 0)

@@ -34,8 +34,8 @@ class Live:
         metavar="S",
     )
     chunk: float | None = option(
-        None, amount, "seconds that become final at once, likewise, or the nearest that it was trained in (2)",
-        metavar="S",
+        None, amount, "seconds that become final at once, likewise; of a model for several contexts, the nearest is "
+        "taken (2)", metavar="S",
     )  # fmt: skip
     right: float | None = option(
         None, amount, "seconds that it hears behind each chunk, likewise, for which final words wait (2)", metavar="S"

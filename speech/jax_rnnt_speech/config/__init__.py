@@ -145,11 +145,11 @@ class Encoder:
     )
     channels: int = option(32, positive, "channels of the first convolutions", needs=OWN)
     chunk: int | tuple = option(
-        0, counts(1), "encoder frames that see each other and --past, for streams; 0: all see all. With commas: each "
-        "batch draws one of them, as of --past and --ahead",
+        0, counts(1), "encoder frames that see each other and --past, for streams; 0: all see all. Of several numbers "
+        "with commas, as of those of --past and --ahead, each batch draws one",
     )  # fmt: skip
     past: int | tuple = option(64, counts(0), "encoder frames before its chunk that a frame sees", needs=STREAMS)
-    ahead: int | tuple = option(0, counts(0), "encoder frames behind its chunk that a frame sees", needs=STREAMS)
+    ahead: int | tuple = option(0, counts(0), "encoder frames after its chunk that a frame sees", needs=STREAMS)
     whole: float = option(
         0.0, number(float, 0, most=1), "share of the batches whose frames see everything", needs=STREAMS
     )
@@ -161,13 +161,13 @@ class Encoder:
 
     @property
     def draws(self):
-        """Whether each batch draws what its frames see, so that a stream hears windows."""
+        """Whether each batch draws what its frames see. A stream of such a model reads windows."""
         lists = any(isinstance(x, tuple) for x in (self.chunk, self.past, self.ahead))
         return bool(self.chunk and (lists or self.ahead or self.whole))
 
     @property
     def step(self):
-        """Encoder frames of a step of a stream whose encoder knows the past by its state; 0: it has no such steps."""
+        """Encoder frames of a step of a stream whose encoder has a state; 0: its streams have no such steps."""
         return 0 if self.draws else self.chunk
 
 

@@ -61,7 +61,7 @@ def sequence(read, valid, metavar, expected):
 
 
 def counts(low):
-    """A type of argparse: a whole number, or different ones from `low` on with commas, or a list of JSON."""
+    """A type of argparse: a whole number, or different ones of `low` or more with commas, or a list of JSON."""
     several = sequence(
         int,
         lambda x: x and all(type(y) is int and y >= low for y in x) and len({*x}) == len(x),

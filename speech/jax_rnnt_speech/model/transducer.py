@@ -76,7 +76,7 @@ class Transducer(nnx.Module):
             self.state_scores = nnx.Linear(width, outputs, **more)
 
     def encode(self, x, lengths, context=None):
-        """Rows [B, N, E] of whole utterances [B, T, F], and their lengths [B]; by default in their usual context."""
+        """Rows [B, N, E] of utterances [B, T, F], and their lengths [B]; by default, in their usual context."""
         return self.on_rows(*self.encoder(x, lengths, self.usual if context is None else context))
 
     def on_rows(self, rows, lengths):

@@ -40,7 +40,8 @@ class Windows:
 
     def __init__(self, model, decoding, frames, context=None):
         self.model, self.decoding, self.frames, self.context, self.state = model, decoding, frames, context, None
-        self.free, self.owns, self.elsewhere = [0], [None], None  # None, or what runs (self, step) in a thread
+        self.free, self.owns = [0], [None]
+        self.elsewhere = None  # a coroutine function of (self, step), which runs steps in a thread
 
     def run(self, steps):
         """(Labels that are final, others, rows) of a window."""
@@ -60,11 +61,11 @@ class Windows:
         return [(final_labels, unsure, count)]
 
     async def step(self, step):
-        """As `Slots.step`."""
+        """`run` of one step, here or elsewhere."""
         return await (self.elsewhere((self, step)) if self.elsewhere else Slots.step(self, step))
 
     def forget(self):
-        """The search begins anew."""
+        """Lets the search begin anew."""
         if self.state is not None:
             self.state = decode.reset_streams(self.state, np.ones(1, bool))
 
@@ -82,9 +83,9 @@ class Windows:
 class Windowed(Stream):
     """`Stream` for an encoder without a chunk of its own. `left`, `chunk` and `right` are seconds.
 
-    A word is final `right` seconds after its chunk. Where a recording is no longer than chunk and right, it is heard
-    as `transcribe` hears it. A model that was trained in several contexts hears in the nearest one, `context`; its
-    window holds `left` seconds, by default what a frame of one layer sees.
+    A word is final `right` seconds after its chunk. A recording that is no longer than chunk and right is heard as
+    `transcribe` hears it. A model that was trained in several contexts hears in the one whose chunk and right are
+    nearest to these. Its windows hold `left` seconds, by default those that the attention of a frame sees.
     """
 
     def __init__(self, model, decoding=GREEDY, silence=0.0, left=None, chunk=2.0, right=2.0, listens=True):
@@ -101,7 +102,7 @@ class Windowed(Stream):
         if left + chunk + right > (most := min(model.longest, MOST)):
             raise UserError(f"--left, --chunk and --right: the model hears {most:g} s at most")
         self.sizes = {"left": left, "chunk": chunk, "right": right}
-        extractor, self.tail = model.extractor, 0  # samples behind a window that its last frame reaches
+        extractor, self.tail = model.extractor, 0  # samples after a window that its last frame needs
         if context is not None:
             self.tail = max(extractor.margins[1], extractor.window - extractor.hop)
         frames = extractor.count(sum(self.rows.values()) * extractor.hop * model.subsampling + self.tail)
@@ -138,8 +139,6 @@ class Windowed(Stream):
 
     @property
     def said_sizes(self):
-        """What it hears, in words."""
+        """The sizes of its windows, in words."""
         parts = ", ".join(f"{name} {x:.3g} s" for name, x in self.sizes.items())
-        return (
-            f"{parts}, the nearest to what is asked for that the model was trained in" if self.slots.context else parts
-        )
+        return parts + (", the nearest context in which the model was trained" if self.slots.context else "")

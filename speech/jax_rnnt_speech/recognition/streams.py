@@ -89,7 +89,7 @@ class Slots:
         self.decoder = decode.reset_streams(shapes[2][2], np.ones(count, bool))
 
     def stream(self, silence):
-        """A Stream in a free one; seconds of silence end an utterance."""
+        """A Stream in a free slot; so many seconds of silence end an utterance."""
         return Stream(self.model, silence=silence, slots=self)
 
     def arguments(self, first, steps):

@@ -1,4 +1,4 @@
-"""Streams of a server whose encoder hears windows: each has a search of its own, and all run in one thread."""
+"""Streams of a server by windows. Each has a search of its own, and one thread runs the windows of all."""
 
 import functools
 
@@ -9,7 +9,7 @@ from jax_rnnt_speech.serving.together import Together
 
 
 class Places:
-    """Places for so many streams, in the place of `streams.Slots`. `sizes`: those of `Windowed` that are named."""
+    """What `streams.Slots` is for an encoder with a chunk. `sizes`: arguments of `Windowed`, such as `chunk`."""
 
     def __init__(self, model, count, decoding, sizes):
         self.count, self.free = count, [0] * count
@@ -21,7 +21,7 @@ class Places:
             first.slots.run([step])  # compiles
 
     def stream(self, silence):
-        """A Stream in one of the places; seconds of silence end an utterance."""
+        """A Stream, which takes a place; so many seconds of silence end an utterance."""
         stream = self.made(silence=silence)
         self.free.pop()
         stream.slots.elsewhere = self.together

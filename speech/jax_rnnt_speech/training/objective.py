@@ -18,7 +18,7 @@ SAMPLE = 200  # utterances of which statistics are taken
 def mean_loss(model, params, batch, step, layers=None, valid=None, context=None):
     """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers.
 
-    `context`: the `Context` in which they are heard; by default the usual one of whole recordings.
+    `context`: a `contexts.Context`; by default, what a row of a whole recording sees.
 
     `valid`: which rows are utterances in a whole batch, of which this one is a part. The sum over all parts is the mean
     loss of the whole.

@@ -4,7 +4,6 @@ import dataclasses
 import math
 
 from jax_rnnt_speech.data import features
-from jax_rnnt_speech.model.encoders import contexts
 from jax_rnnt_speech.model.encoders.conformer import Conformer
 from jax_rnnt_speech.model.encoders.convolutional import Convolutional
 from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig, FastConformer
@@ -43,13 +42,12 @@ def checked(config, source):
     seconds = config.data.max_seconds
     if seconds > (most := longest(config, source)):
         raise UserError(f"--max-seconds {seconds:g}: the encoder hears {most:g} s at most")
-    for name, frames in zip(("--chunk", "--ahead"), (contexts.listed(config.encoder) or ((0,),) * 3)[1:]):
-        lasts = max(frames) * subsampling(config, source) * config.features.hop / 1000
-        if lasts > seconds:
-            raise UserError(
-                f"{name} {max(frames)} is {lasts:.4g} s, longer than all utterances (--max-seconds {seconds:g}): "
-                "--whole is the share of batches that see everything"
-            )
+    for name in ("chunk", "ahead") if config.encoder.draws else ():
+        sizes = getattr(config.encoder, name)
+        frames = max(sizes) if isinstance(sizes, tuple) else sizes
+        if (lasts := frames * subsampling(config, source) * config.features.hop / 1000) > seconds:
+            raise UserError(f"--{name} {frames} is {lasts:.4g} s, longer than all utterances (--max-seconds {seconds:g}"
+                            "): --whole is the share of batches that see everything")  # fmt: skip
     return config
 
 

@@ -91,9 +91,9 @@ class Depthwise(nnx.Module):
         self.stride, self.dtype = stride, dtype
 
     def __call__(self, x, ends=None):
-        """x [B, *sizes, C], zeros around it included.
+        """x [B, *sizes, C], with the zeros around it.
 
-        `ends`: of a kernel around its place in time, the frame [T] from which on each one sees zeros.
+        `ends` [T]: where what each frame sees of x ends in time; from there on it sees zeros.
         """
         kernel, x = self.kernel[...].astype(self.dtype), x.astype(self.dtype)
         *sizes, _ = kernel.shape
@@ -128,7 +128,7 @@ class Depthwise(nnx.Module):
 class Encoder(nnx.Module):
     """Features [B, T, F] and lengths [B] -> rows [B, N, E] and lengths [B]; rows after an end mean nothing.
 
-    A `contexts.Context` limits what rows see; without one they see all.
+    A `contexts.Context` limits what rows see; without one, they see everything.
 
     A subclass sets `width`, `subsampling`, `blocks` (an `nnx.Sequential`) and `norm`, and has `lengths`, `subsample`,
     `shared` and `whole`; one that streams sets `chunk`, and has `initial`.
