@@ -24,7 +24,8 @@ from jax_rnnt_speech.training import objective
 CONTEXTS = {"chunk": (2, 4, 8), "past": 16, "ahead": (0, 2, 4)}  # encoder frames; a digit has about six
 MODELS = {"whole lines": 1.0, "live": 0.0, "both": 0.5}  # the share of batches that see everything
 LATENCIES = (2, 2), (4, 4)  # frames of a chunk, and after it
-SHAPE = {"encoder": "conformer", "width": 64, "blocks": 2, "channels": 16, "convolution": 7, "learning_rate": 0.002}
+SHAPE = {"encoder": "conformer", "width": 48, "expansion": 2, "blocks": 2, "channels": 8, "convolution": 7,
+         "learning_rate": 3e-3}  # fmt: skip
 
 
 def fitted(model, params, digits, share):
@@ -88,7 +89,7 @@ def kept(file, key, make):
 
 
 def main():
-    args = parse(__doc__, steps=1200, seeds=3, keep="")
+    args = parse(__doc__, steps=1000, seeds=3, keep="")
     corpus.LINES = corpus.LINES | {"valid": 2 * corpus.LINES["valid"]}
     found, model = {name: [] for name in MODELS}, None
     for seed in range(args.seed, args.seed + args.seeds):

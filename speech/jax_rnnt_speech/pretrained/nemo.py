@@ -169,7 +169,9 @@ def encoder_of(file, whole):
 def contexts_of(file, whole):
     """The options of an encoder that was trained in several contexts; {} for another encoder.
 
-    NeMo adds the losses of the whole and of a context, with weights; we draw one of the two for each batch.
+    NeMo adds the losses of the whole and of a context, with weights; here, each batch draws one of the two. As in
+    NeMo's training, chunks count from the start of the recording. NeMo's script for live text counts them from the
+    start of each window, and its convolutions see all of the window.
     """
     fields = whole["encoder"]
     if fields.get("att_context_style") != SEVERAL:
