@@ -10,11 +10,12 @@ import chex
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import batches
 from jax_rnnt_speech.data.source import Source
-from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.model import WEIGHTS, Model
 from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts, outputs
 from jax_rnnt_speech.training import evaluation, objective, record, steps, train
@@ -60,6 +61,14 @@ def test_dropout_follows_the_step(corpus):
     first = every & (np.arange(len(every)) == 0)  # means are of the rows that count
     total = sum(float(loss(1, some)) * some.sum() for some in (first, every & ~first))
     assert every.sum() > 1 and float(loss(1, every)) == pytest.approx(total / every.sum(), rel=1e-5)
+
+
+def test_shapes_are_those_of_the_network(corpus):
+    """A network that is only asked for its shapes, whose keys are not counted, is the one that is trained."""
+    model, _ = prepared(corpus, dropout=0.5)
+    graph, shapes, noise = nnx.split(nnx.eval_shape(model.made), WEIGHTS, ...)
+    assert (graph, shapes) == (model.graphdef, model.shapes)
+    assert jax.tree.structure(noise) == jax.tree.structure(model.noise)
 
 
 def test_a_run(trained):
