@@ -38,7 +38,7 @@ class Live:
         "taken (2)", metavar="S",
     )  # fmt: skip
     right: float | None = option(
-        None, amount, "seconds that it hears behind each chunk, likewise, for which final words wait (2)", metavar="S"
+        None, amount, "seconds that it hears after each chunk, likewise, for which final words wait (2)", metavar="S"
     )
     json: bool = option(
         False, bool, "print a JSON object on each line: words, text that may change, endpoints", action="store_true"

@@ -83,9 +83,9 @@ class Windows:
 class Windowed(Stream):
     """`Stream` for an encoder without a chunk of its own. `left`, `chunk` and `right` are seconds.
 
-    A word is final `right` seconds after its chunk. A recording that is no longer than chunk and right is heard as
-    `transcribe` hears it. A model that was trained in several contexts hears in the one whose chunk and right are
-    nearest to these. Its windows hold `left` seconds, by default those that the attention of a frame sees.
+    A word is final `right` seconds after its chunk. A model that was trained in several contexts hears in the one
+    whose chunk and right are nearest to these; its windows hold `left` seconds, by default those that the attention of
+    a frame sees. Another model hears a recording that is no longer than chunk and right as `transcribe` does.
     """
 
     def __init__(self, model, decoding=GREEDY, silence=0.0, left=None, chunk=2.0, right=2.0, listens=True):
