@@ -63,7 +63,7 @@ class Digits:
 
     def tests(self):
         """500 held-out lines."""
-        return batches.testing(self.test, self.config.data, batches.make_buckets(self.test, self.config, 1), (0, 1))
+        return batches.testing(self.test, self.config, batches.make_buckets(self.test, self.config, 1), (0, 1))
 
 
 def fit(params, loss, digits, batch_of=lambda params, batch, step: batch):
