@@ -25,7 +25,7 @@ CONTEXTS = {"chunk": (2, 4, 8), "past": 16, "ahead": (0, 2, 4)}  # encoder frame
 MODELS = {"whole lines": 1.0, "live": 0.0, "both": 0.5}  # the share of batches that see everything
 LATENCIES = (2, 2), (4, 4)  # frames of a chunk, and after it
 SHAPE = {"encoder": "conformer", "width": 48, "expansion": 2, "blocks": 2, "channels": 8, "convolution": 7,
-         "learning_rate": 3e-3}  # fmt: skip
+         "strides": ((2, 2),), "learning_rate": 3e-3}  # fmt: skip
 
 
 def fitted(model, params, digits, share):
@@ -49,8 +49,11 @@ def whole(model, params, context, batch):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def live(model, params, sizes, batch):
-    """Labels [B, N] and their numbers [B] of lines that are heard window by window."""
+def live(model, params, sizes, everything, batch):
+    """Labels [B, N] and their numbers [B] of lines that are heard window by window.
+
+    `everything`: frames see all of their window, as those of a model that knows no contexts.
+    """
     network, (chunk, right), past = model.network(params), sizes, CONTEXTS["past"]
     x, rate, lengths = model.inputs(batch), model.subsampling, batch["lengths"]
     frames, size = -(-x.shape[1] // rate), past + chunk + right
@@ -60,7 +63,9 @@ def live(model, params, sizes, batch):
         begin = jnp.maximum(start - past, 0)
         there = jnp.clip(lengths - begin * rate, 0, (start - begin + chunk + right) * rate)
         part = jax.lax.dynamic_slice_in_dim(x, begin * rate, size * rate, 1)
-        rows, _ = network.encode(part, there, contexts.Context(past, chunk, right, (begin - start) % chunk))
+        context = contexts.Context(past, chunk, right, (begin - start) % chunk)
+        context = contexts.Context(*(jnp.where(everything, x, y) for x, y in zip(contexts.WHOLE, context)))
+        rows, _ = network.encode(part, there, context)
         return jax.lax.dynamic_slice_in_dim(rows, start - begin, chunk, 1)
 
     rows = jax.lax.map(window, jnp.arange(0, frames, chunk))
@@ -74,7 +79,7 @@ def rates(model, digits, share):
     params = fitted(model, digits.model().params, digits, share)
     usual = contexts.usual(model.config.replace(whole=share).encoder) or contexts.WHOLE
     searches = [functools.partial(whole, model, params, usual)]
-    searches += [functools.partial(live, model, params, sizes) for sizes in LATENCIES]
+    searches += [functools.partial(live, model, params, sizes, share == 1) for sizes in LATENCIES]
     return [error_rate(x, digits) for x in searches]
 
 

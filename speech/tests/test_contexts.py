@@ -134,6 +134,7 @@ def test_options(refused, tmp_path):
         ({"chunk": "0", "whole": "0.5"}, "needs --chunk"),
         ({"chunk": "1,2", "encoder": "convolutional"}, "need --encoder conformer or fastconformer, got convolutional"),
         ({"chunk": "4", "ahead": "2", "freeze": "encoder:1"}, "--freeze encoder:1 would keep"),
+        ({"chunk": "4", "ahead": "2", "strides": "2x1,1x2"}, "need --strides of 2 or more over time"),
         ({"chunk": "4", "whole": "1.5"}, "a number of 0 or more and 1 or less, got 1.5"),
         ({"chunk": "4", "whole": "-0.1"}, "a number of 0 or more and 1 or less, got -0.1"),
         ({"ahead": "0,99", "max_seconds": "3"}, "--ahead 99 is 3.96 s, longer than all utterances (--max-seconds 3)"),

@@ -381,6 +381,8 @@ class Config:
             several = "several --chunk, or --ahead or --whole,"
             fine = self.encoder.kind in ("conformer", "fastconformer")
             refuse_if(not fine, f"{several} need --encoder conformer or fastconformer, got {self.encoder.kind}")
+            leaks = self.encoder.kind == "conformer" and any(time == 1 for time, _ in self.encoder.strides)
+            refuse_if(leaks, f"{several} need --strides of 2 or more over time: with 1, frames see the next chunk")
             refuse_if(self.head.stack, f"{several} leave no place for --stack, whose blocks see everything")
             frozen = "encoder:" in self.optimiser.freeze
             refuse_if(frozen, f"{several} change the rows that --freeze {self.optimiser.freeze} would keep")
