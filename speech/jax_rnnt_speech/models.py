@@ -148,13 +148,19 @@ def config_of(folder):
 def completed(options):
     """Options of a new training, with those that its --init decides."""
     if not options.get("init"):
+        if options.get("chunk"):
+            encoders.checked(Config.from_options(**options), None)
         return options
     folder, (start, source) = options["init"], config_of(options["init"])
     new = kind_of(folder) == "whisper" or options.get("new_head", False)
     options = ({"stack": STACK.get(start.encoder.kind, 0)} if new else {}) | options | {"new_head": new}
     head = options_of("head", "search") - {"prompt"}
     blocks = set() if new and not own(start) else options_of("blocks")
-    for name in options_of("features", "encoder") | blocks | (set() if new else head):
+    decided = options_of("features", "encoder") | blocks | (set() if new else head)
+    seen = {name: options.get(name, start.get(name)) for name in ("chunk", "past", "ahead", "whole")}
+    if not start.encoder.step and start.replace(**seen).encoder.draws:  # no array depends on what frames see
+        decided, options = decided - seen.keys(), options | seen
+    for name in decided:
         x = start.get(name)
         if tuples(options.get(name, x)) != x:
             hint = ": --new-head allows that" if name in head else ""

@@ -15,8 +15,10 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from tones import LABELS, recordings
 
+import fastconformer64
 from jax_rnnt import decode
 from jax_rnnt_speech.data import audio
+from jax_rnnt_speech.model.encoders import contexts
 from jax_rnnt_speech.recognition import recognise, streams, windows
 from jax_rnnt_speech.recognition.search import Decoding
 from support import GOLDEN, arrays, asr, run
@@ -174,10 +176,41 @@ def test_archives_of_nemo(kind):
         assert found == expected and (ends > 0) == (end in expected)
 
 
+SEVERAL = {"att_context_style": "chunked_limited_with_rc", "att_context_size": [-1, -1], "conv_context_style": "dcc",
+           "att_chunk_context_size": [[4], [1, 2, 3], [0, 1, 2]]}  # fmt: skip
+
+
+def test_an_archive_of_several_contexts(tmp_path):
+    """Rows in float64 of NumPy: of the whole, which are NeMo's, and in contexts."""
+    weights = {"loss": {"loss_name": "default", "offline_loss_weight": 0.3, "streaming_loss_weight": 0.7}}
+    for more, share in (({}, 0.5), (weights, 0.3)):
+        changed(tmp_path / "b.nemo", {"encoder": SEVERAL | {"att_context_size": [[-1, -1, -1]]}} | more)
+        assert asr.models.config_of(tmp_path / "b.nemo")[0].encoder.whole == share
+    model, golden = asr.models.open_model(tmp_path / "b.nemo"), arrays(GOLDEN / "archives.npz")
+    encoder = model.config.encoder
+    assert (encoder.past, encoder.chunk, encoder.ahead, model.chunk) == (4, (1, 2, 3), (0, 1, 2), 0)
+    tensors = {k: np.float64(x) for k, x in asr.models.nemo.weights_of(tmp_path / "b.nemo").items()}
+    x, lengths = padded(model)
+    run = jax.jit(lambda x, lengths, context: model.network(model.params).encode(x, lengths, context))
+    for context in (contexts.WHOLE, *(contexts.Context(4, a, b, c) for a, b, c in ((1, 0, 0), (2, 2, 0), (3, 1, 2)))):
+        rows, counts = jax.device_get(run(x, lengths, contexts.Context(*map(np.int32, context))))
+        np.testing.assert_array_equal(counts, golden["hybrid/lengths"])
+        for i, n in enumerate(counts):
+            expected = fastconformer64.rows(tensors, x[i, : lengths[i]], 4, *context)
+            np.testing.assert_allclose(rows[i, :n], expected, rtol=0, atol=2e-5)
+
+
 def test_other_archives(tmp_path, said):
     """What is not read is said in words; a model of characters has its labels in the configuration."""
     for fields, weights, message in (
         ({"encoder": {"self_attention_model": "abs_pos"}}, None, "encoder.self_attention_model must be rel_pos"),
+        (
+            {"encoder": SEVERAL | {"att_chunk_context_size": [[70], [0], [1]]}},
+            None,
+            "att_chunk_context_size must be three",
+        ),
+        ({"encoder": SEVERAL | {"conv_context_style": "x"}}, None, "encoder.conv_context_style must be dcc, got 'x'"),
+        ({"encoder": SEVERAL | {"att_context_size": [70, 1]}}, None, "encoder.att_context_size must be [-1, -1]"),
         ({"preprocessor": {"normalize": "NA"}}, None, "preprocessor.normalize must be per_feature, got 'NA'"),
         ({"joint": {"jointnet": {"joint_hidden": 3}}}, None, "joint.jointnet.joint_hidden must be 12, got 3"),
         ({"decoding": None}, None, "b.nemo: model_config.yaml must be the configuration of a model: 'NoneType'"),

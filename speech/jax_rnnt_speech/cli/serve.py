@@ -49,6 +49,11 @@ class Serving:
     endpoint: float = option(
         1.0, amount, "seconds of silence that end an utterance of a stream; with 0, none does", metavar="SECONDS"
     )
+    chunk: float | None = option(
+        None, amount, "for a model that sees whole utterances: seconds of a stream that become final at once; of a "
+        "model for several contexts, the nearest is taken (2)", metavar="S",
+    )  # fmt: skip
+    right: float | None = option(None, amount, "seconds that it hears after each chunk, likewise (2)", metavar="S")
 
 
 @dataclasses.dataclass(frozen=True)

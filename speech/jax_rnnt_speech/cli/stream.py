@@ -17,7 +17,7 @@ from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition import streams, unheard
 from jax_rnnt_speech.recognition.live import Windowed
 from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
-from jax_rnnt_speech.system import refuse_if
+from jax_rnnt_speech.system import refuse_if, say_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +30,15 @@ class Live:
     left: float | None = option(
         None,
         amount,
-        "for a model that sees whole utterances: seconds that it hears before each chunk (10)",
+        "for a model that sees whole utterances: seconds that it hears before each chunk (10, or as trained)",
         metavar="S",
     )
-    chunk: float | None = option(None, amount, "seconds that become final at once, likewise (2)", metavar="S")
+    chunk: float | None = option(
+        None, amount, "seconds that become final at once, likewise; of a model for several contexts, the nearest is "
+        "taken (2)", metavar="S",
+    )  # fmt: skip
     right: float | None = option(
-        None, amount, "seconds that it hears behind each chunk, likewise, for which final words wait (2)", metavar="S"
+        None, amount, "seconds that it hears after each chunk, likewise, for which final words wait (2)", metavar="S"
     )
     json: bool = option(
         False, bool, "print a JSON object on each line: words, text that may change, endpoints", action="store_true"
@@ -45,8 +48,11 @@ class Live:
         """A Stream of the model."""
         refuse_if(decoding.spotter, "--phrases-by ctc: a stream has phrases by its search alone")
         sizes = {name: x for name in ("left", "chunk", "right") if (x := getattr(self, name)) is not None}
-        if sizes:
-            return Windowed(model, decoding, self.endpoint, **sizes)
+        if sizes or model.config.encoder.draws:
+            made = Windowed(model, decoding, self.endpoint, **sizes)
+            if made.slots.context:
+                say_once(f"windows: {made.said_sizes}")
+            return made
         refuse_if(not model.chunk, f"{streams.WHOLE}, or any with --left, --chunk and --right, such as 10, 2 and 2")
         return streams.Stream(model, decoding, self.endpoint)
 

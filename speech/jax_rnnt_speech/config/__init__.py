@@ -11,6 +11,7 @@ import types
 
 from jax_rnnt_speech.config.options import (
     amount,
+    counts,
     dashed,
     durations,
     natural,
@@ -146,8 +147,31 @@ class Encoder:
         ((2, 2), (2, 2)), strides, "strides of the first convolutions: TIMExFEATURES,...", needs=OWN
     )
     channels: int = option(32, positive, "channels of the first convolutions", needs=OWN)
-    chunk: int = option(0, natural, "encoder frames that see each other and --past, for streams; 0: all see all")
-    past: int = option(64, natural, "encoder frames before its chunk that a frame sees", needs=STREAMS)
+    chunk: int | tuple = option(
+        0, counts(1), "encoder frames that see each other and --past, for streams; 0: all see all. Of several numbers "
+        "with commas, as of those of --past and --ahead, each batch draws one",
+    )  # fmt: skip
+    past: int | tuple = option(64, counts(0), "encoder frames before its chunk that a frame sees", needs=STREAMS)
+    ahead: int | tuple = option(0, counts(0), "encoder frames after its chunk that a frame sees", needs=STREAMS)
+    whole: float = option(
+        0.0, number(float, 0, most=1), "share of the batches whose frames see everything", needs=STREAMS
+    )
+
+    def __post_init__(self):
+        for name in ("chunk", "past", "ahead"):  # a list of one entry is that entry
+            if isinstance(x := getattr(self, name), tuple) and len(x) == 1:
+                object.__setattr__(self, name, x[0])
+
+    @property
+    def draws(self):
+        """Whether each batch draws what its frames see. A stream of such a model reads windows."""
+        lists = any(isinstance(x, tuple) for x in (self.chunk, self.past, self.ahead))
+        return bool(self.chunk and (lists or self.ahead or self.whole))
+
+    @property
+    def step(self):
+        """Encoder frames of a step of a stream whose encoder has a state; 0: its streams have no such steps."""
+        return 0 if self.draws else self.chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +346,7 @@ class Config:
     @property
     def nemo_form(self):
         """Whether sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
-        return not self.encoder.chunk and (self.head.predictor == "lstm" or self.head.loss == "tdt")
+        return not self.encoder.step and (self.head.predictor == "lstm" or self.head.loss == "tdt")
 
     @property
     def masks(self):
@@ -353,6 +377,15 @@ class Config:
             raise UserError(f"--hop {features.hop:g} must be above 0, and at most the window of {features.window:g} ms")
         if round(features.rate * features.window / 1000) < 2:
             raise UserError(f"a window of {features.window:g} ms has fewer than two samples at --rate {features.rate}")
+        if self.encoder.draws:
+            several = "several --chunk, or --ahead or --whole,"
+            fine = self.encoder.kind in ("conformer", "fastconformer")
+            refuse_if(not fine, f"{several} need --encoder conformer or fastconformer, got {self.encoder.kind}")
+            leaks = self.encoder.kind == "conformer" and any(time == 1 for time, _ in self.encoder.strides)
+            refuse_if(leaks, f"{several} need --strides of 2 or more over time: with 1, frames see the next chunk")
+            refuse_if(self.head.stack, f"{several} leave no place for --stack, whose blocks see everything")
+            frozen = "encoder:" in self.optimiser.freeze
+            refuse_if(frozen, f"{several} change the rows that --freeze {self.optimiser.freeze} would keep")
         if features.kind == "sherpa-onnx" and (features.window, features.hop) != (25, 10):
             at = f"windows of {features.window:g} ms and --hop {features.hop:g}"
             raise UserError(f"--features sherpa-onnx has windows of 25 ms and --hop 10, got {at}")

@@ -60,6 +60,22 @@ def sequence(read, valid, metavar, expected):
     return parse
 
 
+def counts(low):
+    """A type of argparse: a whole number, or different ones of `low` or more with commas, or a list of JSON."""
+    several = sequence(
+        int,
+        lambda x: x and all(type(y) is int and y >= low for y in x) and len({*x}) == len(x),
+        "N,...",
+        f"a whole number of 0 or more, or different ones of {low} or more such as 1,2,7",
+    )
+
+    def read(x):
+        return several(x) if isinstance(x, list | tuple) or "," in str(x) else natural(x)
+
+    read.metavar = several.metavar
+    return read
+
+
 def within(numbers, low, high):
     return all(type(x) in (int, float) and low <= x <= high for x in numbers)
 

@@ -255,7 +255,7 @@ def extractor(config):
     """What makes the features of a `config.Config`."""
     if config.features.kind == "sherpa-onnx":
         return Sherpa(config.features.rate, config.features.mels, config.nemo_form)
-    return preset(config.features, bool(config.encoder.chunk))
+    return preset(config.features, bool(config.encoder.step))
 
 
 @functools.lru_cache

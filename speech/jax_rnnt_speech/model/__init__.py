@@ -114,12 +114,12 @@ class Model:
         """The features that the model takes, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
         return self.standardised(self.extractor(samples))
 
-    def encoded(self, network, x, batch, layers=None, language=None):
+    def encoded(self, network, x, batch, layers=None, language=None, context=None):
         """Every loss is computed from this. `layers`: x holds rows after so many layers of the encoder."""
         if layers is None:
-            rows, lengths = network.encode(x, batch["lengths"])
+            rows, lengths = network.encode(x, batch["lengths"], context)
         else:
-            rows, lengths = network.on_rows(*network.encoder.upper(x, batch["lengths"], layers))
+            rows, lengths = network.on_rows(*network.encoder.upper(x, batch["lengths"], layers, context))
         states = None if self.loss is None else network.predictor(batch["targets"])
         return Encoded(
             self.prompted(network, rows, language), states, batch["targets"], lengths, batch["target_lengths"]

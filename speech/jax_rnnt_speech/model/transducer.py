@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_rnnt.flax.nnx import Joint, LSTMPredictor, StatelessPredictor
 from jax_rnnt_speech.model import encoders
+from jax_rnnt_speech.model.encoders import contexts
 from jax_rnnt_speech.model.encoders.base import ACTIVATIONS, apart, cut, layer_norm
 from jax_rnnt_speech.model.encoders.conformer import Block
 
@@ -28,7 +29,7 @@ class Head(nnx.Module):
         rows, lengths = rows.reshape(rows.shape[0], -1, self.stack * rows.shape[-1]), -(-lengths // self.stack)
         rows = self.project(self.dropout(rows))
         for block in self.blocks.layers:
-            rows, _ = block(apart(rows), lengths, block.whole)
+            rows, _ = block(apart(rows), (lengths, None), block.whole)
         return self.norm(rows), lengths
 
 
@@ -55,6 +56,7 @@ class Transducer(nnx.Module):
     def __init__(self, config, features, blank, outputs, source=None, *, rngs):
         more, width = {"dtype": jnp.dtype(config.compute.dtype), "rngs": rngs}, config.blocks.width
         self.encoder = encoders.make(config, features, encoders.fields_of(source), **more)
+        self.usual = contexts.usual(config.encoder)
         self.head = Head(config, self.encoder.width, **more) if config.head.stack else None
         fields = {} if self.head else (source or {}).get("config.json", {})
         sizes = [fields.get(x) for x in ("num_prompts", "prompt_intermediate_size")]
@@ -73,9 +75,9 @@ class Transducer(nnx.Module):
             self.frame_scores = nnx.Linear(rows, outputs, **more)
             self.state_scores = nnx.Linear(width, outputs, **more)
 
-    def encode(self, x, lengths):
-        """Rows [B, N, E] of whole utterances [B, T, F], and their lengths [B]."""
-        return self.on_rows(*self.encoder(x, lengths))
+    def encode(self, x, lengths, context=None):
+        """Rows [B, N, E] of utterances [B, T, F], and their lengths [B]; by default, in their usual context."""
+        return self.on_rows(*self.encoder(x, lengths, self.usual if context is None else context))
 
     def on_rows(self, rows, lengths):
         """The input of predictor and joint, from the encoder's rows [B, N, E] and their lengths [B]."""

@@ -189,6 +189,7 @@ def fits(model):
     head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", HeadFields.decoder_hidden_size)
     same = (len(model.tokens.pieces), config.blocks.width) == head and not config.head.stack
     same &= config.head.predictor == "lstm" and isinstance(model.tokens, tokens.Pretrained | tokens.Numbers)
+    same &= not config.encoder.draws  # `transformers` has no contexts
     return fields.get("model_type") in MODELS and same and config.head.loss == MODELS[fields["model_type"]][0]
 
 
@@ -236,7 +237,7 @@ def names_of(path, config):
         return ["encoder_projector.bias", "decoder.decoder_projector.bias"]
     name = MODULES.get(module, module).replace("encoder.blocks.layers", "encoder.layers")
     name = re.sub(r"\.layers(\d+)", r".layers.\1", name.replace("encoder.subsample", "encoder.subsampling"))
-    if not config.encoder.chunk:  # one list of convolutions and activations
+    if not config.encoder.step:  # one list of convolutions and activations
         for first, part in ((2, "depthwise_conv"), (3, "pointwise_conv")):
             if match := re.search(rf"subsampling\.layers\.(\d+)\.{part}", name):
                 name = name.replace(match[0], f"subsampling.layers.{3 * int(match[1]) + first}")

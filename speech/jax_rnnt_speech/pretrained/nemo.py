@@ -50,11 +50,17 @@ ENCODER = {
 }  # fmt: skip
 ONLY = {"subsampling": "dw_striding", "self_attention_model": "rel_pos", "untie_biases": True, "feat_out": -1}
 ONLY |= {"reduction": None, "global_tokens": 0, "use_pytorch_sdpa": False}
+REGULAR = {"causal_downsampling": False, "conv_norm_type": "batch_norm", "conv_context_size": None}
+REGULAR |= {"conv_context_style": "regular"}
+CAUSAL = {"causal_downsampling": True, "conv_norm_type": "layer_norm", "conv_context_size": "causal"}
+SEVERAL = "chunked_limited_with_rc"
 STYLES = {  # of attention: what goes with it
-    "regular": {"causal_downsampling": False, "conv_norm_type": "batch_norm", "conv_context_size": None},
-    "chunked_limited": {"causal_downsampling": True, "conv_norm_type": "layer_norm", "conv_context_size": "causal"},
+    "regular": REGULAR,
+    "chunked_limited": REGULAR | CAUSAL,
+    SEVERAL: REGULAR | {"conv_context_style": "dcc"},
 }
-KNOWN = {*ENCODER, *ONLY, *STYLES["regular"], "_target_", "use_bias", "ff_expansion_factor", "att_context_size"}
+KNOWN = {*ENCODER, *ONLY, *REGULAR, "_target_", "use_bias", "ff_expansion_factor", "att_context_size"}
+KNOWN |= {"att_chunk_context_size"}
 KNOWN |= {"att_context_style", "pos_emb_max_len", "dropout_pre_encoder", "att_context_probs", "sync_max_audio_length"}
 KNOWN |= {"reduction_position", "reduction_factor", "stochastic_depth_start_layer", "stochastic_depth_mode"}
 SOUNDS = {"window": "hann", "log": True, "frame_splicing": 1, "mag_power": 2.0, "exact_pad": False}
@@ -140,23 +146,46 @@ def encoder_of(file, whole):
     for name, x in ONLY.items():
         encoder.must(name, x, x)
     for name, x in STYLES[style].items():
-        encoder.must(name, x, STYLES["regular"][name])
+        encoder.must(name, x, REGULAR[name])
     found = {ours: fields[theirs] for theirs, ours in ENCODER.items() if theirs in fields}
     size = round(encoder.number("d_model") * encoder.number("ff_expansion_factor", 4))
     found |= {"hidden_act": "silu", "intermediate_size": size}
     found |= {"attention_bias": fields.get("use_bias", True), "convolution_bias": fields.get("use_bias", True)}
     context = fields.get("att_context_size") or [-1, -1]
-    left, right = context[0] if isinstance(context[0], list) else context
-    if style == "regular":
-        fine, found["model_type"] = (left, right) == (-1, -1), hugging_face.WHOLE[0]
+    sizes = context[0] if isinstance(context[0], list) else context
+    if style != "chunked_limited":  # NeMo has three sizes where there are several contexts, which say no more
+        fine, found["model_type"] = sizes in ([-1] * 2, [-1] * 3), hugging_face.WHOLE[0]
     else:
+        left, right = sizes
         fine, found["model_type"] = left >= 0 <= right, hugging_face.CAUSAL[0]
         found |= {"sliding_window": left + 1, "default_num_lookahead_tokens": right}
-    expected = "[-1, -1]" if style == "regular" else "numbers of frames before and ahead"
+    expected = "[-1, -1]" if style != "chunked_limited" else "numbers of frames before and ahead"
     files.require(fine, file, "encoder.att_context_size", expected, context)
     if more := sorted(f"{k} {x}" for k, x in fields.items() if k not in KNOWN and x not in (None, False, 0, "")):
         say_once(f"{file}: not used: encoder.{', encoder.'.join(more)}")
     return found
+
+
+def contexts_of(file, whole):
+    """The options of an encoder that was trained in several contexts; {} for another encoder.
+
+    NeMo adds the losses of the whole and of a context, with weights; here, each batch draws one of the two. As in
+    NeMo's training, chunks count from the start of the recording. NeMo's script for live text counts them from the
+    start of each window, and its convolutions see all of the window.
+    """
+    fields = whole["encoder"]
+    if fields.get("att_context_style") != SEVERAL:
+        return {}
+    lists = fields.get("att_chunk_context_size")
+    fine = isinstance(lists, list) and len(lists) == 3 and all(isinstance(x, list) and x for x in lists)
+    fine = fine and all(type(y) is int and y >= low for x, low in zip(lists, (0, 1, 0)) for y in x)
+    expected = "three lists of frames: before a chunk, of it, and ahead"
+    files.require(fine, file, "encoder.att_chunk_context_size", expected, lists)
+    past, chunk, ahead = (list(dict.fromkeys(x)) for x in lists)
+    weights = [(whole.get("loss") or {}).get(f"{name}_loss_weight") for name in ("offline", "streaming")]
+    known = all(type(x) in (int, float) and 0 < x < math.inf for x in weights)
+    share = weights[0] / sum(weights) if known else 0.5
+    return {"past": past, "chunk": chunk, "ahead": ahead, "whole": round(share, 6)}
 
 
 def sounds_of(file, whole, causal):
@@ -188,7 +217,7 @@ def translated(path, file, members, whole):
     vocabulary = labels_of(file, members, whole)
     encoder, size = encoder_of(file, whole), len(vocabulary.pieces) + 1
     fields = {"encoder_config": encoder, "vocab_size": size, "blank_token_id": size - 1}
-    more, causal = {"init": str(path)}, encoder["model_type"] == hugging_face.CAUSAL[0]
+    more, causal = {"init": str(path)} | contexts_of(file, whole), encoder["model_type"] == hugging_face.CAUSAL[0]
     if "joint" not in whole:
         fields |= {"model_type": "parakeet_ctc", "pad_token_id": size - 1}
     else:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_rnnt import decode
 from jax_rnnt_speech.data import features
+from jax_rnnt_speech.model.encoders import contexts
 from jax_rnnt_speech.recognition.results import Labels
 from jax_rnnt_speech.recognition.search import GREEDY
 from jax_rnnt_speech.recognition.streams import Slots, Stream
@@ -23,24 +24,32 @@ MOST = 3600  # seconds of a window: each is in memory as a whole
 
 
 class Window(NamedTuple):
-    """Features [T, F] of a window, rows before its chunk, and rows of the chunk; None: all that follow."""
+    """Features [T, F] of a window, rows before its chunk, and rows of the chunk; None: all that follow.
+
+    `anew`: the search begins anew.
+    """
 
     x: np.ndarray
     first: int
     count: int | None
+    anew: bool = False
 
 
 class Windows:
     """Searches windows one after the other in programs of one size, in the place of `streams.Slots`."""
 
-    def __init__(self, model, decoding, frames):
-        self.model, self.decoding, self.frames, self.state = model, decoding, frames, None
+    def __init__(self, model, decoding, frames, context=None):
+        self.model, self.decoding, self.frames, self.context, self.state = model, decoding, frames, context, None
         self.free, self.owns = [0], [None]
+        self.elsewhere = None  # a coroutine function of (self, step), which runs steps in a thread
 
     def run(self, steps):
         """(Labels that are final, others, rows) of a window."""
-        ((x, first, count),) = steps
-        rows, lengths = encoded(self.model, [(x, first)], self.frames)
+        ((x, first, count, anew),) = steps
+        if anew:
+            self.forget()
+        context = self.context and self.context._replace(before=-first % self.context.chunk)
+        rows, lengths = encoded(self.model, [(x, first)], self.frames, context)
         there = int(lengths[0])
         count = there if count is None else min(count, there)
         hypotheses, final = self.search(rows, count, keep=True)
@@ -51,7 +60,14 @@ class Windows:
             unsure = Labels.of(hypotheses, 0, hypotheses.counts[0], self.decoding)
         return [(final_labels, unsure, count)]
 
-    step = Slots.step
+    async def step(self, step):
+        """`run` of one step, here or elsewhere."""
+        return await (self.elsewhere((self, step)) if self.elsewhere else Slots.step(self, step))
+
+    def forget(self):
+        """Lets the search begin anew."""
+        if self.state is not None:
+            self.state = decode.reset_streams(self.state, np.ones(1, bool))
 
     def search(self, rows, count, keep=False):
         """(Hypotheses, how many labels are final) of the first rows behind the state; `keep`: it goes on there."""
@@ -67,27 +83,36 @@ class Windows:
 class Windowed(Stream):
     """`Stream` for an encoder without a chunk of its own. `left`, `chunk` and `right` are seconds.
 
-    A word is final `right` seconds after its chunk. Where a recording is no longer than chunk and right, it is heard
-    as `transcribe` hears it.
+    A word is final `right` seconds after its chunk. A model that was trained in several contexts hears in the one
+    whose chunk and right are nearest to these; its windows hold `left` seconds, by default those that the attention of
+    a frame sees. Another model hears a recording that is no longer than chunk and right as `transcribe` does.
     """
 
-    def __init__(self, model, decoding=GREEDY, silence=0.0, left=10.0, chunk=2.0, right=2.0, listens=True):
+    def __init__(self, model, decoding=GREEDY, silence=0.0, left=None, chunk=2.0, right=2.0, listens=True):
         refuse_if(model.chunk, "--left, --chunk and --right are for models that see whole utterances: this one streams")
+        context = None
+        if model.config.encoder.draws:
+            context = contexts.nearest(model.config.encoder, *(x / model.seconds for x in (chunk, right)))
+            chunk, right = (x * model.seconds for x in (context.chunk, context.right))
+        if left is None:
+            left = 10.0 if context is None else context.left * model.seconds
         self.rows = {name: round(x / model.seconds) for name, x in (("left", left), ("chunk", chunk), ("right", right))}
         if not self.rows["chunk"]:
             raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")
         if left + chunk + right > (most := min(model.longest, MOST)):
             raise UserError(f"--left, --chunk and --right: the model hears {most:g} s at most")
         self.sizes = {"left": left, "chunk": chunk, "right": right}
-        frames = model.extractor.count(sum(self.rows.values()) * model.extractor.hop * model.subsampling)
-        super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames), listens=listens)
+        extractor, self.tail = model.extractor, 0  # samples after a window that its last frame needs
+        if context is not None:
+            self.tail = max(extractor.margins[1], extractor.window - extractor.hop)
+        frames = extractor.count(sum(self.rows.values()) * extractor.hop * model.subsampling + self.tail)
+        super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames, context), listens=listens)
 
     def restart(self, start=0.0):
         """As `Stream.restart`."""
         super().restart(start)
         self.samples, self.row, self.begin = np.zeros(0, np.float32), 0, 0  # rows done, and rows before the samples
-        if self.slots.state is not None:
-            self.slots.state = decode.reset_streams(self.slots.state, np.ones(1, bool))
+        self.slots.forget()
 
     def steps(self, samples, end=False):
         """Yields the Windows of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
@@ -97,14 +122,23 @@ class Windowed(Stream):
             self.ear.add(samples)
         chunk, size = self.rows["chunk"], self.rows["chunk"] + self.rows["right"]
         # More samples than the window has: the last one takes all that is left.
-        while len(self.samples) > (stop := (self.row - self.begin + size) * self.step):
-            yield Window(self.model.features(self.samples[:stop]), self.row - self.begin, chunk)
+        while len(self.samples) > (stop := (self.row - self.begin + size) * self.step + self.tail):
+            x = self.model.features(self.samples[:stop])[: (stop - self.tail) // self.extractor.hop]
+            yield Window(x, self.row - self.begin, chunk, self.turns())
             self.row += chunk
             begin = max(0, self.row - self.rows["left"])
             self.samples, self.begin = self.samples[(begin - self.begin) * self.step :], begin
         if end and self.model.extractor.count(len(self.samples)):
-            yield Window(self.model.features(self.samples), self.row - self.begin, None)
+            yield Window(self.model.features(self.samples), self.row - self.begin, None, self.turns())
 
     def other(self):
         """As `Stream.other`."""
-        return Windowed(self.model, self.slots.decoding, **self.sizes, listens=False)
+        other = Windowed(self.model, self.slots.decoding, **self.sizes, listens=False)
+        other.slots.owns, other.slots.elsewhere = self.slots.owns, self.slots.elsewhere
+        return other
+
+    @property
+    def said_sizes(self):
+        """The sizes of its windows, in words."""
+        parts = ", ".join(f"{name} {x:.3g} s" for name, x in self.sizes.items())
+        return parts + (", the nearest context in which the model was trained" if self.slots.context else "")

@@ -88,6 +88,10 @@ class Slots:
         shapes = jax.eval_shape(lambda *x: continued(model, *x, *self.rest(False)), *self.arguments(False, []))
         self.decoder = decode.reset_streams(shapes[2][2], np.ones(count, bool))
 
+    def stream(self, silence):
+        """A Stream in a free slot; so many seconds of silence end an utterance."""
+        return Stream(self.model, silence=silence, slots=self)
+
     def arguments(self, first, steps):
         x = np.zeros((self.count, self.sizes[first], len(self.model.mean)), np.float32)
         (lengths, deadlines), (fresh, anew) = np.zeros((2, self.count), np.int32), np.zeros((2, self.count), bool)

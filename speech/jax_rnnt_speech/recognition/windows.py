@@ -34,14 +34,14 @@ BATCH = 16_384  # frames of a batch, padding included, if it has more than one r
 
 @programs.announced("an encoder")
 @functools.partial(jax.jit, static_argnums=0)
-def window(model, params, x, lengths, first):
+def window(model, params, x, lengths, first, context=None):
     """Rows [B, N, E] from the `first` [B] on, of features [B, T, F], and their lengths [B]."""
-    rows, lengths = model.network(params).encode(x, lengths)
+    rows, lengths = model.network(params).encode(x, lengths, context)
     place = jnp.minimum(jnp.arange(rows.shape[1]) + first[:, None], rows.shape[1] - 1)
     return jnp.take_along_axis(rows, place[..., None], 1), lengths - first
 
 
-def encoded(model, parts, frames):
+def encoded(model, parts, frames, context=None):
     """`window` of parts, each (its features [T, F], rows before its first one) or None, padded to so many frames."""
     batch = np.zeros((len(parts), frames, len(model.mean)), np.float32)
     lengths, first = np.zeros((2, len(parts)), np.int32)
@@ -49,7 +49,7 @@ def encoded(model, parts, frames):
         if part is not None:
             x, first[i] = part
             batch[i, : len(x)], lengths[i] = x, len(x)
-    return window(model, model.params, batch, lengths, first)
+    return window(model, model.params, batch, lengths, first, context)
 
 
 @programs.announced("a search")

@@ -33,6 +33,7 @@ from jax_rnnt_speech.serving.schema import (
     unused_header,
 )
 from jax_rnnt_speech.serving.together import Together
+from jax_rnnt_speech.serving.windowed import Places
 from jax_rnnt_speech.system import UserError, leave, reason, refuse_if
 
 SAMPLES = {"pcm16": np.dtype("<i2"), "float32": np.dtype("<f4")}
@@ -53,8 +54,13 @@ class Server:
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
         self.ending = False  # whether the server refuses what is new
-        self.slots = streams.Slots(model, options.connections, decoding) if model.chunk else None
-        if self.slots:
+        sizes = {name: x for name in ("chunk", "right") if (x := getattr(options, name)) is not None}
+        self.slots = None
+        if sizes or model.config.encoder.draws:
+            self.slots = Places(model, options.connections, decoding, sizes)
+            print(f"{options.name}: windows: {self.slots.said}", file=sys.stderr)
+        elif model.chunk:
+            self.slots = streams.Slots(model, options.connections, decoding)
             self.slots.step = Together(self.slots.run, options.connections)
             self.slots.run([])
 
@@ -302,7 +308,7 @@ class Server:
         require(socket.can_prepare(request), "/v1/stream is a WebSocket")
         busy = f"{self.slots.count} streams are open, which is the limit: try again later"
         require(self.slots.free, busy, None, 503)
-        stream = streams.Stream(self.model, silence=self.options.endpoint, slots=self.slots)
+        stream = self.slots.stream(self.options.endpoint)
         try:
             await socket.prepare(request)
             self.sockets.add(socket)

@@ -21,8 +21,10 @@ def copied(batch, copies):
     return rows | {"spans": batch["spans"].reshape(len(rows["valid"]), -1, 2)}
 
 
-def mean_loss(model, params, batch, step, layers=None, valid=None, ramp=1.0):
+def mean_loss(model, params, batch, step, layers=None, valid=None, ramp=1.0, context=None):
     """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers.
+
+    `context`: a `contexts.Context`; by default, what a row of a whole recording sees.
 
     `valid`: which rows are utterances in a whole batch, of which this one is a part. The sum over all parts is the mean
     loss of the whole. `ramp`: factor of the weight of CR-CTC.
@@ -40,7 +42,7 @@ def mean_loss(model, params, batch, step, layers=None, valid=None, ramp=1.0):
         x, batch = lower.lower(x, batch["lengths"], frozen), batch | {"lengths": lower.lengths(batch["lengths"])}
         layers = frozen
     network = model.network(params, step)
-    x = model.encoded(network, x, batch, layers)
+    x = model.encoded(network, x, batch, layers, context=context)
     x = x._replace(frame_lengths=jnp.maximum(x.frame_lengths, 1))
     values = model.variant.compute(model.loss, network, x, config.network.joint == "tiles")
     if config.objective.ctc:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_rnnt_speech.data.buckets import SECONDS, turns_of
+from jax_rnnt_speech.model.encoders import contexts
 from jax_rnnt_speech.training import objective
 from jax_rnnt_speech.training.parts import STATISTICS
 
@@ -108,8 +109,10 @@ def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, u
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
+        context = contexts.drawn(model.config.encoder, model.config.run.seed, step)
+
         def loss(weights, part=batch, seed=step, valid=None):
-            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid, ramp)
+            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid, ramp, context)
 
         rows, frames = batch["features"].shape[:2] if cpus else (1, 1)
         turns = turns_of(rows // cpus, copies * frames * features.hop / 1000, SECONDS) if cpus else 1

@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parents[1]
 RECIPES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
-SHORT = {"steps": 2, "mwer-steps": 2, "tuning-steps": 2, "student-steps": 2, "lines": 20}
+SHORT = {"steps": 2, "mwer-steps": 2, "tuning-steps": 2, "student-steps": 2, "lines": 20, "seeds": 1}
 
 
 def test_pages_of_code():

@@ -38,9 +38,16 @@ def longest(config, source):
 
 
 def checked(config, source):
-    """The configuration; raises where a training takes what the encoder does not hear."""
-    if config.data.max_seconds > (most := longest(config, source)):
-        raise UserError(f"--max-seconds {config.data.max_seconds:g}: the encoder hears {most:g} s at most")
+    """The configuration. Raises if a training has longer recordings than the encoder takes, or longer contexts."""
+    seconds = config.data.max_seconds
+    if seconds > (most := longest(config, source)):
+        raise UserError(f"--max-seconds {seconds:g}: the encoder hears {most:g} s at most")
+    for name in ("chunk", "ahead") if config.encoder.draws else ():
+        sizes = getattr(config.encoder, name)
+        frames = max(sizes) if isinstance(sizes, tuple) else sizes
+        if (lasts := frames * subsampling(config, source) * config.features.hop / 1000) > seconds:
+            raise UserError(f"--{name} {frames} is {lasts:.4g} s, longer than all utterances (--max-seconds {seconds:g}"
+                            "): --whole is the share of batches that see everything")  # fmt: skip
     return config
 
 

@@ -90,8 +90,11 @@ class Depthwise(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(channels, jnp.float32)) if bias else None
         self.stride, self.dtype = stride, dtype
 
-    def __call__(self, x):
-        """x [B, *sizes, C], zeros around it included."""
+    def __call__(self, x, ends=None):
+        """x [B, *sizes, C], with the zeros around it.
+
+        `ends` [T]: where what each frame sees of x ends in time; from there on it sees zeros.
+        """
         kernel, x = self.kernel[...].astype(self.dtype), x.astype(self.dtype)
         *sizes, _ = kernel.shape
         counts = [(n - k) // self.stride + 1 for n, k in zip(x.shape[1:], sizes)]
@@ -100,7 +103,10 @@ class Depthwise(nnx.Module):
         for offset in np.ndindex(*sizes):
             steps, phase = zip(*(divmod(o, self.stride) for o in offset))
             window = [slice(step, step + count) for step, count in zip(steps, counts)]
-            out = out + parts[phase][:, *window] * kernel[offset]
+            seen = parts[phase][:, *window]
+            if ends is not None and (ahead := offset[0] - (sizes[0] - 1) // 2) > 0:
+                seen = jnp.where((jnp.arange(counts[0]) + ahead < ends)[:, None], seen, 0)
+            out = out + seen * kernel[offset]
         return out
 
     def phases(self, x):
@@ -122,6 +128,8 @@ class Depthwise(nnx.Module):
 class Encoder(nnx.Module):
     """Features [B, T, F] and lengths [B] -> rows [B, N, E] and lengths [B]; rows after an end mean nothing.
 
+    A `contexts.Context` limits what rows see; without one, they see everything.
+
     A subclass sets `width`, `subsampling`, `blocks` (an `nnx.Sequential`) and `norm`, and has `lengths`, `subsample`,
     `shared` and `whole`; one that streams sets `chunk`, and has `initial`.
     """
@@ -134,19 +142,19 @@ class Encoder(nnx.Module):
         """How many encoder frames `frames` feature frames become; numbers or arrays."""
         return -(-frames // self.subsampling)
 
-    def __call__(self, x, lengths):
-        return self.upper(self.lower(x, lengths, 0), self.lengths(lengths), 0)
+    def __call__(self, x, lengths, context=None):
+        return self.upper(self.lower(x, lengths, 0, context), self.lengths(lengths), 0, context)
 
-    def lower(self, x, lengths, layers):
+    def lower(self, x, lengths, layers, context=None):
         """Rows [B, N, E] after subsampling and the first `layers` blocks; `self.lengths(lengths)` are theirs."""
         first, blocks = self.whole(x.shape[0])
         rows, _ = self.subsample(x, lengths, first)
-        return self.through(rows, self.lengths(lengths), first, blocks, slice(layers))[0]
+        return self.through(rows, self.lengths(lengths), first, blocks, slice(layers), context)[0]
 
-    def upper(self, rows, lengths, layers):
+    def upper(self, rows, lengths, layers, context=None):
         """Applies the blocks after the first `layers` to rows [B, N, E], whose lengths [B] are encoder frames."""
         first, blocks = self.whole(rows.shape[0])
-        return self.norm(self.through(rows, lengths, first, blocks, slice(layers, None))[0]), lengths
+        return self.norm(self.through(rows, lengths, first, blocks, slice(layers, None), context)[0]), lengths
 
     def step(self, x, lengths, state):
         """Rows of the next features of streams, their lengths, and the state after them.
@@ -166,9 +174,9 @@ class Encoder(nnx.Module):
     def lengths_of_step(self, lengths, first):
         return self.lengths(lengths)
 
-    def through(self, rows, lengths, first, states, layers):
+    def through(self, rows, lengths, first, states, layers, context=None):
         """Rows after some of the blocks, and the states of these. `first`: the state of the subsampling before."""
-        shared, after = self.shared(rows, lengths, first), []
+        shared, after = self.shared(rows, lengths, first, context), []
         if self.scan and len(self.blocks.layers[layers]) > 1:
             return scanned(self.blocks.layers[layers], rows, shared, states[layers], self.remat)
         for block, state in zip(self.blocks.layers[layers], states[layers]):
@@ -176,6 +184,6 @@ class Encoder(nnx.Module):
             after.append(state)
         return rows, after
 
-    def shared(self, rows, lengths, first):
+    def shared(self, rows, lengths, first, context=None):
         """All blocks take this besides their rows."""
         return lengths

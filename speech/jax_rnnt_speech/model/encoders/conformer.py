@@ -80,12 +80,14 @@ class Attention(nnx.Module):
         shape = batch, self.past, self.heads, self.inputs.in_features // self.heads
         return jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((), jnp.int32)
 
-    def __call__(self, x, lengths, state):
+    def __call__(self, x, lengths, state, context=None):
         frames = x.shape[1]
         query, key, value = jnp.split(self.inputs(self.norm(x)).reshape(*x.shape[:2], self.heads, -1), 3, -1)
         if state is None:
             place = jnp.arange(frames)
             visible = inside(lengths, frames)[:, None]
+            if context is not None:
+                visible &= context.visible(frames)
             if self.chunk:
                 start = (place // self.chunk * self.chunk)[:, None]
                 visible &= (place >= start - self.past) & (place < start + self.chunk)
@@ -118,9 +120,10 @@ class Convolution(nnx.Module):
     def initial(self, batch):
         return jnp.zeros((batch, self.kernel - 1, self.output.in_features))
 
-    def __call__(self, x, lengths, before):
+    def __call__(self, x, lengths, before, context=None):
+        ends = None if context is None else context.edges(x.shape[1])[1]
         x, before = extended(cut(nnx.glu(self.gate(self.norm(x))), lengths), before, self.kernel)
-        return self.dropout(self.output(nnx.silu(self.norm2(self.depthwise(x))))), before
+        return self.dropout(self.output(nnx.silu(self.norm2(self.depthwise(x, ends))))), before
 
 
 class Block(nnx.Module):
@@ -131,7 +134,7 @@ class Block(nnx.Module):
     def __init__(self, config, *, dtype, rngs):
         more, sizes, dropout = {"dtype": dtype, "rngs": rngs}, config.blocks, config.network.dropout
         self.first = FeedForward(sizes.width, sizes.expansion * sizes.width, dropout, **more)
-        chunks = config.encoder.chunk, config.encoder.past
+        chunks = config.encoder.step, config.encoder.past
         self.attention = Attention(sizes.width, sizes.heads, *chunks, dropout, **more)
         self.convolution = Convolution(sizes.width, sizes.convolution, dropout, **more)
         self.second = FeedForward(sizes.width, sizes.expansion * sizes.width, dropout, **more)
@@ -143,11 +146,12 @@ class Block(nnx.Module):
         """The state of whole utterances in chunks: attention knows their chunks, convolutions see zeros."""
         return None, self.convolution.initial(batch)
 
-    def __call__(self, x, lengths, state):
+    def __call__(self, x, shared, state):
+        lengths, context = shared
         x = x + 0.5 * self.first(x)
-        y, attention = self.attention(x, lengths, state[0])
+        y, attention = self.attention(x, lengths, state[0], context)
         x = x + y
-        y, convolution = self.convolution(x, lengths, state[1])
+        y, convolution = self.convolution(x, lengths, state[1], context)
         x = x + y
         return x + 0.5 * self.second(x), (attention, convolution)
 
@@ -157,7 +161,7 @@ class Conformer(Encoder):
 
     def __init__(self, config, features, *, dtype, rngs):
         more = {"dtype": dtype, "rngs": rngs}
-        self.width, self.chunk, strides = config.blocks.width, config.encoder.chunk, config.encoder.strides
+        self.width, self.chunk, strides = config.blocks.width, config.encoder.step, config.encoder.strides
         self.subsampling = math.prod(time for time, _ in strides)
         self.subsample = Subsampling(features, config.blocks.width, strides, config.encoder.channels, **more)
         self.blocks = nnx.Sequential(*(self.block(i, config, **more) for i in range(config.blocks.count)))
@@ -166,6 +170,9 @@ class Conformer(Encoder):
     @staticmethod
     def block(i, config, **more):
         return Block(config, **more)
+
+    def shared(self, rows, lengths, first, context=None):
+        return lengths, context
 
     def initial(self, batch):
         """The state of a stream before its first chunk."""

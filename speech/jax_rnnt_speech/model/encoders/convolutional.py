@@ -24,7 +24,8 @@ class Residual(nnx.Module):
 
     before_all = initial
 
-    def __call__(self, x, lengths, before):
+    def __call__(self, x, shared, before):
+        lengths, _ = shared
         y, before = extended(cut(self.norm(x), lengths), before, self.reach)
         return x + self.dropout(nnx.relu(self.conv(y))), before
 

@@ -271,11 +271,11 @@ class Convolution(nnx.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
         self.kernel, self.causal = kernel, config.causal
 
-    def __call__(self, x, lengths, past):
-        """(rows [B, T, E], frames [B, K - 1, E] before the next part of a stream)."""
+    def __call__(self, x, lengths, past, ends=None):
+        """(rows [B, T, E], frames [B, K - 1, E] before the next part of a stream); `ends` are those of `Depthwise`."""
         x = cut(jax.nn.glu(self.pointwise_conv1(x)), lengths)
         x, end = extended(x, past, self.kernel, self.causal)
-        x = self.depthwise_conv(x)
+        x = self.depthwise_conv(x, ends)
         x = self.norm(x, lengths) if isinstance(self.norm, BatchNorm) else self.norm(x)
         return self.pointwise_conv2(self.activation(x)), end
 
@@ -291,11 +291,11 @@ class Block(nnx.Module):
 
     def __call__(self, x, shared, past):
         """(rows [B, T, E], past of the next part)."""
-        lengths, distances, mask = shared
+        lengths, distances, mask, ends = shared
         x = x + 0.5 * self.feed_forward1(self.norm_feed_forward1(x))
         attended, keys = self.self_attn(self.norm_self_att(x), distances, mask, past[0])
         x = x + attended
-        convolved, frames = self.conv(self.norm_conv(x), lengths, past[1])
+        convolved, frames = self.conv(self.norm_conv(x), lengths, past[1], ends)
         x = x + convolved
         x = x + 0.5 * self.feed_forward2(self.norm_feed_forward2(x))
         return self.norm_out(x), (keys, frames)
@@ -342,8 +342,8 @@ class FastConformer(Encoder):
     def whole(self, batch):
         return None, [(None, None)] * self.config.num_hidden_layers
 
-    def shared(self, rows, lengths, first):
-        """Lengths, the distances between frames, and which keys a query sees."""
+    def shared(self, rows, lengths, first, context=None):
+        """Lengths, the distances between frames, which keys a query sees, and where convolutions see zeros."""
         count, window = rows.shape[1], self.config.sliding_window - 1
         left, seen = (window, first[0]) if first else (0, 0)
         # Each key and query have their distance in these, and the last one is there for `by_distance` alone.
@@ -353,4 +353,7 @@ class FastConformer(Encoder):
             keys = seen - left + jnp.arange(left + count)
             apart = keys[left:, None] // self.chunk - keys // self.chunk
             mask &= (keys >= 0) & (apart >= 0) & (apart <= window // self.chunk)
-        return lengths, distances.astype(rows.dtype), mask
+        ends = None
+        if context is not None:
+            mask, ends = mask & context.visible(count), context.edges(count)[1]
+        return lengths, distances.astype(rows.dtype), mask, ends
