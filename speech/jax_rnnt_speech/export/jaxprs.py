@@ -101,6 +101,11 @@ def concatenate(graph, eqn, *parts):
     return graph.node("Concat", *parts, axis=eqn.params["dimension"])
 
 
+def stack(graph, eqn, *parts):
+    axis = eqn.params["axis"]
+    return graph.node("Concat", *(graph.node("Unsqueeze", x, graph.sizes([axis])) for x in parts), axis=axis)
+
+
 def split(graph, eqn, x):
     sizes = graph.sizes(eqn.params["sizes"])
     names = graph.node("Split", x, sizes, outputs=len(eqn.outvars), axis=eqn.params["axis"])
@@ -164,7 +169,7 @@ WHOLE = {
     "concatenate": concatenate, "conv_general_dilated": conv_general_dilated, "dim_as_value": dim_as_value,
     "dot_general": dot_general, "expand_dims": reshape, "gather": gather, "iota": iota, "pad": pad,
     "reduce_max": reduce_max, "reduce_sum": reduce_sum, "reshape": reshape, "slice": slice_, "split": split,
-    "squeeze": reshape, "transpose": transpose,
+    "squeeze": reshape, "stack": stack, "transpose": transpose,
 }  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def online(model, network):
         return rows[0], jnp.concatenate([x.astype(F).reshape(-1) for x in jax.tree.leaves(after)])
 
     def encode(x, states, others):
-        rows, states = jax.vmap(step)(x, states[0])
+        rows, states = jax.vmap(step)(x, states.squeeze(0))
         return rows, states[None], others
 
     shapes, encoder = {"states": (F, (1, "B", flat.size)), "others": (F, (1, "B", 1))}, sizes_of(network)[0]
@@ -167,18 +167,18 @@ def nemo(model, network):
         return rows.swapaxes(1, 2), lengths
 
     def lstm_step(labels, count, hidden, cell):
-        row, state = predictor.step([*zip(cell, hidden)], labels[:, 0])
+        row, state = predictor.step([*zip(unstacked(cell), unstacked(hidden))], labels.squeeze(1))
         cell, hidden = map(jnp.stack, zip(*state))
         return row[..., None], count, hidden, cell
 
     def stateless_step(labels, count, past, unused):
         """The past are labels less the blank, which is the start: a state of zeros begins."""
-        last = [*(past[: predictor.history - 1, :, 0].astype(I) + blank), labels[:, 0]]
+        last = [*unstacked(past.squeeze(2).astype(I) + blank)[: predictor.history - 1], labels.squeeze(1)]
         after = jnp.stack(last[1:] or last)[..., None] - blank
         return predictor.rows(jnp.stack(last, -1))[..., None], count, after.astype(F), unused
 
     def join(rows, states):
-        return network.joint(rows[..., 0], states[..., 0])[:, None, None]
+        return network.joint(rows.squeeze(2), states.squeeze(2))[:, None, None]
 
     length = {"length": (I, ("B",))}
     inputs, outputs = ({f"{x}_{i}": (F, (layers, "B", width)) for i in range(2)} for x in ("state", "next_state"))
@@ -216,6 +216,11 @@ FORMS = {
     "NeMo": Form(nemo, False, "nemo_transducer", "sherpa-onnx-offline", "OfflineRecognizer"),
     "online": Form(online, True, "lstm", "sherpa-onnx", "OnlineRecognizer"),
 }
+
+
+def unstacked(x):
+    """Its parts along the first axis. An index would be a gather where the other sizes are not known."""
+    return [jax.lax.index_in_dim(x, i, keepdims=False) for i in range(x.shape[0])]
 
 
 def sizes_of(network):
