@@ -145,8 +145,13 @@ def config_of(folder):
     return KINDS[kind_of(folder)].config_of(Path(folder))
 
 
+def hears_anew(config):
+    """Whether a new training has features of its own: its --init is none, or was trained with others."""
+    return not config.run.init or config.features.kind != config_of(config.run.init)[0].features.kind
+
+
 def completed(options):
-    """Options of a new training, with those that its --init decides."""
+    """Options of a new training, with those that its --init decides. Features that sherpa-onnx computes suit any."""
     if not options.get("init"):
         return options
     folder, (start, source) = options["init"], config_of(options["init"])
@@ -154,7 +159,8 @@ def completed(options):
     options = ({"stack": STACK.get(start.encoder.kind, 0)} if new else {}) | options | {"new_head": new}
     head = options_of("head", "search") - {"prompt"}
     blocks = set() if new and not own(start) else options_of("blocks")
-    for name in options_of("features", "encoder") | blocks | (set() if new else head):
+    decided = options_of("features", "encoder") | blocks | (set() if new else head)
+    for name in decided - ({"features"} if options.get("features") == "sherpa-onnx" else set()):
         x = start.get(name)
         if tuples(options.get(name, x)) != x:
             hint = ": --new-head allows that" if name in head else ""
@@ -175,8 +181,10 @@ def fresh(config, corpus):
     old = read(start)
     if len(old.mean) != features:
         raise UserError(f"--init {start} hears {len(old.mean)} features a frame, {config.data.train} has {features}")
-    model = Model(config, vocabulary or old.tokens, old.mean, old.deviation, old.source)
-    if model.extractor != old.extractor:  # sherpa-onnx computes others for an LSTM predictor, and for TDT
+    anew = hears_anew(config)
+    statistics = ([0.0] * features, [1.0] * features) if anew else (old.mean, old.deviation)
+    model = Model(config, vocabulary or old.tokens, *statistics, old.source)
+    if not anew and model.extractor != old.extractor:  # sherpa-onnx computes others for an LSTM predictor and for TDT
         raise UserError(f"--init {start} hears other features than sherpa-onnx computes for the new head: "
                         "neither or both must have --predictor lstm or --loss tdt")  # fmt: skip
     model.take({name: old.params[name] for name in (["encoder"] if new else old.params)})

@@ -1,6 +1,7 @@
 """An ONNX graph that grows node by node, with sizes that are known only when it runs."""
 
 import hashlib
+import math
 
 import numpy as np
 import onnx
@@ -45,6 +46,9 @@ class Size:
     def __floordiv__(self, other):
         """Rounded down, where ONNX rounds to zero."""
         return (self - self % other).by("Div", other)
+
+    def __pow__(self, exponent):
+        return math.prod([self] * exponent)
 
     def __neg__(self):
         return self * -1

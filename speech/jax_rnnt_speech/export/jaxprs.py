@@ -1,7 +1,7 @@
 """What JAX traces of a function, its jaxpr, as an ONNX graph: the primitives of our networks, with symbolic sizes.
 
-Calls are inlined, and what depends on constants alone is computed. A broadcast stays as it is, with sizes of 1, until an
-operator needs it as a whole.
+Calls are inlined, and what depends on constants alone is computed. A broadcast keeps sizes of 1 until an operator needs
+it as a whole.
 """
 
 import math
@@ -65,7 +65,7 @@ def require(fine, eqn):
         raise UserError(f"the network computes {eqn.primitive.name} in a way that ONNX cannot: {eqn}")
 
 
-# ------------------------------------------------------------------------- primitives that need their tensors as a whole
+# ------------------------------------------------------------------------ primitives that need their tensors as a whole
 
 
 def iota(graph, eqn):
@@ -133,11 +133,18 @@ def reduce_max(graph, eqn, x):
 
 
 def gather(graph, eqn, x, index):
-    """Rows of a table at places [..., 1]: what an embedding is."""
-    numbers, places = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
-    require(numbers.start_index_map == (0,) == numbers.collapsed_slice_dims, eqn)
-    require(not numbers.operand_batching_dims and numbers.offset_dims == (len(places) - 1,), eqn)
-    return graph.node("Gather", x, graph.reshape(index, places[:-1]), axis=0)
+    """What is at places [..., 1] of an axis, as in an embedding; or a slice, whose sizes may be symbols."""
+    numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+    (shape, (*places, _)), sizes = (v.aval.shape for v in eqn.invars), eqn.params["slice_sizes"]
+    axes, index = list(numbers.start_index_map), graph.cast(index, "int64")
+    require(not numbers.operand_batching_dims, eqn)
+    if not places:
+        ends = graph.node("Add", index, graph.sizes([sizes[axis] for axis in axes]))
+        return graph.reshape(graph.node("Slice", x, index, ends, graph.sizes(axes)), out)
+    axis, whole = axes[0], [*map(str, shape)] == [*map(str, (*sizes[: axes[0]], shape[axes[0]], *sizes[axes[0] + 1 :]))]
+    kept = *range(axis), *range(axis + len(places), len(out))
+    require(whole and axes == [*numbers.collapsed_slice_dims] == [axis] and numbers.offset_dims == kept, eqn)
+    return graph.node("Gather", x, graph.reshape(index, places), axis=axis)
 
 
 def dot_general(graph, eqn, x, y):
@@ -204,7 +211,7 @@ class Emitter:
         known = dict(zip(jaxpr.constvars, map(np.asarray, constants))) | dict(zip(jaxpr.invars, values))
 
         def read(x):
-            return np.asarray(x.val) if isinstance(x, Literal) else known[x]
+            return np.asarray(x.val, x.aval.dtype) if isinstance(x, Literal) else known[x]
 
         for eqn in jaxpr.eqns:
             known.update(zip(eqn.outvars, self.results(eqn, [read(x) for x in eqn.invars])))

@@ -5,6 +5,7 @@ online one for encoders that stream. B sequences, T feature frames of F features
 predictor's row, C classes and durations. What goes in and out is known by its place, and not by its name.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -32,7 +33,8 @@ UNWRITTEN = re.compile(r"[\s\ud800-\udfff]", re.ASCII)  # parts of characters ar
 README = """\
 # A model for sherpa-onnx
 
-It has {form}'s form, {mels} features of the kind that sherpa-onnx computes, and {labels} labels. rnnt-speech {version} wrote it.
+rnnt-speech {version} wrote it in {form} form, with {mels} features of the kind that sherpa-onnx computes for that, and
+{labels} labels.
 
 {notes}
 
@@ -143,7 +145,7 @@ def online(model, network):
         return rows[0], jnp.concatenate([x.astype(F).reshape(-1) for x in jax.tree.leaves(after)])
 
     def encode(x, states, others):
-        rows, states = jax.vmap(step)(x, states.squeeze(0))
+        rows, states = jax.vmap(step)(x, states[0])
         return rows, states[None], others
 
     shapes, encoder = {"states": (F, (1, "B", flat.size)), "others": (F, (1, "B", 1))}, sizes_of(network)[0]
@@ -167,18 +169,18 @@ def nemo(model, network):
         return rows.swapaxes(1, 2), lengths
 
     def lstm_step(labels, count, hidden, cell):
-        row, state = predictor.step([*zip(unstacked(cell), unstacked(hidden))], labels.squeeze(1))
+        row, state = predictor.step([(cell[i], hidden[i]) for i in range(layers)], labels[:, 0])
         cell, hidden = map(jnp.stack, zip(*state))
         return row[..., None], count, hidden, cell
 
     def stateless_step(labels, count, past, unused):
         """The past are labels less the blank, which is the start: a state of zeros begins."""
-        last = [*unstacked(past.squeeze(2).astype(I) + blank)[: predictor.history - 1], labels.squeeze(1)]
+        last = [*(past[i, :, 0].astype(I) + blank for i in range(predictor.history - 1)), labels[:, 0]]
         after = jnp.stack(last[1:] or last)[..., None] - blank
         return predictor.rows(jnp.stack(last, -1))[..., None], count, after.astype(F), unused
 
     def join(rows, states):
-        return network.joint(rows.squeeze(2), states.squeeze(2))[:, None, None]
+        return network.joint(rows[..., 0], states[..., 0])[:, None, None]
 
     length = {"length": (I, ("B",))}
     inputs, outputs = ({f"{x}_{i}": (F, (layers, "B", width)) for i in range(2)} for x in ("state", "next_state"))
@@ -218,11 +220,6 @@ FORMS = {
 }
 
 
-def unstacked(x):
-    """Its parts along the first axis. An index would be a gather where the other sizes are not known."""
-    return [jax.lax.index_in_dim(x, i, keepdims=False) for i in range(x.shape[0])]
-
-
 def sizes_of(network):
     """(E, P)"""
     return network.joint.encoder.in_features, network.joint.predictor.in_features
@@ -244,32 +241,36 @@ def check(model, folder):
     for reason, there in reasons.items():
         refuse_if(there, f"sherpa-onnx has no form for models with {reason}")
     if config.features.kind != "sherpa-onnx":
-        kind = config.features.kind
-        raise UserError(f"{folder} was trained with --features {kind}, and sherpa-onnx computes others, which no option "
-                        "changes: train with --features sherpa-onnx, or let this model go on with them by "
+        had = f"{folder} was trained with --features {config.features.kind}"
+        raise UserError(f"{had}, and sherpa-onnx computes others, which no option changes: train with --features "
+                        "sherpa-onnx, or let this model go on with them by "
                         f"rnnt-speech train --init {folder} --features sherpa-onnx")  # fmt: skip
     return "online" if model.chunk else "NeMo" if nemo else "icefall"
 
 
 def tokens_of(vocabulary, blank_first):
-    """The text of tokens.txt."""
+    """The text of tokens.txt. Labels that write nothing, as </s>, have their names."""
     symbols = {"<blk>": None}
-    for label, text in enumerate(vocabulary.texts):
-        symbol = "<unk>" if label == vocabulary.unknown else text.replace(" ", "▁")
-        if not symbol or UNWRITTEN.search(symbol) or symbol in symbols:
-            raise UserError(f"sherpa-onnx cannot write label {label}, {vocabulary.pieces[label]!r}: it needs whole "
-                            "characters, no white space, that are those of no other label")  # fmt: skip
+    for label, (text, piece) in enumerate(zip(vocabulary.texts, vocabulary.pieces)):
+        symbol = "<unk>" if label == vocabulary.unknown else (text or piece or f"<{label}>").replace(" ", "▁")
+        if UNWRITTEN.search(symbol) or symbol in symbols:
+            raise UserError(f"sherpa-onnx cannot write label {label}, {piece!r}: it needs whole characters, no white "
+                            "space, that are those of no other label")  # fmt: skip
         symbols[symbol] = None
-    symbols = [*symbols] if blank_first else [*symbols][1:] + ["<blk>"]
+    blank, *others = symbols
+    symbols = [blank, *others] if blank_first else [*others, blank]
     return "".join(f"{symbol} {i}\n" for i, symbol in enumerate(symbols))
 
 
 def origins(folder):
-    """The folder of a model, and those that its training started from, if they are here."""
-    while folder and folder.is_dir() and models.kind_of(folder):
-        yield folder
-        folder = Path(models.config_of(folder)[0].run.init or "")
-        folder = folder if folder.name else None
+    """The folder of a model, and those that its training started from, as far as they are here."""
+    with contextlib.suppress(UserError):
+        while folder.is_dir():
+            yield folder
+            init = models.config_of(folder)[0].run.init
+            if not init:
+                return
+            folder = Path(init)
 
 
 def copy_licences(folder, new):
@@ -313,7 +314,7 @@ def readme(model, name, settings, copied):
     if copied:
         notes += [f"The weights are under the terms of {', '.join(copied)}."]
     return README.format(
-        form=name, version=__version__, mels=len(model.mean), labels=len(model.tokens.pieces),
+        form={"icefall": "icefall's", "NeMo": "NeMo's", "online": "the online"}[name], version=__version__, mels=len(model.mean), labels=len(model.tokens.pieces),
         notes="\n".join(f"* {x}" for x in notes), program=form.program, flags=" \\\n      ".join(flags),
         run=RUN[form.recogniser],
     )  # fmt: skip
