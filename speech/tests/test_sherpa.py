@@ -33,7 +33,7 @@ MODELS = {
     "icefall, convolutions": WHOLE | {"loss": "robust", "history": 3, "activation": "silu", "blocks": 2, "seed": 4},
     "icefall, pruned": WHOLE | {"loss": "pruned"},
     "icefall, wildcard": WHOLE | {"loss": "wildcard", "activation": "gelu", "seed": 2},
-    "NeMo": FAST | {"predictor": "lstm", "loss": "tdt", "durations": (0, 1, 2), "activation": "relu"},
+    "NeMo": FAST | {"predictor": "lstm", "loss": "tdt", "durations": (0, 1, 2), "activation": "relu", "seed": 1},
     "NeMo, blocks on blocks": FAST | {"stack": 2, "loss": "tdt", "history": 3},
     "NeMo, two layers": CONFORMER | {"predictor": "lstm", "predictor_layers": 2, "scan": True, "blocks": 2},
     "NeMo, no history": WHOLE | {"loss": "tdt", "history": 1},
@@ -41,7 +41,7 @@ MODELS = {
     "online": {"chunk": 4, "past": 6, "blocks": 2},
     "online, convolutions": CONVOLUTIONAL | {"chunk": 3, "history": 1, "loss": "monotonic"},
 }
-QUICK = "icefall", "NeMo", "online"
+QUICK = "icefall", "NeMo", "online, convolutions"
 QUICK_OR_SLOW = [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in MODELS]
 
 
@@ -70,17 +70,22 @@ def model_of(name):
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory):
-    """(model, folder that was exported) of a name in MODELS. The training started from weights with a licence."""
+    """(model, folder that was exported) of a name in MODELS; by the command line in one case, and with options."""
     done = {}
 
     def export(name, *more):
         if (name, *more) not in done:
             folder, model = tmp_path_factory.mktemp("sherpa"), model_of(name)
-            (folder / "start").mkdir()
-            (folder / "start/LICENSE").write_text("as you like")
+            for part, file in (("start", "LICENSE"), ("run" if name == "icefall" or more else "start", "card.md")):
+                (folder / part).mkdir(exist_ok=True)
+                (folder / part / file).write_text(f"that of {part}")
             model.config = model.config.replace(init=f"{folder / 'start'}")
-            (saved(model, folder / "run") / "card.md").write_text("a card")
-            run(["export", "--format", "sherpa-onnx", folder / "x", "--model", folder / "run", *more])
+            if name == "icefall" or more:
+                saved(model, folder / "run")
+                run(["export", "--format", "sherpa-onnx", folder / "x", "--model", folder / "run", *more])
+            else:
+                (folder / "x").mkdir()
+                sherpa.write(model, folder / "x", folder / "start")
             done[name, *more] = model, folder / "x"
         return done[name, *more]
 
@@ -179,8 +184,9 @@ def test_texts_and_rows(exported, name, monkeypatch):
     assert printed(folder, samples[-1], monkeypatch) == texts[-1]
     for mine, other in zip(rows, theirs(model, folder, whole), strict=True):
         np.testing.assert_allclose(other, mine, atol=1e-4)
-    readme, copied = (folder / "README.md").read_text(), [(folder / x).read_text() for x in ("LICENSE", "card.md")]
-    assert copied == ["as you like", "a card"] and "LICENSE" in readme and "8,000 samples" in readme
+    readme, texts = (folder / "README.md").read_text(), [(folder / x).read_text() for x in ("LICENSE", "card.md")]
+    assert texts[0] == "that of start" and texts[1].startswith("that of ")
+    assert all(x in readme for x in ("LICENSE", "card.md", "8,000 samples", "6 features"))
 
 
 @pytest.mark.slow

@@ -30,42 +30,6 @@ ONE_A_FRAME = "monotonic", "constrained"  # losses by which each label reads a f
 TRANSDUCERS = *ONE_A_FRAME, "rnnt", "robust", "wildcard", "pruned", "tdt"
 F, I, L = "float32", "int32", "int64"
 UNWRITTEN = re.compile(r"[\s\ud800-\udfff]", re.ASCII)  # parts of characters are surrogates
-README = """\
-# A model for sherpa-onnx
-
-rnnt-speech {version} wrote it in {form} form, with {mels} features of the kind that sherpa-onnx computes for that, and
-{labels} labels.
-
-{notes}
-
-On the command line, in this folder:
-
-    pip install sherpa-onnx sherpa-onnx-bin
-    {program} \\
-      {flags} \\
-      recording.wav
-
-In Python, with samples as floats in [-1, 1]:
-
-    import json, sherpa_onnx
-    options = json.load(open("sherpa.json"))
-    recogniser = getattr(sherpa_onnx, options.pop("class")).from_transducer(**options)
-    stream = recogniser.create_stream()
-{run}
-
-Other languages, phones, browsers and boards: https://k2-fsa.github.io/sherpa/onnx/
-"""
-RUN = {
-    "OfflineRecognizer": """\
-    stream.accept_waveform(rate, samples)
-    recogniser.decode_stream(stream)
-    print(stream.result.text)""",
-    "OnlineRecognizer": """\
-    stream.accept_waveform(rate, samples)  # as they come
-    while recogniser.is_ready(stream):
-        recogniser.decode_stream(stream)
-    print(recogniser.get_result(stream))""",
-}
 
 
 class Part(NamedTuple):
@@ -100,7 +64,7 @@ class Part(NamedTuple):
         results = emitter.run(closed.jaxpr, closed.consts, values)
         for x, var, (name, (dtype, _)) in zip(results, closed.jaxpr.outvars, self.outputs.items(), strict=True):
             graph.result(emitter.whole(x, var.aval.shape), name, dtype)
-        graph.save(path, self.inputs, self.outputs, {"version": 1, "model_author": "jax_rnnt_speech"} | self.metadata)
+        graph.save(path, self.inputs, self.outputs, self.metadata)
 
 
 def icefall(model, network):
@@ -203,20 +167,34 @@ def nemo(model, network):
     }  # fmt: skip
 
 
+OFFLINE = """\
+    stream.accept_waveform(rate, samples)
+    recogniser.decode_stream(stream)
+    print(stream.result.text)"""
+ONLINE = """\
+    stream.accept_waveform(rate, samples)  # once, or as they come
+    stream.input_finished()  # after the silence behind the last ones
+    while recogniser.is_ready(stream):
+        recogniser.decode_stream(stream)
+    print(recogniser.get_result(stream))"""
+
+
 class Form(NamedTuple):
-    """A form: its parts, where its blank is, what sherpa-onnx calls it, and which program and class of its run it."""
+    """A form: its parts, whether its blank comes first, and what of sherpa-onnx runs it."""
 
     parts: Callable
+    name: str
     blank_first: bool
     model_type: str
     program: str
     recogniser: str
+    lines: str  # of Python
 
 
 FORMS = {
-    "icefall": Form(icefall, True, "transducer", "sherpa-onnx-offline", "OfflineRecognizer"),
-    "NeMo": Form(nemo, False, "nemo_transducer", "sherpa-onnx-offline", "OfflineRecognizer"),
-    "online": Form(online, True, "lstm", "sherpa-onnx", "OnlineRecognizer"),
+    "icefall": Form(icefall, "icefall's", True, "transducer", "sherpa-onnx-offline", "OfflineRecognizer", OFFLINE),
+    "NeMo": Form(nemo, "NeMo's", False, "nemo_transducer", "sherpa-onnx-offline", "OfflineRecognizer", OFFLINE),
+    "online": Form(online, "the online", True, "lstm", "sherpa-onnx", "OnlineRecognizer", ONLINE),
 }
 
 
@@ -226,7 +204,7 @@ def sizes_of(network):
 
 
 def check(model, folder):
-    """The name of a model's form; raises where there is none, or where the model, of a folder, has other features."""
+    """The Form of a model; raises where there is none, or where the model, of a folder, has other features."""
     config, head = model.config, model.config.head
     nemo = head.predictor == "lstm" or head.loss == "tdt"
     reasons = {
@@ -245,7 +223,7 @@ def check(model, folder):
         raise UserError(f"{had}, and sherpa-onnx computes others, which no option changes: train with --features "
                         "sherpa-onnx, or let this model go on with them by "
                         f"rnnt-speech train --init {folder} --features sherpa-onnx")  # fmt: skip
-    return "online" if model.chunk else "NeMo" if nemo else "icefall"
+    return FORMS["online" if model.chunk else "NeMo" if nemo else "icefall"]
 
 
 def tokens_of(vocabulary, blank_first):
@@ -294,45 +272,42 @@ def quantize(folder):
         quantize_dynamic(folder / f"{part}.onnx", folder / f"{part}.onnx", op_types_to_quantize=["MatMul"])
 
 
-def readme(model, name, settings, copied):
+def readme(model, form, settings, copied):
     """What a person finds in the folder."""
-    form, config, row = FORMS[name], model.config, 1000 * model.seconds
-    labels = {"icefall": "one label", "online": "one label", "NeMo": "10 labels"}[name]
-    labels = "5 labels" if config.head.loss == "tdt" else labels
+    row = 1000 * model.seconds
+    most = "one label" if form.blank_first else "5 labels" if model.config.head.loss == "tdt" else "10 labels"
+    notes = [f"Recordings have {model.extractor.rate:,} samples a second; others are resampled. A row of the encoder "
+             f"is {row:g} ms, in which the greedy search writes {most} at most."]  # fmt: skip
+    if model.chunk:
+        step = model.chunk * model.seconds + 0.01
+        notes += [f"A step of a stream takes {step:g} s: give it as much silence behind the last samples."]
+    if form.blank_first and model.subsampling != 4:
+        notes += [f"sherpa-onnx counts rows of 40 ms: multiply its times of labels by {row / 40:g}."]
+    if copied:
+        notes += [f"For the weights, see {', '.join(copied)}."]
     flags = [f"--{part}={part}.onnx" for part in PARTS] + ["--tokens=tokens.txt", f"--model-type={form.model_type}"]
     flags += [f"--sample-rate={settings['sample_rate']}", f"--feat-dim={settings['feature_dim']}"]
-    notes = [
-        f"The recordings have {model.extractor.rate:,} samples a second; others are resampled. A row of the encoder is "
-        f"{row:g} ms, and the greedy search writes {labels} in it at most."
-    ]
-    if name == "online":
-        seconds = (1 + model.chunk * model.subsampling) / 100
-        notes += [f"A step needs {seconds:g} s of audio: at the end of a recording, give it as much silence, and call "
-                  "`input_finished`."]  # fmt: skip
-    if name != "NeMo" and model.subsampling != 4:
-        notes += [f"Times of labels are in rows of 40 ms in sherpa-onnx: multiply them by {row / 40:g}."]
-    if copied:
-        notes += [f"The weights are under the terms of {', '.join(copied)}."]
-    return README.format(
-        form={"icefall": "icefall's", "NeMo": "NeMo's", "online": "the online"}[name], version=__version__, mels=len(model.mean), labels=len(model.tokens.pieces),
+    return (Path(__file__).parent / "readme.txt").read_text("utf-8").format(
+        version=__version__, name=form.name, mels=len(model.mean), labels=len(model.tokens.pieces),
         notes="\n".join(f"* {x}" for x in notes), program=form.program, flags=" \\\n      ".join(flags),
-        run=RUN[form.recogniser],
+        lines=form.lines,
     )  # fmt: skip
 
 
 def write(model, folder, source, int8=False):
     """Writes the files of a model, which came from the folder `source`, into another one."""
-    name = check(model, source)
-    form, network = FORMS[name], model.network(model.params)
+    form, network = check(model, source), model.network(model.params)
     network.set_attributes(grouped=True, scan=False, remat=False, raise_if_not_found=False)
     tokens = tokens_of(model.tokens, form.blank_first)
+    settings = {part: f"{part}.onnx" for part in PARTS} | {"tokens": "tokens.txt", "model_type": form.model_type}
+    settings |= {"sample_rate": model.extractor.rate, "feature_dim": len(model.mean)}
+    comment = f"{form.name} form, sherpa-onnx's {len(model.mean)} features of {model.extractor.rate} samples a second"
+    about = {"version": 1, "model_author": f"rnnt-speech {__version__}", "comment": comment}
     for part, graph in form.parts(model, network).items():
-        graph.write(folder / f"{part}.onnx")
+        graph._replace(metadata=about | graph.metadata).write(folder / f"{part}.onnx")
     if int8:
         quantize(folder)
     (folder / "tokens.txt").write_text(tokens, "utf-8")
-    settings = {part: f"{part}.onnx" for part in PARTS} | {"tokens": "tokens.txt", "model_type": form.model_type}
-    settings |= {"sample_rate": model.extractor.rate, "feature_dim": len(model.mean)}
     (folder / "sherpa.json").write_text(json.dumps({"class": form.recogniser} | settings, indent=2) + "\n", "utf-8")
     copied = copy_licences(source, folder)
-    (folder / "README.md").write_text(readme(model, name, settings, copied), "utf-8")
+    (folder / "README.md").write_text(readme(model, form, settings, copied), "utf-8")
