@@ -94,6 +94,7 @@ def test_what_sherpa_onnx_cannot_have(tmp_path):
 def test_features_of_another_training(monkeypatch):
     """A training may go on with these, of which it takes the statistics anew; with no other features."""
     monkeypatch.setattr(models, "config_of", lambda folder: (configuration(chunk=0), None))
+    monkeypatch.setattr(models, "kind_of", lambda folder: "run")
     for more, anew in (({"features": "sherpa-onnx"}, True), ({}, False), ({"features": "log-mel"}, False)):
         config = Config.from_options(**models.completed({"init": "run", "train": "t", "valid": "v"} | more))
         assert (models.hears_anew(config), config.features.kind) == (anew, more.get("features", "log-mel"))

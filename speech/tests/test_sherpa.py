@@ -233,7 +233,7 @@ def every_primitive(x, y, k):
     kernel = jnp.arange(12.0).reshape(3, 1, 4)
     yield lax.conv_general_dilated(cube[..., :2], kernel, **sizes, dimension_numbers=("NHC", "HIO", "NHC"))
     batch = x.shape[0]
-    yield jnp.zeros(1, jnp.int32) + batch * (batch - 1) // 2 + jnp.maximum(3 - batch, -(batch**2)) % 4
+    yield jnp.zeros(1, jnp.int32) + batch * (batch - 1) // 2 + jnp.maximum(3 - batch, -(batch**2)) % 4 + (4 - batch**2) // 2
 
 
 def test_primitives_are_those_of_jax(tmp_path):

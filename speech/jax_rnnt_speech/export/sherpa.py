@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +19,11 @@ import jax.numpy as jnp
 from jax import export
 from jax.flatten_util import ravel_pytree
 
-from jax_rnnt import __version__
+import jax_rnnt
 from jax_rnnt_speech import models
 from jax_rnnt_speech.export.graph import Graph
 from jax_rnnt_speech.export.jaxprs import Emitter, Tensor
-from jax_rnnt_speech.system import UserError, refuse_if
+from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 PARTS = "encoder", "decoder", "joiner"
 LICENCES = "LICENSE*", "LICENCE*", "NOTICE*", "card.md"
@@ -262,14 +263,12 @@ def copy_licences(folder, new):
     return copied
 
 
-def quantize(folder):
-    """Writes int8 weights in the place of the matrices of the three graphs."""
-    try:
+def quantize(exact, folder):
+    """Writes the graphs of a folder into another one, with matrices of int8."""
+    with as_user_error("--quantize needs onnxruntime", ModuleNotFoundError):
         from onnxruntime.quantization import quantize_dynamic
-    except ModuleNotFoundError:
-        raise UserError("--quantize needs: pip install onnxruntime") from None
     for part in PARTS:
-        quantize_dynamic(folder / f"{part}.onnx", folder / f"{part}.onnx", op_types_to_quantize=["MatMul"])
+        quantize_dynamic(exact / f"{part}.onnx", folder / f"{part}.onnx", op_types_to_quantize=["MatMul"])
 
 
 def readme(model, form, settings, copied):
@@ -288,7 +287,7 @@ def readme(model, form, settings, copied):
     flags = [f"--{part}={part}.onnx" for part in PARTS] + ["--tokens=tokens.txt", f"--model-type={form.model_type}"]
     flags += [f"--sample-rate={settings['sample_rate']}", f"--feat-dim={settings['feature_dim']}"]
     return (Path(__file__).parent / "readme.txt").read_text("utf-8").format(
-        version=__version__, name=form.name, mels=len(model.mean), labels=len(model.tokens.pieces),
+        version=jax_rnnt.__version__, name=form.name, mels=len(model.mean), labels=len(model.tokens.pieces),
         notes="\n".join(f"* {x}" for x in notes), program=form.program, flags=" \\\n      ".join(flags),
         lines=form.lines,
     )  # fmt: skip
@@ -302,11 +301,12 @@ def write(model, folder, source, int8=False):
     settings = {part: f"{part}.onnx" for part in PARTS} | {"tokens": "tokens.txt", "model_type": form.model_type}
     settings |= {"sample_rate": model.extractor.rate, "feature_dim": len(model.mean)}
     comment = f"{form.name} form, sherpa-onnx's {len(model.mean)} features of {model.extractor.rate} samples a second"
-    about = {"version": 1, "model_author": f"rnnt-speech {__version__}", "comment": comment}
-    for part, graph in form.parts(model, network).items():
-        graph._replace(metadata=about | graph.metadata).write(folder / f"{part}.onnx")
-    if int8:
-        quantize(folder)
+    about = {"version": 1, "model_author": f"rnnt-speech {jax_rnnt.__version__}", "comment": comment}
+    with tempfile.TemporaryDirectory(dir=folder) as exact:
+        for part, graph in form.parts(model, network).items():
+            graph._replace(metadata=about | graph.metadata).write((Path(exact) if int8 else folder) / f"{part}.onnx")
+        if int8:
+            quantize(Path(exact), folder)
     (folder / "tokens.txt").write_text(tokens, "utf-8")
     (folder / "sherpa.json").write_text(json.dumps({"class": form.recogniser} | settings, indent=2) + "\n", "utf-8")
     copied = copy_licences(source, folder)
