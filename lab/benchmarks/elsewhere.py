@@ -23,11 +23,14 @@ OURS, THEIRS = ("ours, text", "ours, rows"), ("sherpa-onnx, text", "onnxruntime,
 KINDS = *OURS, *(f"{x}, {kind}" for x in THEIRS for kind in ("float32", "int8"))
 
 
-def samples_of(folder, rate, most):
+def decode(folder, rate, most, file):
+    """Writes the samples of recordings into one file, so that a process of sherpa-onnx need not import our program."""
+    import numpy as np
+
     from jax_rnnt_speech.data import audio
 
     files = sorted(x for x in folder.rglob("*") if x.suffix in (".wav", ".flac"))[:most]
-    return [audio.read(x, rate) for x in files]
+    np.savez(file, *(audio.read(x, rate) for x in files))
 
 
 def ours(kind, model, folder):
@@ -87,9 +90,11 @@ def theirs(kind, model, folder):
 
 def measure(kind, options):
     """Prints one object: seconds to the first result, seconds of audio a second, and the results."""
+    import numpy as np
+
     run = (ours if kind in OURS else theirs)(kind, options.model, options.folder)
     rate = json.loads((options.folder / "sherpa.json").read_text())["sample_rate"]
-    recordings = samples_of(options.data, rate, options.recordings)
+    recordings = [*np.load(options.folder.parent / "samples.npz").values()]
     run(recordings[0])
     first = time.time() - options.started
     results = [run(x) for x in recordings]  # compiles what is left
@@ -102,7 +107,7 @@ def measure(kind, options):
 
 def process(kind, options, folder, programs):
     """What `measure` prints in a process of its own, on one core."""
-    command = [sys.executable, __file__, "--model", options.model, options.data, "--recordings", options.recordings]
+    command = [sys.executable, __file__, "--model", options.model, options.data]
     command += ["--kind", kind, "--folder", folder, "--started", time.time()]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs), "OMP_NUM_THREADS": "1",
                                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
@@ -121,6 +126,8 @@ def compare(options, work):
         command = [sys.executable, "-m", "jax_rnnt_speech", "export", folder, "--model", options.model]
         command += ["--format", "sherpa-onnx", *(["--quantize", kind] if kind == "int8" else [])]
         subprocess.run([*map(str, command)], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[1:])})
+    rate = json.loads((folders["int8"] / "sherpa.json").read_text())["sample_rate"]
+    decode(options.data, rate, options.recordings, work / "samples.npz")
     found = {kind: {"warm": None} for kind in KINDS}
     for turn in range(options.turns):
         for kind, x in found.items():

@@ -144,5 +144,5 @@ class Graph:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR)
         helper.set_model_props(model, {name: f"{x}" for name, x in metadata.items()})
         large = sum(len(x.raw_data) for x in arrays) > LIMIT
-        onnx.save_model(model, path, save_as_external_data=large, location=f"{path.name}.data")
+        onnx.save_model(model, path, save_as_external_data=large, location=f"{path.name}.data", size_threshold=100)
         onnx.checker.check_model(f"{path}")

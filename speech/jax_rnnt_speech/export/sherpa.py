@@ -26,7 +26,7 @@ from jax_rnnt_speech.export.jaxprs import Emitter, Tensor
 from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 PARTS = "encoder", "decoder", "joiner"
-LICENCES = "LICENSE*", "LICENCE*", "NOTICE*", "card.md"
+LICENCES = "LICENSE*", "LICENCE*", "NOTICE*", "card.md", "README.md"  # the last one is a card on Hugging Face
 ONE_A_FRAME = "monotonic", "constrained"  # losses by which each label reads a frame
 TRANSDUCERS = *ONE_A_FRAME, "rnnt", "robust", "wildcard", "pruned", "tdt"
 F, I, L = "float32", "int32", "int64"
@@ -256,10 +256,11 @@ def copy_licences(folder, new):
     """Copies licences and cards of the weights, the nearest ones of each name; returns their names."""
     copied = []
     for place in origins(folder):
-        for file in sorted(x for pattern in LICENCES for x in place.glob(pattern) if x.is_file()):
-            if file.name not in copied:
-                shutil.copyfile(file, new / file.name)
-                copied.append(file.name)
+        for file in (x for pattern in LICENCES for x in sorted(place.glob(pattern)) if x.is_file()):
+            name = file.name.replace("README.md", "card.md")
+            if name not in copied:
+                shutil.copyfile(file, new / name)
+                copied.append(name)
     return copied
 
 
