@@ -151,7 +151,10 @@ def hears_anew(config):
 
 
 def completed(options):
-    """Options of a new training, with those that its --init decides. Features that sherpa-onnx computes suit any."""
+    """Options of a new training, with those that its --init decides.
+
+    It may have other features than those: the ones that sherpa-onnx computes, whose frames are what they are.
+    """
     if not options.get("init"):
         return options
     folder, (start, source) = options["init"], config_of(options["init"])
@@ -160,7 +163,7 @@ def completed(options):
     head = options_of("head", "search") - {"prompt"}
     blocks = set() if new and not own(start) else options_of("blocks")
     decided = options_of("features", "encoder") | blocks | (set() if new else head)
-    for name in decided - ({"features"} if options.get("features") == "sherpa-onnx" else set()):
+    for name in decided - ({"features", "window", "hop"} if options.get("features") == "sherpa-onnx" else set()):
         x = start.get(name)
         if tuples(options.get(name, x)) != x:
             hint = ": --new-head allows that" if name in head else ""

@@ -93,11 +93,12 @@ def test_what_sherpa_onnx_cannot_have(tmp_path):
 
 def test_features_of_another_training(monkeypatch):
     """A training may go on with these, of which it takes the statistics anew; with no other features."""
-    monkeypatch.setattr(models, "config_of", lambda folder: (configuration(chunk=0), None))
+    monkeypatch.setattr(models, "config_of", lambda folder: (configuration(chunk=0, hop=12.5), None))
     monkeypatch.setattr(models, "kind_of", lambda folder: "run")
     for more, anew in (({"features": "sherpa-onnx"}, True), ({}, False), ({"features": "log-mel"}, False)):
         config = Config.from_options(**models.completed({"init": "run", "train": "t", "valid": "v"} | more))
         assert (models.hears_anew(config), config.features.kind) == (anew, more.get("features", "log-mel"))
+        assert (config.features.hop, config.features.rate) == (10 if anew else 12.5, 8000)
     with pytest.raises(UserError, match="--features nemo"):
         models.completed({"init": "run", "features": "nemo"})
 

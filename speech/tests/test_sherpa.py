@@ -180,7 +180,7 @@ def test_texts_and_rows(exported, name, monkeypatch):
     assert found == texts
     assert len({*found}) >= 5
     assert found == [y for x in samples for y in heard(recogniser(folder), [x])]
-    assert sum(map(bool, heard(recogniser(folder, decoding_method="modified_beam_search"), samples))) >= 5
+    assert sum(map(bool, heard(recogniser(folder, decoding_method="modified_beam_search"), samples))) >= 4
     assert printed(folder, samples[-1], monkeypatch) == texts[-1]
     for mine, other in zip(rows, theirs(model, folder, whole), strict=True):
         np.testing.assert_allclose(other, mine, atol=1e-4)
