@@ -86,7 +86,7 @@ def prepared(corpus, **options):
     tokens = asr.data.tokens.Characters("ABC ")
     data = batches.labelled(corpora.Recordings(corpus, config), tokens, 4)
     bucket = batches.make_buckets(data, config, 1)[-1]
-    batch = next(batches.testing(data, config.data, [bucket], (0, 1)))
+    batch = next(batches.testing(data, config, [bucket], (0, 1)))
     batch.pop("index")
     zeros = [0.0] * config.features.mels
     return Model(config, tokens, zeros, [1.0] * config.features.mels), batch

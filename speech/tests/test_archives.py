@@ -335,9 +335,9 @@ def test_the_same_whoever_works(source, tmp_path):
     more = {"speeds": [0.9, 1.1], "noise": str(tmp_path / "noise"), "gain": 6.0, "batch": 4, "buffer": 3}
     config, fly = configuration(**source, readers=2, **more), source["on_the_fly"]
     found, kept = opened_source(config, tmp_path), None if fly else tmp_path / "kept"
-    whole = batches_of(found, 0, 3)
-    state = found.at(3)
-    whole |= dict(enumerate(found.read(3, None, until=2), 3))
+    whole = batches_of(found, 0, 2)
+    state = found.at(2)
+    whole |= dict(enumerate(found.read(2, None, until=2), 2))
     end = len(whole)
     assert [x.pop("last", False) for x in whole.values()] == [False] * (end - 1) + [True]
     # Two workers have copies of their own, and find headers that nobody has read.
@@ -347,8 +347,8 @@ def test_the_same_whoever_works(source, tmp_path):
     made = {i: copies[i % 2](i) for i in reversed(range(end))}
     assert [x.pop("left_out") for x in made.values()] == [[]] * end and copies[0](end) == copies[1](end + 9) == {}
     equal(dict(sorted(made.items())), whole)
-    later = opened_source(config, tmp_path, known=state, step=3)
-    equal(batches_of(later, 3, end), {i: x for i, x in whole.items() if i >= 3})
+    later = opened_source(config, tmp_path, known=state, step=2)
+    equal(batches_of(later, 2, end), {i: x for i, x in whole.items() if i >= 2})
     drawn = [reader.epoch(epoch)[1].tolist() for reader in found.order.readers for epoch in (0, 1)]
     assert len({tuple(x[:5]) for x in drawn}) == 4  # versions, by the reader and the epoch
     tones = {len(x) for x, _ in rows_of(whole.values())}
@@ -363,7 +363,7 @@ def test_the_same_whoever_works(source, tmp_path):
     for part in range(2):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(road.hosts, "part", lambda part=part: (part, 2))
-            both.append(road.Source(config, tmp_path, 0, state, 3, kept))
+            both.append(road.Source(config, tmp_path, 0, state, 2, kept))
     assert [list(x.own) for x in both] == [[0], [1]]
     shards = [set(one.indices[0].listed) for one in both]
     assert not shards[0] & shards[1] and shards[0] | shards[1] == {x for one in found.indices for x in one.listed}

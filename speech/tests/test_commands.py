@@ -36,7 +36,22 @@ print(*sorted(sys.modules.keys() & {SLOW}))
 
 
 def test_programs_are_kept_in_new_folders(tmp_path, monkeypatch):
-    """Of a run, whose folder is not there yet; else the user's. What JAX has already stays."""
+    """Of a run, whose folder is not there yet; else the user's. What JAX has already stays; what is old and much goes.
+
+    Within them, a processor with other features has another folder, and one that runs faster the same.
+    """
+    names = []
+    monkeypatch.setattr(programs, "PROCESSOR", tmp_path / "cpuinfo")
+    for features, speed in (("avx2", 1), ("avx2", 2), ("avx2 avx512f", 1)):
+        programs.PROCESSOR.write_text(f"processor : 0\nflags : fma {features}\ncpu MHz : {speed}\n" * 2)
+        names.append(programs.machine())
+    assert names[0] == names[1] != names[2]
+    monkeypatch.setattr(programs, "MOST", 250)
+    for age, size in enumerate((100, 100, 60, 100)):
+        place = tmp_path / "runs/mine/programs" / names[2] / f"{age}-cache"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(bytes(size))
+        os.utime(place, (1000 - age, 1000 - age))
     mine = tmp_path / "home/.cache/jax_rnnt_speech/programs"
     monkeypatch.setattr(programs.Path, "home", lambda: tmp_path / "home")
     before = jax.config.jax_compilation_cache_dir
@@ -50,9 +65,10 @@ def test_programs_are_kept_in_new_folders(tmp_path, monkeypatch):
             monkeypatch.setattr(programs.os, "access", lambda path, mode: path.exists() and path.name != "full")
             (tmp_path / "full").mkdir(exist_ok=True)
             programs.keep(folder)
-            assert jax.config.jax_compilation_cache_dir == str(expected or folder)
+            assert jax.config.jax_compilation_cache_dir == str((expected or folder) / names[2])
         programs.keep(tmp_path / "runs/other/programs")
-        assert jax.config.jax_compilation_cache_dir == str(mine)
+        assert jax.config.jax_compilation_cache_dir == str(mine / names[2])
+        assert sorted(x.name for x in place.parent.iterdir()) == ["0-cache", "1-cache"]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

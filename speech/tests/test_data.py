@@ -1,6 +1,7 @@
 """Utterances that are read and left out, texts, features, labels and shapes of batches."""
 
 import decimal
+import itertools
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ import scipy.io.wavfile
 import unicode_rbnf
 
 from jax_rnnt_speech.config import Config, files
-from jax_rnnt_speech.data import audio, batches, corpora, features, sources
+from jax_rnnt_speech.data import audio, batches, buckets, corpora, features, order, sources
 from jax_rnnt_speech.model import Model
 from jax_rnnt_speech.recognition.search import Decoding
 from jax_rnnt_speech.training.evaluation import Evaluation
@@ -116,8 +117,8 @@ def test_audio_that_breaks_later(corpus, tmp_path):
     recordings = corpora.Recordings(tmp_path / "c", config)
     data = batches.labelled(recordings, asr.data.tokens.train(config.head, ["ABC "]), 4)
     (tmp_path / "c" / recordings.utterances[3].name).write_bytes(b"")
-    buckets = batches.make_buckets(data, config, 1)
-    tested = batches.testing(data, config.data, buckets, (0, 1))
+    found = batches.make_buckets(data, config, 1)
+    tested = batches.testing(data, config, found, (0, 1))
     valid = {int(i): v for b in tested for i, v in zip(b["index"], b["valid"])}
     assert 3 not in valid and set(valid) - {-1} == set(range(10)) - {3}
     assert recordings.report.names["an empty file"] == [recordings.utterances[3].name]
@@ -162,7 +163,7 @@ def test_host_and_device_features():
 def test_masks():
     """Spans over time and features have the mean of what is kept, nothing else changes; they are as long as allowed."""
     config = configuration(time_masks=2, mel_masks=1, mel_mask=3, time_mask=0.25)
-    spans = np.stack([features.draw_spans(config.data, np.random.default_rng(i), 20, 6) for i in range(50)])
+    spans = np.stack([features.draw_spans(config, np.random.default_rng(i), 20, 6) for i in range(50)])
     sizes = spans[..., 1] - spans[..., 0]
     assert sizes.min() == 0 and sizes[:, :2].max() == 5 and sizes[:, 2].max() == 3 and spans[:, 2].max() <= 6
     x, lengths = np.random.default_rng(0).normal(3, size=(50, 22, 6)).astype(np.float32), np.full(50, 20)
@@ -323,7 +324,7 @@ def test_buckets(corpus):
         frames = [data.corpus.utterances[i].frames for i in bucket.members]
         assert max(frames) == bucket.frames and bucket.batch % 2 == 0
         assert max(len(data.labels[i]) for i in bucket.members) == bucket.labels
-    tested = list(batches.testing(data, config.data, buckets, (0, 1)))
+    tested = list(batches.testing(data, config, buckets, (0, 1)))
     assert {batch["features"].shape for batch in tested} == {(b.batch, b.frames, 6) for b in buckets}
     for batch in tested:
         for i, length, labels, count in zip(*(batch[x] for x in ("index", "lengths", "targets", "target_lengths"))):
@@ -334,3 +335,66 @@ def test_buckets(corpus):
     assert [x.batch for x in full] == [4, 4] and sum(len(x.members) for x in full) == 10
     for bucket in batches.make_buckets(data, configuration(batch_seconds=1.6, buckets=4), 1):
         assert bucket.batch == min(160 // bucket.frames, len(bucket.members))  # as many as the longest fits into 1.6 s
+
+
+def test_the_least_padding():
+    """The cuts of lengths into buckets leave the least padding. Truth: all ways to cut."""
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 7):
+        seconds, counts = np.sort(rng.choice(99, size, False)) + 1.0, rng.integers(0, 9, size)
+        for most, places in enumerate(buckets.cuts(seconds, counts, 5), 1):
+            assert places[-1] == size - 1 and len(places) == most
+            ways = [(*x, size - 1) for x in itertools.combinations(range(size - 1), most - 1)]
+            cost = lambda way, s=seconds, n=counts: sum(c * s[min(j for j in way if j >= i)] for i, c in enumerate(n))
+            assert cost(places.tolist()) == min(map(cost, ways)), (seconds, counts, most)
+
+
+class Lengths:
+    """What a reader asks of an index: utterances of given lengths, in 20 shards."""
+
+    def __init__(self, seconds):
+        self.seconds, self.shards = seconds, np.arange(len(seconds)) * 20 // len(seconds)
+
+    def lengths_of_versions(self, items, versions, speeds, most):
+        return versions, self.seconds[items]
+
+
+@pytest.mark.parametrize("used", [0, 3])
+@pytest.mark.parametrize("window", [0, 50])
+def test_shapes_where_most_is_left_out(used, window):
+    """What is left out, as it is too long, has 0 s in the order and no bucket of its own."""
+    seconds = np.repeat([0, 12.0], [60 - used, used])
+    reader = order.Reader(0, 0, Lengths(seconds), [np.arange(60)], [None], 1, [1.0], 20, 9)
+    ends, rows = buckets.planned(*order.lengths([reader], 0, window), Config().data, 1, 1, bool(window), False)
+    assert min(ends) >= 12 and min(rows) >= 1
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 40}, {"batch_seconds": 200.0}, {"window": 4000}, {"count": 700}])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_padding(options, devices):
+    """Lengths as in LibriSpeech leave 10% padding with 8 shapes. Truth: rows and utterances, counted one by one."""
+    options = dict(options)
+    window, count = options.pop("window", 0), options.pop("count", 20_000)
+    draws = np.random.default_rng(0).uniform(size=count)
+    quantiles = np.interp(draws, [0, 0.01, 0.25, 0.5, 0.75, 0.99, 1], [1.2, 2.5, 11.4, 13.7, 15.3, 18.1, 20])
+    most, seconds = 20.0, np.round(quantiles, 2)
+    reader = order.Reader(0, 0, Lengths(seconds), [np.arange(count)], [None], 1, [1.0], most, 500)
+    data = Config.from_options(train="t", **options).data
+    found = order.lengths([reader], 0, window)
+    ends, rows = buckets.planned(*found, data, devices, devices, bool(window), bool(window))
+    shapes = [order.Shape(float(x), n) for x, n in zip(ends, rows)]
+    drawn = order.Order([reader], shapes, 0, window)
+    total, seen, sizes, each = 0.0, [], [], order.Batches(drawn, 0, 0, until=1)
+    for _, shape, members in itertools.takewhile(bool, map(each.__getitem__, itertools.count())):
+        some = [x[1] for x in members if x]
+        assert len(members) == rows[shape] and len(members) % devices == 0 and seconds[some].max() <= ends[shape] + 1e-6
+        if data.batch_seconds:
+            assert len(members) * ends[shape] <= 200
+        total += len(members) * ends[shape]
+        seen += some
+        sizes.append(len(some))
+    assert sorted(seen) == [*range(count)] and len(shapes) <= 8
+    assert 1 - seconds.sum() / total <= (0.1 if count > 1000 and not window else 0.11)
+    batch_seconds = ends * rows
+    assert count < 1000 or batch_seconds.max() < 1.5 * batch_seconds.min()
+    assert data.batch_seconds or np.mean(sizes) == pytest.approx(data.batch, rel=0.1)

@@ -10,11 +10,12 @@ import chex
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.data import batches
 from jax_rnnt_speech.data.source import Source
-from jax_rnnt_speech.model import Model
+from jax_rnnt_speech.model import WEIGHTS, Model
 from jax_rnnt_speech.runs import checkpoints
 from jax_rnnt_speech.system import hosts, outputs
 from jax_rnnt_speech.training import evaluation, objective, record, steps, train
@@ -60,6 +61,14 @@ def test_dropout_follows_the_step(corpus):
     first = every & (np.arange(len(every)) == 0)  # means are of the rows that count
     total = sum(float(loss(1, some)) * some.sum() for some in (first, every & ~first))
     assert every.sum() > 1 and float(loss(1, every)) == pytest.approx(total / every.sum(), rel=1e-5)
+
+
+def test_shapes_are_those_of_the_network(corpus):
+    """A network that is only asked for its shapes, whose keys are not counted, is the one that is trained."""
+    model, _ = prepared(corpus, dropout=0.5)
+    graph, shapes, noise = nnx.split(nnx.eval_shape(model.made), WEIGHTS, ...)
+    assert (graph, shapes) == (model.graphdef, model.shapes)
+    assert jax.tree.structure(noise) == jax.tree.structure(model.noise)
 
 
 def test_a_run(trained):
@@ -168,7 +177,7 @@ def test_a_run_after_a_power_cut(corpus, trained, ended, said):
 
 @pytest.mark.slow
 def test_resume_is_exact_with_everything(corpus, tmp_path, monkeypatch, said):
-    """CTC, averaged weights, speeds, noise, masks, dropout, accumulation, cached rows, bfloat16, rates, subwords.
+    """CR-CTC, averaged weights, speeds, noise, masks, dropout, accumulation, cached rows, bfloat16, rates, subwords.
 
     No weights are drawn for what a checkpoint has, rows of the cache among it.
     """
@@ -177,7 +186,7 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, monkeypatch, said):
     more = {"encoder": "conformer", "blocks": 2, "ctc": 0.3, "average": 0.9, "speeds": "0.9,1.1", "gain": 3.0,
             "noise": tmp_path / "noise", "snr": "0,10", "accumulate": 2, "freeze": "encoder:1", "dtype": "bfloat16",
             "rates": "joint=0.5,predictor=0", "text": tmp_path / "text.txt", "buckets": 1, "steps": 4,
-            "save_every": 3, "tokens": "subwords", "vocabulary": 8}  # fmt: skip
+            "save_every": 3, "tokens": "subwords", "vocabulary": 8, "cr_ctc": 0.2}  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
     error = said(arguments(corpus, whole, **more)).err
     assert "compiling: a step of training, 4 x 21 frames" in error  # rows: a fourth of the features, at speed 0.9
@@ -328,6 +337,8 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--freeze", "encoder,joint,predictor"], "--freeze encoder,joint,predictor leaves nothing to train"),
         (["--freeze", "encoder:1", "--bfloat16-rows", "--cache", "none"], "--bfloat16-rows needs a cache"),
         (["--durations", "0,1,2,3,4"], "--durations needs --loss tdt"),
+        (["--cr-ctc", 0.2], "--cr-ctc needs --ctc or --loss ctc"),
+        (["--loss", "ctc", "--cr-ctc", 0.2, "--time-masks", 0, "--mel-masks", 0], "both copies are the same"),
         (["--average", 1], "--average: expected a number of 0 or more and less than 1, got 1"),
         (["--scan"], "--scan needs blocks that are alike"),
         (["--hook", "nothing.py:f"], "--hook must be FILE:FUNCTION of a Python file, got nothing.py:f"),

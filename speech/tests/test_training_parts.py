@@ -62,6 +62,70 @@ def test_ctc_is_that_of_all_paths():
         np.testing.assert_allclose(gradient[b], np.pad(exact, ((0, 5 - n), (0, 0))), atol=1e-6)
 
 
+def divergences(logits, lengths, targets):
+    """How far posteriors of each row of logits are from those of `targets` of the other copy, by a loop in float64."""
+    logits, targets, values = np.float64(logits), np.float64(targets), []
+    for row, length in enumerate(lengths):
+        total = 0.0
+        for own, other in zip(logits[row, :length], targets[row ^ 1, :length]):
+            p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (own, other))
+            total += sum(b * (math.log(b) - math.log(a)) for a, b in zip(p, q))
+        values.append(total)
+    return np.array(values)
+
+
+def test_consistency_of_copies():
+    """Values and gradients of CR-CTC; each row learns from its copy, which has no gradient. Truth: float64 loops."""
+    rng, lengths, step = np.random.default_rng(0), np.array([5, 5, 3, 3, 1, 1]), 1e-5
+    rows, weights = rng.normal(size=(6, 5, 4)).astype(np.float32), np.array([1, 2, 3, 5, 7, 11], np.float32)
+    rows[np.arange(5) >= lengths[:, None]] = np.nan  # nobody reads them
+    total = lambda rows: ((weights * (x := ctc.consistency(rows, lengths))).sum(), x)
+    gradient, values = jax.jit(jax.grad(total, has_aux=True))(rows)
+    np.testing.assert_allclose(values, divergences(rows, lengths, rows), rtol=1e-5)
+    for b, t, v in itertools.product(*map(range, rows.shape)):
+        two = np.float64(rows), np.float64(rows)
+        two[0][b, t, v] -= step
+        two[1][b, t, v] += step
+        low, high = ((weights * divergences(x, lengths, rows)).sum() for x in two)
+        expected = (high - low) / (2 * step) if t < lengths[b] else 0
+        np.testing.assert_allclose(gradient[b, t, v], expected, atol=1e-5, err_msg=str((b, t, v)))
+
+
+@pytest.mark.parametrize("more", [{"ctc": 0.3}, {"loss": "ctc"}], ids=str)
+def test_loss_of_copies(corpus, more, tmp_path, monkeypatch):
+    """Each copy has masks of its own. Truth: the losses of batches with either masks, and divergences by a loop."""
+    plain, batch = prepared(
+        corpus, dropout=0.0, time_masks=5, mel_masks=1, mel_mask=3, time_mask=0.2, **more, **CONVOLUTIONAL
+    )
+    config = plain.config.replace(time_masks=2, cr_ctc=0.5)
+    model = Model(config, plain.tokens, plain.mean, plain.deviation, plain.params)
+    each = [features.draw_spans(config, np.random.default_rng(i), n, 6) for i, n in enumerate(batch["lengths"])]
+    batch |= {"spans": np.stack(each), "valid": np.arange(len(each)) != 1}
+    assert batch["spans"].shape[1:] == (2 * (5 + 1), 2) and (batch["spans"][:, :6] != batch["spans"][:, 6:]).any()
+
+    @jax.jit
+    def alone(spans):
+        x = features.hide(plain.inputs(batch), batch["lengths"], spans, 5)
+        network = plain.network(plain.params)
+        rows, lengths = network.encode(x, batch["lengths"])
+        return objective.mean_loss(plain, plain.params, batch | {"spans": spans}, 1), network.ctc(rows), lengths
+
+    (first, one, lengths), (second, other, _) = map(alone, np.split(batch["spans"], 2, 1))
+    pairs = np.stack([one, other], 1).reshape(-1, *one.shape[1:])
+    apart = divergences(pairs, np.repeat(lengths, 2), pairs)[np.repeat(batch["valid"], 2)].mean()
+    expected = (float(first) + float(second)) / 2 + more.get("ctc", 1) * 0.5 * 0.25 * apart
+    ours = jax.jit(lambda batch: objective.mean_loss(model, model.params, batch, 1, ramp=0.25))(batch)
+    assert apart > 0.01 and float(ours) == pytest.approx(expected, rel=1e-5)
+    monkeypatch.setattr(objective, "mean_loss", lambda *x: x[1]["w"] * x[-1])
+    whole = types.SimpleNamespace(whole=lambda free, _: free)
+    optimizer = steps.make_optimizer(model.config.optimiser.__class__(learning_rate=0.0), 9)
+    state, step = steps.first_state(model.config.optimiser, optimizer, {"w": jnp.ones(())}), None
+    step = steps.make_train_step(model, whole, optimizer, warmup=4)
+    for i, ramp in ((1, 0.25), (4, 1.0), (9, 1.0)):
+        state, numbers = step(state, batch, {}, i)
+        assert numbers["loss"] == ramp
+
+
 def test_options_of_losses():
     """Durations, sigma, the blank and the number of logits of five labels; what may be named is there."""
     assert losses.LOSSES.keys() == {*asr.config.LOSSES}
@@ -309,9 +373,12 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 2e-2
 
 
-def test_a_batch_in_turns(corpus, monkeypatch):
-    """On a CPU a batch is split, to save memory. Truth: losses and gradients of each row by itself."""
-    model, batch = prepared(corpus, dropout=0.0, time_masks=0, mel_masks=0, text_weight=0.5, learning_rate=0.0)
+@pytest.mark.parametrize("more", [{}, pytest.param({"ctc": 0.3, "cr_ctc": 0.2}, marks=pytest.mark.slow)], ids=str)
+def test_a_batch_in_turns(corpus, more, monkeypatch):
+    """On a CPU a batch is split, to save memory; copies stay together. Truth: loss and gradient of each row alone."""
+    model, batch = prepared(corpus, dropout=0.0, **more, text_weight=0.5, learning_rate=0.0)
+    each = [features.draw_spans(model.config, np.random.default_rng(i), n, 6) for i, n in enumerate(batch["lengths"])]
+    batch["spans"] = np.stack(each)
     batch = {name: np.concatenate([x, x, x])[:12] for name, x in batch.items()}
     batch["valid"] = np.arange(12) % 5 > 0
     batch |= {"texts": np.arange(216).reshape(72, 3) % 4, "text_lengths": np.arange(72) % 3 + 1}
@@ -330,7 +397,7 @@ def test_a_batch_in_turns(corpus, monkeypatch):
     ]
     value, gradient = jax.tree.map(lambda total, *x: np.float64(total) + np.mean(x, 0), alone(weights), *found)
     norm = math.sqrt(sum((x**2).sum() for x in gradient.values()))
-    for limit in (99, 3 * seconds, 1e-3):  # as a whole, in two parts, in six
+    for limit in (99, 3 * seconds * model.config.masks[0], 1e-3):  # as a whole, in two parts, in six
         monkeypatch.setattr(steps, "SECONDS", limit)
         step = steps.make_train_step(model, parts, optimizer, places=jax.tree.map(lambda x: x.sharding, state), cpus=2)
         split = Devices(mesh).split(batch)
@@ -355,6 +422,9 @@ def test_turns_draw_different_dropout(rows, frames, turns, monkeypatch):
     features = np.zeros((rows, frames), np.float32)
     features[:, 0] = np.arange(rows) + 1
     batch = {"features": features, "valid": np.ones(rows, bool)}
-    _, numbers = steps.make_train_step(model, whole, optimizer, cpus=2)(state, batch, {}, 1)
+    copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
+    _, numbers = steps.make_train_step(model, whole, optimizer, cpus=2)(copies[0], batch, {}, 1)
+    _, weighed = steps.make_train_step(model, whole, optimizer, cpus=2, usual=2.5 * rows)(copies[1], batch, {}, 1)
+    assert weighed["loss"] == numbers["loss"] and float(weighed["norm"]) == pytest.approx(0.4 * numbers["norm"])
     parts = np.arange(1, rows + 1).reshape(2, turns, -1).sum((0, 2))
     assert numbers["loss"] == sum(int(x) * 2 ** (turns + i) for i, x in enumerate(parts))

@@ -15,7 +15,7 @@ from jax_rnnt import decode
 
 PHRASES, WEIGHTS, DEPTH = [[0, 1], [0, 1, 1, 0], [1, 1, 0], [1, 0, 1]], [1.0, 2.0, 0.5, 1.5], 0.5
 NEGATIVE = [1.0, -2.0, 0.5, 1.5]
-CHARGED = 0.5
+SHARE, CHARGED = 0.3, 0.3
 
 
 class Guarded:
@@ -38,7 +38,7 @@ class Guarded:
         below = max(best[0], best[1]) - best[label], best[None] - best[label]
         before = self.in_progress(since)
         gain = self.worth([*since, label]) - self.worth(since) + before
-        margins = [min(x, before) if self.greedy else x for x in self.margins]
+        margins = [min(x, SHARE * before) if self.greedy else x for x in self.margins]
         breaks = gain > 1e-9 and any(x > margin for x, margin in zip(below, margins))
         self.broken += breaks
         gain = 0 if breaks else gain
@@ -93,7 +93,7 @@ def run(networks, encoder, lengths, phrases, fusion, guard, *, verb, loss, sizes
 
 # (weight of fusion, margin, blank_margin, most): the defaults of greedy search and of beams, others, and no guard.
 SETTINGS = (
-    (1.0, 5.0, 1.5, 2.0),
+    (1.0, 5.0, 1.5, 2.5),
     (8.0, 8.0, 5.0, 1.0),
     (3.0, 0.7, 0.4, 4.0),
     (0.5, 2.0, 0.0, 0.3),
@@ -143,7 +143,7 @@ def test_defaults():
     model = Model(family.RNNT, batch=8, frames=9)
     given = model.parameters, model.encoder, model.lengths, phrases_of(), 8.0
     for verb, sizes, numbers in (
-        (decoding.greedy, (ROOM,), (5.0, 1.5, 2.0)),
+        (decoding.greedy, (ROOM,), (5.0, 1.5, 2.5)),
         (decoding.beam, (ROOM, 4), (8.0, 5.0, 1.0)),
     ):
         search = functools.partial(run, *given, verb=verb, loss=family.RNNT, sizes=sizes)

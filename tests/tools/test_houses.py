@@ -84,8 +84,8 @@ def test_rooms(house):
 # The layers of its data, likewise; none is imported within a function.
 LAYERS = (
     "names", "utterances", "rows", "lists", "headers", "features", "audio", "spelling", "tokens", "texts",
-    "workers", "cache", "archives", "index", "augmentation", "sources", "corpora", "batches", "order",
-    "loading", "memory", "source",
+    "workers", "cache", "archives", "index", "augmentation", "sources", "corpora", "buckets", "batches",
+    "order", "loading", "memory", "source",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ them.
 """
 
 import dataclasses
+import math
 import types
 
 from jax_rnnt_speech.config.options import (
@@ -33,6 +34,7 @@ ENCODERS = "conformer", "convolutional", *PRETRAINED
 LOSSES = "rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned", "ctc"
 # Sections of which a checkpoint's arrays, or their meaning, depend on all options, but for some that say otherwise.
 FIXED = "features", "encoder", "blocks", "head"
+MORE_MASKS = 2.5  # factor by which CR-CTC raises masks over time (Yao et al. 2024)
 MIN_SHERPA_RATE = 4000  # its highest filter ends 400 Hz below half of this
 DATA = {"nargs": "+", "metavar": "DATA"}
 
@@ -74,9 +76,10 @@ class Data:
     batch_seconds: float = option(
         0.0, amount, "seconds of audio in a batch, with its padding; 0: --batch counts utterances"
     )
-    batch: int = option(16, positive, "utterances in a batch, with --batch-seconds 0",
+    batch: int = option(16, positive, "utterances in a batch on average, with --batch-seconds 0: more where they are "
+                        "short, and fewer where they are long",
                         needs=(lambda config: not config.data.batch_seconds, "--batch-seconds 0"))  # fmt: skip
-    buckets: int = option(4, positive, "shapes of batches at most; each has utterances of similar length")
+    buckets: int = option(8, positive, "shapes of batches at most; as few as leave a tenth of padding")
     speeds: tuple = option((1.0,), speeds, "speeds at which each recording of --train is heard, beside 1")
     noise: str = option("", str, "folder of audio that is added to a further copy of each recording", metavar="FOLDER")
     snr: tuple = option((5.0, 20.0), snr, "range of the ratio of speech to --noise, in dB", needs=where("noise"))
@@ -200,6 +203,11 @@ class Objective:
     """The loss that a training makes small."""
 
     ctc: float = option(0.0, amount, "weight of a CTC loss beside the transducer's", fixed=True, needs=TRANSDUCER)
+    cr_ctc: float = option(
+        0.0, amount, "weight in the CTC loss of CR-CTC, for which two copies of each utterance, with other masks and "
+        "2.5 times as many over time, learn from each other",
+        needs=(lambda config: config.objective.ctc or config.head.loss == "ctc", "--ctc or --loss ctc"),
+    )  # fmt: skip
     fastemit: float = option(0.0, amount, "lambda of FastEmit, which makes labels come earlier")
     text_weight: float = option(0.3, amount, "weight of the loss of --text", needs=where("text"))
 
@@ -316,6 +324,11 @@ class Config:
         """Whether sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
         return not self.encoder.chunk and (self.head.predictor == "lstm" or self.head.loss == "tdt")
 
+    @property
+    def masks(self):
+        """(copies of each utterance in a batch of a training, masks over time of each)."""
+        return (2, math.ceil(MORE_MASKS * self.data.time_masks)) if self.objective.cr_ctc else (1, self.data.time_masks)
+
     def checked(self, given=()):
         """Returns itself, or raises where corpora are missing or options contradict each other."""
         refuse_if(not self.data.train, "--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
@@ -345,6 +358,8 @@ class Config:
             raise UserError(f"--features sherpa-onnx has windows of 25 ms and --hop 10, got {at}")
         if features.kind == "sherpa-onnx" and features.rate < MIN_SHERPA_RATE:
             raise UserError(f"--features sherpa-onnx needs a --rate of {MIN_SHERPA_RATE} or more, got {features.rate}")
+        if self.objective.cr_ctc and not (self.data.time_masks or self.data.mel_masks):
+            raise UserError("--cr-ctc needs --time-masks or --mel-masks: without masks, both copies are the same")
         steps, accumulate = self.run.steps, self.optimiser.accumulate
         if not self.run.epochs and steps < accumulate:
             raise UserError(f"--accumulate {accumulate} must be at most --steps {steps}")

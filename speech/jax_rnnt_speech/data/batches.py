@@ -1,7 +1,6 @@
 """Batches of similar length: a few static shapes, so XLA compiles few programs and computes little padding.
 
-Utterances are sorted into buckets. A bucket pads to its longest member, and its batches hold about as many frames as
-the others.
+Utterances are sorted into buckets. A bucket pads to its longest member.
 """
 
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_rnnt_speech.data import corpora, texts
+from jax_rnnt_speech.data.buckets import fewest
 from jax_rnnt_speech.data.utterances import Report
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
@@ -89,11 +89,10 @@ def with_texts(batch, rng, part, texts):
 
 
 def make_buckets(data, config, devices):
-    """Buckets with about equally many frames each, from the shortest to the longest; fewer if that fills no batch."""
+    """Buckets from the shortest utterances to the longest, of little padding; fewer if that fills no batch."""
     order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
     frames = np.array([data.corpus.utterances[i].frames for i in order])
-    share = np.minimum(np.cumsum(frames) * config.data.buckets // (frames.sum() + 1), config.data.buckets - 1)
-    limits = sorted({int(frames[share == k].max()) for k in np.unique(share)})
+    limits = fewest(*np.unique(frames, return_counts=True), config.data.buckets).tolist()
     groups, waiting = [], []  # (frames, utterances)
     for low, high in zip([-1, *limits], limits):
         waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
@@ -118,18 +117,16 @@ def size_of(config, devices, frames):
     return max(devices, size // devices * devices)
 
 
-def collate(data, options, bucket, items, size):
-    """Arrays of a batch of `size` rows from (utterance, features or None, spans); rows without are not `valid`.
-
-    `options`: a `config.Data`, as for `testing`.
-    """
+def collate(data, config, bucket, items, size):
+    """Arrays of a batch of `size` rows from (utterance, features or None, spans); rows without are not `valid`."""
+    copies, time_masks = config.masks
     batch = {
         "features": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
         "lengths": np.ones(size, np.int32),
         "targets": np.zeros((size, bucket.labels), np.int32),
         "target_lengths": np.zeros(size, np.int32),
         "valid": np.zeros(size, bool),
-        "spans": np.zeros((size, options.time_masks + options.mel_masks, 2), np.int32),
+        "spans": np.zeros((size, copies * (time_masks + config.data.mel_masks), 2), np.int32),
         "index": np.full(size, -1, np.int32),
     }
     for row, (i, x, spans) in enumerate(items):
@@ -142,11 +139,11 @@ def collate(data, options, bucket, items, size):
     return batch
 
 
-def testing(data, options, buckets, part):
+def testing(data, config, buckets, part):
     """Every utterance once, always drawn alike; the last batch of a bucket may have rows that are not valid."""
     for bucket in buckets:
         size = bucket.batch // part[1]
         for start in range(0, len(bucket.members), bucket.batch):
             chosen, spans = bucket.members[start : start + bucket.batch][part[0] * size :][:size], 0
             items = [(i, data.corpus.load(i, np.random.default_rng(i)), spans) for i in chosen]
-            yield collate(data, options, bucket, items, size)
+            yield collate(data, config, bucket, items, size)

@@ -269,13 +269,12 @@ def preset(options, streams):
     return Extractor(options.rate, options.mels, window, hop, size, **fields)
 
 
-def draw_spans(options, rng, frames, features):
-    """SpecAugment (Park et al. 2019): starts and ends int32 [masks, 2] over time, then over features.
-
-    `options`: a `config.Data`.
-    """
-    longest = [(frames, int(options.time_mask * frames))] * options.time_masks
+def draw_spans(config, rng, frames, features):
+    """SpecAugment (Park et al. 2019): starts and ends int32 [masks, 2] over time, then over features, of each copy."""
+    copies, time_masks, options = *config.masks, config.data
+    longest = [(frames, int(options.time_mask * frames))] * time_masks
     longest += [(features, min(options.mel_mask, features))] * options.mel_masks
+    longest *= copies
     spans = np.zeros((len(longest), 2), np.int32)
     for span, (size, limit) in zip(spans, longest):
         length = rng.integers(limit + 1)

@@ -106,7 +106,7 @@ class Loader:
                         raise LargerError(len(x), len(labels[i]))
                     left_out += [Note(note, name) for note in notes]
                     rng = np.random.default_rng((self.config.run.seed, 3, *key))
-                    spans = features.draw_spans(self.config.data, rng, len(x), self.features)
+                    spans = features.draw_spans(self.config, rng, len(x), self.features)
                 except (audio.AudioError, LineError) as error:
                     x = None
                     left_out.append((getattr(error, "reason", str(error)), name))
@@ -115,7 +115,7 @@ class Loader:
                     left_out.append(Late(index.number, number, version, *error.args, name))
             items.append((i, x, spans))
         data = batches.Labelled(self, labels)
-        return batches.collate(data, self.config.data, self.shapes[shape], items, len(rows)) | {"left_out": left_out}
+        return batches.collate(data, self.config, self.shapes[shape], items, len(rows)) | {"left_out": left_out}
 
     def loaded(self, entry, index, version, key, notes):
         """(features, labels) of an utterance, or a LineError or AudioError that says why there are none."""

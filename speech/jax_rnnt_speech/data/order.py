@@ -22,7 +22,7 @@ from jax_rnnt_speech.data.index import SLACK
 from jax_rnnt_speech.system import hosts, refuse_if
 
 SOUGHT = 1000  # lengths among which limits of buckets are chosen
-NEAR = 0.9  # of the longest utterances that are used, where a bucket for longer ones is not worth it
+NEAR = 0.9  # of the longest utterances that are used, where no bucket for longer ones is considered
 LEAST = 1000  # utterances of a window, for each reader
 
 
@@ -111,30 +111,28 @@ class Reader:
         return float(max(self.lengths_of_versions(items, x)[1].max(initial=0) for x in versions))
 
 
-def limits(readers, epoch, count, window):
-    """Seconds that end the buckets, of which each has about as much audio of the first window, on all processes."""
+def lengths(readers, epoch, window):
+    """(seconds [N], counts [N], sum of seconds) of the utterances of the first window, on all processes.
+
+    The seconds are the upper edges of the bins of a histogram, and the last of them holds utterances of other windows.
+    Utterances that will be left out last 0 s, and are not counted.
+    """
     most = readers[0].most + SLACK
-    edges = np.linspace(0, most, SOUGHT + 1)
-    amount = np.zeros(SOUGHT)
+    edges, found = np.linspace(0, most, SOUGHT + 1), np.zeros((2, SOUGHT))
     for reader in readers:
         _, seconds = reader.lengths_of_versions(*(x[: window or None] for x in reader.epoch(epoch)))
-        amount += np.histogram(seconds, edges, weights=seconds)[0]
-    amount = hosts.gathered(amount[None]).sum(0)
-    if not amount.any():
-        return [most]
-    share = np.cumsum(amount) / amount.sum()
-
-    def parts(count):
-        places = {int(np.searchsorted(share, (k + 1) / count - 1e-9)) for k in range(count)}
-        return sorted(float(edges[min(i, SOUGHT - 1) + 1]) for i in places)
-
-    ends = parts(count)
-    if not window:  # other epochs may have longer ones
+        found += [np.histogram(seconds, edges, weights=x)[0] for x in (np.sign(seconds), seconds)]
+    counts, amount = hosts.gathered(found[None]).sum(0)
+    used = np.flatnonzero(counts)
+    seconds, counts = edges[used + 1], counts[used].astype(int)
+    if not window and len(used):  # other epochs may have longer ones
         longest = hosts.gathered(np.array([[max(x.longest_item() for x in readers)]])).max()
-        return [*ends[:-1], max(ends[-1], float(longest))]
-    if ends[-1] > NEAR * most or count == 1:  # other windows may have longer ones
-        return [*ends[:-1], most]
-    return [*parts(count - 1), most]
+        seconds[-1] = max(seconds[-1], longest)
+    elif len(used) and seconds[-1] > NEAR * most:  # other windows may have longer ones
+        seconds[-1] = most
+    else:
+        seconds, counts = np.append(seconds, most), np.append(counts, 0 if len(used) else 1)
+    return seconds, counts, float(amount.sum())
 
 
 class Order:

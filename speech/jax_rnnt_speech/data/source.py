@@ -24,7 +24,7 @@ from jax_rnnt_speech.data import (
     archives,
     audio,
     augmentation,
-    batches,
+    buckets,
     features,
     loading,
     memory,
@@ -255,8 +255,10 @@ class Source:
             window = 0
         decided = [options.buffer, options.batch, options.batch_seconds, options.buckets, options.max_seconds,
                    self.augmented, config.run.seed, each, SHARE, window, *["exact"] * self.exact]  # fmt: skip
-        decided = hashlib.sha256(json.dumps(decided).encode()).hexdigest()
-        state = self.continued(decided, devices)
+        former, decided = (
+            hashlib.sha256(json.dumps(x).encode()).hexdigest() for x in (decided, [*decided, buckets.PADDING])
+        )
+        state = self.continued(decided, former, devices)
         self.late = [x for x in (Late(*x) for x in state.get("late", ())) if x.reader in self.own]
         shapes = [order.Shape(*x) for x in state.get("shapes", ())] or self.shapes(readers, model, devices, window)
         self.order = order.Order(readers, shapes, config.run.seed, window)
@@ -269,8 +271,11 @@ class Source:
         self.counts, self.draws = counts, draws
         return self
 
-    def continued(self, decided, devices):
-        """The state with which the run goes on exactly, or nothing; `anew` is a line that says why not."""
+    def continued(self, decided, former, devices):
+        """The state with which the run goes on exactly, or nothing; `anew` is a line that says why not.
+
+        `decided`: a digest of the options; `former`: what an earlier version had in its place.
+        """
         state, self.anew = self.state, None
         self.first, self.place = (0, 0), (self.step, 0, 0, 0)  # step and epoch; step, epoch, window, batches before
         if not state:
@@ -279,7 +284,8 @@ class Source:
             f"{state['readers']} parts of the data, which {hosts.part()[1]} processes cannot share":
                 state["readers"] != self.readers,
             "other data": state["list"] != self.digest,
-            "other options": state["options"] != decided,
+            "batches of an earlier version, all with the same number of utterances": state["options"] == former,
+            "other options": state["options"] not in (decided, former),
             "batches that these devices cannot share":
                 any(order.Shape(*x).rows * self.readers % devices for x in state["shapes"]),
         }  # fmt: skip
@@ -315,7 +321,10 @@ class Source:
 
     def shapes(self, readers, model, devices, window):
         epoch, planned = self.first[1], []
-        edges = order.limits(readers, epoch, self.config.data.buckets, window)
+        common = math.lcm(devices, self.readers)
+        varies = window or any(x.varies for x in readers)
+        found = order.lengths(readers, epoch, window)
+        edges, sizes = buckets.planned(*found, self.config.data, common, devices, bool(window), bool(varies))
 
         def shaped(shapes):
             return order.Order(readers, shapes, self.config.run.seed, window)
@@ -330,15 +339,11 @@ class Source:
         if window:  # later ones are longer, and have more labels
             labels[-1] = math.ceil(labels[-1] * edges[-1] / (hosts.gathered(np.array([[longest]])).max() or edges[-1]))
         whole = self.written and hosts.gathered(np.array([[whole]])).all() and self.speeds == [1.0]
-        common = math.lcm(devices, self.readers)
-        least = common // self.readers  # rows of a reader come in multiples of this
-        for seconds, most, count in zip(edges, labels, counted.most(epoch, 0)):
+        for seconds, most, rows in zip(edges, labels, sizes):
             frames = self.frames(seconds)
-            rows = batches.size_of(self.config, common, frames) // self.readers
-            rows = rows if window else min(rows, -(-count // least) * least)
             room = most if whole else -(-int(most * ROOM) // 8) * 8
             room = max(1, min(room, -(-frames // model.subsampling)))
-            planned.append(order.Shape(float(seconds), max(rows, least), frames, int(room)))
+            planned.append(order.Shape(float(seconds), rows // self.readers, frames, int(room)))
         return [x._replace(batches=n) for x, n in zip(planned, shaped(planned).most(epoch, 0))]
 
     def spoken(self, rows):
@@ -377,6 +382,12 @@ class Source:
         first, about = self.first[1], "about " * bool(varies)
         padding, steps = self.order.padding(first), self.order.steps(first, first + 1)
         return f"batches: {shapes}; {about}{padding:.0%} padding; {about}{steps:,} an epoch"
+
+    @property
+    def usual(self):
+        """Utterances that a batch has on average."""
+        shapes = self.order.shapes
+        return self.readers * sum(x.rows * x.batches for x in shapes) / max(1, sum(x.batches for x in shapes))
 
     def steps(self, epochs):
         """Steps until the end of `epochs` epochs of the whole run; about that where lengths are not written."""

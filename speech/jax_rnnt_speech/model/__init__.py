@@ -26,6 +26,16 @@ def is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+class Uncounted(nnx.RngStream):
+    """Its keys are all the same, for those who ask for shapes alone: counting takes longer than all else in that."""
+
+    def __call__(self):
+        return self.key[...]
+
+    def fork(self, **options):
+        return nnx.RngStream(self(), tag=self.tag)
+
+
 class Model:
     """`source`: the JSON files of a pretrained model, by name; config.json decides its encoder."""
 
@@ -36,7 +46,7 @@ class Model:
         options = {"reduction": "none", "fastemit_lambda": config.objective.fastemit}
         self.loss = self.variant.loss and dataclasses.replace(self.variant.loss, **options)
         self.blank, self.classes = self.variant.outputs(len(vocabulary.pieces))
-        network = nnx.eval_shape(self.made)
+        network = nnx.eval_shape(lambda: self.made(Uncounted))
         self.prompt = self.language(config.search.prompt) if network.prompt or config.search.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), network.encoder.width
         self.seconds = self.subsampling * self.extractor.hop / self.extractor.rate  # of an encoder frame
@@ -46,9 +56,11 @@ class Model:
         keys = jax.random.split(jax.random.key(config.run.seed), len(leaves))
         self.noise = tree.unflatten(k if is_key(x) else jnp.zeros(x.shape, x.dtype) for k, x in zip(keys, leaves))
 
-    def made(self):
-        """The network, of random weights."""
+    def made(self, stream=nnx.RngStream):
+        """The network, of random weights from such streams of keys."""
         rngs = nnx.Rngs(self.config.run.seed, dropout=self.config.run.seed)
+        for name, usual in [*rngs.items()]:
+            setattr(rngs, name, stream(usual.key[...], tag=name))
         return Transducer(self.config, len(self.mean), self.blank, self.classes, self.source, rngs=rngs)
 
     @functools.cached_property

@@ -46,6 +46,19 @@ def loss(logits, targets, frame_lengths, target_lengths):
     return jnp.where(target_lengths + again.sum(1) <= frame_lengths, losses, 0)
 
 
+def consistency(logits, frame_lengths):
+    """How far each row of logits [B, N, V] is from the other copy of its utterance: divergences [B] (Yao et al. 2024).
+
+    Rows 2 i and 2 i + 1 are copies. The divergence of Kullback and Leibler of their posteriors is summed over frames;
+    the other copy, from which a row learns, has no gradient.
+    """
+    used = (jnp.arange(logits.shape[1]) < frame_lengths[:, None])[..., None]
+    log_probs = jax.nn.log_softmax(jnp.where(used, logits.astype(jnp.float32), 0))
+    pairs = log_probs.reshape(-1, 2, *log_probs.shape[1:])
+    others = jax.lax.stop_gradient(pairs[:, ::-1]).reshape(log_probs.shape)
+    return (jnp.exp(others) * (others - log_probs)).sum((1, 2))
+
+
 class State(NamedTuple):
     """The state of streams for `decode.reset_streams`: the last class, frames so far, log-probability."""
 

@@ -31,7 +31,7 @@ def alignments(model, data, settings, language=None):
         x = model.encoded(network, model.inputs(batch), batch, language=language)
         return model.loss.align(network.joint.logits(x.frames, x.states), *x[2:])[1]
 
-    for batch in batches.testing(data, settings.data, batches.make_buckets(data, settings, 1), (0, 1)):
+    for batch in batches.testing(data, settings, batches.make_buckets(data, settings, 1), (0, 1)):
         index = batch.pop("index")
         for i, frames in zip(index, np.asarray(frames_of(model.params, batch))):
             if i >= 0:

@@ -48,7 +48,7 @@ class WordBonus:
 
 
 # Nats for each label of a phrase: the most that the guard of each search lets a label earn.
-WITH_BEAM, WITH_GREEDY = 1.0, 2.0
+WITH_BEAM, WITH_GREEDY = 1.0, 2.5
 LARGE = 10.0  # nats of a label up to which the guard was measured, as jax_rnnt/decode/_guard.py says
 WITH_CTC = 1.0  # nats that a label of a phrase may be worse than the head's best class
 LONGEST = 100  # characters of a phrase of a request, and labels of a recording's own room for each of them

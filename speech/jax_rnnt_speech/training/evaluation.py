@@ -33,7 +33,7 @@ class Evaluation:
     def rates(self, params, examples=0):
         """Rates of all utterances, and (reference, hypothesis) of the first ones."""
         model, data, loss, scored, characters, words, pairs = self.model, self.data, 0.0, 0, [], [], []
-        for batch in batches.testing(data, model.config.data, self.buckets, hosts.part()):
+        for batch in batches.testing(data, model.config, self.buckets, hosts.part()):
             batch["valid"] &= ~np.isin(batch["index"], [*data.without])
             results = objective.evaluated(model, params, self.split(batch), self.decoding)
             value, labels, counts, index = hosts.gathered((*results, batch["index"]))

@@ -52,13 +52,15 @@ def remember(model, parts, source, folder):
 
 def rows_of(model, params, layers, index, source):
     """(number, rows) of all versions of the utterances of an index, computed in batches of a shape."""
-    data, options = batches.Labelled(source, collections.defaultdict(lambda: np.zeros(0, np.int32))), model.config.data
+    data = batches.Labelled(source, collections.defaultdict(lambda: np.zeros(0, np.int32)))
     items, versions = np.nonzero(index.frames)
     buckets = source.order.bucket(index.frames[items, versions] * index.hop)
     for k, shape in enumerate(source.order.shapes):
         some = np.flatnonzero(buckets == k)
         for part in (some[i : i + shape.rows] for i in range(0, len(some), shape.rows)):
             numbers = index.places[items[part]] * index.frames.shape[1] + versions[part]
-            batch = batches.collate(data, options, shape, [(i, index.arrays.load(i), 0) for i in numbers], shape.rows)
+            batch = batches.collate(
+                data, model.config, shape, [(i, index.arrays.load(i), 0) for i in numbers], shape.rows
+            )
             for i, x, count in zip(numbers, *jax.device_get(model.lower(params, batch, layers))):
                 yield i, x[:count]

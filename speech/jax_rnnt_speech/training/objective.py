@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_rnnt_speech.data import features
-from jax_rnnt_speech.model import losses
+from jax_rnnt_speech.model import ctc, losses
 from jax_rnnt_speech.recognition.search import search
 from jax_rnnt_speech.system import programs, refuse_if
 from jax_rnnt_speech.training.parts import lower_layers
@@ -15,15 +15,24 @@ from jax_rnnt_speech.training.parts import lower_layers
 SAMPLE = 200  # utterances of which statistics are taken
 
 
-def mean_loss(model, params, batch, step, layers=None, valid=None):
+def copied(batch, copies):
+    """The batch with each utterance as often as it has masks; its copies are next to each other, on one device."""
+    rows = {name: x if name.startswith("text") else jnp.repeat(x, copies, 0) for name, x in batch.items()}
+    return rows | {"spans": batch["spans"].reshape(len(rows["valid"]), -1, 2)}
+
+
+def mean_loss(model, params, batch, step, layers=None, valid=None, ramp=1.0):
     """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers.
 
     `valid`: which rows are utterances in a whole batch, of which this one is a part. The sum over all parts is the mean
-    loss of the whole.
+    loss of the whole. `ramp`: factor of the weight of CR-CTC.
     """
     config, valid = model.config, batch["valid"] if valid is None else valid
+    copies, time_masks = config.masks
+    if copies > 1:
+        batch, valid = copied(batch, copies), jnp.repeat(valid, copies)
     x = model.inputs(batch) if layers is None else batch["features"]
-    x = features.hide(x, batch["lengths"], batch["spans"], config.data.time_masks)
+    x = features.hide(x, batch["lengths"], batch["spans"], time_masks)
     batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # of no other row are frames
     frozen = lower_layers(config.optimiser.freeze) if layers is None else None
     if frozen is not None:  # they have no dropout, as rows of the cache have none
@@ -36,6 +45,9 @@ def mean_loss(model, params, batch, step, layers=None, valid=None):
     values = model.variant.compute(model.loss, network, x, config.network.joint == "tiles")
     if config.objective.ctc:
         values += config.objective.ctc * losses.losses_by_ctc(None, network, x, None)
+    if config.objective.cr_ctc:
+        weight = (config.objective.ctc or 1) * config.objective.cr_ctc * ramp
+        values += weight * ctc.consistency(network.ctc(x.frames), x.frame_lengths)
     value = jnp.where(batch["valid"], values, 0).sum() / jnp.maximum(valid.sum(), 1)
     if "texts" not in batch:
         return value

@@ -110,6 +110,7 @@ def prepared(config, start, searching, lines=()):
     buckets = batches.make_buckets(valid, model.config, devices.mesh.size)
     return Training(
         config, model, parts, layers, devices, functools.partial(source.read, then=then, until=until), ended,
-        len(source.order.shapes), record, Evaluation(model, valid, buckets, devices.split, decoding),
+        len(source.order.shapes), source.usual, record,
+        Evaluation(model, valid, buckets, devices.split, decoding),
         {"train": source.report, "valid": held_out.report}, start.hook,
     )  # fmt: skip

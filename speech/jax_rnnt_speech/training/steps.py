@@ -6,10 +6,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_rnnt_speech.data.buckets import SECONDS, turns_of
 from jax_rnnt_speech.training import objective
 from jax_rnnt_speech.training.parts import STATISTICS
 
-SECONDS = 24  # of audio of which a device of a CPU has the activations in memory at a time
+
+def updates_of(options, steps):
+    """(updates of a training, those until the highest learning rate)."""
+    updates = max(1, steps // options.accumulate)
+    return updates, 1 + int(options.warmup * updates)
 
 
 def make_optimizer(options, steps, factors=None):
@@ -18,8 +23,7 @@ def make_optimizer(options, steps, factors=None):
     `options`: a `config.Optimiser`. `factors` of the learning rate, by the path of a parameter; None: weights are any
     tree, and learn alike.
     """
-    updates = max(1, steps // options.accumulate)
-    warmup = 1 + int(options.warmup * updates)
+    updates, warmup = updates_of(options, steps)
     schedule = optax.warmup_cosine_decay_schedule(0, options.learning_rate, warmup, max(updates, warmup) + 1)
     optimizer = optax.adamw(schedule, b2=0.98, weight_decay=options.decay)
     if options.clip:
@@ -73,12 +77,6 @@ def averaged(options, before, state):
     return {"average": average, "updates": updates}
 
 
-def turns_of(shape, hop, devices):
-    """Into how many equal parts features [B, T, F] are split, so that a device has SECONDS of a part, or one row."""
-    own, seconds = shape[0] // devices, shape[1] * hop
-    return next(n for n in range(1, own + 1) if own % n == 0 and (own // n * seconds <= SECONDS or n == own))
-
-
 def in_turns(loss, weights, batch, devices, turns):
     """The sum of loss(weights, part, i) over parts of a batch, one after the other, and its gradient.
 
@@ -97,27 +95,33 @@ def in_turns(loss, weights, batch, devices, turns):
     return jax.lax.scan(add, none, (jax.tree.map(split, batch), jnp.arange(turns)))[0]
 
 
-def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0):
+def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, usual=None, warmup=1):
     """Returns a jitted (state, batch, frozen, step) -> (state, numbers).
 
     `layers`: batches hold rows after so many. `cpus`: the devices are so many CPUs, which gain nothing from large
-    batches, and take a batch in turns.
+    batches, and take a batch in turns. `usual`: utterances that a batch has on average, so that all utterances weigh
+    alike in gradients, however many their batch has; None: all batches weigh alike. `warmup`: steps in which the weight
+    of CR-CTC rises to that of its option, as its divergence may be large before the CTC loss has learned anything.
     """
-    options, features = model.config.optimiser, model.config.features
+    options, features, copies = model.config.optimiser, model.config.features, model.config.masks[0]
     cpus *= layers is None and model.config.network.batch_norm == "frozen"  # else statistics are those of a batch
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
         def loss(weights, part=batch, seed=step, valid=None):
-            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid)
+            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid, ramp)
 
-        turns = turns_of(batch["features"].shape, features.hop / 1000, cpus) if cpus else 1
+        rows, frames = batch["features"].shape[:2] if cpus else (1, 1)
+        turns = turns_of(rows // cpus, copies * frames * features.hop / 1000, SECONDS) if cpus else 1
+        ramp = jnp.minimum(step / warmup, 1) if copies > 1 else 1.0
         if turns > 1:
             seeded = lambda weights, part, i: loss(weights, part, step * turns + i, batch["valid"])  # noqa: E731
             value, gradient = in_turns(seeded, state["weights"], batch, cpus, turns)
         else:
             value, gradient = jax.value_and_grad(loss)(state["weights"])
         statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch
+        if usual is not None:
+            gradient = jax.tree.map(lambda x: x * (batch["valid"].sum() / usual), gradient)
         gradient |= jax.tree.map(jnp.zeros_like, statistics)
         least = min(gradient, key=lambda name: gradient[name].size)  # one is enough: a step is skipped for its norm
         gradient[least] = jnp.where(jnp.isfinite(value), gradient[least], jnp.nan)

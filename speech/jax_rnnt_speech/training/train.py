@@ -83,6 +83,7 @@ class Training:
     read: Callable  # batches of the steps from one to another; one of them may be the `last`
     ended: bool  # whether none is left
     shapes: int  # of batches
+    usual: float  # utterances of a batch
     record: Record
     evaluation: Evaluation
     reports: dict  # of corpora, by the option's name
@@ -127,7 +128,8 @@ class Training:
         else:
             state = jax.jit(make, out_shardings=places)(weights)
         cpus = devices.mesh.size * (devices.mesh.devices.flat[0].platform == "cpu")
-        step = steps.make_train_step(self.model, self.parts, optimizer, self.layers, places, cpus)
+        warmup = optimiser.accumulate * steps.updates_of(optimiser, self.config.run.steps)[1]
+        step = steps.make_train_step(self.model, self.parts, optimizer, self.layers, places, cpus, self.usual, warmup)
         return state, frozen, programs.announced("a step of training", place=1)(step)
 
     def used(self, state, frozen):
