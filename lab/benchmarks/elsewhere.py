@@ -23,18 +23,22 @@ OURS, THEIRS = ("ours, text", "ours, rows"), ("sherpa-onnx, text", "onnxruntime,
 KINDS = *OURS, *(f"{x}, {kind}" for x in THEIRS for kind in ("float32", "int8"))
 
 
-def decode(folder, rate, most, file):
-    """Writes the samples of recordings into one file, so that a process of sherpa-onnx need not import our program."""
+def decode(options, folder):
+    """Writes samples and features of the recordings, so that a process imports nothing but what it measures."""
     import numpy as np
 
     from jax_rnnt_speech.data import audio
+    from jax_rnnt_speech.models import open_model
 
-    files = sorted(x for x in folder.rglob("*") if x.suffix in (".wav", ".flac"))[:most]
-    np.savez(file, *(audio.read(x, rate) for x in files))
+    extractor = open_model(options.model, "cpu").extractor
+    files = sorted(x for x in options.data.rglob("*") if x.suffix in (".wav", ".flac"))[: options.recordings]
+    samples = [audio.read(x, extractor.rate) for x in files]
+    np.savez(folder / "samples.npz", *samples)
+    np.savez(folder / "features.npz", *map(extractor, samples))
 
 
 def ours(kind, model, folder):
-    """A function of samples: their text, or the number of their rows."""
+    """A function of samples to their text, or of features to the number of their rows."""
     import jax
     import numpy as np
 
@@ -47,9 +51,8 @@ def ours(kind, model, folder):
     encode = jax.jit(lambda params, x, lengths: model.network(params).encode(x, lengths))
 
     def rows(x):
-        frames = model.features(x)
-        padded = np.pad(frames, ((0, -len(frames) % 256), (0, 0)))[None]  # few shapes: few programs
-        return int(jax.block_until_ready(encode(model.params, padded, np.array([len(frames)])))[1][0])
+        padded = np.pad(model.standardised(x), ((0, -len(x) % 256), (0, 0)))[None]  # few shapes: few programs
+        return int(jax.block_until_ready(encode(model.params, padded, np.array([len(x)])))[1][0])
 
     return rows
 
@@ -72,48 +75,44 @@ def theirs(kind, model, folder):
     import numpy as np
     import onnxruntime
 
-    from jax_rnnt_speech.data.features import Sherpa
-
     threads = onnxruntime.SessionOptions()
     threads.intra_op_num_threads = threads.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(files["encoder"], threads)
     nemo, names = options["model_type"] == "nemo_transducer", [x.name for x in session.get_inputs()]
-    extractor = Sherpa(options["sample_rate"], options["feature_dim"], nemo)
 
     def rows(x):
-        frames = extractor(x)[None]
-        inputs = frames.swapaxes(1, 2) if nemo else frames, np.array([frames.shape[1]])
+        inputs = (x.T if nemo else x)[None], np.array([len(x)])
         return int(session.run(None, dict(zip(names, inputs)))[1][0])
 
     return rows
 
 
 def measure(kind, options):
-    """Prints one object: seconds to the first result, seconds of audio a second, and the results."""
+    """Prints one object: seconds to the first result, seconds of audio a second, and the results; on one core."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import numpy as np
 
     run = (ours if kind in OURS else theirs)(kind, options.model, options.folder)
     rate = json.loads((options.folder / "sherpa.json").read_text())["sample_rate"]
-    recordings = [*np.load(options.folder.parent / "samples.npz").values()]
+    samples, features = ([*np.load(options.folder.parent / f"{x}.npz").values()] for x in ("samples", "features"))
+    recordings = samples if "text" in kind else features
     run(recordings[0])
     first = time.time() - options.started
     results = [run(x) for x in recordings]  # compiles what is left
     started = time.perf_counter()
     for x in recordings:
         run(x)
-    speed = sum(map(len, recordings)) / rate / (time.perf_counter() - started)
+    speed = sum(map(len, samples)) / rate / (time.perf_counter() - started)
     print(json.dumps({"first": first, "speed": speed, "results": results}))
 
 
 def process(kind, options, folder, programs):
-    """What `measure` prints in a process of its own, on one core."""
+    """What `measure` prints in a process of its own."""
     command = [sys.executable, __file__, "--model", options.model, options.data]
     command += ["--kind", kind, "--folder", folder, "--started", time.time()]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs), "OMP_NUM_THREADS": "1",
                                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # fmt: skip
-    core = max(os.sched_getaffinity(0))
-    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True,
-                          preexec_fn=lambda: os.sched_setaffinity(0, {core}))  # fmt: skip
+    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{kind}: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -126,8 +125,7 @@ def compare(options, work):
         command = [sys.executable, "-m", "jax_rnnt_speech", "export", folder, "--model", options.model]
         command += ["--format", "sherpa-onnx", *(["--quantize", kind] if kind == "int8" else [])]
         subprocess.run([*map(str, command)], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[1:])})
-    rate = json.loads((folders["int8"] / "sherpa.json").read_text())["sample_rate"]
-    decode(options.data, rate, options.recordings, work / "samples.npz")
+    decode(options, work)
     found = {kind: {"warm": None} for kind in KINDS}
     for turn in range(options.turns):
         for kind, x in found.items():

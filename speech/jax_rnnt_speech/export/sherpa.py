@@ -7,6 +7,7 @@ predictor's row, C classes and durations. What goes in and out is known by its p
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -268,6 +269,7 @@ def quantize(exact, folder):
     """Writes the graphs of a folder into another one, with matrices of int8."""
     with as_user_error("--quantize needs onnxruntime", ModuleNotFoundError):
         from onnxruntime.quantization import quantize_dynamic
+    logging.getLogger().addFilter(lambda x: "pre-processing before quantization" not in x.msg)  # it changes nothing
     for part in PARTS:
         quantize_dynamic(exact / f"{part}.onnx", folder / f"{part}.onnx", op_types_to_quantize=["MatMul"])
 
