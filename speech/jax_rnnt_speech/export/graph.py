@@ -145,4 +145,4 @@ class Graph:
         helper.set_model_props(model, {name: f"{x}" for name, x in metadata.items()})
         large = sum(len(x.raw_data) for x in arrays) > LIMIT
         onnx.save_model(model, path, save_as_external_data=large, location=f"{path.name}.data", size_threshold=100)
-        onnx.checker.check_model(f"{path}")
+        onnx.checker.check_model(f"{path}", full_check=True)
