@@ -15,12 +15,13 @@ from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import pick
 
 # Of (greedy search, beams), chosen on 76 held-out utterances of LibriSpeech, by what lab/benchmarks/hotwords.py counts.
-# Weights of 10 nats a label then change the WER by -0.1 to 0.4 points with 500 words that nobody says (greedy, five such
-# lists, from 39.9) and by -0.1 (a beam of 8, from 38.5). That beam finds 41 of 56 rare words, greedy search 19 (9 and 7
-# without phrases). Where greedy search may fall short by all that a match has earned, it finds no more, and 500 words
-# cost up to 1.2 points.
+# Weights of 10 nats a label then change the WER by -0.1 to 0.4 points with 500 words that nobody says (greedy search,
+# five such lists, from 39.9) and by -0.2 to 0.2 (a beam of 8, two lists, from 38.5). That beam finds 41 of 56 rare
+# words, greedy search 19 (9 and 7 without phrases).
 USUAL = {"margin": (5.0, 8.0), "blank_margin": (1.5, 5.0), "most": (2.5, 1.0)}
-SHARE = 0.3  # of what a match has earned: how far below the best move greedy search may go for its next label
+# How far a label may be below the best move, in nats and in what its match has earned. Without this, a beam of 8 writes
+# two words more over 30 s of a rising tone, and in greedy search 500 words cost up to 1.2 points.
+REACH = (0.0, 0.3), (2.0, 2.0)
 CHARGED = 0.3  # nats that a broken match costs at most where greedy search chooses
 
 
@@ -32,13 +33,13 @@ class Guard:
 
     At a node, take the log-probabilities of all moves in the model alone, at the temperature and with penalties, before
     fusion. A label goes on with a phrase if the list earns more by it than by a label of no phrase. It earns only if it
-    is at most `margin` below the best label, and at most `blank_margin` below the best blank. Otherwise it breaks the
-    match: it gives back what the match has earned, and with the next label another one may begin.
+    is at most `margin` below the best label, and at most `blank_margin` below the best blank; and below either at most
+    2 nats, plus twice what its match has earned so far. Otherwise it breaks the match: it gives back what the match has
+    earned, and with the next label another one may begin.
 
-    Greedy search cannot go back from a phrase that it has begun. There, a label must also be no further below the best
-    label, and the best blank, than 0.3 times what its match has earned so far: so a match begins with a label that is
-    the best move by itself. And in choosing the next move, though not in the score, labels that break a match give back 0.3
-    nats at most.
+    Greedy search cannot go back from a phrase that it has begun. There, 0.3 times what the match has earned takes the
+    place of the 2 nats and of twice that: so a match begins with a label that is the best move by itself. And in
+    choosing the next move, though not in the score, labels that break a match give back 0.3 nats at most.
 
     If a phrase of a list earns more than `most` nats a label, on average over its labels, all that the list earns is
     divided by the same number, so that none does. Negative weights are not guarded. A hypothesis of a beam that
@@ -134,10 +135,9 @@ def added(guard: Guard, matches, below, greedy: bool):
     to_label, to_blank = below
     total, unseen, bits = jnp.zeros_like(to_label), jnp.zeros_like(to_label), jnp.zeros(to_label.shape, jnp.int32)
     for i, each in enumerate(matches):
-        margin: Any = guard.margin
-        blank_margin: Any = guard.blank_margin
-        if greedy:
-            margin, blank_margin = (jnp.minimum(x, SHARE * each.earned()) for x in (margin, blank_margin))
+        start, share = REACH[not greedy]
+        reach = start + share * each.earned()
+        margin, blank_margin = (jnp.minimum(jnp.asarray(x), reach) for x in (guard.margin, guard.blank_margin))
         breaks = (each.gain > 0) & ~((to_label <= margin) & (to_blank <= blank_margin))
         gain = jnp.where(breaks, 0, each.gain)
         score = each.broken[..., None] + gain

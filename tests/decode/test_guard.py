@@ -15,7 +15,7 @@ from jax_rnnt import decode
 
 PHRASES, WEIGHTS, DEPTH = [[0, 1], [0, 1, 1, 0], [1, 1, 0], [1, 0, 1]], [1.0, 2.0, 0.5, 1.5], 0.5
 NEGATIVE = [1.0, -2.0, 0.5, 1.5]
-SHARE, CHARGED = 0.3, 0.3
+REACH, CHARGED = {True: (0, 0.3), False: (2, 2)}, 0.3
 
 
 class Guarded:
@@ -38,7 +38,8 @@ class Guarded:
         below = max(best[0], best[1]) - best[label], best[None] - best[label]
         before = self.in_progress(since)
         gain = self.worth([*since, label]) - self.worth(since) + before
-        margins = [min(x, SHARE * before) if self.greedy else x for x in self.margins]
+        start, share = REACH[self.greedy]
+        margins = [min(x, start + share * before) for x in self.margins]
         breaks = gain > 1e-9 and any(x > margin for x, margin in zip(below, margins))
         self.broken += breaks
         gain = 0 if breaks else gain
