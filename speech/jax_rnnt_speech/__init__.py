@@ -10,6 +10,7 @@ The rooms, from the ground floor up; a module imports those of its own room and 
 `runs`: folders of trainings: checkpoints, metrics.
 `pretrained`: what a training may start from, and what transcribes without one.
 `models`: a model of any folder, of a run or pretrained; and the model of a new training.
+`export`: a model as files that run without Python: ONNX graphs, for sherpa-onnx.
 `training`: from a corpus to a model: what is made small, which parameters learn, steps, epochs.
 `serving`: a model for others, over HTTP.
 `cli`: the commands.

@@ -145,8 +145,16 @@ def config_of(folder):
     return KINDS[kind_of(folder)].config_of(Path(folder))
 
 
+def hears_anew(config):
+    """Whether a new training has features of its own: its --init is none, or was trained with others."""
+    return not config.run.init or config.features.kind != config_of(config.run.init)[0].features.kind
+
+
 def completed(options):
-    """Options of a new training, with those that its --init decides."""
+    """Options of a new training, with those that its --init decides.
+
+    It may have other features than those: the ones that sherpa-onnx computes, whose frames are what they are.
+    """
     if not options.get("init"):
         if options.get("chunk"):
             encoders.checked(Config.from_options(**options), None)
@@ -160,6 +168,8 @@ def completed(options):
     seen = {name: options.get(name, start.get(name)) for name in ("chunk", "past", "ahead", "whole")}
     if not start.encoder.step and start.replace(**seen).encoder.draws:  # no array depends on what frames see
         decided, options = decided - seen.keys(), options | seen
+    if options.get("features") == "sherpa-onnx":
+        decided = decided - {"features", "window", "hop"}
     for name in decided:
         x = start.get(name)
         if tuples(options.get(name, x)) != x:
@@ -181,8 +191,10 @@ def fresh(config, corpus):
     old = read(start)
     if len(old.mean) != features:
         raise UserError(f"--init {start} hears {len(old.mean)} features a frame, {config.data.train} has {features}")
-    model = Model(config, vocabulary or old.tokens, old.mean, old.deviation, old.source)
-    if model.extractor != old.extractor:  # sherpa-onnx computes others for an LSTM predictor, and for TDT
+    anew = hears_anew(config)
+    statistics = ([0.0] * features, [1.0] * features) if anew else (old.mean, old.deviation)
+    model = Model(config, vocabulary or old.tokens, *statistics, old.source)
+    if not anew and model.extractor != old.extractor:  # sherpa-onnx computes others for an LSTM predictor and for TDT
         raise UserError(f"--init {start} hears other features than sherpa-onnx computes for the new head: "
                         "neither or both must have --predictor lstm or --loss tdt")  # fmt: skip
     model.take({name: old.params[name] for name in (["encoder"] if new else old.params)})

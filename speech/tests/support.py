@@ -44,10 +44,10 @@ def configuration(**options):
     return asr.config.Config.from_options(**({"train": "t", "valid": "v"} | TINY | options))
 
 
-def random_model(**options):
+def random_model(source=None, **options):
     """One of random weights, which writes many words: as many labels of a row as it may."""
     config = configuration(**{"seed": 3, "max_symbols": 4, **options})
-    model = Model(config, asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6)
+    model = Model(config, asr.data.tokens.Characters("ABC "), [0.0] * 6, [1.0] * 6, source)
     larger = lambda path, x: 8 * x if "joint" in jax.tree_util.keystr(path) else x
     model.params = jax.tree_util.tree_map_with_path(larger, model.params)
     return model

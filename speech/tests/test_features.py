@@ -6,8 +6,10 @@ import math
 import numpy as np
 import pytest
 
+from jax_rnnt_speech import models
+from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.data import features
-from jax_rnnt_speech.models import fresh
+from jax_rnnt_speech.data.audio import read
 from jax_rnnt_speech.recognition.streams import Stream
 from jax_rnnt_speech.system import UserError
 from support import CONVOLUTIONAL, arguments, configuration, random_model, run, saved
@@ -86,7 +88,30 @@ def test_what_sherpa_onnx_cannot_have(tmp_path):
     config = configuration(features="sherpa-onnx", chunk=0, init=f"{start}", new_head=True, loss="tdt", **CONVOLUTIONAL)
     corpus = type("Corpus", (), {"features": 6, "texts": ["AB C"], "utterances": ()})
     with pytest.raises(UserError, match="--predictor lstm or --loss tdt"):
-        fresh(config, corpus)
+        models.fresh(config, corpus)
+
+
+def test_features_of_another_training(monkeypatch):
+    """A training may go on with these, of which it takes the statistics anew; with no other features."""
+    monkeypatch.setattr(models, "config_of", lambda folder: (configuration(chunk=0, hop=12.5), None))
+    monkeypatch.setattr(models, "kind_of", lambda folder: "run")
+    for more, anew in (({"features": "sherpa-onnx"}, True), ({}, False), ({"features": "log-mel"}, False)):
+        config = Config.from_options(**models.completed({"init": "run", "train": "t", "valid": "v"} | more))
+        assert (models.hears_anew(config), config.features.kind) == (anew, more.get("features", "log-mel"))
+        assert (config.features.hop, config.features.rate) == (10 if anew else 12.5, 8000)
+    with pytest.raises(UserError, match="--features nemo"):
+        models.completed({"init": "run", "features": "nemo"})
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_them(corpus, tmp_path):
+    """By the command line: the statistics are those of the frames."""
+    run(arguments(corpus, tmp_path / "old", steps=1))
+    run(arguments(corpus, tmp_path / "new", steps=1, init=tmp_path / "old", features="sherpa-onnx", save_every=1))
+    model = models.open_model(tmp_path / "new")
+    frames = [fbank(read(x, 8000), 8000, 6, False) for x in sorted(corpus.glob("7/*/*.flac"))]
+    np.testing.assert_allclose(model.mean, np.concatenate(frames[:8]).mean(0), atol=1)
+    assert np.abs(model.mean - models.open_model(tmp_path / "old").mean).max() > 1
 
 
 @pytest.mark.slow

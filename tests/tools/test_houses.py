@@ -55,8 +55,8 @@ def test_imports(house):
 ROOMS = {
     LIBRARY: ("_xla", "emissions", "lattices", "tiles", "layouts", "sharding", "losses", "timing", "decode", "flax"),
     SPEECH: (
-        "system", "config", "data", "model", "recognition", "runs", "pretrained", "models", "training", "serving",
-        "cli",
+        "system", "config", "data", "model", "recognition", "runs", "pretrained", "models", "export", "training",
+        "serving", "cli",
     ),
 }  # fmt: skip
 

@@ -23,14 +23,18 @@ class Converting:
     )
 
 
+def claim(folder, source, overwrite):
+    """Raises where a folder cannot take the files of a model that is read from another one."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
+        raise UserError(f"{folder} must be an empty folder: --overwrite writes into a full one")
+    refuse_if((folder / runs.CHECKPOINTS).exists(), f"{folder} holds a training: name another folder")
+    refuse_if(folder.resolve() == source.resolve(), f"{folder} must not be the folder that is read")
+    outputs.claim(folder, f"{folder}")
+
+
 def convert(args):
-    to = command_line.taken(args, Converting)
-    if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir()) and not to.overwrite):
-        raise UserError(f"{args.folder} must be an empty folder: --overwrite writes into a full one")
-    refuse_if((args.folder / runs.CHECKPOINTS).exists(), f"{args.folder} holds a training: name another folder")
-    opening = command_line.taken(args, Opening)
-    refuse_if(args.folder.resolve() == opening.folder.resolve(), f"{args.folder} must not be the folder that is read")
-    outputs.claim(args.folder, f"{args.folder}")
+    to, opening = command_line.taken(args, Converting), command_line.taken(args, Opening)
+    claim(args.folder, opening.folder, to.overwrite)
     model = opening.opened()
     if to.dtype != "float32":
         print(f"weights are rounded to {to.dtype}")

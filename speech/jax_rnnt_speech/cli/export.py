@@ -1,8 +1,10 @@
-"""Writes a model as one file that runs without this package: samples to labels, and the vocabulary.
+"""Writes a model as files that run without this package: a folder for sherpa-onnx, or one program of JAX's.
 
-`jax.export.deserialize` reads the file. Behind the program there is a zip, with `model.json` in it.
+The latter, from samples to labels, is what `jax.export.deserialize` reads. Behind it there is a zip, with `model.json`.
 """
 
+import dataclasses
+import functools
 import importlib.util
 import json
 import zipfile
@@ -12,14 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax import export as exporting
 
+from jax_rnnt_speech.cli import convert
 from jax_rnnt_speech.config import command_line
-from jax_rnnt_speech.config.options import amount
+from jax_rnnt_speech.config.options import amount, option
 from jax_rnnt_speech.data.tokens import SILENT
 from jax_rnnt_speech.models import Computing
 from jax_rnnt_speech.recognition.search import search
-from jax_rnnt_speech.system import UserError, outputs
+from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
+USUAL = "cpu", "cuda", "tpu"
+STABLEHLO = lambda x: x.format == "stablehlo", "--format stablehlo"
 DATE = 1980, 1, 1, 0, 0, 0  # of the member, so that equal models are equal files
 
 
@@ -55,25 +60,62 @@ def write(model, path, seconds, platforms):
             file.writestr(zipfile.ZipInfo("model.json", DATE), json.dumps(about, ensure_ascii=False))
 
 
+@dataclasses.dataclass(frozen=True)
+class Exporting:
+    """What is written."""
+
+    format: str = option(
+        "stablehlo", str, "a file with one program for JAX, or a folder with ONNX files for sherpa-onnx, which runs "
+        "without Python too", choices=("stablehlo", "sherpa-onnx"),
+    )  # fmt: skip
+    platforms: tuple = option(
+        (), str, "platforms on which the program shall run (cpu cuda tpu)", nargs="+", choices=PLATFORMS,
+        needs=STABLEHLO,
+    )  # fmt: skip
+    seconds: float = option(30.0, amount, "seconds to which the program pads recordings", needs=STABLEHLO)
+    quantize: str | None = option(
+        None, str, "type to which the matrices of the ONNX files are rounded", choices=("int8",),
+        needs=(lambda x: x.format == "sherpa-onnx", "--format sherpa-onnx"),
+    )  # fmt: skip
+    overwrite: bool = option(
+        False, bool, "write into a folder that is not empty, and replace the model in it", action="store_true",
+        needs=(lambda x: x.format == "sherpa-onnx", "--format sherpa-onnx"),
+    )  # fmt: skip
+
+
 def export(args):
+    to, opening = command_line.taken(args, Exporting), command_line.taken(args, Computing)
+    if to.format == "sherpa-onnx":
+        return export_folder(args.file, to, opening)
     outputs.check(args.file, [], option="FILE")
     if not importlib.util.find_spec("flatbuffers"):  # of jax.export
         raise UserError("export needs flatbuffers: pip install 'jax_rnnt_speech[export]'")
-    model = command_line.taken(args, Computing).opened("cpu")
-    write(model, args.file, args.seconds, args.platforms)
+    write(opening.opened("cpu"), args.file, to.seconds, to.platforms or USUAL)
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
     print(f"written by jax {jax.__version__}: versions more than six months newer may refuse it, so keep the model")
     return 0
 
 
-def arguments(parser):
-    about = "file that is written: the program, and behind it a zip with the vocabulary"
-    parser.add_argument("file", type=Path, metavar="FILE", help=about)
-    command_line.add_fields(parser, Computing, but=["platform"])
-    about = "platforms on which the program shall run (cpu cuda tpu)"
-    parser.add_argument("--platforms", nargs="+", choices=PLATFORMS, default=["cpu", "cuda", "tpu"], help=about)
-    about = "seconds to which the program pads recordings (%(default)s)"
-    parser.add_argument("--seconds", type=amount, default=30, help=about)
+def export_folder(folder, to, opening):
+    if not importlib.util.find_spec("onnx"):
+        raise UserError("--format sherpa-onnx needs onnx: pip install 'jax_rnnt_speech[export]'")
+    from jax_rnnt_speech.export import sherpa
+
+    refuse_if(opening.dtype == "bfloat16", "--dtype bfloat16: files for sherpa-onnx are of float32, or by --quantize")
+    convert.claim(folder, opening.folder, to.overwrite)
+    model = dataclasses.replace(opening, dtype="float32").opened("cpu")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with outputs.whole(folder, keep=lambda name: name.partition(".")[0] not in sherpa.PARTS) as new:
+        new.mkdir(exist_ok=True)
+        sherpa.write(model, new, opening.folder, to.quantize)
+    size = sum(x.stat().st_size for part in sherpa.PARTS for x in folder.glob(f"{part}.onnx*")) / 1e6
+    print(f"{folder}: {size:.1f} MB for sherpa-onnx; README.md says how to run it")
+    return 0
 
 
-COMMAND = "export", "write a model as one file that JAX runs without this package", export, arguments
+ABOUT = "what is written: a file for JAX, or a folder for sherpa-onnx"
+COMMAND = (
+    "export", "write a model as files that run without this package", export,
+    lambda parser: parser.add_argument("file", type=Path, metavar="PATH", help=ABOUT),
+    Exporting, functools.partial(command_line.add_fields, kind=Computing, but=["platform"]),
+)  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jax_rnnt_speech import runs
+from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.data import batches, cache, corpora, memory, sources
 from jax_rnnt_speech.data.source import EARLIER, Source
 from jax_rnnt_speech.recognition import search_options
@@ -83,7 +83,7 @@ def prepared(config, start, searching, lines=()):
     model = record.open(config, devices, start)
     parts = Parts(config, model.shapes)
     train = batches.labelled(source, model.tokens, model.subsampling)
-    if run.last is None and not config.run.init:
+    if run.last is None and models.hears_anew(config):
         standardise(model, train)
     valid = batches.labelled(held_out, model.tokens, model.subsampling, held_out=True)
     report(model, parts, train, valid)

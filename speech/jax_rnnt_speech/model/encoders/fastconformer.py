@@ -79,6 +79,8 @@ class SubsamplingLayer(nnx.Module):
 class Subsampling(nnx.Module):
     """Strided convolutions over time and bins, then a projection: [B, S, M] -> [B, T, E]."""
 
+    grouped = False  # as of `Depthwise`: each convolution is a whole one, and not a group of channels after the other
+
     def __init__(self, config, **more):
         channels, kernel = config.subsampling_conv_channels, config.subsampling_conv_kernel_size
         self.config, stride = config, config.subsampling_conv_stride
@@ -145,7 +147,7 @@ class Subsampling(nnx.Module):
         kept = self.config.subsampling_conv_kernel_size - self.config.subsampling_conv_stride
         x, ends = cut(x, lengths)[..., None], []
         layers = [self.conv_in, *(getattr(self, f"layers{i}") for i in range(self.config.strides - 1))]
-        if past is None and len(layers) > 1:
+        if past is None and len(layers) > 1 and not self.grouped:
             (x, lengths), layers = self.first(x, lengths), layers[2:]
         for i, layer in enumerate(layers):
             bins = [(before, after), (0, 0)]
