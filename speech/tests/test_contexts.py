@@ -138,6 +138,8 @@ def test_options(refused, tmp_path):
         ({"chunk": "4", "whole": "1.5"}, "a number of 0 or more and 1 or less, got 1.5"),
         ({"chunk": "4", "whole": "-0.1"}, "a number of 0 or more and 1 or less, got -0.1"),
         ({"ahead": "0,99", "max_seconds": "3"}, "--ahead 99 is 3.96 s, longer than all utterances (--max-seconds 3)"),
+        ({"chunk": 2**40}, f"--chunk expects 1,048,576 frames at most, got {2**40}"),
+        ({"chunk": 8, "past": 2**40}, f"--past expects 1,048,576 frames at most, got {2**40}"),
         ({"chunk": f"1,{2**40}", "past": 2**40}, f"--chunk {2**40} is"),
     ):
         refused(arguments(tmp_path, tmp_path / "run", **{"encoder": "conformer"} | more), message)

@@ -339,6 +339,7 @@ def test_configurations_are_checked(tmp_path, refused, options, message):
         (["--durations", "0,1,2,3,4"], "--durations needs --loss tdt"),
         (["--cr-ctc", 0.2], "--cr-ctc needs --ctc or --loss ctc"),
         (["--loss", "ctc", "--cr-ctc", 0.2, "--time-masks", 0, "--mel-masks", 0], "both copies are the same"),
+        (["--loss", "ctc", "--cr-ctc", 0.2, "--time-mask", 0, "--mel-mask", 0], "both copies are the same"),
         (["--average", 1], "--average: expected a number of 0 or more and less than 1, got 1"),
         (["--scan"], "--scan needs blocks that are alike"),
         (["--hook", "nothing.py:f"], "--hook must be FILE:FUNCTION of a Python file, got nothing.py:f"),

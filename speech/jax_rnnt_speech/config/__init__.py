@@ -36,6 +36,7 @@ LOSSES = "rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust
 # Sections of which a checkpoint's arrays, or their meaning, depend on all options, but for some that say otherwise.
 FIXED = "features", "encoder", "blocks", "head"
 MORE_MASKS = 2.5  # factor by which CR-CTC raises masks over time (Yao et al. 2024)
+MOST_FRAMES = 1 << 20  # of a step of a stream, and of what it remembers: 11 hours of frames of 40 ms
 MIN_SHERPA_RATE = 4000  # its highest filter ends 400 Hz below half of this
 DATA = {"nargs": "+", "metavar": "DATA"}
 
@@ -386,13 +387,18 @@ class Config:
             refuse_if(self.head.stack, f"{several} leave no place for --stack, whose blocks see everything")
             frozen = "encoder:" in self.optimiser.freeze
             refuse_if(frozen, f"{several} change the rows that --freeze {self.optimiser.freeze} would keep")
+        for name in ("chunk", "past") if self.encoder.step else ():
+            if (frames := getattr(self.encoder, name)) > MOST_FRAMES:
+                raise UserError(f"--{name} expects {MOST_FRAMES:,} frames at most, got {frames}")
         if features.kind == "sherpa-onnx" and (features.window, features.hop) != (25, 10):
             at = f"windows of {features.window:g} ms and --hop {features.hop:g}"
             raise UserError(f"--features sherpa-onnx has windows of 25 ms and --hop 10, got {at}")
         if features.kind == "sherpa-onnx" and features.rate < MIN_SHERPA_RATE:
             raise UserError(f"--features sherpa-onnx needs a --rate of {MIN_SHERPA_RATE} or more, got {features.rate}")
-        if self.objective.cr_ctc and not (self.data.time_masks or self.data.mel_masks):
-            raise UserError("--cr-ctc needs --time-masks or --mel-masks: without masks, both copies are the same")
+        data = self.data
+        if self.objective.cr_ctc and not (data.time_masks * data.time_mask or data.mel_masks * data.mel_mask):
+            raise UserError("--cr-ctc needs --time-masks or --mel-masks, neither of size 0: without masks, both copies "
+                            "are the same")  # fmt: skip
         steps, accumulate = self.run.steps, self.optimiser.accumulate
         if not self.run.epochs and steps < accumulate:
             raise UserError(f"--accumulate {accumulate} must be at most --steps {steps}")
