@@ -116,7 +116,8 @@ def test_loss_of_copies(corpus, more, tmp_path, monkeypatch):
     expected = (float(first) + float(second)) / 2 + more.get("ctc", 1) * 0.5 * 0.25 * apart
     ours = jax.jit(lambda batch: objective.mean_loss(model, model.params, batch, 1, ramp=0.25))(batch)
     assert apart > 0.01 and float(ours) == pytest.approx(expected, rel=1e-5)
-    monkeypatch.setattr(objective, "mean_loss", lambda *x: x[1]["w"] * x[-1])
+    loss = lambda model, params, batch, step, layers, valid, ramp, *_: params["w"] * ramp
+    monkeypatch.setattr(objective, "mean_loss", loss)
     whole = types.SimpleNamespace(whole=lambda free, _: free)
     optimizer = steps.make_optimizer(model.config.optimiser.__class__(learning_rate=0.0), 9)
     state, step = steps.first_state(model.config.optimiser, optimizer, {"w": jnp.ones(())}), None

@@ -102,7 +102,7 @@ class Depthwise(nnx.Module):
         *sizes, channels = kernel.shape
         counts = [(n - k) // self.stride + 1 for n, k in zip(x.shape[1:], sizes)]
         out = 0 if self.bias is None else self.bias[...].astype(self.dtype)
-        if self.grouped:
+        if self.grouped and ends is None:
             axes = "HW"[: len(sizes)]
             layout = f"N{axes}C", f"{axes}IO", f"N{axes}C"
             more = {"dimension_numbers": layout, "feature_group_count": channels}
