@@ -31,6 +31,9 @@ def test_what_is_written_is_read(kind, tmp_path, capsys, said):
     assert {name: x.shape for name, x in new.items()} == {name: x.shape for name, x in old.items()}
     run(["convert", tmp_path / "half", "--model", tmp_path / "run"], 2)
     assert "must be an empty folder: --overwrite writes" in capsys.readouterr().err
+    for place in (GOLDEN / "write.py", GOLDEN / "write.py/inside"):
+        run(["convert", place, "--model", tmp_path / "run"], 2)
+        assert f"{place}: {GOLDEN / 'write.py'} must be a folder, and is a file" in capsys.readouterr().err
     model.params = jax.tree.map(lambda x: x * np.float32("nan"), model.params)
     with pytest.raises(asr.system.UserError, match="must be finite, got NaN or infinity: nothing is written"):
         asr.models.hugging_face.write(model, tmp_path / "nan")
