@@ -44,7 +44,7 @@ def test_phrases(corpus, trained, tmp_path, capsys, said, monkeypatch):
     file.write_text("AB  a\t2\nC\t1e3\n\nx Ω\nB\n")
     config = asr.config.Config()
     model = types.SimpleNamespace(tokens=asr.data.tokens.Characters("ABC a"), config=config, blank=5)
-    for beam, usual in ((0, 2.0), (4, 1.0)):
+    for beam, usual in ((0, 2.5), (4, 1.0)):
         args = search_options.Searching(phrases=file, beam=beam)
         found = search_options.decoding_of(args, model).fusion
         err = capsys.readouterr().err
