@@ -11,7 +11,7 @@ from jax_rnnt_speech.model import encoders, transducer
 from support import configuration
 
 FEATURES = 6
-QUICK = "conformer", "conformer in longer chunks", "fastconformer", "nemotron", "whisper"
+QUICK = "conformer", "fastconformer", "nemotron", "whisper"
 
 
 def kinds(blocks):

@@ -374,7 +374,8 @@ def test_rows_of_a_frozen_encoder(corpus, tmp_path):
     assert 1e-4 < np.linalg.norm(near - exact) / np.linalg.norm(exact) < 2e-2
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param({"ctc": 0.3, "cr_ctc": 0.2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"ctc": 0.3, "cr_ctc": 0.2}], ids=str)
 def test_a_batch_in_turns(corpus, more, monkeypatch):
     """On a CPU a batch is split, to save memory; copies stay together. Truth: loss and gradient of each row alone."""
     model, batch = prepared(corpus, dropout=0.0, **more, text_weight=0.5, learning_rate=0.0)

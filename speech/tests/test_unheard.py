@@ -202,7 +202,7 @@ def test_what_commands_say(deaf, tmp_path, monkeypatch, said):
         assert "speech without words: 1.0 to 4." in error or "speech without words: 0.9 to 4." in error
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_streams(deaf, whole, monkeypatch):
     """They hear missed speech once more: its words come in their place. Where that finds none, an event says so."""
     model = deaf[0] if whole else random_model(**CONVOLUTIONAL, max_symbols=1)
