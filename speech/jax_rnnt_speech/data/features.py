@@ -130,7 +130,7 @@ def powers(parts, size, xp):
     """The powers [..., size / 2 + 1] of the frequencies of windows [..., W]."""
     rfft = xp.fft.rfft
     if xp is np:
-        from scipy.fft import rfft  # six times as fast as NumPy's, and slow to import
+        from scipy.fft import rfft  # over twice as fast as NumPy's, and slow to import
 
     spectrum = rfft(parts, size)
     return xp.square(spectrum.real) + xp.square(spectrum.imag)

@@ -15,6 +15,7 @@ from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.files import from_json, to_json
 from jax_rnnt_speech.data import features, tokens
 from jax_rnnt_speech.model import encoders
+from jax_rnnt_speech.model.encoders.base import Uncounted
 from jax_rnnt_speech.model.losses import Encoded, variant_of
 from jax_rnnt_speech.model.transducer import Transducer
 from jax_rnnt_speech.system import UserError, programs, refuse_if
@@ -24,16 +25,6 @@ WEIGHTS = nnx.Param, nnx.BatchStat  # what a model stores; the rest of its array
 
 def is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-class Uncounted(nnx.RngStream):
-    """Its keys are all the same, for those who ask for shapes alone: counting takes longer than all else in that."""
-
-    def __call__(self):
-        return self.key[...]
-
-    def fork(self, **options):
-        return nnx.RngStream(self(), tag=self.tag)
 
 
 class Model:
@@ -53,8 +44,13 @@ class Model:
         self.chunk = 0 if network.head else network.encoder.chunk
         self.graphdef, self.shapes, noise = nnx.split(network, WEIGHTS, ...)
         leaves, tree = jax.tree.flatten(noise)
-        keys = jax.random.split(jax.random.key(config.run.seed), len(leaves))
-        self.noise = tree.unflatten(k if is_key(x) else jnp.zeros(x.shape, x.dtype) for k, x in zip(keys, leaves))
+
+        @jax.jit  # one program in the place of many: they take as long as all the keys of the network
+        def drawn():
+            keys = jax.random.split(jax.random.key(config.run.seed), len(leaves))
+            return tree.unflatten(k if is_key(x) else jnp.zeros(x.shape, x.dtype) for k, x in zip(keys, leaves))
+
+        self.noise = drawn()
 
     def made(self, stream=nnx.RngStream):
         """The network, of random weights from such streams of keys."""

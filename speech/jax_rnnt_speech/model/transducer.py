@@ -9,7 +9,7 @@ from flax import nnx
 from jax_rnnt.flax.nnx import Joint, LSTMPredictor, StatelessPredictor
 from jax_rnnt_speech.model import encoders
 from jax_rnnt_speech.model.encoders import contexts
-from jax_rnnt_speech.model.encoders.base import ACTIVATIONS, apart, cut, layer_norm
+from jax_rnnt_speech.model.encoders.base import ACTIVATIONS, alike, apart, cut, layer_norm
 from jax_rnnt_speech.model.encoders.conformer import Block
 
 
@@ -21,7 +21,7 @@ class Head(nnx.Module):
         self.stack, more = config.head.stack, {"dtype": dtype, "rngs": rngs}
         self.dropout = nnx.Dropout(config.network.row_dropout, rngs=rngs)
         self.project = nnx.Linear(config.head.stack * width, config.blocks.width, **more)
-        self.blocks = nnx.Sequential(*(Block(config, **more) for _ in range(config.blocks.count)))
+        self.blocks = alike(config.blocks.count, Block, config, **more)
         self.norm = layer_norm(config.blocks.width, **more)
 
     def __call__(self, rows, lengths):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError
-from safetensors.flax import load_file, save_file
+from safetensors.numpy import load_file, save_file
 
 from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if, say_once
 
@@ -169,7 +169,8 @@ def mapped(params, value):
     """The parameters with ``value("encoder.blocks.layers.0...", array)`` in the place of each, which may be a shape."""
 
     def replaced(path, x):
-        return jax.numpy.asarray(value(".".join(str(key.key) for key in path), x), x.dtype)
+        x = np.asarray(value(".".join(str(key.key) for key in path), x), x.dtype)
+        return jax.device_put(x)  # `jnp.asarray` would compile a program for each shape
 
     pure = jax.tree.map_with_path(replaced, nnx.to_pure_dict(params))
     params = jax.tree.map(lambda x: x, params)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_rnnt_speech.model.encoders.base import Depthwise, Encoder, cut, extended, inside, layer_norm
+from jax_rnnt_speech.model.encoders.base import Depthwise, Encoder, alike, cut, extended, inside, layer_norm
 
 
 class Subsampling(nnx.Module):
@@ -164,12 +164,12 @@ class Conformer(Encoder):
         self.width, self.chunk, strides = config.blocks.width, config.encoder.step, config.encoder.strides
         self.subsampling = math.prod(time for time, _ in strides)
         self.subsample = Subsampling(features, config.blocks.width, strides, config.encoder.channels, **more)
-        self.blocks = nnx.Sequential(*(self.block(i, config, **more) for i in range(config.blocks.count)))
+        self.blocks = self.layers(config, **more)
         self.norm = layer_norm(config.blocks.width, **more)
 
     @staticmethod
-    def block(i, config, **more):
-        return Block(config, **more)
+    def layers(config, **more):
+        return alike(config.blocks.count, Block, config, **more)
 
     def shared(self, rows, lengths, first, context=None):
         return lengths, context

@@ -34,5 +34,5 @@ class Convolutional(Conformer):
     """The conformer's subsampling, and blocks with a convolution alone, each of twice the reach."""
 
     @staticmethod
-    def block(i, config, **more):
-        return Residual(config, 2**i, **more)
+    def layers(config, **more):
+        return nnx.Sequential(*(Residual(config, 2**i, **more) for i in range(config.blocks.count)))

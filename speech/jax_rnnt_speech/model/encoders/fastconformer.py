@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_rnnt_speech.model.encoders.base import ACTIVATIONS, EPSILON, Depthwise, Encoder, cut, extended, layer_norm
+from jax_rnnt_speech.model.encoders.base import (
+    ACTIVATIONS,
+    EPSILON,
+    Depthwise,
+    Encoder,
+    alike,
+    cut,
+    extended,
+    layer_norm,
+)
 
 GROUP = 64  # channels of the largest arrays that are there at once
 MOMENTUM = 0.1  # of batch norm, as PyTorch counts it: the share of a batch in the running statistics
@@ -314,7 +323,7 @@ class FastConformer(Encoder):
         self.config, self.width, self.subsampling = config, config.hidden_size, config.subsampling_factor
         self.chunk = config.default_num_lookahead_tokens + 1 if config.causal else 0
         self.subsample = Subsampling(config, **more)
-        self.blocks = nnx.Sequential(*(Block(config, **more) for _ in range(config.num_hidden_layers)))
+        self.blocks = alike(config.num_hidden_layers, Block, config, **more)
         self.dropout_positions = nnx.Dropout(config.dropout_positions, rngs=rngs)
 
     def norm(self, rows):

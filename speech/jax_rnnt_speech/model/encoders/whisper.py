@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_rnnt_speech.model.encoders.base import ACTIVATIONS, Encoder, cut, layer_norm
+from jax_rnnt_speech.model.encoders.base import ACTIVATIONS, Encoder, alike, cut, layer_norm
 from jax_rnnt_speech.model.encoders.conformer import Attention, FeedForward
 
 GELU = ACTIVATIONS["gelu"]
@@ -66,7 +66,7 @@ class Whisper(Encoder):
         more = {"dtype": dtype, "rngs": rngs}
         self.width = config.d_model
         self.subsample = Subsampling(config.num_mel_bins, config.d_model, **more)
-        self.blocks = nnx.Sequential(*(Block(config, **more) for _ in range(config.encoder_layers)))
+        self.blocks = alike(config.encoder_layers, Block, config, **more)
         self.norm = layer_norm(config.d_model, **more)
 
     def whole(self, batch):
