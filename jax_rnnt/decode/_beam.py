@@ -1,4 +1,4 @@
-"""Beam search finds the N most probable label sequences, each scored by the sum over its alignments.
+"""Beam search for the N most probable label sequences, each scored by the sum over its alignments.
 
 One `lax.while_loop` runs `_beam_step.step` until every utterance is at its end. Label sequences are compared by hashes
 of 64 bits. So are predictors: the hash is of all labels where the state holds floating-point numbers, else of rows and

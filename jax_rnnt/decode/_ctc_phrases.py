@@ -188,10 +188,10 @@ def find_phrases(
     phrases : sequence
         Phrases as sequences of labels, for all utterances.
     weights : float or sequence, default 1.0
-        Nats for each label of a phrase: a number, or one of each phrase.
-    Nats for each label of a phrase: one number for all, or one for each phrase.
-        As of `Phrases`.
-    As in `Phrases`.
+        Nats for each label of a phrase: one number for all, or one for each phrase.
+    depth : float, default 0.0
+        As in `Phrases`.
+    threshold : float, default 0.0
         The least score.
 
     Returns

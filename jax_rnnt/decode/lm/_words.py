@@ -120,7 +120,7 @@ class WordNGram(Automaton):
             As for `NGram.from_arpa`; labels are what words are spelled with. Bytes that are parts of characters are
             surrogate escapes, as in ``b"\\xc3".decode("utf-8", "surrogateescape")``.
         separator : str, default "▁"
-            What labels begin with that begin a word: U+2581 of SentencePiece, or the label between words.
+            The beginning of labels that begin a word: U+2581 of SentencePiece, or the label between words.
         unknown : float, optional
             The log-probability of <unk>, in nats, in place of all those in the file; by default the file's, or -inf
             where it has none. Backoff weights of contexts are added, as to every unigram. Estimates of <unk> are often
