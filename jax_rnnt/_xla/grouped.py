@@ -76,7 +76,7 @@ def _flat(function, mapped, depth, *operands):
 
 
 def custom_call(target: str, results, operands, aliases=None, **attributes):
-    """Calls a kernel in a function of `Grouped`: results [(shape, dtype)], `aliases` {operand: result in its memory}."""
+    """Calls a kernel in a function of `Grouped`: results [(shape, dtype)], `aliases` {operand: result over it}."""
     types = [struct_like(operands[0], shape, dtype) for shape, dtype in results]
     return jax.ffi.ffi_call(target, types, input_output_aliases=aliases or {})(*operands, **attributes)
 

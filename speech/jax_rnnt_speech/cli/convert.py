@@ -24,7 +24,7 @@ class Converting:
 
 
 def claim(folder, source, overwrite):
-    """Raises where a folder cannot take the files of a model that is read from another one."""
+    """Raises an error where a folder cannot take the files of a model that is read from another one."""
     for place in (folder, *folder.parents):
         refuse_if(place.is_file(), f"{folder}: {place} must be a folder, and is a file")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:

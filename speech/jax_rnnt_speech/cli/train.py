@@ -45,7 +45,7 @@ def resumed(options, start):
 
 
 def decide_road(options, start):
-    """Says in the options of a new run whether its data are read on the fly, unless they say so; returns the reason."""
+    """Sets in the options of a new run whether its data are read on the fly, unless they say so; returns the reason."""
     corpora_named = names(options.get("train", ""))
     if "on_the_fly" in options:
         return "as asked for"
@@ -58,7 +58,7 @@ def decide_road(options, start):
     if start.resume or any(map(sources.by_function, corpora_named)) or options.get("bfloat16_rows"):  # rows of a cache
         return ""
     columns = [options.get(name, "") for name in ("audio_column", "text_column", "speaker_column")]
-    with contextlib.suppress(UserError, OSError):  # it is an error once it is read
+    with contextlib.suppress(UserError, OSError):  # reading it later raises the error
         hours = sources.hours(corpora_named, columns)
         if hours >= SMALL:
             options["on_the_fly"] = True
@@ -68,7 +68,7 @@ def decide_road(options, start):
 
 
 def road_of(config, why):
-    """The way that a training reads its data, and the other one."""
+    """Describes the way in which a training reads its data, and the other one."""
     kept = "features, and rows of the frozen layers," if "encoder:" in config.optimiser.freeze else "features"
     ways = (f"decodes all audio before the first step and keeps {kept} on the disk", "--no-on-the-fly"), \
            ("reads audio on the fly, anew in each epoch", "--on-the-fly")  # fmt: skip
@@ -77,7 +77,7 @@ def road_of(config, why):
 
 
 def reading(data, goes_on):
-    """The files that a training reads, in a line; those of a run that begins must not be those of its tests."""
+    """Describes the files that a training reads, in a line; those of a new run must not be those of its tests."""
     every = {name: sources.listed(getattr(data, name)) for name in ("train", "valid")}
     if not goes_on and not any(map(sources.by_function, names(data.train))):
         for name, x in every.items():

@@ -1,4 +1,4 @@
-"""Rows of lists of recordings, in the dialects of the field: which part of which file has which text.
+"""Rows of lists of recordings, in the dialects of the field: the text of each part of each file.
 
 A row gives an `Entry` for each of its utterances, or a `Fault` where it has none. A key that says which part of a file
 a text belongs to is honoured, or the row is a Fault.
@@ -20,7 +20,7 @@ TEXT_KEYS = "text", "sentence", "transcript", "transcription"
 START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin_time", "begin"), ("end", "end_time", "stop")
 CHANNEL_KEYS = "channel", "channel_selector", "channels"  # a number under the last one counts them
 SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
-SPLIT_KEYS = "split", "subset", "partition"  # under which a row says to which split of its data set it belongs
+SPLIT_KEYS = "split", "subset", "partition"  # keys for the split of its data set to which a row belongs
 PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
 TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
@@ -35,14 +35,14 @@ class Entry(NamedTuple):
     audio: Path
     text: str
     start: float = 0.0
-    end: float | None = None  # None: that of the file
+    end: float | None = None  # None: the end of the file
     channel: int | tuple | None = None  # None: the mean of all
     whole: float | None = None  # seconds that the file is said to last
     speaker: str = ""  # "": unknown
-    notes: tuple = ()  # what of its line is not read, and does no harm
+    notes: tuple = ()  # parts of its line that are not read, and do no harm
     columns: bool = False  # whether they have names, which an option may choose
     listed: str = ""  # the file or folder that lists it
-    split: str = ""  # what its row says
+    split: str = ""  # the split that its row names
 
 
 class Fault(NamedTuple):
@@ -51,24 +51,24 @@ class Fault(NamedTuple):
 
 
 class LineError(ValueError):
-    """Why a line is left out."""
+    """The reason why a line is left out."""
 
 
 def leave_out_if(wrong, reason):
-    """Raises the LineError of a line that is left out where something is wrong."""
+    """Raises the LineError of a line that is left out if something is wrong."""
     if wrong:
         raise LineError(reason)
 
 
 def keys_of(audio_column="", text_column="", speaker_column="", texts=True):
-    """Keys of a row's audio, text and speaker: a column, or the usual ones, perhaps behind others."""
+    """Returns keys of a row's audio, text and speaker: a column, or the usual ones, perhaps behind others."""
     columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
     columns = *columns, (speaker_column, SPEAKER_KEYS)
     return [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
 
 
 def entries_of_row(row, path, name, keys):
-    """Entries and Faults of a row; `path`: as for `entry`."""
+    """Yields Entries and Faults of a row; `path` as for `entry`."""
     try:
         yield from (cuts if is_cut(object_of(row)) else utterances)(row, path, name, keys)
     except LineError as error:
@@ -76,21 +76,21 @@ def entries_of_row(row, path, name, keys):
 
 
 def object_of(row):
-    """The row, which must be an object; raises the LineError that it may be."""
+    """Returns the row, which must be an object; raises the LineError that it may be."""
     row = plainly(row)
     leave_out_if(not isinstance(row, dict), "not an object with keys")
     return row
 
 
 def parsed(text):
-    """The value of some JSON, or a LineError."""
+    """Returns the value of some JSON, or a LineError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return LineError("not JSON")
 
 
-SKIP = "_skipme"  # NeMo's: whatever is under it is a reason, unless it is nothing or false
+SKIP = "_skipme"  # NeMo's key: its value is a reason, unless it is nothing or false
 APART = {*UNREAD, *END_KEYS, "segments", "supervisions", "recording", "tracks", SKIP}
 
 
