@@ -118,7 +118,7 @@ def size_of(config, devices, frames):
 
 
 def collate(data, config, bucket, items, size):
-    """Returns arrays of a batch of `size` rows from (utterance, features or None, spans); other rows are not `valid`."""
+    """Returns arrays of a batch of `size` rows from (utterance, features or None, spans); rows without: not `valid`."""
     copies, time_masks = config.masks
     batch = {
         "features": np.zeros((size, bucket.frames, data.corpus.features), np.float32),

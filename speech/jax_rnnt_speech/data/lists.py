@@ -100,7 +100,7 @@ def text_of(path):
 
 
 def lines_of(path):
-    """Yields (number, line) of a text's nonempty lines. Other characters that Unicode counts as ends of lines are none."""
+    """Yields (number, line) of a text's nonempty lines. Other characters that Unicode counts as ends are none."""
     for i, line in enumerate(text_of(path).split("\n"), 1):
         if line.strip():
             yield i, line
