@@ -191,7 +191,7 @@ def listed(sources):
 
 
 def once(sources):
-    """Returns the sources without those that are named twice or whose files others have; a line names what is left out."""
+    """Returns the sources but those that are named twice or whose files others have; a line names those left out."""
     every, some = {}, list(map(str, names(sources)))
     if len(some) < 2 or any(by_function(x) or archives.weighted(x)[1] is not None for x in some):
         return sources  # a weight says how often each is read

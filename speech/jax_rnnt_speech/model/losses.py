@@ -54,7 +54,7 @@ def losses_by_ctc(loss, model, x, tiles):
 
 
 def loss_of_texts(model, targets, lengths, labels):
-    """Returns the mean cross-entropy of sentences [B, U] in nats, with zeros for the encoder's row and without blanks."""
+    """Returns the mean cross-entropy of sentences [B, U] in nats, without blanks, and with zeros as encoder rows."""
     rows = jnp.zeros((len(targets), 1, model.joint.encoder.in_features))
     logits = model.joint(rows, model.predictor(targets))[:, :-1, :labels].astype(jnp.float32)
     values = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
