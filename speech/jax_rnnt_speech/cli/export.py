@@ -25,14 +25,14 @@ from jax_rnnt_speech.system import UserError, outputs, refuse_if
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 USUAL = "cpu", "cuda", "tpu"
 STABLEHLO = lambda x: x.format == "stablehlo", "--format stablehlo"
-DATE = 1980, 1, 1, 0, 0, 0  # of the member, so that equal models are equal files
+DATE = 1980, 1, 1, 0, 0, 0  # date of the member, so that equal models are equal files
 
 
 def program_of(model):
-    """A function of samples [B, S] in [-1, 1] and their numbers [B]: what greedy search finds in them."""
+    """Returns a function from samples [B, S] in [-1, 1] and their numbers [B] to the result of greedy search."""
 
     def program(samples, lengths):
-        """Labels, their frames and log-probabilities [B, L], and how many there are [B]."""
+        """Returns labels, their frames and log-probabilities [B, L], and the number of labels [B]."""
         extractor, network = model.extractor, model.network(model.params)
         x = model.standardised(extractor(samples, jnp, lengths))
         hypotheses = search(model, network, *network.encode(x, extractor.counts(lengths, jnp)))
@@ -62,7 +62,7 @@ def write(model, path, seconds, platforms):
 
 @dataclasses.dataclass(frozen=True)
 class Exporting:
-    """What is written."""
+    """Options of the exported form."""
 
     format: str = option(
         "stablehlo", str, "a file with one program for JAX, or a folder with ONNX files for sherpa-onnx, which runs "
@@ -88,7 +88,7 @@ def export(args):
     if to.format == "sherpa-onnx":
         return export_folder(args.file, to, opening)
     outputs.check(args.file, [], option="FILE")
-    if not importlib.util.find_spec("flatbuffers"):  # of jax.export
+    if not importlib.util.find_spec("flatbuffers"):  # jax.export needs it
         raise UserError("export needs flatbuffers: pip install 'jax_rnnt_speech[export]'")
     write(opening.opened("cpu"), args.file, to.seconds, to.platforms or USUAL)
     print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")

@@ -1,4 +1,4 @@
-"""Models as folders that sherpa-onnx runs, in the forms that it has for them.
+"""Writes models as folders for sherpa-onnx, in the forms that it knows.
 
 icefall's form is for stateless predictors, with one label a frame at most; NeMo's for LSTM predictors and TDT; the
 online one for encoders that stream. B sequences, T feature frames of F features, N rows of E numbers, P numbers of a
@@ -35,7 +35,7 @@ UNWRITTEN = re.compile(r"[\s\ud800-\udfff]", re.ASCII)  # parts of characters ar
 
 
 class Part(NamedTuple):
-    """A graph: what it computes, and {name: (type, shape)} of inputs and outputs, with letters for sizes.
+    """A graph: its function, and {name: (type, shape)} of inputs and outputs, with letters for sizes.
 
     With a `unit`, T frames are padded to a multiple of it, and to two at least, before the function sees them.
     """
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 
 def icefall(model, network):
-    """The parts of icefall's form, where the blank is the first class."""
+    """Returns the parts of icefall's form, where the blank is the first class."""
     blank, history, encoder, state = model.blank, network.predictor.history, *sizes_of(network)
 
     def encode(x, lengths):
@@ -97,7 +97,7 @@ def icefall(model, network):
 
 
 def online(model, network):
-    """The parts of the online form, whose encoder keeps what it knows of a stream in the first of two states of zeros.
+    """Returns the parts of the online form, whose encoder keeps its past in the first of two states of zeros.
 
     The streams of a batch began at different times, so each is a batch of its own.
     """
@@ -125,7 +125,7 @@ def online(model, network):
 
 
 def nemo(model, network):
-    """The parts of NeMo's form, where the blank is the last label, and durations follow."""
+    """Returns the parts of NeMo's form, where the blank is the last label, and durations follow."""
     predictor, blank, features, (encoder, state) = network.predictor, model.blank, len(model.mean), sizes_of(network)
     lstm = model.config.head.predictor == "lstm"
     layers, width = (predictor.layers, state) if lstm else (max(predictor.history - 1, 1), 1)
@@ -140,7 +140,7 @@ def nemo(model, network):
         return row[..., None], count, hidden, cell
 
     def stateless_step(labels, count, past, unused):
-        """The past are labels less the blank, which is the start: a state of zeros begins."""
+        """Keeps past labels minus the blank, which is the start, so that a state of zeros begins."""
         last = [*(past[i, :, 0].astype(I) + blank for i in range(predictor.history - 1)), labels[:, 0]]
         after = jnp.stack(last[1:] or last)[..., None] - blank
         return predictor.rows(jnp.stack(last, -1))[..., None], count, after.astype(F), unused
@@ -182,7 +182,7 @@ ONLINE = """\
 
 
 class Form(NamedTuple):
-    """A form: its parts, whether its blank comes first, and what of sherpa-onnx runs it."""
+    """A form: its parts, whether its blank comes first, and the parts of sherpa-onnx that run it."""
 
     parts: Callable
     name: str
@@ -190,7 +190,7 @@ class Form(NamedTuple):
     model_type: str
     program: str
     recogniser: str
-    lines: str  # of Python
+    lines: str  # lines of Python
 
 
 FORMS = {
@@ -201,7 +201,7 @@ FORMS = {
 
 
 def sizes_of(network):
-    """(E, P)"""
+    """Returns (E, P)."""
     return network.joint.encoder.in_features, network.joint.predictor.in_features
 
 
@@ -229,7 +229,7 @@ def check(model, folder):
 
 
 def tokens_of(vocabulary, blank_first):
-    """The text of tokens.txt. Labels that write nothing, as </s>, have their names."""
+    """Returns the text of tokens.txt. Labels that write nothing, as </s>, have their names."""
     symbols = {"<blk>": None}
     for label, (text, piece) in enumerate(zip(vocabulary.texts, vocabulary.pieces)):
         symbol = "<unk>" if label == vocabulary.unknown else (text or piece or f"<{label}>").replace(" ", "▁")
@@ -243,7 +243,7 @@ def tokens_of(vocabulary, blank_first):
 
 
 def origins(folder):
-    """The folder of a model, and those that its training started from, as far as they are here."""
+    """Yields the folder of a model, and those that its training started from, as far as they are here."""
     with contextlib.suppress(UserError):
         while folder.is_dir():
             yield folder
@@ -275,7 +275,7 @@ def quantize(exact, folder):
 
 
 def readme(model, form, settings, copied):
-    """What a person finds in the folder."""
+    """Returns the text of the folder's readme."""
     row = 1000 * model.seconds
     most = "one label" if form.blank_first else "5 labels" if model.config.head.loss == "tdt" else "10 labels"
     notes = [f"Recordings have {model.extractor.rate:,} samples a second; others are resampled. A row of the encoder "

@@ -144,8 +144,11 @@ def place_of(text: str, place: int, word: str) -> tuple[int, int] | None:
 
 
 def begins_line(before: str, after: str) -> bool:
-    """Whether a line may begin between two characters, where no space is: not with a small kana or what repeats or
-    lengthens the one before, nor with punctuation unless it opens, nor behind what opens (Japan's JIS X 4051)."""
+    """Returns True if a line may begin between two characters without a space.
+
+    It may not begin with a small kana or a sign that repeats or lengthens the one before, nor with punctuation unless
+    it opens, nor behind an opening sign (Japan's JIS X 4051).
+    """
     kinds = unicodedata.category(before), unicodedata.category(after)
     sign = unicodedata.name(after, "")
     follows = any(x in sign for x in ("KANA LETTER SMALL", "PROLONGED SOUND", "ITERATION MARK"))
