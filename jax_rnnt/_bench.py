@@ -79,7 +79,7 @@ def _in_place(function, first, *others, budget=1.0):
 
 
 def _variants(name, alone):
-    """{row: the loss}: kernels where there are some; unless alone, the reference, and the softmax outside the loss."""
+    """Returns {row: the loss}: kernels if any; unless alone, the reference, and the softmax outside the loss."""
     make = LOSSES[name]
     rows = {"jax_rnnt": make()}
     if alone:

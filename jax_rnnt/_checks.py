@@ -157,7 +157,7 @@ def scalar(name: str, x):
 
 
 def number(name: str, x):
-    """`scalar`, but without a NaN that is known while tracing; a traced one makes losses NaN."""
+    """Checks as `scalar`, and refuses a NaN that is known while tracing; a traced one makes losses NaN."""
     x = scalar(name, x)
     if isinstance(x, float) and x != x:
         raise bad_value(f"{name} must be a number, got nan.")

@@ -65,7 +65,7 @@ def _name(error: BaseException, name: str) -> None:
 
 @contextlib.contextmanager
 def in_name_of(name: str) -> Iterator[None]:
-    """A decorator, or ``with`` block, whose refusals begin with this name: where `keywords` does not fit."""
+    """Makes refusals begin with this name, as a decorator or ``with`` block, where `keywords` does not fit."""
     try:
         yield
     except Exception as error:

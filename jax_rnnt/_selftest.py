@@ -75,7 +75,7 @@ def _pullback(planes):
 
 
 def _emission_references(emissions):
-    """{target: {kind: results}}. For 16-bit logits it takes the values as float32: the program is the same."""
+    """Returns {target: {kind: results}}. 16-bit logits are taken as float32: the program is the same."""
     forward, backward = {}, {}
     for kind, operands in emissions.items():
         forward[kind] = softmax.softmax_emission(*operands, **_options(kind))

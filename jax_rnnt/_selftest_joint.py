@@ -80,7 +80,7 @@ def _bits(kind, dtype, precision):
 
 
 def _arrays(case, dtype):
-    """(encoder, predictor, weight, bias), the rest of the batch, weights of the losses; some sequences are short."""
+    """Returns (encoder, predictor, weight, bias), the batch's rest, the losses' weights; some sequences are short."""
     rng = np.random.default_rng(0)
     encoder = case.batch // case.copies, case.frames, case.units
     predictor = case.batch, case.labels + 1, case.units

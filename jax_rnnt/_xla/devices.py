@@ -67,7 +67,7 @@ def _version(number: int) -> str:
 
 
 def _has_code(architectures: str, major: int, minor: int, *, newest_ptx: bool) -> bool:
-    """Machine code runs on its own major version from its minor version on, PTX on every later device.
+    """Returns True if code runs: machine code on its major version from its minor one on, PTX on every later device.
 
     The driver compiles PTX only if it is as new as the toolkit (`newest_ptx`). Names without a number, such as
     "native", are taken to fit.

@@ -60,7 +60,7 @@ class Moves:
 
     @property
     def reach(self) -> int:
-        """How many frames of the next part of a stream a move may need, so that it ends inside them or at their end."""
+        """The frames of a stream's next part that a move may need, so that it ends inside them or at their end."""
         return max(move.needs for move in self.all) - 1
 
     @property

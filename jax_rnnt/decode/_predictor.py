@@ -113,7 +113,7 @@ def start_of(predictor, start) -> int | None:
 
 
 def no_labels(batch: int, history: int, start: int) -> tuple[jax.Array, ...]:
-    """The last labels but one before the first one: an array [batch] for each, which a GPU shifts without a copy.
+    """Returns the last labels but one before the first: an array [batch] for each, which GPUs shift without a copy.
 
     No two of them share a buffer, since a program could not take such arrays as donated.
     """

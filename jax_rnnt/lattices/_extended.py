@@ -51,7 +51,7 @@ def lowest(dtype):
 
 
 def where(condition, x, y):
-    """`jnp.where` for scalars and arrays of the condition's shape, without a nested jit for each of its 50 calls.
+    """Works as `jnp.where` for scalars and arrays of the condition's shape, without a nested jit for each of 50 calls.
 
     This traces and lowers the reference and its gradient in three quarters of the time.
     """
@@ -101,7 +101,7 @@ def _truncate(x):
 
 
 def _reduce(x, multiple):
-    """(n, x - n * multiple * ln 2 without its last part, that part) for a small integer n of the sign of x."""
+    """Returns (n, x - n * multiple * ln 2 without its last part, that part) for a small integer n of x's sign."""
     n = _truncate(lax.stop_gradient(x) * np.asarray(1 / (multiple * np.log(2)), x.dtype))
     first, second, last = _parts_of_ln2(multiple, x.dtype)
     return n, x - n * first - n * second, n * last

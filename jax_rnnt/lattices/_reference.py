@@ -43,7 +43,7 @@ def per_arc(values, like: jax.Array) -> np.ndarray:
 
 
 def prepared(topology: Topology, arcs, num_frames, num_labels):
-    """(topology, num_frames, num_labels, planes [A, ..., T, U1], bad [...]) for a dynamic program over anti-diagonals.
+    """Returns (topology, num_frames, num_labels, planes [A, ..., T, U1], bad [...]) to recurse over anti-diagonals.
 
     There is a plane for each of the A arcs, with one frame at least, and -inf where an arc leaves a node outside the
     lengths. A sequence with NaN or +inf inside is bad. One array holds all planes: a topology of eight arcs is traced

@@ -206,7 +206,7 @@ def columns(am, lm, total, weight, x):
 
 
 def _transpose(of_first, of_second):
-    """For the two factors: (the sum that is the cotangent, whether the cotangent is its first factor)."""
+    """Returns, for the two factors, (the sum that is the cotangent, whether the cotangent is its first factor)."""
 
     def rule(cotangent, am, lm, peak, above_peak, first, second):
         (which, leads), other = (of_first, second) if first is None else (of_second, first)

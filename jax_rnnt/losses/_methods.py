@@ -136,7 +136,7 @@ def loss_of_batch(loss, emission, logits, targets, logit_lengths, target_lengths
 
 
 def _lattice(loss, emission, *problem):
-    """(topology, arcs by slot, num_frames, num_labels, sequences that are NaN, ends) for methods other than the loss.
+    """Returns (topology, arcs by slot, num_frames, num_labels, NaN sequences, ends) for methods other than the loss.
 
     `ends` are the arcs without what must follow a label, if they differ.
     """

@@ -32,7 +32,7 @@ def _ratio(blank, skip, none, some, none_before, some_before, inside):
 
 
 def _with_skips(blank, skip, inside, reverse):
-    """A column's blanks [..., T] as ratios a(t + 1) / a(t), where a(t + 1) = a(t) exp(blank) + exp(skip), a(0) = 1.
+    """Makes a column's blanks [..., T] ratios a(t + 1) / a(t), with a(t + 1) = a(t) exp(blank) + exp(skip), a(0) = 1.
 
     So a product of blanks from the first frame on is the sum over all ways to pass these frames; with `reverse`, from
     the last frame back. Only blanks `inside` change.

@@ -118,7 +118,7 @@ class Blocks:
         )
 
     def goals(self, key, count):
-        """(place in its tile of the first block with the same key [n], the key of those blocks [n], in [0, count)).
+        """Returns (place in its tile of the first block with the same key [n], those blocks' key [n], in [0, count)).
 
         The other blocks have distinct keys from `count` on.
         """

@@ -145,7 +145,7 @@ def _without_copies(operands, structure):
 
 
 def _for_each(tiles, step, carry):
-    """`fori_loop` that carries whether there is a next turn: on a GPU its condition is no launch."""
+    """Runs a `fori_loop` that carries whether there is a next turn: on a GPU its condition is no launch."""
 
     def turn(state):
         i, _, carry = state
@@ -181,7 +181,7 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
 
 
 def _flags(blocks, inputs):
-    """(bool [B, blocks of frames, blocks of columns]: which hold a node that counts; `inputs.counts` in blocks)."""
+    """Returns (bool [B, frame blocks, column blocks]: those with a node that counts; `inputs.counts` in blocks)."""
     flags = blocks.within(inputs.shape, inputs.num_frames, inputs.num_labels)
     if inputs.counts is None:
         return flags, None
@@ -190,7 +190,7 @@ def _flags(blocks, inputs):
 
 
 def _largest(plane):
-    """The largest absolute value of each sequence [B], from two reductions: |plane| would be a plane in memory."""
+    """Returns each sequence's largest absolute value [B], by two reductions: |plane| would be a plane in memory."""
     return jnp.maximum(jnp.max(plane, (1, 2), initial=0), -jnp.min(plane, (1, 2), initial=0))
 
 

@@ -37,7 +37,7 @@ class Arcs(typing.NamedTuple):
 
 
 class Tour(typing.NamedTuple):
-    """Which arc of a label serves which states, for states numbered by a tour of the tree of suffixes, parents first.
+    """The arcs of a label and the states that they serve, numbered by a tour of the tree of suffixes, parents first.
 
     An arc serves its state and all states below it, whose numbers follow, except those below a longer context with such
     an arc. So the arcs of one label are a function of the state that changes at twice as many places as there are arcs.

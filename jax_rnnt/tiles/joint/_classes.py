@@ -38,7 +38,7 @@ class Classes:
 
     @property
     def kept(self) -> int:
-        """How many of the softmax's first classes the loss needs logits of: blanks, or the anchor of `norm`."""
+        """The number of the softmax's first classes whose logits the loss needs: blanks, or the anchor of `norm`."""
         return max(len(self.blanks), 1)
 
     @property
@@ -62,7 +62,7 @@ class Classes:
         return self.lanes // self.chunk
 
     def _runs(self):
-        """The classes that are neither blanks nor of other heads, as [(first class, end)]."""
+        """Returns the classes that are neither blanks nor of other heads, as [(first class, end)]."""
         edges = [-1, *sorted((*self.blanks, *self.others)), self.count]
         return [(a + 1, b) for a, b in itertools.pairwise(edges) if b > a + 1]
 

@@ -37,7 +37,7 @@ class JointKernel:
 
 @jax.custom_jvp
 def _gelu(x):
-    """`jax.nn.gelu` with approximate=False: Mosaic has neither erfc nor JAX's derivative of erf."""
+    """Computes `jax.nn.gelu` with approximate=False: Mosaic has neither erfc nor JAX's derivative of erf."""
     return x * _normal(x)
 
 

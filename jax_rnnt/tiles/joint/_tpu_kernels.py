@@ -205,7 +205,7 @@ class _Gradient:
         return jnp.broadcast_to(self.planes[:, k : k + 1], (ROWS, LANES))
 
     def of_softmax(self, z, first_lane):
-        """exp(z - base) factor, and what the label adds in its lane; what blanks add is left to the first chunk."""
+        """Returns exp(z - base) factor, plus the label's part in its lane; the first chunk adds the blanks' part."""
         lane = first_lane + _lane((COLUMNS, LANES))
         less = _by_columns(jnp.exp(z - self.refs.base[...]) * self.refs.factor[...])
         at_label = (lane == self.label)[None]

@@ -22,7 +22,7 @@ from jax_rnnt_speech.system import refuse_if, say_once
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """How a stream is shown."""
+    """Options of a stream's windows and its output."""
 
     endpoint: float = option(
         0.0, amount, "seconds of silence that end an utterance and its line; with 0, none does (0)", metavar="S"

@@ -20,7 +20,7 @@ SMALL = 20  # hours for which a cache takes less time than reading on the fly
 
 
 def resumed(options, start):
-    """The configuration of the run in the workdir, with options where they may differ."""
+    """Returns the configuration of the run in the workdir, with options where they may differ."""
     run = runs.Run(start.workdir, resume=True)
     if run.last is None:
         if "train" not in options:

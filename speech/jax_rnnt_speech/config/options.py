@@ -14,7 +14,7 @@ def names(x):
 
 
 def sources(x):
-    """A type of argparse: the name of a corpus, or a list of names; a list of one becomes that name."""
+    """Parses, for argparse, the name of a corpus, or a list of names; a list of one becomes that name."""
     if x != "" and (not isinstance(x, str | list) or not x or not all(type(y) is str for y in x)):
         raise argparse.ArgumentTypeError(f"expected a name or a list of names, got {x}")
     return x[0] if isinstance(x, list) and len(x) == 1 else x

@@ -282,7 +282,7 @@ def kaldi(path, texts=True):
         return [(composed(x[0]), *x[1:]) for _, line in lines_of(path / name) if (x := line.split(None, 1))]
 
     def by_name(name):
-        """{a name: the rest of its line}, or the LineError that two lines of one name differ."""
+        """Returns {a name: the rest of its line}, or the LineError that two lines of one name differ."""
         rests = {}
         for x, *rest in fields(name):
             rest, other = "".join(rest).strip(), rests.get(x)

@@ -18,7 +18,7 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")  # a piece that is a byte
 
 @functools.cache
 def characters_of_bytes():
-    """{character: byte} of byte-level tokenizers (Radford et al. 2019), which write printable bytes as they are."""
+    """Returns {character: byte} of byte-level tokenizers (Radford et al. 2019), which keep printable bytes."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [x for x in range(256) if x not in printed]
     return {chr(x): x for x in printed} | {chr(256 + i): x for i, x in enumerate(others)}

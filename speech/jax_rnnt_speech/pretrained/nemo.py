@@ -87,7 +87,7 @@ def reading(file, name, what):
 
 
 def opened(path):
-    """(the archive, {last part of a member's name: its bytes, empty for weights}, the configuration's fields)."""
+    """Returns (the archive, {last part of a member's name: its bytes, empty for weights}, configuration fields)."""
     file, members = archive_of(path), {}
     try:
         with tarfile.open(file) as tar:

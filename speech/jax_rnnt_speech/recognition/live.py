@@ -70,7 +70,7 @@ class Windows:
             self.state = decode.reset_streams(self.state, np.ones(1, bool))
 
     def search(self, rows, count, keep=False):
-        """(Hypotheses, how many labels are final) of the first rows behind the state, where it goes on if `keep`."""
+        """Returns (Hypotheses, number of final labels) of the first rows after the state; `keep` moves it there."""
         counts, decoding = np.array([count], np.int32), self.decoding.of(self.owns)
         if self.state is None:
             self.state = before_all(self.model, rows, counts, decoding)

@@ -255,7 +255,7 @@ class Room:
         self.model_of = functools.lru_cache(maxsize=8)(self.made)
 
     def own(self, texts):
-        """(Own of a recording or None, texts that it lacks: the vocabulary cannot spell them, or there is no room)."""
+        """Returns (Own of a recording or None, texts that it lacks: they have no spelling, or no room)."""
         ways = ((rank, i, x) for i, text in enumerate(texts) for rank, x in enumerate(self.spell(text)))
         found, kept, left = [], set(), self.most * LONGEST
         for _, i, labels in sorted(ways):
@@ -340,7 +340,7 @@ def allowed(model, names="", characters=""):
 
 
 def decoding_for(model, decoding, language):
-    """(the Decoding for a language, whether the language decides anything), or None where nobody knows the language.
+    """Returns (the Decoding for a language, whether the language decides anything), or None for an unknown language.
 
     The script of the language decides which labels are allowed. In a model with prompts, the language is the prompt.
     """

@@ -46,7 +46,7 @@ class Step(NamedTuple):
 @programs.announced("a step of streams")
 @functools.partial(jax.jit, static_argnums=(0, 10))
 def continued(model, params, x, lengths, deadlines, fresh, anew, encoder, decoder, decoding, first=None):
-    """(state of the encoder, rows [B], `next_part`) after the next features [B, T, F] of streams.
+    """Returns (state of the encoder, rows [B], `next_part`) after the next features [B, T, F] of streams.
 
     `fresh` [B] marks those that begin, `anew` those whose search does. With `first`, all or none begin, where states
     before and after a first step differ.
@@ -103,7 +103,7 @@ class Slots:
         return self.encoder, self.decoder, self.decoding.of(self.owns), first if self.apart else None
 
     def run(self, steps):
-        """(Final Labels, others, rows) of some steps, at most one of each stream; without steps it compiles."""
+        """Returns (final Labels, others, rows) of steps, at most one of each stream; without steps it compiles."""
         results = {}
         for first in (True, False) if self.apart else (False,):
             chosen = [step for step in steps if not self.apart or step.fresh == first]

@@ -37,7 +37,7 @@ def without(speech, spans):
 
 
 def gaps(speech, spans, until, final=-np.inf):
-    """([begin, end) of unheard speech, the time from which on nothing is decided), as far as labels are known.
+    """Returns ([begin, end) of unheard speech, time from which on nothing is decided), as far as labels are known.
 
     `final` is the time of a label that stays, and before which there will be no others.
     """
