@@ -139,7 +139,7 @@ def stateless_predictor(
     history : int
         How many labels it sees, at least 1.
     start : int
-        The label that stands in before the first one; also the predictor's `start`.
+        The label that comes before the first one; also the predictor's `start`.
     symbols : int, optional
         As for `Predictor`.
 

@@ -77,7 +77,7 @@ class Stretch(NamedTuple):
 
 
 class Memory(io.BytesIO):
-    """The bytes of a file that is on no disk, which may be read in the place of a path."""
+    """The bytes of a file that is on no disk, which may be read in place of a path."""
 
     def __init__(self, data, name):
         super().__init__(data)

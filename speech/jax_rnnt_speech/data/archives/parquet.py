@@ -15,7 +15,7 @@ NAMES = r".*\.parquet"
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A recording in a row, which may be read in the place of a path."""
+    """A recording in a row, which may be read in place of a path."""
 
     archive: str
     column: str

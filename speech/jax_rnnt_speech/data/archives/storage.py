@@ -52,7 +52,7 @@ def refuse_pipes(path):
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A recording within an archive, which may be read in the place of a path."""
+    """A recording within an archive, which may be read in place of a path."""
 
     archive: str
     place: int
