@@ -346,7 +346,7 @@ class Config:
 
     @property
     def nemo_form(self):
-        """True if sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
+        """Whether sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
         return not self.encoder.step and (self.head.predictor == "lstm" or self.head.loss == "tdt")
 
     @property

@@ -194,6 +194,6 @@ def save(arrays, file, like):
     """Writes tensors to a file with the mode of another one: safetensors lets only the owner read it."""
     try:
         save_file(arrays, file, {"format": "pt"})
-    except SafetensorError as error:  # also an error of the disk
+    except SafetensorError as error:  # of the disk, too
         raise OSError(str(error)) from None
     shutil.copymode(like, file)
