@@ -55,7 +55,7 @@ HEADS = {"icefall": {}, "lstm": {"predictor": "lstm"}, "tdt": {"loss": "tdt"}}
 @pytest.mark.parametrize("head", HEADS)
 def test_features_of_sherpa_onnx(head):
     """Whatever the rate, for recordings shorter than a window too; with silence, which has the least power."""
-    for rate, size in ((16000, 1000), (8000, 719), (8000, 41), (8000, 39), (8000, 0)):
+    for rate, size in ((16000, 1000), (8000, 719), (8000, 41), (8000, 39), (8000, 0), (11025, 300), (22050, 1000)):
         extractor = features.extractor(
             configuration(features="sherpa-onnx", rate=rate, mels=20, chunk=0, **HEADS[head])
         )

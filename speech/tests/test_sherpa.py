@@ -30,6 +30,7 @@ CONFORMER, WHOLE = {"chunk": 0, "channels": 3}, CONVOLUTIONAL | {"chunk": 0}
 # Every encoder, predictor, head and activation that sherpa-onnx can have, in some model; seeds that write many texts.
 MODELS = {
     "icefall": CONFORMER | {"seed": 7},
+    "icefall, contexts": {"chunk": (1, 2), "past": 3, "ahead": (0, 1), "whole": 0.5, "channels": 3, "seed": 7},
     "icefall, rows of 60 ms": CONFORMER | {"strides": ((3, 2), (2, 3)), "loss": "monotonic", "history": 1, "seed": 5},
     "icefall, FastConformer": FAST | {"loss": "constrained", "activation": "relu", "seed": 2},
     "icefall, convolutions": WHOLE | {"loss": "robust", "history": 3, "activation": "silu", "blocks": 2, "seed": 4},
@@ -189,6 +190,7 @@ def test_texts_and_rows(exported, name, monkeypatch):
     readme, texts = (folder / "README.md").read_text(), [(folder / x).read_text() for x in ("LICENSE", "card.md")]
     assert texts[0] == "that of start" and texts[1].startswith("that of ")
     assert all(x in readme for x in ("LICENSE", "card.md", "8,000 samples", "6 features"))
+    assert ("It hears whole recordings" in readme) == (name == "icefall, contexts")
 
 
 @pytest.mark.slow
@@ -300,5 +302,7 @@ def test_options(talkative, tmp_path, refused, monkeypatch):
     (tmp_path / "x/y").write_text("")
     refused([*command, "--format", "sherpa-onnx"], "--overwrite")
     refused([*command, "--format", "sherpa-onnx", "--overwrite"], "--features log-mel")
+    refused(["export", tmp_path / "new/parents/x", *command[2:], "--format", "sherpa-onnx"], "--features log-mel")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["x"]  # a folder that is not written has no parents either
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused([*command, "--format", "sherpa-onnx"], "needs onnx: pip install 'jax_rnnt_speech[export]'")

@@ -347,7 +347,7 @@ class Config:
     @property
     def nemo_form(self):
         """Whether sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
-        return not self.encoder.step and (self.head.predictor == "lstm" or self.head.loss == "tdt")
+        return self.head.predictor == "lstm" or self.head.loss == "tdt"
 
     @property
     def masks(self):
@@ -385,6 +385,8 @@ class Config:
             leaks = self.encoder.kind == "conformer" and any(time == 1 for time, _ in self.encoder.strides)
             refuse_if(leaks, f"{several} need --strides of 2 or more over time: with 1, frames see the next chunk")
             refuse_if(self.head.stack, f"{several} leave no place for --stack, whose blocks see everything")
+            none = "--whole 1 leaves no batch for --chunk: --chunk 0 is for a model that hears whole recordings alone"
+            refuse_if(self.encoder.whole == 1, none)
             frozen = "encoder:" in self.optimiser.freeze
             refuse_if(frozen, f"{several} change the rows that --freeze {self.optimiser.freeze} would keep")
         for name in ("chunk", "past") if self.encoder.step else ():

@@ -207,8 +207,7 @@ def sizes_of(network):
 
 def check(model, folder):
     """The Form of a model; raises where there is none, or where the model, of a folder, has other features."""
-    config, head = model.config, model.config.head
-    nemo = head.predictor == "lstm" or head.loss == "tdt"
+    config, head, nemo = model.config, model.config.head, model.config.nemo_form
     reasons = {
         "Whisper's encoder": config.encoder.kind == "whisper",
         "Nemotron's encoder": config.encoder.kind == "fastconformer" and model.chunk,
@@ -283,6 +282,8 @@ def readme(model, form, settings, copied):
     if model.chunk:
         step = model.chunk * model.seconds + 0.01
         notes += [f"A step of a stream takes {step:g} s: give it as much silence behind the last samples."]
+    if model.config.encoder.draws:
+        notes += ["It hears whole recordings, and not the contexts for live text in which the model was trained too."]
     if form.blank_first and model.subsampling != 4:
         notes += [f"sherpa-onnx counts rows of 40 ms: multiply its times of labels by {row / 40:g}."]
     if copied:
