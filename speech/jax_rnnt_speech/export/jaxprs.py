@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from jax_rnnt_speech.model import is_key
 from jax_rnnt_speech.system import UserError
 
 CALLS = "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"
@@ -208,7 +209,8 @@ class Emitter:
 
     def run(self, jaxpr, constants, values):
         """The values of a jaxpr's results."""
-        known = dict(zip(jaxpr.constvars, map(np.asarray, constants))) | dict(zip(jaxpr.invars, values))
+        constants = [x if is_key(x) else np.asarray(x) for x in constants]  # calls take keys of dropout, unused
+        known = dict(zip(jaxpr.constvars, constants)) | dict(zip(jaxpr.invars, values))
 
         def read(x):
             return np.asarray(x.val, x.aval.dtype) if isinstance(x, Literal) else known[x]

@@ -280,8 +280,8 @@ def hear_windows(model, rows, frames, state, free, decoding):
     """
     decoding = decoding.of([x and x.own for x in rows])
     heard, cuts = encoded(model, [x and x.window for x in rows], frames)
-    cuts = np.array(cuts)
     if not all(x is None or x.last for x in rows):
+        cuts = np.array(cuts)
         same = {name: getattr(decoding, name) for name in ("ctc", "language", "allowed")}
         probing = Decoding(**same)  # greedy, whatever comes after it
         probe = jax.device_get(taken(model, model.params, heard, cuts, None, probing)[0])
@@ -290,7 +290,7 @@ def hear_windows(model, rows, frames, state, free, decoding):
     if free is not None:
         state = decode.reset_streams(before_all(model, heard, cuts, decoding) if state is None else state, free)
     *part, state, others = taken(model, model.params, heard, cuts, state, decoding)
-    part = jax.device_get((*part, others))
+    part, cuts = jax.device_get(((*part, others), cuts))  # not before: a search is traced while the encoder works
     spotted = decoding.spotter.found(model, heard, cuts) if decoding.spotter else [[]] * len(rows)
     for i, x in enumerate(rows):
         if x is not None:
