@@ -185,6 +185,12 @@ def test_nearest(sizes):
         assert said in Windowed(model, **sizes).said_sizes
 
 
+def test_all_that_came_before():
+    """A past that no utterance of the training filled makes windows no longer than the longest utterance."""
+    model = random_model(encoder="conformer", chunk=[1, 7], past=10**6, whole=0.5, max_seconds=9)
+    assert Windowed(model, listens=False).sizes["left"] == 9
+
+
 MORE = {"encoder": "conformer", "chunk": "1,2", "past": "4", "ahead": "0,1", "whole": 0.5, "buckets": 1}
 
 

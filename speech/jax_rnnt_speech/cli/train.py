@@ -120,6 +120,8 @@ def train(args):
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
         lines = [reading(chosen.data, start.resume), road_of(chosen, why)]
+        if chosen.features.kind == "sherpa-onnx" and chosen.formless:
+            lines += [f"{chosen.formless}: export --format sherpa-onnx will refuse this one"]
         rates = prepared(chosen, start, searching, lines).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if start.expect_cer is not None and not rates.cer <= start.expect_cer:

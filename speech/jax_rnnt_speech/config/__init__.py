@@ -26,6 +26,7 @@ from jax_rnnt_speech.config.options import (
     sources,
     speeds,
     strides,
+    written,
 )
 from jax_rnnt_speech.system import UserError, refuse_if
 
@@ -35,6 +36,7 @@ ENCODERS = "conformer", "convolutional", *PRETRAINED
 LOSSES = "rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned", "ctc"
 # Sections of which a checkpoint's arrays, or their meaning, depend on all options, but for some that say otherwise.
 FIXED = "features", "encoder", "blocks", "head"
+ONE_A_FRAME = "monotonic", "constrained"  # losses by which each label reads a frame
 MORE_MASKS = 2.5  # factor by which CR-CTC raises masks over time (Yao et al. 2024)
 MOST_FRAMES = 1 << 20  # of a step of a stream, and of what it remembers: 11 hours of frames of 40 ms
 MIN_SHERPA_RATE = 4000  # its highest filter ends 400 Hz below half of this
@@ -350,6 +352,21 @@ class Config:
         return self.head.predictor == "lstm" or self.head.loss == "tdt"
 
     @property
+    def formless(self):
+        """A sentence that says why sherpa-onnx has no form for such a model; empty: it has one."""
+        head, kind, streams = self.head, self.encoder.kind, self.encoder.step and not self.head.stack
+        reasons = {
+            "Whisper's encoder": kind == "whisper",
+            "Nemotron's encoder": kind == "fastconformer" and streams,
+            f"--loss {head.loss}": head.loss in ("multiblank", "hat", "ctc"),
+            f"--predictor lstm and --loss {head.loss}": head.predictor == "lstm" and head.loss in ONE_A_FRAME,
+            "--chunk and --predictor lstm or --loss tdt": streams and self.nemo_form,
+            f"--durations {written(head.durations)}, which must be 0, 1, 2 and so on":
+                head.loss == "tdt" and list(head.durations) != [*range(len(head.durations))],
+        }  # fmt: skip
+        return next((f"sherpa-onnx has no form for models with {x}" for x, there in reasons.items() if there), "")
+
+    @property
     def masks(self):
         """(copies of each utterance in a batch of a training, masks over time of each)."""
         return (2, math.ceil(MORE_MASKS * self.data.time_masks)) if self.objective.cr_ctc else (1, self.data.time_masks)
@@ -379,7 +396,7 @@ class Config:
         if round(features.rate * features.window / 1000) < 2:
             raise UserError(f"a window of {features.window:g} ms has fewer than two samples at --rate {features.rate}")
         if self.encoder.draws:
-            several = "several --chunk, or --ahead or --whole,"
+            several = "several --chunk or --past, or --ahead or --whole,"
             fine = self.encoder.kind in ("conformer", "fastconformer")
             refuse_if(not fine, f"{several} need --encoder conformer or fastconformer, got {self.encoder.kind}")
             leaks = self.encoder.kind == "conformer" and any(time == 1 for time, _ in self.encoder.strides)

@@ -97,7 +97,8 @@ class Windowed(Stream):
             context = contexts.nearest(model.config.encoder, *(x / model.seconds for x in (chunk, right)))
             chunk, right = (x * model.seconds for x in (context.chunk, context.right))
         if left is None:
-            left = 10.0 if context is None else context.left * model.seconds
+            longest = model.config.data.max_seconds  # of the training: beyond it, no frame saw anything
+            left = 10.0 if context is None else min(context.left * model.seconds, longest)
         self.rows = {name: round(x / model.seconds) for name, x in (("left", left), ("chunk", chunk), ("right", right))}
         if left + chunk + right > (most := min(model.longest, MOST)):
             raise UserError(f"--left, --chunk and --right: the model hears {most:g} s at most")
