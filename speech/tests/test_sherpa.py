@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jax_rnnt_speech.data import features
 from jax_rnnt_speech.data.tokens import Characters
 from jax_rnnt_speech.recognition.search import search
 from jax_rnnt_speech.system import UserError
@@ -279,6 +280,13 @@ def test_models_without_a_form(words):
     model = types.SimpleNamespace(config=configuration(**options), chunk=options["chunk"])
     with pytest.raises(UserError, match=words):
         sherpa.check(model, "runs/a")
+
+
+def test_blocks_on_an_encoder_that_streams():
+    """They see all of a recording, so the form and the features are those of models that do."""
+    config = configuration(features="sherpa-onnx", encoder="fastconformer", chunk=14, stack=2, predictor="lstm")
+    model = types.SimpleNamespace(config=config, chunk=0)
+    assert sherpa.check(model, "runs/a").model_type == "nemo_transducer" and features.extractor(config).nemo
 
 
 def test_tokens():

@@ -347,20 +347,26 @@ class Config:
         return {name: self.get(name) for name in OPTIONS}
 
     @property
+    def streams(self):
+        """Whether the rows of a recording can be computed in steps. Blocks on top of an encoder see all of them."""
+        return bool(self.encoder.step and not self.head.stack)
+
+    @property
     def nemo_form(self):
         """Whether sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
-        return self.head.predictor == "lstm" or self.head.loss == "tdt"
+        return not self.streams and (self.head.predictor == "lstm" or self.head.loss == "tdt")
 
     @property
     def formless(self):
         """A sentence that says why sherpa-onnx has no form for such a model; empty: it has one."""
-        head, kind, streams = self.head, self.encoder.kind, self.encoder.step and not self.head.stack
+        head, kind = self.head, self.encoder.kind
         reasons = {
             "Whisper's encoder": kind == "whisper",
-            "Nemotron's encoder": kind == "fastconformer" and streams,
+            "Nemotron's encoder": kind == "fastconformer" and self.streams,
             f"--loss {head.loss}": head.loss in ("multiblank", "hat", "ctc"),
             f"--predictor lstm and --loss {head.loss}": head.predictor == "lstm" and head.loss in ONE_A_FRAME,
-            "--chunk and --predictor lstm or --loss tdt": streams and self.nemo_form,
+            "--chunk and --predictor lstm or --loss tdt":
+                self.streams and (head.predictor == "lstm" or head.loss == "tdt"),
             f"--durations {written(head.durations)}, which must be 0, 1, 2 and so on":
                 head.loss == "tdt" and list(head.durations) != [*range(len(head.durations))],
         }  # fmt: skip

@@ -212,7 +212,7 @@ def check(model, folder):
         raise UserError(f"{had}, and sherpa-onnx computes others, which no option changes: train with --features "
                         "sherpa-onnx, or let this model go on with them by "
                         f"rnnt-speech train --init {folder} --features sherpa-onnx")  # fmt: skip
-    return FORMS["online" if model.chunk else "NeMo" if config.nemo_form else "icefall"]
+    return FORMS["online" if config.streams else "NeMo" if config.nemo_form else "icefall"]
 
 
 def tokens_of(vocabulary, blank_first):
