@@ -188,7 +188,7 @@ def replaced(folder):
 def save(arrays, file, like):
     """Writes tensors to a file with the mode of another one: safetensors lets the owner alone read it."""
     try:
-        save_file(arrays, file, {"format": "pt"})
+        save_file({name: np.asarray(x) for name, x in arrays.items()}, file, {"format": "pt"})
     except SafetensorError as error:  # of the disk, too
         raise OSError(str(error)) from None
     shutil.copymode(like, file)
