@@ -22,7 +22,10 @@ def static(default: Any = dataclasses.MISSING) -> Any:
 
 
 def option(default: float, *, negative: bool = False) -> Any:
-    """A leaf that holds a number. A Python 0 switches it off at trace time; `negative`: so does one below 0."""
+    """A leaf that holds a number. A Python 0 switches it off at trace time; `negative`: so does one below 0.
+
+    A number that changes nothing at another value, such as a temperature of 1, is a field without this.
+    """
     return dataclasses.field(default=default, metadata={"off": lambda x: x == 0 or (negative and x < 0)})
 
 

@@ -1,4 +1,4 @@
-"""The methods of a loss: functions of arrays, each under the docstring that users see, with `method` to make methods.
+"""The methods of a loss: functions of arrays with the docstrings that users read. `method` makes methods of them.
 
 `loss` is a `TransducerLoss`, a pytree: its leaves are operands, so changing one retraces nothing. `emission` is static.
 """

@@ -1,7 +1,7 @@
 """Names of sources stand for files; which ones, of which splits and how many hours, is found before anything is read.
 
 A folder or pattern whose files belong to several splits of a data set is refused, as a training would learn what is
-held out. Nor may --train and --valid name the same files.
+held out. Nor may --train and --valid name the same files. `source` makes the batches of a training from these files.
 """
 
 import collections
@@ -31,8 +31,7 @@ SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev", "devel", "development"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-KINDS = {tars: "tar", nemo: "NeMo's tar", shar: "Lhotse Shar", parquet: "Parquet", None: "manifest"}
-AUDIO, KALDI = "audio", "Kaldi"
+AUDIO, KALDI, MANIFEST = "audio", "Kaldi", "manifest"  # kinds of files that are no archives
 NAMED = 3  # files or sources that a line names
 PROBED = 100  # utterances whose headers are read to estimate hours
 PEEKED = 8  # files or lines of a tar that tell whether its rows say their split
@@ -132,15 +131,17 @@ def files_of(name):
     several = archives.is_pattern(name)
     fixed = os.path.dirname(re.split(r"[*?[{]|_OP_", name)[0])
     for path in filter(Path.exists, map(Path, archives.expanded(name))):
-        kind, inside = KINDS[archives.kind_of(path)], [path]
+        kind, inside = MANIFEST, [path]
         if path.is_dir() and archives.is_archive(path):
-            module, inside = archives.archives_of_folder(path)
-            kind = KINDS[module]
+            archive, inside = archives.archives_of_folder(path)
+            kind = archive.KIND
         elif (path / "wav.scp").exists() or path.name in lists.KALDI:
             path = path if path.is_dir() else path.parent
             kind, inside = KALDI, [path]
         elif path.is_dir():
             kind, inside = AUDIO, [x for x in lists.below(path) if x.suffix.lower() in SUFFIXES]
+        elif archive := archives.kind_of(path):
+            kind = archive.KIND
         base = fixed if several else path if path.is_dir() and kind != KALDI else path.parent
         splits = [split_of(base, x, True) for x in inside]
         if kind == AUDIO and not all(split for split, _ in splits):  # names of recordings may be words that are spoken
@@ -155,16 +156,16 @@ def rows_of(path, kind):
     """(split, how many rows say that they are of it) of a manifest, Parquet or tar; nothing where no key says it."""
     rows = ()
     with contextlib.suppress(UserError, OSError, EOFError, zlib.error):  # it is an error once it is read
-        if kind == KINDS[parquet]:
+        if kind == parquet.KIND:
             file = parquet.opened(str(path))
             columns = [x for x in SPLIT_KEYS if x in file.schema_arrow.names]
             rows = file.read(columns).to_pylist() if columns else ()
-        elif kind in (KINDS[tars], KINDS[nemo]) and path.is_file():
+        elif kind in (tars.KIND, nemo.KIND) and path.is_file():
             every = (x for shard in archives.shards_of(path) for x in shard.objects())
             first = list(itertools.islice(every, PEEKED))
             if any(isinstance(x, dict) and not x.keys().isdisjoint(SPLIT_KEYS) for x in first):
                 rows = [x for x in itertools.chain(first, every) if isinstance(x, dict)]
-        elif kind == KINDS[None] and (form := lists.LISTS.get(lists.suffix_of(path))):
+        elif kind == MANIFEST and (form := lists.LISTS.get(lists.suffix_of(path))):
             with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as data:
                 head = data.read(2**16).replace(b"\0", b"")  # also of UTF-16
             head = head if form is lists.objects else head.partition(b"\n")[0]
@@ -281,7 +282,7 @@ def apart(trained, tested):
         return
     what = shown(both[0].path) + f" and {len(both) - 1:,} more files" * (len(both) > 1)
     parts = "put some of its lines into a manifest for --valid, and the others into one for --train"
-    if both[0].kind != KINDS[None]:
+    if both[0].kind != MANIFEST:
         parts = "name some of the folders or files for --valid, and the others for --train"
     raise UserError(f"--train and --valid both read {what}, so that error rates would be those of the training: {parts}"
                     ", best by speakers; to see a model learn its data by heart, name a manifest for --valid that "

@@ -10,6 +10,7 @@ compile, and memory as long as the process lasts.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,25 @@ from jax_rnnt_speech.system import UserError, programs
 WINDOW = 30.0  # seconds of a window, margins included
 MARGIN = 2.0  # seconds that the encoder hears before and after what is transcribed
 PAUSE = 0.8  # seconds without a label in which the last place serves as well as any
-MOST = 4  # windows of a batch
-BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
+
+
+class Batches(NamedTuple):
+    """The shapes of batches. Each one is compiled, and each place in it costs something, whether it is taken or not."""
+
+    windows: int  # of long recordings
+    frames: int  # of several shorter ones
+    room: int  # places for each of them, at most
+    sizes: int  # of lengths in an octave
+
+
+# On CPUs a second of audio costs as much alone as in a batch (31 million parameters, one core: 20 ms, of eight 19; two
+# cores: 13, 16), so padding is all that counts. Elsewhere small batches cost more, and so does compiling.
+BATCHES = {"cpu": Batches(windows=1, frames=2_048, room=1, sizes=4)}
+ELSEWHERE = Batches(windows=4, frames=16_384, room=2, sizes=2)
+
+
+def batches():
+    return BATCHES.get(jax.default_backend(), ELSEWHERE)
 
 
 @programs.announced("an encoder")
@@ -252,18 +270,27 @@ def hear_once(model, recordings, decoding):
         hear_long(model, long, decoding)
     waiting = sorted((x for x in recordings if x.frames and not x.long), key=lambda x: -len(x.samples))
     while waiting := [x for x in waiting if x.wanted()]:
-        power = 1 << max(9, (waiting[0].frames - 1).bit_length())
-        frames = next(x for x in (power * 3 // 4, power) if waiting[0].frames <= x)
-        most = 1 << (max(1, BATCH // frames).bit_length() - 1)
-        size = next(x for x in (most, most // 8, 1) if 0 < x <= 2 * len(waiting))
+        size, frames = shape_of_batch(waiting[0].frames, len(waiting))
         rows, waiting = waiting[:size], waiting[size:]
         rows += [None] * (size - len(rows))
         hear_windows(model, rows, frames, None, None, decoding)
 
 
+def shape_of_batch(longest, count):
+    """(rows, frames) of the next batch of `count` recordings, of which the longest has so many frames.
+
+    Rows and frames have few values, so that few programs are compiled.
+    """
+    _, batch, room, sizes = batches()
+    power = 1 << max(9, (longest - 1).bit_length())
+    frames = next(x for x in range(power // 2, power + 1, power // 2 // sizes) if longest <= x)
+    most = 1 << (max(1, batch // frames).bit_length() - 1)
+    return next(x for x in (most, most // 8, 1) if 0 < x <= room * count), frames
+
+
 def hear_long(model, recordings, decoding):
     """Window by window; a row of the batch that has ended is the next recording's."""
-    size = 1 if len(recordings) == 1 else MOST
+    size = 1 if len(recordings) == 1 else batches().windows
     waiting, rows, state = recordings[::-1], [None] * size, None
     while waiting or any(rows):
         free = np.array([x is None for x in rows])

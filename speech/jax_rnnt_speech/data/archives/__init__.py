@@ -1,7 +1,7 @@
 """Shards: archives of recordings, or parts of a manifest, of which any utterance can be read by itself.
 
-Each module of `KINDS` is a kind of archive. Names of its files in a folder match `NAMES`, `takes` says whether a path
-is one, and `shards` are its shards. The first kind that takes a path has it.
+Each module of `KINDS` is a kind of archive. Messages call it `KIND`. Names of its files in a folder match `NAMES`,
+`takes` says whether a path is one, and `shards` makes its shards. The first kind that takes a path has it.
 """
 
 import glob

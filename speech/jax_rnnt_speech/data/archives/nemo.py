@@ -11,6 +11,7 @@ from jax_rnnt_speech.data.archives.paired import Paired, lines_in, packed, unpac
 from jax_rnnt_speech.data.lists import ListError, once, say
 from jax_rnnt_speech.data.names import is_hidden
 
+KIND = "NeMo's tar"
 NAMES, COMMON = tars.NAMES, "tarred_audio_manifest"
 FORMS = ".json", ".jsonl", ".json.gz", ".jsonl.gz"  # of a manifest, which tools write beside each other
 

@@ -10,6 +10,7 @@ from jax_rnnt_speech.data.lists import ListError
 from jax_rnnt_speech.data.rows import Fault, LineError
 from jax_rnnt_speech.system import UserError
 
+KIND = "Parquet"
 NAMES = r".*\.parquet"
 
 

@@ -5,6 +5,7 @@ import re
 from jax_rnnt_speech.data.archives.paired import Paired
 from jax_rnnt_speech.data.lists import ListError
 
+KIND = "Lhotse Shar"
 NAMES = r"cuts\.(.+?)\.jsonl(\.gz)?"
 
 

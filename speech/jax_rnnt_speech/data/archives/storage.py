@@ -75,8 +75,9 @@ class Shard:
     """A part of a source, in a file.
 
     A kind of shard has `located(keys, brief)`, which yields where something is, as four numbers that are places in its
-    files, and the Entries and Faults that are there; `entries_at` finds those again. A row is these numbers, and the
-    number of the utterance among those of the same place.
+    files, and the Entries and Faults that are there. `entries_at` finds those again from the numbers; nothing at all,
+    (), is the place of a Fault that nobody seeks again. A row is these numbers, and the number of the utterance among
+    those of the same place. `keys` are those of `rows.keys_of`: without texts, `keys[1]` is empty.
     """
 
     path: str

@@ -20,6 +20,7 @@ from jax_rnnt_speech.data.names import composed, is_hidden
 from jax_rnnt_speech.data.rows import Fault, LineError
 
 COMPRESSED = ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst"
+KIND = "tar"
 NAMES = r"(?!\._).*\.(tar|tar\.(gz|bz2|xz|zst)|tgz|tbz2?|txz|tzst)"
 CUT = "an archive that is cut off; what comes before was read"
 DAMAGED = "a damaged archive; what comes before was read"
