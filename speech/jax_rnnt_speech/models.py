@@ -12,7 +12,7 @@ from pathlib import Path
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import Config, flag, options_of, own, tuples
 from jax_rnnt_speech.config.files import from_json
-from jax_rnnt_speech.config.options import option
+from jax_rnnt_speech.config.options import option, written
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model, encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
@@ -166,15 +166,15 @@ def completed(options):
     blocks = set() if new and not own(start) else options_of("blocks")
     decided = options_of("features", "encoder") | blocks | (set() if new else head)
     seen = {name: options.get(name, start.get(name)) for name in ("chunk", "past", "ahead", "whole")}
-    if not start.encoder.step and start.replace(**seen).encoder.draws:  # no array depends on what frames see
+    if not (start.encoder.step or start.replace(**seen).encoder.step):  # no array depends on what frames see
         decided, options = decided - seen.keys(), options | seen
     if options.get("features") == "sherpa-onnx":
         decided = decided - {"features", "window", "hop"}
-    for name in decided:
+    for name in sorted(decided):
         x = start.get(name)
         if tuples(options.get(name, x)) != x:
             hint = ": --new-head allows that" if name in head else ""
-            raise UserError(f"{flag(name)} {options[name]}: {folder} has {x}{hint}")
+            raise UserError(f"{flag(name)} {written(options[name])}: {folder} has {written(x)}{hint}")
         options[name] = x
     encoders.checked(Config.from_options(**options), source)
     return options

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config import FIXED, OPTIONS, Config, command_line, files, flag, named
-from jax_rnnt_speech.config.options import names
+from jax_rnnt_speech.config.options import names, written
 from jax_rnnt_speech.config.options import sources as named_sources
 from jax_rnnt_speech.data import archives, sources, texts
 from jax_rnnt_speech.model import encoders
@@ -31,16 +31,17 @@ def resumed(options, start):
     earlier = Config.from_options(**files.from_json(setup["config"], f"{start.workdir}", "train" not in options))
     now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
-        option, before, (section, field) = flag(name), earlier.get(name), OPTIONS[name]
+        before, (section, field) = earlier.get(name), OPTIONS[name]
         metadata = {"fixed": section in FIXED} | field.metadata
         if now.get(name) == before or metadata.get("free"):
             continue
-        refuse_if(metadata["fixed"], f"{start.workdir} holds a model with {option} {before}, got {x}")
+        was, wanted = f"{flag(name)} {written(before)}", written(x)
+        refuse_if(metadata["fixed"], f"{start.workdir} holds a model with {was}, got {wanted}")
         if not start.change:
-            raise UserError(f"{start.workdir} holds a run with {option} {before}, got {x}: --change allows that")
+            raise UserError(f"{start.workdir} holds a run with {was}, got {wanted}: --change allows that")
         off = metadata.get("off", x)
         if off is None or ("off" in metadata and (x == off) != (before == off)):
-            raise UserError(f"{start.workdir} holds an optimiser with {option} {before}, which {x} does not fit")
+            raise UserError(f"{start.workdir} holds an optimiser with {was}, which {wanted} does not fit")
     return now
 
 
@@ -119,6 +120,8 @@ def train(args):
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
         lines = [reading(chosen.data, start.resume), road_of(chosen, why)]
+        if chosen.features.kind == "sherpa-onnx" and chosen.formless:
+            lines += [f"{chosen.formless}: export --format sherpa-onnx will refuse this one"]
         rates = prepared(chosen, start, searching, lines).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if start.expect_cer is not None and not rates.cer <= start.expect_cer:

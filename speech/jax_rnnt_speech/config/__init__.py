@@ -26,6 +26,7 @@ from jax_rnnt_speech.config.options import (
     sources,
     speeds,
     strides,
+    written,
 )
 from jax_rnnt_speech.system import UserError, refuse_if
 
@@ -35,6 +36,7 @@ ENCODERS = "conformer", "convolutional", *PRETRAINED
 LOSSES = "rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned", "ctc"
 # Sections on whose options a checkpoint's arrays, or their meaning, depend, except for options that say otherwise.
 FIXED = "features", "encoder", "blocks", "head"
+ONE_A_FRAME = "monotonic", "constrained"  # losses by which each label reads a frame
 MORE_MASKS = 2.5  # factor by which CR-CTC raises masks over time (Yao et al. 2024)
 MOST_FRAMES = 1 << 20  # limit for a step of a stream, and for what it remembers: 11 hours of frames of 40 ms
 MIN_SHERPA_RATE = 4000  # its highest filter ends 400 Hz below half of this
@@ -345,9 +347,30 @@ class Config:
         return {name: self.get(name) for name in OPTIONS}
 
     @property
+    def streams(self):
+        """Whether the rows of a recording can be computed in steps. Blocks on top of an encoder see all of them."""
+        return bool(self.encoder.step and not self.head.stack)
+
+    @property
     def nemo_form(self):
         """Whether sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
-        return not self.encoder.step and (self.head.predictor == "lstm" or self.head.loss == "tdt")
+        return not self.streams and (self.head.predictor == "lstm" or self.head.loss == "tdt")
+
+    @property
+    def formless(self):
+        """A sentence that says why sherpa-onnx has no form for such a model; empty: it has one."""
+        head, kind = self.head, self.encoder.kind
+        reasons = {
+            "Whisper's encoder": kind == "whisper",
+            "Nemotron's encoder": kind == "fastconformer" and self.streams,
+            f"--loss {head.loss}": head.loss in ("multiblank", "hat", "ctc"),
+            f"--predictor lstm and --loss {head.loss}": head.predictor == "lstm" and head.loss in ONE_A_FRAME,
+            "--chunk and --predictor lstm or --loss tdt":
+                self.streams and (head.predictor == "lstm" or head.loss == "tdt"),
+            f"--durations {written(head.durations)}, which must be 0, 1, 2 and so on":
+                head.loss == "tdt" and list(head.durations) != [*range(len(head.durations))],
+        }  # fmt: skip
+        return next((f"sherpa-onnx has no form for models with {x}" for x, there in reasons.items() if there), "")
 
     @property
     def masks(self):
@@ -379,12 +402,14 @@ class Config:
         if round(features.rate * features.window / 1000) < 2:
             raise UserError(f"a window of {features.window:g} ms has fewer than two samples at --rate {features.rate}")
         if self.encoder.draws:
-            several = "several --chunk, or --ahead or --whole,"
+            several = "several --chunk or --past, or --ahead or --whole,"
             fine = self.encoder.kind in ("conformer", "fastconformer")
             refuse_if(not fine, f"{several} need --encoder conformer or fastconformer, got {self.encoder.kind}")
             leaks = self.encoder.kind == "conformer" and any(time == 1 for time, _ in self.encoder.strides)
             refuse_if(leaks, f"{several} need --strides of 2 or more over time: with 1, frames see the next chunk")
             refuse_if(self.head.stack, f"{several} leave no place for --stack, whose blocks see everything")
+            none = "--whole 1 leaves no batch for --chunk: --chunk 0 is for a model that hears whole recordings alone"
+            refuse_if(self.encoder.whole == 1, none)
             frozen = "encoder:" in self.optimiser.freeze
             refuse_if(frozen, f"{several} change the rows that --freeze {self.optimiser.freeze} would keep")
         for name in ("chunk", "past") if self.encoder.step else ():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jax_rnnt_speech import config
 from jax_rnnt_speech.config import OPTIONS, flag
-from jax_rnnt_speech.config.options import dashed, satisfied
+from jax_rnnt_speech.config.options import dashed, satisfied, written
 
 ARGPARSE = "type", "action", "help", "choices", "nargs", "metavar"
 TWINS = {"batch": "batch_seconds", "steps": "epochs"}  # they mean the same: with one, the other is at its default
@@ -18,7 +18,7 @@ def add(parser, name, field, default=None):
     if not {"choices", "action", "metavar"} & more.keys():
         more["metavar"] = "TEXT" if more["type"] is str else getattr(more["type"], "metavar", "N")
     if isinstance(usual, tuple):
-        usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
+        usual = written(usual)
     if default:
         more["help"] = f"{more['help'].partition('; default')[0]} ({default})"
     elif usual not in ("", 0, None):

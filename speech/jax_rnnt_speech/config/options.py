@@ -124,6 +124,16 @@ def dashed(name):
     return f"--{name.replace('_', '-')}"
 
 
+def written(x):
+    """A value as the command line has it: pairs such as 2x2 or encoder=0.1, and several values with commas."""
+    if not isinstance(x, list | tuple):
+        return f"{x:.10g}" if isinstance(x, float) else f"{x}"
+    named = any(isinstance(y, str) for y in x)
+    if any(isinstance(y, list | tuple) for y in x):
+        return ",".join(("=" if isinstance(y[0], str) else "x").join(map(written, y)) for y in x)
+    return (" " if named else ",").join(map(written, x))
+
+
 def satisfied(whole, given):
     """Raises where an option is named without what it needs. `given`: (flag, field, what it says) of those named.
 

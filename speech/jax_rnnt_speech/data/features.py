@@ -192,11 +192,11 @@ class Sherpa:
 
     @property
     def hop(self):
-        return round(self.rate * 0.01)
+        return self.rate // 100  # kaldi-native-fbank rounds both down
 
     @property
     def window(self):
-        return round(self.rate * 0.025)
+        return self.rate // 40
 
     @property
     def size(self):

@@ -193,9 +193,7 @@ def fill(shards, keys, folder, count):
     for x in outputs.bar(workers.items(read, len(shards), THREADS, count), "shards", len(shards)):
         scans.append(x[:2])
         faults += x[2]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.whole(folder) as part:
-        part.mkdir()
+    with outputs.whole_folder(folder) as part:
         empty = np.zeros((0, 5), np.int64), np.zeros(0, np.float32)
         rows, seconds = map(np.concatenate, zip(*[*scans, empty]))
         shard = np.repeat(np.arange(len(scans), dtype=np.int32), [len(x) for x, _ in scans])

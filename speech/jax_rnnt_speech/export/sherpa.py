@@ -28,8 +28,6 @@ from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 PARTS = "encoder", "decoder", "joiner"
 LICENCES = "LICENSE*", "LICENCE*", "NOTICE*", "card.md", "README.md"  # the last one is a card on Hugging Face
-ONE_A_FRAME = "monotonic", "constrained"  # losses by which each label reads a frame
-TRANSDUCERS = *ONE_A_FRAME, "rnnt", "robust", "wildcard", "pruned", "tdt"
 F, I, L = "float32", "int32", "int64"
 UNWRITTEN = re.compile(r"[\s\ud800-\udfff]", re.ASCII)  # parts of characters are surrogates
 
@@ -207,25 +205,14 @@ def sizes_of(network):
 
 def check(model, folder):
     """The Form of a model; raises where there is none, or where the model, of a folder, has other features."""
-    config, head = model.config, model.config.head
-    nemo = head.predictor == "lstm" or head.loss == "tdt"
-    reasons = {
-        "Whisper's encoder": config.encoder.kind == "whisper",
-        "Nemotron's encoder": config.encoder.kind == "fastconformer" and model.chunk,
-        f"--loss {head.loss}": head.loss not in TRANSDUCERS,
-        f"--predictor lstm and --loss {head.loss}": head.predictor == "lstm" and head.loss in ONE_A_FRAME,
-        "--chunk and --predictor lstm or --loss tdt": model.chunk and nemo,
-        f"--durations {','.join(map(str, head.durations))}, which must be 0, 1, 2 and so on":
-            head.loss == "tdt" and list(head.durations) != [*range(len(head.durations))],
-    }  # fmt: skip
-    for reason, there in reasons.items():
-        refuse_if(there, f"sherpa-onnx has no form for models with {reason}")
+    config = model.config
+    refuse_if(config.formless, config.formless)
     if config.features.kind != "sherpa-onnx":
         had = f"{folder} was trained with --features {config.features.kind}"
         raise UserError(f"{had}, and sherpa-onnx computes others, which no option changes: train with --features "
                         "sherpa-onnx, or let this model go on with them by "
                         f"rnnt-speech train --init {folder} --features sherpa-onnx")  # fmt: skip
-    return FORMS["online" if model.chunk else "NeMo" if nemo else "icefall"]
+    return FORMS["online" if config.streams else "NeMo" if config.nemo_form else "icefall"]
 
 
 def tokens_of(vocabulary, blank_first):
@@ -283,6 +270,8 @@ def readme(model, form, settings, copied):
     if model.chunk:
         step = model.chunk * model.seconds + 0.01
         notes += [f"A step of a stream takes {step:g} s: give it as much silence behind the last samples."]
+    if model.config.encoder.draws:
+        notes += ["It hears whole recordings, and not the contexts for live text in which the model was trained too."]
     if form.blank_first and model.subsampling != 4:
         notes += [f"sherpa-onnx counts rows of 40 ms: multiply its times of labels by {row / 40:g}."]
     if copied:

@@ -4,7 +4,6 @@
 """
 
 import collections
-import contextlib
 import dataclasses
 import io
 import json
@@ -178,22 +177,18 @@ def mapped(params, value):
     return params
 
 
-@contextlib.contextmanager
 def replaced(folder):
     """A new folder to write a model to, which takes the place of `folder` once it is whole.
 
     Files of an earlier model, of any form, go then; others stay.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.whole(folder, keep=lambda name: not MODEL.fullmatch(name)) as new:
-        new.mkdir(exist_ok=True)
-        yield new
+    return outputs.whole_folder(folder, keep=lambda name: not MODEL.fullmatch(name))
 
 
 def save(arrays, file, like):
     """Writes tensors to a file with the mode of another one: safetensors lets only the owner read it."""
     try:
-        save_file(arrays, file, {"format": "pt"})
+        save_file({name: np.asarray(x) for name, x in arrays.items()}, file, {"format": "pt"})
     except SafetensorError as error:  # of the disk, too
         raise OSError(str(error)) from None
     shutil.copymode(like, file)

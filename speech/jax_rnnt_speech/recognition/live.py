@@ -90,15 +90,16 @@ class Windowed(Stream):
 
     def __init__(self, model, decoding=GREEDY, silence=0.0, left=None, chunk=2.0, right=2.0, listens=True):
         refuse_if(model.chunk, "--left, --chunk and --right are for models that see whole utterances: this one streams")
+        if not round(chunk / model.seconds):
+            raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")
         context = None
         if model.config.encoder.draws:
             context = contexts.nearest(model.config.encoder, *(x / model.seconds for x in (chunk, right)))
             chunk, right = (x * model.seconds for x in (context.chunk, context.right))
         if left is None:
-            left = 10.0 if context is None else context.left * model.seconds
+            longest = model.config.data.max_seconds  # of the training: beyond it, no frame saw anything
+            left = 10.0 if context is None else min(context.left * model.seconds, longest)
         self.rows = {name: round(x / model.seconds) for name, x in (("left", left), ("chunk", chunk), ("right", right))}
-        if not self.rows["chunk"]:
-            raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")
         if left + chunk + right > (most := min(model.longest, MOST)):
             raise UserError(f"--left, --chunk and --right: the model hears {most:g} s at most")
         self.sizes = {"left": left, "chunk": chunk, "right": right}

@@ -116,6 +116,22 @@ def whole(path, keep=None):
             remove(part)
 
 
+@contextlib.contextmanager
+def whole_folder(path, keep=None):
+    """`whole` of a folder. Its parents are made, and those that were missing go again if nothing is written."""
+    missing = [x for x in path.resolve().parents if not x.exists()]
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path, keep) as part:
+            part.mkdir(exist_ok=True)
+            yield part
+    finally:
+        for x in missing:
+            with contextlib.suppress(OSError):  # something is in it
+                x.rmdir()
+
+
 def shortened(name, most):
     """Returns the first characters of a name, in so many bytes at most."""
     return os.fsencode(name)[:most].decode("utf-8", "ignore") if len(os.fsencode(name)) > most else name
