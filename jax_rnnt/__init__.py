@@ -16,7 +16,7 @@ from jax_rnnt.losses import *  # noqa: F403
 
 __version__ = "0.4.0"
 
-if not _typing.TYPE_CHECKING:  # a type checker reads no sum of lists, and would take any name
+if not _typing.TYPE_CHECKING:  # a type checker cannot read a sum of lists, and would accept any name
     __all__ = ["export_checks", "lengths_from_paddings", "selftest"]
     __all__ += _layouts.__all__ + _losses.__all__
     _elsewhere = {

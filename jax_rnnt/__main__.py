@@ -98,7 +98,7 @@ def _selftest(require: str | None) -> tuple[dict[str, Any], list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command and prints its answer; the exit status is 1 where kernels are missing or wrong."""
+    """Runs a command and prints its answer; returns the exit status, 1 where kernels are missing or wrong."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         report, lines = report | tested, lines + more
     if options.command == "bench":
         shape = options.B, options.T, options.U, options.V
-        least = 5 if options.loss == "multiblank" else 2  # three big blanks, the blank, a label
+        least = 5 if options.loss == "multiblank" else 2  # multiblank has three big blanks, the blank and a label
         if least > options.V:
             parser.error(f"bench: V must be at least {least} for --loss {options.loss}, got {options.V}")
         report = _bench.bench(*shape, options.loss, options.dtype, options.alone)

@@ -24,9 +24,9 @@ LOSSES: dict[str, Any] = {
 
 
 def _turns(function, *arguments, budget=1.0):
-    """The times of a call in several turns, three at least, after one call.
+    """Measures the times of a call in several turns, at least three, after one call.
 
-    A turn lasts 10 ms or a call: the host waits once, as in training, where a device has the next work before it is
+    A turn lasts 10 ms or one call: the host waits once, as in training, where a device has the next work before it is
     done.
     """
 
@@ -67,7 +67,7 @@ def copy_speed(size: int) -> float:
 
 
 def _in_place(function, first, *others, budget=1.0):
-    """`_turns` of a function that writes its last result over its first argument; the result is the next argument."""
+    """Calls `_turns` for a function that writes its last result over its first argument, which it gets next time."""
     held = [first]
 
     def again():
@@ -79,14 +79,14 @@ def _in_place(function, first, *others, budget=1.0):
 
 
 def _variants(name, alone):
-    """{row: the loss}: kernels where there are some; unless alone, the reference, and the softmax outside the loss."""
+    """Returns {row: the loss}: kernels if any; unless alone, the reference, and the softmax outside the loss."""
     make = LOSSES[name]
     rows = {"jax_rnnt": make()}
     if alone:
         return rows
     if loading.default_platform() in loading.KERNELS:
         rows["its reference"] = make(implementation="reference")
-    if name in ("rnnt", "monotonic"):  # the emission is one log_softmax
+    if name in ("rnnt", "monotonic"):  # their emission is one log_softmax
         outside = make(implementation="reference", fused_log_softmax=False)
         rows["plain JAX"] = lambda logits, *batch: outside(jax.nn.log_softmax(logits.astype(jnp.float32)), *batch)
     return rows
@@ -95,7 +95,7 @@ def _variants(name, alone):
 def bench(
     B: int, T: int, U: int, V: int, loss: str = "rnnt", dtype: str = "float32", alone: bool = False
 ) -> dict[str, Any]:
-    """Figures of value and gradient for B full sequences of T frames and U labels. V excludes durations.
+    """Measures value and gradient for B full sequences of T frames and U labels. V excludes durations.
 
     A share of 1 means: the three passes over the logits that a gradient needs (two read, one writes) take the time in
     which a copy moves as many bytes (`copy_speed`, measured in the same process). The time is a median. The gradient
@@ -105,7 +105,7 @@ def bench(
     classes = V + len(getattr(variants["jax_rnnt"], "durations", ()))
     first = len(getattr(variants["jax_rnnt"], "big_blank_durations", ()))
     rng = np.random.default_rng(0)
-    copied = copy_speed(math.prod((B, T, U + 1, classes)) * jnp.dtype(dtype).itemsize)  # before they take memory
+    copied = copy_speed(math.prod((B, T, U + 1, classes)) * jnp.dtype(dtype).itemsize)  # before the logits take memory
     logits = jax.random.normal(jax.random.key(0), (B, T, U + 1, classes), dtype)
     targets = jnp.asarray(rng.integers(first, V - 1, (B, U)), jnp.int32)
     batch = targets, jnp.full(B, T, jnp.int32), jnp.full(B, U, jnp.int32)
@@ -131,7 +131,7 @@ def bench(
 
 
 def text(figures: dict[str, Any]) -> list[str]:
-    """A table of `bench`'s figures."""
+    """Returns a table of `bench`'s figures."""
     size, speed = figures["logits_bytes"], figures["copy_bytes_per_second"]
     lines = [
         f"{figures['loss']} {figures['dtype']} {figures['shape']} on {figures['device']}: value and gradient",

@@ -1,4 +1,4 @@
-"""Static checks of arguments: every error names the argument, what was expected and what came.
+"""Static checks of arguments, whose errors name the argument, what was expected and what was given.
 
 The public function that was called puts its own name before the message (`_keywords`).
 """
@@ -25,23 +25,23 @@ _INCONCLUSIVE = getattr(jax.errors if hasattr(jax.errors, _NAME) else jax.core, 
 
 
 def bad_value(message: str) -> ValueError:
-    """The error of an argument of a wrong value, still without the name of the function that was called."""
+    """Returns the error for an argument with a wrong value, still without the name of the function that was called."""
     return ValueError(Refusal(message))
 
 
 def bad_type(message: str) -> TypeError:
-    """The same of an argument of a wrong type."""
+    """Returns the error for an argument of a wrong type."""
     return TypeError(Refusal(message))
 
 
 def shown(x) -> str:
-    """x for a message: a module or an array in full would hide what is wrong."""
+    """Returns x for a message: a module or an array in full would hide what is wrong."""
     text = repr(x)
     return text if len(text) < 100 and "\n" not in text else f"an object of the class {type(x).__qualname__}"
 
 
 def array(name: str, x) -> jax.Array:
-    """x, converted to an array if it is none; a TypeError if it cannot be one."""
+    """Returns x, converted to an array if it is none; raises a TypeError if it cannot be one."""
     converted: Any
     try:
         converted = x if isinstance(x, jax.Array) or hasattr(x, "__array__") else np.asarray(x)
@@ -54,7 +54,7 @@ def array(name: str, x) -> jax.Array:
 
 
 def floating(name: str, x, rank: int, dimensions: str) -> jax.Array:
-    """x as an array of a supported floating dtype with at least `rank` dimensions."""
+    """Returns x as an array of a supported floating dtype with at least `rank` dimensions."""
     x = array(name, x)
     if str(x.dtype) not in FLOATS:
         raise bad_type(f"{name} must have one of the dtypes {', '.join(FLOATS)}, got {x.dtype}.")
@@ -67,7 +67,7 @@ def floating(name: str, x, rank: int, dimensions: str) -> jax.Array:
 
 
 def integral(name: str, x) -> jax.Array:
-    """x as an array of integers; an empty list, which becomes a float array, is one too."""
+    """Returns x as an array of integers; an empty list, which becomes a float array, counts too."""
     x = array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         if np.size(x) or not isinstance(x, np.ndarray):
@@ -77,7 +77,7 @@ def integral(name: str, x) -> jax.Array:
 
 
 def integers(name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array:
-    """x as an int32 array of exactly this shape. Values beyond int32 are clipped: they are out of range anyway."""
+    """Returns x as an int32 array of exactly this shape. Values beyond int32 are clipped: they are out of range."""
     x = integral(name, x)
     if tuple(x.shape) != tuple(shape):
         raise bad_value(f"{name} must have shape {dimensions} = {tuple(shape)}, got {tuple(x.shape)}.")
@@ -90,7 +90,7 @@ def integers(name: str, x, shape: tuple[int, ...], dimensions: str) -> jax.Array
 def sequences(
     targets, logit_lengths, target_lengths, batch, labels, columns_of: str = "", rows_of: str = "", rows=0
 ) -> tuple[jax.Array, ...]:
-    """targets [..., U] and both lengths [...].
+    """Returns targets [..., U] and both lengths [...], checked.
 
     `columns_of` names the argument with U + 1 columns, if there is one. `rows_of` names an argument of the same shape
     with T rows.
@@ -114,7 +114,7 @@ def sequences(
 
 
 def unsplit(name: str, x, dimensions: dict[int, str], why: str = "") -> None:
-    """Raises if a mesh axis of type Explicit splits one of these dimensions of x: {index from the end: name}.
+    """Raises an error if an Explicit mesh axis splits one of these dimensions of x: {index from the end: name}.
 
     JAX would fail later, in terms of its own operations. Axes of type Auto need no check: the partitioner gathers.
     """
@@ -134,7 +134,7 @@ _OTHER_REDUCTIONS = {"mean_batch": "mean", "batchmean": "mean", "average": "mean
 
 
 def reduction(x) -> str:
-    """x if it is the name of a reduction."""
+    """Returns x if it is the name of a reduction."""
     if isinstance(x, (str, type(None))) and x in _OTHER_REDUCTIONS:
         names = ", ".join(map(repr, REDUCTIONS))
         raise bad_value(f"reduction must be one of {names}, got {x!r}; the same here is {_OTHER_REDUCTIONS[x]!r}.")
@@ -142,7 +142,7 @@ def reduction(x) -> str:
 
 
 def scalar(name: str, x):
-    """A real number or a floating/integer scalar array, traced or not. Numbers of Python and NumPy become floats."""
+    """Returns a real number or a numeric scalar array, traced or not. Numbers of Python and NumPy become floats."""
     if isinstance(x, numbers.Real) and not isinstance(x, bool):
         try:
             return float(x)
@@ -157,7 +157,7 @@ def scalar(name: str, x):
 
 
 def number(name: str, x):
-    """`scalar`, but no NaN that is known while tracing: a traced one makes losses NaN."""
+    """Checks as `scalar`, and refuses a NaN that is known while tracing; a traced one makes losses NaN."""
     x = scalar(name, x)
     if isinstance(x, float) and x != x:
         raise bad_value(f"{name} must be a number, got nan.")
@@ -165,24 +165,24 @@ def number(name: str, x):
 
 
 def known(x) -> np.ndarray | None:
-    """x as a NumPy array, if its values can be read now. Compute with that: under jit JAX would trace the operation."""
+    """Returns x as a NumPy array if its values can be read now. Compute with that: under jit JAX traces operations."""
     if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
 def is_number(x) -> bool:
-    """Whether x is a number of Python or NumPy, which is known while tracing. A leaf may hold either."""
+    """Returns True if x is a number of Python or NumPy, which is known while tracing. A leaf may hold either."""
     return isinstance(x, numbers.Real) or (isinstance(x, (np.generic, np.ndarray)) and x.ndim == 0)
 
 
 def is_zero(x) -> bool:
-    """Whether x is the number 0, known while tracing."""
+    """Returns True if x is the number 0, known while tracing."""
     return is_number(x) and x == 0
 
 
 def key(x) -> None:
-    """x is None or one JAX random key, typed or of type uint32."""
+    """Raises an error unless x is None or one JAX random key, typed or of type uint32."""
     if x is None:
         return
     dtype, rank = getattr(x, "dtype", None), np.ndim(x)
@@ -194,7 +194,7 @@ def key(x) -> None:
 
 
 def choice(name: str, x, choices):
-    """x if it is one of `choices`."""
+    """Returns x if it is one of `choices`."""
     if not any(x is c or (isinstance(x, str) and x == c) for c in choices):
         raise bad_value(f"{name} must be one of {', '.join(map(repr, choices))}, got {x!r}.")
     return x
@@ -207,14 +207,14 @@ def boolean(name: str, x) -> bool:
 
 
 def no_draws(name: str, draws: bool) -> None:
-    """Raises if a network of a decoder draws random numbers: its dropout would make every step noisy, in silence."""
+    """Raises an error if a decoder's network draws random numbers: its dropout would silently make every step noisy."""
     if draws:
         cure = "turn its dropout off, by module.eval() in NNX or deterministic=True in Linen"
         raise bad_type(f"{name} must not draw random numbers, got one that does: {cure}.")
 
 
 def smaller(n, bound: int) -> bool:
-    """Whether a dimension is below a bound; a symbolic one, as of `jax.export`, is not unless that is certain."""
+    """Returns True if a dimension is below a bound; for a symbolic one (`jax.export`), only if that is certain."""
     try:
         return bool(n < bound)
     except _INCONCLUSIVE:
@@ -228,7 +228,7 @@ def integer(name: str, x) -> int:
 
 
 def index(name: str, x) -> int:
-    """An integer that int32 holds, as the sizes of arrays and labels are."""
+    """Returns an integer that fits int32, as the sizes of arrays and labels do."""
     x = integer(name, x)
     if not _INT32.min <= x <= _INT32.max:
         raise bad_value(f"{name} must lie in [-2^31, 2^31), got {x}.")
@@ -243,7 +243,7 @@ def positive(name: str, x) -> int:
 
 
 def class_index(name: str, x, classes: int) -> int:
-    """A class in [0, classes) from an index that may count from the end."""
+    """Returns a class in [0, classes) from an index that may count from the end."""
     x = integer(name, x)
     if not -classes <= x < classes:
         raise bad_value(f"{name} must lie in [{-classes}, {classes}) for {classes} classes, got {x}.")
@@ -251,7 +251,7 @@ def class_index(name: str, x, classes: int) -> int:
 
 
 def distinct_integers(name: str, x, smallest: int) -> tuple[int, ...]:
-    """A tuple of distinct integers, each at least `smallest`, at least one of them."""
+    """Returns a tuple of at least one distinct integers, each at least `smallest`."""
     try:
         values = None if isinstance(x, (Set, Mapping)) else tuple(x)  # their order would choose the classes
     except TypeError:

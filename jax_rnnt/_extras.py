@@ -6,7 +6,7 @@ import importlib
 
 @contextlib.contextmanager
 def needed_by(module: str, extra: str):
-    """Within, a failing import says which extra of jax_rnnt brings the package."""
+    """Makes an import that fails within it say which extra of jax_rnnt brings the package."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -15,7 +15,7 @@ def needed_by(module: str, extra: str):
 
 
 def lookup(module: str, submodules: tuple[str, ...], elsewhere: dict[str, str]):
-    """`__getattr__` of a module: imports submodules on demand, and says where a name is that users look for in it.
+    """Returns a module's `__getattr__`: imports submodules on demand, and says where a name is that users seek in it.
 
     That is an ImportError, since Python drops the text of an AttributeError in ``from module import name``.
     """

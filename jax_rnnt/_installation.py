@@ -40,7 +40,7 @@ def extension(module: str) -> types.ModuleType:
 
 
 def explain(platform: str, module: str, error: ImportError) -> str:
-    """Why `module` of this package, with the kernels of `platform`, could not be imported, and the remedy."""
+    """Returns why `module` of this package, with the kernels of `platform`, could not be imported, and the remedy."""
     name = f"{__package__}.{module}"
     if not (isinstance(error, ModuleNotFoundError) and error.name == name):  # it exists but does not load
         return f"the extension module {name} cannot be imported ({error}); run `{reinstall(platform)}`"
@@ -55,7 +55,7 @@ def explain(platform: str, module: str, error: ImportError) -> str:
 
 
 def _interpreter() -> str:
-    """A wheel depends on this, such as "CPython 3.14t (linux-x86_64)"; the t says that there is no GIL."""
+    """Returns what a wheel depends on, such as "CPython 3.14t (linux-x86_64)"; the t means that there is no GIL."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     return f"{platform.python_implementation()} {version} ({sysconfig.get_platform()})"
 
@@ -68,7 +68,7 @@ def _distribution() -> importlib.metadata.Distribution | None:
 
 
 def _installed_file(module: str) -> pathlib.Path | None:
-    """The extension module of another copy of this package, for this interpreter."""
+    """Returns the extension module of another copy of this package, for this interpreter."""
     distribution, names = _distribution(), [module + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     for file in (distribution and distribution.files) or ():
         path = pathlib.Path(str(file.locate()))
@@ -79,7 +79,7 @@ def _installed_file(module: str) -> pathlib.Path | None:
 
 
 def reinstall(platform: str = "cpu") -> str:
-    """The command that builds this copy again, from where it came; of a wheel or the index, from source."""
+    """Returns the command that builds this copy again, from where it came; a wheel or the index: from source."""
     distribution = _distribution()
     origin = json.loads((distribution and distribution.read_text("direct_url.json")) or "{}")
     source = f"--no-binary {__package__} {__package__}"
@@ -93,7 +93,7 @@ def reinstall(platform: str = "cpu") -> str:
 
 
 def warn(message: str) -> None:
-    """A RuntimeWarning at the user's line: the nearest frame that is not of this package, of JAX or of an import."""
+    """Warns at the user's line: the nearest frame outside this package, JAX and imports. It is a RuntimeWarning."""
     inner = ("<frozen importlib", *(f"{folder}{os.sep}" for folder in (_PACKAGE, *jax.__path__)))
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):

@@ -1,4 +1,4 @@
-"""What errors of public functions say first: the name of the function that was called.
+"""Puts the name of the public function that was called at the beginning of its errors.
 
 A check deep inside does not know that name: it raises an error whose message is a `Refusal`, as `_checks.bad_value`
 makes it, and `keywords` or `in_name_of`, around the public function, puts the name before the message. Errors of other
@@ -52,11 +52,11 @@ _OTHERS = {
 
 
 class Refusal(str):
-    """What an error or a note says, before it has the name of the public function."""
+    """The text of an error or a note, before it has the name of the public function."""
 
 
 def _name(error: BaseException, name: str) -> None:
-    """Puts a name before the refusals of an error. They are plain texts afterwards, so no caller adds another one."""
+    """Puts a name before the refusals of an error. They are plain texts afterwards, so no caller adds another name."""
     if any(isinstance(x, Refusal) for x in error.args):
         error.args = tuple(f"{name}: {x}" if isinstance(x, Refusal) else x for x in error.args)
     notes = getattr(error, "__notes__", [])
@@ -65,7 +65,7 @@ def _name(error: BaseException, name: str) -> None:
 
 @contextlib.contextmanager
 def in_name_of(name: str) -> Iterator[None]:
-    """Decorator, or ``with`` block, whose refusals begin with this name: where `keywords` does not fit."""
+    """Makes refusals begin with this name, as a decorator or ``with`` block, where `keywords` does not fit."""
     try:
         yield
     except Exception as error:
@@ -74,13 +74,13 @@ def in_name_of(name: str) -> Iterator[None]:
 
 
 def keywords(decorated: Decorated) -> Decorated:
-    """Decorator of a public function, method or class, which names it in errors. One that takes ``**`` stays as it is.
+    """Decorates a public function, method or class to name it in errors. One that takes ``**`` stays as it is.
 
     A function is named as it is called, and a method after the class of its object, as "RNNTLoss.align".
     """
     function: Any = decorated.__init__ if isinstance(decorated, type) else decorated  # type: ignore[misc]
     parameters = inspect.signature(function).parameters.values()
-    if any(x.kind is x.VAR_KEYWORD for x in parameters):  # as `__init__` of a user's own loss
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):  # such as `__init__` of a user's own loss
         return decorated
     names = [x.name for x in parameters if x.name not in ("self", "cls")]
     known = frozenset(names)
@@ -103,7 +103,7 @@ def keywords(decorated: Decorated) -> Decorated:
 
 
 def _place(function, args) -> tuple[str, type | None]:
-    """(the name of a public function in errors, the class of the object if it is a method)"""
+    """Returns (the name of a public function in errors, the class of the object if it is a method)."""
     place, owner = function.__qualname__, None
     if "." in place and "<locals>" not in place and args:
         owner = args[0] if isinstance(args[0], type) else type(args[0])

@@ -1,4 +1,4 @@
-"""Logits that look like an array, with shape and dtype, and are none: operations say what to do instead."""
+"""Logits that look like an array, with shape and dtype, but are not: operations say what to do instead."""
 
 import typing
 
@@ -14,9 +14,9 @@ _OPERATORS = (
 
 
 class LazyArray:
-    """Base of such a class."""
+    """The base of such a class."""
 
-    instead = "compute with what makes them"  # what to do
+    instead = "compute with what makes them"  # the advice in errors
 
     if not typing.TYPE_CHECKING:
 

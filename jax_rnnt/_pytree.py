@@ -17,17 +17,20 @@ Tuple = TypeVar("Tuple", bound=type)
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
-    """A field of the pytree's structure: a new value compiles anew."""
+    """Declares a field of the pytree's structure: a new value compiles anew."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 def option(default: float, *, negative: bool = False) -> Any:
-    """A leaf that holds a number. A Python 0 switches it off at trace time; `negative`: so does one below 0."""
+    """Declares a leaf for a number. A Python 0 switches it off at trace time; with `negative`, so does one below 0.
+
+    A number that changes nothing at another value, such as a temperature of 1, is a field without this.
+    """
     return dataclasses.field(default=default, metadata={"off": lambda x: x == 0 or (negative and x < 0)})
 
 
 def make(cls, names, values):
-    """A value with these fields, without checks."""
+    """Returns a value with these fields, without checks."""
     instance = object.__new__(cls)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(instance, name, value)
@@ -61,7 +64,7 @@ def register(cls):
 
 
 def exportable(name: str) -> Callable[[Tuple], Tuple]:
-    """Decorator of a named tuple: programs that `jax.export` stores under this name may take and return it."""
+    """Decorates a named tuple: programs that `jax.export` stores under this name may take and return it."""
 
     def decorate(cls: Tuple) -> Tuple:
         export.register_namedtuple_serialization(cls, serialized_name=f"{__package__}.{name}")
@@ -71,7 +74,7 @@ def exportable(name: str) -> Callable[[Tuple], Tuple]:
 
 
 def _written(cls, structure) -> bytes:
-    """The structure of a value as text, for the file of an exported program that takes or returns it."""
+    """Returns the structure of a value as text, for the file of an exported program that takes or returns it."""
     text = repr(structure)
     try:
         if ast.literal_eval(text) == structure:
@@ -87,6 +90,6 @@ def _read(text: bytes):
 
 
 def replace(x, **fields):
-    """`dataclasses.replace` without checks."""
+    """Works as `dataclasses.replace`, without checks."""
     values = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)} | fields
     return make(type(x), values.keys(), values.values())

@@ -1,4 +1,4 @@
-"""selftest: every kind of kernel of this machine against the reference."""
+"""selftest compares every kind of kernel of this machine with the reference."""
 
 import functools
 from collections.abc import Collection, Sequence
@@ -39,7 +39,7 @@ LATTICES = {  # {kind: (arcs, whether every path of a sequence with labels pays 
 
 
 def _emissions(dtype):
-    """{kind: operands}: ragged batches with padding, an empty target and a sequence without frames."""
+    """Returns {kind: operands}: ragged batches with padding, an empty target and a sequence without frames."""
     rng, operands = np.random.default_rng(0), {}
     for kind, (classes, _) in EMISSIONS.items():
         frames, columns = (9, 6) if classes < 10000 else (3, 2)
@@ -52,7 +52,7 @@ def _emissions(dtype):
 
 
 def _lattices(dtype):
-    """{kind: (arcs, num_frames, num_labels)}; the lattice only ever sees the accumulation dtypes."""
+    """Returns {kind: (arcs, num_frames, num_labels)}; the lattice only ever sees the accumulation dtypes."""
     rng, operands = np.random.default_rng(0), {}
     for kind, (topology, wide) in LATTICES.items() if softmax.accumulation_dtype(jnp.dtype(dtype)) == dtype else ():
         arcs = {slot: -rng.exponential(2, (4, 9, 37)) for slot in slots(topology)}
@@ -68,14 +68,14 @@ def _options(kind):
 
 
 def _pullback(planes):
-    """(norm, scale, clamp, cotangents)"""
+    """Returns (norm, scale, clamp, cotangents)."""
     *arcs, norm = planes
     scale = jnp.asarray([1.0, -2.0, 0.5, 1.0], norm.dtype)
     return norm, scale, jnp.full_like(scale, 0.1), *(-jnp.exp(x) for x in arcs)
 
 
 def _emission_references(emissions):
-    """{target: {kind: results}}. Of 16-bit logits it takes the values as float32: the program is the same."""
+    """Returns {target: {kind: results}}. 16-bit logits are taken as float32: the program is the same."""
     forward, backward = {}, {}
     for kind, operands in emissions.items():
         forward[kind] = softmax.softmax_emission(*operands, **_options(kind))
@@ -84,7 +84,7 @@ def _emission_references(emissions):
 
 
 def _emission_kernels(emissions, planes):
-    """The same by kernel, the backward kernels at the reference's planes."""
+    """Returns the same by kernel, with the backward kernels at the reference's planes."""
     forward, backward = {}, {}
     for kind, operands in emissions.items():
         options = dict(num_batch_dims=1, strict=True, **_options(kind))
@@ -118,7 +118,7 @@ def _error(got, expected):
 
 
 def _required(require, platform: str) -> list[str]:
-    """The platforms that must have kernels."""
+    """Returns the platforms that must have kernels."""
     known = [name for name, _, _ in loading.PLATFORMS]
     if require is None:
         return ["cpu", "cuda"] if platform == "cuda" else ["cpu"]
@@ -171,7 +171,7 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
     >>> print(jax_rnnt.selftest()[0])  # doctest: +SKIP
     cpu   jax_rnnt_softmax_emission_fwd  softmax, tiny rows  float16 1.2e-07, ..., float64 2.2e-16  ok
     """
-    proof.all_chosen()  # which raises where the variable is wrong
+    proof.all_chosen()  # this raises an error where the variable is wrong
     platform = loading.default_platform()
     required = _required(require, platform)
     reasons = {}
@@ -207,7 +207,7 @@ def selftest(*, require: Sequence[str] | None = None) -> list[str]:
 
 
 def _of_device(platform, device) -> tuple[list[str], list[str]]:
-    """(lines of the report, those of wrong kernels); keeps the verdict of a device whose kernels need one."""
+    """Returns (lines of the report, those of wrong kernels); keeps the verdict of a device whose kernels need one."""
     home = next(iter(proof.devices_of("cpu").values()), device)
     of_loss, of_joint = _compare(platform, device, home), _selftest_joint.compare(platform, device, home)
     good, bad = (a + b for a, b in zip(of_loss, of_joint))
@@ -221,9 +221,9 @@ def _of_device(platform, device) -> tuple[list[str], list[str]]:
 
 
 def _compare(platform, device, home) -> tuple[list[str], list[str]]:
-    """(lines of the right kernels, lines of the wrong ones); the references run on `home`, the CPU where there is one.
+    """Returns (lines of right kernels, lines of wrong ones); references run on `home`, the CPU where there is one.
 
-    XLA compiles them for a GPU in half a minute.
+    XLA takes half a minute to compile them for a GPU.
     """
     errors: dict[tuple[str, str], list[str]] = {}
     wrong = set()
@@ -256,14 +256,14 @@ def _compare(platform, device, home) -> tuple[list[str], list[str]]:
 
 
 def _attempt(platform, function, targets, *operands):
-    """{target: {kind: results}}, or the exception in their place where kernels of a kind raise."""
+    """Returns {target: {kind: results}}, with the exception in place of results where kernels of a kind raise one."""
 
     def run(*operands):
         return jax.block_until_ready(_quick(platform, function)(*operands))
 
     try:
         return run(*operands)
-    except Exception:  # of XLA, Mosaic or the driver: the kinds one by one tell which
+    except Exception:  # from XLA, Mosaic or the driver: the kinds, one by one, show which
         found: dict[str, dict[str, Any]] = {target: {} for target in targets}
     for kind in operands[0]:
         try:
@@ -276,6 +276,6 @@ def _attempt(platform, function, targets, *operands):
 
 
 def _quick(platform, function):
-    """Compiled in haste: it runs once, and LLVM would take long to optimise the references."""
+    """Compiles in haste: the function runs once, and LLVM would take long to optimise the references."""
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return jax.jit(function, compiler_options=quick if platform == "cpu" else None)

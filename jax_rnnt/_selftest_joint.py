@@ -1,4 +1,4 @@
-"""selftest of the kernels of a joint network: value and gradients of whole losses against the reference."""
+"""selftest of the kernels of a joint network, by value and gradients of whole losses against the reference."""
 
 import dataclasses
 import functools
@@ -17,14 +17,14 @@ from jax_rnnt.layouts import JointLogits, LinearJoint
 
 
 class Case(typing.NamedTuple):
-    """A batch of which a joint network makes the logits."""
+    """A batch whose logits come from a joint network."""
 
     loss: Callable[..., Any]
     activation: Callable[[jax.Array], jax.Array]
     batch: int
     frames: int
     labels: int
-    classes: int  # with durations
+    classes: int  # including durations
     units: int
     copies: int = 1  # sequences that share the rows of an encoder
 
@@ -32,7 +32,7 @@ class Case(typing.NamedTuple):
 _TDT = functools.partial(losses.TDTLoss, (0, 1, 2))
 _BIG_BLANKS = functools.partial(losses.MultiblankRNNTLoss, (2, 4))
 _EXACT_GELU = functools.partial(jax.nn.gelu, approximate=False)
-# Several blocks and chunks of classes; each activation.
+# These cases need several blocks and chunks of classes, and have each activation.
 CASES = {
     "rnnt, tanh": Case(losses.RNNTLoss, jnp.tanh, 4, 37, 9, 9, 12),
     "tdt, relu": Case(_TDT, jax.nn.relu, 4, 70, 19, 300, 72, copies=2),
@@ -40,8 +40,8 @@ CASES = {
     "big blanks, gelu": Case(_BIG_BLANKS, jax.nn.gelu, 4, 37, 9, 33, 24),
     "rnnt, exact gelu": Case(losses.RNNTLoss, _EXACT_GELU, 4, 37, 9, 257, 24),
 }
-# Where kernels run on a device: more units, for which CUDA kernels take fewer rows at once, and the last of them in
-# several slabs. All fit into the 99 KB of a thread block that every device with tensor cores has.
+# Cases where kernels run on a device. They have more units, for which CUDA kernels take fewer rows at once, and the
+# last runs in several slabs. All fit into the 99 KB of a thread block that every device with tensor cores has.
 LARGE = {
     "tdt, 300 units": Case(_TDT, jnp.tanh, 4, 50, 9, 1025, 300),
     "rnnt, several slabs": Case(losses.RNNTLoss, jnp.tanh, 8, 256, 71, 257, 256),
@@ -51,7 +51,7 @@ VARIANTS = (
     ("float16", jnp.float16, None), ("bfloat16", jnp.bfloat16, None), ("float32", jnp.float32, None),
     ("float32 highest", jnp.float32, "highest"),
 )  # fmt: skip
-# By number of bits of a factor's mantissa: how far gradients may be off, relative to the largest.
+# How far gradients may be off, relative to the largest, by the bits of a factor's mantissa.
 LIMITS = {7: 2**-6, 10: 2**-9, 23: 2**-15}
 LOSS_LIMIT = 2e-5
 _MARKS = {"cuda": "@jax_rnnt_joint_{}(", "tpu": 'kernel_name = "jax_rnnt_joint_{}"'}
@@ -60,7 +60,7 @@ _NAMES = {"cuda": ("fwd", "bwd", "sums"), "tpu": ("forward", "backward")}
 
 @dataclasses.dataclass(frozen=True)
 class _Rounded:
-    """An activation whose result is rounded to a factor of a product, with the derivative of the activation."""
+    """An activation whose result is rounded as a factor of a product, with the derivative of the activation."""
 
     activation: Callable[[jax.Array], jax.Array]
     bits: tuple[int, int]
@@ -71,7 +71,7 @@ class _Rounded:
 
 
 def _bits(kind, dtype, precision):
-    """(bits of the exponent, of the mantissa) of the factors of the kernels' products."""
+    """Returns (bits of the exponent, of the mantissa) of the factors of the kernels' products."""
     if precision == "highest":
         return 8, 23
     if kind == "tpu" or dtype == jnp.bfloat16:
@@ -80,7 +80,7 @@ def _bits(kind, dtype, precision):
 
 
 def _arrays(case, dtype):
-    """(encoder, predictor, weight, bias), the rest of the batch, weights of the losses; some sequences are short."""
+    """Returns (encoder, predictor, weight, bias), the batch's rest, the losses' weights; some sequences are short."""
     rng = np.random.default_rng(0)
     encoder = case.batch // case.copies, case.frames, case.units
     predictor = case.batch, case.labels + 1, case.units
@@ -95,7 +95,7 @@ def _arrays(case, dtype):
 
 
 def _program(case, implementation, activation):
-    """Of (arrays, rest, weights): (losses, gradients of the arrays)."""
+    """Returns a function of (arrays, rest, weights) with the results (losses, gradients of the arrays)."""
     loss = case.loss(reduction="none", implementation=implementation)
 
     def total(arrays, rest, weights):
@@ -114,7 +114,7 @@ def _program(case, implementation, activation):
 
 
 def _expected(case, kind, dtype, precision, home):
-    """From logits in memory, in float32, whose factors are rounded as those of the kernels are."""
+    """Computes from logits in memory, in float32, whose factors are rounded as those of the kernels are."""
     arrays, *others = _arrays(case, dtype)
     bits = _bits(kind, dtype, precision)
     arrays = [x.astype(jnp.float32) for x in arrays]
@@ -137,7 +137,7 @@ def _got(case, platform, kind, dtype, precision, device):
 
 
 def _errors(got, expected):
-    """(of losses, of gradients), relative to the largest."""
+    """Returns the errors (of losses, of gradients), relative to the largest."""
 
     def error(a, b):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -148,7 +148,7 @@ def _errors(got, expected):
 
 
 def compare(platform: str, device, home) -> tuple[list[str], list[str]]:
-    """(lines of the right kernels, lines of the wrong ones); the reference runs on `home`."""
+    """Returns (lines of the right kernels, lines of the wrong ones); the reference runs on `home`."""
     kind = loading.joint_kernels(platform)
     if kind is None:
         return [], []
@@ -165,7 +165,7 @@ def compare(platform: str, device, home) -> tuple[list[str], list[str]]:
             try:
                 errors = _errors(_got(case, platform, kind, dtype, precision, device), expected)
                 found = [f"{variant} {x:.1e}" for x in errors]
-            except Exception as error:  # of XLA, Mosaic or the driver
+            except Exception as error:  # from XLA, Mosaic or the driver
                 errors, found = (math.inf, math.inf), [f"{variant} {described(error)}"] * 2
             for text, more in zip(texts, found):
                 text.append(more)
@@ -177,6 +177,6 @@ def compare(platform: str, device, home) -> tuple[list[str], list[str]]:
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line."""
+    """Describes an exception in one line."""
     first, *_ = [*str(error).strip().splitlines(), ""]
     return f"raises {type(error).__name__}: {first[:200]}"

@@ -31,7 +31,7 @@ __all__ = [
 
 @_pytree.exportable("LabelErrors")
 class LabelErrors(typing.NamedTuple):
-    """Edits that turn targets into hypotheses, from `label_errors`.
+    """The edits that turn targets into hypotheses, from `label_errors`.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class LabelErrors(typing.NamedTuple):
 
 @keywords
 def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
-    """The fewest edits between hypotheses and targets, counted on the host; under `jax.jit` take `edit_distance`.
+    """Counts the fewest edits between hypotheses and targets, on the host; under `jax.jit` take `edit_distance`.
 
     L and U labels at most; `...` is any number of batch dimensions, the same for hypotheses and targets. A dimension of
     1 broadcasts: labels [B, N, L] and targets [B, 1, U] are N hypotheses of each utterance. The error rate of a test
@@ -111,7 +111,7 @@ def label_errors(labels, counts, targets, target_lengths) -> LabelErrors:
 
 @keywords
 def edit_distance(labels, counts, targets, target_lengths) -> jax.Array:
-    """The edit distance (Levenshtein) between hypotheses and targets, in JAX: the argument `errors` of `mwer_loss`.
+    """Computes the edit distance (Levenshtein) between hypotheses and targets, in JAX, for `errors` of `mwer_loss`.
 
     It runs on any device, under `jax.jit` and `jax.vmap`: one scan over the labels of the hypotheses, all sequences at
     once, so that search, loss and update can be one program. Arguments and their dimensions are those of
@@ -184,7 +184,7 @@ def word_confidence(
     word_of_label: npt.ArrayLike | Callable[[np.ndarray], npt.ArrayLike],
     how: Literal["min", "mean", "product"] = "min",
 ) -> list[Any]:
-    """The confidence of each word of a hypothesis: a number from 0 to 1, made of the probabilities of its labels.
+    """Computes the confidence of each word of a hypothesis, a number from 0 to 1, from the probabilities of its labels.
 
     `timing.words` gives the words of one utterance with their times, too. L labels at most; `...` is any number of
     batch dimensions. The probabilities are those of a decoder's hypotheses, or of given targets: `targets`,
@@ -261,7 +261,7 @@ def word_confidence(
 
 
 def _pairs(labels, counts, targets, target_lengths):
-    """((labels, counts, targets, target_lengths), batch dimensions of the pairs), traced or not."""
+    """Returns ((labels, counts, targets, target_lengths), batch dimensions of the pairs), traced or not."""
     labels, counts = _sequences("labels", labels, "counts", counts)
     targets, target_lengths = _sequences("targets", targets, "target_lengths", target_lengths)
     if counts.ndim != target_lengths.ndim:  # NumPy would pair dimensions from the last one on: N with B
@@ -277,7 +277,7 @@ def _pairs(labels, counts, targets, target_lengths):
 
 
 def _sequences(name, labels, name_of_lengths, lengths, check=_checks.integral):
-    """Labels [..., L], or numbers of them, and how many of them count [...], traced or not."""
+    """Returns labels [..., L], or numbers of them, and how many of them count [...], traced or not."""
     labels, lengths = check(name, labels), _checks.integral(name_of_lengths, lengths)
     if labels.shape[:-1] != lengths.shape or labels.ndim < 1:
         expected = f"shape [...] = {labels.shape[:-1]} of {name} [..., L]"

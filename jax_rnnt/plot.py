@@ -1,7 +1,7 @@
 """Pictures of lattices and emissions, with matplotlib.
 
 Every `draw_...` draws on Axes, returns them and shows nothing. The pictures work in grey: dark is probable, and marks
-and line styles tell things apart, not colours alone. Long utterances have thinner lines, and names only where there is
+and line styles, not colours alone, tell things apart. Long utterances have thinner lines, and names only where there is
 room; a space appears as ␣.
 
 T frames of the encoder, U labels, F features of an input frame; `hop` and `subsampling` turn frames into seconds
@@ -36,9 +36,9 @@ with needed_by("jax_rnnt.plot", "plot"):
 
 __all__ = ["arc_posteriors", "draw_emissions", "draw_lattice"]
 
-FAINT = 0.01  # arcs below this posterior are left out: no eye sees them
-LETTER = 0.09  # inches of a letter, with room around it
-LINE = 1.2  # the distance of two names below each other, in sizes of their font
+FAINT = 0.01  # arcs with a posterior below this are invisible, and left out
+LETTER = 0.09  # width of a letter in inches, with room around it
+LINE = 1.2  # distance of two names below each other, in multiples of their font's size
 
 
 @keywords
@@ -51,7 +51,7 @@ def arc_posteriors(
     *,
     key: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Posterior probability of every arc of a loss's lattice, given the targets.
+    """Computes the posterior probability of every arc of a loss's lattice, given the targets.
 
     T frames, U labels; `...` is any number of batch dimensions. `loss.posteriors` adds up the arcs of blanks, and those
     of labels; here each arc of `loss.topology` has its own plane: each duration, each big blank.
@@ -65,7 +65,7 @@ def arc_posteriors(
     Returns
     -------
     dict of str to Array, floating [..., T, U + 1]
-        By the slot of the arc, in the order of `loss.topology`. The names of arcs that share a slot tell their frames:
+        By the slot of the arc, in the order of `loss.topology`. Arcs that share a slot are named by their frames:
         "blank" over 1 and over 2 frames are "blank+1" and "blank+2". Every path writes every label, so all arcs that
         write label u add up to 1; on the standard lattice the blanks of a frame do too.
 
@@ -85,7 +85,7 @@ def arc_posteriors(
 
 
 def _apart(topology: Topology) -> Topology:
-    """The same arcs, each with a slot of its own."""
+    """Returns the same arcs, each with a slot of its own."""
     slots = [arc.slot for arc in topology]
     taken, apart = set(slots), []
     for i, arc in enumerate(topology):
@@ -119,7 +119,7 @@ def draw_lattice(
     Parameters
     ----------
     loss : TransducerLoss
-        Says which arcs there are, and how probable.
+        Determines which arcs there are, and how probable.
     logits : Array, floating [T, U + 1, V], or a layout of one utterance other than `PackedLogits`
     targets : Array, integer [U]
     logit_length, target_length : int, optional
@@ -127,7 +127,7 @@ def draw_lattice(
     key : Array, optional
         As in a call of the loss.
     texts : sequence of str, optional
-        What the labels of `targets` are called; default: their numbers.
+        The names of the labels of `targets`; default: their numbers.
     hop, subsampling
         As in `timing.frames_to_seconds`. Default: the axis counts frames.
     ax : matplotlib.axes.Axes, optional
@@ -245,7 +245,7 @@ def draw_emissions(
     ax.imshow(features.T, origin="lower", aspect="auto", cmap="Greys", extent=extent, interpolation="nearest")
     thin = _thin(len(posteriors) / 200, len(names) / 40)
     shown: list[tuple[float, str]] = []
-    ends = [-np.inf, -np.inf]  # of the names on either line
+    ends = [-np.inf, -np.inf]  # where the names on either line end
     letter = extent[1] * LETTER / _width(ax)
     for u, name in enumerate(names):
         mass = posteriors[:, u]
@@ -256,10 +256,10 @@ def draw_emissions(
         (curve,) = ax.plot(times, 0.3 * size * mass, color="tab:red", lw=1.5 * thin, ls=("-", "--")[u % 2])
         line = ax.axvline(mean, color="black", lw=0.8 * thin)
         bar = ax.errorbar(mean, size, xerr=spread, color="black", lw=2 * thin, capsize=3 * thin, clip_on=False)
-        for artist in (curve, line, *bar.get_children()):  # which may lie on dark ground
+        for artist in (curve, line, *bar.get_children()):  # they may lie on dark ground
             artist.set_path_effects([patheffects.withStroke(linewidth=2.5 * thin, foreground="white")])
         left, right = mean - len(name) * letter / 2, mean + (len(name) + 1) * letter / 2
-        rows = [row for row in (0, 1) if left >= ends[row]]  # names of neighbours on two lines
+        rows = [row for row in (0, 1) if left >= ends[row]]  # names of neighbours go on two lines
         if rows:
             ends[rows[0]] = right
             shown.append((mean, name + "\n" * rows[0]))
@@ -290,7 +290,7 @@ def _add_key_of_emissions(ax: Axes) -> None:
         Line2D([], [], color="black", lw=0.8, label="its mean"),
         Line2D([], [], color="black", lw=2, label="one standard deviation to both sides"),
     ]
-    columns = 3 if _width(ax) > 8 else 1  # three need 8 inches
+    columns = 3 if _width(ax) > 8 else 1  # three columns need 8 inches
     below = ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=4, ncols=columns)
     below.set(frame_on=False)
 
@@ -310,7 +310,7 @@ def _shown(text) -> str:
 
 
 def _title(texts, score: float, what: str) -> str:
-    """The utterance, if its labels have names, and a score."""
+    """Returns the text of the utterance, if its labels have names, and a score."""
     pieces = [] if texts is None else [str(text) for text in texts]
     text = ("" if all(len(piece) == 1 or "▁" in "".join(pieces) for piece in pieces) else " ").join(pieces)
     text = " ".join(text.replace("▁", " ").split())
@@ -319,19 +319,19 @@ def _title(texts, score: float, what: str) -> str:
 
 
 def _thin(*crowds: float) -> float:
-    """A factor of line widths: 1 where there is room, and less the more lines share it."""
+    """Returns a factor of line widths: 1 where there is room, and less the more lines share it."""
     return max(0.3, min(1.0, *(1 / max(crowd, 1e-9) for crowd in crowds)))
 
 
 def _width(ax: Axes) -> float:
-    """In inches."""
+    """Returns the width of the Axes in inches."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     return ax.get_position().width * figure.get_figwidth()
 
 
 def _label_rows(ax: Axes, names: Sequence[str]) -> None:
-    """Names of the rows 0, 1, ...; only every n-th where all would overlap, which is known when the Axes are drawn."""
+    """Names the rows 0, 1, ...; only every n-th where all would overlap, which is known when the Axes are drawn."""
     ax.yaxis.set_major_locator(_Rows(range(len(names))))
     ax.yaxis.set_major_formatter(lambda row, _: names[int(row)] if 0 <= row < len(names) else "")
 
@@ -346,7 +346,7 @@ class _Rows(FixedLocator):
         rows = abs(np.subtract(*self.axis.get_view_interval()))
         row = 72 * self.axis.axes.get_position().height * figure.get_figheight() / rows  # in points
         name = LINE * float(self.axis.get_major_ticks(1)[0].label1.get_fontsize())
-        return self.tick_values(0, 0)[:: max(1, int(np.ceil(name / row)))]  # of a FixedLocator: all
+        return self.tick_values(0, 0)[:: max(1, int(np.ceil(name / row)))]  # a FixedLocator returns all
 
 
 def _time_label(hop: float) -> str:

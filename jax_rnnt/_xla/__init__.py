@@ -1,6 +1,6 @@
 """The one folder that knows JAX's machinery: custom calls, primitives, lowering, jaxprs and their types.
 
-`loading` registers the compiled kernels, `devices` asks whether the GPUs can run them, `proof` whether a device has
+`loading` registers the compiled kernels, `devices` checks that the GPUs can run them, `proof` whether a device has
 shown that they are right, `primitive` binds one as a primitive, `grouped` and `local` make one of plain JAX that the
 partitioner splits by the batch, `retracing` evaluates a function where it was not traced, and `avals` has the mesh axes
 and shardings of types.

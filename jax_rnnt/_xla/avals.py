@@ -1,4 +1,4 @@
-"""Types of arrays: over which mesh axes they are sharded (explicit axes), and over which they vary (`jax.shard_map`).
+"""Types of arrays: the mesh axes over which they are sharded (explicit axes) and over which they vary (`shard_map`).
 
 Every operand of one operation must vary over the same manual axes.
 """
@@ -19,13 +19,13 @@ except ImportError:  # before jax 0.7
 
 
 def named(x, name: str):
-    """x under this name, for policies of `jax.checkpoint`."""
+    """Returns x under this name, for policies of `jax.checkpoint`."""
     return checkpoint_name(x, name) if not getattr(jax.config, "jax_remat3", False) or _names_under_vmap() else x
 
 
 @functools.cache
 def _names_under_vmap() -> bool:
-    """Whether `vmap` may map a name while the flag `jax_remat3` is on; in jax 0.10 it may not."""
+    """Returns True if `vmap` may map a name while the flag `jax_remat3` is on; in jax 0.10 it may not."""
     try:
         jax.eval_shape(jax.vmap(lambda x: checkpoint_name(x, "any")), jax.ShapeDtypeStruct((1,), np.float32))
     except NotImplementedError:
@@ -34,13 +34,13 @@ def _names_under_vmap() -> bool:
 
 
 def varying_axes(aval) -> frozenset:
-    """The manual mesh axes over which arrays of this type vary."""
+    """Returns the manual mesh axes over which arrays of this type vary."""
     axes = getattr(aval, "mat", None)  # jax >= 0.10
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", None) or ())
 
 
 def vary_together(*arrays: jax.Array, like=(), without=()) -> tuple[jax.Array, ...]:
-    """The arrays, each marked as varying over the union of the manual mesh axes over which any of them varies.
+    """Returns the arrays, each marked as varying over the union of the manual mesh axes over which any of them varies.
 
     The arrays of `like` count, too; the axes of `without` do not.
     """
@@ -58,19 +58,19 @@ def vary_together(*arrays: jax.Array, like=(), without=()) -> tuple[jax.Array, .
 
 
 def explicit_axes(mesh) -> set[str]:
-    """The names of its axes of type Explicit."""
+    """Returns the names of the mesh's axes of type Explicit."""
     return {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Explicit}
 
 
 def spec_of(aval) -> list:
-    """For each dimension, the explicit mesh axes over which it is sharded, or None."""
+    """Returns for each dimension the explicit mesh axes over which it is sharded, or None."""
     sharding = getattr(aval, "sharding", None)
     spec = list(sharding.spec) if sharding is not None else []
     return spec + [None] * (aval.ndim - len(spec))
 
 
 def split_alike(dimensions: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, with their first `dimensions` split over the same explicit mesh axes in all of them.
+    """Returns the arrays, with their first `dimensions` split over the same explicit mesh axes in all of them.
 
     These are the batch dimensions; an array may have size 1 in one, and is whole there. JAX refuses to add arrays that
     are split differently, so a dimension follows the first array in which it is split. That costs nothing where the
@@ -94,22 +94,22 @@ def split_alike(dimensions: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, none of them split over explicit mesh axes."""
+    """Returns the arrays, none of them split over explicit mesh axes."""
     return tuple(_resharded(x, [None] * x.ndim, x) for x in arrays)
 
 
 def _resharded(x, spec: list, source):
-    """x, split as `spec` says over the mesh of `source`."""
+    """Returns x, split as `spec` says over the mesh of `source`."""
     if spec == spec_of(jax.typeof(x)):
         return x
     if isinstance(x, jax.core.Tracer) or isinstance(source, jax.core.Tracer):
         return reshard(x, NamedSharding(jax.typeof(source).sharding.mesh, PartitionSpec(*spec)))
-    # Without `jax.set_mesh` only the array knows the devices.
+    # Without `jax.set_mesh`, only the array knows the devices.
     return jax.device_put(x, NamedSharding(source.sharding.mesh, PartitionSpec(*spec)))
 
 
 def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:
-    """x split over the same explicit mesh axes as the leading dimensions of `like`; further ones are not split."""
+    """Splits x over the explicit mesh axes of the leading dimensions of `like`; further dimensions are not split."""
     aval = jax.typeof(like)
     spec = (spec_of(aval) + [None] * x.ndim)[: x.ndim]
     if spec == spec_of(jax.typeof(x)):
@@ -118,23 +118,23 @@ def shard_like(like: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def state_like(batch: jax.Array, x: jax.Array) -> jax.Array:
-    """`shard_like` of a predictor's state; where no axis splits `batch`, the predictor says what splits its state."""
+    """Applies `shard_like` to a predictor's state; where no axis splits `batch`, the predictor decides its split."""
     return shard_like(batch, x) if is_split(batch) else x
 
 
 def is_split(x: jax.Array) -> bool:
-    """Whether explicit mesh axes split a dimension."""
+    """Returns True if explicit mesh axes split a dimension."""
     return any(axes is not None for axes in spec_of(jax.typeof(x)))
 
 
 def rows_of_table(table: jax.Array, index: jax.Array) -> jax.Array:
-    """table[index] for an index that explicit mesh axes split, and the result with it."""
+    """Returns table[index] for an index that explicit mesh axes split, and the result with it."""
     spec, mesh = spec_of(jax.typeof(index)), jax.typeof(index).sharding.mesh
     return table.at[index].get(out_sharding=NamedSharding(mesh, PartitionSpec(*spec, *spec_of(jax.typeof(table))[1:])))
 
 
 def rows_of_batch(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], clipped, split over the same explicit mesh axes as x. `index` has a multiple of its `shards`."""
+    """Returns x[index], clipped and split over explicit mesh axes as x is; `index` has a multiple of its `shards`."""
     aval = jax.typeof(x)
     if not is_split(x):
         return x.at[index].get(mode="clip")
@@ -142,7 +142,7 @@ def rows_of_batch(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def shards(x: jax.Array) -> int:
-    """Into how many shards explicit mesh axes split the first dimension."""
+    """Returns the number of shards into which explicit mesh axes split the first dimension."""
     aval = jax.typeof(x)
     axes, *_ = spec_of(aval)
     names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
@@ -150,7 +150,7 @@ def shards(x: jax.Array) -> int:
 
 
 def aval_like(like, shape, dtype, spec):
-    """An array of this shape and sharding, with the mesh and the varying axes of `like`."""
+    """Returns an aval of this shape and sharding, with the mesh and the varying axes of `like`."""
     kwargs = dict(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)
     if getattr(like, "sharding", None) is not None:
         spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
@@ -159,13 +159,13 @@ def aval_like(like, shape, dtype, spec):
 
 
 def result_aval(like, shape, dtype, num_batch_dims):
-    """An array of this shape with the batch sharding and the varying axes of `like`."""
+    """Returns an aval of this shape with the batch sharding and the varying axes of `like`."""
     spec = spec_of(like)[: None if tuple(shape) == tuple(like.shape) else num_batch_dims]
     return aval_like(like, shape, dtype, spec)
 
 
 def struct_like(like: jax.Array, shape, dtype) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array that varies as `like` does. Pallas needs it under `jax.shard_map`."""
+    """Returns shape and dtype of an array that varies as `like` does. Pallas needs it under `jax.shard_map`."""
     aval = jax.typeof(like)
     parameters = inspect.signature(jax.ShapeDtypeStruct).parameters
     if "manual_axis_type" in parameters:  # jax >= 0.10
@@ -176,12 +176,12 @@ def struct_like(like: jax.Array, shape, dtype) -> jax.ShapeDtypeStruct:
 
 
 def plain_aval(aval):
-    """The same shape and dtype, without sharding and varying axes."""
+    """Returns the same shape and dtype, without sharding and varying axes."""
     return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
 def on_mesh(avals) -> bool:
-    """Whether types have the shardings and varying axes of a mesh: here and now, or those of `avals`."""
+    """Returns True if types have a mesh's shardings and varying axes: here and now, or in `avals`."""
     shardings = (getattr(aval, "sharding", None) for aval in avals)
     meshes = [sharding.mesh for sharding in shardings if sharding is not None]
     return not all(mesh.empty for mesh in (jax.sharding.get_abstract_mesh(), *meshes))

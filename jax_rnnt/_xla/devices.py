@@ -1,4 +1,4 @@
-"""Do the CUDA kernels run on the devices of this process, and what do those hold?
+"""Checks if the CUDA kernels run on the devices of this process, and what these hold.
 
 The answers come from the CUDA runtime inside the extension module when a program is lowered, never at import. Where no
 device is visible (programs compiled ahead of time), nothing is known and the kernels are taken to fit.
@@ -14,7 +14,7 @@ _CAPABILITY = re.compile(r"(\d+)(\d)[af]?(-real|-virtual)?")  # "90" of CMAKE_CU
 
 
 def unfit(module) -> str | None:
-    """Why the kernels of this extension module cannot run on the visible devices, and the remedy; None if they can."""
+    """Returns why this extension module's kernels cannot run on visible devices, and the remedy; None if they can."""
     if not hasattr(module, "devices"):
         return None
     driver, runtime = module.driver_version(), module.runtime_version
@@ -38,15 +38,15 @@ def unfit(module) -> str | None:
 
 
 def limits(module) -> dict[str, int]:
-    """Limits of the visible devices, in place of the kernels' general ones: of that with the least shared memory."""
+    """Returns the limits of the visible device with the least shared memory, in place of the kernels' general ones."""
     visible = module.devices() if hasattr(module, "devices") else []
     return module.limits_of_shared_memory(min(shared for *_, shared in visible)) if visible else {}
 
 
 def shared_memory(module, emulated: bool, kind: str | None) -> int | str:
-    """Bytes that a thread block may have in the kernels of joint networks, or why devices cannot run them.
+    """Returns the bytes that a thread block may have in kernels of joint networks, or why devices cannot run them.
 
-    Without a visible device it is what a device of this kind has, and else the least of all that can run them.
+    Without a visible device, these are the bytes of a device of this kind, and else the least of all that can run them.
     """
     visible = module.devices()
     for i, (major, minor, _) in enumerate(visible):
@@ -67,7 +67,7 @@ def _version(number: int) -> str:
 
 
 def _has_code(architectures: str, major: int, minor: int, *, newest_ptx: bool) -> bool:
-    """Machine code runs on its own major version from its minor version on, PTX on every later device.
+    """Returns True if code runs: machine code on its major version from its minor one on, PTX on every later device.
 
     The driver compiles PTX only if it is as new as the toolkit (`newest_ptx`). Names without a number, such as
     "native", are taken to fit.

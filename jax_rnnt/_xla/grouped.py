@@ -27,11 +27,11 @@ else:  # before jax 0.8
 
 
 def _groups(count, devices: int) -> int:
-    """Groups of a batch; a symbolic one (`jax.export`) is not split."""
+    """Returns the number of groups of a batch; a symbolic batch (`jax.export`) is not split."""
     return math.gcd(count, devices) if devices > 1 and isinstance(count, int) else 1
 
 
-# No `jax.lax.pmax` over a named axis: where `jax.shard_map` maps some axes of the mesh, it fails while it is lowered.
+# This avoids `jax.lax.pmax` over a named axis: where `jax.shard_map` maps some axes of the mesh, its lowering fails.
 @jax.custom_batching.custom_vmap
 def _alike(x):
     return x
@@ -43,12 +43,12 @@ def _(size, batched, x):
 
 
 def most_over_groups(x: jax.Array, grouped: bool) -> jax.Array:
-    """The maximum of x over the groups of `Grouped`. All groups get the same, so loops over it need no masks."""
+    """Returns the maximum of x over the groups of `Grouped`, the same for all, so that loops over it need no masks."""
     return _alike(x) if grouped else x
 
 
 def _split(function, axes, arrays, groups):
-    """The mapped function over groups of the leading dimension of the arrays whose axis is 0."""
+    """Runs the mapped function over groups of the leading dimension of the arrays whose axis is 0."""
     parts = [x.reshape(groups, -1, *x.shape[1:]) if a == 0 else x for a, x in zip(axes, arrays)]
     return jax.vmap(function, axes)(*parts)
 
@@ -58,7 +58,7 @@ def _merge(xs):
 
 
 def _each(function, mapped, *operands):
-    """``function(*operands)`` of all mapped elements [count, ...], one after the other."""
+    """Runs ``function(*operands)`` for all mapped elements [count, ...], one after the other."""
 
     def element(elements):
         elements = iter(elements)
@@ -68,7 +68,7 @@ def _each(function, mapped, *operands):
 
 
 def _flat(function, mapped, depth, *operands):
-    """``function(*operands)`` of operands with one mapped dimension; its results have all `depth` of them again."""
+    """Runs ``function(*operands)`` on operands with one mapped dimension; results have all `depth` of them again."""
     extents = next(x.shape[:depth] for x, m in zip(operands, mapped) if m)
     count = math.prod(extents)  # -1 would divide by a dimension of size 0
     outputs = function(*(x.reshape(count, *x.shape[depth:]) if m else x for x, m in zip(operands, mapped)))
@@ -76,7 +76,7 @@ def _flat(function, mapped, depth, *operands):
 
 
 def custom_call(target: str, results, operands, aliases=None, **attributes):
-    """Results [(shape, dtype)] of a kernel in a function of `Grouped`; `aliases`: {operand: result} of one memory."""
+    """Calls a kernel in a function of `Grouped`: results [(shape, dtype)], `aliases` {operand: result over it}."""
     types = [struct_like(operands[0], shape, dtype) for shape, dtype in results]
     return jax.ffi.ffi_call(target, types, input_output_aliases=aliases or {})(*operands, **attributes)
 
@@ -92,8 +92,8 @@ class Grouped:
         Name of the primitive.
     function : callable
         ``function(static, shared, batched, grouped, platforms) -> (batched results, shared results)``, two lists each,
-        in plain JAX, for one group. Shared results are sums over the batch. `grouped`: for `most_over_groups`.
-        `platforms`: the program is lowered for these.
+        in plain JAX, for one group. Shared results are sums over the batch. `grouped` is for `most_over_groups`.
+        `platforms` are those for which the program is lowered.
     kernel : callable, optional
         ``kernel(kind, static, shared, batched, device, reason, doubt) -> function`` of kernels, where `function` runs
         as one: ``function(shared, batched, interpret=...) -> (batched results, shared results)``; None: there is none.
@@ -107,7 +107,7 @@ class Grouped:
         self.primitive = new_primitive(name, self.abstract_eval, self.lower, self.jvp, self.batch)
 
     def __call__(self, static, shared, batched, batched_results, shared_results=()):
-        """(batched results, shared results).
+        """Returns (batched results, shared results).
 
         `batched_results` lists (trailing shape, dtype) of each; `shared_results` lists (index in `shared` of the
         operand with the same shape, dtype).
@@ -125,7 +125,7 @@ class Grouped:
         outer = [next((axes for axes in each if axes is not None), None) for each in zip(*specs)]
 
         def element(i):
-            """Shape and sharding of an element of this operand."""
+            """Returns shape and sharding of an element of this operand."""
             first = depth if mapped[i] else 0
             return avals[i].shape[first:], spec_of(avals[i])[first:]
 
@@ -157,7 +157,7 @@ class Grouped:
             return [*_merge(outputs), *(jnp.sum(x, 0) for x in sums)]
 
         def over_elements(*operands):
-            """All mapped elements, one after the other in each group."""
+            """Runs all mapped elements, one after the other in each group."""
             groups = _groups(operands[mapped.index(True)].shape[0], devices)
             one = functools.partial(over_batch, 1 if groups > 1 else devices, groups > 1)
             part = functools.partial(_each, one, mapped)
@@ -188,7 +188,7 @@ class Grouped:
         return kernel and functools.partial(kernel, interpret=loading.INTERPRETED.get(platforms[0], False))
 
     def _lower_kernel(self, ctx, kernel, operands, mapped, depth, num_shared):
-        """XLA does not partition it: each device runs it on its own part, of the batch or of the mapped elements."""
+        """Lowers to a kernel, which XLA does not partition: each device takes its part of batch or elements."""
         devices = None if unpartitioned(ctx) else Devices(ctx)
 
         def one(*operands):
@@ -196,7 +196,7 @@ class Grouped:
             return [*outputs, *sums]
 
         def of_parts(*operands):
-            """Of one element, each device a part of its batch."""
+            """Runs one element, each device a part of its batch."""
             if devices is None:
                 return one(*operands)
             (axes,) = devices.spec(ctx.avals_in[num_shared], depth * mapped[num_shared], depth * mapped[num_shared] + 1)
@@ -220,7 +220,8 @@ class Grouped:
             with contextlib.nullcontext() if devices is None else jax.sharding.use_abstract_mesh(devices.mesh):
                 return _flat(over_elements, mapped, depth, *operands) if depth else of_parts(*operands)
 
-        # Also where the program has 64-bit integers: jax 0.6 lowers Python's numbers in the width of the moment.
+        # This also holds where the program has 64-bit integers: jax 0.6 lowers Python's numbers in the width of the
+        # moment.
         with contextlib.nullcontext() if kernel.keywords["interpret"] else enable_x64(False):
             return lower_plain(ctx, on_mesh, operands)
 
@@ -231,7 +232,7 @@ class Grouped:
         extents = size, *next(inner, ())
 
         def widen(x, axis, m):
-            """With all leading dimensions, or none."""
+            """Gives x all leading dimensions, or none."""
             if axis is None and m:
                 return jnp.broadcast_to(x[None], (size, *x.shape))
             if axis is not None and not m:

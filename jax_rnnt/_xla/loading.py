@@ -19,25 +19,25 @@ TARGETS = (
     "jax_rnnt_lattice_loss",
     "jax_rnnt_lattice_grad",
 )
-# Of GPUs alone, and without a batch dimension.
+# Kernels of GPUs alone, without a batch dimension.
 JOINT = "jax_rnnt_joint_fwd", "jax_rnnt_joint_bwd", "jax_rnnt_joint_sums"
 # JAX's name for a platform in lowering rules, XLA's name for it in the registry, and the module with its handlers.
 PLATFORMS = (("cpu", "cpu", "_cpu"), ("cuda", "CUDA", "_cuda"))
 
-# By platform: the kind of its kernels, "cpu" or "cuda" (the emulation runs CUDA kernels on the CPU platform).
+# The kind of a platform's kernels, "cpu" or "cuda" (the emulation runs CUDA kernels on the CPU platform).
 KERNELS: dict[str, str] = {}
-# By platform: why it has no kernels.
+# Why a platform has no kernels.
 MISSING: dict[str, str] = {}
-# By platform: the largest sizes that its kernels take, by name. A name without an entry has no limit.
+# The largest sizes that a platform's kernels take, by name. A name without an entry has no limit.
 LIMITS: dict[str, dict[str, int]] = {}
-# Platforms where kernels in Pallas are interpreted: tests fill it, in Pallas's ways of doing so.
+# Platforms where kernels in Pallas are interpreted, with Pallas's way of doing so; tests fill it.
 INTERPRETED: dict[str, Any] = {}
 # ``(unit_steps, num_arcs, gradient) -> [(elements, frames, columns), ...]``: `xla_kernels/common/workspace.h`.
 WORKSPACES: dict[str, Callable[[bool, int, bool], list[tuple[int, int, int]]]] = {}
 
 
 def runtime_api() -> tuple[int, int] | None:
-    """(major, minor) of the installed jaxlib's FFI; None if its headers are missing or name no version."""
+    """Returns (major, minor) of the installed jaxlib's FFI; None if its headers are missing or name no version."""
     try:
         text = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
     except OSError:
@@ -80,7 +80,7 @@ if "cpu" in MISSING:
 
 
 def default_platform() -> str:
-    """The default backend's platform by the name that lowering uses: JAX calls both makes of GPU "gpu"."""
+    """Returns the default backend's platform by the name that lowering uses: JAX calls both makes of GPU "gpu"."""
     backend = jax.extend.backend.get_backend()
     if backend.platform == "gpu":
         return "rocm" if "rocm" in backend.platform_version.lower() else "cuda"
@@ -88,34 +88,34 @@ def default_platform() -> str:
 
 
 def module(platform: str):
-    """The loaded extension module with this platform's kernels, or None."""
+    """Returns the loaded extension module with this platform's kernels, or None."""
     return sys.modules.get(next(f"jax_rnnt.{name}" for lowered, _, name in PLATFORMS if lowered == platform))
 
 
 def missing(platform: str) -> str | None:
-    """Why programs for this platform run without kernels; None if they have them."""
+    """Returns why programs for this platform run without kernels; None if they have them."""
     return MISSING.get(platform) or (devices.unfit(module(platform)) if platform in KERNELS else None)
 
 
 def limits(platform: str) -> dict[str, int]:
-    """`LIMITS` of the platform, with those of its devices."""
+    """Returns `LIMITS` of the platform, with those of its devices."""
     return LIMITS[platform] | devices.limits(module(platform))
 
 
 def joint_kernels(platform: str) -> str | None:
-    """The kind of the platform's kernels of joint networks, "tpu" (in Pallas) or "cuda"; None where it has none."""
+    """Returns the kind of a platform's kernels of joint networks, "tpu" (in Pallas) or "cuda"; None if it has none."""
     if platform in ("tpu", *INTERPRETED):
         return "tpu"
     return "cuda" if KERNELS.get(platform) == "cuda" and not missing(platform) else None
 
 
 def shared_memory(platform: str, kind: str | None) -> int | str:
-    """Bytes of a thread block for the kernels of joint networks, on devices of this kind if none is visible."""
+    """Returns a thread block's bytes for kernels of joint networks, for devices of this kind if none is visible."""
     return devices.shared_memory(module(platform), platform == "cpu", kind)
 
 
 def instruction_set(platform: str) -> str:
-    """The instruction set of the platform's kernels, as far as their module names one."""
+    """Returns the instruction set of the platform's kernels, as far as their module names one."""
     kernels = module(platform)
     if hasattr(kernels, "target"):
         return kernels.target()
@@ -123,7 +123,7 @@ def instruction_set(platform: str) -> str:
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
-    """Safety checks to disable when a program that calls this library is exported.
+    """Returns the safety checks to disable when a program that calls this library is exported.
 
     Returns
     -------

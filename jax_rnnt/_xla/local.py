@@ -1,4 +1,4 @@
-"""A primitive of plain JAX that may branch on data: each device decides for its own part of the batch.
+"""A primitive of plain JAX that may branch on data, where each device decides for its own part of the batch.
 
 Under the partitioner a predicate over a sharded batch is a collective, and under `vmap` both branches run. This
 primitive has rules for both: the lowering runs the function on each device's part where the part is known, and tells it
@@ -24,7 +24,7 @@ class Local:
     name : str
         Name of the primitive.
     function : callable
-        ``function(*operands, branch) -> results``; `branch`: whether it may branch on data.
+        ``function(*operands, branch) -> results``; `branch` is True if it may branch on data.
     results : sequence of sequence of (int, int)
         For each result the trailing dimensions: (operand, which of its trailing dimensions).
     jvp : callable

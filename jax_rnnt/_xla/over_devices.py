@@ -19,7 +19,7 @@ from jax_rnnt._xla.retracing import evaluate
 
 
 def by_shards(function, *trees):
-    """``function(*trees)``, pytrees of arrays [B, ...], where explicit mesh axes split the batch of the first array.
+    """Runs ``function(*trees)`` on pytrees of arrays [B, ...], where explicit mesh axes split the first array's batch.
 
     Each device runs it on its own part of the batch, and exchanges nothing. JAX lets no function in `jax.shard_map`
     close over arrays on explicit axes. So it is traced for a part, outside, and its constants are arguments.
@@ -28,7 +28,7 @@ def by_shards(function, *trees):
     aval = jax.typeof(arrays[0])
     axes, mesh = spec_of(aval)[0], aval.sharding.mesh
     place = reshard
-    if not isinstance(arrays[0], jax.core.Tracer):  # without `jax.set_mesh` only the array knows the devices
+    if not isinstance(arrays[0], jax.core.Tracer):  # without `jax.set_mesh`, only the array knows the devices
         mesh, place = arrays[0].sharding.mesh, jax.device_put
     arrays = [place(jnp.asarray(x), NamedSharding(mesh, P(axes))) for x in arrays]
     parts = mesh.shape[axes] if isinstance(axes, str) else math.prod(mesh.shape[name] for name in axes)
@@ -50,11 +50,11 @@ def by_shards(function, *trees):
     return jax.tree.unflatten(jax.tree.structure(shapes), jax.jit(mapped)(whole, *arrays))
 
 
-_UNKNOWN = "jax_rnnt_devices"  # the one axis of a mesh that is not known
+_UNKNOWN = "jax_rnnt_devices"  # the only axis of a mesh that is not known
 
 
 def unpartitioned(ctx) -> bool:
-    """Whether the SPMD partitioner will not run over this operation: one device, or every mesh axis is manual."""
+    """Returns True if no SPMD partitioner will run over this operation: one device, or every mesh axis is manual."""
     axes = ctx.module_context.axis_context
     if (num_devices := getattr(axes, "num_devices", None)) is not None:
         return num_devices == 1
@@ -71,17 +71,17 @@ def lower_plain(ctx, function, operands):
 
 
 def without_mesh(function):
-    """The function outside of any mesh."""
+    """Returns the function as it runs outside any mesh."""
 
     def run(*operands):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return function(*operands)
 
-    return run if jax.__version_info__ >= (0, 7) else function  # no axes are explicit before
+    return run if jax.__version_info__ >= (0, 7) else function  # before that no axes are explicit
 
 
 def _mesh(ctx):
-    """(mesh of the program, its manual axes, whether the types of operands say how they are sharded)"""
+    """Returns (mesh of the program, its manual axes, whether the types of operands say how they are sharded)."""
     axes = ctx.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return axes.mesh, set(axes.manual_axes), False
@@ -95,10 +95,10 @@ def _mesh(ctx):
 
 
 def _batch_spec(shape, mesh, manual):
-    """Over which axes to split each batch dimension: all axes, where they divide it."""
+    """Returns the axes over which to split each batch dimension: all axes, where they divide it."""
     spec: list[tuple] = [()] * len(shape)
     for axis, devices in zip(mesh.axis_names, mesh.axis_sizes):
-        for i in reversed(range(len(shape))):  # the innermost is the user's batch, the others are those of vmap
+        for i in reversed(range(len(shape))):  # the innermost is the user's batch; the others come from vmap
             split = devices * math.prod(mesh.shape[name] for name in spec[i])
             if axis not in manual and shape[i] % split == 0:
                 spec[i] = *spec[i], axis
@@ -107,7 +107,7 @@ def _batch_spec(shape, mesh, manual):
 
 
 def is_local(ctx, num_batch_dims) -> bool:
-    """Whether `lower_over_devices` leaves each device its own part of any batch that is split over devices.
+    """Returns True if `lower_over_devices` leaves each device its own part of any batch split over devices.
 
     The part is known without a partitioner, from types, or where one mesh axis meets one batch dimension.
     """
@@ -135,13 +135,13 @@ class Devices:
         self.mesh = AbstractMesh(self.program.axis_sizes, self.program.axis_names, axis_types=types)
 
     def spec(self, aval, first, last):
-        """Over which axes to split the dimensions of an operand from `first` to `last`, all of them batch."""
+        """Returns the axes over which to split an operand's dimensions from `first` to `last`, all of them batch."""
         if self._known:
             return spec_of(aval)[first:last]
         return _batch_spec(aval.shape[first:last], self.program, self._manual)
 
     def map(self, function, in_specs, out_specs):
-        """The function of each device's own part."""
+        """Returns the function that runs on each device's own part."""
 
         def split(*operands):
             names = set(self.mesh.axis_names) - self._manual
@@ -164,7 +164,7 @@ def lower_over_devices(ctx, function, operands, num_batch_dims):
 
 
 def device_of(ctx) -> tuple[str | None, int]:
-    """(kind of the TPUs that a program is lowered for, or None where that is not known; cores of a device)"""
+    """Returns (kind of the TPUs for which a program is lowered, None where it is unknown; cores of a device)."""
     axes = ctx.module_context.axis_context
     for mesh in (getattr(axes, "mesh", None), getattr(axes, "abstract_mesh", None), jax.sharding.get_abstract_mesh()):
         device = getattr(getattr(mesh, "abstract_mesh", mesh), "abstract_device", None)

@@ -1,4 +1,4 @@
-"""One kernel is one primitive; without a kernel it runs the pure-JAX reference.
+"""Binds each kernel as one primitive; without a kernel it runs the pure-JAX reference.
 
 `jax.ffi.ffi_call` alone would all-gather sharded logits under jit and fail under `jax.shard_map` and on explicit-axis
 meshes (jax 0.6.2 ... 0.12), so each primitive carries
@@ -30,7 +30,7 @@ from jax_rnnt._xla.avals import result_aval, vary_together
 from jax_rnnt._xla.over_devices import lower_over_devices, unpartitioned
 
 PALLAS = (0, 8)  # the first jax whose Pallas runs the TPU kernels
-_PARTLY_MANUAL = (0, 10)  # the same within a mesh with manual and automatic axes
+_PARTLY_MANUAL = (0, 10)  # the same within a mesh that has manual and automatic axes
 _warning = threading.RLock()  # a cache lets two threads compute one entry
 
 
@@ -40,13 +40,13 @@ def _warn(message: str) -> None:
 
 
 def warn_once(message: str) -> None:
-    """`_installation.warn`, once for each message."""
+    """Calls `_installation.warn` once for each message."""
     with _warning:
         _warn(message)
 
 
 def beyond(limits: Mapping[str, int], *numbers: tuple[str, str, Any]) -> str | None:
-    """A sentence about the first of (name in `limits`, things counted, their number) above its limit.
+    """Returns a sentence about the first of (name in `limits`, things counted, their number) above its limit.
 
     Symbolic sizes are taken to fit.
     """
@@ -59,7 +59,7 @@ def beyond(limits: Mapping[str, int], *numbers: tuple[str, str, Any]) -> str | N
 def new_primitive(
     name: str, abstract_eval: Callable, lower: Callable, jvp: Callable | None = None, batch: Callable | None = None
 ) -> Primitive:
-    """A primitive of several results that runs by its lowering, with these rules; `batch` takes it first."""
+    """Makes a primitive of several results that runs by its lowering, with these rules; `batch` takes it first."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
@@ -72,7 +72,7 @@ def new_primitive(
 
 
 def _add_batch_dim(primitive: Primitive, operands, axes, *, num_batch_dims: int, **params):
-    """The batching rule of a primitive whose leading dimensions are all batch."""
+    """Batches a primitive whose leading dimensions are all batch."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
     operands = [
         jnp.broadcast_to(x[None], (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
@@ -83,7 +83,7 @@ def _add_batch_dim(primitive: Primitive, operands, axes, *, num_batch_dims: int,
 
 
 def _sharding_rule(num_batch_dims: int, operands, results) -> str:
-    """Shardy rule: one factor per batch dimension, shared; every other dimension has its own and needs replication."""
+    """Returns a Shardy rule: batch dimensions share one factor each; every other has its own and needs replication."""
     sizes: list[int] = []
 
     def factor(size):
@@ -107,19 +107,19 @@ def _sharding_rule(num_batch_dims: int, operands, results) -> str:
 
 
 def too_old_for_pallas() -> str | None:
-    """Why this JAX runs no kernel in Pallas."""
+    """Returns why this JAX runs no kernel in Pallas."""
     if jax.__version_info__ < PALLAS:
         return f"the TPU kernels need jax {'.'.join(map(str, PALLAS))}, got {jax.__version__}"
     return None
 
 
 def no_pallas(ctx) -> str | None:
-    """Why Pallas cannot run here at all."""
+    """Returns why Pallas cannot run here at all."""
     return too_old_for_pallas() or no_parts(ctx, "the TPU kernels")
 
 
 def no_parts(ctx, kernels: str) -> str | None:
-    """Why kernels cannot run on each device's own part."""
+    """Returns why kernels cannot run on each device's own part."""
     partly = getattr(ctx.module_context.axis_context, "manual_axes", ()) and not unpartitioned(ctx)
     if partly and jax.__version_info__ < _PARTLY_MANUAL:
         return f"{kernels} in a jax.shard_map over some axes need jax {'.'.join(map(str, _PARTLY_MANUAL))}"
@@ -128,7 +128,7 @@ def no_parts(ctx, kernels: str) -> str | None:
 
 
 def _row_major(x):
-    if jax.__version_info__ < (0, 7):  # where Layout meant what Format means now
+    if jax.__version_info__ < (0, 7):  # there, Layout meant what Format means now
         make = layout.DeviceLocalLayout  # type: ignore[attr-defined]
     else:
         make = layout.Layout
@@ -184,7 +184,7 @@ class Kernel:
         self.primitive = new_primitive(
             target, self.abstract_eval, self.lower_reference, self.jvp if differentiable else None
         )
-        # The bare in-place custom call, without a rule for the partitioner: used only where no partitioner runs.
+        # The bare in-place custom call, without a rule for the partitioner, is used only where no partitioner runs.
         self.in_place = new_primitive(f"{target}_in_place", self.abstract_eval, self.lower_reference)
         for platform in loading.KERNELS:
             for primitive, rule in ((self.primitive, self.lower), (self.in_place, self.lower_in_place)):
@@ -192,7 +192,7 @@ class Kernel:
         mlir.register_lowering(self.primitive, self.lower_tpu, platform="tpu")
 
     def __call__(self, *operands, num_batch_dims: int, strict: bool = False, alias: bool = False, **attributes):
-        """Every operand has `num_batch_dims` leading batch dimensions.
+        """Binds the primitive. Every operand has `num_batch_dims` leading batch dimensions.
 
         `strict` refuses to lower to the reference. `alias` allows the results to take the memory of the operands in
         `aliases`.
@@ -207,7 +207,7 @@ class Kernel:
         return [result_aval(first, batch + tuple(shape), dtype, num_batch_dims) for shape, dtype in outputs]
 
     def lower(self, ctx, *operands, platform, num_batch_dims, strict, alias, **attributes):
-        """The kernel of this platform, if its devices have it and it takes the problem."""
+        """Lowers to this platform's kernel, if its devices have it and it takes the problem."""
         params = dict(num_batch_dims=num_batch_dims, strict=strict, alias=alias, **attributes)
         reason = loading.missing(platform) or self.unsupported(loading.limits(platform), *ctx.avals_in, **attributes)
         if reason:
@@ -238,7 +238,7 @@ class Kernel:
         return self._custom_call(ctx, operands, platform, num_batch_dims, attributes, **lowering)
 
     def lower_tpu(self, ctx, *operands, num_batch_dims, strict, alias, interpret=False, **attributes):
-        """XLA's program, or the kernel in Pallas, each device on its part of the batch."""
+        """Lowers to XLA's program, or to the kernel in Pallas, each device on its part of the batch."""
         kernel = self.tpu
         if kernel is None:
             return self._lower_plain(ctx, *operands, **attributes)
@@ -275,7 +275,7 @@ class Kernel:
         return self._lower_plain(ctx, *operands, doubt=warning, **attributes)
 
     def _lower_plain(self, ctx, *operands, doubt=None, **attributes):
-        """The reference, after a warning."""
+        """Lowers to the reference, after a warning."""
         if doubt:
             warn_once(doubt)
         function = functools.partial(self.reference, **attributes)
@@ -297,7 +297,8 @@ class Kernel:
         return rule(extended, *operands, **encoded)[: len(ctx.avals_out)]
 
     def jvp(self, primals, tangents, *, num_batch_dims, strict, alias, **attributes):
-        # Without the integers, whose tangents would be NumPy arrays: none has the size of a symbol (`jax.export`).
+        # The integers are left out, as their tangents would be NumPy arrays: none has the size of a symbol
+        # (`jax.export`).
         floats = [i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         def function(*values):

@@ -1,12 +1,12 @@
-"""Which kernels are the default: those that a device has shown to be right.
+"""Decides which kernels are the default: those that a device has shown to be right.
 
 `KERNELS` lists the kernels that a record of a device in the repository vouches for. A CUDA kernel that one CUDA device
 has run counts on all of them. The kernels of the CPU are tested on every kind of machine that wheels exist for, so they
 are not in the list and always count.
 
 Any other kernel becomes the default where `python -m jax_rnnt selftest` has found it right, which keeps a verdict in
-the user's cache. The question is asked when a program is lowered for a platform, so a program that is already compiled
-stays as it is. A verdict belongs to a kind of device, a driver, a jaxlib and a build of this package.
+the user's cache. This is decided when a program is lowered for a platform, so a program that is already compiled stays
+as it is. A verdict belongs to a kind of device, a driver, a jaxlib and a build of this package.
 """
 
 import functools
@@ -27,7 +27,7 @@ from jax_rnnt._xla import loading
 from jax_rnnt._xla.over_devices import device_of
 
 _H100 = "lab/benchmarks/results/2026-11-26-h100-second-log.txt"  # suite, check program, memcheck, selftest
-# By platform: the kernels of its devices, each with the record of a device that has run it; None where none has.
+# For each platform, the kernels of its devices, with the record of a device that has run it; None where none has.
 KERNELS: dict[str, dict[str, str | None]] = {
     "cuda": dict.fromkeys(loading.TARGETS, _H100) | dict.fromkeys(loading.JOINT),
     "tpu": dict.fromkeys((*loading.TARGETS[2:], *loading.JOINT[:2])),  # the emission is XLA's there
@@ -37,7 +37,7 @@ _SELFTEST = "`python -m jax_rnnt selftest`"
 
 
 def all_chosen() -> bool:
-    """Whether the environment asks for all kernels, with or without proof."""
+    """Returns True if the environment asks for all kernels, with or without proof."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "all"):
         raise ValueError(f"The environment variable {VARIABLE} must be 'all' or not be set, got {value!r}.")
@@ -45,12 +45,12 @@ def all_chosen() -> bool:
 
 
 def unvouched(platform: str) -> list[str]:
-    """The platform's kernels that no record vouches for."""
+    """Returns the platform's kernels that no record vouches for."""
     return [name for name, record in KERNELS.get(platform, {}).items() if record is None]
 
 
 def doubt(ctx, platform: str, kernels: Iterable[str]) -> str | None:
-    """Why these kernels are not the default in the program that is being lowered, and what to do; None: they are."""
+    """Returns why these kernels are not the default in the program being lowered, and what to do; None if they are."""
     chosen, unproven = all_chosen(), unvouched(platform)
     if chosen or set(unproven).isdisjoint(kernels):
         return None
@@ -80,7 +80,7 @@ def doubt(ctx, platform: str, kernels: Iterable[str]) -> str | None:
 
 
 def devices_of(platform: str) -> dict[str, jax.Device]:
-    """{kind: a device} of this process on the platform; programs for others are compiled ahead of time."""
+    """Returns {kind: a device} of this process on the platform; programs for others are compiled ahead of time."""
     if platform == loading.default_platform():
         found = jax.local_devices()
     else:
@@ -95,7 +95,7 @@ def devices_of(platform: str) -> dict[str, jax.Device]:
 
 
 def identity(platform: str, device: jax.Device) -> dict[str, str]:
-    """A verdict depends on these."""
+    """Returns everything that a verdict depends on."""
     return {
         "platform": platform,
         "device": device.device_kind,
@@ -107,7 +107,7 @@ def identity(platform: str, device: jax.Device) -> dict[str, str]:
 
 
 def _driver(device: jax.Device) -> str:
-    """Of the plugin and, for NVIDIA's devices, of the system."""
+    """Returns the versions of the plugin and, for NVIDIA's devices, of the system's driver."""
     version = " ".join(device.client.platform_version.split())
     try:
         of_system = re.search(r"\d+(\.\d+)+", pathlib.Path("/proc/driver/nvidia/version").read_text())
@@ -118,7 +118,7 @@ def _driver(device: jax.Device) -> str:
 
 @functools.cache
 def build(platform: str) -> str:
-    """Names this build: the version, and a digest of its Python files and of the platform's extension module."""
+    """Names this build by the version, and a digest of its Python files and of the platform's extension module."""
     digest, package = hashlib.sha256(), pathlib.Path(_installation.__file__).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
@@ -129,27 +129,27 @@ def build(platform: str) -> str:
 
 
 def folder() -> pathlib.Path:
-    """The user's cache, where verdicts are."""
+    """Returns the folder of the user's cache that has the verdicts."""
     base: str | pathlib.Path = os.environ.get("XDG_CACHE_HOME", "")
     if sys.platform == "win32":
         base = base or os.environ.get("LOCALAPPDATA", "")
-    if not os.path.isabs(base):  # the standard says that a relative one counts nothing
+    if not os.path.isabs(base):  # the standard ignores a relative path
         base = pathlib.Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return pathlib.Path(base) / "jax_rnnt"
 
 
 def _verdict(platform: str, device: jax.Device) -> tuple[str, str]:
-    """(name of its file, text): one file each, since machines with other devices may share a home."""
+    """Returns (name of its file, text): one file each, since machines with other devices may share a home."""
     text = json.dumps(identity(platform, device) | {"right": sorted(unvouched(platform))}, indent=2) + "\n"
     return f"selftest-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json", text
 
 
 def proven(platform: str, device: jax.Device) -> bool:
-    """Whether a selftest on this kind of device found the kernels right. A file that is damaged says nothing."""
+    """Returns True if a selftest on this kind of device found the kernels right. A damaged file counts for nothing."""
     name, text = _verdict(platform, device)
     try:
         return (folder() / name).read_bytes() == text.encode()
-    except (OSError, RuntimeError):  # the second: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         return False
 
 

@@ -27,7 +27,7 @@ from jax_rnnt._xla.avals import on_mesh, plain_aval
 
 
 def is_trained(x) -> bool:
-    """Whether it has a gradient: keys and integers have none."""
+    """Returns True if x has a gradient: keys and integers have none."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -35,11 +35,11 @@ class Function:
     """A function of arrays with one result, which takes its parameters first, then rows."""
 
     def differentiable(self):
-        """The same with its derivative. Call it in the mesh context of the trace."""
+        """Returns the same function with its derivative. Call it in the mesh context of the trace."""
         return self
 
     def vjp(self, *values):
-        """(result, function from its cotangent to the gradients of the values that have one)."""
+        """Returns (result, function from its cotangent to the gradients of the values that have one)."""
         result, pull = _vjp(self, values)
         return result, lambda cotangent: pull(cotangent)[0]
 
@@ -49,7 +49,7 @@ class Pure(Function):
     """``function(parameters, *rows)`` that closes over no array."""
 
     function: Callable
-    structure: Any  # of the parameters
+    structure: Any  # structure of the parameters
     random: bool
 
     def __call__(self, *values):
@@ -63,7 +63,7 @@ class Traced(Function):
 
     jaxpr: Jaxpr
     on_mesh: bool  # whether it was traced where there is a mesh
-    # Where there is one: values -> result, *residuals, and *residuals, cotangent of the result -> gradients.
+    # With a mesh: values -> result, *residuals, and *residuals, cotangent of the result -> gradients.
     derivative: tuple[ClosedJaxpr, ClosedJaxpr] | None = None
 
     @property
@@ -106,15 +106,15 @@ class Traced(Function):
 
 
 def trace(function: Callable, *avals) -> tuple[Traced, list[jax.Array], Any]:
-    """(the function, its constants, shape and dtype of its result)"""
-    # A fresh lambda: JAX caches traces by function identity and could return stale constants.
+    """Returns (the function, its constants, shape and dtype of its result)."""
+    # A fresh lambda, since JAX caches traces by function identity and could return stale constants.
     closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
     types = (v.aval for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars))
     return Traced(closed.jaxpr, on_mesh(types)), [jnp.asarray(x) for x in closed.consts], result
 
 
 def pure(function: Callable, parameters, *avals) -> tuple[Pure, list[jax.Array], Any]:
-    """`trace` of ``function(parameters, *rows)``, the leaves of `parameters` in place of constants."""
+    """Works as `trace` for ``function(parameters, *rows)``, with the leaves of `parameters` in place of constants."""
     leaves, structure = jax.tree.flatten(parameters)
     closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(parameters, *avals)
     if closed_over := [jax.typeof(x) for x in closed.consts if isinstance(x, jax.Array)]:
@@ -124,11 +124,11 @@ def pure(function: Callable, parameters, *avals) -> tuple[Pure, list[jax.Array],
 
 
 def shape_of(what: str, function: Callable, *avals) -> tuple[Any, bool]:
-    """(shapes and dtypes of its result, whether it draws random numbers); `what` is the argument that errors name."""
+    """Returns (shapes and dtypes of its result, whether it draws random numbers); errors name the argument `what`."""
     try:
         closed, result = jax.make_jaxpr(lambda *arguments: function(*arguments), return_shape=True)(*avals)
     except Exception as error:
-        if type(error).__name__ != "TraceContextError":  # of Flax NNX
+        if type(error).__name__ != "TraceContextError":  # an error of Flax NNX
             raise
         name = getattr(function, "__qualname__", type(function).__qualname__)
         cure = "call eval() of the module that it runs, or drop and normalise rows before"
@@ -137,12 +137,12 @@ def shape_of(what: str, function: Callable, *avals) -> tuple[Any, bool]:
     return result, draws(closed.jaxpr)
 
 
-# Primitives that draw random numbers. Making and splitting keys draws none, but for keys of plain integers.
+# Primitives that draw random numbers. Making and splitting keys draws none, except for keys of plain integers.
 _DRAWS = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform", "prng_random_bits"}
 
 
 def draws(jaxpr) -> bool:
-    """Whether it draws random numbers, which depend on a row's place in the tile."""
+    """Returns True if the jaxpr draws random numbers, which depend on a row's place in the tile."""
     return not _DRAWS.isdisjoint(_primitives(jaxpr))
 
 
@@ -155,7 +155,7 @@ def _vjp(function, values):
 
 
 def _primitives(jaxpr) -> Iterator[str]:
-    """Names of the primitives, those of inner jaxprs included."""
+    """Yields the names of the primitives, including those of inner jaxprs."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         for param in jax.tree.leaves(equation.params):
@@ -166,7 +166,7 @@ def _primitives(jaxpr) -> Iterator[str]:
 
 # Primitives that do nothing to plain arrays.
 _OF_MESH = ("pvary", "pcast", "reshard", "sharding_constraint")
-# Primitives that call a jaxpr: the name of the parameter that holds it. The derivative has been taken, so what
+# Primitives that call a jaxpr, with the name of the parameter that holds it. The derivative has been taken, so what
 # `jax.checkpoint` computes again is written out.
 _CALLS = dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
 _CALLS |= dict.fromkeys(("pjit", "jit", "checkpoint", "remat2"), "jaxpr") | {"custom_vjp_call_jaxpr": "fun_jaxpr"}
@@ -205,7 +205,7 @@ def _bind(primitive, arguments, params):
 
 
 def _anew(param, drop):
-    """An equation's parameter, remade in the present context."""
+    """Returns an equation's parameter, remade in the present context."""
     if isinstance(param, ClosedJaxpr):
         function = functools.partial(evaluate, param.jaxpr, *param.consts, drop=drop)
         return jax.make_jaxpr(function)(*(plain_aval(v.aval) for v in param.jaxpr.invars))

@@ -1,8 +1,8 @@
-"""Beam search: the N most probable label sequences, each a sum over its alignments.
+"""Beam search for the N most probable label sequences, each scored by the sum over its alignments.
 
-One `lax.while_loop` runs `_beam_step.step` until every utterance is at its end. Labels are compared by hashes of 64
-bits, and so are predictors: by all labels where the state holds floating-point numbers, else by rows and state. Two
-that differ are taken for one with a probability of 2^-64.
+One `lax.while_loop` runs `_beam_step.step` until every utterance is at its end. Label sequences are compared by hashes
+of 64 bits. So are predictors: the hash is of all labels where the state holds floating-point numbers, else of rows and
+state. Two that differ are mistaken for equal with a probability of 2^-64.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jax_rnnt.decode._streams import begin_part, beyond_the_end
 
 @_pytree.exportable("BeamStream")
 class BeamStream(typing.NamedTuple):
-    """Where a part of a stream ended; the beam's frames count from the start of the next part."""
+    """The state of a stream after one of its parts; the beam's frames count from the start of the next part."""
 
     fresh: jax.Array  # [B]: the next part starts anew
     bad: jax.Array  # [B]: NaN has been met
@@ -43,7 +43,7 @@ class BeamStream(typing.NamedTuple):
 def run(
     search, encoder_out, lengths, width, merge, threshold, length_norm, exact_end, state, frames_at_once
 ) -> Hypotheses:
-    """`Search.beam`."""
+    """Implements `Search.beam`."""
     width, merge = _options.size("width", width), _checks.boolean("merge", merge)
     several = _options.size("frames_at_once", frames_at_once) > 1
     if several and not merge:
@@ -76,7 +76,7 @@ def start_stream(static: BeamStatic, given: Given) -> BeamStream:
 
 
 def fitted(state, rows: int):
-    """The state of a stream with keys if this number of rows is packed, else without: a batch may change its size."""
+    """Returns the state, with keys if this number of rows is packed, else without: the size of a batch may change."""
     if not isinstance(state, BeamStream) or (state.networks.key is not None) == packs(rows):
         return state
     key = unshared_keys(state.networks) if packs(rows) else None
@@ -84,14 +84,14 @@ def fitted(state, rows: int):
 
 
 def unshared_keys(networks: Networks):
-    """Keys [B, 2 W, 2] by which slots share no rows until their next labels."""
+    """Returns keys [B, 2 W, 2] with which no slots share a row until their next labels."""
     batch, slots, _ = networks.rows.shape
     slot = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None], (batch, slots))
     return jnp.stack(append_label((slot, slot), slot), 2)
 
 
 def run_steps(static: BeamStatic, given: Given, stream: BeamStream, bad) -> Carry:
-    """What the loops carry after all frames of this part; `bad` [B]: utterances without a result."""
+    """Returns the carry of the loops after all frames of this part; `bad` [B] marks utterances without a result."""
     bad = jnp.broadcast_to(bad[:, None], stream.beam.score.shape)
     carry = given.vary(Carry(stream.reached, stream.beam, stream.networks, bad))
     few_steps = functools.partial(_beam_step.few_steps, static, given)
@@ -99,18 +99,18 @@ def run_steps(static: BeamStatic, given: Given, stream: BeamStream, bad) -> Carr
 
 
 def result(static: BeamStatic, given: Given, committed, carry: Carry, length_norm) -> Hypotheses:
-    """The hypotheses at the end of these frames, best first."""
+    """Returns the hypotheses at the end of these frames, best first."""
     carry = carry._replace(bad=jnp.any(carry.bad, -1))
     now, lengths = carry.beam, given.lengths
     beam = now._replace(frame=now.frame - lengths[:, None])
     first, reached, networks = given.first + lengths, carry.reached - lengths, carry.networks
-    if networks.key is not None:  # elsewhere than on a CPU they are those of the first carry
+    if networks.key is not None:  # except on a CPU, the keys are still those of the first carry
         unshared = given.vary(unshared_keys(networks))
         key = by_platform(now.score.size, lambda key: key, lambda _: unshared, networks.key)
         networks = networks._replace(key=key)
     after = BeamStream(jnp.zeros_like(carry.bad), carry.bad, first, reached, committed, beam, networks)
     score = now.score
-    if static.merge:  # moves that read beyond the last frame by different numbers of frames end here alike
+    if static.merge:  # moves that read beyond the last frame by different numbers of frames all end here
         score, _ = _beam_step.merged(score, now.path_score, now.key)
     score, bad = with_final_scores(given.search, static.moves.tokens, carry, score)
     _, order = jax.lax.top_k(ranks(score, now.counts + committed[:, None], length_norm), static.width)
@@ -122,16 +122,16 @@ def result(static: BeamStatic, given: Given, committed, carry: Carry, length_nor
 
 
 def ranks(score, counts, length_norm):
-    """What hypotheses are ordered by [B, W]; the norm of a label may be infinite, or 0."""
+    """Returns the numbers [B, W] that rank the hypotheses; the norm of a label may be infinite or 0."""
     if _checks.is_zero(length_norm):
         return score
     norm = (counts + 1).astype(score.dtype) ** jnp.asarray(length_norm, score.dtype)
-    least = jnp.finfo(score.dtype).min  # of a hypothesis; a dead one has -inf
+    least = jnp.finfo(score.dtype).min  # the least score of a live hypothesis; a dead one has -inf
     return jnp.where((score == 0) | jnp.isneginf(score), score, jnp.maximum(score / norm, least))
 
 
 def with_final_scores(search, tokens: int, carry: Carry, score):
-    """(scores [B, W] of hypotheses that end here, bad [B]): models of fusion may score an end."""
+    """Returns (scores [B, W] of hypotheses that end here, bad [B]); models of fusion may score the end."""
     if not _fusion.ends(search):
         return score, carry.bad
     now, models = carry.beam, carry.networks.models

@@ -1,15 +1,16 @@
 """One step of beam search: `advance` the networks, `score` and `expand` hypotheses, `merge` equal ones, `keep_best`.
 
-B utterances, W hypotheses of each, V tokens, C candidates, L labels at most. All utterances step together, each at its
-own frame. A hypothesis that has left the frame waits in the same beam, so those of all frames compete, and one that
-reads several frames at once needs no place of its own.
+There are B utterances, W hypotheses of each, V tokens, C candidates, and at most L labels. All utterances step
+together, each at its own frame. A hypothesis that has left the frame waits in the same beam. So the hypotheses of all
+frames compete, and one that reads several frames at once needs no place of its own.
 
-The networks of a hypothesis occupy one of 2 W slots of its utterance. A new label moves them to a free slot, so rows
-are written in place, pack by pack (`_packing`). The arrays of the joint network's scores are kept from step to step for
-the same reason. For 128 utterances with an LSTM, selecting whole arrays took 2.5 ms a step, and filling new ones 0.5.
+The networks of a hypothesis occupy one of the 2 W slots of its utterance. A new label moves them to a free slot, so
+rows are written in place, pack by pack (`_packing`). The arrays of the joint network's scores are kept from step to
+step for the same reason. For 128 utterances with an LSTM, selecting whole arrays took 2.5 ms a step, and filling new
+ones took 0.5 ms.
 
-Hypotheses of an utterance with equal predictor rows and states share one row of both networks: with a predictor that
-sees two labels, a third of the joint network's rows are left.
+Hypotheses of an utterance with equal predictor rows and states share one row of both networks. With a predictor that
+sees two labels, this leaves a third of the joint network's rows.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from jax_rnnt.decode._hashing import append_label, fingerprints
 from jax_rnnt.decode._largest import largest, largest_sums
 from jax_rnnt.decode._packing import any_or_always, compute_rows, empty_results, step_rows
 
-STEPS = 32  # after so many, new labels go into the table of all
-WAITING = 4  # at most one in so many utterances waits for a pack of the predictor to fill
+STEPS = 32  # steps after which the new labels are copied into the beam's table
+WAITING = 4  # at most one in this many utterances waits for a pack of the predictor to fill
 
 
 def few_steps(static: BeamStatic, given: Given, carry: Carry) -> Carry:
-    """Steps to the end of these frames, or as many as may come before the table has the new labels."""
+    """Steps to the end of these frames, or as many times as it may before the new labels must be in the table."""
     beam, max_labels = carry.beam, static.max_labels
     room = min(STEPS, max_labels)
     itself = jnp.broadcast_to(jnp.arange(static.width, dtype=jnp.int32)[None], beam.counts.shape)
@@ -68,11 +69,11 @@ def few_steps(static: BeamStatic, given: Given, carry: Carry) -> Carry:
 
 
 def step(static: BeamStatic, given: Given, carry: Carry) -> Carry:
-    """Every utterance takes all moves of the hypotheses on its frame, and goes on once none is left there."""
+    """Makes all moves of the hypotheses on each utterance's frame; the utterance goes on once none is left there."""
     ends = _beam_window.ends_of(static, given, carry)
     carry, active = advance(static, given, carry, ends)
     carry, scores = score(static, given, carry, ends, active)
-    # Behind the barriers of this step nothing reads the old beam, which a GPU then need not copy.
+    # After the barriers of this step nothing reads the old beam, so a GPU need not copy it.
     gains = gains_of(static, given, carry, scores)
     candidates = jax.lax.optimization_barrier(expand(static, carry, ends, active, scores, gains))
     alive = candidates.score > -jnp.inf
@@ -85,10 +86,10 @@ def step(static: BeamStatic, given: Given, carry: Carry) -> Carry:
 
 
 def advance(static: BeamStatic, given: Given, carry: Carry, ends):
-    """(carry, active [B, W]): the networks of hypotheses on the frame read new labels; active ones may move.
+    """Lets networks of hypotheses on the frame read new labels; returns (carry, active [B, W]: which may move).
 
-    New labels wait for others until a pack of the predictor is full or too few utterances go on without. Utterances
-    that are behind come first: else the last ones fall back, and steps at the end have few rows.
+    New labels wait for others until a pack of the predictor is full or too few utterances can go on without. Utterances
+    that are behind come first. Otherwise the last ones fall back further, and the steps at the end have few rows.
     """
     now, networks, lengths = carry.beam, carry.networks, given.lengths
     going = carry.frame < lengths
@@ -107,7 +108,7 @@ def advance(static: BeamStatic, given: Given, carry: Carry, ends):
 
 
 def read_label(static: BeamStatic, given: Given, networks: Networks, label) -> Networks:
-    """Rows of the networks after one more label [N]."""
+    """Returns the rows of the networks after one more label [N]."""
     after, key = _fusion.read(static, given, networks, label), networks.key
     if key is not None and static.recurrent:
         key = jnp.stack(append_label((key[..., 0], key[..., 1]), label), 1)
@@ -117,12 +118,12 @@ def read_label(static: BeamStatic, given: Given, networks: Networks, label) -> N
 
 
 def keys(networks: Networks, slot):
-    """[B, W, 2]: of each hypothesis; None where rows are not packed."""
+    """Returns the key [B, W, 2] of each hypothesis; None where rows are not packed."""
     return None if networks.key is None else take(networks.key, slot)
 
 
 def first_equal(wanted, key, label=None):
-    """[B, W]: the number, of all B W rows, of the first wanted row of the utterance with the same key and label."""
+    """For each row [B, W], the number (of all B W) of its utterance's first wanted row with the same key and label."""
     batch, width = wanted.shape
     rows = jnp.arange(batch * width, dtype=jnp.int32).reshape(batch, width)
     if key is None:
@@ -136,7 +137,7 @@ def first_equal(wanted, key, label=None):
 
 
 def score(static: BeamStatic, given: Given, carry: Carry, ends, active):
-    """(carry, `NodeScores`) after the joint network has seen the active hypotheses [B, W]."""
+    """Returns (carry, `NodeScores`) after the joint network has run for the active hypotheses [B, W]."""
     networks, slot, bad_before = carry.networks, carry.beam.slot, carry.bad
     if ends is None:
         frame = jnp.broadcast_to(carry.frame[:, None], active.shape)
@@ -172,14 +173,14 @@ def score(static: BeamStatic, given: Given, carry: Carry, ends, active):
 
 
 def score_rows(static: BeamStatic, given: Given, encoder, rows):
-    """(log-probabilities of moves [N, moves], of labels [N, V], whether logits are NaN or +inf [N], confidence [N])"""
+    """Returns (scores of moves [N, moves], of labels [N, V], whether logits are NaN or +inf [N], confidence [N])."""
     logits = _given.logits_of(static, given, encoder, rows)
     moves, labels = _scores.scores(static.moves, given, logits)
-    # The softmax has the maximum of the logits anyhow.
+    # This costs little: the softmax computes the maximum of the logits anyhow.
     bad = functools.reduce(jnp.logical_or, [jnp.isnan(moves[:, i]) for i in range(moves.shape[1])])
     bad |= ~(jnp.max(logits, -1).astype(static.dtype) < jnp.inf)
     labels = labels.rows()
-    # Rows stay until a later step computes them again: +inf of a bad utterance could meet -inf of another one.
+    # Rows stay until a later step computes them again, and +inf of a bad utterance could meet -inf of another one.
     sure = _scores.confidence(static.moves, given.search, logits)
     return moves, jnp.where(labels < jnp.inf, labels, -jnp.inf), bad, sure
 
@@ -188,7 +189,7 @@ def score_rows(static: BeamStatic, given: Given, encoder, rows):
 
 
 def gains_of(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores):
-    """[B, W K, moves]: log-probabilities of the moves that are allowed, without those of labels; else -inf."""
+    """Returns the log-probabilities [B, W K, moves] of allowed moves, without those of their labels; else -inf."""
     now, later = carry.beam, static.frames_at_once - 1
     may_write = (now.count_here < static.moves.labels_per_frame) & (now.counts < static.max_labels)
     if later:  # no label is on a later frame of the window yet
@@ -199,7 +200,7 @@ def gains_of(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores)
 
 
 def expand(static: BeamStatic, carry: Carry, ends, active, scores: NodeScores, gains) -> Candidates:
-    """All candidates for the next beam."""
+    """Returns all candidates for the next beam."""
     now, blanks = carry.beam, len(static.moves.blanks)
     moves = [gains[..., i] for i in range(gains.shape[2])]
 
@@ -244,13 +245,13 @@ def expand(static: BeamStatic, carry: Carry, ends, active, scores: NodeScores, g
 
 
 def merge(candidates: Candidates) -> Candidates:
-    """Of equal candidates the one with the best path has the summed probability, the others are dead."""
+    """Gives the summed probability to the candidate with the best path among equal ones; the others become dead."""
     total, path_total = merged(candidates.score, candidates.path_score, candidates.identity)
     return candidates._replace(score=total, path_score=path_total)
 
 
 def merged(score, path, identity):
-    """(scores, path scores) [B, C] after merging candidates with equal arrays [B, C] in `identity`."""
+    """Returns (scores, path scores) [B, C] after merging candidates with equal arrays [B, C] in `identity`."""
 
     def add(score, path, identity):
         alive = score > -jnp.inf
@@ -261,14 +262,14 @@ def merged(score, path, identity):
         peak = jnp.where(jnp.isneginf(peak), 0, peak)
         weight = jnp.exp(score - peak)  # equal candidates have equal peaks
         total = jnp.where(apart == 0, weight[:, None], 0).sum(-1)
-        # With one path the sum is that path's, without rounding.
+        # The sum over one path is that path's score, without rounding.
         total = jnp.where(total > 1, peak + jnp.log(total), peak)
-        first = jnp.tri(score.shape[1], k=-1, dtype=bool)[None]  # of two equal paths
+        first = jnp.tri(score.shape[1], k=-1, dtype=bool)[None]  # of two equal paths, the first one wins
         better = (path[:, None] > path[:, :, None]) | ((path[:, None] == path[:, :, None]) & first)
         rivals = jnp.where((apart == 0) & better, 1, 0).astype(score.dtype).sum(-1)
         return jnp.where(alive & (rivals == 0), total, -jnp.inf), path
 
-    # Outside a branch XLA for CPUs would compute the identities, hashes among them, again for each pair.
+    # Outside a branch, XLA for CPUs would compute the identities, including hashes, again for each pair.
     some = any_or_always(score > -jnp.inf)
     return jax.lax.cond(some, add, lambda score, path, _: (score, path), score, path, identity)
 
@@ -277,7 +278,7 @@ def merged(score, path, identity):
 
 
 def keep_best(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores, candidates, alive) -> Carry:
-    """The W best candidates are the next beam; `alive` [B, C]: which had a path before they were merged."""
+    """Makes the W best candidates the next beam; `alive` [B, C] tells which had a path before they were merged."""
     score, chosen = largest(candidates.score, static.width)
     if given.threshold is not None:
         worst = score[:, :1] - jnp.asarray(given.threshold, static.dtype)
@@ -294,7 +295,7 @@ def keep_best(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores
 
 
 def moved(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores, moves: Candidates, reads):
-    """(beam, `Recent.written`) after these moves [B, W] of the hypotheses, which read so many frames [B, W]."""
+    """Returns (beam, `Recent.written`) after these moves [B, W] of the hypotheses, which read `reads` [B, W] frames."""
     beam, parent, label, node = carry.beam, moves.parent, moves.label, moves.parent
     if static.frames_at_once > 1:
         of_each = static.frames_at_once + static.moves.longest_blank
@@ -329,20 +330,20 @@ def moved(static: BeamStatic, given: Given, carry: Carry, scores: NodeScores, mo
 
 
 def frames_needed(static: BeamStatic, candidates: Candidates, alive, chosen):
-    """[B, W]: frames that the utterance must have for the moves of the chosen candidates, and of those merged there.
+    """Returns the frames [B, W] that an utterance needs for the moves of chosen candidates and of those merged there.
 
-    A part of a stream does not know whether the utterance ends with it, so it takes moves that an exact end may turn
+    A part of a stream does not know whether the utterance ends with it, so it makes moves that an exact end may turn
     out to forbid: those that read beyond the last frame, or that may not be the last one. The largest number of frames
-    that a kept hypothesis needs, `Carry.reached`, tells the last part whether the whole utterance at once would
-    have found the same. A score is the sum over all alignments that were merged there, so the alignments that lose
-    count as the one that stays does.
+    that a kept hypothesis needs, `Carry.reached`, shows the last part whether a search of the whole utterance at once
+    would have given the same result. A score is the sum over all alignments that were merged there, so the alignments
+    that lose count as the one that stays does.
     """
     needs = np.repeat([needs for _, needs in static.kinds], static.width).astype(np.int32)[None]
     reads = static.reads[None]
     frame = candidates.frame
     needed = take(jnp.where(needs > 0, frame - reads + needs, 0), chosen)
     longer = needs > np.maximum(reads, 1)
-    if static.merge and longer.any():  # a merged one led to the same frame, of which it needs one more
+    if static.merge and longer.any():  # a merged candidate led to the same frame, and needs one more than that
         equal = [take(x, chosen)[:, :, None] == x[:, None] for x in candidates.identity]
         equal = functools.reduce(jnp.logical_and, equal) & (alive & longer)[:, None]
         needed = jnp.where(equal.any(-1), jnp.maximum(needed, take(frame, chosen) + 1), needed)

@@ -15,7 +15,7 @@ from jax_rnnt.decode._given import Given
 
 
 def ends_of(static: BeamStatic, given: Given, carry: Carry):
-    """[B]: the frame behind the window of each utterance; None: a step reads one frame, without windows.
+    """Returns the frame [B] behind the window of each utterance, or None if a step reads one frame, without windows.
 
     Windows begin at multiples of K frames of the stream, so that a stream in parts has the same windows as the whole.
     """
@@ -26,7 +26,7 @@ def ends_of(static: BeamStatic, given: Given, carry: Carry):
 
 
 def spread(static: BeamStatic, ends, slot, frame, active, bad):
-    """(slot, frame, active, bad) [B, W K] of the nodes of hypotheses [B, W]; their windows end at `ends` [B]."""
+    """Returns (slot, frame, active, bad) [B, W K] of the hypotheses' nodes; windows of hypotheses end at `ends` [B]."""
     size = static.frames_at_once
     ahead = np.tile(np.arange(size, dtype=np.int32), static.width)[None]
     slot, frame, active, bad = (jnp.repeat(x, size, 1) for x in (slot, frame, active, bad))
@@ -35,15 +35,15 @@ def spread(static: BeamStatic, ends, slot, frame, active, bad):
 
 
 def nodes_of_window(static: BeamStatic, ends, now: Beam, blanks):
-    """The `BeamNodes` from which moves of a window begin, and the places there [1, W K] of the nodes of `NodeScores`.
+    """Returns the `BeamNodes` where a window's moves begin, and the places there [1, W K] of the nodes of `NodeScores`.
 
     A hypothesis may leave its window by blanks alone, and may read any number of them before its next label. All
     alignments that reach a frame without a label have the same future, so they are one node whose score is the log of
     their sum: a recursion over frames, in which a blank of n frames leads from a frame to the n-th one after it. So one
     step expands all frames of a window, and the beam chooses among the labels on any of them. `blanks` are the gains
-    [B, W K] of each blank. A blank may read beyond the window; nodes behind it are that of its last frame for a blank
-    of 1 frame, 2 and so on, so the frames that such a move reads are known while tracing. A hypothesis that begins
-    inside the window has fewer frames left than K; its nodes behind come from these alone.
+    [B, W K] of each blank. A blank may read beyond the window. The nodes behind it are the frames that a blank of 1, 2
+    or more frames reaches from its last frame, so the frames that such a move reads are known while tracing. A
+    hypothesis that begins inside the window has fewer than K frames left; its nodes behind come from these alone.
     """
     size, longest = static.frames_at_once, static.moves.longest_blank
     shape = *now.score.shape, size
@@ -55,7 +55,7 @@ def nodes_of_window(static: BeamStatic, ends, now: Beam, blanks):
         steps = [(i, gain[..., i]) for i, gain in steps if 0 <= i < size]
         sums.append(sum_of([sums[i] + gain for i, gain in steps] or [dead]))
         paths.append(functools.reduce(jnp.maximum, [paths[i] + gain for i, gain in steps] or [dead]))
-    left = ends[:, None] - now.frame  # frames of the window, 1 to K
+    left = ends[:, None] - now.frame  # frames left in the window, 1 to K
     behind = [[x[i + 1] for i in range(longest)] for x in (sums, paths)]
     for k in range(2, size + 1):
         behind = [[jnp.where(left == k, x[k + i], y) for i, y in enumerate(z)] for x, z in zip((sums, paths), behind)]
@@ -72,7 +72,7 @@ def nodes_of_window(static: BeamStatic, ends, now: Beam, blanks):
 
 
 def sum_of(terms):
-    """The log of the sum of exponentials of arrays. It is not rounded where all but one of them are -inf."""
+    """Returns the log of the summed exponentials of arrays, without rounding where all but one of them are -inf."""
     peak = functools.reduce(jnp.maximum, terms)
     if len(terms) == 1:
         return peak

@@ -1,4 +1,4 @@
-"""Phrases in the frames of a CTC head: where each is said, and how much worse it is than the best path there.
+"""Finds phrases in the frames of a CTC head: where each is said, and how much worse it is than the best path there.
 
 B utterances, T frames, V classes, P phrases of at most L labels.
 """
@@ -18,12 +18,12 @@ from jax_rnnt.decode.lm._phrases import depth_of, earned, is_list, weights_of
 
 @_pytree.exportable("FoundPhrase")
 class FoundPhrase(typing.NamedTuple):
-    """A place where a phrase is said, as `find_phrases` finds it.
+    """A place where a phrase is said, as returned by `find_phrases`.
 
     Parameters
     ----------
     phrase : int
-        Its number in the list.
+        Its index in the list of phrases.
     start, end : int
         The frames of its first and its last label, both inclusive.
     score : float
@@ -46,7 +46,7 @@ class FoundPhrase(typing.NamedTuple):
 def phrase_scores(
     log_probs: jax.Array, lengths: jax.Array, phrases: jax.Array, phrase_lengths: jax.Array, *, blank: int = -1
 ) -> tuple[jax.Array, jax.Array]:
-    """How well each phrase ends in each frame of a CTC head, and where it then began.
+    """Returns how well each phrase ends in each frame of a CTC head, and the frame where it then began.
 
     A phrase is said on the frames s ... e by a path of classes, one for each frame, that begins with its first label in
     s, ends with its last one in e, and says the phrase by the rules of CTC: equal classes in a row count once, blanks
@@ -61,7 +61,7 @@ def phrase_scores(
     Parameters
     ----------
     log_probs : Array, floating [B, T, V]
-        Of a CTC head, or its logits.
+        Log-probabilities or logits of a CTC head.
     lengths : Array, integer [B]
         Frames of each utterance; later ones are never read.
     phrases : Array, integer [P, L]
@@ -119,12 +119,12 @@ def _phrase_scores(x, lengths, phrases, counts, blank: int):
     bad_phrase = jnp.any(used & ((phrases < 0) | (phrases >= classes)), 1) | (counts < 1) | (counts > phrases.shape[1])
     labels = jnp.clip(phrases, 0, classes - 1)
     last = jnp.clip(counts - 1, 0, phrases.shape[1] - 1)[None, :, None]
-    new = (labels[:, 1:] != labels[:, :-1])[None]  # a label may follow without a blank
+    new = (labels[:, 1:] != labels[:, :-1])[None]  # whether a label may follow without a blank between
     best = jnp.max(x, -1, keepdims=True)
     x = jnp.where(jnp.isneginf(x), -jnp.inf, x - jnp.where(jnp.isneginf(best), 0, best))
 
     def better(*ways):
-        """The best of scores and starts; of equal scores the latest start."""
+        """Returns the best of these scores with its start; the latest start among equal scores."""
 
         def pair(a, b):
             wins = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] > a[1]))
@@ -133,14 +133,14 @@ def _phrase_scores(x, lengths, phrases, counts, blank: int):
         return functools.reduce(pair, ways)
 
     def moved(way, allowed=None):
-        """To the next label; the first one has none before it."""
+        """Moves each path on to the next label; the first label has none before it."""
         score, start = (way[0][..., :-1], way[1][..., :-1])
         score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
         pad = [(0, 0), (0, 0), (1, 0)]
         return jnp.pad(score, pad, constant_values=-jnp.inf), jnp.pad(start, pad, constant_values=-1)
 
     def step(carry, xs):
-        label, pause = carry  # (scores, starts) [B, P, L]: in a label, and in a blank behind it
+        label, pause = carry  # (scores, starts) [B, P, L] of paths that are in a label, and in a blank after it
         t, row = xs
         first = jnp.arange(labels.shape[1], dtype=jnp.int32)[None, None] == 0
         begin = jnp.where(first, jnp.zeros_like(label[0]), -jnp.inf), jnp.where(first, t, jnp.full_like(label[1], -1))
@@ -172,7 +172,7 @@ def find_phrases(
     depth: float = 0.0,
     threshold: float = 0.0,
 ) -> list[list[FoundPhrase]]:
-    """Where phrases are said in the frames of a CTC head, such as the second head of a hybrid model.
+    """Finds where phrases are said in the frames of a CTC head, such as the second head of a hybrid model.
 
     A phrase earns what `Phrases` gives it, weight times length, and pays what its path is worse than the best path
     there (`phrase_scores`). Of all places with a score of at least `threshold`, the best one is taken first, then the
@@ -188,16 +188,16 @@ def find_phrases(
     phrases : sequence
         Phrases as sequences of labels, for all utterances.
     weights : float or sequence, default 1.0
-        Nats for each label of a phrase: a number, or one of each phrase.
+        Nats for each label of a phrase: one number for all, or one for each phrase.
     depth : float, default 0.0
-        As of `Phrases`.
+        As in `Phrases`.
     threshold : float, default 0.0
         The least score.
 
     Returns
     -------
     list of list of FoundPhrase
-        Of each utterance, in the order of their frames; none where its scores are NaN.
+        The phrases found in each utterance, in the order of their frames; none where its scores are NaN.
 
     Raises
     ------
@@ -240,7 +240,7 @@ def find_phrases(
 
 
 def _apart(scores, starts, least) -> list[FoundPhrase]:
-    """The best places of an utterance that share no frame; arrays are [P, T]."""
+    """Returns the best places in one utterance that share no frame; arrays are [P, T]."""
     phrase, end = np.nonzero(scores >= least)
     score, start = scores[phrase, end], starts[phrase, end]
     free, found = np.ones(scores.shape[1], bool), []

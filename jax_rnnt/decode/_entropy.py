@@ -1,4 +1,4 @@
-"""Confidence from the whole row of a label, and not from its probability alone."""
+"""Confidence in a label from its whole row of probabilities, not from the label's probability alone."""
 
 import dataclasses
 import math
@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jax_rnnt import _checks
 from jax_rnnt._keywords import keywords
 
-NEAR = 0.1  # exponents so near to 1 lose the digits of their sums of powers, which are near to 1 too
-LEAST = -100.0  # there a log-probability counts as this one: its terms are below 1e-38
+NEAR = 0.1  # exponents this near to 1 lose the digits of their sums of powers, which are near to 1 too
+LEAST = -100.0  # log-probabilities below this count as this one, whose terms are below 1e-38
 
 
 @keywords
 @dataclasses.dataclass(frozen=True)
 class Entropy:
-    """How sure a model is of a label, from the entropy of the row where it was chosen.
+    """Measures how sure a model is of a label, by the entropy of the row where the label was chosen.
 
-    `confidence=` of `greedy` and `beam`. V tokens (labels and blanks) with probabilities p. A certain row has the
-    confidence 1, a uniform one 0.
+    It is the option `confidence` of `greedy` and `beam`. V tokens (labels and blanks) have probabilities p. A certain
+    row has the confidence 1, a uniform one 0.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Entropy:
         object.__setattr__(self, "exponent", float(exponent))
 
     def confidence(self, log_probs: jax.Array) -> jax.Array:
-        """Of rows [..., V] of log-probabilities: floating [...], from 0 to 1; NaN where a row holds NaN."""
+        """Returns the confidence [...] from 0 to 1 of rows [..., V] of log-probabilities; NaN where a row holds NaN."""
         tokens = log_probs.shape[-1]
         if tokens < 2:
             return jnp.ones(log_probs.shape[:-1], log_probs.dtype)
@@ -79,7 +79,7 @@ class Entropy:
         if self.kind == "gibbs" or d == 0:
             return jnp.sum(jax.scipy.special.entr(jnp.exp(a * x)), -1)
         near = abs(d) < NEAR
-        if near:  # sum p^a - 1, for p that add up to 1
+        if near:  # this is sum p^a - 1, for p that add up to 1
             more = jnp.sum(jnp.exp(x) * jnp.expm1(d * jnp.maximum(x, LEAST)), -1)
         if self.kind == "renyi":
             return (jnp.log1p(more) if near else jax.nn.logsumexp(a * x, -1)) / -d

@@ -1,6 +1,6 @@
-"""Fusion: scores that other models give to labels. `Predictor` has the rules of the interface.
+"""Fusion adds scores of other models to labels. `Predictor` has the rules of the interface.
 
-B utterances, N hypotheses, V tokens (labels and blanks), P the width of predictor rows.
+There are B utterances, N hypotheses, V tokens (labels and blanks); P is the width of predictor rows.
 """
 
 import math
@@ -27,17 +27,17 @@ class Networks(typing.NamedTuple):
     predictor: Any
     models: tuple
     bonus: Any  # [N, V]: what fusion adds to the score of each next label; None without fusion
-    key: Any = None  # [N, 2]: of beam search: hashes, equal where all other fields are
-    matches: tuple = ()  # a `_guard.Match` of each model that the guard watches; `bonus` lacks what these add
+    key: Any = None  # [N, 2]: hashes for beam search, equal where all other fields are
+    matches: tuple = ()  # a `_guard.Match` for each model that the guard watches; `bonus` lacks what these add
 
 
 def adds(search) -> bool:
-    """Whether fusion or the internal language model change scores of labels."""
+    """Returns True if fusion or the internal language model changes scores of labels."""
     return bool(search.fusion) or is_on(search, "ilm_weight")
 
 
 def ends(search) -> bool:
-    """Whether a model scores the end of an utterance."""
+    """Returns True if a model scores the end of an utterance."""
     return any(getattr(model, "final", None) for model, _ in search.fusion)
 
 
@@ -45,7 +45,7 @@ def ends(search) -> bool:
 
 
 def begin(static: Static, given: Given, rows: int) -> Networks:
-    """The networks after their start labels, for `rows` rows."""
+    """Returns the networks after their start labels, with `rows` rows."""
     predicted, state = _predictor.begin("predictor", given.search.predictor, rows, static.start)
     begun = [begin_model(static, i, model, rows) for i, (model, _) in enumerate(given.search.fusion)]
     scores, states = [scores for scores, _ in begun], tuple(after for _, after in begun)
@@ -53,7 +53,7 @@ def begin(static: Static, given: Given, rows: int) -> Networks:
 
 
 def networks_of(static: Static, given: Given, rows, state, scores, states) -> Networks:
-    """Networks with these rows and states of the predictor, and scores and states of the models."""
+    """Returns networks with these rows and states of the predictor, and these scores and states of the models."""
     search, tokens = given.search, static.moves.tokens
     each = [(i, fitted(scores[i], tokens), states[i]) for i in _guard.watched(search)]
     matches = tuple(_guard.match(search, *x, static.dtype) for x in each)
@@ -61,7 +61,7 @@ def networks_of(static: Static, given: Given, rows, state, scores, states) -> Ne
 
 
 def begin_model(static: Static, i: int, model, rows: int):
-    """(scores [rows, V], state) of a model after its start label, by default that of the predictor."""
+    """Returns (scores [rows, V], state) of a model after its start label, by default that of the predictor."""
     name, moves = f"fusion[{i}]", static.moves
     start = _predictor.declared_start(name, model)
     if start is None:
@@ -84,7 +84,7 @@ def begin_model(static: Static, i: int, model, rows: int):
 
 
 def placed(static: Static, given: Given, networks: Networks) -> Networks:
-    """Networks of a stream, in rows [B, ...] or slots [B, K, ...], whose models know the utterances of this batch."""
+    """Gives the models in a stream's networks, in rows [B, ...] or slots [B, K, ...], the utterances of this batch."""
     models, batch = [], networks.rows.shape[:-1]
     rows = math.prod(batch)
     for i, ((model, _), state) in enumerate(zip(given.search.fusion, networks.models)):
@@ -98,7 +98,7 @@ def placed(static: Static, given: Given, networks: Networks) -> Networks:
 
 
 def read(static: Static, given: Given, networks: Networks, codes) -> Networks:
-    """The networks after one more label [N], by its code in `_guard`, without a key."""
+    """Returns the networks after one more label [N], given by its code in `_guard`, without a key."""
     search, tokens = given.search, static.moves.tokens
     watched = _guard.watched(search)
     labels = codes % tokens if watched else codes
@@ -112,7 +112,7 @@ def read(static: Static, given: Given, networks: Networks, codes) -> Networks:
 
 
 def place_of(watched: list[int], i: int) -> int | None:
-    """The place of model i among those that the guard watches."""
+    """Returns the place of model i among those that the guard watches, None if it is not one of them."""
     return watched.index(i) if i in watched else None
 
 
@@ -120,7 +120,7 @@ def place_of(watched: list[int], i: int) -> int | None:
 
 
 def bonus(static: Static, given: Given, scores, rows):
-    """[N, V]: what fusion adds to the score of each label after predictor rows [N, P]; None if it adds nothing."""
+    """Returns what fusion adds to scores of labels [N, V] after predictor rows [N, P]; None if it adds nothing."""
     search, tokens = given.search, static.moves.tokens
     if not adds(search):
         return None
@@ -134,7 +134,7 @@ def bonus(static: Static, given: Given, scores, rows):
 
 
 def fitted(scores, tokens: int):
-    """Scores [N, V] of all tokens; 0 for those that a model has no scores of."""
+    """Returns scores [N, V] of all tokens, with 0 for those that a model has no scores for."""
     return jnp.pad(scores[:, :tokens], [(0, 0), (0, max(tokens - scores.shape[1], 0))])
 
 
@@ -148,9 +148,9 @@ def internal_scores(static: Static, given: Given, rows):
 
 
 def at_the_end(search, tokens: int, states: tuple, unread, scores):
-    """`scores` [N] with those that models give to an end here, after one more code `unread` [N], if it is not -1.
+    """Adds to `scores` [N] what models give to an end here, after one more code `unread` [N] where it is not -1.
 
-    NaN where that is NaN or +inf; scores of -inf and NaN stay.
+    The result is NaN where that is NaN or +inf; scores of -inf and NaN stay.
     """
     if not ends(search):
         return scores
@@ -170,12 +170,12 @@ def at_the_end(search, tokens: int, states: tuple, unread, scores):
 
 
 def added(total, weight, scores):
-    """total + weight scores; scores of -inf forbid, unless the weight is 0."""
+    """Returns total + weight scores; scores of -inf forbid a label unless the weight is 0."""
     weight, scores = jnp.asarray(weight, total.dtype), scores.astype(total.dtype)
     forbids = jnp.isneginf(scores) & (weight != 0)
     return jnp.where(forbids, -jnp.inf, total + weighted(weight, scores))
 
 
 def weighted(weight, x):
-    """weight x, and 0 for the weight 0 whatever x is."""
+    """Returns weight x, which is 0 for the weight 0 whatever x is."""
     return weight * jnp.where((weight == 0) & ~jnp.isfinite(x), 0, x)

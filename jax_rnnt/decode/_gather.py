@@ -1,31 +1,31 @@
-"""Rows of arrays by index. B utterances, W hypotheses, K slots of each; every index is in range."""
+"""Rows of arrays by index, for B utterances, W hypotheses and K slots of each; every index is in range."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
-UNROLLED = 16  # hypotheses over which a reduction is no kernel of its own on a GPU
+UNROLLED = 16  # up to this many hypotheses, a reduction is no kernel of its own on a GPU
 
 
 def flat(x):
-    """[B, W, ...] -> [B W, ...]"""
+    """Reshapes [B, W, ...] to [B W, ...]."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def rows_at(x, index):
-    """x[index]"""
+    """Returns x[index]."""
     return x.at[index].get(mode="promise_in_bounds")
 
 
 @jax.vmap
 def take(x, index):
-    """x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
+    """Returns x[b, index[b, c]] for x [B, W, ...] and index [B, C]."""
     return x.at[index].get(mode="promise_in_bounds")
 
 
 def take_each(tree, index):
-    """`take` of all arrays [B, W] of a pytree: one gather for each dtype, on a GPU choices, which fuse with more."""
+    """Applies `take` to all arrays [B, W] of a pytree: a gather for each dtype, on a GPU choices, which fuse more."""
 
     def by_dtype(tree, index):
         leaves, structure = jax.tree.flatten(tree)
@@ -53,19 +53,19 @@ def take_each(tree, index):
 
 
 def in_rows(x, index):
-    """x[b, index[b, c]] for x [B, N] and index [B, C]."""
+    """Returns x[b, index[b, c]] for x [B, N] and index [B, C]."""
     return jnp.take_along_axis(x, index, 1, mode="promise_in_bounds")
 
 
 def pick(x, place):
-    """[...]: the entry of each row of x [..., N] at `place` [...]."""
+    """Returns the entry [...] of each row of x [..., N] at `place` [...]."""
     return jnp.take_along_axis(x, place[..., None], -1, mode="promise_in_bounds")[..., 0]
 
 
 def hypothesis_rows(x, index, rows):
-    """x[b, index[b, w]] of the hypotheses `rows`, numbers below B W; None: of all, in order.
+    """Returns x[b, index[b, w]] for the hypotheses `rows`, numbers below B W; for all of them in order if None.
 
-    x is [B, K, ...] and index [B, W]; without an index, K is W and each hypothesis has its own row.
+    x is [B, K, ...] and index is [B, W]; without an index, K is W and each hypothesis has its own row.
     """
     batch, slots = x.shape[:2]
     if rows is None:
@@ -77,7 +77,7 @@ def hypothesis_rows(x, index, rows):
 
 
 def put_hypothesis_rows(x, index, new, rows):
-    """x [B, K, ...] with new[n] at x[b, index[b, w]] for the n-th of the hypotheses `rows`; index K: nowhere."""
+    """Sets x[b, index[b, w]] of x [B, K, ...] to new[n] for the n-th of the hypotheses `rows`; index K sets nothing."""
     batch, slots = x.shape[:2]
     if rows is None:
         new = new.reshape(*index.shape, *new.shape[1:])
@@ -89,12 +89,12 @@ def put_hypothesis_rows(x, index, new, rows):
 
 @jax.vmap
 def put_each(x, index, new):
-    """x [B, K, ...] with new[b, w] at x[b, index[b, w]]; index K: nowhere."""
+    """Returns x [B, K, ...] with new[b, w] at x[b, index[b, w]]; index K writes nowhere."""
     return x.at[index].set(new, mode="drop")
 
 
 def put_all(x, index, new):
-    """The same by a choice for each of the K, which GPUs and TPUs fuse with what makes the rows, and with its like."""
+    """Does the same by a choice for each of the K; GPUs and TPUs fuse the choices with what makes the rows."""
     slots = jnp.arange(x.shape[1], dtype=jnp.int32)[None, None]
     rows = jnp.arange(index.shape[1], dtype=jnp.int32)[None, :, None]
     place = over_hypotheses(jnp.maximum, jnp.where(index[..., None] == slots, rows, -1))
@@ -103,14 +103,14 @@ def put_all(x, index, new):
 
 
 def over_hypotheses(function, x):
-    """[B, ...]: an associative ufunc of NumPy over the W of x [B, W, ...]."""
+    """Reduces x [B, W, ...] over W to [B, ...] by an associative ufunc of NumPy."""
     if x.shape[1] > UNROLLED:
         return function.reduce(x, 1)
     return functools.reduce(function, [x[:, i] for i in range(x.shape[1])])
 
 
 def one_after_another(arrays):
-    """[B, K W] of K arrays [B, W]: on a GPU a choice, since a concatenation is a kernel of its own there."""
+    """Joins K arrays [B, W] to [B, K W]; on a GPU by a choice, since a concatenation is a kernel of its own there."""
 
     def choice(*arrays):
         kind, found = jnp.arange(len(arrays), dtype=jnp.int32)[None, :, None], arrays[0][:, None]
@@ -125,7 +125,7 @@ def one_after_another(arrays):
 
 
 def replace_rows(condition, new, old):
-    """Rows of the pytree `new` where condition [B] holds, else of `old`."""
+    """Takes rows of the pytree `new` where condition [B] holds, else of `old`."""
 
     def pick(x, y):
         return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, y)

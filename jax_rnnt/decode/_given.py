@@ -1,8 +1,8 @@
-"""What a search is given, checked: one static description, and arrays.
+"""The checked input of a search: one static description, and arrays.
 
 A step of a search is a pure function ``step(static, given, carry) -> carry``. `Static` is hashable and holds no array.
 `Given` is a pytree: the batch, and the `Search` itself with its networks and the numbers that are on.
-B utterances, T frames, E the width of encoder rows.
+There are B utterances and T frames; E is the width of encoder rows.
 """
 
 import dataclasses
@@ -25,52 +25,52 @@ from jax_rnnt.layouts import LinearJoint
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Static:
-    """What a step knows when it is traced."""
+    """The static values of a step, known when it is traced."""
 
     moves: Moves
     start: int  # the label before the first one
-    dtype: np.dtype  # of scores
+    dtype: np.dtype  # dtype of the scores
     max_labels: int
-    frames_at_once: int  # of a window: those that a step reads
+    frames_at_once: int  # size of a window, the frames that a step reads
     exact_end: bool | None  # None: `Given.ends_here` says which utterances end
-    blank_first: bool  # the product for the labels is left out where the blank is sure
-    copies: int = 1  # searches of each utterance, one after another
+    blank_first: bool  # whether the product for the labels is left out where the blank is sure
+    copies: int = 1  # number of searches of each utterance, one after another
 
 
 class Given(typing.NamedTuple):
     """Arrays that stay the same from step to step, and the networks, which hold arrays or close over some.
 
-    Of `copies` of each utterance, `lengths`, `bad`, `ends_here` and `first` are those of all.
+    With several `copies` of each utterance, `lengths`, `bad`, `ends_here` and `first` have an entry for every copy.
     """
 
     search: Any  # the `Search`
-    arc_weights: tuple  # numbers of the loss, one for each arc; None: nothing is added
+    arc_weights: tuple  # the weight that the loss gives to each arc; None if nothing is added
     encoder_out: jax.Array  # [B, T, E]
-    lengths: jax.Array  # [B]: 0 where out of range
-    bad: jax.Array  # [B]: the length or a number is out of range
-    ends_here: jax.Array | None  # bool [B, 1]: the utterance ends with these frames
+    lengths: jax.Array  # [B]: 0 where it was out of range
+    bad: jax.Array  # [B]: whether the length or a number is out of range
+    ends_here: jax.Array | None  # bool [B, 1]: whether the utterance ends with these frames
     first: Any = None  # [B]: frames of the stream before these
-    threshold: Any = None  # of `beam`
+    threshold: Any = None  # used by `beam`
     draws: Any = None  # `_sample.Draws`
 
     def inside(self, t):
-        """The nearest frame of encoder_out."""
+        """Returns the nearest frame number inside encoder_out."""
         return jnp.clip(t, 0, max(self.encoder_out.shape[1] - 1, 0))
 
     def frame(self, t, copies=1):
-        """Encoder rows [B N, K, E] of frames t [B N, K], for N `copies`; any row for frames outside."""
+        """Returns encoder rows [B N, K, E] of frames t [B N, K] for N `copies`; any row for frames outside."""
         batch, _, width = self.encoder_out.shape
         rows = take(self.encoder_out, self.inside(t).reshape(batch, copies * t.shape[1]))
         return rows.reshape(*t.shape, width)
 
     def vary(self, tree):
-        """Leaves of a loop's first carry, which vary over the same manual mesh axes as the loop's results."""
+        """Makes the leaves of a loop's first carry vary over the same manual mesh axes as the loop's results."""
         like = self.encoder_out, self.lengths
         return jax.tree.map(lambda x: _xla.vary_together(x, *like)[0], tree)
 
 
 def checked(search, encoder_out, lengths, exact_end):
-    """(search, encoder_out [B, T, E], lengths int32 [B], exact_end), checked as far as their values are known."""
+    """Returns (search, encoder_out [B, T, E], lengths int32 [B], exact_end), checked where their values are known."""
     search = constant(search)
     search = _pytree.replace(search, **_options.checked(search))
     encoder_out = _checks.floating("encoder_out", encoder_out, 3, "[B, T, E]")
@@ -112,13 +112,13 @@ def check_utterances(search, encoder_out) -> None:
 
 
 def window(frames_at_once, encoder_out) -> int:
-    """The frames that a step reads: no more than there are."""
+    """Returns the number of frames that a step reads: no more than there are."""
     size, frames = _options.size("frames_at_once", frames_at_once), encoder_out.shape[1]
     return max(frames, 1) if _checks.smaller(frames, size) else size
 
 
 def on_devices(run, encoder_out, lengths, exact_end, state):
-    """``run(encoder_out, lengths, exact_end, state)``; on explicit mesh axes by each device for its own utterances."""
+    """Calls ``run(encoder_out, lengths, exact_end, state)``, on explicit mesh axes on each device for its own rows."""
     others = [x for x in jax.tree.leaves((exact_end, state)) if isinstance(x, jax.Array)]
     encoder_out, lengths, *_ = _xla.split_alike(1, encoder_out, lengths, *others)
     if not _xla.is_split(encoder_out):
@@ -129,9 +129,9 @@ def on_devices(run, encoder_out, lengths, exact_end, state):
 
 
 def prepare(search, encoder_out, lengths, exact_end, frames_at_once: int, numbers=None, greedy=False):
-    """(`Static`, `Given`) of a checked search and batch.
+    """Returns (`Static`, `Given`) for a checked search and batch.
 
-    `numbers`: those of the verb by their names, as for `out_of_range`.
+    `numbers` are those of the verb by their names, as for `out_of_range`.
     """
     batch, frames, _ = encoder_out.shape
     bad = (lengths < 0) | (lengths > frames)
@@ -154,7 +154,8 @@ def prepare(search, encoder_out, lengths, exact_end, frames_at_once: int, number
     weights = constant(weights)
     bad |= _options.out_of_range(weights | _options.numbers(search) | (numbers or {}), dtype)
     is_static = isinstance(exact_end, bool)
-    # Not with a traced threshold: 1 must be off by value, and XLA rounds the products of another program otherwise.
+    # Not with a traced threshold: whether it is 1, which is off, is then unknown, and XLA would round products
+    # otherwise.
     known = _options.is_on(search, "blank_threshold") and _checks.is_number(search.blank_threshold)
     static = Static(
         moves=moves,
@@ -176,7 +177,7 @@ def prepare(search, encoder_out, lengths, exact_end, frames_at_once: int, number
 
 
 def logits_of(static: Static, given: Given, encoder, rows, *, whole=False):
-    """Logits [N, V] of encoder rows [N, E] and predictor rows. `whole`: all of them, also where the blank is sure."""
+    """Returns logits [N, V] of encoder rows [N, E] and predictor rows; `whole`: all, even where the blank is sure."""
     if not encoder.shape[0]:
         return jnp.zeros((0, static.moves.classes), static.dtype)
     joint = given.search.joint
@@ -186,7 +187,7 @@ def logits_of(static: Static, given: Given, encoder, rows, *, whole=False):
 
 
 def blank_first(moves: Moves, search, encoder, rows):
-    """Logits [N, V] of rows; -inf for labels where the blank is sure in all rows, without their product.
+    """Returns logits [N, V] of rows; where the blank is sure in all rows, labels get -inf without their product.
 
     The blank's logit comes from a product of its own, of one column.
     """
@@ -205,5 +206,5 @@ def blank_first(moves: Moves, search, encoder, rows):
 
 
 def product(joint: LinearJoint, encoder, rows):
-    """All logits; a function of this module, so that its calls can be counted."""
+    """Returns all logits; it is a function of this module so that its calls can be counted."""
     return joint(encoder, rows)

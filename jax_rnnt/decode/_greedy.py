@@ -1,4 +1,4 @@
-"""Greedy search: every utterance runs from label to label at its own pace.
+"""Greedy search, in which every utterance runs from label to label at its own pace.
 
 B utterances, T frames, E and P the widths of encoder and predictor rows, K frames at once, L labels at most. One
 `lax.while_loop` steps all utterances together. A step reads a window, the next K frames of each, with the predictor row
@@ -28,10 +28,10 @@ from jax_rnnt.decode._streams import begin_part, beyond_the_end
 
 @_pytree.exportable("GreedyStream")
 class GreedyStream(typing.NamedTuple):
-    """Where a part of a stream ended."""
+    """The state of a stream after one of its parts."""
 
-    fresh: jax.Array  # [B]: the next part starts anew
-    bad: jax.Array  # [B]: NaN has been met
+    fresh: jax.Array  # [B]: whether the next part starts anew
+    bad: jax.Array  # [B]: whether NaN has been met
     first: jax.Array  # [B]: frames of the stream before the next part
     skip: jax.Array  # [B]: frames of the next part that the last move has read
     reached: jax.Array  # [B]: frames of the next part that an exact end after it needs
@@ -40,37 +40,37 @@ class GreedyStream(typing.NamedTuple):
 
 
 class Carry(typing.NamedTuple):
-    """What the loop over steps carries."""
+    """The carry of the loop over steps."""
 
-    frame: jax.Array  # [B]: the next one to read, counted in this part
-    count_here: jax.Array  # [B]: labels on that frame
+    frame: jax.Array  # [B]: the next frame to read, counted in this part
+    count_here: jax.Array  # [B]: number of labels on that frame
     counts: jax.Array  # [B]
     reached: jax.Array  # [B]: frames that an exact end needs
     scores: jax.Array  # [B]
     labels: jax.Array  # [B, L]
     frames: jax.Array  # [B, L]
     durations: jax.Array  # [B, L]
-    log_probs: jax.Array  # [B, L]: those of the labels
+    log_probs: jax.Array  # [B, L]: log-probabilities of the labels
     confidences: jax.Array | None  # [B, L]
     networks: Networks
 
 
 class Walk(typing.NamedTuple):
-    """What an utterance does in a step: blanks, and the first label that it meets."""
+    """The moves of an utterance in one step: blanks, and the first label that it meets."""
 
     ahead: jax.Array  # [B]: frames from the first one of the window
     reached: jax.Array  # [B]: as in `Carry`
     score: jax.Array  # [B]: as in `Carry`
     label: jax.Array  # [B]: its code in `_guard`, -1 for none
     log_prob: jax.Array  # [B]: of the label, in the model alone
-    at: jax.Array  # [B]: where in the window the last move was taken
-    reads: jax.Array  # [B]: frames that it read
+    at: jax.Array  # [B]: the frame of the window where the last move began
+    reads: jax.Array  # [B]: number of frames that it read
     confidence: jax.Array | None  # [B]: of the label
 
 
 @in_name_of("greedy")
 def run(search, encoder_out, lengths, exact_end, state, frames_at_once) -> Hypotheses:
-    """`Search.greedy`."""
+    """Implements `Search.greedy`."""
     search, encoder_out, lengths, exact_end = _given.checked(search, encoder_out, lengths, exact_end)
     window = _given.window(frames_at_once, encoder_out)
 
@@ -93,7 +93,7 @@ def start_stream(static: Static, given: Given) -> GreedyStream:
 
 
 def run_steps(static: Static, given: Given, stream: GreedyStream) -> Carry:
-    """What the loop carries after all frames of this part."""
+    """Returns the loop's carry after all frames of this part."""
     zeros = jnp.zeros_like(stream.skip)
     none = jnp.full((zeros.shape[0], static.max_labels), -1, jnp.int32)
     sure = jnp.zeros(none.shape, static.dtype)
@@ -107,13 +107,13 @@ def run_steps(static: Static, given: Given, stream: GreedyStream) -> Carry:
 
 
 def result(static: Static, given: Given, carry: Carry, bad) -> Hypotheses:
-    """The hypotheses at the end of these frames; `bad` [B]: utterances without a result."""
+    """Returns the hypotheses at the end of these frames; `bad` [B] marks utterances without a result."""
     scores = jnp.where(given.bad | bad | (carry.scores == jnp.inf), jnp.nan, carry.scores)
     skip, reached = carry.frame - given.lengths, carry.reached - given.lengths
     bad = jnp.isnan(scores)
     after = GreedyStream(jnp.zeros_like(bad), bad, given.first + given.lengths, skip, reached, scores, carry.networks)
     written = carry.labels, carry.frames, carry.durations, carry.log_probs
-    if given.draws is None:  # an end is no choice, so no draw asks for its score
+    if given.draws is None:  # an end is no choice, so its score does not belong to a draw
         scores = _fusion.at_the_end(given.search, static.moves.tokens, carry.networks.models, None, scores)
     return hypotheses(*written, carry.counts, scores, after, carry.confidences)
 
@@ -122,16 +122,16 @@ def result(static: Static, given: Given, carry: Carry, bad) -> Hypotheses:
 
 
 def step(static: Static, given: Given, carry: Carry) -> Carry:
-    """Every utterance goes on to its next label, or to the end of its window."""
+    """Takes every utterance to its next label, or to the end of its window."""
     walk = walk_to_label(static, given, carry, *best_moves(static, given, carry))
     return advance(static, given, *write(static, given, carry, walk))
 
 
 def best_moves(static: Static, given: Given, carry: Carry):
-    """The best move out of each frame of the windows [B, K], as arrays.
+    """Returns the best move out of each frame of the windows [B, K], as arrays.
 
-    Its score, the frames that it reads, those that an exact end needs, the code of its label or -1, and the label's
-    log-probability and confidence in the model alone.
+    They are its score, the frames that it reads, those that an exact end needs, the code of its label or -1, and the
+    label's log-probability and confidence in the model alone.
     """
     moves, window = static.moves, static.frames_at_once
     offsets = np.arange(window, dtype=np.int32)[None]
@@ -158,15 +158,15 @@ def best_moves(static: Static, given: Given, carry: Carry):
         score = score + jnp.where(label >= 0, pick(unseen, jnp.maximum(label, 0)), 0)
         label = _guard.code_of(moves.tokens, label, bits)
     reads, needs = (_scores.of_move(move, x) for x in zip(*((x.frames, x.needs) for x in moves.all)))
-    # Computed once: the walk reads single numbers of each frame.
+    # The barrier makes XLA compute this once, although the walk reads single numbers of each frame.
     sure = _scores.confidence(moves, given.search, logits)
     return jax.lax.optimization_barrier((score, reads, needs, label, log_prob, sure))
 
 
 def most_probable(moves, scores, labels, allowed, *_):
-    """The best move [B, K]: its score, number, label or -1, and the log-probability of this label in the model alone.
+    """Returns the best move [B, K]: its score, number, label or -1, and the label's log-probability in the model alone.
 
-    Takes what `_scores.scores` and `allowed` give.
+    The arguments come from `_scores.scores` and `allowed`.
     """
     label_score, label = labels.best()
     log_prob = label_score if labels.bonus is None else labels.at(label)
@@ -181,7 +181,7 @@ def most_probable(moves, scores, labels, allowed, *_):
 
 
 def walk_to_label(static: Static, given: Given, carry: Carry, score, reads, needs, label, log_prob, confidence) -> Walk:
-    """The best moves up to the first label, or out of the window."""
+    """Follows the best moves up to the first label, or out of the window."""
     window, zeros = static.frames_at_once, jnp.zeros_like(carry.frame)
     sure = [jax.tree.map(lambda x, k=k: x[:, k], confidence) for k in range(window)]
     walk = Walk(zeros, carry.reached, carry.scores, zeros - 1, log_prob[:, 0], zeros, zeros, sure[0])
@@ -196,7 +196,7 @@ def walk_to_label(static: Static, given: Given, carry: Carry, score, reads, need
 
 
 def write(static: Static, given: Given, carry: Carry, walk: Walk):
-    """(the carry after the walk, the code of its label [B]), which the networks have not read yet."""
+    """Returns (the carry after the walk, the code of its label [B]); the networks have not read this label yet."""
     writes = walk.label >= 0
     going = carry.frame < given.lengths
     before = jnp.where(walk.at == 0, carry.count_here, 0)
@@ -211,7 +211,7 @@ def write(static: Static, given: Given, carry: Carry, walk: Walk):
     fields |= dict(reached=walk.reached, scores=walk.score)
     new = dict(labels=walk.label, frames=at, durations=walk.reads, log_probs=walk.log_prob)
     new |= {} if walk.confidence is None else {"confidences": walk.confidence}
-    # The walk is computed once, and what follows reads no array of the old carry that it replaces: no copies.
+    # The barrier makes XLA compute the walk once; what follows reads no array that it replaces, so nothing is copied.
     fields, new = jax.lax.optimization_barrier((fields, new))
     code = new["labels"]
     if carry.networks.matches:
@@ -223,7 +223,7 @@ def write(static: Static, given: Given, carry: Carry, walk: Walk):
 
 
 def advance(static: Static, given: Given, carry: Carry, label) -> Carry:
-    """The networks read the new label [B], by its code, where there is one."""
+    """Lets the networks read the new label [B], given by its code, where there is one."""
 
     def read(networks):
         after = _fusion.read(static, given, networks, jnp.where(label >= 0, label, 0))

@@ -1,6 +1,6 @@
-"""The guard of phrases: what they earn counts only where the model itself holds a label possible.
+"""The guard of phrases: phrases earn only where the model itself holds a label possible.
 
-N rows, V tokens. Label k whose match breaks is written as the code k + V 2^i in `unread`, for the i-th guarded model.
+There are N rows and V tokens. For the i-th guarded model, `unread` has the code k + V 2^i if label k breaks its match.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ from jax_rnnt import _checks, _pytree
 from jax_rnnt._keywords import keywords
 from jax_rnnt.decode._gather import pick
 
-# Of (greedy search, beams), chosen on 76 held-out utterances of LibriSpeech, by what lab/benchmarks/hotwords.py counts.
-# Weights of 10 nats a label then change the WER by -0.1 to 0.4 points with 500 words that nobody says (greedy search,
-# five such lists, from 39.9) and by -0.2 to 0.2 (a beam of 8, two lists, from 38.5). That beam finds 41 of 56 rare
-# words, greedy search 19 (9 and 7 without phrases).
+# For (greedy search, beams), chosen on 76 held-out utterances of LibriSpeech, by what lab/benchmarks/hotwords.py
+# counts. Weights of 10 nats a label then change the WER by -0.1 to 0.4 points with 500 words that nobody says (greedy
+# search, five such lists, from 39.9) and by -0.2 to 0.2 (a beam of 8, two lists, from 38.5). That beam finds 41 of 56
+# rare words, greedy search 19 (9 and 7 without phrases).
 USUAL = {"margin": (5.0, 8.0), "blank_margin": (1.5, 5.0), "most": (2.5, 1.0)}
-# How far a label may be below the best move, in nats and in what its match has earned. Without this, a beam of 8 writes
-# two words more over 30 s of a rising tone, and in greedy search 500 words cost up to 1.2 points.
+# How far a label may be below the best move: in nats, and as a share of what its match has earned. Without this, a beam
+# of 8 writes two words more over 30 s of a rising tone, and in greedy search 500 words cost up to 1.2 points.
 REACH = (0.0, 0.3), (2.0, 2.0)
-CHARGED = 0.3  # nats that a broken match costs at most where greedy search chooses
+CHARGED = 0.3  # nats that a broken match costs at most in the choices of greedy search
 
 
 @keywords
@@ -80,32 +80,32 @@ class Guard:
                 object.__setattr__(self, name, _checks.scalar(name, x))
 
     def of_verb(self, greedy: bool) -> "Guard":
-        """With the defaults of greedy search or of beams."""
+        """Returns the guard with the defaults of greedy search or of beams."""
         chosen = {name: usual[not greedy] for name, usual in USUAL.items() if getattr(self, name) is None}
         return _pytree.replace(self, **chosen)
 
 
 @_pytree.exportable("Match")
 class Match(typing.NamedTuple):
-    """What the phrases of one model of fusion add to the scores of next labels, with the weight of fusion."""
+    """The scores that the phrases of one model of fusion add to the next labels, with the weight of fusion."""
 
-    broken: jax.Array  # [N]: where the label goes on with none: what the match has earned is given back
-    gain: jax.Array  # [N, V]: how much more it is with this label
+    broken: jax.Array  # [N]: what a label gets that goes on with no phrase: what the match has earned is given back
+    gain: jax.Array  # [N, V]: how much more each label gets if it goes on with a phrase
 
     def earned(self):
-        """[N, 1]: by the match in progress."""
+        """Returns what the match in progress has earned [N, 1]."""
         return -self.broken[..., None]
 
 
 def watched(search) -> list[int]:
-    """The numbers of the models of fusion that the guard watches."""
+    """Returns the numbers of the models of fusion that the guard watches."""
     if search.guard is None:
         return []
     return [i for i, (model, _) in enumerate(search.fusion) if hasattr(model, "most_a_label")]
 
 
 def given_back(search, i: int, state, dtype):
-    """(what the match in progress gives back [N], the weight of the model's scores [N]) of model i."""
+    """Returns (what the match in progress of model i gives back [N], the weight of the model's scores [N])."""
     model, weight = search.fusion[i]
     weight = jnp.asarray(weight, dtype)
     most, earned = jnp.asarray(search.guard.most, dtype), weight * model.most_a_label(state).astype(dtype)
@@ -114,15 +114,15 @@ def given_back(search, i: int, state, dtype):
 
 
 def match(search, i: int, scores, state, dtype) -> Match:
-    """The Match of model i with these scores [N, V] and states."""
+    """Returns the Match of model i with these scores [N, V] and states."""
     broken, weight = given_back(search, i, state, dtype)
     return Match(broken, weight[:, None] * scores.astype(dtype) - broken[:, None])
 
 
 def shortfalls(moves, of_moves, labels):
-    """How far each label [..., V] is below the best label, and below the best blank, in the model alone.
+    """Returns how far each label [..., V] is below the best label, and below the best blank, in the model alone.
 
-    Of log-probabilities: `of_moves` [..., moves] without those of `labels` [..., V].
+    The arguments are log-probabilities: `of_moves` [..., moves] without those of `labels` [..., V].
     """
     blanks = len(moves.blanks)
     of_label = of_moves[..., blanks:].max(-1)[..., None]
@@ -131,7 +131,7 @@ def shortfalls(moves, of_moves, labels):
 
 
 def added(guard: Guard, matches, below, greedy: bool):
-    """(what labels get [..., V], how much counts in the score alone, bits of the matches that they break)"""
+    """Returns (what labels get [..., V], how much counts in the score alone, bits of the matches that they break)."""
     to_label, to_blank = below
     total, unseen, bits = jnp.zeros_like(to_label), jnp.zeros_like(to_label), jnp.zeros(to_label.shape, jnp.int32)
     for i, each in enumerate(matches):
@@ -149,12 +149,12 @@ def added(guard: Guard, matches, below, greedy: bool):
 
 
 def code_of(tokens: int, label, bits):
-    """The code of labels [...], -1 for none, which break the matches of `bits` [..., V]."""
+    """Returns the codes of labels [...], -1 for none; `bits` [..., V] has the matches that each label breaks."""
     return jnp.where(label >= 0, label + tokens * pick(bits, jnp.maximum(label, 0)), label)
 
 
 def after(model, i: int | None, state, codes, tokens: int) -> Any:
-    """``model.step`` for codes; `i` is the model's place among the guarded ones, or None."""
+    """Calls ``model.step`` with codes; `i` is the model's place among the guarded ones, or None."""
     labels = codes % tokens
     if i is None:
         return model.step(state, labels)

@@ -65,7 +65,7 @@ class Hypotheses(typing.NamedTuple):
 
 
 def hypotheses(labels, frames, durations, label_log_probs, counts, scores, state, label_confidences=None) -> Hypotheses:
-    """The result, without labels where the score is -inf or NaN."""
+    """Returns the result, without labels where the score is -inf or NaN."""
     dead = ~(scores > -jnp.inf)
     counts = jnp.where(dead, 0, counts)
     full = counts == labels.shape[-1]
@@ -78,7 +78,7 @@ def hypotheses(labels, frames, durations, label_log_probs, counts, scores, state
 
 
 def shared(labels, counts, dead):
-    """[B]: leading labels that all live hypotheses share; `counts` where there is one of each utterance."""
+    """Returns how many leading labels all live hypotheses share [B]; `counts` where each utterance has only one."""
     if counts.ndim == 1:
         return counts
     size = labels.shape[-1]

@@ -1,7 +1,7 @@
-"""All that decoding takes from the private parts of losses, layouts and emissions, in one place.
+"""Imports everything that decoding takes from the private parts of losses, layouts and emissions, in one place.
 
-Everything else that it uses of them is public: `TransducerLoss` and `DecodingRules`, `JointLogits` and `LinearJoint`,
-`Softmax`.
+Everything else that decoding uses from them is public: `TransducerLoss` and `DecodingRules`, `JointLogits` and
+`LinearJoint`, `Softmax`.
 """
 
 import jax
@@ -19,7 +19,7 @@ __all__ = ["checked_joint", "constant", "is_class", "log_softmax", "scores_dtype
 
 
 def constant(tree):
-    """The pytree, whose arrays have no derivative: no search has one, and its loops allow none in reverse.
+    """Returns the pytree without derivatives: no search has a derivative, and its loops allow none in reverse mode.
 
     A search applies it to its arguments, and to what networks return, as these may close over parameters in training.
     """
@@ -27,12 +27,12 @@ def constant(tree):
 
 
 def log_softmax(logits):
-    """Over the classes of logits [..., V], as losses compute it; a row may hold no NaN or +inf."""
+    """Returns log-softmax over the classes of logits [..., V] as losses compute it; a row must hold no NaN or +inf."""
     return row_sum(logits).log_probability(logits)
 
 
 def checked_joint(joint, encoder_out, rows) -> JointLogits:
-    """The joint network as a layout of logits, checked: it draws nothing, and its classes are not split."""
+    """Returns the joint network as a checked layout of logits: it draws nothing, and its classes are not split."""
     if isinstance(joint, JointLogits):
         raise _checks.bad_type("joint must be the network of the JointLogits, their attribute joint, got them.")
     if isinstance(joint, TransducerLoss):

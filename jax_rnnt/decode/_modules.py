@@ -1,4 +1,4 @@
-"""Flax modules as predictors and joint networks of a decoder: in evaluation mode, and left as they are."""
+"""Flax modules as predictors and joint networks of a decoder, in evaluation mode and left unchanged."""
 
 import dataclasses
 import sys
@@ -15,7 +15,7 @@ from jax_rnnt.decode._predictor import Predictor, check_methods, declared_start,
 
 @keywords
 def nnx_predictor(module: Any, *, initial: str = "initial", step: str = "step") -> Predictor:
-    """The predictor of a Flax NNX module with two methods, in evaluation mode.
+    """Makes a predictor from a Flax NNX module with two methods, in evaluation mode.
 
     Parameters
     ----------
@@ -46,12 +46,12 @@ def nnx_predictor(module: Any, *, initial: str = "initial", step: str = "step") 
 def linen_predictor(
     module: Any, variables: Any, *, initial: str = "initial", step: str = "step", **options: Any
 ) -> Predictor:
-    """The predictor of a Flax Linen module with two methods.
+    """Makes a predictor from a Flax Linen module with two methods.
 
     Parameters
     ----------
     module : flax.linen.Module
-        Unbound. Its attributes `start` and `symbols` count, if it has them.
+        An unbound module. Its attributes `start` and `symbols` count, if it has them.
     variables : pytree
         As for ``module.apply``; no call changes a collection.
     initial, step : str
@@ -75,14 +75,14 @@ def linen_predictor(
         return lambda *arguments: module.apply(variables, *arguments, method=name, **options)
 
     check_methods("module", module, (initial, step))
-    # Bound, so that attributes that `setup` sets count too.
+    # The module is bound so that attributes that `setup` sets count too.
     bound = module.bind(variables)
     start = declared_start("module", bound)
     return Predictor(method(initial), method(step), start, declared_symbols(bound))
 
 
 def in_evaluation(x):
-    """A Flax NNX module, or a method of one, in evaluation mode: no dropout, and nothing that it changes is kept.
+    """Puts a Flax NNX module, or a method of one, in evaluation mode: no dropout, and nothing that it changes is kept.
 
     Anything else is returned unchanged.
     """
@@ -97,14 +97,14 @@ def in_evaluation(x):
 @_pytree.register
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluated:
-    """A Flax NNX module as a value, with the parameters that it had; or one of its methods.
+    """A Flax NNX module as a value with the parameters that it had, or one of its methods.
 
     Each call runs on a copy in evaluation mode, which a trace may change.
     """
 
     values: Any
     graph: Any = dataclasses.field(metadata={"static": True})
-    # None: the module itself.
+    # None means the module itself.
     method: Callable | str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
@@ -112,7 +112,7 @@ class Evaluated:
         from flax import nnx
 
         graph, values = nnx.split(module)
-        return cls(jax.tree.map(lambda x: x, values), graph)  # new variables: those of the module change in place
+        return cls(jax.tree.map(lambda x: x, values), graph)  # new variables, since those of the module change in place
 
     def __repr__(self):
         return _checks.shown(self._copy())

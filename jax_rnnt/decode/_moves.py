@@ -1,6 +1,6 @@
-"""Moves: what a search may do at a node, from the `DecodingRules` of a loss. Static and hashable, without arrays.
+"""Moves, the steps that a search may make at a node, from the `DecodingRules` of a loss. Static, hashable, no arrays.
 
-V tokens (labels and blanks), D durations.
+There are V tokens (labels and blanks) and D durations.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from jax_rnnt import _checks
 from jax_rnnt.emissions import Softmax
 from jax_rnnt.losses import DecodingRules, TransducerLoss
 
-LONGEST = 2**30  # frames of a move: more than any utterance has, and int32 holds its end
+LONGEST = 2**30  # frames of a move: more than any utterance has, and its end still fits int32
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
     """An arc of a node. Its log-probability is that of `token`, or of a label, plus that of duration `duration`."""
 
-    token: int | None  # class of the blank; None: a label
+    token: int | None  # class of the blank; None for a label
     duration: int | None
     frames: int
     may_end: bool
-    arc: int | None  # its number in the topology, by which it has its weight; None: the lattice lacks it
+    arc: int | None  # its number in the topology, which gives it its weight; None if the lattice lacks it
 
     @property
     def needs(self) -> int:
@@ -37,40 +37,40 @@ class Moves:
     """The moves out of every node: `blanks` write nothing, `labels` write any class that is no blank."""
 
     emission: Softmax
-    classes: int  # V + D, those of a row of logits
+    classes: int  # V + D, the number in a row of logits
     blanks: tuple[Move, ...]
     labels: tuple[Move, ...]
     labels_per_frame: int
-    token_first: bool = False  # the best duration is chosen by itself
+    token_first: bool = False  # whether the best duration is chosen by itself
 
     @property
     def all(self) -> tuple[Move, ...]:
-        """Blanks come first."""
+        """All moves, blanks first."""
         return self.blanks + self.labels
 
     @property
     def tokens(self) -> int:
-        """V."""
+        """V, the number of labels and blanks."""
         return self.classes - self.emission.num_durations
 
     @property
     def symbols(self) -> int:
-        """Classes up to the last one that is no blank."""
+        """The number of classes up to the last one that is no blank."""
         return next(n for n in range(self.tokens, -1, -1) if n - 1 not in self.emission.blanks)
 
     @property
     def reach(self) -> int:
-        """Frames that a move of one part of a stream may ask of the next one, so that it ends inside or at the end."""
+        """The frames of a stream's next part that a move may need, so that it ends inside them or at their end."""
         return max(move.needs for move in self.all) - 1
 
     @property
     def longest_blank(self) -> int:
-        """Frames."""
+        """The frames that the longest blank reads."""
         return max(move.frames for move in self.blanks)
 
 
 def moves_of(loss, classes: int, max_symbols: int, duration_choice: str) -> tuple[Moves, dict]:
-    """The moves of a loss in rows of `classes` logits, and the weights of its arcs by their names in errors."""
+    """Returns the moves of a loss in rows of `classes` logits, and the weights of its arcs by their names in errors."""
     if not isinstance(loss, TransducerLoss):
         lacks = "a method decoding() that returns DecodingRules"
         if isinstance(loss, type) and issubclass(loss, TransducerLoss):
@@ -96,7 +96,7 @@ def moves_of(loss, classes: int, max_symbols: int, duration_choice: str) -> tupl
 
 
 def arcs_as_moves(source: str, topology, emission: Softmax) -> tuple[list[Move], list[Move]]:
-    """(moves of blanks, moves of labels) of a topology; errors name the `source` of its arcs."""
+    """Returns (moves of blanks, moves of labels) of a topology; errors name the `source` of its arcs."""
     blanks, labels = [], []
     durations = [f"duration+{i}" for i in range(emission.num_durations)]
     for i, arc in enumerate(topology):
@@ -120,7 +120,7 @@ def arcs_as_moves(source: str, topology, emission: Softmax) -> tuple[list[Move],
 
 
 def more_blanks(blanks, labels, durations: int) -> list[Move]:
-    """Moves of blanks with durations that the lattice denies them: they read one frame at least."""
+    """Returns moves of blanks with durations that the lattice denies them; these read at least one frame."""
     frames = {move.duration: move.frames for move in labels}
     known = {(move.token, move.duration) for move in blanks}
     pairs = [(token, i) for token in dict.fromkeys(move.token for move in blanks) for i in range(durations)]

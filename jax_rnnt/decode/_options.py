@@ -1,4 +1,4 @@
-"""Options of the searches: what each may be, and which verbs take it.
+"""Options of the searches: the values that each may have, and the verbs that take it.
 
 A static number out of its range is an error. A traced one is not known before the program runs: then the score of
 every utterance is NaN.
@@ -18,11 +18,11 @@ from jax_rnnt.decode._guard import USUAL, Guard
 
 
 class Range(typing.NamedTuple):
-    """What a number may be."""
+    """The values that a number may have."""
 
-    expected: str  # in words
-    holds: Callable[[Any], Any]  # of an int, or of a scalar of NumPy or JAX in the dtype of scores
-    is_size: bool = True  # a count of arrays or loops, which int32 must hold, and no limit that may be any larger
+    expected: str  # the range in words
+    holds: Callable[[Any], Any]  # whether an int, or a scalar of NumPy or JAX in the dtype of scores, lies in the range
+    is_size: bool = True  # a size of arrays or loops must fit int32; a mere limit may be larger
 
 
 AT_LEAST_1, AT_LEAST_0 = Range("1 or more", lambda x: x >= 1), Range("0 or more", lambda x: x >= 0)
@@ -54,7 +54,7 @@ OFF: dict[str, float] = {}  # the numbers among the fields of `Search`, with the
 
 
 def option(default, *verbs: str, range: Range | None = None) -> Any:
-    """A field of `Search`: its default, the verbs that take it, by default all, and what a number may be.
+    """Declares a field of `Search`: its default, the verbs that take it (by default all), and the range of a number.
 
     Where the default is a float, a Python number of that value switches the option off.
     """
@@ -62,20 +62,20 @@ def option(default, *verbs: str, range: Range | None = None) -> Any:
 
 
 def declare(search: type) -> None:
-    """Takes over the ranges of the fields, and the values that switch numbers off."""
+    """Records the ranges of the fields, and the values that switch numbers off."""
     fields = dataclasses.fields(search)
     RANGES.update({f.name: f.metadata["range"] for f in fields if f.metadata.get("range")})
     OFF.update({f.name: f.default for f in fields if isinstance(f.default, float)})
 
 
 def is_on(search, name: str) -> bool:
-    """Whether a number of a `Search` may change anything: it is another one than the default, or traced."""
+    """Returns True if a number of a `Search` may change anything: it differs from its default, or is traced."""
     x = getattr(search, name)
     return not (_checks.is_number(x) and x == OFF[name])
 
 
 def checked(search) -> dict[str, Any]:
-    """The options of a `Search` by name, checked as far as one can without a batch.
+    """Returns the options of a `Search` by name, checked as far as is possible without a batch.
 
     Numbers of Python and NumPy become floats, and a model of fusion with the weight 0 is left out.
     """
@@ -99,7 +99,7 @@ def checked(search) -> dict[str, Any]:
 
 
 def numbers(search) -> dict[str, Any]:
-    """The numbers of a `Search` by their names in errors, as for `out_of_range`."""
+    """Returns the numbers of a `Search` by their names in errors, as for `out_of_range`."""
     weights = {f"fusion[{i}] weight": weight for i, (_, weight) in enumerate(search.fusion)}
     guard = {f"guard {name}": getattr(search.guard, name, None) for name in USUAL}
     guard = {name: x for name, x in guard.items() if x is not None}
@@ -107,7 +107,7 @@ def numbers(search) -> dict[str, Any]:
 
 
 def size(name: str, x) -> int:
-    """x, an integer that is known at trace time and lies in the range of this option."""
+    """Returns x as an integer that is known at trace time and lies in the range of this option."""
     x = _checks.integer(name, x)
     if not RANGES[name].holds(x):
         raise _checks.bad_value(f"{name} must be {RANGES[name].expected}, got {x}.")
@@ -115,10 +115,10 @@ def size(name: str, x) -> int:
 
 
 def out_of_range(numbers: dict[str, Any], dtype):
-    """Whether one of the traced numbers is out of its range, bool []; one that is known raises.
+    """Returns bool []: True if one of the traced numbers is out of its range; a known one raises an error.
 
     `numbers` are scalars by the name that an error gives them; it ends with the name of the option, and perhaps an
-    index. They count as they are in `dtype`, that of scores.
+    index. They are compared after conversion to `dtype`, the dtype of scores.
     """
     bad = False
     for name, x in numbers.items():

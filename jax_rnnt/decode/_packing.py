@@ -1,4 +1,4 @@
-"""Rows that a network takes in a step: the wanted ones only, packed together.
+"""Packs the rows that a network computes in a step: only the wanted ones, together.
 
 B utterances, W hypotheses of each, N = B W rows. On a CPU time is arithmetic, so rows are packed: a network takes
 `size` wanted rows at a time. Rows that would be equal are computed once: `source` [N] is the row that computes this
@@ -24,20 +24,20 @@ from jax_rnnt.decode._gather import (
     take,
 )
 
-PACK = 32  # rows or more that a network takes at once on a CPU: 640 by 1024 weights take 290 us for 16, 490 for 32
+PACK = 32  # rows that a network takes at once on a CPU, at least: 640 by 1024 weights take 290 us for 16, 490 for 32
 
 
 class Packing(typing.NamedTuple):
-    """Which of N rows are computed, and in which order, `size` at a time."""
+    """Tells which of N rows are computed, and in which order, `size` at a time."""
 
-    order: jax.Array  # [N]: first those that are computed
-    place: jax.Array  # [N]: where in that order the source of this row is
-    computed: jax.Array  # how many are computed
+    order: jax.Array  # [N]: rows in the order of the computation; those that are computed come first
+    place: jax.Array  # [N]: the place in that order of this row's source
+    computed: jax.Array  # number of rows that are computed
     size: int
 
 
 def packs(rows: int) -> bool:
-    """Whether a CPU packs this number of rows: where they are more than one pack.
+    """Returns True if a CPU packs this number of rows, which is so for more than one pack.
 
     A symbolic number of rows (`jax.export`) is not packed: packs have a static size.
     """
@@ -45,7 +45,7 @@ def packs(rows: int) -> bool:
 
 
 def by_platform(rows: int, in_packs, all_rows, *arguments):
-    """``in_packs(*arguments)`` where a program for a CPU has enough rows, else ``all_rows(*arguments)``.
+    """Returns ``in_packs(*arguments)`` where a program for a CPU has enough rows, else ``all_rows(*arguments)``.
 
     The platform is that for which the program is lowered, which need not be that of this process.
     """
@@ -55,7 +55,7 @@ def by_platform(rows: int, in_packs, all_rows, *arguments):
 
 
 def any_or_always(wanted):
-    """Whether a step does what any of these rows wants: on a CPU if one does, elsewhere always.
+    """Returns True where a step must run what these rows want: on a CPU if any row does, elsewhere always.
 
     A branch would copy all states on a GPU, and few steps have no label.
     """
@@ -64,18 +64,18 @@ def any_or_always(wanted):
 
 
 def pack_size(usual: int) -> int:
-    """Rows that a network takes at once, where about `usual` of them are wanted.
+    """Returns how many rows a network takes at once, where about `usual` of them are wanted.
 
-    Packs that are seldom full take the time of full ones.
+    A pack that is seldom full takes as much time as a full one.
     """
     return min(max(PACK, usual), 4 * PACK)
 
 
 def packing(wanted, source, size, lag=0) -> Packing:
-    """Packs of the wanted rows [N] that are their own source; those of a lower `lag` [N] come first."""
+    """Returns packs of the wanted rows [N] that are their own source; those with a lower `lag` [N] come first."""
     rows = source.shape[0]
     computed = wanted & (source == jnp.arange(rows, dtype=jnp.int32))
-    # One number holds the lag and the row: XLA sorts pairs on a CPU in twice the time.
+    # One number holds the lag and the row, since XLA on a CPU takes twice the time to sort pairs.
     most = np.iinfo(np.int32).max // rows - 1
     lag = jnp.where(computed, jnp.minimum(lag, most - 1), most)
     order = jnp.sort(lag * rows + jnp.arange(rows, dtype=jnp.int32)) % rows
@@ -84,9 +84,9 @@ def packing(wanted, source, size, lag=0) -> Packing:
 
 
 def each_pack(packed, count, function, results):
-    """``results = function(results, place, rows)`` for each pack of the first `count` rows; it begins at `place`.
+    """Runs ``results = function(results, place, rows)`` for each pack of the first `count` rows; it begins at `place`.
 
-    A last one that would end beyond the N rows begins earlier, and some rows are computed twice.
+    If the last pack would end beyond the N rows, it begins earlier, and some rows are computed twice.
     """
 
     def step(carry):
@@ -101,15 +101,16 @@ def each_pack(packed, count, function, results):
 
 
 def empty_results(rows, function, *inputs):
-    """Arrays for the results of `compute_rows` of `rows` rows, where `function` takes rows of `inputs` [..., E]."""
+    """Makes arrays for `compute_rows` with `rows` rows, where `function` takes rows of `inputs` [..., E]."""
     shapes = jax.eval_shape(function, *(jax.ShapeDtypeStruct((rows, x.shape[-1]), x.dtype) for x in inputs))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def compute_rows(wanted, source, usual, function, results):
-    """(``function(rows)`` of the wanted rows [N], the place [N] of each row in it); `rows` None: all N in order.
+    """Returns (``function(rows)`` of the wanted rows [N], the place [N] of each row in it); `rows` is None for all N.
 
-    About `usual` of them are wanted. The results replace rows of `results`: new arrays would have to be filled.
+    About `usual` of the rows are wanted. The results replace rows of `results`, since new arrays would have to be
+    filled.
     """
     count = wanted.shape[0]
 
@@ -132,7 +133,7 @@ def compute_rows(wanted, source, usual, function, results):
 
 
 def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
-    """Steps the networks of wanted hypotheses: (those that have stepped [B, W], slots [B, W], the new tree).
+    """Steps the networks of wanted hypotheses; returns (which have stepped [B, W], their slots [B, W], the new tree).
 
     Parameters
     ----------
@@ -142,20 +143,20 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
         Networks in slots. Hypotheses step into slots that no other one has, so no row is written that another pack
         still reads.
     labels, wanted, source, slot : Array [B, W]
-        Of each hypothesis: the label that its networks read, whether they shall, the hypothesis (of all B W) whose
+        For each hypothesis: the label that its networks read, whether they shall, the hypothesis (of all B W) whose
         step serves this one too, and its slot.
     may_wait : Array, bool
         Where rows are packed, those that do not fill a pack wait for a later step, if other packs are full or if this
         holds.
     lag : Array, int32 [B]
-        Utterances of a lower one come first.
+        Utterances with a lower lag come first.
     """
     batch, width = wanted.shape
     itself = jnp.arange(batch * width, dtype=jnp.int32).reshape(wanted.shape)
     labels = jnp.where(wanted, labels, 0)
 
     def targets(computed):
-        """[B, W]: the slots into which hypotheses step; 2 W for those that do not, or share another one's step."""
+        """Returns the slots [B, W] into which hypotheses step; 2 W for those that do not, or share a step."""
         return jnp.where(computed, free_slots(slot), 2 * width)
 
     def advance(target, tree, rows):
@@ -183,7 +184,7 @@ def step_rows(step, tree, labels, wanted, source, slot, may_wait, lag):
 
 
 def free_slots(slot):
-    """[B, W]: the first slots, of 2 W, without a hypothesis."""
+    """Returns the first W of the 2 W slots [B, W] that hold no hypothesis."""
     width = slot.shape[1]
     if width > 16:
         slots = jnp.arange(2 * width, dtype=jnp.int32)[None]

@@ -1,6 +1,6 @@
-"""The interface of predictors: two functions of any pytree of state, a start label and a number of labels.
+"""The interface of predictors: two functions on a state of any pytree, a start label and a number of labels.
 
-B sequences, U labels, P the width of a predictor row.
+There are B sequences and U labels; P is the width of a predictor row.
 """
 
 import typing
@@ -19,7 +19,7 @@ from jax_rnnt.decode._model import constant
 class Predictor(typing.NamedTuple):
     """A prediction network, or a model of `fusion`, one label at a time.
 
-    Any object with these attributes is one, as the modules of `jax_rnnt.flax` are.
+    Any object with these attributes is a predictor, such as the modules of `jax_rnnt.flax`.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def declared_symbols(predictor) -> int | None:
 
 
 def start_label(name: str, start, symbols: int | None) -> int:
-    """A start label in [0, symbols). A negative one counts from the end, which may be beyond the joint's tokens."""
+    """Returns a start label in [0, symbols). A negative one counts from the end, perhaps beyond the joint's tokens."""
     if symbols is not None:
         return _checks.class_index(name, start, symbols)
     start = _checks.index(name, start)
@@ -87,7 +87,7 @@ def start_label(name: str, start, symbols: int | None) -> int:
 
 
 def check_symbols(name: str, predictor, labels: int):
-    """Raises if the predictor has fewer than `labels` symbols."""
+    """Raises an error if the predictor has fewer than `labels` symbols."""
     symbols = declared_symbols(predictor)
     if symbols is not None and symbols < labels:
         expected = f"{labels} or more, as the joint network has labels up to {labels - 1}"
@@ -103,7 +103,7 @@ def declared_start(name: str, predictor) -> int | None:
 
 
 def start_of(predictor, start) -> int | None:
-    """The start label that the predictor declares, else the argument `start` of the call."""
+    """Returns the start label that the predictor declares, else the argument `start` of the call."""
     declared = declared_start("predictor", predictor)
     start = None if start is None else start_label("start", start, declared_symbols(predictor))
     if declared is not None and start is not None and declared != start:
@@ -113,15 +113,15 @@ def start_of(predictor, start) -> int | None:
 
 
 def no_labels(batch: int, history: int, start: int) -> tuple[jax.Array, ...]:
-    """The last labels but one before the first one: an array [batch] for each, which a GPU shifts without a copy.
+    """Returns the last labels but one before the first: an array [batch] for each, which GPUs shift without a copy.
 
-    No two are the same buffer, which a program could not take as donated.
+    No two of them share a buffer, since a program could not take such arrays as donated.
     """
     return tuple(jnp.full(batch, start, jnp.int32) for _ in range(history - 1))
 
 
 def shifted(past: tuple[jax.Array, ...], labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The last labels, with one more, as [B, history], and those that the next label needs, as of `no_labels`."""
+    """Returns the last labels and one more as [B, history], and those that the next label needs, as in `no_labels`."""
     seen = *past, labels.astype(jnp.int32)
     return jnp.stack(seen, 1), seen[1:]
 
@@ -130,16 +130,16 @@ def shifted(past: tuple[jax.Array, ...], labels: jax.Array) -> tuple[jax.Array, 
 def stateless_predictor(
     function: Callable[[jax.Array], jax.Array], history: int, start: int, symbols: int | None = None
 ) -> Predictor:
-    """A predictor that sees the last labels only (Ghodsi et al. 2020).
+    """Makes a predictor that sees the last labels only (Ghodsi et al. 2020).
 
     Parameters
     ----------
     function : callable
         ``function(labels int32 [B, history]) -> rows [B, P]``, the newest label last.
     history : int
-        Labels that it sees, at least 1.
+        How many labels it sees, at least 1.
     start : int
-        Stands for labels before the first one; also its `start`.
+        The label that comes before the first one; also the predictor's `start`.
     symbols : int, optional
         As for `Predictor`.
 
@@ -167,7 +167,7 @@ def stateless_predictor(
 
 @keywords
 def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) -> jax.Array:
-    """Rows of all columns of a lattice: the predictor after the start label and after each target.
+    """Returns the rows of all columns of a lattice: the predictor after the start label and after each target.
 
     Parameters
     ----------
@@ -204,15 +204,15 @@ def predict(predictor: Predictor, targets: jax.Array, start: int | None = None) 
     except Exception as error:
         if type(error).__name__ != "ShardingTypeError" or not _xla.is_split(labels):
             raise
-    # JAX leaves some functions of split labels to their author, such as `table[labels]`. Then each device computes the
-    # rows of all sequences, and keeps its own.
+    # JAX leaves some functions of split labels to their author, such as `table[labels]`. In that case each device
+    # computes the rows of all sequences, and keeps its own.
     rows, _ = _xla.split_alike(1, _rows(predictor, *_xla.whole(labels)), labels)
     return rows
 
 
 def _rows(predictor, labels):
-    """[B, U + 1, P] after each of the labels [B, U + 1]."""
-    # On explicit mesh axes every sequence has its state where its labels are.
+    """Returns the rows [B, U + 1, P] after each of the labels [B, U + 1]."""
+    # On explicit mesh axes, every sequence must have its state where its labels are.
     state = jax.tree.map(lambda x: _xla.state_like(labels, jnp.asarray(x)), predictor.initial(labels.shape[0]))
 
     def step(state, labels):
@@ -233,7 +233,7 @@ def check_methods(name: str, predictor, methods=("initial", "step")):
 
 
 def begin(name: str, predictor, batch: int, start: int, makes: str = "rows [B, P]"):
-    """(rows [batch, P], state) after the start label, checked: every later step makes the same types."""
+    """Returns (rows [batch, P], state) after the start label, checked: every later step must make the same types."""
     check_methods(name, predictor)
     state = jax.tree.map(jnp.asarray, predictor.initial(batch))
     for path, x in jax.tree_util.tree_leaves_with_path(state):
@@ -255,7 +255,7 @@ def begin(name: str, predictor, batch: int, start: int, makes: str = "rows [B, P
 
 
 def same_state(name: str, before, after):
-    """Raises unless both states have the same structure, shapes and dtypes."""
+    """Raises an error unless both states have the same structure, shapes and dtypes."""
     structures: list[Any] = [jax.tree.structure(x) for x in (before, after)]
     expected, got = structures
     if expected != got:

@@ -1,8 +1,8 @@
-"""Ancestral sampling: greedy search whose choice is a draw.
+"""Ancestral sampling: a greedy search whose choices are draws.
 
-B utterances, N samples of each, K frames at once, V tokens. A search looks at frames that it may never reach. So
-the random numbers of a node are a function of its sample, its frame and the labels on that frame: each node has its
-own, and those of a node that is not reached decide nothing.
+There are B utterances, N samples of each, K frames at once and V tokens. A search looks at frames that it may never
+reach. So the random numbers of a node are a function of its sample, its frame and the labels on that frame: each node
+has its own numbers, and those of a node that is not reached decide nothing.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jax_rnnt.decode._largest import peak
 
 @in_name_of("sample")
 def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end, frames_at_once) -> Hypotheses:
-    """`Search.sample`."""
+    """Implements `Search.sample`."""
     numbers = truncation(top_k, top_p)
     samples = _options.size("samples", samples)
     search, encoder_out, lengths, exact_end = _given.checked(search, encoder_out, lengths, exact_end)
@@ -50,7 +50,7 @@ def run(search, encoder_out, lengths, key, samples, top_k, top_p, exact_end, fra
 
 
 def seeds_of(key, batch: int):
-    """uint32 [B, 2]: of a Threefry key of each utterance, since draws of other kinds depend on the batch under vmap."""
+    """Returns uint32 [B, 2], a Threefry key for each utterance: draws of other kinds depend on the batch under vmap."""
     typed = jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key)
     rank = np.ndim(key) - (not typed)
     if key is None:
@@ -67,7 +67,7 @@ def seeds_of(key, batch: int):
 
 
 def truncation(top_k, top_p) -> dict[str, Any]:
-    """`top_k` and `top_p`, but those that leave all classes of a node."""
+    """Returns `top_k` and `top_p`, except those that leave all classes of a node."""
     few, top_p = {}, _model.constant(_checks.scalar("top_p", top_p))
     if top_k is not None:
         if isinstance(top_k, bool) or not jnp.issubdtype(getattr(top_k, "dtype", type(top_k)), np.integer):
@@ -78,14 +78,14 @@ def truncation(top_k, top_p) -> dict[str, Any]:
 
 
 class Draws(typing.NamedTuple):
-    """What draws need; numbers that leave all classes of a node are None."""
+    """The keys and limits of draws; limits that leave all classes of a node are None."""
 
     keys: jax.Array  # [B N]
     top_k: Any = None
     top_p: Any = None
 
     def choose(self, moves, scores, labels, allowed, frame, count_here):
-        """As `_greedy.most_probable`, but drawn; the score is the log-probability of the draw."""
+        """Chooses as `_greedy.most_probable` does, but by a draw; the score is the log-probability of the draw."""
         count, model, labels = scores.shape[-1], labels, labels.rows()
         if self.top_k is not None or self.top_p is not None:
             scores, labels = truncated(self, moves, jnp.where(allowed, scores, -jnp.inf), labels)
@@ -110,9 +110,9 @@ class Draws(typing.NamedTuple):
 
 
 def truncated(draws: Draws, moves, scores, labels):
-    """Scores of moves [..., moves] and of labels [..., V], with -inf where a class is not among the most probable.
+    """Returns scores of moves [..., moves] and of labels [..., V], with -inf for all but the most probable classes.
 
-    A class has the summed probability of the moves that are allowed and write or read it.
+    The probability of a class is the sum over the allowed moves that write or read it.
     """
     blanks = len(moves.blanks)
     mass = labels + jax.nn.logsumexp(scores[..., blanks:], -1, keepdims=True)
@@ -122,14 +122,14 @@ def truncated(draws: Draws, moves, scores, labels):
         mass = jnp.where(_model.is_class(token, mass), of_blank, mass)
     classes = jax.lax.broadcasted_iota(jnp.int32, mass.shape, mass.ndim - 1)
     is_label = jnp.broadcast_to(~_scores.is_blank(moves, mass), mass.shape)
-    keys = -mass, is_label.astype(jnp.int32), classes  # of equal ones blanks are first
+    keys = -mass, is_label.astype(jnp.int32), classes  # among equal ones, blanks are first
     ordered = jax.lax.sort(keys, num_keys=3)
     weights, kept = jnp.exp(ordered[0][..., :1] - ordered[0]), jnp.ones_like(is_label)
     if draws.top_k is not None:
         kept = classes.astype(mass.dtype) < jnp.asarray(draws.top_k, mass.dtype)
     if draws.top_p is not None:
         top_p = jnp.asarray(draws.top_p, mass.dtype)
-        rounding = 16 * jnp.finfo(mass.dtype).eps  # probabilities that add up to `top_p` but for it have reached it
+        rounding = 16 * jnp.finfo(mass.dtype).eps  # sums that miss `top_p` by rounding alone reach it
         weights = jnp.where(kept, weights, 0)
         before = jnp.cumsum(weights, -1) - weights
         enough = before >= (top_p - rounding) * jnp.sum(weights, -1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What moves score: log-probabilities of rows of logits, with the options of a search that change them.
+"""Scores of moves: log-probabilities from rows of logits, with the options of a search that change them.
 
 V tokens (labels and blanks), D durations; `...` is any number of dimensions. `moves` are static; `given` holds the
 options of the search and the weights of the loss's arcs.
@@ -22,31 +22,31 @@ from jax_rnnt.decode._options import is_on
 
 
 class LabelScores(typing.NamedTuple):
-    """Log-probabilities of labels. That of one is the sum over all moves that write it."""
+    """Log-probabilities of labels; each is the sum over all moves that write the label."""
 
     logits: jax.Array  # [..., V]: -inf for blanks
-    log_probability: Callable  # of logits, one of each row [...] or all
-    weight: Any = None  # [...]: log of the summed weight of those moves; None: 0
+    log_probability: Callable  # a function of logits, of one class [...] or of all
+    weight: Any = None  # [...]: log of the summed weight of those moves; None for 0
     bonus: Any = None  # [..., V]: what fusion adds to the scores
 
     def of(self, logits):
-        """Log-probabilities of logits [...] or [..., V], in the model alone."""
+        """Returns log-probabilities, in the model alone, for logits [...] or [..., V]."""
         x = self.log_probability(logits)
         if self.weight is None:
             return x
         return x + (self.weight if x.ndim == self.weight.ndim else self.weight[..., None])
 
     def at(self, label):
-        """The log-probability [...] of one label of each row, in the model alone."""
+        """Returns the log-probability [...] of one label of each row, in the model alone."""
         return self.of(pick(self.logits, label))
 
     def rows(self):
-        """The scores of all labels [..., V]; -inf for blanks."""
+        """Returns the scores of all labels [..., V]; -inf for blanks."""
         x = self.of(self.logits)
         return x if self.bonus is None else x + self.bonus
 
     def best(self):
-        """(score, label) [...] of the best one: a softmax keeps the order of logits."""
+        """Returns (score, label) [...] of the best label: a softmax keeps the order of logits."""
         if self.bonus is not None:
             return peak(self.rows())
         x, label = peak(self.logits)
@@ -57,16 +57,16 @@ class LabelScores(typing.NamedTuple):
 
 
 def is_blank(moves: Moves, like):
-    """bool, the shape of `like` [..., V] up to broadcasting."""
+    """Returns bool: which classes are blanks, in the shape of `like` [..., V] up to broadcasting."""
     blanks = [_model.is_class(blank, like) for blank in moves.emission.blanks]
     return functools.reduce(jnp.logical_or, blanks)
 
 
 def tempered_head(search, logits, apart=None):
-    """The logits [..., V] of one softmax over the temperature, up to a number of each row, in the dtype of scores.
+    """Returns one softmax's logits [..., V] over the temperature, up to a constant in each row, in the scores' dtype.
 
-    `apart` [..., V]: logits that belong to no softmax, and are divided alone. The largest one of a row becomes 0
-    before it is multiplied. Otherwise a compiler may contract the product and the subtraction of its maximum, which
+    `apart` [..., V] marks logits that belong to no softmax, and are divided alone. The largest logit of a row becomes 0
+    before the multiplication. Otherwise a compiler may contract the product and the subtraction of its maximum, which
     then differ by the rounding of the product: by more than 100 nats from 2^31 on.
     """
     if not is_on(search, "temperature"):
@@ -79,15 +79,15 @@ def tempered_head(search, logits, apart=None):
 
 
 def inverse(temperature, dtype):
-    """1 / temperature. XLA divides by a constant in another way than by a number that it does not know."""
+    """Returns 1 / temperature. XLA divides by a constant in another way than by a number that it does not know."""
     known = _checks.known(temperature)
     numpy, temperature = (jnp, temperature) if known is None else (np, known)
     result = numpy.asarray(1, dtype) / numpy.asarray(temperature, dtype)
-    return numpy.maximum(result, np.finfo(dtype).tiny)  # 0 would make NaN of -inf
+    return numpy.maximum(result, np.finfo(dtype).tiny)  # an inverse of 0 would turn -inf into NaN
 
 
 def tempered(moves: Moves, search, logits):
-    """Rows [..., V + D] of logits over the temperature, each head up to a number."""
+    """Divides rows [..., V + D] of logits by the temperature, each head up to a constant."""
     if not is_on(search, "temperature"):
         return logits
     heads = [logits[..., : moves.tokens], logits[..., moves.tokens :]]
@@ -97,7 +97,7 @@ def tempered(moves: Moves, search, logits):
 
 
 def confidence(moves: Moves, search, logits):
-    """That of labels [...] in rows [..., V + D]; None without an entropy. A compiler shares the softmax of `scores`."""
+    """Returns labels' confidence [...] from rows [..., V + D], or None; XLA shares the softmax with `scores`."""
     entropy = search.confidence
     return entropy and entropy.confidence(moves.emission.log_probabilities(tempered(moves, search, logits)))
 
@@ -106,11 +106,11 @@ def confidence(moves: Moves, search, logits):
 
 
 def scores(moves: Moves, given, logits):
-    """(log-probability of each move [..., moves] without that of its label, `LabelScores`) in rows [..., V + D]."""
+    """Returns (log-probability of each move [..., moves] without its label's, `LabelScores`) for rows [..., V + D]."""
     rows = tempered(moves, given.search, logits)
     log_probability, blanks, durations = moves.emission.heads(rows)
     all_labels = weight_of_labels(moves, given, durations, jnp.zeros_like(blanks[0]))
-    if moves.token_first:  # the best duration alone
+    if moves.token_first:  # keep the best duration alone
         best = peak(jnp.stack(durations, -1))[1]
         durations = [jnp.where(best == i, x, -jnp.inf) for i, x in enumerate(durations)]
     tokens = rows[..., : moves.tokens].astype(_model.scores_dtype(rows.dtype))
@@ -119,7 +119,7 @@ def scores(moves: Moves, given, logits):
 
 
 def score_of(moves: Moves, given, move: Move, blanks, durations, all_labels):
-    """The log-probability [...] of a move without its label, of those of each blank and each duration [...]."""
+    """Returns the log-probability [...] of a move without its label, from those of all blanks and durations [...]."""
     search, is_label = given.search, move.token is None
     score = jnp.zeros_like(blanks[0]) if is_label else blanks[moves.emission.blanks.index(move.token)]
     if is_on(search, "blank_penalty") and not is_label:
@@ -135,25 +135,25 @@ def score_of(moves: Moves, given, move: Move, blanks, durations, all_labels):
 
 
 def is_sure(search, blanks):
-    """bool [...]: whether blanks have together the probability of the threshold; of their log-probabilities [...]."""
+    """Returns bool [...]: True where all blanks together, given log-probabilities [...], reach the threshold."""
     threshold = jnp.asarray(search.blank_threshold, blanks[0].dtype)
     total = blanks[0] if len(blanks) == 1 else jax.nn.logsumexp(jnp.stack(blanks), 0)
     return (total >= jnp.log(threshold)) & (threshold < 1)
 
 
 def arc_weight(given, move: Move):
-    """The weight of the arc of a move; None: nothing is added."""
+    """Returns the weight of a move's arc; None if nothing is added."""
     return None if move.arc is None else given.arc_weights[move.arc]
 
 
 def weight_of_labels(moves: Moves, given, durations, nothing):
-    """The log of the summed weight of the moves that write one label [...], without the label; None: exactly 0.
+    """Returns the log of the summed weight [...] of the moves that write one label, without the label; None: exactly 0.
 
-    `nothing` [...]: zeros.
+    `nothing` [...] holds zeros.
     """
     every = sorted(-1 if move.duration is None else move.duration for move in moves.labels)
     weights = [arc_weight(given, move) for move in moves.labels]
-    whole = every in ([-1], [*range(moves.emission.num_durations)])  # so they add up to 1 if they have no weights
+    whole = every in ([-1], [*range(moves.emission.num_durations)])  # then they add up to 1 if they have no weights
     if whole and all(weight is None for weight in weights):
         return None
     terms = [nothing if move.duration is None else durations[move.duration] for move in moves.labels]
@@ -162,7 +162,7 @@ def weight_of_labels(moves: Moves, given, durations, nothing):
 
 
 def allowed(static, given, frame, may_write):
-    """bool [..., moves]: which moves may leave a node of this frame, [...]; `may_write` [...]: a label may be."""
+    """Returns which moves may leave a node of this frame, bool [..., moves]; `may_write` [...] allows labels."""
     found, lengths = [], given.lengths[:, None]
     for move in static.moves.all:
         may = jnp.ones_like(frame, bool) if move.token is not None else may_write
@@ -175,12 +175,12 @@ def allowed(static, given, frame, may_write):
 
 
 def writes(moves: Moves):
-    """bool [moves]: which of them write a label."""
+    """Returns bool [moves]: which of them write a label."""
     return jnp.arange(len(moves.all)) >= len(moves.blanks)
 
 
 def of_move(move, numbers):
-    """int32 [...]: the one of `numbers`, one for each move, of this move [...]."""
+    """Returns, as int32 [...], the entry of `numbers`, one for each move, for each move [...]."""
     found = jnp.full(move.shape, numbers[0], jnp.int32)
     for i, number in enumerate(numbers[1:], 1):
         found = jnp.where(move == i, number, found)

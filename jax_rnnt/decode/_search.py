@@ -1,4 +1,4 @@
-"""A search as a value: a model and the options of decoding, with a verb for each way to search.
+"""A search as a value: a model and the options of decoding, with a method for each way to search.
 
 B utterances, T frames, E and P the widths of encoder and predictor rows, V classes, L labels at most, N hypotheses.
 """
@@ -26,7 +26,7 @@ from jax_rnnt.layouts import LinearJoint
 from jax_rnnt.losses import TransducerLoss
 
 Joint: typing.TypeAlias = Callable[[jax.Array, jax.Array], jax.Array] | LinearJoint
-NETWORKS = "loss", "joint", "predictor", "fusion", "guard"  # may hold arrays
+NETWORKS = "loss", "joint", "predictor", "fusion", "guard"  # fields that may hold arrays
 
 
 @_keywords.keywords
@@ -59,8 +59,8 @@ class Search:
     predictor : Predictor
         Or any object with `initial` and `step`, and perhaps `start` and `symbols`. No dropout, as in `joint`.
     max_labels : int
-        L, room for labels in a hypothesis. Once it is full, no label follows; `Hypotheses.full` says so. Of a stream,
-        `beam` has so much room for all parts, `greedy` for each part.
+        L, the room for labels in a hypothesis. Once it is full, no label follows; `Hypotheses.full` says so. In a
+        stream, `beam` has so much room for all parts, `greedy` for each part.
     max_symbols : int, default 10
         Labels that one frame may emit; after these only a blank is allowed.
     fusion : sequence of pairs (model, weight), default ()
@@ -71,34 +71,34 @@ class Search:
         Subtracts ilm_weight times the log-probability of each label in the internal language model: the label softmax
         of ``joint(0, predictor row)``. If `encoder_out` was projected before, the bias of that projection belongs in
         the joint. For `HATLoss` this is the model's own language model (Variani et al. 2020); for others, without
-        blanks, an estimate (Meng et al. 2021). A Python 0 skips it. Of `greedy` and `beam`.
+        blanks, an estimate (Meng et al. 2021). A Python 0 skips it. For `greedy` and `beam`.
     blank_penalty : float or scalar Array, default 0.0
         Nats to subtract from the log-probability of every blank move, after the softmax, so that the search leaves out
         fewer labels. It counts in the scores. For every loss but `HATLoss`, greedy search finds the same labels as if
-        the blanks' logits were lowered by it, as icefall and sherpa-onnx do. Of all verbs but `sample`.
+        the blanks' logits were lowered by it, as icefall and sherpa-onnx do. For all verbs but `sample`.
     temperature : float or scalar Array, default 1.0
         Divides the logits before the softmax: those of tokens, of durations and of a HAT's blank. It counts in the
         scores. Rows that are log-probabilities already (`fused_log_softmax=False`) allow 1 alone.
     blank_threshold : float or scalar Array, default 1.0
         On a frame whose blanks have together at least this probability, at the temperature and before penalty and
-        fusion, no label may be written; 1 is off. So a search chooses, merges and reads fewer labels, of which it may
-        lose some. Of a `HATLoss` with a `LinearJoint` and a number that is not traced, the product for the labels is
+        fusion, no label may be written; 1 is off. So a search chooses, merges and reads fewer labels, and may lose some
+        of them. For a `HATLoss` with a `LinearJoint` and a number that is not traced, the product for the labels is
         left out where the blanks of all rows of a step are so probable; and from 0.5 on `greedy` finds exactly what it
         finds without, up to the rounding of scores, as long as there is no fusion, internal language model or penalty.
-        Of all verbs but `sample`.
+        For all verbs but `sample`.
     duration_choice : {"pair", "token_first"}, default "pair"
         "pair": the best move is the best pair of token and duration. "token_first": NeMo's and Hugging Face's rule for
         TDT. The most probable token comes first, then the most probable duration by itself. A blank of duration 0 reads
         one frame, and so does, with no log-probability, a label of duration 0 that is the `max_symbols`-th of its frame
         (Hugging Face has no such limit). The score is the log-probability of the chosen tokens and durations. A path
         with such frames is not in the loss's lattice, so `exact_end` is an error. For losses without durations it
-        changes nothing. Of `greedy`.
+        changes nothing. For `greedy`.
     guard : Guard, optional
-        Lets `Phrases` of `fusion` earn only where the model itself holds their labels possible. None: everywhere. Of
+        Lets `Phrases` of `fusion` earn only where the model itself holds their labels possible. None: everywhere. For
         `greedy` and `beam`.
     confidence : Entropy, optional
         Adds `Hypotheses.label_confidences`, from the entropy of the row of each label. None: only the log-probabilities
-        of the labels tell how sure the model is, and the program computes nothing more. Of `greedy` and `beam`.
+        of the labels show how sure the model is, and the program computes nothing more. For `greedy` and `beam`.
     start : int, optional
         The label before the first one, for a predictor without `start`. Default: the blank. Negative: from the end of
         the predictor's `symbols`, an error without them.
@@ -154,14 +154,14 @@ class Search:
             object.__setattr__(self, name, x)
 
     def _refuse_unused(self, verb: str) -> None:
-        """Raises unless the options that the verb does not take have their defaults: nothing is ignored."""
+        """Raises an error unless the options that the verb does not take have their defaults: nothing is ignored."""
         for f in dataclasses.fields(self):
             value, verbs = getattr(self, f.name), f.metadata.get("verbs") or (verb,)
             if verb not in verbs and value is not f.default and (isinstance(value, jax.Array) or value != f.default):
                 raise ValueError(f"{verb}: {f.name} must be left out, as it changes nothing here, got {value!r}.")
 
     def __repr__(self):
-        """Fields without a default, then those that differ from it."""
+        """Shows the fields without a default, then those that differ from it."""
         shown = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
         return f"Search({', '.join(f'{name}={x!r}' for name, x, default in shown if x is not default)})"
 
@@ -201,7 +201,7 @@ class Search:
         Returns
         -------
         Hypotheses
-            One of each utterance.
+            One hypothesis for each utterance.
 
         Raises
         ------
@@ -233,7 +233,7 @@ class Search:
         state: Any = None,
         frames_at_once: int = 1,
     ) -> Hypotheses:
-        """The N best label sequences of each utterance, by time-synchronous beam search.
+        """Finds the N best label sequences of each utterance by time-synchronous beam search.
 
         Hypotheses with equal labels are merged: their score is the log of the summed probability of their alignments.
         If the beam loses none, and with `exact_end`, it is minus the loss of these labels.
@@ -271,7 +271,7 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; the search has an option that is not of `beam`; `frames_at_once` without `merge`.
+            As for `greedy`; the search has an option that `beam` does not take; `frames_at_once` without `merge`.
 
         See Also
         --------
@@ -309,7 +309,7 @@ class Search:
         exact_end: bool | jax.Array = False,
         frames_at_once: int = 4,
     ) -> Hypotheses:
-        """Alignments drawn from the model, move by move, with the exact log-probability of each draw.
+        """Draws alignments from the model, move by move, with the exact log-probability of each draw.
 
         Out of each node an alignment takes an allowed move at random: a blank, or a label with its duration. A move has
         the probability that it has in the loss, divided by that of all allowed moves. As in `greedy`, all arcs of the
@@ -325,9 +325,9 @@ class Search:
         ----------
         encoder_out, lengths, exact_end, frames_at_once
             As for `greedy`. The predictor runs on B N sequences.
-        key : Array, a JAX random key, or one of each utterance [B]
+        key : Array, a JAX random key, or one for each utterance [B]
             An utterance draws by the key's `jax.random.fold_in` with its number, or by its own key; then its draws do
-            not depend on the batch. Inside `jax.shard_map`, where numbers start anew on each device, give one of each.
+            not depend on the batch. Inside `jax.shard_map`, where numbers start anew on each device, give one for each.
         samples : int
             N. Samples are independent, so labels may repeat.
         top_k : int or integer scalar Array, optional
@@ -348,7 +348,7 @@ class Search:
         Raises
         ------
         TypeError, ValueError
-            As for `greedy`; `key` is no random key; the search has an option that is not of `sample`.
+            As for `greedy`; `key` is no random key; the search has an option that `sample` does not take.
 
         See Also
         --------
@@ -380,15 +380,15 @@ _options.declare(Search)
 
 
 class _Structure(typing.NamedTuple):
-    """All of a search but its leaves."""
+    """Everything in a search but its leaves."""
 
-    tree: Any  # of the fields that may hold some
+    tree: Any  # structure of the fields that may hold leaves
     found: tuple  # what `jax.tree.flatten` finds there, with `_LEAF` in the place of each leaf
     fields: tuple  # the other fields, by name
 
 
 class _Object:
-    """One that has no hash. It equals itself alone."""
+    """Wraps an object that has no hash. It equals itself alone."""
 
     def __init__(self, x):
         self.x = x
@@ -404,7 +404,7 @@ _LEAF = object()
 
 
 def _is_leaf(x) -> bool:
-    """Counts, as a predictor's start label, are structure. JAX has shapes in the places of arrays, too."""
+    """Counts, such as a predictor's start label, are structure. JAX puts shapes in the places of arrays, too."""
     array = hasattr(x, "shape") and hasattr(x, "dtype")
     return (array or isinstance(x, numbers.Real)) and not isinstance(x, numbers.Integral)
 

@@ -1,4 +1,4 @@
-"""Streams that come and go: states of `greedy` and `beam`, row by row.
+"""Operations on the state of `greedy` and `beam` for streams that come and go, row by row.
 
 A state is a pytree of arrays [B, ...] with the leaves `fresh` and `bad` [B]. A part that meets a fresh row starts this
 utterance anew: it has the networks at hand, which `reset_streams` has not.
@@ -20,11 +20,11 @@ from jax_rnnt.decode._hypotheses import Hypotheses
 from jax_rnnt.decode._model import constant
 from jax_rnnt.decode._predictor import same_state
 
-FAR = 2.0**16  # nats of a score; a float32 there is a multiple of 2^-7
+FAR = 2.0**16  # scores beyond this, in nats, begin again at 0; a float32 there is a multiple of 2^-7
 
 
 def begin_part(verb: str, static: Static, given: Given, start, state):
-    """The state from which a part of a verb starts; `start()` makes that of a stream's start."""
+    """Returns the state from which a part of a stream starts; `start()` makes the state of a new stream."""
     if state is None:
         return start()
     expected = jax.eval_shape(start)
@@ -39,10 +39,10 @@ def begin_part(verb: str, static: Static, given: Given, start, state):
 
 
 def beyond_the_end(static: Static, given: Given, exact_end, reached):
-    """bool [B]: utterances that end here, and of which an earlier part has read further, or ended by a wrong move.
+    """Returns bool [B]: utterances that end here although an earlier part has read further, or ended by a wrong move.
 
-    `reached` [B]: how many of these frames the moves of earlier parts need. The whole utterance at once would have
-    taken other moves. Known ones raise.
+    `reached` [B] is how many of these frames the moves of earlier parts need. A search of the whole utterance at once
+    would have made other moves. Known ones raise an error.
     """
     reach, lengths = static.moves.reach, given.lengths
     if exact_end is False or not reach:
@@ -59,9 +59,9 @@ def beyond_the_end(static: Static, given: Given, exact_end, reached):
 
 @keywords
 def select_streams(state: Any, rows: jax.Array) -> Any:
-    """The state of some utterances of a batch, in a new order: with it the next part decodes a batch of these.
+    """Returns the state of some utterances of a batch, in a new order; with it the next part decodes a batch of these.
 
-    B utterances before, R afterwards.
+    There are B utterances before, R afterwards.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def select_streams(state: Any, rows: jax.Array) -> Any:
 
 @keywords
 def concatenate_streams(states: Sequence[Any]) -> Any:
-    """One state with the utterances of several states, one after another.
+    """Joins several states into one, with their utterances one after another.
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ def concatenate_streams(states: Sequence[Any]) -> Any:
     Raises
     ------
     TypeError, ValueError
-        There is no state, or they are of searches that differ in kind, networks or sizes.
+        There is no state, or they belong to searches that differ in kind, networks or sizes.
 
     Examples
     --------
@@ -156,7 +156,7 @@ def concatenate_streams(states: Sequence[Any]) -> Any:
 
 @keywords
 def reset_streams(state: Any, where: jax.Array) -> Any:
-    """The state with some utterances at their start: the next part begins new ones in their rows.
+    """Returns the state with some utterances at their start: the next part begins new ones in their rows.
 
     It only marks them. The next call starts these rows as a call without a state does, bit for bit.
 
@@ -166,7 +166,7 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
         `Hypotheses.state` of `greedy` or `beam`. Or its shapes, as `jax.eval_shape` gives them, so that the first
         part runs in the program of all others; rows that are not marked have the score NaN then.
     where : Array, bool [B]
-        Which utterances.
+        Which utterances to reset.
 
     Returns
     -------
@@ -205,7 +205,7 @@ def reset_streams(state: Any, where: jax.Array) -> Any:
 
 @keywords
 def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
-    """The state of `beam` without the first labels of its best hypotheses, whose room is free again.
+    """Returns the state of `beam` without the first labels of its best hypotheses, whose room is free again.
 
     Hypotheses that do not begin with these labels are dropped. With `hypotheses.stable` there are none, and the stream
     goes on bit for bit as it would have; later parts return the labels after the committed ones. These have the frames
@@ -214,7 +214,7 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     Parameters
     ----------
     hypotheses : Hypotheses
-        Of `beam`, with its state.
+        A result of `beam`, with its state.
     counts : Array, integer [B]
         How many labels of the best hypothesis of each utterance to commit; more than it has means all. They may exceed
         `stable`: all at the end of a sentence, or the oldest ones, so that `max_labels` always suffices.
@@ -228,7 +228,7 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
     Raises
     ------
     TypeError, ValueError
-        `hypotheses` are not of `beam`, or `counts` are not integers [B].
+        `hypotheses` are not a result of `beam`, or `counts` are not integers [B].
 
     Examples
     --------
@@ -267,7 +267,7 @@ def commit_labels(hypotheses: Hypotheses, counts: jax.Array) -> Any:
 
 
 def utterances(name: str, state) -> int:
-    """B of a state."""
+    """Returns the number of utterances B in a state."""
     if not {"fresh", "bad"} <= {*getattr(state, "_fields", ())}:
         raise _checks.bad_type(f"{name} must be Hypotheses.state of Search.greedy or Search.beam, got {state!r}.")
     return state.fresh.shape[0]

@@ -1,3 +1,3 @@
-"""Emissions: logits -> log-probabilities of the arcs."""
+"""Emissions turn logits into log-probabilities of the arcs."""
 
 from jax_rnnt.emissions._softmax import Softmax as Softmax

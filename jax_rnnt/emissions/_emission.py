@@ -1,4 +1,4 @@
-"""Emissions: logits -> log-probabilities ("planes"), from which adjustments make the arcs of a lattice.
+"""Emissions turn logits into log-probabilities ("planes"), from which adjustments make the arcs of a lattice.
 
 An `Emission` composes three parts, each with a protocol of its own:
 
@@ -20,31 +20,31 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
-NO_LABEL = -1  # label map: no label arc leaves this node
-OUTSIDE = -2  # label map: the node lies outside the sequence, its row is never read
+NO_LABEL = -1  # in a label map: no label arc leaves this node
+OUTSIDE = -2  # in a label map: the node lies outside the sequence, and its row is never read
 
-Planes = dict[str, jax.Array]  # by slot, each [..., T, U1]
+Planes = dict[str, jax.Array]  # for each slot an array [..., T, U1]
 Logits = TypeVar("Logits")  # an array, or a pytree of arrays
 Residuals = TypeVar("Residuals")  # a pytree of arrays
 Where = TypeVar("Where")  # a pytree of integers
 
 
 class Nodes(typing.NamedTuple):
-    """Which rows belong to a sequence, and which label arc leaves each node."""
+    """The rows that belong to a sequence, and the label arc that leaves each node."""
 
     label: jax.Array  # int32 [..., 1 or T, U1]: class of the label arc, `NO_LABEL` or `OUTSIDE`
     num_frames: jax.Array  # int32 [...]: rows of later frames are never read
-    num_labels: jax.Array | None = None  # int32 [...]; None where `label` alone tells the columns
+    num_labels: jax.Array | None = None  # int32 [...]; None where `label` alone determines the columns
     counts: jax.Array | None = None  # bool [..., T, U1]: nodes that `sum_over_nodes` adds up
 
     def without(self, masked: jax.Array) -> Nodes:
-        """Without the sequences `masked` [...]: nothing of these is read."""
+        """Removes the sequences `masked` [...]: nothing of them is read."""
         label = jnp.where(masked[..., None, None], OUTSIDE, self.label)
         return self._replace(label=label, num_frames=jnp.where(masked, 0, self.num_frames))
 
 
 def label_map(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
-    """int32 [..., 1, U1]: class of the label arc that leaves column u, in every frame alike."""
+    """Returns the class of the label arc that leaves column u, int32 [..., 1, U1], the same in every frame."""
     shape = (1,) * num_labels.ndim + (targets.shape[-1] + 1,)
     column = jax.lax.broadcasted_iota(jnp.int32, shape, num_labels.ndim)
     last = num_labels[..., None]
@@ -53,26 +53,26 @@ def label_map(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
 
 
 def inside_targets(targets: jax.Array, num_labels: jax.Array) -> jax.Array:
-    """bool [..., U]: which targets lie inside the lengths."""
+    """Returns bool [..., U]: which targets lie inside the lengths."""
     column = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_labels.ndim + targets.shape[-1:], num_labels.ndim)
     return column < num_labels[..., None]
 
 
 def inside_rows(nodes: Nodes, frames: int) -> jax.Array:
-    """bool [..., T, U1]: rows inside the sequence, of T = `frames`."""
+    """Returns bool [..., T, U1]: which of the T = `frames` rows lie inside the sequence."""
     shape = (1,) * nodes.num_frames.ndim + (frames, 1)
     frame = jax.lax.broadcasted_iota(jnp.int32, shape, nodes.num_frames.ndim)
     return (frame < nodes.num_frames[..., None, None]) & (nodes.label != OUTSIDE)
 
 
 def out_of_range(targets, num_frames, num_labels, frames: int, tokens: int) -> jax.Array:
-    """bool [...]: sequences with a length outside [0, frames] or [0, U], or a used label outside [0, tokens)."""
+    """Returns bool [...]: sequences with a length not in [0, frames] or [0, U], or a used label not in [0, tokens)."""
     bad = jnp.any(inside_targets(targets, num_labels) & ((targets < 0) | (targets >= tokens)), -1)
     return bad | (num_frames < 0) | (num_frames > frames) | (num_labels < 0) | (num_labels > targets.shape[-1])
 
 
 def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x y; 0 where one factor is 0, even if the other is NaN or infinite.
+    """Returns x y; 0 where one factor is 0, even if the other is NaN or infinite.
 
     A factor is replaced and not the product: the derivative with respect to a factor that is 0 is the other one.
     """
@@ -80,7 +80,7 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def clip_and_scale(gradient: jax.Array, scale: jax.Array, clamp: jax.Array) -> jax.Array:
-    """scale * clip(gradient, clamp) with `scale` and `clamp` per sequence; clamp <= 0 clips nothing, and 0 stays 0.
+    """Returns scale * clip(gradient, clamp), both per sequence; clamp <= 0 clips nothing, and 0 stays 0.
 
     L = sum over b of c_b l_b, for losses l_b and incoming cotangents c_b (`scale`). `clamp` must mean the same whatever
     multiplies a loss, a mean over the batch or a factor against float16's underflow. So it clips the sequence's own
@@ -95,18 +95,18 @@ def clip_and_scale(gradient: jax.Array, scale: jax.Array, clamp: jax.Array) -> j
 
 
 def scale_cotangent(plane: jax.Array, scale: jax.Array) -> jax.Array:
-    """plane [..., T, U1] times scale [...]; 0 where either factor is 0: a masked loss that is NaN adds nothing."""
+    """Returns plane [..., T, U1] times scale [...]; 0 if either is 0, so a masked loss that is NaN adds nothing."""
     return _product(plane, _each(scale, plane).astype(plane.dtype))
 
 
 def _each(x: jax.Array, like: jax.Array) -> jax.Array:
-    """A number [...] of each sequence with the trailing axes of `like`."""
+    """Reshapes a number [...] of each sequence to the trailing axes of `like`."""
     return jnp.reshape(x, x.shape + (1,) * (like.ndim - x.ndim))
 
 
 @jax.custom_jvp
 def isolate(x, bad):
-    """x with 0 in the sequences `bad` [...]: their own gradient is NaN, but shared arrays get nothing from them."""
+    """Returns x with 0 in sequences `bad` [...]: their own gradient is NaN, but shared arrays get nothing from them."""
     return jnp.where(_each(bad, x), 0, x)
 
 
@@ -117,19 +117,19 @@ def _(primals, tangents):
 
 
 def widened(arrays):
-    """16-bit floats as float32."""
+    """Returns 16-bit floats as float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x, arrays)
 
 
 def has_nan(planes: Planes) -> jax.Array:
-    """bool [...]: sequences with a NaN in a plane [..., T, U1]."""
+    """Returns bool [...]: sequences with a NaN in a plane [..., T, U1]."""
     return functools.reduce(jnp.logical_or, (jnp.any(jnp.isnan(x), (-1, -2)) for x in planes.values()))
 
 
 class Rows(Generic[Logits, Residuals]):
-    """How rows of logits become planes. A frozen, hashable object, static under jit: `jax.tree_util.register_static`.
+    """Turns rows of logits into planes. A frozen, hashable object, static under jit: `jax.tree_util.register_static`.
 
-    `Softmax` reads an array [..., T, U1, V]. Other rows are made of arrays: of a joint network, of two matrices.
+    `Softmax` reads an array [..., T, U1, V]. Other rows come from a joint network or from two matrices.
     """
 
     blanks: Any  # classes, a tuple of int
@@ -137,27 +137,28 @@ class Rows(Generic[Logits, Residuals]):
     normalized: Any  # whether the arcs of a node are probabilities that sum to 1 at most
 
     def reference(self, logits: Logits, nodes: Nodes) -> Planes:
-        """Planes in plain JAX: -inf outside the sequence, whose rows are masked before use."""
+        """Returns planes in plain JAX: -inf outside the sequence, whose rows are masked before use."""
         raise NotImplementedError
 
     def forward(self, logits: Logits, nodes: Nodes, *, strict: bool = False) -> tuple[Planes, Residuals]:
-        """(planes, residuals of `backward`) by kernel; `strict` insists on one."""
+        """Returns (planes, residuals of `backward`) by kernel; `strict` insists on one."""
         raise NotImplementedError
 
     def backward(
         self, logits: Logits, nodes: Nodes, residuals: Residuals, cotangents: Planes, scale: jax.Array,
         clamp: jax.Array, *, strict: bool = False, alias: bool = True,
     ) -> Logits:  # fmt: skip
-        """scale * clip(vjp of the planes at `cotangents`, clamp); `scale` and `clamp` are per sequence, [...].
+        """Returns scale * clip(vjp of the planes at `cotangents`, clamp); `scale` and `clamp` are per sequence, [...].
 
-        0 for a sequence whose `scale` is 0: a masked loss has gradient 0, whatever its logits. With `alias` the result
-        may take the memory of the logits.
+        It is 0 for a sequence whose `scale` is 0: a masked loss has gradient 0, whatever its logits. With `alias` the
+        result may take the memory of the logits.
         """
         raise NotImplementedError
 
     def pullback(self, logits: Logits, nodes: Nodes, cotangents: Planes, scale: jax.Array, clamp: jax.Array) -> Logits:
-        """What `backward` computes, from `reference`: differentiable any number of times, with respect to all of it."""
-        # In float32 up to the end, as `backward`: float16 holds neither a large scale nor its product with a small one.
+        """Computes `backward` from `reference`: differentiable any number of times, with respect to all arguments."""
+        # It is in float32 up to the end, as in `backward`: float16 holds neither a large scale nor its product with a
+        # small one.
         wide = widened(logits)
         _, pull = jax.vjp(lambda x: self.reference(x, nodes), wide)
         if self.clips:
@@ -169,7 +170,7 @@ class Rows(Generic[Logits, Residuals]):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def gradient(rows: Rows, strict, alias, logits, nodes, residuals, cotangents, scale, clamp):
-    """`rows.backward`, whose derivative is that of `pullback`.
+    """Computes `rows.backward`, with the derivative of `pullback`.
 
     `residuals` cache the logits and need no derivative: they are scaled by 2^-124, so tangents would underflow and
     cotangents overflow. It also keeps the derivative with respect to a zero weight.
@@ -194,85 +195,85 @@ def _(rows, strict, alias, primals, tangents):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Placement(Generic[Where]):
-    """Where the rows of a layout are. This class is for rows [..., T, U1, V], one for each node of the lattice.
+    """Finds the rows of a layout. This class is for rows [..., T, U1, V], one for each node of the lattice.
 
     A layout that stores the rows in another way overrides what differs: `nodes` finds them, the other methods carry
     planes and numbers between the lattice [..., T, U1] and the sequences that `Rows` get. These may be others
-    than those of the batch: for packed logits every row is a sequence of one node. A frozen, hashable object, static
+    than those of the batch: for packed logits every row is a sequence of one node. It is frozen, hashable and static
     under jit. `where` is what `nodes` returns, for the methods that follow.
     """
 
     def fits(self, logits, num_frames: jax.Array, num_labels: jax.Array) -> jax.Array | None:
-        """bool [...]: whether all rows of a sequence of these lengths, checked or not, exist; None: always."""
+        """Returns bool [...]: sequences of which all rows exist, for lengths checked or not; None: always."""
         return None
 
     def nodes(
         self, logits, targets, num_frames, num_labels, lengths: tuple[jax.Array, jax.Array]
     ) -> tuple[Any, Nodes, Where | None]:
-        """(the arrays with rows among `logits`, their nodes, where they are), for checked lengths.
+        """Returns (the arrays with rows among `logits`, their nodes, where they are), for checked lengths.
 
-        `lengths` are both lengths as they came.
+        `lengths` are both lengths as they were given.
         """
         return logits, Nodes(label_map(targets, num_labels), num_frames, num_labels), None
 
     def view(self, logits):
-        """Logits in the shape that `Rows` read, in the same memory."""
+        """Returns logits in the shape that `Rows` read, in the same memory."""
         return logits
 
     def to_planes(self, planes: Planes, where: Where) -> Planes:
-        """Planes [..., T, U1] of the lattice, from those of the rows; -inf where a node has no row."""
+        """Returns planes [..., T, U1] of the lattice from those of the rows; -inf where a node has no row."""
         return planes
 
     def to_rows(self, planes: Planes, where: Where) -> Planes:
-        """The transpose of `to_planes`, for cotangents."""
+        """Returns the transpose of `to_planes`, for cotangents."""
         return planes
 
     def of_rows(self, x: jax.Array, where: Where) -> jax.Array:
-        """A number of each of the rows' sequences, from one [...] of each sequence of the batch."""
+        """Returns a number for each of the rows' sequences, from one [...] for each sequence of the batch."""
         return x
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What devices send each other. In this class nothing, since every device has all of its sequences.
+    """Exchanges arrays between devices. This class exchanges nothing, since every device has all of its sequences.
 
     `own` sequences are those whose lattice is on this device.
     """
 
-    axes: typing.ClassVar[Any] = ()  # mesh axes over which logits vary, and planes do not
+    axes: typing.ClassVar[Any] = ()  # mesh axes over which logits vary, but planes do not
 
     def own_frames(self, num_frames: jax.Array) -> jax.Array:
-        """The frames of each sequence that are on this device."""
+        """Returns how many frames of each sequence are on this device."""
         return num_frames
 
     def of_own(self, x: jax.Array) -> jax.Array:
-        """Of numbers of each sequence [..., more], those of own sequences."""
+        """Returns the numbers [..., more] of own sequences, from those of each sequence."""
         return x
 
     def every(self, x: jax.Array) -> jax.Array:
-        """A number of each sequence [...], from those of own ones; devices may differ in their types."""
+        """Returns a number of each sequence [...], from those of own ones; devices may differ in their types."""
         return x
 
     def to_lattice(self, plane: jax.Array) -> jax.Array:
-        """All frames of own sequences, from own frames of all sequences."""
+        """Returns all frames of own sequences, from own frames of all sequences."""
         return plane
 
     def to_rows(self, plane: jax.Array) -> jax.Array:
-        """Own frames of all sequences, from all frames of own ones."""
+        """Returns own frames of all sequences, from all frames of own ones."""
         return plane
 
     def joined(self, x: jax.Array) -> jax.Array:
-        """Results of all sequences [..., more], alike on all devices, from those of own ones."""
+        """Returns results of all sequences [..., more], the same on all devices, from those of own ones."""
         return x
 
     def joined_planes(self, plane: jax.Array) -> jax.Array:
-        """`to_rows`, for a result."""
+        """Works as `to_rows`, for a result."""
         return self.joined(plane)
 
 
 class Placed(typing.NamedTuple):
-    """The nodes of a batch, and where their rows are."""
+    """The nodes of a batch, and the places of their rows."""
 
     nodes: Nodes
     where: Any
@@ -281,7 +282,7 @@ class Placed(typing.NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Emission(Generic[Logits, Residuals]):
-    """How the logits of a batch become planes of its lattice: rows, where they are, and what devices exchange.
+    """Turns a batch's logits into planes of its lattice: by rows, where these are, and what devices exchange.
 
     `frames` and `tokens` bound lengths and labels.
     """
@@ -293,7 +294,7 @@ class Emission(Generic[Logits, Residuals]):
     exchange: Exchange = Exchange()
 
     def prepare(self, logits, targets, logit_lengths, target_lengths):
-        """(logits, `Placed`, num_frames, num_labels, bad [...]) of a batch.
+        """Returns (logits, `Placed`, num_frames, num_labels, bad [...]) for a batch.
 
         A sequence with lengths or labels out of range is bad and gets T_b = U_b = 0.
         """
@@ -310,22 +311,22 @@ class Emission(Generic[Logits, Residuals]):
         return {slot: self.exchange.to_lattice(x) for slot, x in placed_planes.items()}
 
     def _of_rows(self, placed: Placed, *numbers):
-        """Of each of the rows' sequences, from own sequences."""
+        """Returns numbers for each of the rows' sequences, from those of own sequences."""
         return [self.placement.of_rows(self.exchange.every(x), placed.where) for x in numbers]
 
     def reference(self, logits: Logits, placed: Placed) -> Planes:
-        """As `Rows.reference`, of the lattice."""
+        """Works as `Rows.reference`, for the lattice."""
         return self._to_lattice(self.rows.reference(self.placement.view(logits), placed.nodes), placed)
 
     def forward(self, logits: Logits, placed: Placed, *, strict: bool = False) -> tuple[Planes, Residuals]:
-        """As `Rows.forward`, of the lattice."""
+        """Works as `Rows.forward`, for the lattice."""
         planes, residuals = self.rows.forward(self.placement.view(logits), placed.nodes, strict=strict)
         return self._to_lattice(planes, placed), residuals
 
     def backward(
         self, logits: Logits, placed: Placed, residuals: Residuals, cotangents: Planes, scale, clamp, *, strict, alias
     ) -> Logits:
-        """As `Rows.backward`, of the lattice; it has derivatives of its own."""
+        """Works as `Rows.backward`, for the lattice; it has derivatives of its own."""
         of_frames = {slot: self.exchange.to_rows(x) for slot, x in cotangents.items()}
         operands = residuals, self.placement.to_rows(of_frames, placed.where), *self._of_rows(placed, scale, clamp)
         stored: Any = logits
@@ -334,6 +335,6 @@ class Emission(Generic[Logits, Residuals]):
         return of_rows if viewed is stored else of_rows.reshape(stored.shape)
 
     def clip_and_scale(self, gradient: Logits, placed: Placed, scale, clamp) -> Logits:
-        """scale * clip(gradient, clamp), of own sequences."""
+        """Returns scale * clip(gradient, clamp), for own sequences."""
         numbers = self._of_rows(placed, scale, clamp)
         return jax.tree.map(lambda g: clip_and_scale(g, *numbers), gradient)

@@ -34,14 +34,14 @@ from jax_rnnt.emissions._norm import RowSum, encoded_norm, row_sum, row_sum_at_o
 
 
 def accumulation_dtype(dtype) -> np.dtype:
-    """float64 for float64, float32 for every narrower type."""
+    """Returns float64 for float64, float32 for every narrower type."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def one_hot(index, x):
-    """bool, the shape of x [..., T, U1, V] up to broadcasting: where the class is `index`; nowhere if it is none.
+    """Returns where the class is `index`, bool, the shape of x [..., T, U1, V] up to broadcasting; maybe nowhere.
 
-    Used instead of a gather: it shards over any axis and its gradient is element-wise.
+    It is used instead of a gather: it shards over any axis and its gradient is element-wise.
     """
     classes = jax.lax.broadcasted_iota(jnp.int32, (1,) * (x.ndim - 1) + x.shape[-1:], x.ndim - 1)
     return classes == (index if isinstance(index, int) else index[..., None])
@@ -52,21 +52,22 @@ def _anchor(blanks, bernoulli) -> int:
 
 
 def _of_row(row, x):
-    """As `RowSum.log_probability`; NaN where a row holds a NaN or +inf."""
+    """Works as `RowSum.log_probability`; NaN where a row holds a NaN or +inf."""
     bad = row.bad if x.ndim == row.bad.ndim else row.bad[..., None]
     return jnp.where(bad, jnp.nan, row.log_probability(x))
 
 
 def pick(index, x):
-    """[..., T, U1]: the logit of a class."""
+    """Returns the logit of a class, [..., T, U1]."""
     return jnp.sum(jnp.where(one_hot(index, x), x, 0), -1)
 
 
 def _heads(logits, label, num_frames, blanks, durations, bernoulli):
-    """(rows inside, logits of the classes, plane of each duration, plane of a Bernoulli blank), 0 outside.
+    """Returns (rows inside, logits of the classes, plane of each duration, plane of a Bernoulli blank), 0 outside.
 
-    Selected before any arithmetic: whatever stands outside reaches neither value nor gradient. The rows stay whole,
-    with -inf where a logit is of another head: XLA for TPUs copies slices of the classes, and changes their layout.
+    These are selected before any arithmetic: whatever stands outside reaches neither value nor gradient. The rows stay
+    whole, with -inf where a logit is of another head: XLA for TPUs copies slices of the classes, and changes their
+    layout.
     """
     inside = inside_rows(Nodes(label, num_frames), logits.shape[-3])
     x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
@@ -90,7 +91,7 @@ def softmax_emission(
     durations: int = 0,
     bernoulli: bool = False,
 ):
-    """The emission in plain JAX, differentiable any number of times in both modes.
+    """Computes the emission in plain JAX, differentiable any number of times in both modes.
 
     Parameters
     ----------
@@ -122,19 +123,19 @@ def softmax_emission(
 
 
 class Heads(typing.NamedTuple):
-    """Numbers of rows [..., T, U1] that planes are made of: logits, but for the first two."""
+    """The numbers of rows [..., T, U1] that planes are computed from: logits, except the first two."""
 
-    inside: jax.Array  # bool: rows inside the sequence
-    row: RowSum | None  # of the softmax; None: the logits already are log-probabilities
+    inside: jax.Array  # bool: whether the row lies inside the sequence
+    row: RowSum | None  # sum of the softmax; None if the logits already are log-probabilities
     label: jax.Array
-    blanks: list[jax.Array]  # of the softmax
+    blanks: list[jax.Array]  # blanks in the softmax
     durations: list[jax.Array]
     bernoulli: jax.Array | None  # a blank that is no part of the softmax
-    anchor: jax.Array  # of `norm`
+    anchor: jax.Array  # the anchor of `norm`
 
 
 def planes_of(heads: Heads, label, blanks):
-    """What `softmax_emission` returns."""
+    """Returns the result of `softmax_emission`."""
     inside, row, z = heads.inside, heads.row, heads.bernoulli
     duration_row = row_sum(jnp.stack(heads.durations), 0) if row is not None and heads.durations else None
     bad_row = functools.reduce(
@@ -151,7 +152,7 @@ def planes_of(heads: Heads, label, blanks):
 
     log_label = log_probability(heads.label)
     if z is not None:
-        impossible = jnp.isneginf(z)  # -inf must not meet the derivative of log_sigmoid
+        impossible = jnp.isneginf(z)  # since -inf must not meet the derivative of log_sigmoid
         z = jnp.where(impossible, 0, z)
         log_blanks = [jnp.where(impossible, -jnp.inf, jax.nn.log_sigmoid(z))]
         log_label = log_label + jnp.where(impossible, 0, jax.nn.log_sigmoid(-z))
@@ -170,15 +171,15 @@ def planes_of(heads: Heads, label, blanks):
 def backward_reference(
     logits, label, num_frames, norm, scale, clamp, *cotangents, blanks, normalize, durations=0, bernoulli=False
 ):
-    """Gradient of the logits, as in the head of this file; `clamp` clips it before `scale` multiplies it."""
+    """Returns the logits' gradient, as in the module's docstring; `clamp` clips it before `scale` multiplies it."""
     arcs, total = len(blanks) + 1, cotangents[len(blanks) + 1 + durations :]
     (*ct_blanks, ct_label), grad_durations = cotangents[:arcs], list(cotangents[arcs : arcs + durations])
     inside, x, of_durations, z = _heads(logits, label, num_frames, blanks, durations, bernoulli)
     used = inside & functools.reduce(jnp.logical_or, (ct != 0 for ct in cotangents))
-    # Picked as in the forward pass, so that XLA does it once: picking from used rows would read the logits once more.
+    # It picks as in the forward pass, so that XLA does it once: picking from used rows would read the logits again.
     anchor = pick(_anchor(blanks, bernoulli), x) if normalize else norm
     x = jnp.where(used[..., None], x, 0)  # exp of the others may be infinite
-    if bernoulli:  # a label that is the blank counts as one
+    if bernoulli:  # a label that is the blank counts as a blank
         same = label == blanks[0]
         ct_blank, ct_label = ct_blanks[0] + jnp.where(same, ct_label, 0), jnp.where(same, ct_label - ct_label, ct_label)
         grad_blank = ct_blank * jax.nn.sigmoid(-z) - ct_label * jax.nn.sigmoid(z)
@@ -228,7 +229,7 @@ backward_kernel = _xla.Kernel(
     results=lambda logits, *_, **__: [(logits.shape[-3:], logits.dtype)],
     aliases=lambda operands: {0: 0},
     unsupported=_unsupported,
-    differentiable=False,  # `emission.gradient` is
+    differentiable=False,  # `emission.gradient` is differentiable
 )
 
 
@@ -284,7 +285,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
             raise _checks.bad_value("normalize must be True with bernoulli, which reads a logit, got False.")
 
     def resolved(self, classes: int) -> "Softmax":
-        """The same for rows of `classes` logits, with blanks in [0, V)."""
+        """Returns the same emission for rows of `classes` logits, with blanks in [0, V)."""
         tokens = classes - self.num_durations
         if _checks.smaller(tokens, 1):
             expected = f"shape [..., T, U + 1, V + D] with V >= 1 and D = {self.num_durations}"
@@ -298,7 +299,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return dataclasses.replace(self, blanks=tuple(blank + tokens * (blank < 0) for blank in blanks))
 
     def tokens(self, classes: int) -> int:
-        """The classes that a label may be, in rows of `classes` logits."""
+        """Returns the number of classes that a label may be, in rows of `classes` logits."""
         return classes - self.num_durations
 
     @property
@@ -306,7 +307,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return self.normalize
 
     def log_probabilities(self, rows):
-        """Of all tokens [..., V] in rows [..., V + D], as `heads` has them."""
+        """Returns log-probabilities of all tokens [..., V] in rows [..., V + D], as computed by `heads`."""
         log_probability, blanks, _ = self.heads(rows)
         logits = rows[..., : rows.shape[-1] - self.num_durations]
         tokens = log_probability(logits.astype(accumulation_dtype(rows.dtype)))
@@ -315,12 +316,12 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return tokens
 
     def heads(self, rows):
-        """Of rows [..., V + D] of a resolved emission, in plain JAX: (function, of each of `blanks` [...], of
-        each duration [...]).
+        """Returns, for rows [..., V + D] of a resolved emission, in plain JAX: (function, log-probabilities of each of
+        `blanks` [...], of each duration [...]).
 
-        The function makes log-probabilities of logits of labels, one of each row [...] or all [..., V]. NaN in a head
-        that holds a NaN or +inf. Those of blanks come from their logits alone: XLA for GPUs would write an array of all
-        tokens to slice it.
+        The function makes log-probabilities of logits of labels, one of each row [...] or all [..., V]. They are NaN in
+        a head that holds a NaN or +inf. Those of blanks come from their logits alone: XLA for GPUs would write an array
+        of all tokens to slice it.
         """
         x = rows.astype(accumulation_dtype(rows.dtype))
         tokens = x[..., : x.shape[-1] - self.num_durations]
@@ -344,7 +345,7 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return of_label, [jax.nn.log_sigmoid(blanks[0])], durations
 
     def _attributes(self):
-        """Of the kernels, by their names."""
+        """Returns the attributes of the kernels, by their names."""
         heads = {"durations": self.num_durations, "bernoulli": self.bernoulli}
         return {"blanks": self.blanks, "normalize": self.normalize, **heads}
 
@@ -352,10 +353,10 @@ class Softmax(Rows[jax.Array, jax.Array]):
         return (*self.slots, "label", *(f"duration+{i}" for i in range(self.num_durations)))
 
     def _cotangents(self):
-        """The names of those that `backward` takes.
+        """Returns the names of the cotangents that `backward` takes.
 
-        One more than planes, not with `bernoulli`, is the total that the softmax of the classes multiplies, in place of
-        the sum of theirs; the durations have no softmax then.
+        Besides those of the planes there is, except with `bernoulli`, the total that the softmax of the classes
+        multiplies, in place of the sum of their cotangents; the durations then have no softmax.
         """
         return self._names()
 

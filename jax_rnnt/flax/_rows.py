@@ -1,6 +1,6 @@
-"""The NNX and the Linen modules share this: labels in, rows out.
+"""Functions that the NNX and the Linen modules share: labels in, rows out.
 
-B sequences, U labels; E, P and H the widths of encoder rows, predictor rows and hidden units.
+There are B sequences and U labels; E, P and H are the widths of encoder rows, predictor rows and hidden units.
 """
 
 import functools
@@ -23,11 +23,11 @@ _GATES = "gates of an LSTM"
 
 @in_name_of("decoder_inputs")
 def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encoder_out) -> tuple[Predictor, jax.Array]:
-    """Predictor and encoder rows [B, T, H] of a decoder, after the projections `encoder` and `predictor` of a joint.
+    """Returns predictor and encoder rows [B, T, H] of a decoder, after a joint's projections `encoder` and `predictor`.
 
-    A row of zeros should mean no encoder. So the predictor's rows contain what `encoder` makes of zeros, its bias. The
-    encoder's rows are what remains: the derivative where `encoder` is affine,
-    which has no rounding error, else the difference.
+    A row of zeros should mean no encoder. So the predictor's rows contain the result of `encoder` for zeros, its bias.
+    The encoder's rows are what remains: the derivative where `encoder` is affine, which has no rounding error, else the
+    difference.
     """
     check_methods("predictor", steps)
     steps = in_evaluation(steps)
@@ -46,7 +46,7 @@ def decoder_inputs(encoder: Layer, predictor: Layer, affine: bool, steps, encode
 
 
 def dropped(dropout: Layer, rows: jax.Array, **options) -> jax.Array:
-    """Rows with single entries dropped, and the others scaled.
+    """Drops single entries of rows, and scales the others.
 
     The mask is drawn for all devices: Linen's Dropout takes no array that explicit mesh axes split (flax 0.12).
     """
@@ -55,14 +55,14 @@ def dropped(dropout: Layer, rows: jax.Array, **options) -> jax.Array:
 
 
 def check_output(plain: bool, layer, expected: str):
-    """Raises unless kernel and bias alone determine the output layer of a joint."""
+    """Raises an error unless kernel and bias alone determine the output layer of a joint."""
     if not plain:
         way = "JointLogits(joint, encoder_out, predictor_out) takes any joint network"
         raise TypeError(f"Joint: output must be {expected}, got {type(layer).__name__}; {way}.")
 
 
 def checked(name: str, targets) -> jax.Array:
-    """Labels int32 [..., U] of the module of this name."""
+    """Returns labels int32 [..., U] of the module of this name, checked."""
     with in_name_of(name):
         shape = jnp.shape(targets)
         if not shape:
@@ -73,35 +73,35 @@ def checked(name: str, targets) -> jax.Array:
 
 
 def embedded(embed, labels):
-    """Rows [..., P] of an embedding of Flax for labels [...], split as these over explicit mesh axes."""
+    """Returns rows [..., P] of an embedding of Flax for labels [...], split as these over explicit mesh axes."""
     if not _xla.is_split(labels):
         return embed(labels)
     return _xla.rows_of_table(jnp.asarray(embed.embedding).astype(embed.dtype), labels)
 
 
 def embedded_sum(embed, past, symbols: int):
-    """Rows [..., P] after the last labels [..., history]: a label has an embedding for each distance."""
+    """Returns rows [..., P] after the last labels [..., history]: a label has an embedding for each distance."""
     offsets = symbols * jnp.arange(past.shape[-1], dtype=past.dtype)
     return embedded(embed, inside(past, symbols) + offsets).sum(-2)
 
 
 def inside(labels, symbols: int):
-    """Labels that have an embedding. Padding may hold anything; a NaN row would make all gradients NaN."""
+    """Clips labels to those with an embedding. Padding may hold anything; a NaN row would make all gradients NaN."""
     return jnp.clip(labels, 0, symbols - 1)
 
 
 def windows(targets, history: int, start: int) -> jax.Array:
-    """The last labels of each column [..., U + 1, history], the newest one last."""
+    """Returns the last labels of each column [..., U + 1, history], the newest one last."""
     past = jnp.pad(targets, (*((0, 0),) * (targets.ndim - 1), (history, 0)), constant_values=start)
     columns = targets.shape[-1] + 1
     return jnp.stack([past[..., i : i + columns] for i in range(history)], -1)
 
 
 def layered(predictor, cells, products, targets) -> jax.Array:
-    """Rows [..., U + 1, P] of an LSTM predictor that reads the start label and then the targets [..., U].
+    """Returns rows [..., U + 1, P] of an LSTM predictor that reads the start label and then the targets [..., U].
 
-    Layer by layer: first the product of the input for all columns, then a loop over these with the product of the state
-    alone. ``products(cell)`` gives both as functions; None for a cell that may do something else.
+    It works layer by layer: first the product of the input for all columns, then a loop over these with the product of
+    the state alone. ``products(cell)`` gives both as functions; None for a cell that may do something else.
     """
     *batch, labels = targets.shape
     if len(batch) != 1:
@@ -114,8 +114,8 @@ def layered(predictor, cells, products, targets) -> jax.Array:
     for cell, state in zip(cells, predictor.initial(targets.shape[0]), strict=True):
         of_input, of_state = products(cell)
         state = jax.tree.map(lambda x: _xla.state_like(targets, x), state)
-        # For a GPU's launches: the backward pass has the gates alone and computes the rest again; long loops have fewer
-        # turns, which a CPU takes longer to compile, where their number is known.
+        # For fewer launches on a GPU, the backward pass keeps the gates alone and computes the rest again. Long loops
+        # have fewer turns where their number is known; a CPU takes longer to compile these.
         kept = jax.checkpoint_policies.save_only_these_names(_GATES)
         step = jax.checkpoint(functools.partial(_lstm, cell, of_state), prevent_cse=False, policy=kept)
         _, x = jax.lax.scan(step, state, of_input(x), unroll=4 if isinstance(labels, int) and labels > 32 else 1)
@@ -132,7 +132,7 @@ def _lstm(layer, of_state, state, gates):
 
 
 def stacked(cells, state, x):
-    """(rows [B, P], state) after LSTM cells, each on the rows of the one before."""
+    """Returns (rows [B, P], state) after LSTM cells, each on the rows of the one before."""
     after = []
     for cell, carry in zip(cells, state, strict=True):
         carry, x = cell(carry, x)

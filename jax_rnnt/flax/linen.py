@@ -89,7 +89,7 @@ class Joint(nn.Module):
     def __call__(
         self, encoder_out: jax.Array, predictor_out: jax.Array, *, deterministic: bool | None = None
     ) -> jax.Array:
-        """Logits [..., V] of rows [..., E] and [..., P], whose leading dimensions are broadcast against each other."""
+        """Returns logits [..., V] of rows [..., E] and [..., P], whose leading dimensions broadcast together."""
         return self._linear()(*self._project(encoder_out, predictor_out, deterministic))
 
     def logits(
@@ -100,7 +100,7 @@ class Joint(nn.Module):
         *,
         deterministic: bool | None = None,
     ) -> JointLogits:
-        """Logits of all nodes, in tiles: encoder_out [..., T, E], predictor_out [..., U + 1, P].
+        """Returns logits of all nodes, in tiles: encoder_out [..., T, E], predictor_out [..., U + 1, P].
 
         Batch dimensions are broadcast. `chunk`: as in `JointLogits`.
         """
@@ -108,7 +108,7 @@ class Joint(nn.Module):
         return JointLogits(self._linear(), encoder, predictor, chunk)
 
     def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
-        """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
+        """Returns joint, predictor and encoder_out [B, T, H] for a decoder: rows are projected once, without dropout.
 
         The bias of the encoder's projection is in the predictor's rows, as in `jax_rnnt.flax.nnx.Joint`.
         They hold the parameters, so they may leave `apply` if `predictor` may (``decode.linen_predictor``).
@@ -120,7 +120,7 @@ class Joint(nn.Module):
 
 
 def _is_dense(layer) -> bool:
-    """Whether it computes what `flax.linen.Dense` does."""
+    """Returns True if the layer computes what `flax.linen.Dense` does."""
     return type(layer).__call__ is nn.Dense.__call__
 
 
@@ -163,20 +163,20 @@ class StatelessPredictor(nn.Module):
         self.embed = nn.Embed(symbols, self.width, dtype=dtype, param_dtype=self.param_dtype)
 
     def rows(self, past: jax.Array) -> jax.Array:
-        """Rows [..., P] after the last labels [..., history], the newest one last."""
+        """Returns rows [..., P] after the last labels [..., history], the newest one last."""
         return nn.relu(_rows.embedded_sum(self.embed, past, self.symbols))
 
     def __call__(self, targets: jax.Array) -> jax.Array:
-        """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
+        """Returns rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
         targets = _rows.checked("StatelessPredictor", targets)
         return self.rows(_rows.windows(targets, self.history, self.start))
 
     def initial(self, batch: int) -> tuple[jax.Array, ...]:
-        """The state before the start label: each of the last labels but one, int32 [batch]."""
+        """Returns the state before the start label: each of the last labels but one, int32 [batch]."""
         return no_labels(batch, self.history, self.start)
 
     def step(self, state, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Rows [B, P] after labels [B], and the next state."""
+        """Returns rows [B, P] after labels [B], and the next state."""
         past, state = shifted(state, labels)
         return self.rows(past), state
 
@@ -225,24 +225,24 @@ class LSTMPredictor(nn.Module):
         return self.param_dtype if self.dtype is None else self.dtype
 
     def __call__(self, targets: jax.Array) -> jax.Array:
-        """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
+        """Returns rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
         targets = _rows.checked("LSTMPredictor", targets)
         if self.is_initializing():  # parameters made inside the scan would leak out of it
             self.step(self.initial(1), jnp.zeros(1, jnp.int32))
         return _rows.layered(self, self.lstm, _products, targets)
 
     def initial(self, batch: int) -> Any:
-        """The state before the start label: two arrays [batch, P] for each layer."""
+        """Returns the state before the start label: two arrays [batch, P] for each layer."""
         shape = batch, self.width
         return [(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self.layers)]
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
-        """Rows [B, P] after labels [B], and the next state."""
+        """Returns rows [B, P] after labels [B], and the next state."""
         return _rows.stacked(self.lstm, state, _rows.embedded(self.embed, _rows.inside(labels, self.symbols)))
 
 
 def _products(cell):
-    """As for `_rows.layered`."""
+    """Implements `products` of `_rows.layered`."""
     if type(cell).__call__ is not nn.OptimizedLSTMCell.__call__:
         return None
     parameters = cell.variables["params"]

@@ -43,15 +43,15 @@ class Joint(nnx.Module):
     dropout : float, default 0.0
         Share of projected entries that training drops; ``model.eval()`` turns it off.
     dtype : dtype, optional
-        Of products and logits; sums before the activation are float32 or better. Default: `param_dtype`.
+        Dtype of products and logits; sums before the activation are float32 or better. Default: `param_dtype`.
     param_dtype : dtype, default float32
-        Of the parameters.
+        Dtype of the parameters.
     rngs : flax.nnx.Rngs
         Makes parameters, and masks if there is dropout.
 
     See Also
     --------
-    jax_rnnt.JointLogits : What `logits` returns.
+    jax_rnnt.JointLogits : The result of `logits`.
 
     Examples
     --------
@@ -86,7 +86,7 @@ class Joint(nnx.Module):
         self.encoder = nnx.Linear(encoder_width, width, **options)
         self.predictor = nnx.Linear(predictor_width, width, use_bias=False, **options)
         self.output = nnx.Linear(width, outputs, **options)
-        # Without dropout no random state: the state of the module is its parameters.
+        # Without dropout there is no random state: the state of the module is its parameters.
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
         self.activation = activation
         self.dtype = options["dtype"]
@@ -99,17 +99,17 @@ class Joint(nnx.Module):
 
     @property
     def linear(self) -> LinearJoint:
-        """The joint after its projections: from projected rows [..., H] to logits [..., V]."""
+        """The joint after its projections, from projected rows [..., H] to logits [..., V]."""
         _rows.check_output(_is_linear(self.output), self.output, "a flax.nnx.Linear")
         kernel, bias = (jnp.asarray(x) for x in (self.output.kernel, self.output.bias))
         return LinearJoint(kernel.astype(self.dtype), bias, self.activation)
 
     def __call__(self, encoder_out: jax.Array, predictor_out: jax.Array) -> jax.Array:
-        """Logits [..., V] of rows [..., E] and [..., P], whose leading dimensions are broadcast against each other."""
+        """Returns logits [..., V] of rows [..., E] and [..., P], whose leading dimensions broadcast together."""
         return self.linear(*self._project(encoder_out, predictor_out))
 
     def logits(self, encoder_out: jax.Array, predictor_out: jax.Array, chunk: int | None = None) -> JointLogits:
-        """Logits of all nodes, in tiles: encoder_out [..., T, E], predictor_out [..., U + 1, P].
+        """Returns logits of all nodes, in tiles: encoder_out [..., T, E], predictor_out [..., U + 1, P].
 
         Batch dimensions are broadcast. `chunk`: as in `JointLogits`.
         """
@@ -117,7 +117,7 @@ class Joint(nnx.Module):
         return JointLogits(self.linear, encoder, predictor, chunk)
 
     def decoder_inputs(self, predictor, encoder_out: jax.Array) -> tuple[LinearJoint, Any, jax.Array]:
-        """Joint, predictor and encoder_out [B, T, H] of a decoder: every row is projected once, without dropout.
+        """Returns joint, predictor and encoder_out [B, T, H] for a decoder: rows are projected once, without dropout.
 
         The bias of the encoder's projection is in the predictor's rows: so an encoder row of zeros means no encoder, as
         `ilm_weight` of a search needs it. Adapters in place of `encoder` or `predictor` work too.
@@ -131,7 +131,7 @@ class Joint(nnx.Module):
 
 
 def _is_linear(layer) -> bool:
-    """Whether it computes what `flax.nnx.Linear` does: an adapter may have a kernel too, and do more."""
+    """Returns True if the layer computes what `flax.nnx.Linear` does: an adapter may have a kernel too, and do more."""
     return type(layer).__call__ is nnx.Linear.__call__
 
 
@@ -148,13 +148,13 @@ class StatelessPredictor(nnx.Module):
     width : int
         P.
     history : int, default 2
-        Labels that it sees.
+        Number of labels that it sees.
     start : int, default -1
         The label before the first one, in training and decoding. Negative: from the end; the attribute is 0 or more.
     dtype : dtype, optional
-        Of the rows. Default: `param_dtype`.
+        Dtype of the rows. Default: `param_dtype`.
     param_dtype : dtype, default float32
-        Of the parameters.
+        Dtype of the parameters.
     rngs : flax.nnx.Rngs
         Makes the parameters.
 
@@ -194,20 +194,20 @@ class StatelessPredictor(nnx.Module):
         self.embed = nnx.Embed(symbols * history, width, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def rows(self, past: jax.Array) -> jax.Array:
-        """Rows [..., P] after the last labels [..., history], the newest one last."""
+        """Returns rows [..., P] after the last labels [..., history], the newest one last."""
         return nnx.relu(_rows.embedded_sum(self.embed, past, self.symbols))
 
     def __call__(self, targets: jax.Array) -> jax.Array:
-        """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
+        """Returns rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
         targets = _rows.checked("StatelessPredictor", targets)
         return self.rows(_rows.windows(targets, self.history, self.start))
 
     def initial(self, batch: int) -> tuple[jax.Array, ...]:
-        """The state before the start label: each of the last labels but one, int32 [batch]."""
+        """Returns the state before the start label: each of the last labels but one, int32 [batch]."""
         return no_labels(batch, self.history, self.start)
 
     def step(self, state, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Rows [B, P] after labels [B], and the next state."""
+        """Returns rows [B, P] after labels [B], and the next state."""
         past, state = shifted(state, labels)
         return self.rows(past), state
 
@@ -261,16 +261,16 @@ class LSTMPredictor(nnx.Module):
             setattr(self, f"lstm{i}", nnx.OptimizedLSTMCell(width, width, **options))
 
     def __call__(self, targets: jax.Array) -> jax.Array:
-        """Rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
+        """Returns rows [..., U + 1, P] of all columns; column u follows the first u of targets [..., U]."""
         return _rows.layered(self, self._cells(), _products, _rows.checked("LSTMPredictor", targets))
 
     def initial(self, batch: int) -> Any:
-        """The state before the start label: two arrays [batch, P] for each layer."""
+        """Returns the state before the start label: two arrays [batch, P] for each layer."""
         shape = batch, self.width
         return [(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in range(self.layers)]
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
-        """Rows [B, P] after labels [B], and the next state."""
+        """Returns rows [B, P] after labels [B], and the next state."""
         return _rows.stacked(self._cells(), state, _rows.embedded(self.embed, _rows.inside(labels, self.symbols)))
 
     def _cells(self):
@@ -278,6 +278,6 @@ class LSTMPredictor(nnx.Module):
 
 
 def _products(cell):
-    """As for `_rows.layered`: adapters in place of the two layers count."""
+    """Implements `products` of `_rows.layered`: adapters in place of the two layers count."""
     plain = type(cell).__call__ is nnx.OptimizedLSTMCell.__call__
     return (cell.dense_i, cell.dense_h) if plain else None

@@ -40,20 +40,20 @@ class Number(typing.NamedTuple):
 
 
 def _float_layout(dtype):
-    """(unsigned integer of the same width, number of mantissa bits, exponent bias)"""
+    """Returns (unsigned integer of the same width, number of mantissa bits, exponent bias)."""
     info = jnp.finfo(dtype)
     return np.dtype(f"uint{info.bits}"), info.nmant, int(2 ** (info.nexp - 1) - 1)
 
 
 def lowest(dtype):
-    """The h of zero, below the h of any path. Sums are cut here, so differences are never NaN."""
+    """Returns the h of zero, below the h of any path. Sums are cut here, so differences are never NaN."""
     return np.asarray(-0.9 * float(jnp.finfo(dtype).max), dtype)
 
 
 def where(condition, x, y):
-    """`jnp.where` for scalars and arrays of the condition's shape, without a nested jit for each of its 50 calls.
+    """Works as `jnp.where` for scalars and arrays of the condition's shape, without a nested jit for each of 50 calls.
 
-    The reference and its gradient are traced and lowered in three quarters of the time.
+    This traces and lowers the reference and its gradient in three quarters of the time.
     """
     dtype = next(v.dtype for v in (x, y) if not isinstance(v, float | int))
     x, y = (lax.full_like(condition, v, dtype) if jnp.ndim(v) == 0 else v for v in (x, y))
@@ -71,14 +71,14 @@ def zero(m, wide=True):
 
 
 def pow2(k, dtype):
-    """2^k for integers k, exactly; 0 below the range of normal numbers."""
+    """Returns 2^k for integers k, exactly; 0 below the range of normal numbers."""
     uint, mantissa, bias = _float_layout(dtype)
     biased = jnp.maximum(k + bias, 0).astype(uint)
     return lax.bitcast_convert_type(lax.shift_left(biased, jnp.full_like(biased, mantissa)), dtype)
 
 
 def normalize(a):
-    """The same number with 1 <= m < 2, or m = 0."""
+    """Returns the same number with 1 <= m < 2, or m = 0."""
     uint, mantissa, bias = _float_layout(a.m.dtype)
     bits = lax.bitcast_convert_type(lax.stop_gradient(a.m), uint)
     k = lax.shift_right_logical(bits, jnp.full_like(bits, mantissa)).astype(jnp.int32) - bias
@@ -87,7 +87,7 @@ def normalize(a):
 
 
 def _parts_of_ln2(multiple, dtype):
-    """multiple * ln 2 as the sum of three floats. The first two have 12 bits: their products with 12 more are exact."""
+    """Returns multiple * ln 2 as a sum of three floats. The first two have 12 bits: products with 12 more are exact."""
     left, parts = multiple * np.log(2), []
     for _ in range(2):
         unit = 2.0 ** (np.floor(np.log2(left)) - 11)
@@ -101,14 +101,14 @@ def _truncate(x):
 
 
 def _reduce(x, multiple):
-    """(n, x - n * multiple * ln 2 but for its last part, that part) for a small integer n of the sign of x."""
+    """Returns (n, x - n * multiple * ln 2 without its last part, that part) for a small integer n of x's sign."""
     n = _truncate(lax.stop_gradient(x) * np.asarray(1 / (multiple * np.log(2)), x.dtype))
     first, second, last = _parts_of_ln2(multiple, x.dtype)
     return n, x - n * first - n * second, n * last
 
 
 def from_log(x):
-    """exp(x); -inf gives zero with a zero derivative."""
+    """Returns exp(x); -inf gives zero with a zero derivative."""
     none = x == -jnp.inf
     x = where(none, 0, x)
     size = jnp.abs(lax.stop_gradient(x))
@@ -116,7 +116,7 @@ def from_log(x):
     far = size > 2.0 ** (jnp.finfo(x.dtype).nmant + 8)  # beyond exact reduction
     high, left, late = _reduce(where(far, x - lax.stop_gradient(x), x), _RADIX**2)
     low, left, later = _reduce(left, _RADIX)
-    smallest, left, last = _reduce(left - (late + later), _RADIX)  # float64: late is large where high is
+    smallest, left, last = _reduce(left - (late + later), _RADIX)  # in float64, `late` is large where `high` is
     whole = _truncate(lax.stop_gradient(x) * np.asarray(1 / (_RADIX * np.log(2)), x.dtype))
     h = where(none, lowest(x.dtype), where(near, 0, where(far, whole, _RADIX * high + (low + smallest))))
     k, left, latest = _reduce(where(near, x, left - last), 1)
@@ -125,7 +125,7 @@ def from_log(x):
 
 
 def from_small_log(x):
-    """exp(x) without h, for |x| <= 2^11 or -inf."""
+    """Returns exp(x) without h, for |x| <= 2^11 or -inf."""
     none = x == -jnp.inf
     k, left, last = _reduce(where(none, 0, x), 1)
     return Number(where(none, 0, jnp.exp(left - last)), where(none, _LOWEST, k.astype(jnp.int32)), None)
@@ -138,7 +138,7 @@ def multiply(a, b):
 
 
 def gap(a, b):
-    """Exponent of a minus exponent of b in bits, cut where the lesser number is negligible."""
+    """Returns the exponent of a minus that of b, in bits, cut where the lesser number is negligible."""
     bias = _float_layout(a.m.dtype)[2]
     if a.h is None:
         return jnp.clip(a.e - b.e, -bias, bias)
@@ -156,18 +156,18 @@ def add(a, b):
 
 
 def total(a, add_up=jnp.sum):
-    """The sum over the last axis; ``add_up(m, axis)`` adds mantissas of one exponent."""
+    """Returns the sum over the last axis; ``add_up(m, axis)`` adds mantissas of one exponent."""
     dtype = a.m.dtype
     size = _RADIX * (a.h - jnp.max(a.h, -1, keepdims=True)) + a.e.astype(dtype)
     place = jnp.argmax(where(a.m == 0, -jnp.inf, size), -1)[..., None]
     largest = lax.broadcasted_iota(place.dtype, a.m.shape, a.m.ndim - 1) == place
     top = [jnp.sum(where(largest, x, 0), -1, keepdims=True, dtype=x.dtype) for x in a]
-    # Relative to the top by integers, which the float size has rounded.
+    # Gaps to the top are computed from integers, since the float `size` is rounded.
     return Number(add_up(a.m * pow2(gap(a, Number(*top)), dtype), -1), *(x[..., 0] for x in top[1:]))
 
 
 def _log(m, e, h):
-    """log(m * 2^(e + 4096 h)); -inf, with a zero derivative, where m is 0 or no float holds it."""
+    """Returns log(m * 2^(e + 4096 h)); -inf, with a zero derivative, where m is 0 or no float holds it."""
     dtype = m.dtype
     exponent = e.astype(dtype) * np.asarray(np.log(2), dtype) + h * np.asarray(_RADIX * np.log(2), dtype)
     none = (m == 0) | (exponent == -jnp.inf)
@@ -175,12 +175,12 @@ def _log(m, e, h):
 
 
 def log_of_sum(a):
-    """Log of the sum over the last axis; -inf, with a zero derivative, where it is zero or no float holds its log."""
+    """Returns the log of the sum over the last axis; -inf, with derivative 0, if it is 0 or no float holds its log."""
     return _log(*total(a))
 
 
 def log_of_ratio(a, b):
-    """log(a / b), as exact where both logs are large; -inf, with a zero derivative, where a is zero."""
+    """Returns log(a / b), as exact where both logs are large; -inf, with a zero derivative, where a is zero."""
     none = a.m == 0
     m = where(none, 0, where(none, 1, a.m) / where(none, 1, b.m))
     return _log(m, a.e - b.e, a.h - b.h)

@@ -22,10 +22,10 @@ from jax_rnnt.lattices._topology import MONOTONIC, STANDARD, Arc, Topology, boun
 
 
 def reference_grad(topology: Topology, arcs, num_frames, num_labels):
-    """(-log likelihood [...], {slot: its gradient [..., T, U1]}) in plain JAX."""
+    """Returns (-log likelihood [...], {slot: its gradient [..., T, U1]}), computed in plain JAX."""
 
     def total(arcs):
-        loss = 0 - reference.log_likelihood(topology, arcs, num_frames, num_labels)  # no -0
+        loss = 0 - reference.log_likelihood(topology, arcs, num_frames, num_labels)  # 0 - x, as -x could be -0
         return jnp.sum(loss), loss
 
     gradients, loss = jax.grad(total, has_aux=True)(arcs)
@@ -35,11 +35,12 @@ def reference_grad(topology: Topology, arcs, num_frames, num_labels):
     return loss, {slot: jnp.where(used, jnp.where(nan, jnp.nan, g), 0) for slot, g in gradients.items()}
 
 
-# Operands of the kernels: a plane for each slot, with the lengths behind the first; attributes: the table of arcs.
+# Operands of the kernels are a plane for each slot, with the lengths behind the first; attributes are the table of
+# arcs.
 
 
 def _call(topology, arcs, num_frames, num_labels):
-    """(operands, attributes)"""
+    """Returns (operands, attributes)."""
     first, *others = (arcs[slot] for slot in slots(topology))
     attributes = _attributes(bounded(topology, first.shape[-2]))
     return (first, num_frames, num_labels, *others), dict(num_batch_dims=num_frames.ndim, **attributes)
@@ -52,7 +53,7 @@ def _attributes(topology):
 
 
 def _problem(first, num_frames, num_labels, *others, dt, du, may_end, plane, other):
-    """Arguments of `log_likelihood`, from operands and attributes."""
+    """Returns the arguments of `log_likelihood`, from operands and attributes."""
     table = zip(plane, dt, du, map(bool, may_end), (None if p < 0 else str(p) for p in other))
     topology = tuple(Arc(str(p), *arc) for p, *arc in table)
     return topology, {str(p): x for p, x in enumerate((first, *others))}, num_frames, num_labels
@@ -87,7 +88,7 @@ def _is_unit_step(**attributes):
 
 
 def _workspace(sizes, first, *_, gradient, **attributes):
-    """Elements for each sequence. The dimensions may be symbols, so the kernels' module only gives the table."""
+    """Returns elements for each sequence. Dimensions may be symbols, so the kernels' module only gives the table."""
     extents = first.shape[-2:]
     terms = sizes(_is_unit_step(**attributes), len(attributes["dt"]), gradient)
     blocks = (
@@ -136,13 +137,13 @@ _grad_kernel = _xla.Kernel(
 
 
 def value(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
-    """-log likelihood [...] by the kernel; `arcs` as for `log_likelihood`."""
+    """Returns -log likelihood [...] by the kernel; `arcs` as for `log_likelihood`."""
     operands, params = _call(topology, arcs, num_frames, num_labels)
     return _loss_kernel(*operands, strict=strict, **params)[0]
 
 
 def value_and_grad(topology: Topology, arcs, num_frames, num_labels, *, strict=False):
-    """(`value`, {slot: its gradient, minus the posterior of the slot's arcs [..., T, U1]})."""
+    """Returns (`value`, {slot: its gradient, minus the posterior of the slot's arcs [..., T, U1]})."""
     operands, params = _call(topology, arcs, num_frames, num_labels)
     loss, *planes = _grad_kernel(*operands, strict=strict, alias=True, **params)
     return loss, dict(zip(slots(topology), planes))
@@ -158,7 +159,7 @@ def _(topology, strict, primals, tangents):
     arcs, num_frames, num_labels = primals
     loss, gradients = value_and_grad(topology, arcs, num_frames, num_labels, strict=strict)
     used = inside(num_frames, num_labels, *next(iter(arcs.values())).shape[-2:])
-    # Selected before the product: an arc of -inf, or outside, may have any tangent.
+    # Selected before the product, as an arc of -inf, or outside, may have any tangent.
     terms = (jnp.where(used & (g != 0), tangents[0][slot], 0) * g for slot, g in gradients.items())
     return -loss, -functools.reduce(jnp.add, (jnp.sum(x, (-1, -2)) for x in terms))
 
@@ -171,7 +172,7 @@ def log_likelihood(
     num_labels: jax.Array,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Log of the summed weight of all paths from (0, 0) to (T_b, U_b).
+    """Returns the log of the summed weight of all paths from (0, 0) to (T_b, U_b).
 
     T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. Node (t, u): t frames read, u labels
     written. With w(a) the exponential of the arc log-probability of arc a::

@@ -16,20 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-BLOCK = 512  # elements of each sequence, a multiple of every vector
+BLOCK = 512  # elements of each sequence, a multiple of every vector's
 # Whether `elementwise` has blocks: JAX before 0.7 lowers no such loop under `jax.ensure_compile_time_eval`.
 in_blocks = contextvars.ContextVar("in_blocks", default=True)
 
 
 def elementwise(function, *arrays, batch_dims):
-    """``function(*arrays)`` of arrays of one shape, whose first `batch_dims` dimensions are batch.
+    """Computes ``function(*arrays)`` for arrays of one shape, whose first `batch_dims` dimensions are batch.
 
     The function is element-wise and returns an array or a tuple of arrays. Other sequences are on other devices, so a
-    block has elements of each. There are two blocks at least: XLA takes the body out of a loop that runs once.
+    block has elements of each. There are at least two blocks, since XLA takes the body out of a loop that runs once.
     """
     shape = arrays[0].shape
     size = math.prod(shape[batch_dims:])
-    if not isinstance(size, int) or not in_blocks.get():  # no loop can be made of a symbol of `jax.export`
+    if not isinstance(size, int) or not in_blocks.get():  # a symbol of `jax.export` allows no loop
         return function(*arrays)
 
     def by_blocks(*arrays):
@@ -48,7 +48,7 @@ def elementwise(function, *arrays, batch_dims):
 
 
 def cumulative(combine, arrays, neutral, reverse=False):
-    """For each place of the last axis, all elements up to it, combined; with `reverse`, from the last one down to it.
+    """Combines, for each place of the last axis, all elements up to it, or with `reverse` from the last one down to it.
 
     ``combine(first, second)`` is associative, takes and returns a tuple of arrays, and `neutral` has the numbers of an
     element that changes nothing, not even a bit. After step k each place holds the last 2^k elements up to it. Steps
@@ -72,12 +72,12 @@ def cumulative(combine, arrays, neutral, reverse=False):
 
 
 def total(x, axis=-1):
-    """The sum over an axis; zeros at its end change no bit."""
+    """Returns the sum over an axis; zeros at its end change no bit."""
     (sums,) = cumulative(lambda x, y: (x[0] + y[0],), (jnp.moveaxis(x, axis, -1),), (0,), reverse=True)
-    return jnp.sum(sums[..., :1], -1)  # of nothing: 0
+    return jnp.sum(sums[..., :1], -1)  # the sum of nothing is 0
 
 
 def logaddexp(x, y):
-    """log(exp x + exp y). Where both are -inf its derivatives are 0; those of `jnp.logaddexp` are NaN there."""
+    """Returns log(exp x + exp y). If both are -inf, its derivatives are 0, where those of `jnp.logaddexp` are NaN."""
     none = jnp.isneginf(x) & jnp.isneginf(y)
     return jnp.where(none, -jnp.inf, jnp.logaddexp(jnp.where(none, 0, x), y))

@@ -34,9 +34,9 @@ from jax_rnnt.lattices._topology import Topology, bounded, slots
 
 LANES, SUBLANES = 128, 8
 MOST = 4  # registers of a number that a step takes at once, and steps that are unrolled
-VMEM = 8 << 20  # bytes for chunks of the planes, and half of it for what enters the next diagonals: of 16 MiB at least
+VMEM = 8 << 20  # bytes for chunks of the planes, and half of that for what enters the next diagonals: of 16 MiB or more
 SMALL = 2.0**11  # arcs up to this size need no second exponent
-# The largest sizes that the kernels take: no float64 vectors, path weights of 28 bits, and what VMEM holds.
+# The largest sizes that the kernels take: there are no float64 vectors, path weights have 28 bits, and VMEM is small.
 LIMITS = {
     "bytes": 4,
     "diagonals": 1 << 15,
@@ -48,7 +48,7 @@ LIMITS = {
 
 
 class Plan:
-    """Sizes of the blocks."""
+    """The sizes of the blocks."""
 
     def __init__(self, topology: Topology, batch: int, frames: int, columns: int, unroll: int):
         self.batch = batch if batch <= SUBLANES else -(-batch // SUBLANES) * SUBLANES
@@ -60,13 +60,13 @@ class Plan:
         self.group = max(groups, default=min(self.batch, SUBLANES))
         held = self.blocks * self.width * max(self.group, SUBLANES)
         self.unroll = min(unroll, max(MOST * SUBLANES * LANES // held, 1))
-        diagonals = frames + columns  # with the diagonal of the last terminal node
+        diagonals = frames + columns  # including the diagonal of the last terminal node
         most = min(max(VMEM // (8 * held * (2 * len(slots(topology)) + 3)), self.unroll), 64)
         chunks = -(-diagonals // most)
         self.steps = -(-diagonals // (chunks * self.unroll)) * self.unroll
         self.chunks = -(-diagonals // self.steps)
         self.diagonals = self.chunks * self.steps
-        # Over how many diagonals blanks lead, and labels.
+        # The number of diagonals over which blanks lead, and labels.
         self.depths = [max((a.dt + a.du for a in topology if a.du == du), default=1) for du in (0, 1)]
 
 
@@ -85,9 +85,9 @@ def store(refs, number, *at):
 
 
 def shift(number, by, beside):
-    """Moved by 1 or -1 lanes. `beside`: the neighbouring block, so moved, or None. (moved, moved within the block)
+    """Returns a number moved by 1 or -1 lanes, and moved within its block; `beside`: the next block, so moved, or None.
 
-    What comes in at the end of all blocks meets, or has met, an arc of weight 0.
+    The number that comes in at the end of all blocks meets, or has met, an arc of weight 0.
     """
     from jax.experimental.pallas import tpu as pltpu
 
@@ -117,7 +117,7 @@ class Sweep:
         return refs if self.wide else (*refs[:2], None)
 
     def at(self, du, n, c):
-        """The place of the number of diagonal n, block c."""
+        """Returns the place of the number of diagonal n, block c."""
         depth = self.plan.depths[du]
         return (lax.rem(n, np.int32(depth)) if depth > 1 else 0), c
 
@@ -131,13 +131,13 @@ class Sweep:
         return lax.broadcasted_iota(jnp.int32, self.zero.m.shape, 1) + c * self.plan.width
 
     def weighted(self, i, c):
-        """A function that multiplies a number of diagonal i of the chunk by the weight of an arc that leaves it."""
+        """Returns a function that multiplies a number of the chunk's diagonal i by the weight of an arc leaving it."""
         to_number = extended.from_log if self.wide else extended.from_small_log
         weights = {slot: to_number(ref[i, c]) for slot, ref in zip(slots(self.topology), self.planes)}
         n, column, products = self.chunk * self.plan.steps + i, self.column(c), {}
 
         def times(number, key, arc):
-            """`key` names the number, so that a product is taken once."""
+            """Returns the product; `key` names the number, so that a product is computed once."""
             if (key, arc.slot) not in products:
                 products[key, arc.slot] = extended.multiply(number, weights[arc.slot])
             product = products[key, arc.slot]
@@ -151,7 +151,7 @@ class Sweep:
         return times
 
     def run(self, step, reverse=False):
-        """``step(i, block, its neighbour, whether to normalize) -> what its other neighbour needs``."""
+        """Runs ``step(i, block, its neighbour, whether to normalize) -> what its other neighbour needs``."""
         blocks, unroll = self.plan.blocks, 1 if self.wide else self.plan.unroll
 
         def diagonal(i, normalize):
@@ -163,7 +163,7 @@ class Sweep:
             lax.fori_loop(0, blocks, lambda c, beside: step(i, place(c), beside, normalize), edge)
 
         def several(k, _):
-            for j in range(unroll):  # a factor of at most twice the number of arcs each
+            for j in range(unroll):  # each adds a factor of at most twice the number of arcs
                 i = k * unroll + j
                 diagonal(self.plan.steps - 1 - i if reverse else i, j == 0)
             return _
@@ -237,7 +237,7 @@ def beta_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan):
         pl.when(chunk == plan.chunks - 1)(functools.partial(clear, sweep))
 
         def start(c):
-            """At the terminal node 1 / Z, so that products with alpha are posteriors; 0 where there is no path."""
+            """Returns 1 / Z at the terminal node, so that products with alpha are posteriors; 0 if there is no path."""
             total = load(sweep.by_slot(total_refs), c)
             reached = total.m != 0
             inverse = Number(1 / jnp.where(reached, total.m, 1), -total.e, sweep.one.h)
@@ -281,8 +281,10 @@ def beta_kernel(wide_ref, last_ref, num_labels_ref, *refs, topology, plan):
 
 
 def call(kernel, name, plan, operands, results, reverse, interpret):
-    """`operands`: flags, lengths [B, 1], diagonals [D, blocks, B, width], rows [blocks, B, width]; `results`: the same
-    by rank and dtype."""
+    """Calls a kernel on flags, lengths [B, 1], diagonals [D, blocks, B, width] and rows [blocks, B, width].
+
+    `results` are the same by rank and dtype.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -318,7 +320,7 @@ def call(kernel, name, plan, operands, results, reverse, interpret):
 
 
 def diagonals(x, used, plan):
-    """[B, T, U1] -> [D, blocks, B, width]; -inf outside."""
+    """Converts [B, T, U1] to [D, blocks, B, width], with -inf outside."""
     columns = x.shape[2]
     more = plan.batch - x.shape[0], plan.diagonals + 1 - x.shape[1], 0
     x = jnp.pad(jnp.where(used, x, -jnp.inf), [(0, n) for n in more], constant_values=-jnp.inf)
@@ -329,7 +331,7 @@ def diagonals(x, used, plan):
 
 
 def nodes(x, batch, frames, columns):
-    """[D, blocks, B, width] -> [B, T, U1]."""
+    """Converts [D, blocks, B, width] to [B, T, U1]."""
     diagonals = len(x)
     x = jnp.transpose(x, (2, 1, 3, 0)).reshape(x.shape[2], -1, diagonals)[:batch, :columns]
     x = jnp.pad(x.reshape(batch, -1), [(0, 0), (0, columns)]).reshape(batch, columns, diagonals + 1)
@@ -337,7 +339,7 @@ def nodes(x, batch, frames, columns):
 
 
 def prepare(topology, arcs, num_frames, num_labels, unroll):
-    """(topology, plan, operands of the kernels, sequences with a NaN or +inf)"""
+    """Returns (topology, plan, operands of the kernels, sequences with a NaN or +inf)."""
     batch, frames, columns = arcs[slots(topology)[0]].shape
     topology = bounded(topology, frames)
     plan = Plan(topology, batch, frames, columns, unroll)
@@ -357,7 +359,7 @@ def prepare(topology, arcs, num_frames, num_labels, unroll):
 
 
 def alphas(topology, plan, operands, keep, interpret):
-    """[numbers of all diagonals, if they are kept; then those of the terminal nodes]"""
+    """Returns the numbers of all diagonals, if they are kept, and then those of the terminal nodes, in one list."""
     number = operands[3].dtype, jnp.int32, operands[3].dtype
     results = [(rank, kind) for rank in ((4, 3) if keep else (3,)) for kind in number]
     kernel = functools.partial(alpha_kernel, topology=topology, plan=plan, keep=keep)
@@ -370,13 +372,13 @@ def loss_of(total, bad):
 
 
 def value(topology: Topology, arcs, num_frames, num_labels, *, interpret=False, unroll=MOST):
-    """-log likelihood [B], for planes [B, T, U1] by slot with B, T, U1 >= 1."""
+    """Returns -log likelihood [B], for planes [B, T, U1] by slot with B, T, U1 >= 1."""
     topology, plan, operands, bad = prepare(topology, arcs, num_frames, num_labels, unroll)
     return loss_of(alphas(topology, plan, operands, False, interpret), bad)
 
 
 def value_and_grad(topology: Topology, arcs, num_frames, num_labels, *, interpret=False, unroll=MOST):
-    """(`value`, {slot: its gradient [B, T, U1]})"""
+    """Returns (`value`, {slot: its gradient [B, T, U1]})."""
     shape = arcs[slots(topology)[0]].shape
     topology, plan, operands, bad = prepare(topology, arcs, num_frames, num_labels, unroll)
     numbers = alphas(topology, plan, operands, True, interpret)

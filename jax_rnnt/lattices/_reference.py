@@ -1,8 +1,8 @@
 """The reference lattice: one dynamic program over any topology, in plain JAX.
 
 The scan runs over anti-diagonals n = t + u, so one step is element-wise over u for every topology, also with arcs
-inside a frame. A scan over frames needs an associative scan over u for those; it took 9.9 s to compile, this takes less
-than 1 s.
+inside a frame. A scan over frames would need an associative scan over u for those. That took 9.9 s to compile; this
+takes less than 1 s.
 
 Path weights are extended numbers (`_extended.py`), so plain automatic differentiation is exact, any number of times and
 in both modes.
@@ -22,7 +22,7 @@ from jax_rnnt.lattices._topology import Topology, bounded
 
 
 def skew(x):
-    """[..., T, U1] -> [T + U1 - 1, ..., U1]: anti-diagonals first; -inf where a diagonal leaves the lattice."""
+    """Converts [..., T, U1] to [T + U1 - 1, ..., U1], anti-diagonals first; -inf where they leave the lattice."""
     frames, columns = x.shape[-2:]
     x = jnp.swapaxes(x, -1, -2)
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns)], constant_values=-jnp.inf)
@@ -31,19 +31,19 @@ def skew(x):
 
 
 def inside(num_frames: jax.Array, num_labels: jax.Array, frames: int, columns: int) -> jax.Array:
-    """bool [..., frames, columns]: which nodes lie inside the lengths."""
+    """Returns which nodes lie inside the lengths, bool [..., frames, columns]."""
     shape = (1,) * num_frames.ndim + (frames, columns)
     t, u = (lax.broadcasted_iota(jnp.int32, shape, num_frames.ndim + axis) for axis in (0, 1))
     return (t < num_frames[..., None, None]) & (u <= num_labels[..., None, None])
 
 
 def per_arc(values, like: jax.Array) -> np.ndarray:
-    """int32 [A, 1, ...]: a number for each arc, to broadcast over the dimensions of `like`."""
+    """Returns a number for each arc, int32 [A, 1, ...], to broadcast over the dimensions of `like`."""
     return np.array([*values], np.int32).reshape(-1, *[1] * like.ndim)
 
 
 def prepared(topology: Topology, arcs, num_frames, num_labels):
-    """(topology, num_frames, num_labels, planes [A, ..., T, U1], bad [...]) of a dynamic program over anti-diagonals.
+    """Returns (topology, num_frames, num_labels, planes [A, ..., T, U1], bad [...]) to recurse over anti-diagonals.
 
     There is a plane for each of the A arcs, with one frame at least, and -inf where an arc leaves a node outside the
     lengths. A sequence with NaN or +inf inside is bad. One array holds all planes: a topology of eight arcs is traced
@@ -62,7 +62,7 @@ def prepared(topology: Topology, arcs, num_frames, num_labels):
 
 
 def _sweep(topology: Topology, num_frames, num_labels, diagonals, keep=False):
-    """(weights of the arcs that enter the terminal node, alpha of all diagonals or None) for weights by diagonals.
+    """Returns (weights of the arcs into the terminal node, alpha of all diagonals or None) for weights by diagonals.
 
     The first are [A, ..., U1], by arc and column that it leaves; the second are [N, ..., U1].
     """
@@ -86,9 +86,9 @@ def _sweep(topology: Topology, num_frames, num_labels, diagonals, keep=False):
     def step(carry, xs):
         (alpha, *coming), ends = carry  # coming[k]: what already entered diagonal n + 1 + k
         n, weights = xs
-        alpha = extended.normalize(alpha)  # once a step: a sum of products stays far inside the range of floats
+        alpha = extended.normalize(alpha)  # once a step, as a sum of products stays far inside the range of floats
         leaves = extended.multiply(extended.Number(*(x[None] for x in alpha)), weights)
-        # Kept by column: a sum over columns in every step is half of its time on a TPU. On CPUs both take as long.
+        # Kept by column: a sum over columns in every step takes half of its time on a TPU. On CPUs both take as long.
         here = (n + k == last) & (column == last_column) & (may_end == 1)
         ends = extended.Number(*(extended.where(here, x, y) for x, y in zip(leaves, ends)))
         moved = {a.du: _shift(leaves, a.du) for a in topology}
@@ -109,12 +109,12 @@ def _sweep(topology: Topology, num_frames, num_labels, diagonals, keep=False):
 
 
 def shifted(x, du, fill):
-    """Moved by `du` columns."""
+    """Moves x by `du` columns."""
     return lax.pad(x, np.asarray(fill, x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(du, -du, 0)])
 
 
 def _shift(a, du):
-    """Numbers moved by `du` columns, with zeros in the first ones."""
+    """Moves numbers by `du` columns, with zeros in the first ones."""
     fills = 0, 0, extended.lowest(a.h.dtype)
     return extended.Number(*(shifted(x, du, fill) for x, fill in zip(a, fills))) if du else a
 
@@ -123,7 +123,7 @@ def _shift(a, du):
 def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
     """Log of the summed weight of all paths, [...]: `lattices.log_likelihood` has the recursion.
 
-    Differentiable any number of times, in both modes. `num_frames` and `num_labels` lie in their ranges.
+    It is differentiable any number of times, in both modes. `num_frames` and `num_labels` must lie in their ranges.
     """
     topology, num_frames, num_labels, planes, bad = prepared(topology, arcs, num_frames, num_labels)
     poison = jnp.where(bad, jnp.nan, 0).astype(planes.dtype)
@@ -137,7 +137,7 @@ def log_likelihood(topology: Topology, arcs: dict[str, jax.Array], num_frames: j
 
 @functools.partial(jax.jit, static_argnums=0)
 def label_log_probs(topology: Topology, arcs: dict, num_frames: jax.Array, num_labels: jax.Array, last=None):
-    """log(A_u / A_(u - 1)) of every label, [..., U], where A_u is the summed weight of all paths up to label u.
+    """Returns log(A_u / A_(u - 1)) of every label, [..., U], where A_u is the summed weight of all paths up to label u.
 
     Such a path ends with the arc that writes the label. It has its weight in `last`, by default
     that in `arcs`. Arguments and derivatives are those of `log_likelihood`.
@@ -145,7 +145,7 @@ def label_log_probs(topology: Topology, arcs: dict, num_frames: jax.Array, num_l
     end_planes = None if last is None else prepared(topology, last, num_frames, num_labels)[3]
     topology, num_frames, num_labels, planes, bad = prepared(topology, arcs, num_frames, num_labels)
     frames, columns = planes.shape[-2:]
-    # Arcs that lead out of the lattice; those of earlier labels may end in T_b as if they were the last.
+    # These arcs lead out of the lattice; those of earlier labels may end in T_b as if they were the last.
     dt, may_end = (per_arc(x, num_frames) for x in ((a.dt for a in topology), (a.may_end for a in topology)))
     leads = inside(num_frames[None] - dt + may_end, num_labels[None], frames, columns)
     poison = jnp.where(bad, jnp.nan, 0).astype(planes.dtype)

@@ -10,8 +10,8 @@ from jax_rnnt._keywords import in_name_of
 class Arc:
     """A transition out of node (t, u): to (t + dt, u + du), weighted by the log-probability called `slot`.
 
-    With `other`, the log-probability is the sum of both slots; arcs may share slots. `may_end`: the arc may enter the
-    terminal node (T_b, U_b). Every arc moves: dt + du >= 1.
+    With `other`, the log-probability is the sum of both slots; arcs may share slots. `may_end` tells if the arc may
+    enter the terminal node (T_b, U_b). Every arc moves: dt + du >= 1.
     """
 
     slot: str
@@ -34,7 +34,7 @@ class Arc:
             raise _checks.bad_value(f"other must be a slot beside slot, got {self.slot!r} for both.")
 
     def score(self, planes):
-        """The log-probability of this arc, from the planes by slot."""
+        """Returns the log-probability of this arc, from the planes by slot."""
         return planes[self.slot] if self.other is None else planes[self.slot] + planes[self.other]
 
 
@@ -42,19 +42,19 @@ Topology = tuple[Arc, ...]
 
 
 def slots(topology: Topology) -> tuple[str, ...]:
-    """All slots of a topology, each once."""
+    """Returns all slots of a topology, each once."""
     return tuple(dict.fromkeys(s for arc in topology for s in (arc.slot, arc.other) if s is not None))
 
 
 def bounded(topology: Topology, frames) -> Topology:
-    """The same paths, with arcs cut to frames + 1 frames: no sequence holds a longer one."""
+    """Returns the same paths, with arcs cut to frames + 1 frames: no sequence holds a longer one."""
     if not isinstance(frames, int):  # symbolic
         return topology
     return tuple(dataclasses.replace(arc, dt=min(arc.dt, frames + 1)) for arc in topology)
 
 
 def expanded(topology: Topology) -> Topology:
-    """The same arcs, each with a slot of its own where it is the sum of two: "label" over 2 frames is "label+2"."""
+    """Gives each arc that is the sum of two slots a slot of its own: "label" over 2 frames becomes "label+2"."""
     pairs = [(arc.slot, arc.dt) for arc in topology if arc.other is not None]
 
     def slot(arc):
@@ -76,7 +76,7 @@ MONOTONIC_FINAL_BLANK: Topology = (Arc("blank", 1, 0), Arc("label", 1, 1, may_en
 
 @in_name_of("multi_blank")
 def multi_blank(big_blank_durations: tuple[int, ...]) -> Topology:
-    """STANDARD and one blank arc over d frames for each big blank (Xu et al. 2022)."""
+    """Returns STANDARD and one blank arc over d frames for each big blank (Xu et al. 2022)."""
     durations = _checks.distinct_integers("big_blank_durations", big_blank_durations, 2)
     return STANDARD + tuple(Arc(f"blank+{d}", d, 0) for d in durations)
 

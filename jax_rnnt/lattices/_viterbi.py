@@ -1,10 +1,10 @@
 """The best path of a lattice, over any topology, in plain JAX: the reference program with max in place of sum.
 
 Scores are sums of two floats (hi + lo), so that the choice between two paths is as good as if their sums were exact:
-the spacing of float32 at the score of a long utterance is 1e-3. Of equal paths, going back from the end, the one wins
-that enters each node by the first arc of the topology, blanks before labels.
+the spacing of float32 at the score of a long utterance is 1e-3. Among equal paths, going back from the end, the one
+wins that enters each node by the first arc of the topology, blanks before labels.
 
-A arcs, N anti-diagonals n = t + u, U1 columns. An arc's rank is its place among the A arcs, A that of no arc.
+There are A arcs, N anti-diagonals n = t + u and U1 columns. An arc's rank is its place among the A arcs; no arc has A.
 """
 
 import typing
@@ -27,7 +27,7 @@ class Best(typing.NamedTuple):
     rank: jax.Array
 
     def or_better(self, other: "Best") -> "Best":
-        """Element-wise the larger score, of equal ones the smaller rank."""
+        """Returns for each element the larger score, or of equal ones that with the smaller rank."""
         a, b = self, other
         wins = (b.hi > a.hi) | ((b.hi == a.hi) & ((b.lo > a.lo) | ((b.lo == a.lo) & (b.rank < a.rank))))
         return Best(*(jnp.where(wins, y, x) for x, y in zip(a, b)))
@@ -41,7 +41,7 @@ class Path(typing.NamedTuple):
 
 
 def _add(hi, lo, w):
-    """hi + lo + w, hi rounded to nearest (Knuth's exact sum); -inf stays -inf."""
+    """Returns hi + lo + w, with hi rounded to nearest (Knuth's exact sum); -inf stays -inf."""
     total = hi + w
     virtual = total - hi
     error = jnp.where(jnp.isfinite(total), (hi - (total - virtual)) + (w - virtual), 0) + lo
@@ -50,12 +50,12 @@ def _add(hi, lo, w):
 
 
 def _columns(like, count):
-    """0 ... count - 1, with the batch dimensions of `like`."""
+    """Returns 0 ... count - 1, with the batch dimensions of `like`."""
     return lax.broadcasted_iota(jnp.int32, (1,) * like.ndim + (count,), like.ndim)
 
 
 def forward_best(arcs: Topology, diagonals, num_frames, num_labels):
-    """(rank of the arc that enters each node [N, ..., U1], the best entry of the terminal node: `Best` [...])."""
+    """Returns (rank of the arc into each node [N, ..., U1], the best entry of the terminal node: `Best` [...])."""
     steps, columns, none = diagonals.shape[0], diagonals.shape[-1], len(arcs)
     column, last = _columns(num_frames, columns), num_frames + num_labels
     minus = jnp.full_like(diagonals[0, 0], -jnp.inf)
@@ -89,16 +89,16 @@ def forward_best(arcs: Topology, diagonals, num_frames, num_labels):
 
 
 def _of_arc(values, rank):
-    """The value of each rank's arc, 0 for none; no gather, so that it shards."""
+    """Returns the value of each rank's arc, 0 for no arc; it uses no gather, so that it shards."""
     return sum(jnp.where(rank == k, jnp.int32(value), 0) for k, value in enumerate(values))
 
 
 def trace_back(arcs: Topology, entered, end: Best, num_frames, num_labels) -> Path:
-    """The path from the terminal node back to the start."""
+    """Returns the path from the terminal node back to the start."""
     none, column = len(arcs), _columns(num_frames, entered.shape[-1])
 
     def step(carry, xs):
-        n, u, rank = carry  # the node that was reached, and by which arc
+        n, u, rank = carry  # the node that was reached, and the arc into it
         diagonal, ranks = xs
         here = (rank < none) & (n - _of_arc([a.dt + a.du for a in arcs], rank) == diagonal)
         source = u - _of_arc([a.du for a in arcs], rank)
@@ -111,7 +111,7 @@ def trace_back(arcs: Topology, entered, end: Best, num_frames, num_labels) -> Pa
 
 
 def frames_of(arcs: Topology, path: Path, labels: int):
-    """int32 [..., U]: the frame in which the path writes each label, -1 where it does not."""
+    """Returns the frame in which the path writes each label, int32 [..., U], -1 where it does not."""
     n = jnp.arange(path.rank.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (path.rank.ndim - 1))
     writes = (_of_arc([a.du for a in arcs], path.rank) > 0)[..., None]
     writes &= path.column[..., None] == _columns(path.column, labels)
@@ -120,9 +120,9 @@ def frames_of(arcs: Topology, path: Path, labels: int):
 
 
 def score_of(path: Path, planes):
-    """[...]: the sum of the path's arcs, for planes [A, ..., T, U1].
+    """Returns the sum of the path's arcs [...], for planes [A, ..., T, U1].
 
-    Summed over the planes and not carried along the scan: this is differentiable, and exact enough.
+    It sums over the planes rather than carry a sum along the scan: this is differentiable, and exact enough.
     """
     ndim = planes.ndim - 3
     t, u = (lax.broadcasted_iota(jnp.int32, (1,) * ndim + planes.shape[-2:], ndim + axis) for axis in (0, 1))
@@ -133,7 +133,7 @@ def score_of(path: Path, planes):
 
 
 def best_path(topology: Topology, arcs: dict[str, jax.Array], num_frames: jax.Array, num_labels: jax.Array):
-    """The best path from (0, 0) to (T_b, U_b): its score and when each label is emitted.
+    """Finds the best path from (0, 0) to (T_b, U_b): its score and when each label is emitted.
 
     T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. Arguments are those of `log_likelihood`.
 

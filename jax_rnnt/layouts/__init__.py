@@ -1,4 +1,4 @@
-"""Layouts: how the logits of a batch are given."""
+"""Layouts: the forms in which the logits of a batch are given."""
 
 from jax_rnnt.layouts._additive import AdditiveLogits
 from jax_rnnt.layouts._band import BandLogits

@@ -30,7 +30,7 @@ from jax_rnnt.layouts._layout import Layout, unsplit_by_reference
 
 
 class Scores(typing.NamedTuple):
-    """All leaves have a gradient."""
+    """The arrays of additive scores; all leaves have a gradient."""
 
     am: jax.Array  # [..., T, V]
     lm: jax.Array  # [..., U1, V]
@@ -40,27 +40,27 @@ class Scores(typing.NamedTuple):
 
 
 def _weighted(weight, x):
-    """weight * x. Where x is -inf: 0 if the weight is 0, else -inf, and no derivative with respect to the weight."""
+    """Returns weight * x. Where x is -inf: 0 if the weight is 0, else -inf, without a derivative for the weight."""
     impossible = jnp.isneginf(x)
     return jnp.where(impossible & (weight != 0), -jnp.inf, weight * jnp.where(impossible, 0, x))
 
 
 def _log_sum_exp(x, axis):
-    """-inf where all of x is; differentiable any number of times."""
+    """Returns log sum exp, -inf where all of x is -inf; it is differentiable any number of times."""
     row = row_sum(x, axis)
     return jnp.where(row.dead, -jnp.inf, row.peak + row.log_total)
 
 
 def _log(p):
-    """-inf where p is 0, with derivative 0."""
+    """Returns log p, -inf where p is 0, with derivative 0 there."""
     return jnp.where(p == 0, -jnp.inf, jnp.log(jnp.where(p == 0, 1, p)))
 
 
 def _log_expectation(x, p):
-    """[..., T, 1]: log of the sum over v of exp(x[t, v]) p[v], 0 where that is 0; its derivatives are true at p = 0."""
+    """Returns [..., T, 1]: log of the sum over v of exp(x[t, v]) p[v], 0 where that is 0; derivatives hold at p = 0."""
     value = jax.lax.stop_gradient(_log_sum_exp(x + _log(p), -1)[..., None])
     value = jnp.where(jnp.isneginf(value), 0, value)
-    # The sum is 1 now. Where p is 0 or tiny the exponential may overflow, so it is made of two factors.
+    # The sum is 1 now. Where p is 0 or tiny, the exponential may overflow, so it is split into two factors.
     half = jnp.exp((x - value) / 2)
     return value + jnp.log(jnp.sum(p * half * half, -1, keepdims=True))
 
@@ -68,7 +68,7 @@ def _log_expectation(x, p):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Additive(Rows[Scores, tuple[()]]):
-    """Reads `Scores`, each row relative to its largest score: a common offset costs no precision.
+    """Reads `Scores`, each row relative to its largest score, so that a common offset costs no precision.
 
     `slots` names the plane of each of `blanks`.
     """
@@ -80,7 +80,7 @@ class Additive(Rows[Scores, tuple[()]]):
 
     def reference(self, logits, nodes):
         am, lm = logits.am, logits.lm
-        # Arrays of the host are on every device; products need both sides split alike.
+        # Arrays on the host are copied to every device; products need both sides split alike.
         label, num_frames = _xla.shard_like(am, nodes.label), _xla.shard_like(am, nodes.num_frames)
         dtype = accumulation_dtype(jnp.promote_types(am.dtype, lm.dtype))
         frame = jax.lax.broadcasted_iota(jnp.int32, (1,) * num_frames.ndim + am.shape[-2:-1], am.ndim - 2)
@@ -91,14 +91,14 @@ class Additive(Rows[Scores, tuple[()]]):
         peak_am, peak_lm = sums.row_peak(am), jnp.swapaxes(sums.row_peak(lm), -1, -2)
         peak, above_peak = sums.log_total(am, lm)
 
-        # Picked by a product with one-hot rows, whose transpose is no scatter, so the gradient has a fixed order.
+        # It picks by a product with one-hot rows, whose transpose is no scatter, so the gradient has a fixed order.
         hot = one_hot(label[..., 0, :], lm)
         picks, forbidden = hot.astype(dtype), jnp.isneginf(am)
         am_label = sums.product("...tv,...uv->...tu", jnp.where(forbidden, 0, am), picks)
         picked_forbidden = sums.product("...tv,...uv->...tu", forbidden.astype(dtype), picks) > 0
         am_label = jnp.where(picked_forbidden, -jnp.inf, am_label)
         lm_label = jnp.sum(jnp.where(hot, lm, 0), -1)[..., None, :]
-        # By slot, the score of its class in either network.
+        # The score of each slot's class in either network.
         scores = {slot: (am[..., v, None], lm[..., v][..., None, :]) for slot, v in zip(self.slots, self.blanks)}
         scores["label"] = am_label, lm_label
         planes = {}
@@ -124,7 +124,7 @@ class Additive(Rows[Scores, tuple[()]]):
         return {slot: jnp.where(inside, x, -jnp.inf) for slot, x in planes.items()}
 
     def _prior(self, am, log_softmax_lm, columns, unigram, hot):
-        """(log p by slot, [..., T, 1] log of the expectation of exp(am) under p), p as given or the sequence's own."""
+        """Returns (log p by slot, [..., T, 1] log of the expectation of exp(am) under p); p is given or made here."""
         if unigram is None:
             count = jnp.maximum(jnp.sum(columns, -1, dtype=jnp.int32), 1).astype(am.dtype)[..., None]
             log_p = _log_sum_exp(jnp.where(columns[..., None], log_softmax_lm, -jnp.inf), -2) - jnp.log(count)
@@ -143,7 +143,7 @@ class Additive(Rows[Scores, tuple[()]]):
         return self.reference(logits, nodes), ()
 
     def backward(self, logits, nodes, residuals, cotangents, scale, clamp, *, strict=False, alias=True):
-        """Scaled before the pullback, since sequences share leaves; without a clamp, since no logit exists to clip.
+        """Scales before the pullback, since sequences share leaves; clips nothing, since there are no logits to clip.
 
         Masked sequences are read as in the forward pass, whose products XLA then keeps for the backward pass.
         """

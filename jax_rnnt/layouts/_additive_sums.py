@@ -22,21 +22,21 @@ import numpy as np
 
 from jax_rnnt import _xla
 
-_CLASSES = 8  # of a turn of the loop
+_CLASSES = 8  # classes in a turn of the loop
 
 
 def product(equation, x, y):
-    """In full precision on every device."""
+    """Returns the product in full precision on every device."""
     return jnp.einsum(equation, x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def _least(dtype):
-    """The smallest sum that a product is trusted with: what underflows is 2^-62 of it, or less."""
+    """Returns the smallest sum that a product is trusted with: what underflows is at most 2^-62 of it."""
     return np.asarray(2.0**-512 if dtype == np.float64 else 2.0**-64, dtype)
 
 
 def two_sum(x, y):
-    """(x + y rounded, its rounding error); the error is 0 where the sum is infinite."""
+    """Returns (x + y rounded, its rounding error); the error is 0 where the sum is infinite."""
     total = x + y
     part = total - x
     error = (x - (total - part)) + (y - part)
@@ -44,13 +44,13 @@ def two_sum(x, y):
 
 
 def row_peak(x):
-    """[..., 1]: the largest of the last axis, 0 for a row of -inf; no derivative."""
+    """Returns the largest entry along the last axis [..., 1], 0 for a row of -inf, without a derivative."""
     peak = jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True, initial=-jnp.inf))
     return jnp.where(jnp.isneginf(peak), 0, peak)
 
 
 def score(am, peak_am, lm, peak_lm):
-    """am - peak_am + lm - peak_lm as (rounded, error).
+    """Returns am - peak_am + lm - peak_lm as (rounded, error).
 
     An error above 32, of float32 scores above 2^29, is left out: its exponential could overflow, and scores as large
     are as exact as their sum in an array.
@@ -67,7 +67,7 @@ def _relative(x):
 
 
 def _over_classes(am, lm, some, turn, carry):
-    """`turn` of each block of classes, if `some`: (carry, slice of the classes, scores, errors, which are new)."""
+    """Calls `turn` for each block of classes if `some`: (carry, slice of classes, scores, errors, which are new)."""
     classes = am.shape[-1]
     size = min(_CLASSES, classes)
     peaks = row_peak(am)[..., None, :], row_peak(lm)[..., None, :, :]
@@ -112,19 +112,19 @@ def _log_total_jvp(primals, results, tangents):
 
 
 def _sum(*terms):
-    """Of the terms that are not None."""
+    """Adds the terms that are not None."""
     present = [x for x in terms if x is not None]
     return functools.reduce(jnp.add, present) if present else None
 
 
 def _shares(scores, errors, peak, above_peak, doubt):
-    """p of a block of classes, for the nodes in doubt."""
+    """Returns p for a block of classes, for the nodes in doubt."""
     shares = jnp.exp((scores - peak[..., None]) + (errors - above_peak[..., None]))
     return jnp.where(doubt[..., None], shares, 0)
 
 
 def _sure(peak, above_peak):
-    """(nodes in doubt, exp(-above_peak) of the others)"""
+    """Returns (nodes in doubt, exp(-above_peak) of the others)."""
     doubt = peak != 0
     return doubt, jnp.where(doubt, 0, jnp.exp(-jnp.where(doubt, 0, above_peak)))
 
@@ -142,7 +142,7 @@ def _nodes(am, lm, peak, above_peak, x, y, *, branch):
 
 
 def _rows(am, lm, peak, above_peak, weight, factor, *, of_frames, branch):
-    """`frames`, or `columns`."""
+    """Computes `frames` or `columns`."""
     doubt, scale = _sure(peak, above_peak)
     near, other = (am, lm) if of_frames else (lm, am)
     equation = "...tu,...uv->...tv" if of_frames else "...tu,...tv->...uv"
@@ -159,7 +159,7 @@ def _rows(am, lm, peak, above_peak, weight, factor, *, of_frames, branch):
 
 
 def _jvp(which):
-    """Of `nodes`, `frames` or `columns`: the product rule, with the derivative of p."""
+    """Returns the product rule, with the derivative of p, for `nodes`, `frames` or `columns`."""
 
     def rule(primals, results, tangents):
         am, lm, peak, above_peak, *factors = primals
@@ -191,22 +191,22 @@ def _bind(primitive, am, lm, total, *factors):
 
 
 def nodes(am, lm, total, x, y):
-    """[..., T, U1]"""
+    """Returns the sums over classes [..., T, U1] of the module's docstring."""
     return _bind(_nodes_primitive, am, lm, total, x, y)
 
 
 def frames(am, lm, total, weight, y):
-    """[..., T, V]"""
+    """Returns the sums over columns [..., T, V] of the module's docstring."""
     return _bind(_frames_primitive, am, lm, total, weight, y)
 
 
 def columns(am, lm, total, weight, x):
-    """[..., U1, V]"""
+    """Returns the sums over frames [..., U1, V] of the module's docstring."""
     return _bind(_columns_primitive, am, lm, total, weight, x)
 
 
 def _transpose(of_first, of_second):
-    """For the two factors: (the sum that is the cotangent, whether the cotangent is its first factor)."""
+    """Returns, for the two factors, (the sum that is the cotangent, whether the cotangent is its first factor)."""
 
     def rule(cotangent, am, lm, peak, above_peak, first, second):
         (which, leads), other = (of_first, second) if first is None else (of_second, first)
@@ -228,7 +228,7 @@ _nodes_primitive, _frames_primitive, _columns_primitive = (
 
 
 def log_total(am, lm):
-    """lse [..., T, U1], relative to the peaks of both rows, as (peak, above_peak): their sum is lse.
+    """Returns lse [..., T, U1], relative to the peaks of both rows, as (peak, above_peak): their sum is lse.
 
     The peak is 0 where a product made the sum, without a derivative, and the lowest number where no class is possible.
     """

@@ -18,7 +18,7 @@ from jax_rnnt.layouts._layout import Layout, rows_of_frames, unsplit_by_referenc
 
 
 def band_label_map(targets: jax.Array, num_labels: jax.Array, first: jax.Array, width: int) -> jax.Array:
-    """int32 [..., T, S]: class of the label arc that leaves column first[..., t] + s in frame t."""
+    """Returns the class of the label arc that leaves column first[..., t] + s in frame t, int32 [..., T, S]."""
     rank = first.ndim + 2
     place = jax.lax.broadcasted_iota(jnp.int32, (1,) * first.ndim + (width,), first.ndim)
     column = first[..., None] + place
@@ -30,7 +30,7 @@ def band_label_map(targets: jax.Array, num_labels: jax.Array, first: jax.Array, 
 
 
 def _hit(first, columns, width):
-    """bool [..., T, columns, S]: which place of the band holds which column; one-hot, as a gather would not shard."""
+    """Returns which place of the band holds which column, bool [..., T, columns, S]; a gather would not shard."""
     rank = first.ndim + 2
     column = lax.broadcasted_iota(jnp.int32, (1,) * (rank - 2) + (columns, 1), rank - 2)
     place = lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (width,), rank - 1)
@@ -38,20 +38,20 @@ def _hit(first, columns, width):
 
 
 def unband(x, first, columns):
-    """[..., T, S] -> [..., T, columns], -inf outside the band."""
+    """Expands [..., T, S] to [..., T, columns], with -inf outside the band."""
     hit = _hit(first, columns, x.shape[-1])
     return jnp.where(jnp.any(hit, -1), jnp.sum(jnp.where(hit, x[..., None, :], 0), -1), -jnp.inf)
 
 
 def band(x, first, width):
-    """[..., T, columns] -> [..., T, S], 0 where the band leaves the columns: the transpose of `unband`."""
+    """Cuts [..., T, columns] to [..., T, S], with 0 where the band leaves the columns: the transpose of `unband`."""
     return jnp.sum(jnp.where(_hit(first, x.shape[-1], width), x[..., None], 0), -2)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Band(Placement[jax.Array]):
-    """Of (logits [..., T, S, V], first int32 [..., T]), on a lattice with `columns` columns; where: `first`."""
+    """Places (logits [..., T, S, V], first int32 [..., T]) on a lattice with `columns` columns; `where` is `first`."""
 
     columns: int
     width: int  # S

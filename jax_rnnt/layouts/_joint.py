@@ -1,4 +1,4 @@
-"""JointLogits: logits that a joint network makes, in tiles and never all at once."""
+"""JointLogits: logits that a joint network computes in tiles and never all at once."""
 
 import dataclasses
 import functools
@@ -28,11 +28,11 @@ _FIELDS = "joint", "encoder_out", "predictor_out", "chunk", "parameters"
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class JointLogits(Layout):
-    """Logits that a joint network makes in tiles, on demand and never all at once.
+    """Logits that a joint network computes in tiles, on demand and never all at once.
 
     T frames, U labels, V classes, E and P the widths of encoder and predictor; `...` is any number of batch dimensions.
     They are ``joint(encoder_out[..., :, None, :], predictor_out[..., None, :, :])``. Only implementation="reference"
-    makes all at once.
+    computes all at once.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class JointLogits(Layout):
     parameters: Any = None
 
     def tree_flatten_with_keys(self):
-        # A function is no array. As part of the structure it lets `jax.jit` take the layout as an argument.
+        # A function is no array. As part of the structure, it lets `jax.jit` take the layout as an argument.
         function = jax.tree_util.all_leaves([self.joint])
         names = _LEAVES if function else ("joint", *_LEAVES)
         leaves = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
@@ -125,12 +125,12 @@ class JointLogits(Layout):
 
     @property
     def of_rows(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        """The joint as a function of rows alone."""
+        """Returns the joint as a function of rows alone."""
         return self.joint if self.parameters is None else functools.partial(self.joint, self.parameters)
 
     @functools.cached_property
     def _result(self):
-        """Has the dtype of the logits, and V as its last dimension."""
+        """A value with the dtype of the logits and V as its last dimension."""
         if isinstance(self.joint, LinearJoint):
             return self.joint.weight
         with in_name_of("JointLogits"):
@@ -158,7 +158,7 @@ class JointLogits(Layout):
             parameters = jax.tree.map(lambda x: jnp.asarray(_checks.array("parameters", x)), parameters)
         encoder = _checks.floating("encoder_out", self.encoder_out, 2, "[..., T, E]")
         predictor = _checks.floating("predictor_out", self.predictor_out, 2, "[..., U + 1, P]")
-        if encoder.ndim != predictor.ndim and min(encoder.ndim, predictor.ndim) > 2:  # N would meet B
+        if encoder.ndim != predictor.ndim and min(encoder.ndim, predictor.ndim) > 2:  # N would be paired with B
             expected = (
                 f"as many batch dimensions as encoder_out {encoder.shape}, with 1 for those that one of them lacks"
             )
@@ -207,7 +207,7 @@ class JointLogits(Layout):
         elif not jax.tree_util.all_leaves([joint]):
             joint = jax.tree.map(lambda _: P(), joint)
 
-        def axes_of(x):  # a batch dimension of 1 stands for all
+        def axes_of(x):  # a batch dimension of 1 is split over no axis
             *shape, _, _ = jnp.shape(x)
             return [None if n == 1 else axes for n, axes in zip(shape, batch[len(batch) - len(shape) :])]
 
@@ -225,7 +225,7 @@ class JointLogits(Layout):
 
 
 def _linear(joint, widths):
-    """The `LinearJoint` with checked arrays, for rows of these widths."""
+    """Returns the `LinearJoint` with checked arrays, for rows of these widths."""
     weight, bias, activation = joint.weight, joint.bias, joint.activation
     weight = _checks.floating("joint.weight", weight, 2, "[H, V]")
     if weight.ndim != 2 or weight.shape[1] < 1 or widths != (weight.shape[0],) * 2:
@@ -245,7 +245,7 @@ def _linear(joint, widths):
 
 
 def _tiled(logits: JointLogits, inner):
-    """(rows, their logits) of checked logits, in tiles."""
+    """Returns (rows, their logits) of checked logits, in tiles."""
     encoder, predictor = logits.encoder_out, logits.predictor_out
     linear = isinstance(logits.joint, LinearJoint)
     emission, rows = Tiled(inner, None, logits.classes, logits.dtype, logits.chunk, linear), 1
@@ -255,20 +255,20 @@ def _tiled(logits: JointLogits, inner):
         blocks = blocks_for(emission, encoder, predictor, jax.default_backend())
         emission, rows = dataclasses.replace(emission, blocks=blocks), math.prod(dataclasses.astuple(blocks))
     static, parameters = split(logits, rows)
-    # Read where the primitive is bound: the lowering may run elsewhere.
+    # The precision is read where the primitive is bound, as the lowering may run elsewhere.
     precision = jax.config.jax_default_matmul_precision
     return dataclasses.replace(emission, joint=static, precision=precision), (parameters, encoder, predictor)
 
 
 def _materialized(logits: JointLogits, softmax, targets, num_frames, num_labels):
-    """The logits as an array, for the reference. The joint gets zeros for rows that no sequence reads.
+    """Computes the logits as an array, for the reference. The joint gets zeros for rows that no sequence reads.
 
     These are rows outside the lengths, and all rows of a sequence that is empty or whose lengths or labels are out of
-    range. NaN there would reach the gradient of the joint's parameters. A sequence with NaN inside its lengths is made
-    of zeros too, and its logits become NaN afterwards.
+    range. NaN there would reach the gradient of the joint's parameters. A sequence with NaN inside its lengths gets
+    zeros too, and its logits become NaN afterwards.
     """
     if logits.parameters is not None:
-        split(logits, 1)  # which raises where the joint closes over arrays
+        split(logits, 1)  # this raises an error where the joint closes over arrays
     tokens = softmax.tokens(logits.classes)
     empty = (num_frames == 0) | out_of_range(targets, num_frames, num_labels, logits.frames, tokens)
     rows = []

@@ -1,4 +1,4 @@
-"""`LinearJoint`, and the joint network of `JointLogits` as tiles call it."""
+"""`LinearJoint`, and the joint network of `JointLogits` in the form in which tiles call it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from jax_rnnt.tiles._networks import Linear, RowFunction, Tanh
 class LinearJoint:
     """The usual joint network, ``activation(encoder + predictor) @ weight + bias``, for `JointLogits`.
 
-    H units, V classes. A pytree of its arrays. The sum and the activation are in float32 (float64 for a float64
-    weight), the product and the logits in the dtype of the weight; sums of gradients are in float32 too.
+    There are H units and V classes. It is a pytree of its arrays. The sum and the activation are in float32 (float64
+    for a float64 weight), the product and the logits in the dtype of the weight; sums of gradients are in float32 too.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class LinearJoint:
     activation: Callable[[jax.Array], jax.Array] = dataclasses.field(default=Tanh(), metadata={"static": True})
 
     def __call__(self, encoder: jax.Array, predictor: jax.Array) -> jax.Array:
-        """Logits [..., V] of rows [..., H], whose leading dimensions broadcast against each other."""
+        """Returns logits [..., V] of rows [..., H], whose leading dimensions broadcast against each other."""
         return Linear(self.activation).rows(self.parameters, encoder, predictor)
 
     @property
@@ -56,13 +56,13 @@ class LinearJoint:
 
 
 def row_avals(rows: int, encoder, predictor):
-    """Avals of `rows` rows to trace a joint network with; they vary over the mesh axes of both arrays."""
+    """Returns avals of `rows` rows to trace a joint network with; they vary over the mesh axes of both arrays."""
     both = _xla.vary_together(encoder, predictor)
     return [_xla.result_aval(jax.typeof(x), (rows, x.shape[-1]), x.dtype, 0) for x in both]
 
 
 def split(logits, rows: int):
-    """(static part, parameters) of the joint network of checked `JointLogits`, for tiles of `rows` rows."""
+    """Returns (static part, parameters) of the joint network of checked `JointLogits`, for tiles of `rows` rows."""
     joint, parameters = logits.joint, logits.parameters
     if isinstance(joint, LinearJoint):
         return Linear(joint.activation), joint.parameters
@@ -77,7 +77,7 @@ def split(logits, rows: int):
 
 
 def check_rows(logits, rows: int):
-    """Raises unless `logits` is [rows, V]."""
+    """Raises an error unless `logits` is [rows, V]."""
     shape = getattr(logits, "shape", None)
     if shape is None or len(shape) != 2 or shape[0] != rows or shape[1] < 1:
         raise _checks.bad_value(f"joint must make logits [N, V] of N rows, got {logits} of {rows} rows.")

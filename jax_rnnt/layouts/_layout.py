@@ -1,7 +1,7 @@
-"""Layout: how logits [..., T, U + 1, V] are given. Every method of a loss takes every layout that suits the loss.
+"""A layout says how logits [..., T, U + 1, V] are given. Every method of a loss takes every layout that suits the loss.
 
-B sequences (`...`, any number of batch dimensions), T frames, U labels, V classes. A layout is a frozen dataclass and a
-pytree. When a loss takes a layout, the layout checks its arrays and makes the emission that reads them.
+There are B sequences (`...`, any number of batch dimensions), T frames, U labels and V classes. A layout is a frozen
+dataclass and a pytree. When a loss takes a layout, the layout checks its arrays and makes the emission that reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Layout(LazyArray):
     """The base of all layouts. A loss calls `checked` first, and the other methods on its result."""
 
     logits: Any
-    sides: tuple[str, str] = "logits", ""  # the argument with U + 1 columns, and if it is another one, that with T rows
+    sides: tuple[str, str] = "logits", ""  # the argument with U + 1 columns, and the one with T rows if it is another
 
     @property
     def shape(self) -> Any:
@@ -42,53 +42,53 @@ class Layout(LazyArray):
 
     @property
     def classes(self) -> int:
-        """Logits of a row: V, or V + D with durations."""
+        """The logits in a row: V, or V + D with durations."""
         return self.shape[-1]
 
     def checked(self) -> Layout:
-        """The same layout with checked arrays."""
+        """Returns the same layout with checked arrays."""
         raise NotImplementedError
 
     def sequences(self, targets, logit_lengths, target_lengths) -> tuple[jax.Array, ...]:
-        """targets [..., U] and both lengths [...], checked against the logits."""
+        """Returns targets [..., U] and both lengths [...], checked against the logits."""
         shape, sequences = self.shape, (targets, logit_lengths, target_lengths)
         return _checks.sequences(*sequences, shape[:-3], shape[-2] - 1, *self.sides, self.frames)
 
     batched: tuple[str, ...] = ()  # fields with arrays [..., more], which explicit mesh axes may split by the batch
 
     def split_alike(self, *arrays) -> tuple[Any, ...]:
-        """(the layout, arrays of the sequences, the last one [...]), all split over the same explicit mesh axes."""
+        """Returns (the layout, the sequences' arrays, the last one [...]), all split over the same explicit axes."""
         own = [getattr(self, name) for name in self.batched]
         placed = _xla.split_alike(arrays[-1].ndim, *own, *arrays)
         changed = {name: new for name, old, new in zip(self.batched, own, placed) if new is not old}
-        # A layout that stays keeps what it has found, above all the shape of a joint network, which costs a trace.
+        # A layout that stays keeps what it has computed, above all the shape of a joint network, which costs a trace.
         return _pytree.replace(self, **changed) if changed else self, *placed[len(own) :]
 
     def emission(self, loss, softmax, targets, logit_lengths, target_lengths) -> tuple[Emission, Any]:
-        """(emission, its logits); `softmax` reads rows of the loss. A layout adds a `Placement`, or rows of its own."""
+        """Returns (emission, its logits); `softmax` reads rows. A layout adds a `Placement`, or rows of its own."""
         raise NotImplementedError
 
-    # What a loss with `vocab_axis` or `frame_axis` asks.
+    # A loss with `vocab_axis` or `frame_axis` calls the next two methods.
     def split_arrays(self, option: str) -> dict[str, jax.Array]:
-        """The arrays, by name, whose rows hold the classes (`vocab_axis`) or the frames (`frame_axis`)."""
+        """Returns the arrays, by name, whose rows hold the classes (`vocab_axis`) or the frames (`frame_axis`)."""
         expected = "an array [..., T, U + 1, V] or JointLogits"
         raise _checks.bad_type(f"{option}: logits must be {expected}, got {type(self).__name__}.")
 
     def specs(self, batch: list, frame_axis: str | None, vocab_axis: str | None) -> Layout:
-        """The layout with a `PartitionSpec` in the place of each array; `batch` has the axes of batch dimensions."""
+        """Returns the layout with a `PartitionSpec` for each array; `batch` has the axes of batch dimensions."""
         self.split_arrays("vocab_axis" if frame_axis is None else "frame_axis")
         raise NotImplementedError
 
-    # What `TransducerLoss.validate` asks.
+    # `TransducerLoss.validate` uses the next two attributes.
     integers: Any = ()  # arrays of integers that say where the rows lie
 
     def kept(self, frames: int, columns: int) -> jax.Array | None:
-        """bool [..., frames, columns]: nodes that have a row; None: all."""
+        """Returns which nodes have a row, bool [..., frames, columns]; None if all have one."""
         return None
 
 
 def as_layout(logits) -> Layout:
-    """The layout of the argument `logits`, checked."""
+    """Returns the layout for the argument `logits`, checked."""
     if isinstance(logits, Layout):
         return logits.checked()
     return ArrayLogits(logits).checked()
@@ -100,7 +100,7 @@ def unsplit_by_reference(loss, name, x, dimensions):
 
 
 def rows_of_frames(logits, columns):
-    """Checked logits [..., T, columns, V]; `columns` is the name of their number."""
+    """Returns checked logits [..., T, columns, V]; `columns` is the name of their number."""
     dimensions = f"[..., T, {columns}, V]"
     logits = _checks.floating("logits", logits, 3, dimensions)
     if any(_checks.smaller(n, 1) for n in logits.shape[-2:]):
@@ -136,7 +136,7 @@ class ArrayLogits(Layout):
 
 
 def _dimensions(shape, targets, target_lengths):
-    """Raises where the targets show that a dimension of the logits is missing, or in the place of another one."""
+    """Raises an error where targets show that a dimension of the logits is missing, or in the place of another."""
     *batch, labels = _checks.array("targets", targets).shape or (0,)
     if not batch or (*batch, labels) == (*shape[:-3], shape[-2] - 1):
         return

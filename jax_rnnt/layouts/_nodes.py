@@ -1,6 +1,6 @@
-"""sum_over_nodes: any function of the rows of logits, summed over the nodes of each sequence, in tiles.
+"""sum_over_nodes sums any function of the rows of logits over the nodes of each sequence, in tiles.
 
-B sequences, T frames, U1 columns, V classes, N rows.
+There are B sequences, T frames, U1 columns, V classes and N rows.
 
 `Tiled` runs the function as it runs a loss's joint network (`_rowwise`). All layouts become planes [..., T, U1] first:
 a band has S columns, and a packed row is a sequence of one node. Arrays of logits are cut into tiles, too.
@@ -45,32 +45,32 @@ class Inputs(typing.NamedTuple):
     encoders: list[jax.Array]
     predictors: list[jax.Array]
     arrays: list[jax.Array]  # [..., T, U1, V]
-    constants: list[jax.Array]  # of the function
+    constants: list[jax.Array]  # constants of the function
     labels: list[jax.Array]  # none, or [..., T, U1, 1]
 
 
 class CountedNodes(typing.NamedTuple):
     """The nodes of a batch [...]."""
 
-    counts: jax.Array  # bool [..., T, U1]: inside the lengths, with a weight
+    counts: jax.Array  # bool [..., T, U1]: which nodes are inside the lengths, with a weight
     num_frames: jax.Array  # [...]
     num_labels: jax.Array  # [...]
-    members: jax.Array | None = None  # bool [B, N] of packed rows: which belong to a sequence
+    members: jax.Array | None = None  # bool [B, N]: which packed rows belong to which sequence
 
 
 def _of_tiles(inputs, nodes):
-    """(logits, nodes) of `Tiled`."""
+    """Returns the (logits, nodes) that `Tiled` takes."""
     *batch, _, columns = nodes.counts.shape
     encoder = side_by_side(inputs.encoders, nodes.counts.shape[:-1])
     predictor = side_by_side(inputs.predictors, (*batch, columns))
     parameters = [*itertools.chain.from_iterable(inputs.parameters), *inputs.constants]
-    label = jnp.zeros((*batch, 1, columns), jnp.int32)  # for losses
+    label = jnp.zeros((*batch, 1, columns), jnp.int32)  # only losses read it
     of_tiles = _emission.Nodes(label, nodes.num_frames, nodes.num_labels, nodes.counts)
     return (parameters, encoder, predictor, *inputs.arrays, *inputs.labels), of_tiles
 
 
 def _weighted(emission, weights, inputs, nodes):
-    """(sums [...], values [..., T, U1])"""
+    """Returns (sums [...], values [..., T, U1])."""
     values = emission.forward(*_of_tiles(inputs, nodes))[0]["value"]
     values = jnp.where(nodes.counts, values, 0)
     if nodes.members is not None:  # a NaN concerns all rows of its sequence
@@ -120,17 +120,17 @@ _sums.defvjp(_sums_fwd, _sums_bwd, symbolic_zeros=True)
 
 # ------------------------------------------------------------------------------------------- layouts become planes
 class Sequences(typing.NamedTuple):
-    """Checked arguments of a call."""
+    """The checked arguments of a call."""
 
     num_frames: jax.Array  # [...]
     num_labels: jax.Array  # [...]
     weights: jax.Array | None  # [..., T, U + 1]
     targets: jax.Array | None  # [..., U]
-    columns: int | None  # U + 1, if anything says so
-    classes: int  # the most of any logits
+    columns: int | None  # U + 1, if any argument determines it
+    classes: int  # the largest number of any logits
 
     def within(self, frames, unfit):
-        """(bool [...]: sequences that are NaN, both lengths with 0 for them); `unfit`: those known to be."""
+        """Returns (bool [...]: sequences that are NaN, both lengths with 0 there); `unfit` has those already known."""
         bad = unfit | (self.num_frames < 0) | (self.num_frames > frames) | (self.num_labels < 0)
         if self.columns is not None:
             bad |= self.num_labels >= self.columns
@@ -145,12 +145,12 @@ class Terms(typing.NamedTuple):
 
     nodes: CountedNodes
     weights: jax.Array | None  # [..., T, U1]
-    labels: jax.Array  # int32 [..., T, U1], or what can be broadcast
-    bad: jax.Array  # bool: sequences that are NaN
+    labels: jax.Array  # int32 [..., T, U1], or a shape that broadcasts to it
+    bad: jax.Array  # bool: which sequences are NaN
 
 
 def _padded(layouts, x: Sequences) -> Terms:
-    """Arrays and joint networks, or bands with the same first columns."""
+    """Returns the terms for arrays and joint networks, or for bands with the same first columns."""
     *batch, frames, width, _ = layouts[0].shape
     firsts = [layout.first for layout in layouts if isinstance(layout, BandLogits)]
     differ = (jnp.any(firsts[0] != first, -1) for first in firsts[1:])
@@ -170,7 +170,7 @@ def _padded(layouts, x: Sequences) -> Terms:
 
 
 def _packed(layouts, x: Sequences) -> Terms:
-    """Every row is a sequence of one node."""
+    """Returns the terms for packed rows, where every row is a sequence of one node."""
     rows, count = layouts[0].rows.shape[0], x.num_frames.shape[0]
     first, end = offsets(x.num_frames, x.num_labels, rows)
     bad, num_frames, num_labels = x.within(layouts[0].frames_for(x.num_frames), end > rows)
@@ -189,7 +189,7 @@ def _packed(layouts, x: Sequences) -> Terms:
 
 # ------------------------------------------------------------------------------------------------------- arguments
 def _checked_layouts(logits):
-    """The checked layouts, additive ones as joint networks."""
+    """Returns the checked layouts, with additive ones as joint networks."""
     if not logits:
         raise _checks.bad_type("logits must be one or several arrays or layouts, got none.")
     layouts = [_layout.as_layout(x) for x in logits]
@@ -212,7 +212,7 @@ def _checked_layouts(logits):
 
 
 def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) -> Sequences:
-    """The arguments other than the logits."""
+    """Checks the arguments other than the logits."""
     shape = layouts[0].shape[:-1]
     packed, bands = (isinstance(layouts[0], kind) for kind in (PackedLogits, BandLogits))
     if packed and np.ndim(logit_lengths) != 1:
@@ -239,7 +239,7 @@ def _checked(layouts, logit_lengths, target_lengths, weights, targets, dtype) ->
 
 
 def _split_alike(layouts, x: Sequences):
-    """(layouts, arguments), all split over the same explicit mesh axes by the batch."""
+    """Returns (layouts, arguments), all split over the same explicit mesh axes by the batch."""
     fields = [(i, name) for i, layout in enumerate(layouts) for name in layout.batched]
     own = [getattr(layouts[i], name) for i, name in fields]
     names = [name for name in ("weights", "targets", "num_frames", "num_labels") if getattr(x, name) is not None]
@@ -253,7 +253,7 @@ def _split_alike(layouts, x: Sequences):
 
 
 def _traced(function, rows, like, layouts, labels, dtype):
-    """(the function of `rows` rows of each of these logits, and of labels if there are any; its constants)"""
+    """Returns (the function of `rows` rows of each of these logits, and of labels if there are any; its constants)."""
     aval = functools.partial(_xla.result_aval, jax.typeof(like), num_batch_dims=0)
     avals = [aval((rows, x.classes), x.dtype) for x in layouts] + [aval((rows,), x.dtype) for x in labels]
 
@@ -269,7 +269,7 @@ def _traced(function, rows, like, layouts, labels, dtype):
 
 
 def _in_tiles(function, layouts, shape, labels):
-    """(the emission of `_sums`, its arrays)"""
+    """Returns (the emission of `_sums`, its arrays)."""
     dtype = common_dtype(layouts)
     joints = [x for x in layouts if isinstance(x, JointLogits)]
     encoders, predictors = ([getattr(x, name) for x in joints] for name in ("encoder_out", "predictor_out"))
@@ -313,13 +313,13 @@ def sum_over_nodes(
     weights: ArrayLike | None = None,
     targets: ArrayLike | None = None,
 ) -> jax.Array:
-    """Sum of a function of the logits over the nodes of each sequence, in tiles: distillation, consistency, entropy.
+    """Sums a function of the logits over the nodes of each sequence, in tiles: distillation, consistency, entropy.
 
     T frames, U labels, V classes, N rows of a tile; `...` is any number of batch dimensions::
 
         sum over t < T_b, u <= U_b of weights[t, u] * function(row (t, u) of each of the logits)
 
-    Of each `JointLogits`, no more than a tile of logits exists at a time.
+    For each `JointLogits`, no more than a tile of logits exists at a time.
 
     Parameters
     ----------
@@ -336,7 +336,7 @@ def sum_over_nodes(
     weights : Array, real or bool [..., T, U + 1], optional
         The weight of each node; by default 1. The sum skips nodes of weight 0: NaN or inf there reaches nothing, and
         the derivative with respect to such a weight counts as 0. For posteriors take
-        ``jax.lax.stop_gradient(blank + label)``. Beside `PackedLogits`, T is their `max_frames`.
+        ``jax.lax.stop_gradient(blank + label)``. With `PackedLogits`, T is their `max_frames`.
     targets : Array, integer [..., U], optional
         Labels, if the function takes them.
 
@@ -355,7 +355,7 @@ def sum_over_nodes(
 
     See Also
     --------
-    JointLogits : What tiles are, and `chunk`, their size.
+    Explains tiles, and `chunk`, their size.
 
     Notes
     -----
@@ -394,6 +394,6 @@ def sum_over_nodes(
     leaves, structure = jax.tree.flatten((plane, inputs, nodes))
     plane, inputs, nodes = jax.tree.unflatten(structure, _xla.vary_together(*leaves))
     sums = _sums(emission, plane, inputs, nodes)
-    if nodes.members is not None:  # no scatter: in a fixed order
+    if nodes.members is not None:  # no scatter, so that the order is fixed
         sums = jnp.sum(jnp.where(nodes.members, sums[None], 0), -1)
     return jnp.where(terms.bad, jnp.nan, sums)

@@ -19,16 +19,16 @@ from jax_rnnt.layouts._layout import Layout
 
 
 class NodesOfRows(typing.NamedTuple):
-    """Which node each row is, and which row each node has."""
+    """The node of each row, and the row of each node."""
 
     node: tuple[jax.Array, ...]  # (b, t, u), each [N]; 0 where the row belongs to no sequence
-    used: jax.Array  # bool [N]: whether it belongs to one
+    used: jax.Array  # bool [N]: whether the row belongs to a sequence
     row: jax.Array  # [B, T, U1]
     inside: jax.Array  # bool [B, T, U1]
 
 
 def offsets(num_frames: jax.Array, num_labels: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(first row [B], row after the last [B]) of each sequence, no more than rows + 1 whatever the lengths are."""
+    """Returns (first row [B], row after the last [B]) of each sequence, at most rows + 1 whatever the lengths are."""
     frames, columns = jnp.clip(num_frames, 0, rows + 1), jnp.clip(num_labels, -1, rows) + 1
     many = frames > rows // jnp.maximum(columns, 1)
     count = jnp.where(columns == 0, 0, jnp.where(many, rows + 1, frames * columns))
@@ -42,7 +42,7 @@ def offsets(num_frames: jax.Array, num_labels: jax.Array, rows: int) -> tuple[ja
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Packed(Placement[NodesOfRows]):
-    """Of logits [N, V]: every row is a sequence of one node. The lattice has `frames` frames."""
+    """Places logits [N, V], where every row is a sequence of one node. The lattice has `frames` frames."""
 
     frames: int
 
@@ -87,7 +87,7 @@ class Packed(Placement[NodesOfRows]):
 
 
 def nodes_of_rows(num_frames, num_labels, first, end, rows: int):
-    """(bool [N]: whether a row belongs to a sequence, its (b, t, u), t = u = 0 where it belongs to none)."""
+    """Returns (bool [N]: whether a row belongs to a sequence, its (b, t, u), with t = u = 0 where it does not)."""
     batch, index = end.shape[0], jnp.arange(rows, dtype=jnp.int32)
     b = jnp.sum(end[:, None] <= index[None], 0, dtype=jnp.int32)
     known, b = b < batch, jnp.minimum(b, max(batch - 1, 0))
@@ -100,7 +100,7 @@ def nodes_of_rows(num_frames, num_labels, first, end, rows: int):
 
 
 def labels_of_rows(targets, num_labels, b, u):
-    """int32 [N]: class of the label that leaves node (t, u) of sequence b."""
+    """Returns the class of the label that leaves node (t, u) of sequence b, int32 [N]."""
     return jnp.where(u < num_labels[b], jnp.pad(targets, ((0, 0), (0, 1)))[b, u], NO_LABEL)
 
 
@@ -168,7 +168,7 @@ class PackedLogits(Layout):
         return _checks.sequences(targets, logit_lengths, target_lengths, (batch,), labels)
 
     def split_alike(self, *arrays):
-        """Each device has all rows, which may be of any sequence: so it gets all sequences."""
+        """Gives each device all sequences, since it has all rows, which may belong to any sequence."""
         return self, *_xla.whole(*arrays)
 
     def emission(self, loss, softmax, targets, logit_lengths, target_lengths):
@@ -176,7 +176,7 @@ class PackedLogits(Layout):
         return Emission(softmax, frames, softmax.tokens(self.classes), Packed(frames)), self.rows
 
     def frames_for(self, logit_lengths) -> int:
-        """A bound of the frames of sequences of these lengths."""
+        """Returns a bound of the frames of sequences of these lengths."""
         if self.max_frames is not None:
             return int(self.max_frames)
         rows, known = self.rows.shape[0], _checks.known(logit_lengths)

@@ -1,6 +1,6 @@
-"""A function of the rows of several logits, after their joint networks: a joint network whose "logits" are its values.
+"""A function of the rows of several logits, after their joint networks, as a joint network with values for "logits".
 
-N rows, S blocks, V classes, E and P the widths of encoder and predictor rows.
+There are N rows, S blocks and V classes; E and P are the widths of encoder and predictor rows.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ class Values(Rows[jax.Array, tuple[()]]):
 
 
 def common_dtype(xs):
-    """The dtype of all xs; else float64 if one is that, else float32. Users may forbid JAX to promote."""
+    """Returns the dtype of all xs; else float64 if one is that, else float32. Users may forbid JAX to promote."""
     dtypes = {x.dtype for x in xs}
     return dtypes.pop() if len(dtypes) == 1 else max(map(accumulation_dtype, dtypes), key=lambda x: x.itemsize)
 
 
 def side_by_side(xs, shape):
-    """Rows [*shape, E] of several networks as rows of one; all may be broadcast alike."""
+    """Returns rows [*shape, E] of several networks as rows of one; all may be broadcast alike."""
     if not xs:
-        return jnp.zeros((*shape, 1), jnp.float32)  # not 0 wide: its reshapes infer a size
+        return jnp.zeros((*shape, 1), jnp.float32)  # not 0 wide, since its reshapes infer a size
     if len({x.shape[:-1] for x in xs}) > 1:
         xs = [jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in xs]
     dtype = common_dtype(xs)
@@ -45,7 +45,7 @@ def side_by_side(xs, shape):
 
 
 def _cut(x, sizes):
-    """Parts of these sizes of a list, or of the last dimension of an array; the rest of a list is one part more."""
+    """Cuts a list, or the last dimension of an array, into these sizes; the rest of a list is one part more."""
     ends = list(itertools.accumulate(sizes, initial=0))
     if isinstance(x, list):
         return [*(x[a:b] for a, b in itertools.pairwise(ends)), x[ends[-1] :]]
@@ -56,19 +56,19 @@ def _cut(x, sizes):
 class Network:
     """One of the joint networks of `Rowwise`."""
 
-    joint: Any  # its static part
-    parameters: int  # how many
+    joint: Any  # the static part of the network
+    parameters: int  # number of its parameters
     encoder: tuple[int, Any]  # width and dtype of its encoder rows
     predictor: tuple[int, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rowwise:
-    """``function(*rows, *labels) -> values [N]``; the rows come from a network or, where `sources` has None, an array.
+    """``function(*rows, *labels) -> values [N]``; rows come from a network or, where `sources` has None, from an array.
 
-    Encoder rows of all networks come side by side, and predictor rows too. After them come the nodes that count and the
-    rows of arrays, [S, frames, columns, V]; labels are an array more. Parameters are those of the networks in order,
-    then the constants of the function.
+    Encoder rows of all networks come side by side, and so do predictor rows. After them come the nodes that count and
+    the rows of arrays, [S, frames, columns, V]; labels are one array more. Parameters are those of the networks in
+    order, then the constants of the function.
     """
 
     sources: tuple[Network | None, ...]
@@ -81,7 +81,7 @@ class Rowwise:
 
     @property
     def arrays(self) -> list[int]:
-        """Those with a gradient."""
+        """The numbers of the arrays with a gradient."""
         learned = [x for x, source in zip(self.learned, self.sources) if source is None]
         return [i for i, x in enumerate(learned) if x]
 
@@ -90,7 +90,7 @@ class Rowwise:
         return self.function.random or any(x.joint.random for x in self.networks)
 
     def _each(self, change):
-        """The same with every joint and the function changed."""
+        """Returns the same function with `change` applied to every joint and to the function."""
         sources = (source and dataclasses.replace(source, joint=change(source.joint)) for source in self.sources)
         return dataclasses.replace(self, sources=tuple(sources), function=change(self.function))
 
@@ -104,18 +104,18 @@ class Rowwise:
         return functools.reduce(lambda x, network: network.joint.barrier(x), self.networks, x)
 
     def _by_network(self, parameters):
-        """Those of each network, then those of the function."""
+        """Returns the parameters of each network, then those of the function."""
         return _cut(list(parameters), [x.parameters for x in self.networks])
 
     def _states(self, encoder, predictor):
-        """[(encoder rows, predictor rows)] of each network."""
+        """Returns [(encoder rows, predictor rows)] for each network."""
         kinds = [x.encoder for x in self.networks], [x.predictor for x in self.networks]
         parts = [_cut(x, [width for width, _ in kind]) for x, kind in zip((encoder, predictor), kinds)]
         states = [[x.astype(dtype) for x, (_, dtype) in zip(*each)] for each in zip(parts, kinds)]
         return list(zip(*states))
 
     def _arguments(self, of_networks, counts, arrays):
-        """Rows of the logits in order, then labels."""
+        """Returns the rows of the logits in order, then the labels."""
         arrays = [instead(x, counts).reshape(-1, x.shape[-1]) for x in arrays]
         of_arrays = iter(arrays)
         rows = [next(of_arrays) if source is None else of_networks.pop(0) for source in self.sources]
@@ -154,7 +154,7 @@ class Rowwise:
         return values[:, None], gradients
 
     def zeros(self, parameters, blocks):
-        """Where the gradients of the parameters are summed, by network, those of the function last."""
+        """Returns zeros to sum the parameters' gradients in, by network, those of the function last."""
         *by_network, constants = self._by_network(parameters)
         sums = [x.joint.zeros(p, blocks) for x, p in zip(self.networks, by_network)]
         return [*sums, self.function.zeros(constants, blocks)]
@@ -166,6 +166,6 @@ class Rowwise:
 
 
 def _fixed(joint, parameters, encoder, predictor, counts):
-    """`pullback` of a network without a gradient."""
+    """Implements `pullback` for a network without a gradient."""
     zeros = jnp.zeros_like(encoder), jnp.zeros_like(predictor)
     return joint.logits(parameters, encoder, predictor, counts), lambda _, totals, *__: (totals, *zeros)

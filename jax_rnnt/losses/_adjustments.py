@@ -17,7 +17,7 @@ from jax_rnnt.lattices._topology import slots
 
 @jax.custom_jvp
 def scale_gradient(x, scale):
-    """x itself; its derivative is `scale` times that of x."""
+    """Returns x itself; its derivative is `scale` times that of x."""
     return x
 
 
@@ -28,12 +28,12 @@ def _(primals, tangents):
 
 
 def frame(label):
-    """int32, [..., T, 1] up to broadcasting: the frame of each node of a plane."""
+    """Returns the frame of each node of a plane, int32, [..., T, 1] up to broadcasting."""
     return lax.broadcasted_iota(jnp.int32, (1,) * (label.ndim - 2) + (label.shape[-2], 1), label.ndim - 2)
 
 
 def fastemit(label, fastemit_lambda):
-    """FastEmit (Yu et al. 2021): the gradient of label arcs times (1 + lambda); values stay.
+    """Scales the gradient of label arcs by (1 + lambda) and keeps their values: FastEmit (Yu et al. 2021).
 
     Every path crosses the diagonal t + u = n once, by a blank or by a label. So for each n
 
@@ -50,13 +50,13 @@ def fastemit(label, fastemit_lambda):
 
 
 def delay_penalty(label, num_frames, penalty):
-    """k2's delay penalty: label arcs of frame t gain penalty * ((T_b - 1) / 2 - t)."""
+    """Adds penalty * ((T_b - 1) / 2 - t) to label arcs of frame t: k2's delay penalty."""
     middle = (num_frames[..., None, None] - 1).astype(label.dtype) / 2
     return label + penalty * (middle - frame(label).astype(label.dtype))
 
 
 def label_windows(label, windows):
-    """Label u may only be emitted in frames windows[..., u, 0] <= t <= windows[..., u, 1]."""
+    """Restricts label u to frames windows[..., u, 0] <= t <= windows[..., u, 1]."""
     # The last column has no label arc; any window will do there.
     padded = jnp.pad(windows, [(0, 0)] * (windows.ndim - 2) + [(0, 1), (0, 0)])[..., None, :, :]
     first, last, t = padded[..., 0], padded[..., 1], frame(label)
@@ -69,14 +69,14 @@ Step = Callable[[dict[str, jax.Array], jax.Array, jax.Array], dict[str, jax.Arra
 
 
 def pay_next_blank(arcs, num_frames, num_labels):
-    """k2's constrained RNN-T: a label also pays the blank of the node that it leads to, in the same frame."""
+    """Makes a label also pay the blank of the node it leads to, in the same frame: k2's constrained RNN-T."""
     blank = arcs["blank"]
     after = jnp.concatenate([blank[..., 1:], jnp.full_like(blank[..., :1], -jnp.inf)], -1)
     return {**arcs, "label": arcs["label"] + after}
 
 
 def forbid_final_label(arcs, num_frames, num_labels):
-    """No label in the last frame, so that a path of one symbol a frame ends with a blank."""
+    """Forbids labels in the last frame, so that a path of one symbol a frame ends with a blank."""
     last = frame(arcs["label"]) == num_frames[..., None, None] - 1
     return {**arcs, "label": jnp.where(last, -jnp.inf, arcs["label"])}
 
@@ -94,9 +94,9 @@ class UnderNormalize:
 
 @dataclasses.dataclass(frozen=True)
 class TokenAndDuration:
-    """Token times duration, arc by arc: planes "blank", "label", "duration+0" ... -> arcs "blank+d", "label+d".
+    """Makes arcs "blank+d", "label+d" from planes "blank", "label", "duration+0" ...: token times duration.
 
-    Where `sampled` is true the arcs are those of the RNN-T instead: blanks of one frame, labels of none, no durations,
+    Where `sampled` is true, the arcs are those of the RNN-T instead: blanks of one frame, labels of none, no durations,
     no sigma.
     """
 
@@ -118,7 +118,7 @@ class TokenAndDuration:
                 if self.sampled is not None:
                     arc = jnp.where(self.sampled, arcs[slot] if d == alone else nothing, arc)
                 out[f"{slot}+{d}"] = arc
-        out.pop("blank+0", None)  # would not move
+        out.pop("blank+0", None)  # it would not move
         return out
 
 
@@ -126,7 +126,7 @@ class TokenAndDuration:
 
 
 def _checked(planes, shape, topology_slots, loss):
-    """Raises, in the name of the loss, unless every slot of its topology has a plane of this shape."""
+    """Raises an error, in the loss's name, unless every slot of its topology has a plane of this shape."""
     name = type(loss).__name__
     if not isinstance(planes, dict) or not set(topology_slots) <= set(planes):
         got = sorted(planes) if isinstance(planes, dict) else repr(planes)
@@ -141,9 +141,9 @@ def _checked(planes, shape, topology_slots, loss):
 
 
 def adjust(loss, planes, num_frames, num_labels, windows, closed=True):
-    """The arcs of the loss's topology, by slot: applies the steps of the loss, then its options.
+    """Returns the arcs of the loss's topology, by slot, after the steps of the loss and then its options.
 
-    `closed`: with what labels pay for the rest of their frame (`Composition.closing`).
+    If `closed`, arcs include what labels pay for the rest of their frame (`Composition.closing`).
     """
     composition, like = loss.compose(), next(iter(planes.values()))
     for step in (*composition.steps, *(composition.closing if closed else ())):

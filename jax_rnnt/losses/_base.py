@@ -18,7 +18,7 @@ from jax_rnnt.losses._composition import Composition, DecodingRules
 
 
 def _equal(x, y) -> bool:
-    """Whether two fields are equal. Arrays compare by content, or by identity if this process cannot read them."""
+    """Returns True if two fields are equal. Arrays compare by content, by identity if this process cannot read them."""
     if x is y:
         return True
     arrays = [v for v in (x, y) if isinstance(v, (jax.Array, np.ndarray))]
@@ -28,7 +28,7 @@ def _equal(x, y) -> bool:
 
 
 class _Once(abc.ABCMeta):
-    """A subclass of a loss is a dataclass already. Python's own errors for a second decorator name neither."""
+    """A subclass of a loss is a dataclass already. Python's own errors for a second decorator do not name the class."""
 
     def __setattr__(cls, name, value):
         if name == "__dataclass_params__" and name in vars(cls):
@@ -51,7 +51,7 @@ class TransducerLoss(metaclass=_Once):
 
     A subclass defines `compose` and inherits every method: the loss itself, `posteriors`, `align`, `label_frames`,
     `latency`, `label_log_probs`, `arc_log_probs` and `validate`. Each takes logits in any layout that suits the
-    loss. `decoding` tells `jax_rnnt.decode` what the classes mean.
+    loss. `decoding` defines for `jax_rnnt.decode` what the classes mean.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class TransducerLoss(metaclass=_Once):
         for field in dataclasses.fields(self):
             if "off" in field.metadata:
                 value = _checks.number(field.name, getattr(self, field.name))
-                self._set(field.name, value)  # a float: a leaf of another dtype would trace anew
+                self._set(field.name, value)  # a float, as a leaf of another dtype would trace anew
         _checks.integer("blank", self.blank)
         for name in ("fused_log_softmax", "inplace"):
             self._set(name, _checks.boolean(name, getattr(self, name)))
@@ -160,7 +160,7 @@ class TransducerLoss(metaclass=_Once):
         return hash((type(self), *(getattr(self, f.name) for f in dataclasses.fields(self))))
 
     def __repr__(self):
-        """Fields without a default, then those that differ from it."""
+        """Shows the fields without a default, then those that differ from it."""
 
         def shown(field):
             value, default = getattr(self, field.name), field.default
@@ -172,11 +172,11 @@ class TransducerLoss(metaclass=_Once):
     # ---- for subclasses
 
     def compose(self) -> Composition:
-        """The parts of the loss. An option that a Python number switches off (0, clamp <= 0) is None here."""
+        """Returns the parts of the loss. An option that a Python number switches off (0, clamp <= 0) is None here."""
         raise NotImplementedError(f"{type(self).__name__} must define compose().")
 
     def decoding(self) -> DecodingRules:
-        """What `jax_rnnt.decode` knows about the loss: `compose` without the options, which act in training alone.
+        """Returns the rules for `jax_rnnt.decode`: `compose` without the options, which act in training alone.
 
         A loss whose `compose` has steps defines this method itself.
 
@@ -198,11 +198,11 @@ class TransducerLoss(metaclass=_Once):
         return DecodingRules(composition.emission, composition.topology)
 
     def _without_options(self) -> TransducerLoss:
-        """The loss with every option off."""
+        """Returns the loss with every option off."""
         return _pytree.replace(self, **{f.name: None for f in dataclasses.fields(self) if "off" in f.metadata})
 
     def _draw(self, key) -> TransducerLoss:
-        """The loss for one call; `key` is a JAX random key or None."""
+        """Returns the loss for one call; `key` is a JAX random key or None."""
         return self
 
     # ---- methods on a batch

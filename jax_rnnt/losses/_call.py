@@ -1,4 +1,4 @@
-"""From the arguments of a method of a loss to its result: every loss and every method takes this way."""
+"""The way from the arguments of a loss's method to its result, which every loss and every method takes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Decorated = TypeVar("Decorated", bound=Callable)
 
 
 def in_class(function: Decorated) -> Decorated:
-    """Decorator of a method that `TransducerLoss` has from another file: help and pickle find it in the class."""
+    """Decorates a method that `TransducerLoss` has from another file: help and pickle find it in the class."""
     function.__module__, function.__qualname__ = "jax_rnnt.losses._base", f"TransducerLoss.{function.__name__}"
     return keywords(function)
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method of a loss: ``compute(loss, emission, logits, targets, both lengths, windows)`` makes its results."""
+    """A method of a loss: ``compute(loss, emission, logits, targets, both lengths, windows)`` computes its results."""
 
     compute: Callable[..., Any]
     per_node: bool = False  # whether results are planes [..., T, U1]
@@ -43,7 +43,7 @@ class Method:
 class Call:
     """A method and its arguments."""
 
-    loss: Any  # a `TransducerLoss`: its options that are off are None
+    loss: Any  # a `TransducerLoss`, in which options that are off are None
     layout: _layout.Layout
     targets: jax.Array
     logit_lengths: jax.Array
@@ -52,7 +52,7 @@ class Call:
     method: Method = dataclasses.field(metadata={"static": True})
 
 
-# What JAX says, and what to do about it.
+# Messages of JAX, and what to do about them.
 _NOTES = {
     "custom_vjp": 'Forward mode (jvp, jacfwd, linearize, hessian) needs implementation="reference" and no clamp.',
     "UnexpectedTracerError": (
@@ -63,7 +63,7 @@ _NOTES = {
 
 
 def run(method: Method, loss, logits, targets, logit_lengths, target_lengths, label_windows=None, key=None) -> Any:
-    """The result of a method with these arguments."""
+    """Returns the result of a method with these arguments."""
     if method.without_kernel and loss.implementation == "kernel":
         lacks = f"implementation='kernel': jax_rnnt has no kernel for {method.without_kernel}"
         raise NotImplementedError(Refusal(f"{lacks}; use implementation=None or 'reference'."))
@@ -89,7 +89,7 @@ def _run(call: Call) -> Any:
 
 
 def _of_device(call: Call) -> Any:
-    """The result, from the arrays of one of the devices over which the loss is split; without a split, from all."""
+    """Returns the result from the arrays of one of the devices over which the loss is split; unsplit, from all."""
     loss, windows = call.loss, call.label_windows
     layout = call.layout.checked()
     batch = layout.sequences(call.targets, call.logit_lengths, call.target_lengths)
@@ -104,7 +104,7 @@ def _of_device(call: Call) -> Any:
 
 
 def softmax_of(loss) -> Softmax:
-    """The emission of a loss, for rows of any number of logits."""
+    """Returns the emission of a loss, for rows of any number of logits."""
     composition = loss.compose()
     if not isinstance(composition, Composition):
         raise _checks.bad_type(f"{type(loss).__name__}.compose() must return a Composition, got {composition!r}.")

@@ -15,7 +15,7 @@ from jax_rnnt.losses._adjustments import Step
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The parts of a loss: what `TransducerLoss.compose` returns.
+    """The parts of a loss, as returned by `TransducerLoss.compose`.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Composition:
 
 @dataclasses.dataclass(frozen=True)
 class DecodingRules:
-    """What the classes of a row mean to a decoder: what `TransducerLoss.decoding` returns.
+    """The meaning of a row's classes to a decoder, as returned by `TransducerLoss.decoding`.
 
     A decoder scores an arc by its log-probability and weight, without the steps and options that act in training alone,
     such as sigma.
@@ -106,7 +106,7 @@ class DecodingRules:
 
 
 def _checked_sequence(parts, name, suitable, expected, least):
-    """Makes the field a tuple."""
+    """Converts the field to a tuple."""
     value = getattr(parts, name)
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_sequence or not all(map(suitable, value)) or len(value) < least:
@@ -116,7 +116,7 @@ def _checked_sequence(parts, name, suitable, expected, least):
 
 @_pytree.exportable("Alignment")
 class Alignment(typing.NamedTuple):
-    """The best path of a lattice, as `TransducerLoss.align` finds it.
+    """The best path of a lattice, as returned by `TransducerLoss.align`.
 
     T frames, U labels; `...` is any number of batch dimensions.
 

@@ -41,10 +41,10 @@ class ConstrainedRNNTLoss(TransducerLoss):
     """
 
     def compose(self) -> Composition:
-        """The softmax, with labels that read a frame and pay its blank."""
+        """Returns the softmax, with labels that read a frame and pay its blank."""
         emission = Softmax((self.blank,), self.fused_log_softmax)
         return Composition(emission, MONOTONIC, bounded=True, closing=(pay_next_blank,))
 
     def decoding(self) -> DecodingRules:
-        """The same paths on standard arcs: after a label, a blank must leave the frame."""
+        """Returns the same paths on standard arcs: after a label, a blank must leave the frame."""
         return DecodingRules(Softmax((self.blank,), self.fused_log_softmax), labels_per_frame=1)

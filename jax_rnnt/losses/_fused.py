@@ -1,8 +1,8 @@
 """Emission, adjustments and lattice as one function of the logits, with one fused gradient.
 
-Of one sequence: z its logits, l(z) the planes of the emission, a(l, w) the arcs, which adjustments with leaves w of the
-loss make of them, L(a) the loss, c the cotangent that comes in (docs/gradient.md). The lattice gives dL/da = -gamma,
-minus the posteriors. By the chain rule
+For one sequence: z its logits, l(z) the planes of the emission, a(l, w) the arcs, which adjustments with leaves w of
+the loss make of them, L(a) the loss, c the cotangent that comes in (docs/gradient.md). The lattice gives dL/da =
+-gamma, minus the posteriors. By the chain rule
 
     dL/dl = -(da/dl)^T gamma               planes [T, U1], in the forward pass: c is not needed
     dz    = c clip((dl/dz)^T dL/dl)        in the backward pass, by one kernel that reads z and writes dz over it
@@ -36,21 +36,21 @@ def strict(loss) -> bool:
 
 
 def adjust_isolated(loss, planes, num_frames, num_labels, windows, closed=True):
-    """(arcs, sequences with a NaN in a plane). Such sequences add nothing to the gradient of the loss's leaves."""
+    """Returns (arcs, sequences with a NaN in a plane). Such sequences add nothing to the gradient of the leaves."""
     bad = has_nan(planes)
     isolated = {slot: isolate(x, bad) for slot, x in planes.items()}
     return adjust(loss, isolated, num_frames, num_labels, windows, closed), bad
 
 
 def _reference(emission, loss, logits, placed, num_frames, num_labels, windows):
-    """Losses [...] in plain JAX."""
+    """Computes losses [...] in plain JAX."""
     arcs, bad = adjust_isolated(loss, emission.reference(logits, placed), num_frames, num_labels, windows)
     losses = 0 - reference.log_likelihood(loss.compose().topology, arcs, num_frames, num_labels)
     return jnp.where(bad, jnp.nan, losses)
 
 
 def _clamp(loss, cotangent):
-    """The clamp of each sequence; <= 0: off."""
+    """Returns the clamp of each sequence; <= 0 means off."""
     clamp = -1.0 if loss.clamp is None else loss.clamp
     return jnp.broadcast_to(jnp.asarray(clamp, cotangent.dtype), cotangent.shape)
 
@@ -61,7 +61,7 @@ def _reference_clamped(emission, loss, logits, placed, num_frames, num_labels, w
 
 
 def _reference_clamped_fwd(emission, loss, logits, *others):
-    # Clipped and scaled in float32, as by the kernels: float16 does not hold every cotangent.
+    # Gradients are clipped and scaled in float32, as in the kernels: float16 does not hold every cotangent.
     losses, vjp = jax.vjp(lambda loss, logits: _reference(emission, loss, logits, *others), loss, widened(logits))
     return losses, (emission, loss, logits, others[0], vjp, losses)
 
@@ -79,14 +79,14 @@ _reference_clamped.defvjp(_reference_clamped_fwd, _reference_clamped_bwd)
 
 @jax.custom_vjp
 def _fused(emission, loss, logits, placed, num_frames, num_labels, windows):
-    """Losses [...] by kernel: reads the logits once."""
+    """Computes losses [...] by kernel, which reads the logits once."""
     planes, _ = emission.forward(logits, placed, strict=strict(loss))
     arcs = adjust(loss, planes, num_frames, num_labels, windows)
     return lattice.value(loss.compose().topology, arcs, num_frames, num_labels, strict=strict(loss))
 
 
 def _fused_fwd(emission, *primals):
-    # Whether somebody asks for the gradient of a leaf that acts on the planes. That of clamp and FastEmit is 0.
+    # True if somebody wants the gradient of a leaf that acts on the planes. That of clamp and FastEmit is 0.
     learned = any(x.perturbed for x in jax.tree.leaves(_pytree.replace(primals[0], clamp=None, fastemit_lambda=None)))
     loss, logits, placed, num_frames, num_labels, windows = jax.tree.map(lambda x: x.value, primals)
     planes, saved = emission.forward(logits, placed, strict=strict(loss))
@@ -128,7 +128,7 @@ _fused.defvjp(_fused_fwd, _fused_bwd, symbolic_zeros=True)
 
 @jax.custom_vjp
 def _planes(emission, loss, logits, placed):
-    """Planes by slot, by kernel. Their gradient reads the logits once more, however many uses the planes have."""
+    """Computes planes by slot, by kernel. Their gradient reads the logits once more, however often planes are used."""
     return emission.forward(logits, placed, strict=strict(loss))[0]
 
 
@@ -149,7 +149,7 @@ _planes.defvjp(_planes_fwd, _planes_bwd)
 
 
 def losses_of(emission, loss, *arrays) -> jax.Array:
-    """Losses [...], of the arrays that `_methods` prepares."""
+    """Computes losses [...] from the arrays that `_methods` prepares."""
     if loss.implementation != "reference":
         return _fused(emission, loss, *arrays)
     # Only the reference without a clip is differentiable in forward mode.
@@ -158,7 +158,7 @@ def losses_of(emission, loss, *arrays) -> jax.Array:
 
 
 def planes_of(emission, loss, logits, placed):
-    """Planes by slot, for methods other than the loss."""
+    """Computes planes by slot, for methods other than the loss."""
     if loss.implementation == "reference":
         return emission.reference(logits, placed)
     static = jax.tree.map(lambda _: None, loss)  # options act on arcs alone

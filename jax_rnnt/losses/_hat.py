@@ -60,11 +60,11 @@ class HATLoss(TransducerLoss):
         return Softmax((self.blank,), self.fused_log_softmax, bernoulli=self.fused_log_softmax)
 
     def compose(self) -> Composition:
-        """A Bernoulli variable for the blank, and a softmax for the labels."""
+        """Returns a Bernoulli variable for the blank, and a softmax for the labels."""
         same = UNIT_STEP_LOSSES[self.variant]().compose()
         return Composition(self._emission(), same.topology, same.steps, bounded=True, closing=same.closing)
 
     def decoding(self) -> DecodingRules:
-        """The rules of the loss whose lattice it has."""
+        """Returns the rules of the loss whose lattice it has."""
         same = UNIT_STEP_LOSSES[self.variant]().decoding()
         return DecodingRules(self._emission(), same.topology, same.labels_per_frame)

@@ -1,4 +1,4 @@
-"""The methods of a loss: functions of arrays, each under the docstring that users see, with `method` to make methods.
+"""The methods of a loss: functions of arrays with the docstrings that users read. `method` makes methods of them.
 
 `loss` is a `TransducerLoss`, a pytree: its leaves are operands, so changing one retraces nothing. `emission` is static.
 """
@@ -48,7 +48,7 @@ def of_batch(
 def method(
     parameters: Callable[Arguments, Any], name: str | None = None, **properties: Any
 ) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
-    """Decorator of ``compute(loss, emission, logits, targets, both lengths, windows)``: makes a method of a loss.
+    """Decorates ``compute(loss, emission, logits, targets, both lengths, windows)`` to make a method of a loss.
 
     `TransducerLoss` has it under `name`, by default that of the function. It has the docstring of the function and its
     type of result, and the parameters of `of_batch`, which is an argument so that type checkers see them. `properties`
@@ -70,14 +70,14 @@ def method(
 
 
 def _prepare(loss, emission, logits, targets, logit_lengths, target_lengths, windows) -> tuple[Any, ...]:
-    """((loss, logits, placed, num_frames, num_labels, windows), bad [...]) for the computation.
+    """Returns ((loss, logits, placed, num_frames, num_labels, windows), bad [...]) for the computation.
 
     A sequence with lengths or labels out of range is marked bad and gets T_b = U_b = 0: none of its rows is read, and
     its gradient is zero.
     """
     logits, placed, *lengths, bad = emission.prepare(logits, targets, logit_lengths, target_lengths)
     windows = None if windows is None else emission.exchange.of_own(windows)
-    # Logits first: its sharding and varying axes are those of the result.
+    # Logits come first: their sharding and varying axes are those of the result.
     (rows, rows_structure), (others, structure) = map(jax.tree.flatten, ((logits, placed), (*lengths, windows, loss)))
     logits, placed = jax.tree.unflatten(rows_structure, vary_together(*rows, like=others))
     varied = vary_together(*others, like=rows, without=emission.exchange.axes)
@@ -104,7 +104,7 @@ def _nonnegative(loss, emission, losses, targets, target_lengths):
 
 @method(of_batch, "__call__", reduces=True)
 def loss_of_batch(loss, emission, logits, targets, logit_lengths, target_lengths, windows) -> jax.Array:
-    """The loss of a batch, differentiable.
+    """Computes the loss of a batch, which is differentiable.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ def loss_of_batch(loss, emission, logits, targets, logit_lengths, target_lengths
 
 
 def _lattice(loss, emission, *problem):
-    """(topology, arcs by slot, num_frames, num_labels, sequences that are NaN, ends) for methods other than the loss.
+    """Returns (topology, arcs by slot, num_frames, num_labels, NaN sequences, ends) for methods other than the loss.
 
     `ends` are the arcs without what must follow a label, if they differ.
     """
@@ -160,7 +160,7 @@ def _posteriors(loss, emission, *problem):
     def kind(name):
         zero = jnp.zeros_like(next(iter(gradients.values())))
         total = sum((g for slot, g in gradients.items() if slot.startswith(name)), zero)
-        return jnp.where(bad[..., None, None], jnp.nan, 0 - total)  # 0 and no -0
+        return jnp.where(bad[..., None, None], jnp.nan, 0 - total)  # 0 and not -0
 
     return kind("blank"), kind("label")
 

@@ -49,11 +49,11 @@ class MonotonicRNNTLoss(TransducerLoss):
         self._set("final_blank", _checks.boolean("final_blank", self.final_blank))
 
     def compose(self) -> Composition:
-        """The softmax, with labels that read a frame."""
+        """Returns the softmax, with labels that read a frame."""
         steps = (forbid_final_label,) if self.final_blank else ()
         return Composition(Softmax((self.blank,), self.fused_log_softmax), MONOTONIC, steps, bounded=True)
 
     def decoding(self) -> DecodingRules:
-        """Labels read a frame; with `final_blank` no label ends the path."""
+        """Returns rules by which labels read a frame; with `final_blank` no label ends the path."""
         arcs = MONOTONIC_FINAL_BLANK if self.final_blank else MONOTONIC
         return DecodingRules(Softmax((self.blank,), self.fused_log_softmax), arcs)

@@ -69,7 +69,7 @@ class MultiblankRNNTLoss(TransducerLoss, _BigBlanks):
             raise _checks.bad_value(f"blank must be {expected}, got {self.blank}.")
 
     def compose(self) -> Composition:
-        """The softmax with a plane for each blank, and arcs over several frames."""
+        """Returns the softmax with a plane for each blank, and arcs over several frames."""
         durations = tuple(self.big_blank_durations)
         blanks = tuple(range(self.blank, self.blank - 1 - len(durations), -1))
         emission = Softmax(blanks, self.fused_log_softmax, ("blank", *(f"blank+{d}" for d in durations)))

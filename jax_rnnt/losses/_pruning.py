@@ -22,7 +22,7 @@ def prune_ranges(
     width: int,
     variant: Literal["standard", "monotonic", "constrained"] = "standard",
 ) -> jax.Array:
-    """First of the `width` columns that every frame keeps, by k2's rule.
+    """Returns the first of the `width` columns that every frame keeps, by k2's rule.
 
     T frames, U labels, U1 = U + 1; `...` is any number of batch dimensions. Each frame takes the `width` columns that
     hold the most blank posterior, less the label posterior that enters them from outside. A second pass makes the first
@@ -90,11 +90,11 @@ def prune_ranges(
 
 
 def _check_width(shape, num_frames, num_labels, width, variant):
-    """Raises if a sequence has a path in its lattice but none in any band of this width."""
+    """Raises an error if a sequence has a path in its lattice but none in any band of this width."""
     frames, columns = shape[-2:]
     used = (num_frames >= 1) & (num_frames <= frames) & (num_labels >= 0) & (num_labels < columns)
     if variant == "standard":
-        needed = 1 - -num_labels // np.maximum(num_frames, 1)  # a frame writes width - 1 labels at most
+        needed = 1 - -num_labels // np.maximum(num_frames, 1)  # a frame writes at most width - 1 labels
     else:
         used &= num_labels <= num_frames
         # A constrained label also pays the blank of the next column, which must lie in the band.
@@ -129,7 +129,7 @@ def _prune_ranges(blank, label, num_frames, num_labels, width, standard):
 def prune_inputs(
     encoder_out: ArrayLike, predictor_out: ArrayLike, first: ArrayLike, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows of encoder and predictor for every node of the band, for a joint network of any kind.
+    """Returns the rows of encoder and predictor for every node of the band, for a joint network of any kind.
 
     T frames, U labels, S = width columns in the band; `...` is any number of batch dimensions. Place (t, s) of the
     results is node (t, first[t] + s).

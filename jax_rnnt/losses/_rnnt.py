@@ -33,7 +33,7 @@ class RNNTLoss(TransducerLoss):
     """
 
     def compose(self) -> Composition:
-        """The softmax, on the standard lattice."""
+        """Returns the softmax, on the standard lattice."""
         return Composition(Softmax((self.blank,), self.fused_log_softmax), bounded=True)
 
 

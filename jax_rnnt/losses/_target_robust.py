@@ -16,7 +16,7 @@ from jax_rnnt.losses._composition import Composition, DecodingRules
 
 
 def _log_complement(x):
-    """log(1 - exp(x)); -inf for x >= 0."""
+    """Returns log(1 - exp(x)); -inf for x >= 0."""
     inside = x < 0
     x = jnp.where(inside, x, -1)
     near = x > -0.5
@@ -25,7 +25,7 @@ def _log_complement(x):
 
 
 def _mixed(label, others, skip):
-    """log((1 - c) exp(label) + c exp(rest)) with c = exp(skip) in [0, 1], for label <= rest.
+    """Returns log((1 - c) exp(label) + c exp(rest)) with c = exp(skip) in [0, 1], for label <= rest.
 
     Where c is near 1, its logarithm would give no derivative with respect to `skip`; where c is small, it underflows.
     """
@@ -40,13 +40,13 @@ def _mixed(label, others, skip):
 
 
 def _with_other_labels(label, blank, skip):
-    others = _log_complement(blank)  # of all labels
-    others = jnp.where(others < label, label, others)  # by rounding
+    others = _log_complement(blank)  # log-probability of all labels together
+    others = jnp.where(others < label, label, others)  # rounding may make it smaller
     return jnp.where(skip > 0, jnp.nan, _mixed(label, others, jnp.where(skip > 0, 0, skip)))
 
 
 def _everywhere(number, like):
-    return jnp.full_like(like, jnp.asarray(number, like.dtype))  # and split over devices as that is
+    return jnp.full_like(like, jnp.asarray(number, like.dtype))  # split over devices as `like` is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Skips:
         if self.frame is not None:
             before_last = frame(blank) < num_frames[..., None, None] - 1
             blank = jnp.where(before_last, each(order.logaddexp, blank, _everywhere(self.frame, blank)), blank)
-        # A node without arcs lies outside of a band: nothing skips there.
+        # A node without arcs lies outside a band, where nothing skips.
         there = ~jnp.isneginf(functools.reduce(jnp.maximum, planes.values()))
         return planes | {slot: jnp.where(there, x, -jnp.inf) for slot, x in (("blank", blank), ("label", label))}
 
@@ -123,12 +123,12 @@ class TargetRobustRNNTLoss(TransducerLoss):
             raise _checks.bad_value(f"skip_label must be 0 or less, got {self.skip_label!r}.")
 
     def compose(self) -> Composition:
-        """The softmax, with the weights of skips added to blanks and labels."""
+        """Returns the softmax, with the weights of skips added to blanks and labels."""
         steps = (
             () if self.skip_frame is None and self.skip_label is None else (_Skips(self.skip_frame, self.skip_label),)
         )
         return Composition(Softmax((self.blank,), self.fused_log_softmax), steps=steps, bounded=self.skip_frame is None)
 
     def decoding(self) -> DecodingRules:
-        """The rules of `RNNTLoss`, as skips act on known targets alone."""
+        """Returns the rules of `RNNTLoss`, as skips act on known targets alone."""
         return DecodingRules(Softmax((self.blank,), self.fused_log_softmax))

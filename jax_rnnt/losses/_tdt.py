@@ -76,7 +76,7 @@ class TDTLoss(TransducerLoss, _TokenDurations):
             raise _checks.bad_value(f"omega must be a probability, from 0 to 1, got {self.omega}.")
 
     def _draw(self, key):
-        """The loss with a coin (bool) in the place of omega."""
+        """Returns the loss with a coin (bool) in the place of omega."""
         if _checks.is_zero(self.omega):
             return self
         if key is None and _checks.known(self.omega):
@@ -91,7 +91,7 @@ class TDTLoss(TransducerLoss, _TokenDurations):
         return _pytree.replace(self, omega=coin, sigma=jnp.where(valid, jnp.asarray(self.sigma), jnp.nan))
 
     def compose(self) -> Composition:
-        """Two softmaxes; an arc is the sum of a token and a duration."""
+        """Returns two softmaxes; an arc is the sum of a token and a duration."""
         durations = tuple(self.durations)
         emission = Softmax((self.blank,), self.fused_log_softmax, num_durations=len(durations))
         bounded = self.sigma is None or self.sigma == 0

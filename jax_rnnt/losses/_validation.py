@@ -1,4 +1,4 @@
-"""`TransducerLoss.validate`: its checks, under the docstring that users see."""
+"""`TransducerLoss.validate`, under the docstring that users see, and its checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jax_rnnt.sharding._device import devices_of
 
 @in_class
 def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike, target_lengths: ArrayLike) -> None:
-    """Checks the data of a batch: raises where lengths or labels would make the loss NaN or +inf.
+    """Checks the data of a batch: raises an error where lengths or labels would make the loss NaN or +inf.
 
     The loss itself never raises on data. It accepts a label that equals a blank, which is an error here. The checks
     read no logits, so they find neither NaN nor masks there, and they leave options and windows out.
@@ -58,7 +58,7 @@ def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike,
     """
     function = f"{type(self).__name__}.validate"
     layout = _layout.as_layout(logits)
-    # Of the options, a layout may refuse the clamp.
+    # The clamp stays, as a layout may refuse it.
     loss = _pytree.replace(self._without_options(), clamp=switched_off(self).clamp, implementation=None)
     softmax = softmax_of(loss).resolved(layout.classes * devices_of(loss)[1])
     sequences = targets, logit_lengths, target_lengths
@@ -76,7 +76,7 @@ def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike,
 
     with now():
         targets, num_frames, num_labels = layout.sequences(*sequences)
-    # Raises where the two do not fit.
+    # This raises an error where the two do not fit.
     emission, logits = layout.emission(loss, softmax, targets, num_frames, num_labels)
     check = functools.partial(_check, function)
     in_frames, in_classes = devices_of(loss)
@@ -106,12 +106,12 @@ def validate(self, logits: Logits, targets: ArrayLike, logit_lengths: ArrayLike,
 
 @functools.partial(jax.jit, static_argnums=(4, 5))
 def _has_path(loss, kept, num_frames, num_labels, frames, labels):
-    """bool [...]: whether a path of the loss leads to (T_b, U_b), over the nodes that the layout keeps."""
+    """Returns bool [...]: True if a path of the loss leads to (T_b, U_b) over the nodes that the layout keeps."""
     composition = loss.compose()
     zero = jnp.zeros((1,) * num_frames.ndim + (frames, labels + 1), jnp.float32)
     plane = zero + jnp.zeros_like(num_frames, jnp.float32)[..., None, None]  # sharded as the lengths are
     plane = plane if kept is None else jnp.where(kept, plane, -jnp.inf)
-    token = order.in_blocks.set(False)  # only what is finite counts
+    token = order.in_blocks.set(False)  # only finite entries count
     try:
         arcs = adjust(loss, dict.fromkeys(composition.emission._names(), plane), num_frames, num_labels, None)
     finally:
@@ -120,7 +120,7 @@ def _has_path(loss, kept, num_frames, num_labels, frames, labels):
 
 
 def _check(function, argument, values, good, expected, **more):
-    """Raises for the first of `values` that is not good, or adds the check to the error value of checkify."""
+    """Raises an error for the first bad one of `values`, or adds the check to checkify's error value."""
     index = [f"i{axis}" for axis in range(values.ndim)]
     at = f"[{', '.join(f'{{{name}}}' for name in index)}]" if index else ""
     message = f"{function}: {argument}{at} must {expected}, got {{value}}."
@@ -139,7 +139,7 @@ def _check(function, argument, values, good, expected, **more):
 
 
 def _in_checkify() -> bool:
-    """Whether checkify traces the caller: without it, a check under jit fails in terms of JAX's own."""
+    """Returns True if checkify traces the caller: without it, a check under jit fails with JAX's own message."""
     file = checkify.checkify.__code__.co_filename
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename != file:

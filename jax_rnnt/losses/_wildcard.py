@@ -16,33 +16,33 @@ from jax_rnnt.losses._composition import Composition, DecodingRules
 
 
 def _then(first, second):
-    """The map a -> a exp(x) + exp(y) for (x, y) = `second`, after that of `first`."""
+    """Returns the map a -> a exp(x) + exp(y) for (x, y) = `second`, applied after that of `first`."""
     return first[0] + second[0], order.logaddexp(first[1] + second[0], second[1])
 
 
 def _ratio(blank, skip, none, some, none_before, some_before, inside):
-    """The blank of a frame, from the maps of all frames up to it, and up to the one before."""
+    """Returns the blank of a frame, from the maps of all frames up to it, and up to the one before."""
     after, before = order.logaddexp(none, skip + some), order.logaddexp(none_before, skip + some_before)
     blocked = jnp.isneginf(after)  # only if the skip is: it has a part in every a(t) but a(0)
     after, before = jnp.where(blocked, 0, after), jnp.where(blocked, 0, before)
-    # The value is no difference of logs, whose sizes would cost digits. The derivative is: of the other form it is a
-    # sum of differences of numbers near 1, with an error of 1e-4 at T = 1000 in float32.
+    # The value is not computed as a difference of logs, whose sizes would cost digits. The derivative is: of the other
+    # form it is a sum of differences of numbers near 1, with an error of 1e-4 at T = 1000 in float32.
     difference, value = after - before, jnp.logaddexp(blank, skip - before)
     return jnp.where(inside & ~blocked, difference + lax.stop_gradient(value - difference), blank)
 
 
 def _with_skips(blank, skip, inside, reverse):
-    """Blanks [..., T] of a column as ratios a(t + 1) / a(t), where a(t + 1) = a(t) exp(blank) + exp(skip), a(0) = 1.
+    """Makes a column's blanks [..., T] ratios a(t + 1) / a(t), with a(t + 1) = a(t) exp(blank) + exp(skip), a(0) = 1.
 
-    So a product of blanks from the first frame on is the sum over all ways to pass these frames. With `reverse` from
+    So a product of blanks from the first frame on is the sum over all ways to pass these frames; with `reverse`, from
     the last frame back. Only blanks `inside` change.
     """
     skip = jnp.broadcast_to(jnp.asarray(skip, blank.dtype), blank.shape)
-    # Without the skip's weight, whose size would cost digits: after = log(exp(none) + exp(some)).
+    # This leaves out the skip's weight, whose size would cost digits: after = log(exp(none) + exp(some)).
     neutral = 0, -jnp.inf
     steps = jnp.where(inside, blank, 0), jnp.where(inside, jnp.zeros_like(blank), -jnp.inf)
     frames = blank.shape[-1]
-    end = order.BLOCK - frames % order.BLOCK if isinstance(frames, int) else 0  # as `order.elementwise`
+    end = order.BLOCK - frames % order.BLOCK if isinstance(frames, int) else 0  # as in `order.elementwise`
     more = [(0, 0)] * (blank.ndim - 1) + [(0, end)]
     whole = [jnp.pad(x, more, constant_values=fill) for x, fill in zip(steps, neutral)]
     maps = [x[..., :frames] for x in order.cumulative(_then, whole, neutral, reverse)]
@@ -57,7 +57,7 @@ def _with_skips(blank, skip, inside, reverse):
 
 @dataclasses.dataclass(frozen=True)
 class _Wildcards:
-    """Adds the skips to the blanks of the first and the last column. Where both are one, the order is of no account."""
+    """Adds the skips to the blanks of the first and the last column. If both are one, order does not matter."""
 
     start: Any
     end: Any
@@ -127,11 +127,11 @@ class WildcardRNNTLoss(TransducerLoss):
                 self._set(name, _checks.number(name, value))
 
     def compose(self) -> Composition:
-        """The softmax, with the weights of skips added to the blanks of the first and last column."""
+        """Returns the softmax, with the weights of skips added to the blanks of the first and last column."""
         no_skips = self.skip_start is None and self.skip_end is None
         steps = () if no_skips else (_Wildcards(self.skip_start, self.skip_end),)
         return Composition(Softmax((self.blank,), self.fused_log_softmax), steps=steps, bounded=no_skips)
 
     def decoding(self) -> DecodingRules:
-        """The rules of `RNNTLoss`, as skips act on known targets alone."""
+        """Returns the rules of `RNNTLoss`, as skips act on known targets alone."""
         return DecodingRules(Softmax((self.blank,), self.fused_log_softmax))

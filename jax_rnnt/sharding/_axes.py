@@ -14,7 +14,7 @@ from jax_rnnt._xla import varying_axes
 
 
 def axis_size(axis: str) -> int | None:
-    """Devices of an axis over which this function runs as one program each; None if it runs over no such axis."""
+    """Returns the number of an axis's devices if this function runs there as one program each, else None."""
     try:
         return jax.lax.psum(1, axis)
     except NameError:
@@ -22,12 +22,12 @@ def axis_size(axis: str) -> int | None:
 
 
 def varies(x: jax.Array, axis: str) -> bool:
-    """Whether the type of x says that devices of the axis hold different values."""
+    """Returns True if the type of x says that devices of the axis hold different values."""
     return axis in varying_axes(jax.typeof(x))
 
 
 def is_typed(axis: str) -> bool:
-    """Whether the types of arrays say if they vary over the axis."""
+    """Returns True if the types of arrays say whether they vary over the axis."""
     return varies(jax.lax.axis_index(axis), axis)
 
 
@@ -48,17 +48,17 @@ _shared_untyped.defvjp(lambda x, axis: (x, None), lambda axis, _, cotangent: (ja
 
 
 def sum_over(axis: str, x):
-    """The sum over the devices of the axis. Its cotangent is that of `shared`, alike on all of them."""
+    """Returns the sum over the devices of the axis. Its cotangent is that of `shared`, the same on all of them."""
     return jax.lax.psum(x, axis) if is_typed(axis) else _sum_untyped(x, axis)
 
 
 def shared(axis: str, x):
-    """x, which is alike on all devices of the axis and made from `sum_over`: a result of theirs together."""
+    """Returns x, the same on all devices of the axis and made from `sum_over`: a result of all of them together."""
     return x if is_typed(axis) else _shared_untyped(x, axis)
 
 
 def mesh_with(axes, arrays):
-    """A mesh that has these axes: of the context, or of one of the arrays. None if there is none."""
+    """Returns a mesh that has these axes, from the context or from one of the arrays; None if there is none."""
     meshes: list[Any] = [jax.sharding.get_abstract_mesh()]
     for x in arrays:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):

@@ -16,7 +16,7 @@ from jax_rnnt.sharding._vocabulary import SplitVocabulary, VocabularyExchange
 
 
 def devices_of(loss) -> tuple[int, int]:
-    """Devices over which frames and classes are split where this function runs; 1 where they are whole."""
+    """Returns over how many devices frames and classes are split where this function runs; 1 if they are whole."""
     frames, vocabulary = (
         1 if axis is None else _axes.axis_size(axis) or 1 for axis in (loss.frame_axis, loss.vocab_axis)
     )
@@ -24,9 +24,9 @@ def devices_of(loss) -> tuple[int, int]:
 
 
 def emission_of_device(loss, layout: Layout, softmax: Softmax, batch, windows):
-    """(emission, its logits) on one of the devices, from its checked arrays; `softmax` is that of the loss.
+    """Returns (emission, its logits) on one of the devices, from its checked arrays; `softmax` is the loss's.
 
-    `batch`: targets and both lengths.
+    `batch` has the targets and both lengths.
     """
     _check(loss, layout, (batch, windows, loss))
     targets, logit_lengths, target_lengths = batch
@@ -49,7 +49,7 @@ def emission_of_device(loss, layout: Layout, softmax: Softmax, batch, windows):
 
 
 def _check(loss, layout, others):
-    """Raises where types say that the arrays are not split as the loss says, or others are."""
+    """Raises an error where types say that the arrays are not split as the loss says, or that others are split."""
     for name, axis, letter in (("vocab_axis", loss.vocab_axis, "V"), ("frame_axis", loss.frame_axis, "T")):
         if axis is None:
             continue

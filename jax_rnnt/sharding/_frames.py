@@ -19,10 +19,11 @@ from jax_rnnt.sharding import _axes
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class FrameExchange(Exchange):
-    """Planes [B / n, T, U + 1] of own sequences, from [..., T / n, U + 1] of own frames.
+    """Exchanges planes: [..., T / n, U + 1] of own frames become [B / n, T, U + 1] of own sequences.
 
-    Runs where `axis` is a manual mesh axis. Sequences of the lattice, and so lengths and results, have one dimension;
-    `shape` is that of the batch, `frames` is T / n. Results then go through `vocabulary`, which has the other axis.
+    It runs where `axis` is a manual mesh axis. Sequences of the lattice, and so lengths and results, have one
+    dimension; `shape` is that of the batch, `frames` is T / n. Results then go through `vocabulary`, which has the
+    other axis.
     """
 
     axis: str
@@ -42,13 +43,13 @@ class FrameExchange(Exchange):
         return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(self.axis), 1, keepdims=False)
 
     def _dealt(self, x):
-        """[B / n, n, more] from [B, more]."""
+        """Reshapes [B, more] to [B / n, n, more]."""
         size, count = _axes.axis_size(self.axis), x.shape[0]
         x = jnp.pad(x, [(0, -count % size), *[(0, 0)] * (x.ndim - 1)])
         return x.reshape(x.shape[0] // size, size, *x.shape[1:])
 
     def _collected(self, x):
-        """[..., more] from [B / n, n, more]."""
+        """Reshapes [B / n, n, more] to [..., more]."""
         x = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[: math.prod(self.shape)]
         return x.reshape(*self.shape, *x.shape[1:])
 
@@ -65,7 +66,7 @@ class FrameExchange(Exchange):
     def joined(self, x):
         place = jnp.arange(_axes.axis_size(self.axis), dtype=jnp.int32).reshape(1, -1, *(1,) * (x.ndim - 1))
         whole = jnp.where(place == jax.lax.axis_index(self.axis), x[:, None], jnp.zeros((), x.dtype))
-        # A sum and no all-gather: its type says that all devices have the same.
+        # A sum and no all-gather, since its type says that all devices have the same.
         return self.vocabulary.joined(self._collected(jax.lax.psum(whole, self.axis)))
 
     def joined_planes(self, plane):
@@ -73,5 +74,5 @@ class FrameExchange(Exchange):
 
 
 def own_frames(num_frames, frames: int, axis: str):
-    """The frames of each sequence that are on this device, of `frames` each."""
+    """Returns how many frames of each sequence are on this device, which holds `frames` of them."""
     return jnp.clip(num_frames - (jax.lax.axis_index(axis) * frames).astype(num_frames.dtype), 0, frames)

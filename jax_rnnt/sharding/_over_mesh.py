@@ -1,4 +1,4 @@
-"""The way of a call into `jax.shard_map`, over the mesh axes of its loss."""
+"""Takes a call into `jax.shard_map`, over the mesh axes of its loss."""
 
 import functools
 from collections.abc import Callable
@@ -15,22 +15,22 @@ from jax_rnnt.sharding import _axes
 
 
 class Call(Protocol):
-    """A call of a loss, as far as it is known here: a pytree, whose other arrays are of each sequence of the batch."""
+    """A call of a loss as it is known here: a pytree, whose other arrays are those of the sequences of the batch."""
 
     loss: Any
     layout: Layout
 
 
 def axes_to_enter(loss) -> dict[str, str]:
-    """The mesh axes over which the loss is split, and the program not yet: by the names of the loss's fields."""
+    """Returns the mesh axes over which the loss is split and the program not yet, by the names of the loss's fields."""
     axes = {"frame_axis": loss.frame_axis, "vocab_axis": loss.vocab_axis}
     return {name: axis for name, axis in axes.items() if axis is not None and _axes.axis_size(axis) is None}
 
 
 def run(of_device: Callable[[Any], Any], call: Call, axes: dict[str, str], per_node: bool):
-    """``of_device(call)`` by the devices of these axes together, each with its part of the arrays.
+    """Runs ``of_device(call)`` on the devices of these axes together, each with its part of the arrays.
 
-    `per_node`: the result has a number for each node, and else for each sequence.
+    With `per_node`, the result has a number for each node, and else for each sequence.
     """
     layout = call.layout
     mesh = _axes.mesh_with(axes.values(), jax.tree.leaves(call))
@@ -55,7 +55,7 @@ def run(of_device: Callable[[Any], Any], call: Call, axes: dict[str, str], per_n
 
 
 def _batch(layout):
-    """Over which explicit mesh axes the batch of the logits is split."""
+    """Returns over which explicit mesh axes the batch of the logits is split."""
     nb = layout.ndim - 3
     specs = [_xla.spec_of(jax.typeof(x))[:nb] for x in jax.tree.leaves(layout) if jnp.ndim(x) >= nb + 2]
     return [next((axes for axes in each if axes is not None), None) for each in zip(*specs)]
@@ -63,7 +63,7 @@ def _batch(layout):
 
 @functools.partial(jax.jit, static_argnums=range(5))
 def _on_mesh(of_device, mesh, axes, specs, out_specs, call):
-    """``of_device(call)``, once a device of these mesh axes and of all explicit ones; `specs` of each leaf of it."""
+    """Runs ``of_device(call)`` on each device of these and all explicit mesh axes; `specs` are those of its leaves."""
     specs, explicit = jax.tree.unflatten(jax.tree.structure(call), specs), _xla.explicit_axes(mesh)
     if explicit:
         call = jax.tree.map(lambda x, spec: _xla.reshard(x, NamedSharding(mesh, spec)), call, specs)

@@ -39,7 +39,7 @@ TOTAL = "total"  # the plane of w_d C
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OwnClasses(Softmax):
-    """A softmax over the first columns of one device; the last ones, `num_durations`, are planes.
+    """A softmax over the first columns of one device; the last ones, `num_durations` of them, are planes.
 
     `slots` are columns of its rows; `classes` is V of all devices.
     """
@@ -50,7 +50,7 @@ class OwnClasses(Softmax):
         return self.classes
 
     def forward(self, logits, nodes, *, strict=False):
-        """(planes, (norm, logits of the first column and of the last ones))"""
+        """Returns (planes, (norm, logits of the first column and of the last ones))."""
         planes, norm = super().forward(logits, nodes, strict=strict)
         columns = self.blanks[0], *range(logits.shape[-1] - self.num_durations, logits.shape[-1])
         inside = inside_rows(nodes, logits.shape[-3])
@@ -63,7 +63,7 @@ class OwnClasses(Softmax):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SplitVocabulary(Rows[Any, Any]):
-    """A `Softmax` over all logits of a row, from those of this device. Runs where `axis` is a manual mesh axis.
+    """A `Softmax` over all logits of a row, from those of this device. It runs where `axis` is a manual mesh axis.
 
     `inner` reads the rows as `softmax`, or makes them for it. `full` reads rows of all logits, of which a device has
     `columns`.
@@ -78,7 +78,7 @@ class SplitVocabulary(Rows[Any, Any]):
 
     @classmethod
     def own_softmax(cls, full: Softmax, size: int, logits: int) -> OwnClasses:
-        """The emission of the rows of one device of `size`; `full` is for rows of `logits`."""
+        """Returns the emission of the rows of one device of `size`; `full` is for rows of `logits`."""
         further, width = full.num_durations + full.bernoulli, logits // size
         if width <= further:
             others = f"the {further} durations" if full.num_durations else "the blank of HATLoss"
@@ -108,7 +108,7 @@ class SplitVocabulary(Rows[Any, Any]):
         return jax.lax.axis_index(self.axis) == self.size - 1
 
     def _column(self, label):
-        """The column of each label, or of a blank, in its softmax; -1 where this device has none."""
+        """Returns the column of each label, or of a blank, in its softmax; -1 where this device has none."""
         column = label - (jax.lax.axis_index(self.axis) * self.columns).astype(jnp.int32)
         mine = (label >= 0) & (column >= 0) & (column < self.columns)
         if self.full.bernoulli:  # the blank is no class
@@ -116,20 +116,20 @@ class SplitVocabulary(Rows[Any, Any]):
         return jnp.where(mine, column, -1)
 
     def _own(self, nodes):
-        """The nodes with the labels of the kernel's columns alone."""
+        """Returns the nodes with the labels of the kernel's columns alone."""
         column = self._column(nodes.label)
         in_kernel = (column >= 0) & (column < self._further.start)
         return nodes._replace(label=jnp.where(in_kernel, column, jnp.minimum(nodes.label, NO_LABEL)))
 
     @property
     def _blanks(self):
-        """{slot: class} of the blanks in the softmax."""
+        """The blanks in the softmax, {slot: class}."""
         return {} if self.full.bernoulli else dict(zip(self.full.slots, self.full.blanks))
 
     def _own_picks(self, inside, all_labels, blanks, label, others):
         """Planes to sum over devices: blanks, label, other head; -inf where there is no arc, 0 where another has it.
 
-        After HAT's blank comes which labels are the blank: types say that labels vary over devices, as logits do.
+        For HAT, the last plane tells which labels are the blank: types say that labels vary over devices, as logits do.
         """
         picks = [jnp.where(self._column(blank) >= 0, x, 0) for blank, x in zip(self._blanks.values(), blanks)]
         picks.append(jnp.where(self._column(all_labels) >= 0, label, jnp.where(all_labels >= 0, 0, -jnp.inf)))
@@ -139,11 +139,11 @@ class SplitVocabulary(Rows[Any, Any]):
         return [jnp.where(inside, x, -jnp.inf) for x in picks]
 
     def _planes(self, tokens, others, poison):
-        """Planes by slot, from log-probabilities of the softmax and sums of `_own_picks` for the other head."""
+        """Returns planes by slot, from log-probabilities of the softmax and sums of `_own_picks` for the other head."""
         *blanks, label = tokens
         planes = dict(zip(self._blanks, blanks))
         if self.full.bernoulli:
-            impossible = jnp.isneginf(others[0])  # -inf must not meet the derivative of log_sigmoid
+            impossible = jnp.isneginf(others[0])  # since -inf must not meet the derivative of log_sigmoid
             z, is_blank = jnp.where(impossible, 0, others[0]), others[1] > 0
             (slot,), blank = self.full.slots, jnp.where(impossible, -jnp.inf, jax.nn.log_sigmoid(z))
             label = label + jnp.where(impossible, 0, jax.nn.log_sigmoid(-z))
@@ -177,7 +177,7 @@ class SplitVocabulary(Rows[Any, Any]):
             mass = shared = jnp.zeros_like(norm)
 
         def log_mass(i):
-            """Log of a class, relative to exp R."""
+            """Returns the log of a class, relative to exp R."""
             return others[i] - shared if i in others else planes[f"column+{i}"] + mass
 
         label = planes["label"] + mass
@@ -198,7 +198,7 @@ class SplitVocabulary(Rows[Any, Any]):
         poison = sum((jnp.where(jnp.isnan(x), jnp.nan, 0) for x in others), total - total)
         tokens = [jnp.where(none, -jnp.inf, jnp.minimum(x - log_total, 0)) for x in tokens]
         results = self._planes(tokens, others, poison)
-        # Of the columns left out: probabilities as classes or as durations, or the logit of a Bernoulli variable.
+        # For the columns left out: probabilities as classes or as durations, or the logit of a Bernoulli variable.
         of_head = others if self.full.bernoulli else [jnp.exp(results[f"duration+{i}"]) for i in range(len(others))]
         shares = [jnp.where(dead, 0, jnp.exp(mass - log_total))]
         for x, y in zip(classes.values(), of_head):
@@ -219,7 +219,7 @@ class SplitVocabulary(Rows[Any, Any]):
         total = sum(blanks.values(), label)
 
         def of_blanks(place):
-            """The cotangents of the blanks in this column."""
+            """Returns the cotangents of the blanks in this column."""
             here = ((blank, ct) for blank, ct in blanks.items() if blank % self.columns == place)
             return sum((jnp.where(self._column(blank) >= 0, ct, 0) for blank, ct in here), jnp.zeros_like(total))
 
@@ -237,7 +237,7 @@ class SplitVocabulary(Rows[Any, Any]):
 
     def reference(self, logits, nodes):
         if not isinstance(self.inner, OwnClasses):
-            return self.inner.reference(logits, nodes)  # an error: tiles have none
+            return self.inner.reference(logits, nodes)  # this raises an error: tiles have no reference
         all_labels, inside = nodes.label, inside_rows(nodes, logits.shape[-3])
         x = jnp.where(inside[..., None], logits, 0).astype(accumulation_dtype(logits.dtype))
         blanks = [pick(jnp.reshape(self._column(blank), (1,) * (x.ndim - 1)), x) for blank in self._blanks.values()]
@@ -265,7 +265,7 @@ class SplitVocabulary(Rows[Any, Any]):
         return {slot: jnp.where(bad, jnp.nan, x) for slot, x in planes.items()}
 
 
-# Its derivative belongs to `reference`: that of the exchange has none with respect to norm and the largest reference.
+# Its derivative belongs to `reference`: the exchange has none with respect to norm and the largest reference.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _forward(rows, strict, logits, nodes):
     return rows._forward(logits, nodes, strict)

@@ -1,6 +1,6 @@
-"""Joint networks as tiles call them: blocks of encoder rows meet blocks of predictor rows.
+"""Joint networks in the form in which tiles call them: blocks of encoder rows meet blocks of predictor rows.
 
-N rows of logits, S blocks, E and P the widths of encoder and predictor rows, H units, V classes.
+There are N rows of logits and S blocks; E and P are the widths of encoder and predictor rows. H units, V classes.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from jax_rnnt.emissions._softmax import accumulation_dtype
 
 
 def instead(x, counts):
-    """x [S, frames or 1, columns or 1, ...] with the first row that counts in place of the rows of a block that do not.
+    """Replaces rows of x [S, frames or 1, columns or 1, ...] that do not count by the first one of the block that does.
 
     So neither NaN or inf in these rows nor what a function makes of them reaches a gradient: a block has a row that
-    counts. `counts`: bool [S, frames, columns]; None: all rows do.
+    counts. `counts` is bool [S, frames, columns]; None means that all rows count.
     """
     if counts is None:
         return x
@@ -31,35 +31,35 @@ def instead(x, counts):
 
 
 def pair(encoder, predictor, counts=None):
-    """Rows [N, E] and [N, P] of all nodes of blocks [S, frames, E] and [S, columns, P]."""
+    """Returns rows [N, E] and [N, P] of all nodes of blocks [S, frames, E] and [S, columns, P]."""
     shape = (*encoder.shape[:2], predictor.shape[1])
     rows = (instead(x, counts) for x in (encoder[:, :, None], predictor[:, None]))
     return [jnp.broadcast_to(x, (*shape, x.shape[-1])).reshape(math.prod(shape), x.shape[-1]) for x in rows]
 
 
 class TileJoint:
-    """The static part of a joint network, as tiles call it. `random`: it may draw random numbers."""
+    """The static part of a joint network, as tiles call it. `random` tells if it may draw random numbers."""
 
     def differentiable(self):
-        """The same with its derivative. Call it in the mesh context of the loss."""
+        """Returns the network with its derivative. Call it in the mesh context of the loss."""
         return self
 
     def lowered_for(self, platforms):
-        """The same for these platforms."""
+        """Returns the network for these platforms."""
         return self
 
     def barrier(self, x):
-        """x behind a barrier where XLA must share no result with x itself."""
+        """Returns x behind a barrier where XLA must share no result with x itself."""
         return x
 
     def totals(self, sums):
-        """The gradients of the parameters from those in `zeros`."""
+        """Returns the gradients of the parameters from those in `zeros`."""
         return sums
 
 
 @dataclasses.dataclass(frozen=True)
 class Linear(TileJoint):
-    """activation(encoder + predictor) @ weight + bias, of parameters (weight, bias) or (weight,).
+    """activation(encoder + predictor) @ weight + bias, for parameters (weight, bias) or (weight,).
 
     On a CPU (`wide`), products are rounded to the dtype of the weight after the next operation, and hidden units are
     kept for their gradient. Elsewhere memory traffic costs more than arithmetic: products are rounded at once, and
@@ -81,7 +81,7 @@ class Linear(TileJoint):
         return instead(encoder.astype(wide)[:, :, None], counts) + instead(predictor.astype(wide)[:, None], counts)
 
     def _product(self, x, weight, dimensions):
-        """A matrix product, summed in float32 or better."""
+        """Returns a matrix product, summed in float32 or better."""
         wide = accumulation_dtype(weight.dtype) if self.wide else weight.dtype
         return jnp.einsum(dimensions, x, weight, preferred_element_type=wide)
 
@@ -97,7 +97,7 @@ class Linear(TileJoint):
         return self._logits(parameters, hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1]).astype(dtype))
 
     def rows(self, parameters, encoder, predictor):
-        """Logits [..., V] of rows [..., H], whose leading dimensions are broadcast against each other."""
+        """Returns logits [..., V] of rows [..., H], whose leading dimensions broadcast against each other."""
         dtype = parameters[0].dtype
         wide = accumulation_dtype(dtype)
         shape = jnp.broadcast_shapes(encoder.shape, predictor.shape)
@@ -115,7 +115,7 @@ class Linear(TileJoint):
         def gradients(x, totals, encoder, predictor):
             sums = [jnp.einsum("nh,nv->hv", hidden, x, preferred_element_type=wide)]
             sums += [jnp.sum(x.reshape(shape[0], -1, x.shape[-1]), 1, dtype=wide) for _ in bias]
-            # First of all, so that the memory of the hidden units is free for their gradient.
+            # This comes first, so that the memory of the hidden units is free for their gradient.
             x, totals = self.barrier((x, [a + b for a, b in zip(totals, sums)]))
             _, pull = jax.vjp(self.activation, self._sum(weight.dtype, encoder, predictor, counts))
             (grad_rows,) = pull(self._product(x, weight, "nv,hv->nh").reshape(shape).astype(wide))
@@ -127,7 +127,7 @@ class Linear(TileJoint):
         return self._logits(parameters, hidden), gradients
 
     def zeros(self, parameters, blocks):
-        """Where the gradients of the parameters are summed. The bias has a sum for each block of a tile."""
+        """Returns zeros to sum the parameters' gradients in. The bias has a sum for each block of a tile."""
         weight, *bias = (jnp.zeros(x.shape, accumulation_dtype(parameters[0].dtype)) for x in parameters)
         return [weight, *(jnp.broadcast_to(x, (blocks, *x.shape)) for x in bias)]
 
@@ -167,12 +167,12 @@ class RowFunction(TileJoint):
         return logits, gradients
 
     def zeros(self, parameters, blocks):
-        """Where the gradients of the parameters are summed."""
+        """Returns zeros to sum the parameters' gradients in."""
         return [jnp.zeros(x.shape, sum_dtype(x)) for x in parameters if _xla.is_trained(x)]
 
 
 def sum_dtype(x):
-    """The dtype in which gradients of x are summed."""
+    """Returns the dtype in which gradients of x are summed."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.complexfloating) else accumulation_dtype(x.dtype)
 
 
@@ -181,7 +181,7 @@ class Tanh:
     """jnp.tanh as a default: unlike the jitted function it can be pickled, and signatures show no address."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """jnp.tanh(x)."""
+        """Returns jnp.tanh(x)."""
         return jnp.tanh(x)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """Blocks of nodes: planes cut into blocks, the list of blocks to do, and the rows of a tile.
 
-B sequences, T frames, U1 columns, S blocks in a tile, N rows.
+There are B sequences, T frames, U1 columns, S blocks in a tile and N rows.
 """
 
 import dataclasses
@@ -15,46 +15,46 @@ from jax_rnnt.emissions._emission import OUTSIDE, Nodes
 
 
 class TileInputs(typing.NamedTuple):
-    """Tiles are made of B encoders, N sequences for each of them."""
+    """The inputs of tiles: B encoders, and N sequences for each of them."""
 
     encoder: jax.Array  # [B, T, E]
     predictor: jax.Array  # [B N, U1, P]
     label: jax.Array  # int32 [B N, 1, U1]
     num_frames: jax.Array  # [B N]
     num_labels: jax.Array  # [B N]
-    counts: Any  # of `_nodes`: bool [B N, T, U1], which nodes count; None: all inside the lengths
-    arrays: tuple[jax.Array, ...]  # of `_nodes`: [B N, T, U1, V]
+    counts: Any  # from `_nodes`: bool [B N, T, U1], which nodes count; None if all inside the lengths do
+    arrays: tuple[jax.Array, ...]  # from `_nodes`: [B N, T, U1, V]
 
     @property
     def shape(self):
-        """(T, U1)"""
+        """The dimensions (T, U1)."""
         return self.encoder.shape[1], self.predictor.shape[1]
 
     @property
     def copies(self) -> int:
-        """N, the sequences of each encoder."""
+        """N, the number of sequences of each encoder."""
         return self.predictor.shape[0] // self.encoder.shape[0]
 
 
 class Tile(typing.NamedTuple):
     """S blocks: their sequences, their nodes inside the lengths, and their rows of encoder and predictor."""
 
-    block: jax.Array  # [S], as in a plane cut into blocks
+    block: jax.Array  # [S], its number in a plane cut into blocks
     sequence: jax.Array  # [S]
     inside: jax.Array  # [S, frames, columns]
     encoder: jax.Array  # [S, frames, E]
     predictor: jax.Array  # [S, columns, P]
-    nodes: Nodes  # of the inner rows: label [N, 1, 1], 1 or 0 frames [N]
-    more: tuple[jax.Array, ...] = ()  # of `_nodes`: which nodes count, and rows of arrays, [S, frames, columns, ...]
-    place: jax.Array | None = None  # of `_nodes`: [S, frames, columns], in a plane [B T U1]; past its end: not inside
+    nodes: Nodes  # nodes of the inner rows: label [N, 1, 1], 1 or 0 frames [N]
+    more: tuple[jax.Array, ...] = ()  # from `_nodes`: which nodes count, and rows of arrays, [S, frames, columns, ...]
+    place: jax.Array | None = None  # from `_nodes`: [S, frames, columns], in a plane [B T U1]; not inside: past its end
 
 
 class Work(typing.NamedTuple):
     """The blocks to do, one after the other; those past the end repeat the last one."""
 
-    tiles: jax.Array  # how many, the most of any group
+    tiles: jax.Array  # their number, the most of any group
     some: jax.Array  # whether there is a block
-    block: jax.Array  # [n], as in a plane cut into blocks
+    block: jax.Array  # [n], its number in a plane cut into blocks
     sequence: jax.Array  # [n]
     frame: jax.Array  # [n], the first of a block
     column: jax.Array  # [n], the first of a block
@@ -71,30 +71,30 @@ class Blocks:
     count: int
 
     def grid(self, shape):
-        """Blocks of frames and of columns in a plane [T, U1]."""
+        """Returns the numbers of blocks of frames and of columns in a plane [T, U1]."""
         return -(-shape[0] // self.frames), -(-shape[1] // self.columns)
 
     def cut(self, x):
-        """[B, T, U1] -> [blocks, frames * columns]."""
+        """Converts [B, T, U1] to [blocks, frames * columns]."""
         (frames, columns), size = self.grid(x.shape[1:]), (self.frames, self.columns)
         edges = [(0, n * k - m) for n, k, m in zip((frames, columns), size, x.shape[1:])]
         x = jnp.pad(x, [(0, 0), *edges]).reshape(-1, frames, self.frames, columns, self.columns)
         return jnp.swapaxes(x, 2, 3).reshape(-1, self.frames * self.columns)
 
     def join(self, x, shape):
-        """[blocks, frames * columns] -> [B, T, U1]."""
+        """Converts [blocks, frames * columns] to [B, T, U1]."""
         frames, columns = self.grid(shape)
         x = jnp.swapaxes(x.reshape(-1, frames, columns, self.frames, self.columns), 2, 3)
         return x.reshape(-1, frames * self.frames, columns * self.columns)[:, : shape[0], : shape[1]]
 
     def within(self, shape, num_frames, num_labels):
-        """bool [B, blocks of frames, blocks of columns]: which hold a node inside the lengths."""
+        """Returns which blocks hold a node inside the lengths, bool [B, blocks of frames, blocks of columns]."""
         frames, columns = (row_index(n) for n in self.grid(shape))
         rows = frames * self.frames < num_frames[:, None]
         return rows[:, :, None] & (columns * self.columns <= num_labels[:, None])[:, None]
 
     def work(self, flags, grouped):
-        """The blocks with a flag, of flags [B, blocks of frames, blocks of columns]."""
+        """Returns the list of blocks with a flag, for flags [B, blocks of frames, blocks of columns]."""
         _, frames, columns = flags.shape
         flags = flags.reshape(-1)
         place = jnp.cumsum(flags, dtype=jnp.int32)
@@ -118,7 +118,7 @@ class Blocks:
         )
 
     def goals(self, key, count):
-        """(place in its tile of the first block with the same key [n], the key of those blocks [n], in [0, count)).
+        """Returns (place in its tile of the first block with the same key [n], those blocks' key [n], in [0, count)).
 
         The other blocks have distinct keys from `count` on.
         """
@@ -128,11 +128,11 @@ class Blocks:
         return place.reshape(-1), jnp.where(place == index, keys, count + index).reshape(-1)
 
     def part(self, i, x):
-        """That of tile i of an array [n] of all blocks to do."""
+        """Returns the part of tile i in an array [n] of all blocks to do."""
         return jax.lax.dynamic_slice_in_dim(x, i * self.count, self.count)
 
     def tile(self, i, work, inputs: TileInputs, counts=None):
-        """Tile i of all. `counts`: those of the inputs, in blocks; without them the tile has no rows of arrays."""
+        """Returns tile i of all. `counts` are the inputs', in blocks; without them the tile has no rows of arrays."""
         names = "block", "sequence", "frame", "column", "live"
         block, sequence, frame, column, live = (self.part(i, getattr(work, name)) for name in names)
         frame, column = frame[:, None] + row_index(self.frames), column[:, None] + row_index(self.columns)
@@ -158,26 +158,26 @@ class Blocks:
 
 
 def _rows_of(x, *index):
-    """x[index]."""
+    """Returns x[index]."""
     if x.dtype.itemsize != 2:
         return x[index]
-    # As integers: 16-bit floats are gathered in float32 by XLA's CPU backend, which first converts all of x.
+    # As integers, since XLA's CPU backend gathers 16-bit floats in float32, and first converts all of x.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits[index], x.dtype)
 
 
 def row_index(n):
-    """int32 [1, n]: 0, 1, ..., n - 1."""
+    """Returns 0, 1, ..., n - 1 as int32 [1, n]."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, n), 1)
 
 
 def add_blocks(sums, x, place, goal, platforms):
     """(sums [K, ...] with x [S, ...] added at the key of each block, whether x [S] is not finite).
 
-    Blocks of one key are summed first, by a matrix product, so that no two threads add to one place. What is not finite
-    is left out: the product would spread it.
+    Blocks of one key are summed first, by a matrix product, so that no two threads add to one place. Entries that are
+    not finite are left out: the product would spread them.
     """
-    finite = jnp.abs(x) < jnp.finfo(x.dtype).max / 2  # not where it is NaN; the largest numbers round to inf in 16 bits
+    finite = jnp.abs(x) < jnp.finfo(x.dtype).max / 2  # false for NaN; the largest numbers round to inf in 16 bits
     x = jnp.where(finite, x, 0).astype(sums.dtype)
     if len(place) > 1:
         picks = (place[None] == row_index(len(place)).T).astype(sums.dtype)
@@ -186,7 +186,7 @@ def add_blocks(sums, x, place, goal, platforms):
 
 
 def _exact(dtype, platforms) -> Any:
-    """The precision of a product with zeros and ones that rounds no factor."""
+    """Returns the precision of a product with zeros and ones that rounds no factor."""
     if platforms == ("cuda",) and dtype == jnp.float32:
         # Three 16-bit parts of every number on tensor cores; a float32 product takes ten times as long.
         return jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6

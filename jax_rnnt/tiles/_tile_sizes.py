@@ -1,6 +1,6 @@
 """Sizes of blocks and tiles, by platform.
 
-B sequences, T frames, U1 columns, V classes, E and P the widths of encoder and predictor rows.
+There are B sequences, T frames, U1 columns and V classes; E and P are the widths of encoder and predictor rows.
 """
 
 import functools
@@ -14,13 +14,13 @@ from jax_rnnt.emissions._emission import Nodes, Rows
 from jax_rnnt.tiles._networks import sum_dtype
 from jax_rnnt.tiles._tile_blocks import Blocks
 
-_BUDGET = 64e6, 256e6  # bytes of a tile's workspace on a GPU, at least and at most
+_BUDGET = 64e6, 256e6  # least and most bytes of a tile's workspace on a GPU
 _VMEM = 32e6  # bytes of a tile on a TPU
-_BLOCKS = 1024  # of a tile, at most: its sums take a table of their square
+_BLOCKS = 1024  # most blocks of a tile, whose sums take a table of their square
 
 
 def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
-    """The blocks of a `_tiles.Tiled` emission, for the sequences of one device.
+    """Returns the blocks of a `_tiles.Tiled` emission, for the sequences of one device.
 
     Symbolic dimensions (`jax.export`) count as large ones.
     """
@@ -40,12 +40,12 @@ def blocks_for(tiled, encoder, predictor, platform: str) -> Blocks:
 
 
 def _known(n) -> int:
-    """n, or a large number for a symbol."""
+    """Returns n, or a large number for a symbol."""
     return n if isinstance(n, int) else 1 << 10
 
 
 def _rows(tiled, encoder, predictor, platform: str) -> int:
-    """Rows of a tile: few enough for the caches (CPU, TPU), enough to hide the launches of its kernels (GPU).
+    """Returns the rows of a tile: few enough for caches (CPU, TPU), enough to hide the launches of its kernels (GPU).
 
     On a CPU, with fewer rows than units, adding up the weight's gradient would take as long as making it. On a GPU the
     workspace may have an eighth of the logits, at most 256 MB, and 64 MB in any case: hidden units of 28 characters
@@ -71,10 +71,10 @@ def _rows(tiled, encoder, predictor, platform: str) -> int:
 
 
 def block_of(shape: tuple[int, int], platform: str) -> tuple[int, int]:
-    """Frames and columns of a block.
+    """Returns frames and columns of a block.
 
-    At most 1/20 of a long axis, so that its edges waste about 1/40. Elsewhere than on a CPU blocks are larger: a tile
-    has more of them, and their sums cost the square of their number.
+    They are at most 1/20 of a long axis, so that its edges waste about 1/40. Elsewhere than on a CPU blocks are larger:
+    a tile has more of them, and their sums cost the square of their number.
     """
     frames, columns = (max(n, 1) for n in shape)
     if platform == "cpu":
@@ -83,7 +83,7 @@ def block_of(shape: tuple[int, int], platform: str) -> tuple[int, int]:
 
 
 def _rounded(blocks: int, nodes: int) -> int:
-    """Blocks of a large tile whose rows are a multiple of 64: else XLA copies the operands of products to pad them."""
+    """Returns blocks of a large tile, with a multiple of 64 rows; else XLA copies operands of products to pad them."""
     step = 64 // math.gcd(64, nodes)
     return blocks if blocks < 4 * step else -(-blocks // step) * step
 
@@ -93,12 +93,12 @@ def _power_of_two(n: int, low: int, high: int) -> int:
 
 
 def _divisor(n: int, sizes: tuple[int, ...]) -> int:
-    """The size whose multiples exceed n the least; n where that is smaller."""
+    """Returns the size whose multiples exceed n the least; n where that is smaller."""
     return min(n, min(sizes, key=lambda size: -n % size))
 
 
 def tile_types(inner: Rows, rows: int, classes: int, dtype, strict=False):
-    """Types of (planes, residuals) that the inner emission makes of a tile."""
+    """Returns types of (planes, residuals) that the inner emission computes for a tile."""
     logits = jax.ShapeDtypeStruct((rows, 1, 1, classes), dtype)
     label, frames = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1, 1), (rows,)))
     return jax.eval_shape(functools.partial(inner.forward, strict=strict), logits, Nodes(label, frames))  # type: ignore

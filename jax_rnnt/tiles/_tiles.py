@@ -1,6 +1,6 @@
-"""Emission of logits that never exist as a whole: a joint network makes them tile by tile.
+"""The emission of logits that never exist as a whole: a joint network computes them tile by tile.
 
-B sequences, T frames, U1 columns, V classes, E and P the widths of encoder and predictor rows.
+There are B sequences, T frames, U1 columns and V classes; E and P are the widths of encoder and predictor rows.
 
 The nodes [T, U1] of a sequence are cut into blocks of `frames` by `columns`. Blocks inside the lengths are listed; a
 tile takes the next `blocks` of the list, from any sequences. The loss's emission takes every row of a tile's logits [N,
@@ -33,12 +33,12 @@ from jax_rnnt.tiles.joint import KERNELS
 class Tiled(Rows[Any, Any]):
     """Reads `(parameters, encoder [..., T, E], predictor [..., U1, P])`; the rows `inner` run on the tiles.
 
-    For `_nodes` arrays [..., T, U1, ...] follow, whose rows the joint gets as well, and `nodes` has one plane more:
-    bool [..., T, U1], which nodes count.
+    For `_nodes`, arrays [..., T, U1, ...] follow, whose rows the joint gets as well, and `nodes` has one plane more,
+    bool [..., T, U1]: which nodes count.
 
-    The trailing batch dimensions of the encoder may be 1: all sequences of theirs share its rows. `joint` is the static
-    part of the joint network; `classes` and `dtype` are those of its logits. The lowering chooses the blocks: it knows
-    the platform, and the sequences of a device.
+    The trailing batch dimensions of the encoder may be 1: all its sequences share its rows. `joint` is the static part
+    of the joint network; `classes` and `dtype` are those of its logits. The lowering chooses the blocks: it knows the
+    platform, and the sequences of a device.
     """
 
     inner: Rows
@@ -47,11 +47,11 @@ class Tiled(Rows[Any, Any]):
     dtype: Any
     chunk: int | None
     linear: bool
-    blocks: Blocks | None = None  # of a closure from the start: it is traced for its rows
-    precision: str | None = None  # of the products of a kernel; tiles ask JAX
+    blocks: Blocks | None = None  # set for a closure from the start, as it is traced for its rows
+    precision: str | None = None  # precision of a kernel's products; for tiles JAX is asked
 
     def lowered_for(self, platforms, encoder, predictor):
-        """The same with the tiles of these platforms, for these rows of one device."""
+        """Returns the same with the tiles of these platforms, for these rows of one device."""
         platform = platforms[0] if len(platforms) == 1 else "gpu"
         blocks = self.blocks or blocks_for(self, encoder, predictor, platform)
         return dataclasses.replace(self, joint=self.joint.lowered_for(platforms), blocks=blocks)
@@ -108,14 +108,14 @@ class Tiled(Rows[Any, Any]):
         return gradients, of_encoder, of_predictor, *(by_array.get(i) for i in range(len(arrays)))
 
     def _planes(self, strict):
-        """The form in which the inner emission has nodes: (types, fills of nodes outside the lengths, structure)."""
+        """Returns the inner emission's form of nodes: (types, fills of nodes outside the lengths, structure)."""
         planes, residuals = both = tile_types(self.inner, 1, self.classes, self.dtype, strict)
         fills = [-math.inf for _ in jax.tree.leaves(planes)] + [0 for _ in jax.tree.leaves(residuals)]
         return jax.tree.leaves(both), fills, jax.tree.structure(both)
 
 
 class BackwardInputs(typing.NamedTuple):
-    """The backward pass reads this, for B N sequences."""
+    """The inputs of the backward pass, for B N sequences."""
 
     inputs: TileInputs
     cotangents: dict[str, jax.Array]  # [B N, T, U1]
@@ -139,13 +139,13 @@ def _with_copies(inputs, batch):
 
 
 def _without_copies(operands, structure):
-    """The inputs, with one batch dimension each."""
+    """Returns the inputs, with one batch dimension each."""
     encoder, *others = operands
     return jax.tree.unflatten(structure, [encoder, *(x.reshape(-1, *x.shape[2:]) for x in others)])
 
 
 def _for_each(tiles, step, carry):
-    """`fori_loop` that carries whether there is a next turn: on a GPU its condition is no launch."""
+    """Runs a `fori_loop` that carries whether there is a next turn: on a GPU its condition is no launch."""
 
     def turn(state):
         i, _, carry = state
@@ -155,7 +155,7 @@ def _for_each(tiles, step, carry):
 
 
 def _forward_tiles(static, parameters, batched, grouped, platforms):
-    """Planes and residuals [B, N, T, U1] for B encoders and N sequences of each."""
+    """Computes planes and residuals [B, N, T, U1] for B encoders and N sequences of each."""
     tiled, strict, structure = static
     inputs = _without_copies(batched, structure)
     tiled = tiled.lowered_for(platforms, inputs.encoder, inputs.predictor)
@@ -170,7 +170,7 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
         planes = jnp.stack([x.reshape(blocks.count, -1) for x in jax.tree.leaves(planes)])
         return jax.lax.dynamic_update_slice_in_dim(stores, planes, i * blocks.count, 1)
 
-    types, fills, _ = tiled._planes(strict)  # of one dtype
+    types, fills, _ = tiled._planes(strict)  # all of one dtype
     stores = jnp.zeros((len(types), work.block.size, blocks.frames * blocks.columns), types[0].dtype)
     stores = _for_each(work.tiles, add_tile, stores)
     place = jnp.maximum(jnp.cumsum(flags.reshape(-1), dtype=jnp.int32) - 1, 0)
@@ -181,7 +181,7 @@ def _forward_tiles(static, parameters, batched, grouped, platforms):
 
 
 def _flags(blocks, inputs):
-    """(bool [B, blocks of frames, blocks of columns]: which hold a node that counts; `inputs.counts` in blocks)"""
+    """Returns (bool [B, frame blocks, column blocks]: those with a node that counts; `inputs.counts` in blocks)."""
     flags = blocks.within(inputs.shape, inputs.num_frames, inputs.num_labels)
     if inputs.counts is None:
         return flags, None
@@ -190,12 +190,12 @@ def _flags(blocks, inputs):
 
 
 def _largest(plane):
-    """[B]: the largest absolute value of each sequence, from two reductions: |plane| would be a plane in memory."""
+    """Returns each sequence's largest absolute value [B], by two reductions: |plane| would be a plane in memory."""
     return jnp.maximum(jnp.max(plane, (1, 2), initial=0), -jnp.min(plane, (1, 2), initial=0))
 
 
 def _negligible(size, largest, scale, clamp):
-    """bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
+    """Returns bool [B, T, U1]: nodes whose gradients together stay below the rounding error of the sums.
 
     The cotangents of a node are minus the posteriors of its arcs, so a row of logits has a gradient of the size of the
     largest, gamma[t, u]. Nodes with gamma[t, u] <= eps / (T + U1) are left out. Together they have at most
@@ -204,32 +204,32 @@ def _negligible(size, largest, scale, clamp):
         T eps / (T + U1) < eps                 in a column, whose row of the predictor is a sum over frames
         T U1 eps / (T + U1) < eps min(T, U1)   in the sums of the parameters, over all nodes.
 
-    Every path leaves each column (the last one unless a label ends it), each frame unless an arc skips it, and min(T,
-    U1) nodes or more but for these. So the posteriors in these sums add up to 1, 1 and min(T, U1): what is left out is
-    less than eps of them.
+    Every path leaves each column (the last one unless a label ends it), each frame unless an arc skips it, and at least
+    min(T, U1) nodes except for these. So the posteriors in these sums add up to 1, 1 and min(T, U1): what is left out
+    is less than eps of them.
 
     A clamp lowers the limit, since clipped sums are smaller. So does a small largest cotangent: those of a latency have
     any size, and the bound is linear in them.
 
-    `size`: the largest absolute value of the cotangents of a node [B, T, U1], `largest`: of a sequence [B].
+    `size` is the largest absolute value of the cotangents of a node [B, T, U1], `largest` that of a sequence [B].
     """
     limit = jnp.minimum(largest, 1) * jnp.where(clamp > 0, jnp.minimum(clamp, 1), 1).astype(size.dtype)
     limit = limit[:, None, None] * (jnp.finfo(size.dtype).eps / sum(size.shape[1:]))
-    return size * (scale != 0).astype(size.dtype)[:, None, None] <= limit  # not where it is NaN
+    return size * (scale != 0).astype(size.dtype)[:, None, None] <= limit  # false where it is NaN
 
 
 class Sums(typing.NamedTuple):
-    """Gradients, summed from tile to tile."""
+    """The gradients, summed from tile to tile."""
 
     encoder: jax.Array  # [B blocks of frames, frames, E]
     predictor: jax.Array  # [B N blocks of columns, columns, P]
     arrays: list[jax.Array]  # [B N T U1, V], each row written once
     infinite: jax.Array  # bool [n]: blocks of the list whose gradient is not finite
-    parameters: Any  # as the joint network sums them
+    parameters: Any  # in the form in which the joint network sums them
 
 
 class Backward(typing.NamedTuple):
-    """Every turn of the backward pass reads this."""
+    """The inputs of every turn of the backward pass."""
 
     tiled: Any  # `Tiled`, lowered for these platforms
     strict: bool
@@ -243,7 +243,7 @@ class Backward(typing.NamedTuple):
     work: Work
 
     def goals(self):
-        """For encoder and predictor: (number of keys, `Blocks.goals`)."""
+        """Returns (number of keys, `Blocks.goals`), for encoder and predictor."""
         blocks, work, inputs = self.tiled.blocks, self.work, self.inputs
         high, columns = blocks.grid(inputs.shape)
         of_frames = work.sequence // inputs.copies * high + work.block // columns % high
@@ -261,8 +261,8 @@ class Backward(typing.NamedTuple):
         return Sums(encoder, predictor, arrays, infinite, joint.zeros(self.parameters, blocks.count))
 
     def encoder_of(self, tile):
-        # For a random joint, zeros for a sequence that is off, whose rows keep their places. One that counts may share
-        # its frames.
+        # For a random joint, a sequence that is off has zeros, and its rows keep their places. One that counts may
+        # share its frames.
         off = self.off[tile.sequence][:, None, None]
         return jnp.where(off, 0, tile.encoder) if self.tiled.joint.random else tile.encoder
 
@@ -292,7 +292,7 @@ class Backward(typing.NamedTuple):
         return Sums(encoder, predictor, arrays, infinite, parameters)
 
     def of_logits(self, tile, logits, cotangents, residuals):
-        """The gradient of the logits [N, 1, 1, V] of a tile, [N, V]."""
+        """Returns the gradient [N, V] of the logits [N, 1, 1, V] of a tile."""
         rows = self.tiled.blocks.frames * self.tiled.blocks.columns
         scale, clamp = (jnp.repeat(x[tile.sequence], rows) for x in self.per_sequence)
         operands = logits, tile.nodes, residuals, cotangents, scale, clamp
@@ -325,7 +325,7 @@ def _of_states(inputs, of_encoder, of_predictor, bad):
 
 
 def _spread_nan(sums, like, spoils):
-    """The gradient of `like` [B, n, width] from its sums by blocks, NaN in rows that a sequence [B N, n] spoils."""
+    """Returns the gradient of `like` [B, n, width] from sums by blocks, NaN in rows that a sequence [B N, n] spoils."""
     sums = sums.reshape(like.shape[0], -1, like.shape[-1])[:, : like.shape[1]]
     spoils = spoils.reshape(like.shape[0], -1, like.shape[1]).any(1)
     return jnp.where(spoils[..., None], jnp.nan, sums).astype(like.dtype)
@@ -358,25 +358,25 @@ def _backward_tiles(static, parameters, batched, grouped, platforms):
 
 
 def _size(cotangents):
-    """[B, T, U1]: the largest absolute value of the cotangents of a node."""
+    """Returns the largest absolute value of the cotangents of each node, [B, T, U1]."""
     return functools.reduce(jnp.maximum, map(jnp.abs, cotangents.values()))
 
 
 def not_skipped(blocks, size, largest, scale, clamp):
-    """bool [B, blocks of frames, blocks of columns]: blocks whose gradient counts."""
+    """Returns which blocks have a gradient that counts, bool [B, blocks of frames, blocks of columns]."""
     kept = blocks.cut(~_negligible(size, largest, scale, clamp))
     return jnp.any(kept, -1).reshape(-1, *blocks.grid(size.shape[1:]))
 
 
 def _forward_kernel(kernel, plan, static, parameters, batched, interpret):
-    """As `_forward_tiles`, by the kernel."""
+    """Computes what `_forward_tiles` does, by the kernel."""
     inputs = _without_copies(batched, static[2])
     planes = kernel.forward(plan, parameters, inputs, interpret)
     return [x.reshape(-1, inputs.copies, *inputs.shape) for x in jax.tree.leaves(planes)], []
 
 
 def _backward_kernel(kernel, plan, static, parameters, batched, interpret):
-    """As `_backward_tiles`, by the kernel."""
+    """Computes what `_backward_tiles` does, by the kernel."""
     inputs, cotangents, norm, scale, clamp = _without_copies(batched, static[2])
     # One reduction of all cotangents, since each is some launches on a GPU. The largest is NaN if one is.
     size = _size(cotangents)
@@ -393,7 +393,7 @@ def _backward_kernel(kernel, plan, static, parameters, batched, interpret):
 
 
 def _kernel(function, inputs_of):
-    """Answers `_xla.Grouped`: the kernel where it takes the problem."""
+    """Returns the function that `_xla.Grouped` calls: it gives the kernel where that takes the problem."""
 
     def choose(kind, static, parameters, batched, device, reason, doubt):
         tiled, strict, structure = static
@@ -407,7 +407,7 @@ def _kernel(function, inputs_of):
         if isinstance(plan, str):
             _xla.warn_once(f"jax_rnnt computes a LinearJoint in tiles, not by its kernels for {kernel.name}: {plan}.")
             return None
-        # Those of both passes are chosen together.
+        # The kernels of both passes are chosen together.
         if not strict and (warning := doubt(JOINT)):
             _xla.warn_once(warning)
             return None

@@ -1,6 +1,6 @@
-"""Labels and their frames to seconds and words. All of it runs on the host.
+"""Turns labels and their frames into seconds and words. All of it runs on the host.
 
-Files of words, CTM, TextGrid, SubRip and WebVTT, are those of `rnnt-speech`.
+Files of words (CTM, TextGrid, SubRip and WebVTT) belong to `rnnt-speech`.
 """
 
 from jax_rnnt.timing._intervals import Interval, frames_to_seconds, intervals

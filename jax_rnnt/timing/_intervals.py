@@ -1,4 +1,4 @@
-"""Frames to seconds, and labels to the stretches of time in which they are emitted."""
+"""Turns frames into seconds, and labels into the stretches of time in which they are emitted."""
 
 import math
 import typing
@@ -39,7 +39,7 @@ class Interval(typing.NamedTuple):
 
 @keywords
 def frames_to_seconds(frames: npt.ArrayLike, *, hop: float, subsampling: int = 1, offset: float = 0.0) -> np.ndarray:
-    """The second in which an encoder frame begins: ``offset + frame * subsampling * hop``.
+    """Returns the second in which an encoder frame begins: ``offset + frame * subsampling * hop``.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def intervals(
     offset: float = 0.0,
     durations: npt.ArrayLike | None = None,
 ) -> list[Interval]:
-    """The stretches of time of an utterance's labels.
+    """Returns the stretches of time of an utterance's labels.
 
     U labels. A transducer says when it emits a label, but not how long the label is: a label gets its frame, or the
     frames that it reads (`durations`). Labels of one frame share it in equal parts. So no interval is empty or overlaps
@@ -106,7 +106,7 @@ def intervals(
     frames : Array, integer [U]
         The encoder frame of each label, in order, without padding.
     texts : sequence of str [U]
-        What each label is called.
+        The name of each label.
     hop, subsampling, offset
         As in `frames_to_seconds`.
     durations : Array, integer [U], optional
@@ -137,7 +137,7 @@ def intervals(
 
 
 def emitted(frames, durations, count: int, dimensions: str) -> tuple[np.ndarray, np.ndarray]:
-    """(frames, durations) of `count` labels as NumPy arrays, checked; without durations a label reads a frame."""
+    """Returns (frames, durations) of `count` labels as checked NumPy arrays; without durations, a label reads one."""
     frames = np.asarray(_checks.integers("frames", frames, (count,), dimensions))
     if np.any(frames < 0) or np.any(np.diff(frames) < 0):
         raise _checks.bad_value(f"frames must be 0 or more and never go back, without padding, got {frames.tolist()}.")
@@ -147,7 +147,7 @@ def emitted(frames, durations, count: int, dimensions: str) -> tuple[np.ndarray,
 
 
 def seconds_of(frames, durations, clock) -> list:
-    """[start, end] of labels, in seconds; `clock` is (hop, subsampling, offset)."""
+    """Returns [start, end] of labels, in seconds; `clock` is (hop, subsampling, offset)."""
     if not len(frames):
         return []
     values, places, counts = np.unique(frames, return_index=True, return_counts=True)

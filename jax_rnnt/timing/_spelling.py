@@ -1,6 +1,6 @@
-"""What each label adds to a text, and where words may begin in it: also in scripts that write no spaces.
+"""Finds what each label adds to a text, and where words may begin in it, also in scripts that write no spaces.
 
-A text comes with spans: [begin, end) of what each label adds to it. Labels that make a character together have it in
+A text comes with spans: [begin, end) of what each label adds to it. Labels that together make a character have it in
 common, so spans may overlap by a character.
 """
 
@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterable
 from jax_rnnt import _checks
 from jax_rnnt._keywords import keywords
 
-AT_ONCE = 16  # labels whose spans are found together, with as many on both sides of them
-# Scripts that write no spaces between words, as Unicode's names of their characters begin.
+AT_ONCE = 16  # labels whose spans are computed together, with as many on both sides of them
+# Scripts that write no spaces between words, by the beginnings of Unicode's names of their characters.
 DENSE = ("CJK", "KANGXI", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "BOPOMOFO", "YI SYLLABLE",
          "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "TAI ", "NEW TAI")  # fmt: skip
 SIGNS = "\u0e33\u0eb3\uff9e\uff9f🏻🏼🏽🏾🏿"  # no marks to Unicode's categories, but part of the character before
-STACKERS = "\u200d\u1039\u17d2\u1a60"  # what joins the character behind it: ZWJ, and signs that stack consonants
+STACKERS = "\u200d\u1039\u17d2\u1a60"  # signs that join the character behind them: ZWJ, and signs that stack consonants
 SPOKEN = "%‰&@#§*/\\"  # punctuation to Unicode, words to a speaker
 
 
 def decoded(decode: Callable[[list[int]], str], labels: list[int]) -> tuple[str, list[tuple[int, int]]]:
-    """The text that a tokenizer makes of labels, and its spans.
+    """Returns the text that a tokenizer makes of labels, and its spans.
 
-    A label adds what the text of all labels has in common with that of the labels up to it, and not with that of those
-    before it. What labels write depends on few labels before them, so it is enough to decode from there, and the time
-    is linear. Where that spells what the text has not, more labels before are decoded, at last all.
+    A label adds the part of the text that all labels have in common with the labels up to it, but not with the labels
+    before it. The text of labels depends on few labels before them, so it is enough to decode from there, and the time
+    is linear. Where that spells something that the text lacks, more labels before are decoded, in the end all.
     """
     text, place, begin = _text(decode, labels), 0, 0
     spans: list[tuple[int, int]] = []
-    whole = {0}  # where labels begin that write no rest of a character
+    whole = {0}  # places of labels that do not write the rest of a character
     while begin < len(labels):
         end, around = min(begin + AT_ONCE, len(labels)), AT_ONCE
         while True:
@@ -60,7 +60,7 @@ def decoded(decode: Callable[[list[int]], str], labels: list[int]) -> tuple[str,
 
 
 def _common(a: str, b: str) -> int:
-    """How many characters the beginnings of two texts have in common."""
+    """Returns how many characters the beginnings of two texts have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
@@ -74,9 +74,9 @@ def _text(decode, labels) -> str:
 @keywords
 @functools.lru_cache(2**16)
 def is_dense(character: str) -> bool:
-    """Whether a character is of a script that writes no spaces between words, or its punctuation.
+    """Tells if a character belongs to a script that writes no spaces between words, or to its punctuation.
 
-    So are those of Chinese, Japanese, Thai, Lao, Khmer, Burmese and Tibetan.
+    Those are the scripts of Chinese, Japanese, Thai, Lao, Khmer, Burmese and Tibetan.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def any_dense(texts: Iterable[str]) -> bool:
 
 @keywords
 def joins(before: str, after: str) -> bool:
-    """Whether two neighbours are one character to a reader, so that no line may end between them.
+    """Tells if two neighbours are one character to a reader, so that no line may end between them.
 
     These are Unicode's extended grapheme clusters, but for Hangul's single letters and for scripts that write spaces,
     in which words are whole anyway.
@@ -132,10 +132,10 @@ def joins(before: str, after: str) -> bool:
 
 
 def units(text: str, edges: set[int], every: bool) -> list[list[int]]:
-    """[begin, end) of the parts of a text that are words, or punctuation next to them, in order.
+    """Returns [begin, end) of the parts of a text that are words, or punctuation next to them, in order.
 
-    White space separates them. In a script without spaces labels do, which end at `edges`, and other scripts and
-    punctuation begin a part. `every`: labels do in all scripts.
+    White space separates them. In a script without spaces, labels do, which end at `edges`, and other scripts and
+    punctuation begin a part. With `every`, labels do in all scripts.
     """
     found: list[list[int]] = []
     for i, x in enumerate(text):
@@ -159,5 +159,5 @@ def units(text: str, edges: set[int], every: bool) -> list[list[int]]:
 
 
 def is_spoken(text: str) -> bool:
-    """Whether a text holds more than punctuation."""
+    """Returns True if a text holds more than punctuation."""
     return any(unicodedata.category(x)[0] != "P" or x in SPOKEN for x in unicodedata.normalize("NFKC", text))

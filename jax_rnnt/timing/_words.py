@@ -1,4 +1,4 @@
-"""Labels to words: which labels spell a word, when it is said, and how sure the model is of it."""
+"""Turns labels into words: the labels that spell each word, its time, and its confidence."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def words(
     mark: str | None = "▁",
     how: Literal["min", "mean", "product"] = "min",
 ) -> list[Interval]:
-    """The words of an utterance, with their times and confidences.
+    """Returns the words of an utterance, with their times and confidences.
 
     L labels. A word begins where its first label does and ends with its last one, as `intervals` has them. Punctuation
     belongs to the text of a word, but takes no time and has no part in its confidence: a comma moves no end. The same
@@ -43,7 +43,8 @@ def words(
     Parameters
     ----------
     labels : Array, integer [L]
-        Of one utterance, as in `Hypotheses`: -1 is padding at the end, where the other arrays are not read either.
+        Labels of one utterance, as in `Hypotheses`: -1 is padding at the end, where the other arrays are not read
+        either.
     frames : Array, integer [L]
         The encoder frame of each label, in order.
     vocabulary : sequence of str or None, or callable
@@ -58,10 +59,10 @@ def words(
     durations : Array, integer [L], optional
         As in `intervals`.
     confidences : Array, floating [L], optional
-        Of each label, 0 or more: `Hypotheses.label_confidences`, or exp of `label_log_probs`. Above 1 (rounding) counts
-        as 1.
+        One for each label, 0 or more: `Hypotheses.label_confidences`, or exp of `label_log_probs`. Above 1 (rounding)
+        counts as 1.
     mark : str, default "▁"
-        What tells where words begin in texts of classes. "##": labels that begin with it continue the word (WordPiece).
+        The mark of words' beginnings in texts of classes. "##": labels that begin with it continue a word (WordPiece).
         "@@": labels that end with it are continued by the next one (BPE). Any other text, as SentencePiece's "▁" or a
         space: it separates words. None: every label is a word, and a "▁" is left out; of a tokenizer, too.
     how : {"min", "mean", "product"}
@@ -115,7 +116,7 @@ def words(
 
 
 def _text(labels, count: int, vocabulary, mark: str | None):
-    """(text of the labels before the padding, its spans, whether every label is a word)"""
+    """Returns (text of the labels before the padding, its spans, whether every label is a word)."""
     if isinstance(vocabulary, Mapping):
         raise _checks.bad_type("vocabulary must be a sequence, the text of each class, got a mapping.")
     decode: Any = getattr(vocabulary, "decode", vocabulary if callable(vocabulary) else None)
@@ -135,7 +136,7 @@ def _text(labels, count: int, vocabulary, mark: str | None):
 
 
 def _of_labels(name: str, x, size: int, count: int):
-    """The part of an array [L] before the padding; None stays."""
+    """Returns the part of an array [L] before the padding; None stays."""
     if x is None:
         return None
     x = np.asarray(_checks.array(name, x))
@@ -149,7 +150,7 @@ def _of_labels(name: str, x, size: int, count: int):
 
 
 def checked_confidences(x) -> np.ndarray:
-    """Confidences of labels in float64, at most 1."""
+    """Returns confidences of labels in float64, at most 1."""
     if not np.all(x >= 0):
         expected = "0 or more, as Hypotheses.label_confidences or exp of log-probabilities are"
         raise _checks.bad_value(f"confidences must be {expected}, got {x[~(x >= 0)][0]}.")
@@ -157,7 +158,7 @@ def checked_confidences(x) -> np.ndarray:
 
 
 def _spelled(texts: list[str], mark: str | None) -> tuple[str, list[tuple[int, int]]]:
-    """The text of some labels of a table, with a space before each word, and its spans."""
+    """Returns the text of some labels of a table, with a space before each word, and its spans."""
     pieces = []
     for text in texts:
         text = text if mark == " " else text.strip()
@@ -196,7 +197,7 @@ def _units(text: str, spans, every: bool) -> list[_Unit]:
 
 
 def _with_punctuation(found: list[_Unit]) -> list[_Unit]:
-    """Words that are spoken; punctuation between them has joined one of its neighbours."""
+    """Returns the words that are spoken; punctuation between them has joined one of its neighbours."""
     words: list[_Unit] = []
     waiting = ""
     for text, spoken in found:

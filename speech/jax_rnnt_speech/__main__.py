@@ -1,4 +1,4 @@
-"""`python -m jax_rnnt_speech` is the command rnnt-speech."""
+"""Runs `python -m jax_rnnt_speech`, which is the command rnnt-speech."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ def interrupted(*_):
 
 
 def ignored(x):
-    """Python ignores errors in what its garbage collector calls, such as a function of JAX: Ctrl-C is heard again."""
+    """Sends Ctrl-C again where Python ignores it, as it does in what its garbage collector calls, such as JAX."""
     if not issubclass(x.exc_type, KeyboardInterrupt):
         return sys.__unraisablehook__(x)
     number = signal.SIGTERM if hasattr(x.exc_type, "status") else signal.SIGINT
@@ -25,12 +25,12 @@ def ignored(x):
 
 def main():
     heard = signal.getsignal(signal.SIGINT)
-    if heard is signal.default_int_handler:  # extensions make an ImportError of Ctrl-C while they are imported
+    if heard is signal.default_int_handler:  # extensions turn Ctrl-C into an ImportError while they are imported
         signal.signal(signal.SIGINT, interrupted)
     gc.disable()
     from jax_rnnt_speech import cli, system  # takes seconds, of which collecting garbage took a tenth
 
-    gc.freeze()  # what is imported stays, so nobody needs to look through it again
+    gc.freeze()  # imported objects stay, so nobody needs to look through them again
     gc.enable()
     signal.signal(signal.SIGINT, heard)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -42,8 +42,8 @@ def main():
         if error.code not in (130, system.Terminated.status):
             raise
         status, error.__context__ = error.code, None
-    gc.collect()  # generators end their processes
-    system.leave(status)  # a thread of XLA that still compiles would meet what Python has taken away
+    gc.collect()  # this ends the processes of generators
+    system.leave(status)  # a thread of XLA that still compiles would use what Python has taken away
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models of any kind: those of runs, and of others.
+"""Models of any kind: those of runs, and others.
 
 `open_model` reads a run's folder, our own package, or one of Hugging Face with Parakeet or Nemotron. `fresh` makes the
 model of a new training, whose --init may be any of these or Whisper.
@@ -12,7 +12,7 @@ from pathlib import Path
 from jax_rnnt_speech import runs
 from jax_rnnt_speech.config import Config, flag, options_of, own, tuples
 from jax_rnnt_speech.config.files import from_json
-from jax_rnnt_speech.config.options import option
+from jax_rnnt_speech.config.options import option, written
 from jax_rnnt_speech.data import tokens
 from jax_rnnt_speech.model import Model, encoders
 from jax_rnnt_speech.pretrained import hugging_face, nemo, package, whisper
@@ -24,7 +24,7 @@ STACK = {"whisper": 4, "fastconformer": 1}  # rows of 80 ms, if nothing else is 
 
 
 def kind_of(folder):
-    """run, package, hugging_face, whisper or nemo."""
+    """Returns run, package, hugging_face, whisper or nemo."""
     folder = Path(folder)
     if (folder / runs.CHECKPOINTS).is_dir():
         return "run"
@@ -42,9 +42,9 @@ def kind_of(folder):
 
 
 def read(folder, best=True):
-    """The Model of a folder, with its parameters; that of Whisper has an encoder alone, and no labels.
+    """Returns the Model of a folder, with its parameters; that of Whisper has an encoder alone, and no labels.
 
-    `best`: those of a run's best checkpoint, not the last.
+    With `best`, they are those of a run's best checkpoint, not the last.
     """
     kind = kind_of(folder)
     if kind != "run":
@@ -57,7 +57,7 @@ def read(folder, best=True):
 
 
 def default():
-    """The folder of the model that is used where none is named."""
+    """Returns the folder of the model that is used where none is named."""
     folder = Path(os.environ.get(VARIABLE) or Path.home() / ".cache/jax_rnnt_speech/read-speech")
     if not folder.is_dir():
         raise UserError(f"--model is missing, and there is no {folder}: docs/speech/read_speech.md of jax_rnnt "
@@ -67,7 +67,7 @@ def default():
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """Which model a command opens."""
+    """The options that decide which model a command opens."""
 
     model: Path | None = option(
         None, Path, "folder of a model: of a training, of convert, of transformers, or a .nemo file; default: "
@@ -91,7 +91,7 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True)
 class Computing(Opening):
-    """Which model a command opens to search with."""
+    """The options that decide which model a command opens to search with."""
 
     dtype: str | None = option(
         None, str, "type of matrix products, whose sums and search are float32; default: that of the training",
@@ -100,9 +100,9 @@ class Computing(Opening):
 
 
 def open_model(folder=None, platform=None, checkpoint=None, dtype=None):
-    """The Model of a folder, with its parameters in `params`, to transcribe with.
+    """Opens the Model of a folder, with its parameters in `params`, to transcribe with.
 
-    `checkpoint`: best or last; `dtype`: of matrix products, in the place of the training's.
+    `checkpoint` is best or last; `dtype` is that of matrix products, in place of the training's.
     """
     folder = folder or default()
     if checkpoint and kind_of(folder) != "run":
@@ -117,7 +117,7 @@ def open_model(folder=None, platform=None, checkpoint=None, dtype=None):
 
 
 def computing(model, dtype):
-    """The Model whose matrix products have a type, of the same parameters."""
+    """Returns the Model whose matrix products have a type, with the same parameters."""
     config = model.config.replace(dtype=dtype)
     other = Model(config, model.tokens, model.mean, model.deviation, model.source)
     other.take(model.params)
@@ -125,13 +125,13 @@ def computing(model, dtype):
 
 
 def setup_of(folder):
-    """The JSON of a run or of our own package; None of other models."""
+    """Returns the JSON of a run or of our own package; None for other models."""
     read = {"run": runs.setup_of, "package": package.setup_of}.get(kind_of(folder))
     return read and read(Path(folder))
 
 
 def outline(folder):
-    """(Config, the JSON files of its source, vocabulary) of a folder."""
+    """Returns (Config, the JSON files of its source, vocabulary) of a folder."""
     if setup := setup_of(folder):
         return *config_of(folder), tokens.from_json(setup["tokens"])
     model = KINDS[kind_of(folder)].read(Path(folder))
@@ -139,19 +139,19 @@ def outline(folder):
 
 
 def config_of(folder):
-    """(Config of a folder, the JSON files of its source)."""
+    """Returns (Config of a folder, the JSON files of its source)."""
     if setup := setup_of(folder):
         return Config.from_options(**from_json(setup["config"], f"{folder}")), setup.get("source")
     return KINDS[kind_of(folder)].config_of(Path(folder))
 
 
 def hears_anew(config):
-    """Whether a new training has features of its own: its --init is none, or was trained with others."""
+    """Returns True if a new training has features of its own: it has no --init, or one that was trained with others."""
     return not config.run.init or config.features.kind != config_of(config.run.init)[0].features.kind
 
 
 def completed(options):
-    """Options of a new training, with those that its --init decides.
+    """Returns options of a new training, with those that its --init decides.
 
     It may have other features than those: the ones that sherpa-onnx computes, whose frames are what they are.
     """
@@ -166,22 +166,22 @@ def completed(options):
     blocks = set() if new and not own(start) else options_of("blocks")
     decided = options_of("features", "encoder") | blocks | (set() if new else head)
     seen = {name: options.get(name, start.get(name)) for name in ("chunk", "past", "ahead", "whole")}
-    if not start.encoder.step and start.replace(**seen).encoder.draws:  # no array depends on what frames see
+    if not (start.encoder.step or start.replace(**seen).encoder.step):  # no array depends on what frames see
         decided, options = decided - seen.keys(), options | seen
     if options.get("features") == "sherpa-onnx":
         decided = decided - {"features", "window", "hop"}
-    for name in decided:
+    for name in sorted(decided):
         x = start.get(name)
         if tuples(options.get(name, x)) != x:
             hint = ": --new-head allows that" if name in head else ""
-            raise UserError(f"{flag(name)} {options[name]}: {folder} has {x}{hint}")
+            raise UserError(f"{flag(name)} {written(options[name])}: {folder} has {written(x)}{hint}")
         options[name] = x
     encoders.checked(Config.from_options(**options), source)
     return options
 
 
 def fresh(config, corpus):
-    """The Model of a new training: of random weights, or from --init."""
+    """Returns the Model of a new training, with random weights or from --init."""
     features, start = corpus.features, config.run.init
     new = not start or config.run.new_head
     said = getattr(corpus, "texts", None) or (x.text for x in corpus.utterances)

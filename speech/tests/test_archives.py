@@ -87,6 +87,7 @@ def test_what_is_read(packed, kind, tmp_path):
     if kind == "parquet":
         pytest.importorskip("pyarrow")
     for name in KINDS[kind]:
+        assert sources.listed([packed / name])[str(packed / name)]  # as train names what it reads
         entries = list(sources.read(packed / name))
         assert [x.text for x in entries] == TEXTS
         for i, x in enumerate(entries):

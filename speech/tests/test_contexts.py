@@ -14,11 +14,13 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_rnnt_speech import models
 from jax_rnnt_speech.config import Config
 from jax_rnnt_speech.config.files import from_json, to_json
 from jax_rnnt_speech.model.encoders import contexts
 from jax_rnnt_speech.recognition import live, recognise, search, search_options
 from jax_rnnt_speech.recognition.live import Windowed
+from jax_rnnt_speech.system import UserError
 from jax_rnnt_speech.training import objective, steps
 from jax_rnnt_speech.training.devices import Devices
 from support import (
@@ -137,12 +139,56 @@ def test_options(refused, tmp_path):
         ({"chunk": "4", "ahead": "2", "strides": "2x1,1x2"}, "need --strides of 2 or more over time"),
         ({"chunk": "4", "whole": "1.5"}, "a number of 0 or more and 1 or less, got 1.5"),
         ({"chunk": "4", "whole": "-0.1"}, "a number of 0 or more and 1 or less, got -0.1"),
+        ({"chunk": "1,2", "whole": "1"}, "--whole 1 leaves no batch for --chunk: --chunk 0 is"),
         ({"ahead": "0,99", "max_seconds": "3"}, "--ahead 99 is 3.96 s, longer than all utterances (--max-seconds 3)"),
         ({"chunk": 2**40}, f"--chunk expects 1,048,576 frames at most, got {2**40}"),
         ({"chunk": 8, "past": 2**40}, f"--past expects 1,048,576 frames at most, got {2**40}"),
         ({"chunk": f"1,{2**40}", "past": 2**40}, f"--chunk {2**40} is"),
     ):
         refused(arguments(tmp_path, tmp_path / "run", **{"encoder": "conformer"} | more), message)
+
+
+def test_another_way_to_hear(monkeypatch):
+    """A training that begins with a model may choose what frames see, unless the model streams, or would then."""
+    both, ways = {"chunk": (1, 2), "past": 4, "whole": 0.5}, {}
+    for name, start in {"whole": {"chunk": 0}, "both": both, "streams": {"chunk": 8}}.items():
+        config = configuration(encoder="conformer", **start)
+        monkeypatch.setattr(models, "config_of", lambda folder, config=config: (config, None))
+        monkeypatch.setattr(models, "kind_of", lambda folder: "run")
+        for wanted in ({"chunk": 0}, {"chunk": [2, 4], "whole": 0.25}, {"chunk": 8, "whole": 0.0}):
+            options = {"init": name, "train": "t", "valid": "v"} | wanted
+            try:
+                encoder = Config.from_options(**models.completed(options)).checked().encoder
+                ways[name, str(wanted["chunk"])] = encoder.draws, encoder.step
+            except UserError as error:
+                ways[name, str(wanted["chunk"])] = str(error)
+    refusals = {key: ways.pop(key) for key in [*ways] if isinstance(ways[key], str)}
+    whole, drawn = (False, 0), (True, 0)
+    assert ways == {("whole", "0"): whole, ("whole", "[2, 4]"): drawn, ("both", "0"): whole, ("both", "[2, 4]"): drawn,
+                    ("streams", "8"): (False, 8)}  # fmt: skip
+    assert refusals == {
+        ("whole", "8"): "--chunk 8: whole has 0", ("both", "8"): "--chunk 8: both has 1,2",
+        ("streams", "0"): "--chunk 0: streams has 8", ("streams", "[2, 4]"): "--chunk 2,4: streams has 8",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [{"chunk": 0, "right": 0}, {"chunk": 0.01}, {"chunk": 99, "right": 3, "left": 9}, {}])
+def test_nearest(sizes):
+    """Sizes of no context are those of the nearest one, which is said; less than a row is no chunk."""
+    model = random_model(encoder="conformer", chunk=[1, 7], past=[3, 6], ahead=[0, 2], whole=0.5)
+    assert model.seconds == 0.04
+    if sizes.get("chunk", 2) < 0.02:
+        with pytest.raises(UserError, match="the least chunk"):
+            Windowed(model, **sizes)
+    else:
+        said = f"left {sizes.get('left', 0.24):g} s, chunk 0.28 s, right 0.08 s, the nearest context in which"
+        assert said in Windowed(model, **sizes).said_sizes
+
+
+def test_all_that_came_before():
+    """A past that no utterance of the training filled makes windows no longer than the longest utterance."""
+    model = random_model(encoder="conformer", chunk=[1, 7], past=10**6, whole=0.5, max_seconds=9)
+    assert Windowed(model, listens=False).sizes["left"] == 9
 
 
 MORE = {"encoder": "conformer", "chunk": "1,2", "past": "4", "ahead": "0,1", "whole": 0.5, "buckets": 1}
@@ -192,7 +238,7 @@ def test_a_run(corpus, tmp_path, said, refused):
     run([*arguments(corpus, part, **more), "--resume"])
     assert losses(part) == losses(whole) and len(losses(whole)) == 4
     chex.assert_trees_all_equal(weights(part), weights(whole))
-    refused([*arguments(corpus, part, **more | {"chunk": "1,4"}), "--resume"], "a model with --chunk (1, 2), got")
+    refused([*arguments(corpus, part, **more | {"chunk": "1,4"}), "--resume"], "a model with --chunk 1,2, got 1,4")
     offline = {"encoder": "conformer", "chunk": 0, "steps": 1}
     command = arguments(corpus, tmp_path / "offline", **offline)
     place = command.index("--past")
@@ -263,7 +309,8 @@ def test_exported(share, tmp_path, said):
     pytest.importorskip("flatbuffers")
     model = random_model(encoder="conformer", chunk=[2, 3], past=3, ahead=[0, 1], whole=share)
     folder = saved(model, tmp_path / "run")
-    said(["export", tmp_path / "x.zip", "--model", folder, "--platforms", "cpu", "--seconds", 1])
+    command = ["export", tmp_path / "x.zip", "--model", folder, "--platforms", "cpu", "--seconds", 1]
+    assert "it hears whole recordings: the contexts for live text" in said(command).out
     program = jax.export.deserialize(bytearray((tmp_path / "x.zip").read_bytes()))
     samples = np.float32(0.1 * np.random.default_rng(0).normal(size=(1, 8000)))
     labels, _, _, counts = program.call(samples, np.array([7000], np.int32))

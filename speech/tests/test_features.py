@@ -12,6 +12,7 @@ from jax_rnnt_speech.data import features
 from jax_rnnt_speech.data.audio import read
 from jax_rnnt_speech.recognition.streams import Stream
 from jax_rnnt_speech.system import UserError
+from jax_rnnt_speech.training import preparation
 from support import CONVOLUTIONAL, arguments, configuration, random_model, run, saved
 
 
@@ -55,7 +56,7 @@ HEADS = {"icefall": {}, "lstm": {"predictor": "lstm"}, "tdt": {"loss": "tdt"}}
 @pytest.mark.parametrize("head", HEADS)
 def test_features_of_sherpa_onnx(head):
     """Whatever the rate, for recordings shorter than a window too; with silence, which has the least power."""
-    for rate, size in ((16000, 1000), (8000, 719), (8000, 41), (8000, 39), (8000, 0)):
+    for rate, size in ((16000, 1000), (8000, 719), (8000, 41), (8000, 39), (8000, 0), (11025, 300), (22050, 1000)):
         extractor = features.extractor(
             configuration(features="sherpa-onnx", rate=rate, mels=20, chunk=0, **HEADS[head])
         )
@@ -89,6 +90,19 @@ def test_what_sherpa_onnx_cannot_have(tmp_path):
     corpus = type("Corpus", (), {"features": 6, "texts": ["AB C"], "utterances": ()})
     with pytest.raises(UserError, match="--predictor lstm or --loss tdt"):
         models.fresh(config, corpus)
+
+
+def test_a_form_that_is_missing_is_said_at_once(corpus, tmp_path, monkeypatch, refused):
+    said = []
+
+    def prepared(config, start, searching, lines):
+        said[:] = lines
+        raise UserError("no step is trained")
+
+    monkeypatch.setattr(preparation, "prepared", prepared)
+    for options, words in (({"loss": "hat"}, "--loss hat"), ({"loss": "tdt"}, "--chunk and"), ({}, "")):
+        refused(arguments(corpus, tmp_path, features="sherpa-onnx", **options), "no step is trained")
+        assert ("sherpa-onnx has no form for models with" in said[-1]) == bool(words) and words in said[-1]
 
 
 def test_features_of_another_training(monkeypatch):

@@ -369,7 +369,11 @@ def test_batches_of_recordings(streaming, monkeypatch):
     many = [(str(i), x[:n]) for i, (x, n) in enumerate((x, n) for n in (4000, 9600, 7000) for x in recordings())]
     whole = list(recognise.transcribe(streaming, many))
     assert [x.name for x in whole] == [name for name, _ in many]
-    for module, name, size in ((recognise, "HELD", 100), (windows, "BATCH", 512)):
+    for module, name, size in (
+        (recognise, "HELD", 100),
+        (windows, "BATCHES", {"cpu": windows.BATCHES["cpu"]._replace(frames=512)}),
+        (windows, "BATCHES", {}),
+    ):
         monkeypatch.setattr(module, name, size)
         for a, b in zip(whole, recognise.transcribe(streaming, many), strict=True):
             assert (a.name, a.labels, a.frames, a.duration) == (b.name, b.labels, b.frames, b.duration)

@@ -236,7 +236,7 @@ def test_long_recordings(whole, options, monkeypatch):
     found = []
     for seconds in (1000, 2.5):
         monkeypatch.setattr(windows, "WINDOW", seconds)
-        monkeypatch.setattr(windows, "MOST", 2)
+        monkeypatch.setitem(windows.BATCHES, "cpu", windows.ELSEWHERE._replace(windows=2))
         some = [x if isinstance(x, Exception) or len(x) < 9 else (y for y in np.array_split(x, 7)) for x in many]
         found.append(list(recognise.transcribe(whole, enumerate(some), decoding)))
     for a, b, x in zip(*found, many, strict=True):
@@ -287,13 +287,17 @@ def test_cuts(whole):
         assert abs(cut - expected) <= 1, (frames, cut)
 
 
-def test_few_programs(whole, monkeypatch):
+@pytest.mark.parametrize(("device", "most"), [("cpu", 25), ("elsewhere", 22)])
+def test_few_programs(whole, monkeypatch, device, most):
     """However many recordings come together, and however long they are: each is in one batch, of one of few shapes."""
     shapes, rng = set(), np.random.default_rng(0)
+    batch = windows.BATCHES.get(device, windows.ELSEWHERE).frames
+    if device != "cpu":
+        monkeypatch.setattr(windows, "BATCHES", {})
 
     def hear(model, rows, frames, *_):
         shapes.add((len(rows), frames))
-        assert all(x is None or x.frames <= frames for x in rows) and len(rows) * frames <= windows.BATCH
+        assert all(x is None or x.frames <= frames for x in rows) and (len(rows) == 1 or len(rows) * frames <= batch)
         for x in filter(None, rows):
             heard.append(x.name)
             x.done = True
@@ -304,7 +308,7 @@ def test_few_programs(whole, monkeypatch):
         some = [windows.Recording(i, np.zeros(int(8000 * x), np.float32), whole) for i, x in enumerate(lengths)]
         windows.hear(whole, some, windows.GREEDY)
         assert sorted(heard) == [*range(count)]
-    assert len(shapes) <= 20, shapes
+    assert len(shapes) <= most, shapes
 
 
 @pytest.mark.slow

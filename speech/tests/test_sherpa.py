@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jax_rnnt_speech.data import features
 from jax_rnnt_speech.data.tokens import Characters
 from jax_rnnt_speech.recognition.search import search
 from jax_rnnt_speech.system import UserError
@@ -30,6 +31,7 @@ CONFORMER, WHOLE = {"chunk": 0, "channels": 3}, CONVOLUTIONAL | {"chunk": 0}
 # Every encoder, predictor, head and activation that sherpa-onnx can have, in some model; seeds that write many texts.
 MODELS = {
     "icefall": CONFORMER | {"seed": 7},
+    "icefall, contexts": {"chunk": (1, 2), "past": 3, "ahead": (0, 1), "whole": 0.5, "channels": 3, "seed": 7},
     "icefall, rows of 60 ms": CONFORMER | {"strides": ((3, 2), (2, 3)), "loss": "monotonic", "history": 1, "seed": 5},
     "icefall, FastConformer": FAST | {"loss": "constrained", "activation": "relu", "seed": 2},
     "icefall, convolutions": WHOLE | {"loss": "robust", "history": 3, "activation": "silu", "blocks": 2, "seed": 4},
@@ -189,6 +191,7 @@ def test_texts_and_rows(exported, name, monkeypatch):
     readme, texts = (folder / "README.md").read_text(), [(folder / x).read_text() for x in ("LICENSE", "card.md")]
     assert texts[0] == "that of start" and texts[1].startswith("that of ")
     assert all(x in readme for x in ("LICENSE", "card.md", "8,000 samples", "6 features"))
+    assert ("It hears whole recordings" in readme) == (name == "icefall, contexts")
 
 
 @pytest.mark.slow
@@ -279,6 +282,13 @@ def test_models_without_a_form(words):
         sherpa.check(model, "runs/a")
 
 
+def test_blocks_on_an_encoder_that_streams():
+    """They see all of a recording, so the form and the features are those of models that do."""
+    config = configuration(features="sherpa-onnx", encoder="fastconformer", chunk=14, stack=2, predictor="lstm")
+    model = types.SimpleNamespace(config=config, chunk=0)
+    assert sherpa.check(model, "runs/a").model_type == "nemo_transducer" and features.extractor(config).nemo
+
+
 def test_tokens():
     assert sherpa.tokens_of(Characters("AÉ "), True) == "<blk> 0\nA 1\nÉ 2\n▁ 3\n"
     words = subwords(["ab ac", "bc ab"], vocab_size=8)
@@ -300,5 +310,7 @@ def test_options(talkative, tmp_path, refused, monkeypatch):
     (tmp_path / "x/y").write_text("")
     refused([*command, "--format", "sherpa-onnx"], "--overwrite")
     refused([*command, "--format", "sherpa-onnx", "--overwrite"], "--features log-mel")
+    refused(["export", tmp_path / "new/parents/x", *command[2:], "--format", "sherpa-onnx"], "--features log-mel")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["x"]  # a folder that is not written has no parents either
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused([*command, "--format", "sherpa-onnx"], "needs onnx: pip install 'jax_rnnt_speech[export]'")

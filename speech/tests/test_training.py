@@ -143,6 +143,7 @@ def test_an_earlier_run(corpus, ended, tmp_path, refused):
         ([], "holds an earlier run: continue it with --resume, or delete it with --overwrite"),
         (["--resume", "--learning-rate", 0.02], "--learning-rate 0.01, got 0.02: --change allows that"),
         (["--resume", "--change", "--width", 16], "holds a model with --width 8, got 16"),
+        (["--resume", "--change", "--strides", "2x2"], "holds a model with --strides 2x2,2x2, got 2x2"),
         (["--resume", "--change", "--accumulate", 2], "with --accumulate 1, which 2 does not fit"),
         (["--resume", "--change", "--batch-norm", "batch"], "with --batch-norm frozen, which batch does not"),
         (["--resume", "--config", relu], "run holds a model with head.activation tanh, got relu"),
@@ -206,6 +207,10 @@ def test_resume_is_exact_with_everything(corpus, tmp_path, monkeypatch, said):
         chex.assert_trees_all_equal(arrays(part, name), arrays(whole, name))
 
 
+# What a version that gave all batches as many utterances wrote of the options of `support.arguments`.
+EARLIER_OPTIONS = "fc1d77d16353181f0a1cc6527a20c9038e770bb7439cd5ce8fa2a2c5bb5b696c"
+
+
 def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     """A run whose corpora have changed goes on only if that is asked for. Names of corpora hold in any folder.
 
@@ -234,15 +239,21 @@ def test_other_utterances(corpus, trained, tmp_path, capsys, monkeypatch):
     before, with_others, others, again = (x.record.progress for x in started)
     assert before == with_others == again and others == record.Progress()
     assert seen[3] not in seen[1:3]
-    for file in (tmp_path / "run").glob("checkpoints/*/setup/metadata"):  # without its order
-        setup = {name: x for name, x in json.loads(file.read_text()).items() if name != "order"}
-        file.write_text(json.dumps(setup | {"utterances": "of an earlier version"}))
-        outputs.seal(file.parents[1])
-    capsys.readouterr()
-    for more, anew in (([], False), (["--steps", 7, "--change"], True)):  # one that has ended does not go on
-        run(["train", "--resume", "--workdir", tmp_path / "run", "--devices", 1, *more])
-        line = "begins anew, in another order: the run had the order of an earlier version"
-        assert (line in capsys.readouterr().out) == anew and started[-1].record.progress == before
+    files = {x: json.loads(x.read_text()) for x in (tmp_path / "run").glob("checkpoints/*/setup/metadata")}
+    for what, without in (
+        ("batches of an earlier version, all with the same number of utterances", False),
+        ("the order of an earlier version", True),
+    ):
+        for file, setup in files.items():
+            order = {"order": setup["order"] | {"options": EARLIER_OPTIONS}}
+            earlier = setup | {"utterances": "of an earlier version"} if without else setup | order
+            file.write_text(json.dumps({name: x for name, x in earlier.items() if not (without and name == "order")}))
+            outputs.seal(file.parents[1])
+        capsys.readouterr()
+        for more, anew in (([], False), (["--steps", 7, "--change"], True)):  # one that has ended does not go on
+            run(["train", "--resume", "--workdir", tmp_path / "run", "--devices", 1, *more])
+            line = f"begins anew, in another order: the run had {what}\n"
+            assert (line in capsys.readouterr().out) == anew and started[-1].record.progress == before
 
 
 def test_epochs(corpus, tmp_path, said):

@@ -20,7 +20,7 @@ from jax_rnnt.layouts._layout import Layout
 BATCH = "logits: 'Logits', targets: 'ArrayLike', logit_lengths: 'ArrayLike', target_lengths: 'ArrayLike'"
 MORE = "*, label_windows: 'ArrayLike | None' = None, key: 'jax.Array | None' = None"
 METHODS = {  # name: type of the result, first line of the docstring, its sections
-    "__call__": ("jax.Array", "The loss of a batch, differentiable.", "Parameters Returns Raises"),
+    "__call__": ("jax.Array", "Computes the loss of a batch, which is differentiable.", "Parameters Returns Raises"),
     "posteriors": (
         "tuple[jax.Array, jax.Array]",
         "Posterior probability of every blank and every label, given the targets.",
@@ -53,7 +53,7 @@ METHODS = {  # name: type of the result, first line of the docstring, its sectio
     ),
     "validate": (
         "None",
-        "Checks the data of a batch: raises where lengths or labels would make the loss NaN or +inf.",
+        "Checks the data of a batch: raises an error where lengths or labels would make the loss NaN or +inf.",
         "Parameters Raises Examples",
     ),
 }

@@ -108,7 +108,7 @@ ROBUST = Loss(
 ENDS = {"skip_start": -2.0, "skip_end": -1.0}
 WILDCARD = Loss("wildcard", jax_rnnt.WildcardRNNTLoss, {"emission": emissions.wildcard_emission, **ENDS}, ENDS)
 LOSSES = RNNT, MONOTONIC, FINAL_BLANK, CONSTRAINED, MULTIBLANK, TDT, HAT, ROBUST, WILDCARD
-SKIPPING = ROBUST, WILDCARD  # of known targets: no decoder skips, and a likelihood may exceed 1
+SKIPPING = ROBUST, WILDCARD  # their steps need the targets, so no decoder has them; a likelihood may exceed 1
 
 # Layouts of logits as rows of the table, so that they answer the same tests. test_layouts.py has what differs.
 TILES = Loss("tiles", jax_rnnt.RNNTLoss, layout=in_tiles)

@@ -10,7 +10,7 @@ import pytest
 from project import ROOT
 
 # The lines of each house when its figure was decided; it may have 2% more.
-LINES = {"jax_rnnt": 19_722, "xla_kernels": 9_415, "speech/jax_rnnt_speech": 17_300}
+LINES = {"jax_rnnt": 19_722, "xla_kernels": 9_415, "speech/jax_rnnt_speech": 17_344}
 CODE = ".c", ".cc", ".cu", ".cuh", ".h", ".py", ".sh"
 # The words of pages for people who work on the repository, and of those for users without their code.
 WORDS = {

@@ -238,6 +238,15 @@ def test_all_dataclasses_are_frozen():
     assert [x for x in classes if not x.__dataclass_params__.frozen] == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/losses.md", "docs/api.md"])
+def test_pages_that_list_the_losses(page):
+    path = project.ROOT / page
+    if not path.exists():
+        pytest.skip(f"no {page} beside the tests")
+    losses = {name for name in jax_rnnt.__all__ if name.endswith("Loss")} - {"TransducerLoss"}
+    assert losses - {*re.findall(r"\w+", path.read_text())} == set()
+
+
 def test_versions_in_the_text():
     """Pages name the glibc, the JAX and the Python that the wheels and the package ask for."""
     root = project.ROOT

@@ -81,7 +81,7 @@ struct SplitExp {
     return SubtractProduct(SubtractProduct(x, n, Broadcast(S::kLn2High)), n, Broadcast(S::kLn2Low));
   }
 
-  // Without sign, as the exponent of a number out of range overflows; it is not used.
+  // Subtracts without sign, as the exponent of a number out of range overflows; it is not used.
   typename S::I Exponent() const {
     using Unsigned = typename S::Unsigned;
     return (typename S::I)((Unsigned)biased - (Unsigned)Broadcast(kRound));
@@ -109,7 +109,7 @@ inline V InRegister(V constant) {
 }
 
 #if defined(__AVX2__)
-// 2^(i / kWidth), less i / kWidth in the place of the exponent, where Exp adds it back.
+// 2^(i / kWidth), less i / kWidth in the bits of the exponent, where Exp adds it back.
 template <int... lane>
 inline Simd<float>::I RootsOfTwo(std::integer_sequence<int, lane...>) {
   constexpr int kWidth = Simd<float>::kWidth;

@@ -42,8 +42,8 @@ class SequencePlanes {
         size_(args.frames * args.columns),
         most_(A(MostOfAnArc(frames_, labels_))) {}
 
-  // Of a sequence without frames: its only path has no arc. Returns whether it is one. The kernels do not see it, since
-  // their scratch grows with the columns: without frames, arrays of no bytes may have any number of them.
+  // Writes the results of a sequence without frames, whose only path has no arc. Returns whether it is one. The kernels
+  // do not see it, since their scratch grows with the columns: without frames, arrays of no bytes may have any number.
   static bool StoreNoFrames(const LatticeArgs& args, int64_t sequence) {
     const SequencePlanes planes(args, sequence);
     if (planes.frames_ > 0) return false;
@@ -86,7 +86,7 @@ class SequencePlanes {
     }
   }
 
-  // Remembers whether an arc is too large for the sweeps, NaN or +inf.
+  // Records whether an arc is too large for the sweeps, NaN or +inf.
   void Check(F log_arcs) { over_ |= ~(log_arcs < most_); }
 
   // Stores the loss, from the likelihood m * 2^e that the sweep over alpha found. Returns whether a sweep over beta

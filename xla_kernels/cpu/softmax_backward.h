@@ -310,7 +310,7 @@ class BackwardPass {
       write(lane, row, dx_ + lane * group_.stride, Broadcast(buffers_.bases[lane]));
     }
   }
-  // Of all classes without an arc where there is no softmax: 0, or NaN.
+  // The gradient of all classes without an arc where there is no softmax: 0, or NaN.
   [[gnu::always_inline]] static F WithoutSoftmax(F minus_sum) { return minus_sum == minus_sum ? F{} : minus_sum; }
 
   [[gnu::always_inline]] void WriteShortRows() {
@@ -405,9 +405,9 @@ class BackwardPass {
   const bool is_short_, is_streamed_;
   const int64_t ahead_;  // elements from those that are read to those that are prefetched
 
-  // Of the rows of the group.
+  // Numbers of the rows of the group.
   I label_ = {}, outside_ = {}, anchored_ = {};
-  F sum_ = {}, scale_ = {}, limit_ = {};  // sum: of cotangents, later over the total of the softmax
+  F sum_ = {}, scale_ = {}, limit_ = {};  // sum: that of cotangents, later over the total of the softmax
   T *dlogits_ = nullptr, *dx_ = nullptr;  // the first gradient as it lies in memory, and as it is written
 };
 

@@ -218,7 +218,7 @@ class ForwardPass {
   const RowReader<T, kBernoulli> reader_;
   const int64_t ahead_;  // elements from those that are read to those that are prefetched
 
-  // Of the rows of the group.
+  // Numbers of the rows of the group.
   I label_, outside_;
   F shift_, sum_, anchor_, norm_;  // anchor: the logit of that class
   F poison_;                       // 0, or NaN

@@ -236,8 +236,8 @@ class DurationHead {
   F logits_[kMaxDurations], exps_[kMaxDurations], shift_ = {}, sum_ = {};
 };
 
-// What is kept of a group of rows in memory. Apart from all else: the compiler keeps no member of a class in a register
-// that has an array indexed by a variable.
+// The numbers of a group of rows that are kept in memory. They are a class of their own, since the compiler keeps no
+// member of a class in a register that has an array indexed by a variable.
 template <class T>
 struct RowBuffers {
   typename Simd<Accumulator<T>>::Exponent labels[Simd<Accumulator<T>>::kWidth];
@@ -272,7 +272,7 @@ struct RowGroup {
     }
     for (int lane = 0; has_ends && lane < kWidth; ++lane) buffers.ends[lane] = F{};
   }
-  // Together with the rest of the row: see DurationHead.
+  // Reads the ends together with the rest of the row: see DurationHead.
   [[gnu::always_inline]] void ReadEnd(int lane) {
     if (has_ends) buffers.ends[lane] = DurationHead<T>::End(logits + lane * row_size, row_size);
   }
@@ -286,7 +286,7 @@ struct RowGroup {
   RowBuffers<T>& buffers;
 
   int64_t r = 0;                            // the first row
-  int count = 0;                            // of rows
+  int count = 0;                            // number of rows
   const T *logits = nullptr, *x = nullptr;  // the first row as it lies in memory, and as it is read
 };
 

@@ -19,8 +19,8 @@ enum class Verdict {
   kBad,    // the loss is NaN: an arc is NaN or +inf
   kWide,   // not valid: finite arcs are so large that WideLattice must run
 };
-// `exponent`: of the likelihood; `zero`: whether that is 0. Reads all arcs, so call it only if an arc is NaN or above
-// MostOfAnArc, or the likelihood is below 2^kFaintLikelihood.
+// `exponent` is the likelihood's; `zero` says whether that is 0. It reads all arcs, so call it only if an arc is NaN or
+// above MostOfAnArc, or the likelihood is below 2^kFaintLikelihood.
 Verdict Judge(bool is_double, const LatticeArgs& args, int64_t sequence, bool zero, int64_t exponent);
 
 // Loss and gradient of one sequence, for any finite arcs. Gradients may overwrite the log-probabilities of the arcs. If

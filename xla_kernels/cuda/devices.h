@@ -1,4 +1,4 @@
-// What the host asks about the GPUs of this process: Python decides by it whether the kernels can run (see
+// The host's questions about the GPUs of this process, by which Python decides whether the kernels can run (see
 // jax_rnnt/_xla/devices.py).
 #pragma once
 

@@ -56,7 +56,7 @@ struct QuickGradient {
   A anchor, factor, limit;
 };
 
-// What a lane knows about the row that it owns.
+// A lane's numbers of the row that it owns.
 template <class A>
 struct BackwardRow {
   bool used = false;   // whether a cotangent is not 0

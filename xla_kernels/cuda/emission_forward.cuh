@@ -61,7 +61,7 @@ __device__ __forceinline__ void WriteRow(const ShapeType& shape, const ForwardPo
   if (shape.durations > 0 && shape.normalize) of_durations = SumDurations(x + shape.classes, shape.durations);
   A poison = total.sum - total.sum;  // one NaN makes all NaN
   if (shape.durations > 0) poison += of_durations.sum - of_durations.sum;
-  A log_blank = 0, log_not_blank = 0;  // of a Bernoulli blank
+  A log_blank = 0, log_not_blank = 0;  // those of a Bernoulli blank
   if (shape.bernoulli) {
     poison += logit_blank < kInfinity<A> ? A(0) : NaN<A>();
     log_blank = LogSigmoid(logit_blank);

@@ -1,4 +1,4 @@
-// The kernels of a joint network: joint.h has what they compute, joint_product.cuh how they multiply.
+// The kernels of a joint network: joint.h explains what they compute, joint_product.cuh how they multiply.
 #include "xla_kernels/cuda/joint.h"
 
 #include "xla_kernels/cuda/joint_gradient.cuh"

@@ -14,12 +14,12 @@
 
 namespace jax_rnnt::cuda {
 
-constexpr int kJointColumns = 8;    // of a block
-constexpr int kJointClasses = 128;  // that a thread block multiplies at once
-constexpr int kJointBytes = 128;    // of the units of a class in a stage
+constexpr int kJointColumns = 8;    // columns of a block
+constexpr int kJointClasses = 128;  // classes that a thread block multiplies at once
+constexpr int kJointBytes = 128;    // bytes of the units of a class in a stage
 // The module exports these numbers, and Python asks for them before it makes a call.
 constexpr int kJointCapability = 8;           // the least compute capability
-constexpr int64_t kMaxJointBlocks = 1 << 24;  // of a list
+constexpr int64_t kMaxJointBlocks = 1 << 24;  // most blocks of a list
 
 enum class Activation { kTanh, kRelu, kSilu, kGelu, kExactGelu };
 constexpr const char* kActivations[] = {"tanh", "relu", "silu", "gelu", "exact_gelu"};
@@ -38,8 +38,8 @@ struct JointShape {
   int64_t padded_units;                              // H': a class of W has a multiple of 128 bytes
   int64_t others, blanks;                            // classes of other heads; blanks of the softmax, or 1 to keep
   int64_t rows;                                      // R: 32, 64 or 128
-  int64_t frame_bits, copy_bits, column_bits;        // of an entry of the list
-  int64_t blocks;                                    // of the list, at most
+  int64_t frame_bits, copy_bits, column_bits;        // bits of an entry of the list
+  int64_t blocks;                                    // blocks of the list, at most
   int64_t slab;                                      // blocks of a slab
   Activation activation;
   bool exact;      // float32 as three products of TF32
@@ -47,7 +47,7 @@ struct JointShape {
   bool bernoulli;  // or the one is the logit of a blank
 };
 
-// What all kernels read. `dtype`: of W; rows of encoder and predictor have theirs.
+// The inputs of all kernels. `dtype` is the type of W; rows of encoder and predictor have theirs.
 struct JointInputs {
   DType dtype, rows;
   const int32_t* list;        // [blocks]: encoder, block of frames, copy, block of columns, from the high bits down
@@ -71,7 +71,7 @@ struct JointForwardArgs {
 };
 
 // Hidden units and gradient of logits of a slab, 0 in rows that do not count, and sums of the gradient over halves of
-// the rows of a block. Numbers of a row: what each other head gets; what is added at each blank, and at the label; the
+// the rows of a block. Numbers of a row: one for each other head; those to add at each blank, and at the label; the
 // factor of exp(logit - base); base, -inf for the logit of the first class of the softmax.
 struct JointGradientArgs {
   JointShape shape;

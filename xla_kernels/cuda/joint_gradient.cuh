@@ -1,11 +1,11 @@
-// The gradient of the logits of a slab of blocks, and their hidden units: joint.h has what is written.
+// The gradient of the logits of a slab of blocks, and their hidden units: joint.h describes the results.
 #pragma once
 
 #include "xla_kernels/cuda/joint_product.cuh"
 
 namespace jax_rnnt::cuda {
 
-// What the kernel reads and writes beside `JointTable` and `JointWeight`.
+// The kernel's inputs and outputs besides `JointTable` and `JointWeight`.
 struct GradientTable {
   const float *numbers, *bound;
   const int32_t* slab;
@@ -63,7 +63,7 @@ struct JointGradientRows {
     }
   }
 
-  // Puts what the softmax of other heads needs into `of_rows`: a base, and the sum of cotangents by that of
+  // Puts the numbers for the softmax of other heads into `of_rows`: a base, and the sum of cotangents by that of
   // exponentials.
   __device__ __forceinline__ void NormalizeOthers(Tile& tile, int first) const {
     RowTotal parts[kOwn];
@@ -111,7 +111,7 @@ struct JointGradientRows {
     }
   }
 
-  // The same of the softmax. Its first class is the anchor: a base of -inf stands for the logit of that class.
+  // The same for the softmax. Its first class is the anchor: a base of -inf stands for the logit of that class.
   __device__ __forceinline__ void OfSoftmax(Tile& tile, int chunk, int first) const {
     const bool has_anchor = chunk * kJointClasses == w.start;
     if (has_anchor) {

@@ -16,7 +16,7 @@ namespace jax_rnnt::cuda {
 constexpr int kRowWarps = JAX_RNNT_JOINT_ROW_WARPS, kClassWarps = 4, kJointThreads = 32 * kRowWarps * kClassWarps;
 constexpr int kStages = 3, kPitch = kJointBytes + 16, kStageBytes = kJointClasses * kPitch;
 
-// What all kernels with a product get.
+// The arguments of all kernels with a product.
 struct JointWeight {
   JointWeight(const JointShape& shape, const void* weight, const float* bias, int size)
       : weight(static_cast<const unsigned char*>(weight)),
@@ -35,22 +35,22 @@ struct JointWeight {
 };
 
 // Shared memory of a block holds stages, numbers of rows, hidden units, one after the other (`JointSharedBytes`).
-constexpr int kNumbers = 2 * kClassWarps + 4;  // of a row
+constexpr int kNumbers = 2 * kClassWarps + 4;  // numbers of a row
 
 // One lane's part of a chunk.
 template <int kRows>
 struct JointTile {
-  static constexpr int kTiles = kRows / (16 * kRowWarps), kOwn = 2 * kTiles;  // of 16 rows; rows of a lane
+  static constexpr int kTiles = kRows / (16 * kRowWarps), kOwn = 2 * kTiles;  // tiles of 16 rows; rows of a lane
 
   // Row i of kOwn.
   static __device__ __forceinline__ int Row(int i) { return RowWarp() * (kRows / kRowWarps) + Lane() / 4 + 8 * i; }
-  // Of the first class; the others are n * 8 + e further.
+  // The number of the first class; the others are n * 8 + e further.
   static __device__ __forceinline__ int Class() { return ClassWarp() * 32 + Lane() % 4 * 2; }
   static __device__ __forceinline__ int Lane() { return int(threadIdx.x % 32); }
   static __device__ __forceinline__ int RowWarp() { return int(threadIdx.x / 32) / kClassWarps; }
   static __device__ __forceinline__ int ClassWarp() { return int(threadIdx.x / 32) % kClassWarps; }
 
-  // Of the class in slot s of 8, relative to the first; and back, -1 for that of another lane.
+  // The number of the class in slot s of 8, relative to the first; and back, -1 for that of another lane.
   static __device__ __forceinline__ int Offset(int s) { return s / 2 * 8 + s % 2; }
   static __device__ __forceinline__ int Slot(int offset) {
     return unsigned(offset) < 32 && offset % 8 < 2 ? offset / 8 * 2 + offset % 8 : -1;
@@ -213,7 +213,7 @@ struct JointNodes {
     label = column < block.columns ? table.inputs.label[int64_t(block.sequence) * table.columns + column] : -1;
   }
   __device__ __forceinline__ bool Inside(int i) const { return i < inside; }
-  // Of row i in a plane.
+  // The place of row i in a plane.
   __device__ __forceinline__ int64_t At(int plane, int i) const { return plane * nodes + first + int64_t(i) * step; }
 
   int step;

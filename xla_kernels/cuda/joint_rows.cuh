@@ -83,7 +83,7 @@ __device__ __forceinline__ void ForActivation(Activation kind, const F& f) {
   }
 }
 
-// What kernels read of `JointShape` and `JointInputs`.
+// The parts of `JointShape` and `JointInputs` that kernels read.
 struct JointTable {
   JointTable(const JointShape& shape, const JointInputs& inputs)
       : inputs(inputs),
@@ -119,7 +119,7 @@ struct JointBlock {
     columns = min(table.inputs.num_labels[sequence] + 1, table.columns);
   }
   __device__ __forceinline__ bool Inside(int t, int u) const { return t < frames && u < columns; }
-  // Of a node in a plane.
+  // The place of a node in a plane.
   __device__ __forceinline__ int64_t Node(const JointTable& table, int t, int u) const {
     return (int64_t(sequence) * table.frames + t) * table.columns + u;
   }

@@ -1,4 +1,4 @@
-// Gradients of the rows of encoder and predictor, and of the bias, from those of a slab: joint.h has what is written.
+// Gradients of the rows of encoder and predictor, and of the bias, from those of a slab: joint.h describes the results.
 #pragma once
 
 #include "xla_kernels/cuda/joint_rows.cuh"
@@ -71,7 +71,7 @@ struct JointSumOfRows {
     }
   }
 
-  // Of frames whose blocks another slab has, too, the sum goes from slab to slab in `s.carry`.
+  // For frames whose blocks another slab has, too, the sum goes from slab to slab in `s.carry`.
   __device__ __forceinline__ bool HasFrames(int64_t position) const {
     return position >= 0 && position < count && ((uint32_t(table.inputs.list[position]) ^ code) & mask) == 0;
   }

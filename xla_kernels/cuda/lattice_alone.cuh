@@ -32,7 +32,7 @@ struct LastColumn {
     if (kSweep == 2) ReadOther();
   }
 
-  // Only what is there: beyond the ends of its columns a chunk stands for memory that the other block writes.
+  // Reads only what is there: beyond the ends of its columns a chunk stands for memory that the other block writes.
   __device__ __forceinline__ void ReadArc() {
     if (sweep.HasArcs(now.t[0])) log = (&sweep.arcs->of[0])[now.group * V + of_lane];
   }
@@ -74,7 +74,7 @@ struct LastColumn {
     StoreResults(here, p, enters);
   }
 
-  // Of the step of this lane: its value, or posteriors. That of the label arc that enters lies in the column before.
+  // Results of this lane's step: its value, or posteriors. That of the entering label arc lies in the column before.
   __device__ __forceinline__ void StoreResults(const typename Sweep::Chunk& here, Value<A> p, Value<A> enters) {
     const int t = here.t[0];
     Value<A> value = Load(exchanged_by_lane + C);
@@ -121,7 +121,7 @@ struct LastColumn {
   const int last, step;  // the tile; the step whose probability and results this lane has
   // The place of a lane's first number, from that of the group, in elements, and from there to the second number.
   const unsigned of_lane, to_second;
-  // What lanes exchange: probabilities, and values before each step. It lies where the last tile has no neighbour.
+  // Lanes exchange probabilities, and values before each step. They lie where the last tile has no neighbour.
   const SharedAddress<Value<A>> exchanged, exchanged_by_lane;
   const SharedAddress<Vector<A>> exchanged_vectors;
   const typename Sweep::Crossing crossing;

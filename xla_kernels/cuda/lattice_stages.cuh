@@ -1,5 +1,5 @@
-// What a sweep of lattice.cu has at hand: warps, and shared memory for the chunks of its tiles and what crosses between
-// them.
+// The resources of a sweep of lattice.cu: warps, and shared memory for the chunks of its tiles and for the values that
+// cross between them.
 #pragma once
 
 #include "xla_kernels/cuda/lattice_wide.cuh"
@@ -59,7 +59,7 @@ __device__ __forceinline__ void PutIf(unsigned condition, SharedAddress<Vector<A
   if ((j + 1) % (V / 2) == 0) StoreIf(condition, to + 2 * j / V, x);
 }
 
-// What a chunk needs of a lane's column, in shared memory: arcs and, in the second sweep, values of the other
+// A chunk's inputs from a lane's column, in shared memory: arcs and, in the second sweep, values of the other
 // direction: alpha or, upwards, beta of the next diagonal.
 template <class A, int kSweep, int kColumns>
 struct Stage {

@@ -48,7 +48,7 @@ struct Sweeper {
   struct Crossing {
     SharedAddress<Vector<A>> from, to;
   };
-  // What a chunk stores: mantissas and exponents, or posteriors of blanks and labels. `stored` has a bit per vector:
+  // The outputs of a chunk: mantissas and exponents, or posteriors of blanks and labels. `stored` has a bit per vector:
   // with equal conditions, the compiler makes a branch of two stores.
   struct Output {
     Vector<A> of[kColumns][kVectors];
@@ -145,7 +145,7 @@ struct Sweeper {
 
   __device__ __forceinline__ int ChunkOf(int round, int tile) const { return round - (kUp ? tile : tiles - 1 - tile); }
   __device__ __forceinline__ bool HasArcs(int t) const { return unsigned(t + (C - 1)) < with_arcs; }
-  // Of the diagonal before, too.
+  // Whether there are values, those of the diagonal before included.
   __device__ __forceinline__ bool HasValues(int t) const { return unsigned(t + C) < with_arcs + 1; }
   __device__ __forceinline__ Chunk ChunkAt(int chunk, int tile) const {
     const int from = begin + chunk * kStep;
@@ -287,7 +287,7 @@ struct Sweeper {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         Value<A>& self = state.self[c];
-        // Downwards, that of the next diagonal.
+        // Downwards, it is that of the next diagonal.
         if (kSweep == 1) out.of[c][h].of[k] = self.m, out.of[c][2 + h].of[k] = S::AsFloat(self.e);
         if (kUp) {
           leaving[c] = Times(self, p.label[c][j]);

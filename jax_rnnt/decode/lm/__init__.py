@@ -1,1 +1,1 @@
-"""Models that add scores to labels: n-grams, word n-grams, phrases. They know no search."""
+"""Models that add scores to labels: n-grams, word n-grams, phrases. They do not depend on any search."""

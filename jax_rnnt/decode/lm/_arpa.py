@@ -1,7 +1,7 @@
-"""Reads n-gram models in ARPA format: text becomes numbers line by line, the rest is done for whole arrays.
+"""Reads n-gram models in ARPA format: text becomes numbers line by line; the rest works on whole arrays.
 
-M n-grams of one order. Words that Unicode holds for equal are one; so are <unk> and <UNK>, as in KenLM, <s> and <S>,
-</s> and </S>: these three are marks, and no words.
+There are M n-grams of one order. Words that Unicode holds for equal are one word. So are <unk> and <UNK>, as in KenLM,
+<s> and <S>, </s> and </S>: these three are marks, and no words.
 """
 
 import codecs
@@ -21,21 +21,21 @@ import numpy as np
 
 from jax_rnnt import _checks
 
-LINES = 1 << 16  # split at once: their tokens take 30 MB
+LINES = 1 << 16  # lines that are split at once; their tokens take 30 MB
 MARKS = "<unk>", "<s>", "</s>"
-UNSEEN = -2  # a token that no line had before
-LARGEST = 1e30  # backoff weight: float32 holds sums of them
-NAMED = 10  # words that are left out
+UNSEEN = -2  # a token that no earlier line had
+LARGEST = 1e30  # largest backoff weight; float32 holds sums of such weights
+NAMED = 10  # how many of the words that are left out are named
 
 
 def canonical(word: str, form: typing.Literal["NFC", "NFD"] = "NFC") -> str:
-    """One text for all that are the same word."""
+    """Returns the same text for all spellings of one word."""
     mark = word.lower()
     return mark if mark in MARKS and word in (mark, mark.upper()) else unicodedata.normalize(form, word)
 
 
 def names_of(labels, form: typing.Literal["NFC", "NFD"] = "NFC") -> list[str | None]:
-    """Labels of the user in canonical form: different ones, at least one."""
+    """Returns the user's labels in canonical form, which must be different, and at least one."""
     labels = list(labels)
     for label in labels:
         if not isinstance(label, (str, type(None))):
@@ -50,40 +50,40 @@ def names_of(labels, form: typing.Literal["NFC", "NFD"] = "NFC") -> list[str | N
 
 
 def shown(text: bytes | str) -> str:
-    """What an error shows of a file: its beginning, with escapes for what is invisible or no UTF-8."""
+    """Returns the beginning of a file's text for an error, with escapes for what is invisible or not UTF-8."""
     text = text.decode(errors="backslashreplace") if isinstance(text, bytes) else text
     text = text if len(text) <= 100 else text[:100] + "..."
     return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 
 class Grams(typing.NamedTuple):
-    """All n-grams of one order."""
+    """The n-grams of one order."""
 
-    words: np.ndarray  # int32 [M, order]: numbers of the tokens, -1 for those without
+    words: np.ndarray  # int32 [M, order]: numbers of the tokens, -1 for those without one
     log_probs: np.ndarray  # [M], in nats
     backoffs: np.ndarray  # [M], in nats, 0 where the file has none
     first_line: int
 
 
 class Arpa:
-    """A file that is read once."""
+    """An ARPA file, which is read once."""
 
-    vocabulary: int  # words
-    spelled: int  # of these, words that have a number
-    unspelled: tuple[str, ...]  # the first NAMED of the others
+    vocabulary: int  # number of words in the file
+    spelled: int  # how many of these have a number
+    unspelled: tuple[str, ...]  # the first NAMED words without one
 
     def __init__(self, path, form: typing.Literal["NFC", "NFD"] = "NFC"):
         self.path, self.form = os.fspath(path), form
-        self.number = 0  # of the last line that was read
-        self.names: dict[str, int] = {}  # numbers of words and marks of the file, -1 for those without
-        self.tokens: dict[bytes, int] = {}  # the same of tokens, as lines have them
+        self.number = 0  # number of the last line that was read
+        self.names: dict[str, int] = {}  # numbers of the file's words and marks, -1 for those without one
+        self.tokens: dict[bytes, int] = {}  # the same for tokens as they stand in lines
 
     def fail(self, expected: str, got: bytes | str, line: int | None = None) -> typing.NoReturn:
         place = f"{self.path}, line {self.number if line is None else line}"
         raise _checks.bad_value(f"{place}: expected {expected}, got {shown(got)}.") from None
 
     def line(self) -> bytes:
-        """The next one that is not blank, stripped; none: the file has ended."""
+        """Returns the next line that is not blank, stripped; an empty one when the file has ended."""
         for line in self.file:
             self.number += 1
             if line := (line.removeprefix(codecs.BOM_UTF8) if self.number == 1 else line).strip():
@@ -95,9 +95,9 @@ class Arpa:
             self.fail(expected, line or "the end of the file")
 
     def read(self, function: str, number: Callable[[list[str], Collection[str]], dict[str, int]]) -> list[Grams]:
-        """The n-grams of each order; ``number(words, marks)`` of the unigrams gives those their numbers that have one.
+        """Returns the n-grams of each order; ``number(words, marks)`` returns the numbers of unigrams that have one.
 
-        Words without one are left out, and a warning in the name of the function counts them.
+        Words without a number are left out, and a warning in the name of the function counts them.
         """
         with (gzip.open if str(self.path).endswith(".gz") else open)(self.path, "rb") as self.file:
             try:
@@ -114,8 +114,8 @@ class Arpa:
         orders: list[Grams] = []
         first = line = self.line()
         place = self.number
-        while line != b"\\data\\":  # any text may come before
-            if not line or re.match(rb"[iq]ARPA", line):  # formats of IRSTLM, with other numbers
+        while line != b"\\data\\":  # any text may come before this line
+            if not line or re.match(rb"[iq]ARPA", line):  # formats of IRSTLM, which have other numbers
                 self.fail("\\data\\", first or "the end of the file", place)
             line = self.line()
         counts: list[int] = []
@@ -134,7 +134,7 @@ class Arpa:
 
     def section(self, order: int, count: int, number) -> Grams:
         first, parts = self.number + 1, [self.numeric(order, [])]
-        size = max(count, 1) if order == 1 else LINES  # all unigrams are known before tokens have numbers
+        size = max(count, 1) if order == 1 else LINES  # all unigrams must be known before tokens have numbers
         for done in range(0, max(count, order == 1), size):
             rows = [line.split() for line in itertools.islice(self.file, min(size, count - done))]
             self.check_fields(rows, order, min(size, count - done), f"{count} {order}-grams, as \\data\\ says")
@@ -175,10 +175,10 @@ class Arpa:
             self.fail(all_of_them, "the end of the file", self.number + len(rows))
 
     def numeric(self, order: int, rows):
-        """(words, log-probabilities, backoffs) of n-grams."""
+        """Returns (words, log-probabilities, backoffs) of n-grams."""
         tokens = [*itertools.chain.from_iterable(row[1 : order + 1] for row in rows)]
         words = np.fromiter(map(self.tokens.get, tokens, itertools.repeat(UNSEEN)), np.int32, len(tokens))
-        for i in np.flatnonzero(words == UNSEEN).tolist():  # another form of a word
+        for i in np.flatnonzero(words == UNSEEN).tolist():  # another form of a known word
             name = self.name(tokens[i], line := self.number + 1 + i // order)
             if name not in self.names:
                 self.fail("words of the 1-grams", tokens[i], line)
@@ -189,7 +189,7 @@ class Arpa:
         return words.reshape(len(rows), order), log_probs, backoffs
 
     def numbers_of(self, fields: list[bytes], expected: str, most: float):
-        """Fields in log10 as nats, of which none is above `most` or NaN."""
+        """Converts fields from log10 to nats; none may be above `most` or NaN."""
 
         def value(i):
             try:

@@ -1,7 +1,7 @@
 """Automata with backoff as arrays, for `NGram` and `Phrases`: scores of all next labels, and the state after one.
 
-N rows, V labels, R roots, S states, A arcs. A label follows the state's arc for it, else that of the state's suffix,
-and so on; the arcs of a root are dense rows. The last column V, no label, is the end of an utterance.
+There are N rows, V labels, R roots, S states and A arcs. A label follows the state's arc for it, else that of the
+state's suffix, and so on; the arcs of a root are dense rows. The last column V, no label, is the end of an utterance.
 """
 
 import dataclasses
@@ -15,47 +15,47 @@ import numpy as np
 from jax_rnnt import _checks, _xla
 from jax_rnnt.decode._gather import rows_at
 
-CHUNK = 512  # arcs that are put into a few rows at once; 8 times as many into many
+CHUNK = 512  # arcs that are put at once into a few rows; into many rows, 8 times as many
 
 
 class Arcs(typing.NamedTuple):
-    """The states of a root are consecutive, the root first: S / R of each. Suffixes lead to the root."""
+    """Arcs of an automaton. The S / R states of a root are consecutive, the root first. Suffixes lead to the root."""
 
     root_scores: jax.Array  # [R, V + 1]
-    root_targets: jax.Array  # [R, V + 1]: states
-    first: jax.Array  # [S + 1]: the first arc of each state, up to that of the next one; roots have none
-    labels: jax.Array  # [A]: ascending in a state; above V: no arc
+    root_targets: jax.Array  # [R, V + 1]: target states
+    first: jax.Array  # [S + 1]: the first arc of each state, which ends at that of the next one; roots have none
+    labels: jax.Array  # [A]: ascending within a state; above V where there is no arc
     scores: jax.Array  # [A]
-    targets: jax.Array  # [A]: states
-    backoffs: jax.Array  # [S]: what is added to scores of the suffix; 0 for roots
-    suffixes: jax.Array  # [S]: states; a root's is itself
+    targets: jax.Array  # [A]: target states
+    backoffs: jax.Array  # [S]: what is added to the scores of the suffix; 0 for roots
+    suffixes: jax.Array  # [S]: the suffix of each state; a root's is itself
 
     @property
     def states(self) -> int:
-        """Of one root."""
+        """The number of states of one root."""
         return self.suffixes.shape[0] // self.root_scores.shape[0]
 
 
 class Tour(typing.NamedTuple):
-    """For states that a tour of the tree of suffixes numbers, parents first: which arc of a label serves which states.
+    """The arcs of a label and the states that they serve, numbered by a tour of the tree of suffixes, parents first.
 
-    An arc serves its state and all below, whose numbers follow, but for those below a longer context with such an arc.
-    So the arcs of one label are a function of the state that changes at twice as many places as there are arcs.
+    An arc serves its state and all states below it, whose numbers follow, except those below a longer context with such
+    an arc. So the arcs of one label are a function of the state that changes at twice as many places as there are arcs.
     """
 
-    first: jax.Array  # [R, V + 2]: the first of these places of each label, up to that of the next one
-    states: jax.Array  # [2 A]: ascending for each label: from this state on
-    arcs: jax.Array  # [2 A]: this arc; -1: that of the root
-    paid: jax.Array  # [2 A]: `to_root` of the state of the arc; 0 for the root
+    first: jax.Array  # [R, V + 2]: the first of these places for each label, which ends at that of the next one
+    states: jax.Array  # [2 A]: the state where each change takes place, ascending for each label
+    arcs: jax.Array  # [2 A]: the arc from there on; -1 for that of the root
+    paid: jax.Array  # [2 A]: `to_root` of the arc's state; 0 for the root
     to_root: jax.Array  # [S]: what backing off to the root adds
 
 
 def one_root(scores, targets, arcs, backoffs, suffixes) -> Arcs:
-    """The states of one root, with its row of scores and targets [V + 1].
+    """Returns the states of one root, with its row of scores and targets [V + 1].
 
-    `arcs`: (states, labels, scores, targets) [A], ascending by state and label.
+    `arcs` has (states, labels, scores, targets) [A], ascending by state and label.
     """
-    one = [np.full(1, x) for x in (len(backoffs), len(scores) + 1, 0, 0)]  # so that there is an arc; it is of no state
+    one = [np.full(1, x) for x in (len(backoffs), len(scores) + 1, 0, 0)]  # so that there is an arc; no state has it
     state, *fields = (np.concatenate(x) for x in zip(arcs, one))
     first = np.searchsorted(state, np.arange(len(backoffs) + 1))
     types = np.float32, np.int32, np.int32, np.int32, np.float32, np.int32, np.float32, np.int32
@@ -64,29 +64,29 @@ def one_root(scores, targets, arcs, backoffs, suffixes) -> Arcs:
 
 
 class Trie:
-    """The trees of sequences of symbols. Nodes are numbered by depth, first the roots; edge i leads to node R + i."""
+    """Trees of sequences of symbols. Nodes are numbered by depth, roots first; edge i leads to node R + i."""
 
     def __init__(self, lengths, symbols, kinds: int, trees=0, roots: int = 1):
-        """The sequences, one after another: `symbols` below `kinds`, and of each one its tree, below `roots`."""
+        """Takes the sequences one after another: `symbols` below `kinds`, and each one's tree, below `roots`."""
         offset = np.cumsum(lengths) - lengths
         node, self.count = np.zeros(len(lengths), np.int64) + trees, roots
         keys, self.depths, self.passed = [np.zeros(0, np.int64)], [slice(0, roots)], []
         for depth in range(int(lengths.max(initial=0))):
             longer = np.flatnonzero(lengths > depth)
-            self.passed.append((longer, node[longer]))  # sequences that go on behind this depth, and from which node
+            self.passed.append((longer, node[longer]))  # sequences that go on behind this depth, and their nodes
             key, place = np.unique(node[longer] * kinds + symbols[offset[longer] + depth], return_inverse=True)
             node[longer] = self.count + place.ravel()
             keys.append(key)
             self.depths.append(slice(self.count, self.count + len(key)))
             self.count += len(key)
-        self.ends = node  # of each sequence
+        self.ends = node  # the last node of each sequence
         self.keys = np.concatenate(keys)  # ascending, as parents are
         self.parent, self.symbol = self.keys // kinds, self.keys % kinds
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
 class Automaton:
-    """What models of fusion share that walk on arcs."""
+    """The common base of models of fusion that walk on arcs."""
 
     arcs: Arcs
 
@@ -96,20 +96,21 @@ class Automaton:
 
     @property
     def start(self) -> int:
-        """V, the label that begins an utterance."""
+        """The label V, which begins an utterance."""
         return self.arcs.root_scores.shape[1] - 1
 
     @property
     def symbols(self) -> int:
-        """V + 1: the labels that `step` takes."""
+        """V + 1, the number of labels that `step` takes."""
         return self.start + 1
 
 
 def follow(arcs: Arcs, state, label, depth: int | None = None, tour: Tour | None = None):
-    """(scores, states) [...] of one label [...] after each state [...]; label V: the end.
+    """Returns (scores, states) [...] after one label [...] from each state [...]; label V is the end.
 
-    `depth`: the most suffixes from a state to its root, if that is known before the program runs. With it, or a `tour`,
-    a GPU has no loops, after each turn of which its host would have to look whether there is another one.
+    `depth` is the largest number of suffixes from a state to its root, if that is known before the program runs. With
+    it, or with a `tour`, a GPU runs no loops, whose host would have to check after each turn whether there is another
+    one.
     """
 
     def at_once(arcs, state, label):
@@ -128,13 +129,13 @@ def follow(arcs: Arcs, state, label, depth: int | None = None, tour: Tour | None
 
 
 def score_rows(arcs: Arcs, state, depth: int | None = None, tour: Tour | None = None):
-    """[N, V]: the scores of all labels after each state [N]; `depth` and `tour` as for `follow`."""
+    """Returns the scores of all labels [N, V] after each state [N]; `depth` and `tour` as for `follow`."""
     columns = arcs.root_scores.shape[1]
 
     def at_once(arcs, state):
         suffixes = _suffixes(arcs, state, depth)
         states = jnp.stack(suffixes[:-1])
-        shape = *states.shape, columns  # a state has at most one arc of each label
+        shape = *states.shape, columns  # a state has at most one arc for each label
         level, row, place = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(3))
         arc = rows_at(arcs.first, states)[..., None] + place
         inside = arc < rows_at(arcs.first, states + 1)[..., None]
@@ -156,7 +157,7 @@ def score_rows(arcs: Arcs, state, depth: int | None = None, tour: Tour | None = 
 
 
 def _find(arcs, state, label, search):
-    """(whether a state [...] has an arc with the label [...], that arc)"""
+    """Returns (whether a state [...] has an arc with the label [...], that arc)."""
     first, end = rows_at(arcs.first, state), rows_at(arcs.first, state + 1)
     at = search(arcs, first, end, label)
     arc = jnp.minimum(at, arcs.labels.shape[0] - 1)
@@ -164,13 +165,13 @@ def _find(arcs, state, label, search):
 
 
 def _is_below(arcs, arc, end, label):
-    """Whether an arc comes before `end`, and its label before `label`."""
+    """Returns True where an arc comes before `end`, and its label before `label`."""
     return (arc < end) & (rows_at(arcs.labels, jnp.minimum(arc, arcs.labels.shape[0] - 1)) < label)
 
 
 def _by_halves(arcs, first, end, label):
-    """The first arc of `first` to `end` [...] whose label is not below this one [...]."""
-    halvings = arcs.root_scores.shape[1].bit_length()  # a state has at most one arc of each label
+    """Returns the first arc from `first` to `end` [...] whose label is not below this one [...]."""
+    halvings = arcs.root_scores.shape[1].bit_length()  # a state has at most one arc for each label
 
     def halve(i, at):
         after = at + (1 << halvings - 1) // (1 << i)
@@ -180,7 +181,7 @@ def _by_halves(arcs, first, end, label):
 
 
 def _by_blocks(arcs, first, end, label):
-    """The same by two sums, over the first arcs of blocks and over the arcs of one, which on a GPU are two kernels."""
+    """Finds the same by two sums, over first arcs of blocks and over arcs of one, which are two kernels on a GPU."""
     size = math.isqrt(arcs.root_scores.shape[1]) + 1
     places = jax.lax.broadcasted_iota(jnp.int32, (*label.shape, size), label.ndim)
 
@@ -193,7 +194,7 @@ def _by_blocks(arcs, first, end, label):
 
 
 def _follow(arcs, state, label):
-    """`follow` by a loop that ends where no row looks for an arc any more."""
+    """Implements `follow` by a loop that ends where no row looks for an arc any more."""
 
     def back_off(carry):
         looking, state, added, arc = carry
@@ -210,7 +211,7 @@ def _follow(arcs, state, label):
 
 
 def _suffixes(arcs, state, depth):
-    """The state [...] and its suffixes down to the root, where it has no more than `depth`; the root's is itself."""
+    """Returns the state [...] and its suffixes down to the root, at most `depth` of them; the root's is itself."""
     states = [state]
     for _ in range(max(depth, 1)):
         states.append(rows_at(arcs.suffixes, states[-1]))
@@ -218,7 +219,7 @@ def _suffixes(arcs, state, depth):
 
 
 def _longest(arcs, states, found):
-    """(what backing off adds, arc or -1) [...]: of the arcs `found` [depth, ...] that of the longest context."""
+    """Returns (what backing off adds, arc or -1) [...] for the longest context of the arcs `found` [depth, ...]."""
     added = [(0 * states[0]).astype(arcs.scores.dtype)]
     for state in states[:-1]:
         added.append(added[-1] + rows_at(arcs.backoffs, state))
@@ -229,9 +230,9 @@ def _longest(arcs, states, found):
 
 
 def _toured(arcs, tour, state, label):
-    """The same as of `_longest` for a label [...] after each state [...], by the last place of the tour up to it.
+    """Returns the same as `_longest` for a label [...] after each state [...], by the last place of the tour up to it.
 
-    Two sums find it, as in `_by_blocks`; halvings would be a kernel each.
+    Two sums find it, as in `_by_blocks`; each halving would be a kernel of its own.
     """
     root, size = state // arcs.states, math.isqrt(2 * arcs.states) + 1  # an utterance has two places for each arc
     first, end = tour.first[root, label], tour.first[root, label + 1]
@@ -250,31 +251,31 @@ def _toured(arcs, tour, state, label):
 
 
 def _taken(arcs, state, label, added, arc):
-    """(scores, states) after an arc, or where it is -1, after that of the root of a state."""
+    """Returns (scores, states) after an arc, or where it is -1, after the arc of the state's root."""
     root, at = state // arcs.states, jnp.maximum(arc, 0)
     score = jnp.where(arc < 0, arcs.root_scores[root, label], rows_at(arcs.scores, at))
     return added + score, jnp.where(arc < 0, arcs.root_targets[root, label], rows_at(arcs.targets, at))
 
 
 def _filled_rows(arcs: Arcs, state):
-    """`score_rows` in a time that grows with the number of their arcs.
+    """Computes `score_rows` in a time that grows with the number of the states' arcs.
 
-    From the longest context to the root: an arc fills its place unless a longer context has.
+    It goes from the longest context to the root: an arc fills its place unless a longer context has.
     """
     count, columns, dtype = state.shape[0], arcs.root_scores.shape[1], arcs.scores.dtype
     chunk = CHUNK if _checks.smaller(count, 32) else 8 * CHUNK
     beyond = count * columns
 
     def fill(carry):
-        """The arcs of these states, of all rows together, chunk by chunk."""
+        """Adds the arcs of these states, of all rows together, chunk by chunk."""
         scores, state, added = carry
         number = rows_at(arcs.first, state + 1) - rows_at(arcs.first, state)
         ends = jnp.cumsum(number, dtype=jnp.int32)
-        to_arc = rows_at(arcs.first, state) - (ends - number)  # from a place among all these arcs
+        to_arc = rows_at(arcs.first, state) - (ends - number)  # from a place among all these arcs to the arc
 
         def fill_chunk(carry):
             done, scores = carry
-            # The row of an arc: how many rows end before it. A search takes twice as long as this sum.
+            # The row of an arc is the number of rows that end before it. A search takes twice as long as this sum.
             row_ends = jnp.zeros(chunk, jnp.int32).at[jnp.maximum(ends - done, 0)].add(1, mode="drop")
             row = jnp.cumsum(row_ends, dtype=jnp.int32)
             at = jnp.minimum(row, count - 1)

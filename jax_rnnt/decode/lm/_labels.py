@@ -1,4 +1,4 @@
-"""A mask of labels, as a model of fusion that forbids the others."""
+"""A mask of labels as a model of fusion that forbids the others."""
 
 import dataclasses
 from typing import Any
@@ -16,10 +16,10 @@ from jax_rnnt._keywords import keywords
 class Labels:
     """The labels that a search may write: those of a language or a script, digits, the words of a menu.
 
-    As a model of fusion it gives 0 to labels that are allowed and -inf to the others, whatever its weight is but 0. So
-    no score changes but by the labels that are missing: scores are still log-probabilities of the unmasked model, and
-    results with different masks can be compared. Nothing is normalised again, except in `sample`, whose draws are among
-    what is allowed.
+    As a model of fusion it gives 0 to labels that are allowed and -inf to the others, whatever its weight is, except 0.
+    So no score changes except by the labels that are missing: scores are still log-probabilities of the unmasked model,
+    and results with different masks can be compared. Nothing is normalised again, except in `sample`, whose draws are
+    among what is allowed.
 
     It is a pytree whose leaf is the mask: as an argument of a jitted function, new masks compile nothing.
 
@@ -65,16 +65,16 @@ class Labels:
 
     @property
     def classes(self) -> int:
-        """V"""
+        """V, the number of classes."""
         return self.allowed.shape[-1]
 
     @property
     def utterances(self) -> int | None:
-        """B, where each utterance of the batch has its own mask."""
+        """The number of utterances B, where each one of the batch has its own mask."""
         return self.allowed.shape[0] if self.allowed.ndim == 2 else None
 
     def initial(self, batch: int) -> Any:
-        """The state: int32 [batch], the utterance of each row, if each has its own mask."""
+        """Returns the state: int32 [batch], the utterance of each row, if each has its own mask."""
         if self.utterances is None:
             return ()
         utterances = max(self.utterances, 1)
@@ -84,11 +84,11 @@ class Labels:
         return jnp.arange(batch, dtype=jnp.int32) // (batch // utterances)
 
     def place(self, state: Any) -> Any:
-        """The state of rows in the order of the batch, whatever utterances they had before."""
+        """Returns the state of rows in the order of the batch, whatever utterances they had before."""
         return state if self.utterances is None else self.initial(state.shape[0])
 
     def step(self, state: Any, labels: jax.Array) -> tuple[jax.Array, Any]:
-        """(scores float32 [N, V] of the next labels, state), whatever the label was."""
+        """Returns (scores float32 [N, V] of the next labels, state), whatever the label was."""
         one = self.utterances is None
         rows = jnp.broadcast_to(self.allowed, (labels.shape[0], self.classes)) if one else self.allowed[state]
         scores, _ = _xla.vary_together(jnp.where(rows, 0, -jnp.inf).astype(jnp.float32), labels)

@@ -1,6 +1,6 @@
-"""N-gram language models as automata: a state is the longest context that matters.
+"""N-gram language models as automata, in which a state is the longest context that matters.
 
-V labels, M n-grams of one order. Words have numbers: those of their labels, V for </s>, V + 1 for <s>.
+There are V labels and M n-grams of one order. Words have the numbers of their labels, </s> has V, and <s> has V + 1.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from jax_rnnt.decode.lm._automaton import Arcs, Automaton, follow, one_root, sco
 class NGram(Automaton):
     """A backoff n-gram language model for `greedy` and `beam`, of any order. `from_arpa` makes one.
 
-    A pytree of arrays: give it to a jitted function as an argument, else its tables are constants of the program. They
-    take 12 to 24 bytes for each n-gram, and one row of unigrams. A state is one integer, the longest context that has
-    an influence on what follows: hypotheses with equal states share their rows.
+    It is a pytree of arrays: give it to a jitted function as an argument, else its tables are constants of the program.
+    They take 12 to 24 bytes for each n-gram, and one row of unigrams. A state is one integer, the longest context that
+    has an influence on what follows: hypotheses with equal states share their rows.
 
     As a model of fusion it has `initial`, `step` and `final`. V, its `start`, is the label that begins a sentence.
 
     Attributes
     ----------
     vocabulary : int
-        Words of the file. <s>, </s> and <unk> are none.
+        Number of words in the file. <s>, </s> and <unk> do not count.
     spelled : int
-        Those of them that are labels; the others are left out, with their n-grams.
+        How many of them are labels; the others are left out, with their n-grams.
     unspelled : tuple of str
-        The first ten of the others.
+        The first ten of the words that are left out.
 
     References
     ----------
@@ -72,8 +72,8 @@ class NGram(Automaton):
     -0.7
     """
 
-    columns: jax.Array | None  # [V]: the word of each label; None: itself
-    depth: int = _pytree.static()  # words of the longest context
+    columns: jax.Array | None  # [V]: the word of each label; None if each label is its own word
+    depth: int = _pytree.static()  # number of words in the longest context
     begin: int = _pytree.static()  # the state after <s>
     end: int | None = _pytree.static()  # the word </s>
     vocabulary: int = _pytree.static()
@@ -110,7 +110,7 @@ class NGram(Automaton):
             twice or whose context is missing. With names: labels that the file lacks if it has no <unk>, that occur
             twice, or of which none is a word of the file.
         TypeError
-            Labels that are neither str nor None.
+            A label is neither str nor None.
         """
         vocabulary, file = Vocabulary(labels, path), Arpa(path)
         grams = file.read("NGram.from_arpa", vocabulary.number)
@@ -122,11 +122,11 @@ class NGram(Automaton):
         return f"NGram({self.start} labels, {self.spelled} of {self.vocabulary} words)"
 
     def initial(self, batch: int) -> jax.Array:
-        """int32 [batch]: the empty context."""
+        """Returns int32 [batch]: the empty context."""
         return jnp.zeros((batch,), jnp.int32)
 
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(log-probabilities float32 [N, V] of labels after one more label [N], states)."""
+        """Returns (log-probabilities float32 [N, V] of labels after one more label [N], states)."""
         labels = jnp.asarray(labels, jnp.int32)
         word = jnp.clip(labels, 0, self.start - 1)
         if self.columns is not None:
@@ -137,14 +137,14 @@ class NGram(Automaton):
         return scores if self.columns is None else scores[:, self.columns], state
 
     def final(self, state: jax.Array) -> jax.Array:
-        """[N]: the log-probability of </s>."""
+        """Returns the log-probability [N] of </s>."""
         if self.end is None:
             return jnp.zeros(state.shape, self.arcs.scores.dtype)
         return follow(self.arcs, state, jnp.full_like(state, self.end), self.depth)[0]
 
 
 def ngram_of(cls: type[NGram], file: Arpa, grams: list[Grams], words: int, columns, numbers) -> NGram:
-    """A model of n-grams over this many words; `numbers` has those of the words `begin` and `end`."""
+    """Makes a model of n-grams over `words` words; `numbers` has the numbers of the words `begin` and `end`."""
     arcs, begin = tables(grams, words, numbers.begin, file)
     fields = dict(arcs=arcs, columns=columns, depth=len(grams) - 1, begin=begin, end=numbers.end)
     fields |= {name: getattr(file, name) for name in ("vocabulary", "spelled", "unspelled")}
@@ -152,7 +152,7 @@ def ngram_of(cls: type[NGram], file: Arpa, grams: list[Grams], words: int, colum
 
 
 class Vocabulary:
-    """The numbers of words, of which each label is one."""
+    """Numbers of words where each label is one word."""
 
     def __init__(self, labels, path):
         names, self.path = names_of(labels), path
@@ -161,7 +161,7 @@ class Vocabulary:
         self.begin = self.end = None
 
     def number(self, words: list[str], marks) -> dict[str, int]:
-        """The numbers of words and marks, where a file has these unigrams."""
+        """Returns the numbers of the words and marks that a file has as unigrams."""
         unigrams, size = {*words, *marks}, len(self.columns)
         missing = {name: i for name, i in self.numbers.items() if name not in unigrams}
         numbers = {"</s>": size, "<s>": size + 1} | self.numbers
@@ -182,18 +182,18 @@ class Vocabulary:
 
 
 class Level(typing.NamedTuple):
-    """N-grams of one order, sorted by context and word, so that those of a context are consecutive."""
+    """The n-grams of one order, sorted by context and word, so that those of a context are consecutive."""
 
     words: np.ndarray  # [M, order]
     log_probs: np.ndarray  # [M]
     backoffs: np.ndarray  # [M]
-    context: np.ndarray  # [M]: among the n-grams of the order below
+    context: np.ndarray  # [M]: index of the context among the n-grams of the order below
     keys: np.ndarray  # int64 [M]: context and word as one number, ascending
-    states: np.ndarray  # [M]: the state of each n-gram as a context; -1: none
+    states: np.ndarray  # [M]: the state of each n-gram as a context; -1 if it is none
 
 
 class Contexts:
-    """The n-grams of all orders, and which of them are states."""
+    """The n-grams of all orders, with the states that some of them are."""
 
     def __init__(self, grams: list[Grams], words: int, file: Arpa):
         self.words, self.levels = words, []
@@ -223,7 +223,7 @@ class Contexts:
         return Level(words, log_probs, backoffs, context, keys, np.full(len(keys), -1, np.int32))
 
     def find(self, words):
-        """[M]: places of n-grams [M, order] in their level, -1 for those that are not in it."""
+        """Returns the places [M] of n-grams [M, order] in their level, -1 for those that are not in it."""
         index, there = np.zeros(len(words), np.int64), np.ones(len(words), bool)
         for level, word in zip(self.levels, words.T):
             if not len(level.keys):
@@ -234,7 +234,7 @@ class Contexts:
         return np.where(there, index, -1)
 
     def resolve(self, words):
-        """[M]: the state after words [M, n], that of their longest end that is one."""
+        """Returns the state [M] after words [M, n]: that of the longest ending that has one."""
         state = np.zeros(len(words), np.int32)
         for i in range(words.shape[1]):
             todo = np.flatnonzero(state == 0)
@@ -245,7 +245,7 @@ class Contexts:
 
 
 def tables(grams: list[Grams], labels: int, begin: int | None, file: Arpa) -> tuple[Arcs, int]:
-    """(the automaton, the state after the word `begin`)"""
+    """Returns (the automaton, the state after the word `begin`)."""
     contexts = Contexts(grams, labels + 2, file)
     unigrams, *levels = contexts.levels
     scores = np.full(labels + 2, -np.inf, np.float32)

@@ -1,8 +1,8 @@
 """Lists of phrases that searches favour, as automata (Aho and Corasick 1975).
 
-P phrases of all utterances, B utterances, V labels. The phrases of an utterance make a tree: a node is a beginning of
-phrases, its root the empty one. Nodes are numbered by depth, first the roots. Nodes that have children become states:
-behind a phrase that begins no other one, only its longest end that does can go on.
+There are P phrases of all utterances, B utterances and V labels. The phrases of an utterance make a tree: a node is a
+beginning of phrases, and its root is the empty one. Nodes are numbered by depth, roots first. Nodes that have children
+become states: behind a phrase that begins no other one, only its longest ending that begins one can go on.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Phrases(Automaton):
         Phrases as sequences of labels, for all utterances; or one such list for each utterance of the batch. ``[]`` is
         a list without phrases.
     weights : float or sequence, default 1.0
-        Nats for each label of a phrase: a number, or one of each phrase, in lists as `phrases`.
+        Nats for each label of a phrase: one number, or one for each phrase, in lists as `phrases`.
     classes : int
         V, the classes of the joint network without durations. V is also its `start`, the label that begins an
         utterance.
@@ -67,8 +67,8 @@ class Phrases(Automaton):
     Raises
     ------
     TypeError, ValueError
-        A phrase without labels or with others than those of [0, V), weights beyond 1e30 or not one of each
-        phrase, a `depth` below 0, a list beyond `size`. In a search: lists of another number of utterances than the
+        A phrase without labels or with others than those of [0, V), weights beyond 1e30 or not one for each
+        phrase, a `depth` below 0, a list beyond `size`. In a search: lists for another number of utterances than the
         batch has.
 
     References
@@ -94,7 +94,7 @@ class Phrases(Automaton):
     """
 
     tour: Tour
-    most: jax.Array  # [lists]: the most that a phrase earns, divided by its labels
+    most: jax.Array  # [lists]: the most that a phrase of each list earns, divided by its labels
     shared: bool = _pytree.static()
     before: int | None = _pytree.static()
 
@@ -142,15 +142,15 @@ class Phrases(Automaton):
 
     @property
     def utterances(self) -> int | None:
-        """B, where each utterance of the batch has its own list."""
+        """The number of utterances B, where each one of the batch has its own list."""
         return None if self.shared else self.arcs.root_scores.shape[0]
 
     def initial(self, batch: int) -> jax.Array:
-        """int32 [batch]: nothing is matched. `batch` is a multiple of B; rows of an utterance are consecutive."""
+        """Returns int32 [batch]: no match. `batch` is a multiple of B, and rows of an utterance are consecutive."""
         return self.place(jnp.zeros((batch,), jnp.int32))
 
     def place(self, state: jax.Array) -> jax.Array:
-        """States [N] in the order of the batch, N a multiple of B, each with the list of the utterance in its place."""
+        """Returns states [N] in the order of the batch, N a multiple of B, with the lists of the utterances there."""
         if self.shared:
             return state
         lists, size = self.arcs.root_scores.shape[0], self.arcs.states
@@ -161,30 +161,30 @@ class Phrases(Automaton):
         return state % size + utterance * size
 
     def step(self, state: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(scores float32 [N, V] of labels after one more label [N], states)."""
+        """Returns (scores float32 [N, V] of labels after one more label [N], states)."""
         labels = jnp.asarray(labels, jnp.int32)
         _, after = follow(self.arcs, state, jnp.clip(labels, 0, self.start - 1), tour=self.tour)
         after = jnp.where(labels == self.breaks, self.root(state), after)
         state = jnp.where(labels == self.start, self.begun(state), after)
         return score_rows(self.arcs, state, tour=self.tour), state
 
-    breaks = -1  # the label of `step` that goes on with no phrase
+    breaks = -1  # the label with which `step` goes on with no phrase
 
     def most_a_label(self, state: jax.Array) -> jax.Array:
-        """[N]: the most that a phrase of the list of each state earns, divided by its labels."""
+        """Returns the most [N] that a phrase of each state's list earns, divided by its labels."""
         return self.most[state // self.arcs.states]
 
     def root(self, state: jax.Array) -> jax.Array:
-        """States [N] with nothing matched."""
+        """Returns states [N] with nothing matched."""
         return state - state % self.arcs.states
 
     def begun(self, state: jax.Array) -> jax.Array:
-        """States [N] at the start of an utterance: after the label `before`, if there is one."""
+        """Returns states [N] at the start of an utterance: after the label `before`, if there is one."""
         root = self.root(state)
         return root if self.before is None else self.arcs.root_targets[root // self.arcs.states, self.before]
 
     def final(self, state: jax.Array) -> jax.Array:
-        """[N]: gives back what the match in progress has earned."""
+        """Returns what an end adds [N]: it gives back what the match in progress has earned."""
         return follow(self.arcs, state, jnp.full_like(state, self.start), tour=self.tour)[0]
 
 
@@ -196,7 +196,7 @@ def is_list(x) -> bool:
 
 
 def lists_of(phrases) -> tuple[bool, list]:
-    """(whether all utterances share one list, the lists)"""
+    """Returns (whether all utterances share one list, the lists)."""
     expected = "a list of phrases, which are lists of labels, or such a list for each utterance"
     wrong = [x for x in phrases if not is_list(x)] if is_list(phrases) else [phrases]
     if wrong:
@@ -204,13 +204,13 @@ def lists_of(phrases) -> tuple[bool, list]:
     nested = [is_list(x) for item in phrases for x in item]
     if any(nested) and not all(nested):
         raise _checks.bad_type(f"phrases must be {expected}, got both.")
-    # Nothing but empty lists: of utterances, as phrases are not empty.
+    # Nothing but empty lists are the lists of utterances, as phrases are not empty.
     shared = not all(nested) or len(phrases) == 0
     return shared, [phrases] if shared else [*phrases]
 
 
 def weights_of(weights, shared: bool, lists) -> np.ndarray:
-    """float64 [P]"""
+    """Returns the weights as float64 [P]."""
     count = sum(map(len, lists))
     if not is_list(weights):
         flat = [weights]
@@ -236,16 +236,16 @@ def depth_of(depth, weights) -> float:
 
 
 def earned(labels, weights, depth: float):
-    """float64 [n]: what `labels` [n] matched labels of phrases with these weights earn."""
+    """Returns float64 [n]: what `labels` [n] matched labels of phrases with these weights earn."""
     if depth == 0:
         return labels * weights
-    logs = np.cumsum(np.log(np.arange(1, np.max(labels, initial=1) + 1)))  # of factorials
+    logs = np.cumsum(np.log(np.arange(1, np.max(labels, initial=1) + 1)))  # logs of factorials
     later = np.maximum(labels - 1, 0)
     return labels * weights + later * depth * weights + logs[later]
 
 
 def most_of(lengths, weights, depth: float, utterances, count: int):
-    """float32 [lists]: the most that a phrase of a list earns, divided by its labels; 0 where none earns anything."""
+    """Returns float32 [lists]: the most that a phrase of a list earns, divided by its labels; 0 where none earns."""
     most = np.zeros(count)
     np.maximum.at(most, utterances, earned(lengths, weights, depth) / lengths)
     return most.astype(np.float32)
@@ -255,12 +255,12 @@ def most_of(lengths, weights, depth: float, utterances, count: int):
 
 
 class Tree:
-    """The trees of all utterances, as of `Trie`. Arrays are [nodes]."""
+    """The trees of all utterances, built by `Trie`. Arrays are [nodes]."""
 
     def __init__(self, utterances, lengths, labels, weights, batch: int, classes: int, more: float, before: bool):
-        """The phrases, one after another: `utterances`, `lengths`, `weights` [P], `labels` [sum of the lengths].
+        """Takes the phrases one after another: `utterances`, `lengths`, `weights` [P], `labels` [sum of the lengths].
 
-        `more`: `depth` of `Phrases`. `before`: the first of a phrase's labels is not counted in `lengths`, and free.
+        `more` is `depth` of `Phrases`. With `before`, `lengths` leave out the first label of a phrase, which is free.
         """
         trie = Trie(lengths + before, labels, classes, utterances, batch)
         self.batch, self.classes, self.depths = batch, classes, trie.depths
@@ -273,7 +273,7 @@ class Tree:
         self.link(np.where(np.isneginf(whole), 0, whole), best)
 
     def link(self, whole, best):
-        """Suffixes by depth, and what nodes earn: `whole` as a phrase, `best` in progress."""
+        """Finds suffixes by depth, and what nodes earn: `whole` as a phrase, `best` in progress."""
         count = len(whole)
         self.inner = np.arange(count) < self.batch
         self.inner[self.parent] = True
@@ -286,14 +286,14 @@ class Tree:
             self.utterance[nodes] = self.utterance[parent]
             self.suffix[nodes] = self.longest(parent, label)
             self.earned[nodes] += self.earned[self.suffix[nodes]]
-        # Leaves have no children: their suffix takes their place.
+        # Leaves have no children, so their suffix takes their place.
         self.state_of = np.arange(count)
         for nodes in self.depths[1:]:
             itself = np.arange(nodes.start, nodes.stop)
             self.state_of[nodes] = np.where(self.inner[nodes], itself, self.state_of[self.suffix[nodes]])
 
     def longest(self, parent, label):
-        """The suffixes of the children with a label of these nodes."""
+        """Returns the suffixes of the children that these nodes have by a label."""
         suffix, at = parent.copy(), np.full(len(parent), -1)
         todo = np.flatnonzero(suffix >= self.batch)
         while len(todo):
@@ -306,7 +306,7 @@ class Tree:
         return np.where(at < 0, self.utterance[parent], at)
 
     def arcs(self, size: int | None) -> tuple[Arcs, Tour]:
-        """The automaton, with room for `size` nodes, roots apart, of each utterance, and the tour of its suffixes."""
+        """Returns the automaton, with room for `size` nodes, roots apart, in each utterance, and its suffixes' tour."""
         batch, classes = self.batch, self.classes
         needed = np.bincount(self.utterance[batch:], minlength=batch)
         size = max(int(needed.max(initial=1)), 1) if size is None else size
@@ -347,7 +347,7 @@ class Tree:
         return arcs, self.tour(deep, slot, state, below, to_root)
 
     def tour_of_suffixes(self, up, size: int):
-        """(numbers of states, how many states have a state as a suffix, itself included) by node; `up`: suffixes."""
+        """Returns (numbers of states, how many states each has below it, with itself) by node; `up` are suffixes."""
         below = self.inner.astype(np.int64)
         levels = [np.arange(x.start, x.stop)[self.inner[x]] for x in self.depths[1:]]
         for nodes in reversed(levels):
@@ -357,7 +357,7 @@ class Tree:
         before = np.cumsum(below[nodes]) - below[nodes]
         state = np.zeros(len(up), np.int64)
         state[: self.batch] = size * np.arange(self.batch)
-        # Behind the suffix, and the states below those of its that come before.
+        # A state comes behind its suffix, and behind the states below those with this suffix that come before it.
         behind = np.zeros(len(up), np.int64)
         behind[nodes] = 1 + before - before[np.searchsorted(up[nodes], up[nodes])]
         for nodes in levels:
@@ -365,12 +365,12 @@ class Tree:
         return state, below
 
     def tour(self, deep, slot, state, below, to_root) -> Tour:
-        """Where arcs begin and end to serve states: of the edges `deep`, which have these `slot`s."""
+        """Returns the tour: where arcs of the edges `deep`, which have these slots, begin and cease to serve states."""
         columns, node, parent = self.classes + 2, self.batch + deep, self.parent[deep]
         slot_of = np.full(len(state), -1)
         slot_of[node] = slot
-        # At its end an arc leaves its states to that of the longest suffix with one, and of ends at one place the last
-        # is that of the shortest context; a beginning comes after them.
+        # At its end, an arc leaves its states to the arc of the longest suffix that has one. Of several ends at one
+        # place, the last is that of the shortest context; a beginning comes after them.
         begin, longer = state[parent], slot_of[self.suffix[node]]
         places = np.concatenate([begin + below[parent], begin])
         key = np.tile(self.utterance[node] * columns + self.label[deep], 2)
@@ -391,7 +391,7 @@ class Tree:
 
 
 def ranks(groups):
-    """The place of each one in its group, of groups [n] in any order."""
+    """Returns the place of each entry in its group, for groups [n] in any order."""
     order = np.argsort(groups, kind="stable")
     starts = np.cumsum(np.bincount(groups)) - np.bincount(groups) if len(groups) else groups
     places = np.empty(len(groups), np.int64)

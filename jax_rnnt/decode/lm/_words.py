@@ -1,7 +1,8 @@
 """N-gram language models over words, for labels that spell words.
 
-V labels, W words, n nodes. The words make a tree of characters: a node is a beginning of words, its root the empty one.
-The states of the spelling are 0, outside of the tree, and behind it the nodes. Words have numbers: W for unknown ones.
+There are V labels, W words and n nodes. The words make a tree of characters: a node is a beginning of words, and its
+root is the empty one. The states of the spelling are 0, which is outside the tree, and after it the nodes. Words have
+numbers; unknown ones have W.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jax_rnnt.decode.lm._ngram import NGram, ngram_of
 State: TypeAlias = tuple[jax.Array, jax.Array]
 OUTSIDE, ROOT = 0, 1
 DEPTH = 1  # OUTSIDE is the suffix of all states
-CHARACTERS = 0x110000  # of Unicode
+CHARACTERS = 0x110000  # number of characters in Unicode
 
 
 @_pytree.register
@@ -49,9 +50,9 @@ class WordNGram(Automaton):
     So the score of a finished sequence is that of its words and of </s>. Where unknown words have -inf, labels that
     spell no beginning of a word are -inf at once.
 
-    A pytree of arrays, as `NGram`. Besides the n-grams, they take 20 bytes for each beginning of a word, and 12 for
-    each label that may follow it within a word. A state is two integers, the context of words and the node: hypotheses
-    with equal states share their rows. V, its `start`, is the label that begins a sentence.
+    It is a pytree of arrays, as `NGram` is. Besides the n-grams, they take 20 bytes for each beginning of a word, and
+    12 for each label that may follow it within a word. A state is two integers, the context of words and the node:
+    hypotheses with equal states share their rows. V, its `start`, is the label that begins a sentence.
 
     References
     ----------
@@ -92,7 +93,7 @@ class WordNGram(Automaton):
     """
 
     ngram: NGram  # over words
-    words: jax.Array  # [1 + n]: the word of each state; W: none
+    words: jax.Array  # [1 + n]: the word of each state; W for none
     ahead: jax.Array  # [1 + n]: the look-ahead of each state; 0 for the root
     begins: jax.Array  # [V]: the state after each label that begins a word, -1 for others
 
@@ -119,7 +120,7 @@ class WordNGram(Automaton):
             As for `NGram.from_arpa`; labels are what words are spelled with. Bytes that are parts of characters are
             surrogate escapes, as in ``b"\\xc3".decode("utf-8", "surrogateescape")``.
         separator : str, default "▁"
-            What labels begin with that begin a word: U+2581 of SentencePiece, or the label between words.
+            The beginning of labels that begin a word: U+2581 of SentencePiece, or the label between words.
         unknown : float, optional
             The log-probability of <unk>, in nats, in place of all those in the file; by default the file's, or -inf
             where it has none. Backoff weights of contexts are added, as to every unigram. Estimates of <unk> are often
@@ -137,7 +138,7 @@ class WordNGram(Automaton):
             separator behind their beginning, of which none begins with it, or that spell no word of the file. An empty
             separator. `unknown` above 0 or NaN.
         TypeError
-            Labels that are neither str nor None; a separator that is no str; `unknown` that is no number.
+            A label is neither str nor None; the separator is no str; `unknown` is no number.
         """
         spelling = Spelling(labels, separator)
         known = _checks.known(-math.inf if unknown is None else _checks.scalar("unknown", unknown))
@@ -162,12 +163,12 @@ class WordNGram(Automaton):
 
     @property
     def vocabulary(self) -> int:
-        """Words of the file. <s>, </s> and <unk> are none."""
+        """Number of words in the file. <s>, </s> and <unk> do not count."""
         return self.ngram.vocabulary
 
     @property
     def spelled(self) -> int:
-        """Words of the file that the labels can spell; the others are left out, with their n-grams."""
+        """Number of words in the file that the labels can spell; the others are left out, with their n-grams."""
         return self.ngram.spelled
 
     @property
@@ -176,11 +177,11 @@ class WordNGram(Automaton):
         return self.ngram.unspelled
 
     def initial(self, batch: int) -> tuple[jax.Array, jax.Array]:
-        """int32 [batch] each: the empty context, and no word in progress."""
+        """Returns int32 [batch] twice: the empty context, and no word in progress."""
         return self.ngram.initial(batch), jnp.full((batch,), ROOT, jnp.int32)
 
     def step(self, state: State, labels: jax.Array) -> tuple[jax.Array, State]:
-        """(scores float32 [N, V] of labels after one more label [N], states)."""
+        """Returns (scores float32 [N, V] of labels after one more label [N], states)."""
         labels = jnp.asarray(labels, jnp.int32)
         label = jnp.clip(labels, 0, self.start - 1)
         context, node = state
@@ -196,12 +197,12 @@ class WordNGram(Automaton):
         return jnp.where(begins >= 0, next_word, score_rows(self.arcs, node, DEPTH)), (context, node)
 
     def final(self, state: State) -> jax.Array:
-        """[N]: the score of the end of the last word, and the log-probability of </s> after it."""
+        """Returns the score [N] of the end of the last word, plus the log-probability of </s> after it."""
         completion, context = self.complete(state)
         return completion + self.ngram.final(context)
 
     def complete(self, state: State) -> State:
-        """(what the end of the word in progress adds to its look-ahead, the context after it) [N]; nothing if empty."""
+        """Returns (what the end of the word in progress adds to its look-ahead, the context after) [N]; 0 if empty."""
         context, node = state
         log_prob, after = follow(self.ngram.arcs, context, rows_at(self.words, node), self.ngram.depth)
         score = jnp.where(jnp.isneginf(log_prob), log_prob, log_prob - rows_at(self.ahead, node))
@@ -219,13 +220,13 @@ class Spellings(Trie):
         super().__init__(np.array([*map(len, texts)], np.int64), characters, CHARACTERS)
 
     def child(self, node, character):
-        """The children of nodes by these characters, -1: none."""
+        """Returns the children that nodes have by these characters, -1 for none."""
         key = node * CHARACTERS + character
         at = np.searchsorted(self.keys, key)
         return np.where(np.append(self.keys, -1)[at] == key, 1 + at, -1)
 
     def within(self, texts: list[str]):
-        """(node, which text, the node after it) of all places where different texts, none empty, occur in the tree."""
+        """Returns (node, which text, the node after it) for all places of different, nonempty texts in the tree."""
         backward = Spellings([text[::-1] for text in texts])
         which = np.full(backward.count, -1)
         which[backward.ends] = np.arange(len(texts))
@@ -241,13 +242,13 @@ class Spellings(Trie):
 
 
 def joins(label) -> bool:
-    """Whether a label begins with what Unicode may compose with a character before: a mark or a letter of Hangul."""
+    """Returns True if a label begins with a mark or letter of Hangul that Unicode may join to a character before it."""
     begin = label[:1] if isinstance(label, str) else ""
     return any(unicodedata.category(x)[0] == "M" or "\u1160" <= x <= "\u11ff" for x in begin)
 
 
 class Spelling:
-    """What labels spell, and the words of a file that they can."""
+    """The texts that labels spell, and the words of a file that they can spell."""
 
     def __init__(self, labels, separator):
         if not isinstance(separator, str):
@@ -255,7 +256,7 @@ class Spelling:
         if not separator:
             raise _checks.bad_value(f"separator must have a character or more, got {separator!r}.")
         labels = list(labels)
-        # Composed, but where labels begin with an accent of the character before.
+        # Texts are composed, unless labels begin with an accent of the character before.
         self.form: Literal["NFC", "NFD"] = "NFD" if any(map(joins, labels)) else "NFC"
         self.labels, separator = names_of(labels, self.form), unicodedata.normalize(self.form, separator)
         names = [label for label in self.labels if label is not None]
@@ -270,25 +271,25 @@ class Spelling:
             raise _checks.bad_value(f"labels must be {expected}, got {names[:5]}.")
 
     def number(self, words: list[str], marks) -> dict[str, int]:
-        """The numbers of words and marks, where a file has these unigrams."""
+        """Returns the numbers of the words and marks that a file has as unigrams."""
         spelled = self.spell(words)
         self.names = [word for word, is_spelled in zip(words, spelled) if is_spelled]
         self.count = len(self.names)
         special = {"<unk>": self.count, "</s>": self.count + 1, "<s>": self.count + 2}
         numbers = {name: i for i, name in enumerate(self.names)} | {x: special[x] for x in marks}
         self.begin, self.end = numbers.get("<s>"), numbers.get("</s>")
-        self.unknown = "<unk>" in numbers  # with estimates that count
+        self.unknown = "<unk>" in numbers  # whether its estimates count
         return numbers
 
     def trie(self, names: list[str]) -> Spellings:
         return Spellings([*map(self.spelled, names)])
 
     def spelled(self, text: str) -> str:
-        """Its characters, or a character for each of its bytes, where labels are parts of characters."""
+        """Returns its characters, or a character for each of its bytes where labels are parts of characters."""
         return text.encode("utf-8", "surrogateescape").decode("latin-1") if self.bytes else text
 
     def places(self, trie: Spellings):
-        """(arcs (node, label, target) within words, ascending; {label that begins a word: node}, -1: outside)"""
+        """Returns (arcs (node, label, target) in words, ascending; {label that begins a word: node, -1 outside})."""
         texts = [*{text: None for text in self.texts.values() if text}]
         node, which, target = trie.within([*map(self.spelled, texts)])
         begin = {"": 0} | {texts[i]: int(x) for i, x in zip(which[node == 0], target[node == 0])}
@@ -299,7 +300,7 @@ class Spelling:
         return arcs[:, np.lexsort((arcs[1], arcs[0]))], begins
 
     def spell(self, names: list[str]):
-        """Which words some sequence of labels spells."""
+        """Returns which words can be spelled by some sequence of labels."""
         trie = self.trie(names)
         (node, _, target), begins = self.places(trie)
         reached = np.zeros(trie.count, bool)
@@ -309,7 +310,7 @@ class Spelling:
         return reached[trie.ends]
 
     def tables(self, unigrams: Grams):
-        """(arcs of the spelling, and the fields `words`, `ahead`, `begins` of a model)"""
+        """Returns (arcs of the spelling, and the fields `words`, `ahead`, `begins` of a model)."""
         word = unigrams.words[:, 0]
         log_probs = np.full(self.count + 1, -math.inf)
         known = (word >= 0) & (word <= self.count)

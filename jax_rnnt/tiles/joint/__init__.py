@@ -1,4 +1,4 @@
-"""Kernels of a linear joint network with its loss: `KERNELS` has those of each kind of device.
+"""Kernels of a linear joint network with its loss; `KERNELS` has those of each kind of device.
 
 B encoders with N sequences each, T frames, U1 columns, H units, V classes. The modules: `_classes` is the order of the
 classes, `_blocks` the list of blocks, `_planes` what XLA makes of a kernel's numbers and the gradient written down, and

@@ -1,6 +1,6 @@
-"""The order of the classes of a row in which all that a loss treats in its own way has known places.
+"""The order of the classes of a row in which those that a loss treats in its own way have known places.
 
-V classes.
+There are V classes.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import itertools
 import jax.numpy as jnp
 
 LANES = 128
-CHUNKS, CHUNK_COST = (512, 640, 384, 768, 256, 128), 32  # classes of a chunk; what one costs, in classes
+CHUNKS, CHUNK_COST = (512, 640, 384, 768, 256, 128), 32  # classes of a chunk, and its cost in classes
 
 
 def rounded(n, to):
@@ -25,11 +25,11 @@ class Classes:
     other heads as the first, and nothing in them.
     """
 
-    count: int  # V, with durations
-    blanks: tuple[int, ...]  # of the softmax
-    others: tuple[int, ...]  # of other heads
+    count: int  # V, including durations
+    blanks: tuple[int, ...]  # blanks of the softmax
+    others: tuple[int, ...]  # classes of other heads
     groups: int
-    sizes: tuple[int, ...] | None = None  # that a chunk may have; None: CHUNKS
+    sizes: tuple[int, ...] | None = None  # that a chunk may have; CHUNKS if None
 
     @property
     def start(self) -> int:
@@ -38,23 +38,23 @@ class Classes:
 
     @property
     def kept(self) -> int:
-        """Classes of the softmax, from the first, whose logits the loss needs: blanks, or what anchors `norm`."""
+        """The number of the softmax's first classes whose logits the loss needs: blanks, or the anchor of `norm`."""
         return max(len(self.blanks), 1)
 
     @property
     def _least(self) -> int:
-        """Lanes that a group needs."""
+        """The number of lanes that a group needs."""
         return rounded(self.start + -(-(self.count - len(self.others)) // self.groups), LANES)
 
     @functools.cached_property
     def chunk(self) -> int:
-        """Classes that a kernel takes at once: few chunks, and little padding."""
+        """The number of classes that a kernel takes at once, for few chunks and little padding."""
         sizes = self.sizes or [size for size in CHUNKS if size > self.start]
         return min(sizes, key=lambda size: rounded(self._least, size) + self._least // size * CHUNK_COST)
 
     @property
     def lanes(self) -> int:
-        """Of a group."""
+        """The number of lanes of a group."""
         return rounded(self._least, self.chunk)
 
     @property
@@ -62,12 +62,12 @@ class Classes:
         return self.lanes // self.chunk
 
     def _runs(self):
-        """[(first class, end)] of the classes that are neither blanks nor of other heads."""
+        """Returns the classes that are neither blanks nor of other heads, as [(first class, end)]."""
         edges = [-1, *sorted((*self.blanks, *self.others)), self.count]
         return [(a + 1, b) for a, b in itertools.pairwise(edges) if b > a + 1]
 
     def arrange(self, x, fill):
-        """[..., V] -> [..., groups * lanes]."""
+        """Arranges [..., V] as [..., groups * lanes]."""
 
         def padded(parts, size):
             parts = list(parts)
@@ -87,7 +87,7 @@ class Classes:
         return jnp.concatenate([y for pair in zip(heads, parts) for y in pair], -1)
 
     def restore(self, x):
-        """The inverse of `arrange`."""
+        """Inverts `arrange`."""
         others, tokens = x[..., : self.start], x
         if self.others:
             parts = x.reshape(*x.shape[:-1], self.groups, self.lanes)[..., self.start :]
@@ -102,7 +102,7 @@ class Classes:
         return ordered[0] if len(ordered) == 1 else jnp.concatenate(ordered, -1)
 
     def lane(self, label):
-        """The lane of each label; -1: none, or of another head."""
+        """Returns the lane of each label; -1 for none, or for one of another head."""
         moved = sum((label > k).astype(jnp.int32) for k in (*self.blanks, *self.others))
         place = len(self.blanks) + label - moved
         for i, k in enumerate(self.blanks):
@@ -115,7 +115,7 @@ class Classes:
 
 
 def heads(softmax, classes):
-    """(blanks of the softmax, classes of other heads)"""
+    """Returns (blanks of the softmax, classes of other heads)."""
     if softmax.bernoulli:
         return (), softmax.blanks
     return softmax.blanks, tuple(range(classes - softmax.num_durations, classes))

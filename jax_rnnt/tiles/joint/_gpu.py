@@ -1,9 +1,9 @@
 """The kernels for GPUs: those of `xla_kernels/cuda/joint.h` and matrix products of XLA.
 
-Hidden units and the gradient of logits are in memory for a slab of blocks at a time, logits never. What a problem must
-be, the module of the kernels says.
+Hidden units and the gradient of logits are in memory for a slab of blocks at a time, logits never. The module of the
+kernels says which problems it takes.
 
-B encoders with N sequences each, T frames, U1 columns, H units.
+There are B encoders with N sequences each, T frames, U1 columns and H units.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from jax_rnnt.tiles.joint._classes import Classes, heads, rounded
 from jax_rnnt.tiles.joint._planes import bounds, numbers, planes
 
 SLAB = 175e6  # bytes of a slab
-_LEAST = 132  # blocks of a slab: a block for each multiprocessor of an H100
-# `jax.default_matmul_precision` of products of float32 that XLA computes as TF32; others are three of them.
+_LEAST = 132  # least blocks of a slab: one for each multiprocessor of an H100
+# Values of `jax.default_matmul_precision` with which XLA computes float32 products as TF32; others take three of them.
 _TF32 = None, "default", "fastest", "high", "bfloat16", "bfloat16_3x", "tensorfloat32", "TF32_TF32_F32", "BF16_BF16_F32"
 
 
@@ -39,17 +39,17 @@ class Plan:
     padded: int  # H in whole stages
     factor: Any  # dtype of the factors of products
     exact: bool  # products of float32
-    rows: int  # of a block
+    rows: int  # rows of a block
     blocks: Blocks
 
     @property
     def slab(self) -> int:
-        """Blocks of a slab of many: it depends on no length, and so neither does the order of sums."""
+        """The number of blocks of a slab of many: it depends on no length, and so neither does the order of sums."""
         block = self.rows * (self.padded + self.classes.lanes) * self.factor.itemsize + 8 * self.classes.lanes
         return max(int(SLAB) // block, _LEAST)
 
     def shape(self, inputs, cut, slab):
-        """The attribute of the custom calls."""
+        """Returns the attribute of the custom calls."""
         classes, softmax = self.classes, self.softmax
         bits = cut.bits
         sizes = inputs.encoder.shape[0], inputs.copies, *inputs.shape, self.units, classes.lanes, self.padded
@@ -63,7 +63,7 @@ class Plan:
 
 
 def plan(tiled, parameters, inputs, device) -> Plan | str:
-    """As `JointKernel.plan`.
+    """Implements `JointKernel.plan`.
 
     `device` is (bytes of shared memory of a thread block, or why devices have no such kernel; the extension module,
     whose `joint` and `joint_shared_bytes` are the limits of the kernels).
@@ -95,7 +95,7 @@ def plan(tiled, parameters, inputs, device) -> Plan | str:
 
 
 def _table(plan, inputs, listed):
-    """The first operands of all calls."""
+    """Returns the first operands of all calls."""
     encoder, predictor = inputs.encoder, inputs.predictor
     if encoder.dtype != predictor.dtype:
         encoder, predictor = (x.astype(jnp.float32) for x in (encoder, predictor))
@@ -105,7 +105,7 @@ def _table(plan, inputs, listed):
 
 
 def _weights(plan, parameters):
-    """(weight [V', H'], bias [V']) in the order of `Classes`."""
+    """Returns (weight [V', H'], bias [V']) in the order of `Classes`."""
     weight, *bias = parameters
     classes, units = plan.classes, plan.units
     if plan.factor == jnp.float32 and not plan.exact:
@@ -116,22 +116,22 @@ def _weights(plan, parameters):
 
 
 def forward(plan, parameters, inputs, interpret=False):
-    """As `JointKernel.forward`."""
+    """Implements `JointKernel.forward`."""
     cut, classes = cut_of(inputs, plan.blocks), plan.classes
     listed = cut.listed(plan.blocks.within(inputs.shape, inputs.num_frames, inputs.num_labels))
     operands = [*_table(plan, inputs, listed), *_weights(plan, parameters)]
     shape = len(classes.others) + classes.kept + 3, inputs.predictor.shape[0], *inputs.shape
     (rows,) = _xla.custom_call("jax_rnnt_joint_fwd", [(shape, jnp.float32)], operands, shape=plan.shape(inputs, cut, 1))
-    label = inputs.label == -1  # its plane was not written there
+    label = inputs.label == -1  # there, its plane was not written
     *rows, of_label = rows
     return planes(plan.softmax, classes, inputs, [*rows, jnp.where(label, 0, of_label)])
 
 
 def backward(plan, parameters, inputs, cotangents, norm, scale, clamp, flags, interpret=False):
-    """As `JointKernel.backward`.
+    """Implements `JointKernel.backward`.
 
-    The kernels make g and the hidden units of a slab, whose products with each other and with the weight are XLA's, and
-    then the sums of dx. `_planes.py` writes down the gradient.
+    The kernels compute g and the hidden units of a slab, and later the sums of dx. XLA computes their products with
+    each other and with the weight. `_planes.py` writes down the gradient.
     """
     cut, classes = cut_of(inputs, plan.blocks), plan.classes
     listed = cut.listed(flags)
@@ -148,7 +148,7 @@ def backward(plan, parameters, inputs, cotangents, norm, scale, clamp, flags, in
         i, _, of_weight, *sums = state
         hidden, gradient, of_bias, here = call("jax_rnnt_joint_bwd", of_slab, [*table, weight, bias, rows, bound, i])
         of_weight = of_weight + plan.product(gradient, hidden, ((0,), (0,)), jnp.float32)
-        # After it, so that the memory of the hidden units is free for their gradient.
+        # The barrier orders this after it, so that the memory of the hidden units is free for their gradient.
         gradient, of_weight = lax.optimization_barrier((gradient, of_weight))
         of_hidden = plan.product(gradient, weight, ((1,), (0,)), plan.factor)
         carried = [*sums, i]  # in place: no launch copies it
@@ -158,7 +158,7 @@ def backward(plan, parameters, inputs, cotangents, norm, scale, clamp, flags, in
         *sums, i, more = call("jax_rnnt_joint_sums", results, operands, aliases=aliases)
         return i, more, of_weight, *sums
 
-    carry = 2, plan.blocks.frames, plan.units  # of rows of the encoder whose blocks are in two slabs
+    carry = 2, plan.blocks.frames, plan.units  # for rows of the encoder whose blocks are in two slabs
     shapes = (lanes, units), inputs.encoder.shape, inputs.predictor.shape, (lanes,), carry
     dtypes = jnp.float32, table[5].dtype, jnp.float32, jnp.float32, jnp.float32
     zeros = [jnp.zeros(*of_array) for of_array in zip(shapes, dtypes)]

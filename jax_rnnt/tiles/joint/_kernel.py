@@ -22,10 +22,10 @@ class JointKernel:
     `forward` and `backward` work on one batch dimension, and may be called where XLA's partitioner does not look.
     """
 
-    name: str  # of the devices
-    # (`Tiled`, parameters, `TileInputs`, device), with avals for arrays, to what is static of both calls, or to a
-    # sentence that says why there is no kernel for the problem. `device` is what `_xla.Grouped` knows of it. A plan has
-    # `blocks`, the `Blocks` that its list is made of.
+    name: str  # name of the devices
+    # (`Tiled`, parameters, `TileInputs`, device), with avals for arrays, to the static part of both calls, or to a
+    # sentence that says why there is no kernel for the problem. `device` has the facts that `_xla.Grouped` knows. A
+    # plan has `blocks`, the `Blocks` of its list.
     plan: Callable[..., Any]
     # (plan, parameters, inputs, interpret) to (planes by slot, norm), each [B N, T, U1].
     forward: Callable[..., Any]
@@ -37,7 +37,7 @@ class JointKernel:
 
 @jax.custom_jvp
 def _gelu(x):
-    """`jax.nn.gelu` with approximate=False: Mosaic has neither erfc nor JAX's derivative of erf."""
+    """Computes `jax.nn.gelu` with approximate=False: Mosaic has neither erfc nor JAX's derivative of erf."""
     return x * _normal(x)
 
 
@@ -58,7 +58,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation_of(function) -> str | None:
-    """Which of `ACTIVATIONS` the function of a `LinearJoint` is; None where it is none of them."""
+    """Returns the name in `ACTIVATIONS` of the function of a `LinearJoint`; None if it is none of them."""
     approximate = True
     if isinstance(function, functools.partial) and function.func is jax.nn.gelu and not function.args:
         if set(function.keywords) - {"approximate"}:
@@ -72,7 +72,7 @@ def activation_of(function) -> str | None:
 
 
 def refused(tiled, parameters, inputs) -> str | None:
-    """Why no device has a kernel for avals of the operands."""
+    """Returns why no device has a kernel for avals of the operands."""
     softmax = tiled.inner
     if type(softmax) is not Softmax:
         return "its classes are split over devices"

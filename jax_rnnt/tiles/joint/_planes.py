@@ -1,4 +1,4 @@
-"""What kernels leave to XLA: planes of the numbers that they make of rows, and numbers of the planes' cotangents.
+"""XLA's part of the kernels' work: planes from the numbers that they compute for rows, and numbers from cotangents.
 
 The forward kernel knows no loss. It makes numbers of each row of logits z: those of other heads than the softmax, those
 of blanks, the largest logit, the sum of exponentials relative to it, and the logit of the label.
@@ -18,7 +18,7 @@ With g = dL/dz [N, V] of the rows h = activation(x) [N, H], x = encoder + predic
     d weight = h^T g      d bias = sum of g over rows      dx = (g weight^T) activation'(x)
     d encoder[t] = sum of dx over the columns of frame t      d predictor[u] = sum of dx over the frames of column u.
 
-B encoders with N sequences each, T frames, U1 columns.
+There are B encoders with N sequences each, T frames and U1 columns.
 """
 
 import functools
@@ -35,7 +35,7 @@ def _inside(inputs):
 
 
 def planes(softmax, classes, inputs, rows):
-    """(planes by slot, norm) from numbers [B N, T, U1], which may have any value outside the lengths.
+    """Returns (planes by slot, norm) from numbers [B N, T, U1], which may have any value outside the lengths.
 
     They are the logits of other heads, then those that `classes` keeps, the largest logit, the sum of exponentials
     relative to it, and the logit of the label.
@@ -52,7 +52,7 @@ def planes(softmax, classes, inputs, rows):
 
 
 def numbers(softmax, inputs, cotangents, norm, scale):
-    """Numbers of rows [B N, T, U1] for the backward kernel.
+    """Returns the numbers of rows [B N, T, U1] for the backward kernel.
 
     They are what other heads get, what is added at each blank, what is added at the label, the factor of
     exp(logit - base), and base. A base of -inf stands for the logit of the anchor, and +inf says that the softmax adds
@@ -76,5 +76,5 @@ def numbers(softmax, inputs, cotangents, norm, scale):
 
 
 def bounds(clamp, scale):
-    """How large the gradient of a logit may be, for each sequence [B N]."""
+    """Returns the bound of a logit's gradient, for each sequence [B N]."""
     return jnp.where(clamp > 0, clamp * jnp.abs(scale), jnp.inf).astype(jnp.float32)

@@ -1,6 +1,6 @@
 """The kernels for TPUs: how they cut a problem, and their calls.
 
-H units.
+There are H units.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from jax_rnnt.tiles.joint._planes import bounds, numbers, planes
 from jax_rnnt.tiles.joint._tpu_kernels import COLUMNS, FRAMES, ROWS, SUBLANES, backward_kernel, forward_kernel
 
 BLOCKS = Blocks(FRAMES, COLUMNS, 1)
-# Megabytes of VMEM of a core by the kind of a device, and where nothing tells the kind.
+# Megabytes of VMEM of a core by the kind of a device, and where the kind is unknown.
 VMEM = {
     "TPU v4": 16, "TPU v5 lite": 128, "TPU v5e": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128, "TPU v6e": 128,
     "TPU7x": 64,
 }  # fmt: skip
 LEAST_VMEM = 16
-MOST_BLOCKS = 1 << 17  # of a list: half of the scalar memory
-# `jax.default_matmul_precision` of products of bfloat16 factors.
+MOST_BLOCKS = 1 << 17  # most blocks of a list, which take half of the scalar memory
+# Values of `jax.default_matmul_precision` that allow products of bfloat16 factors.
 _FAST = None, "default", "fastest", "bfloat16", "BF16_BF16_F32"
 
 
@@ -44,12 +44,12 @@ class Plan:
     softmax: Softmax
     activation: Callable[[jax.Array], jax.Array]
     units: int  # H, padded
-    exact: bool  # products of float32
+    exact: bool  # whether products are in float32
 
     blocks = BLOCKS
 
     def for_inputs(self, inputs) -> "Plan":
-        """The same for the inputs of one device, which are a part of the batch."""
+        """Returns the plan for the inputs of one device, which are a part of the batch."""
         return dataclasses.replace(self, cut=cut_of(inputs, BLOCKS))
 
     @property
@@ -72,7 +72,7 @@ class Plan:
         return lax.dot_general(x, y, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
     def chunk(self, c):
-        """The lanes of chunk c of a group."""
+        """Returns the lanes of chunk c of a group."""
         from jax.experimental import pallas as pl
 
         size = self.classes.chunk
@@ -87,7 +87,7 @@ class Plan:
 
 
 def plan(tiled, parameters, inputs, device) -> Plan | str:
-    """As `JointKernel.plan`; `device` is (kind, cores)."""
+    """Implements `JointKernel.plan`; `device` is (kind, cores)."""
     if reason := _kernel.refused(tiled, parameters, inputs):
         return reason
     softmax, weight = tiled.inner, parameters[0]
@@ -110,7 +110,7 @@ def plan(tiled, parameters, inputs, device) -> Plan | str:
 
 
 class Arrays(typing.NamedTuple):
-    """Operands of both kernels."""
+    """The operands of both kernels."""
 
     encoder: jax.Array  # [B, T', H']
     predictor: jax.Array  # float32 [B N, U', H']
@@ -120,7 +120,7 @@ class Arrays(typing.NamedTuple):
 
 
 def _padded(x, *sizes):
-    """Zeros behind the last dimensions, up to these sizes."""
+    """Adds zeros behind the last dimensions, up to these sizes."""
     edges = [(0, 0)] * (x.ndim - len(sizes)) + [(0, size - n) for n, size in zip(x.shape[x.ndim - len(sizes) :], sizes)]
     return jnp.pad(x, edges) if any(after for _, after in edges) else x
 
@@ -141,7 +141,7 @@ def _arrays(plan, parameters, inputs) -> Arrays:
 
 
 def _specs(plan):
-    """(specs of the operands in `Arrays`, index of one row a block, index of the encoder's block of frames)"""
+    """(specs of the operands in `Arrays`, index of one row a block, index of the encoder's block of frames)."""
     from jax.experimental import pallas as pl
 
     cut, units, lanes = plan.cut, plan.units, plan.classes.lanes
@@ -173,7 +173,7 @@ def _specs(plan):
 
 
 def _call(kernel, plan: Plan, name, count, products, interpret, scalars, operands, specs, results, scratch):
-    """The results of a kernel, over `count` blocks of each group.
+    """Returns the results of a kernel, over `count` blocks of each group.
 
     It takes `products` products of all nodes. `specs` are those of the operands, and those of the results.
     """
@@ -205,7 +205,7 @@ def _call(kernel, plan: Plan, name, count, products, interpret, scalars, operand
 
 
 def forward(plan, parameters, inputs, interpret=False):
-    """As `JointKernel.forward`."""
+    """Implements `JointKernel.forward`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -227,7 +227,7 @@ def forward(plan, parameters, inputs, interpret=False):
 
 
 def _joined(out, used):
-    """Numbers of rows from those of the groups [groups, blocks, planes, rows]."""
+    """Returns the numbers of rows from those of the groups [groups, blocks, planes, rows]."""
     parts = [[x[:, i] for i in range(used)] for x in out]
     *others, peak, total, of_label = parts[0]
     for *_, next_peak, next_total, next_label in parts[1:]:
@@ -239,7 +239,7 @@ def _joined(out, used):
 
 
 def backward(plan, parameters, inputs, cotangents, norm, scale, clamp, flags, interpret=False):
-    """As `JointKernel.backward`."""
+    """Implements `JointKernel.backward`."""
     plan = plan.for_inputs(inputs)
     arrays, classes = _arrays(plan, parameters, inputs), plan.classes
     codes, count = plan.cut.listed(flags)
@@ -289,7 +289,7 @@ def _memory_of_backward(plan, operands):
 
 
 def _gradients(plan, parameters, inputs, flags, count, results):
-    """Those of `backward` from the kernel's results, whose memory was not written where no block was visited."""
+    """Returns the gradients from the kernel's results, whose memory is not written where no block was visited."""
     of_encoder, of_predictor, of_weight, of_bias = results
     classes, cut = plan.classes, plan.cut
     (frames, columns), units = inputs.shape, parameters[0].shape[0]

@@ -5,9 +5,8 @@ A block has `FRAMES` x `COLUMNS` nodes, which are its rows. Columns lie in subla
 grid takes the blocks of a list, `Cut.listed`; the weight lies in VMEM all the while.
 
 Classes have an order of their own (`Classes`): those of other heads than the softmax come first, in 128 lanes, then
-blanks, then all others. So all that a loss treats in its own way lies in the first chunk, in known lanes.
-
-`_planes.py` writes down the gradient.
+blanks, then all others. So all that a loss treats in its own way lies in the first chunk, in known lanes. `_planes.py`
+writes down the gradient.
 """
 
 import collections
@@ -30,12 +29,12 @@ def _lane(shape):
 
 
 def _by_columns(x):
-    """[N, lanes] -> [FRAMES, COLUMNS, lanes]."""
+    """Reshapes [N, lanes] to [FRAMES, COLUMNS, lanes]."""
     return x.reshape(FRAMES, COLUMNS, x.shape[-1])
 
 
 def _group(x, i):
-    """Lanes i * 128 ... of [N, lanes]."""
+    """Returns lanes i * 128 ... of [N, lanes]."""
     return x[:, i * LANES : (i + 1) * LANES]
 
 
@@ -44,7 +43,7 @@ def _finite(peak):
 
 
 def _rows(plan, code, refs):
-    """encoder + predictor [FRAMES, COLUMNS, H], 0 for rows outside the lengths."""
+    """Returns encoder + predictor [FRAMES, COLUMNS, H], 0 for rows outside the lengths."""
     encoder, frame, copy, column = plan.cut.decode(code)
     sequence = encoder * plan.cut.copies + copy
     row = frame * FRAMES + lax.broadcasted_iota(jnp.int32, (FRAMES, plan.units), 0)
@@ -55,7 +54,7 @@ def _rows(plan, code, refs):
 
 
 def _logits(plan, refs, c):
-    """Those of chunk c [N, chunk]."""
+    """Returns the logits of chunk c [N, chunk]."""
     return plan.product(refs.hidden[...], refs.weight[:, plan.chunk(c)]) + refs.bias[:, plan.chunk(c)]
 
 
@@ -79,7 +78,7 @@ def forward_kernel(*refs, plan):
     label = jnp.broadcast_to(refs.label[0], (COLUMNS, LANES))
 
     def picked(groups, c, first):
-        """[N, 128]: the logit of the label, in its lane of those modulo 128."""
+        """Returns the logit of the label, in its lane of those modulo 128, [N, 128]."""
         total = jnp.zeros((FRAMES, COLUMNS, LANES), jnp.float32)
         for i, z in enumerate(groups):
             lane = offset + c * classes.chunk + (first + i) * LANES + _lane((COLUMNS, LANES))
@@ -112,7 +111,7 @@ def forward_kernel(*refs, plan):
 
 
 def _write_numbers(plan, refs, first):
-    """The kernel's result: other heads, what is kept, then the largest logit, the sum, and the logit of the label.
+    """Writes the kernel's result: other heads, the kept logits, then the largest, the sum, and that of the label.
 
     `first` has the lanes of other heads, if there are any, and the first 128 of the softmax.
     """
@@ -149,7 +148,7 @@ BackwardRefs = collections.namedtuple(
 
 
 def backward_kernel(*refs, plan):
-    """Makes g = dL/dz of a block, chunk after chunk of a group's classes, and adds it to all sums at once.
+    """Computes g = dL/dz of a block, chunk after chunk of a group's classes, and adds it to all sums at once.
 
     With the sums over chunks of g weight^T in `of_hidden`, the block ends by dx = of_hidden activation'(x).
     """
@@ -171,7 +170,7 @@ def backward_kernel(*refs, plan):
     _add_chunk(plan, refs, 0, gradient.of_first_chunk(_logits(plan, refs, 0), group), bound)
     plan.each_other_chunk(lambda c: _add_chunk(plan, refs, c, gradient.of_chunk(_logits(plan, refs, c), c), bound))
 
-    x = _rows(plan, code, refs)  # again, as registers are few
+    x = _rows(plan, code, refs)  # computed again, as registers are few
     (dx,) = jax.vjp(plan.activation, x)[1](refs.of_hidden[...].reshape(x.shape))
     _add_rows(cut, refs, dx, i, (before, code, after), (encoder, copy, column))
     pl.when(i == pl.num_programs(1) - 1)(lambda: _write_weight(plan, refs, group))
@@ -202,18 +201,18 @@ class _Gradient:
         self.label = jnp.broadcast_to(refs.label[0], (COLUMNS, LANES))
 
     def number(self, k):
-        """Number k of all rows, in all lanes."""
+        """Returns number k of all rows, in all lanes."""
         return jnp.broadcast_to(self.planes[:, k : k + 1], (ROWS, LANES))
 
     def of_softmax(self, z, first_lane):
-        """exp(z - base) factor, and what the label adds in its lane; what blanks add is left to the first chunk."""
+        """Returns exp(z - base) factor, plus the label's part in its lane; the first chunk adds the blanks' part."""
         lane = first_lane + _lane((COLUMNS, LANES))
         less = _by_columns(jnp.exp(z - self.refs.base[...]) * self.refs.factor[...])
         at_label = (lane == self.label)[None]
         return jnp.where(at_label, less + _by_columns(self.refs.added[...]), less).reshape(ROWS, LANES)
 
     def of_other_heads(self, z):
-        """That of HAT's blank, or of the durations: less their softmax times the sum of their cotangents."""
+        """Returns g for HAT's blank, or for the durations: less their softmax times the sum of their cotangents."""
         lane, others = _lane((ROWS, LANES)), self.others
         if self.softmax.bernoulli:
             g = self.number(0) * jax.nn.sigmoid(-z) - self.refs.added[...] * jax.nn.sigmoid(z)
@@ -230,7 +229,7 @@ class _Gradient:
         return jnp.where(lane < others, g, 0)
 
     def of_first_chunk(self, z, group):
-        """Also sets `base` where it is the anchor's logit, which is a class of the first group."""
+        """Returns g for the first chunk. Sets `base` where that is the anchor's logit, a class of the first group."""
         refs, classes, skip = self.refs, self.classes, self.classes.start // LANES
         if classes.groups > 1:
             anchor = self.product(refs.hidden[...], refs.anchor[...]) + refs.anchor_bias[...]

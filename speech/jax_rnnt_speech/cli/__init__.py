@@ -1,4 +1,4 @@
-"""The command line. Options are checked before anything runs; what is wrong is one line, and the exit status 2."""
+"""The command line. Options are checked before anything runs; an error is one line, with the exit status 2."""
 
 import argparse
 import sys
@@ -17,10 +17,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help lists all options)\n")
 
     def perform(self, arguments=None):
-        """Ends the process with the status of what the arguments ask for."""
-        if sys.stderr is None:  # closed before the start, as some services are
+        """Ends the process with the status of the command that the arguments ask for."""
+        if sys.stderr is None:  # closed before the start, as by some services
             sys.stderr = outputs.Nowhere()
-        if hasattr(sys.stdout, "reconfigure"):  # what programs read is UTF-8, and bytes of names are escapes of JSON
+        if hasattr(sys.stdout, "reconfigure"):  # programs read UTF-8, and bytes of names are escapes of JSON
             sys.stdout.reconfigure(encoding=None if sys.stdout.isatty() else "utf-8", errors="backslashreplace")
         args = self.parse_args(arguments)
         try:

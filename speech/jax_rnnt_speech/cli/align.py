@@ -1,4 +1,4 @@
-"""Forced alignment: when the words of known texts are spoken."""
+"""Forced alignment: the times at which the words of known texts are spoken."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Says what corpora hold, before anyone trains on them."""
+"""Reports the content of corpora, before anyone trains on them."""
 
 import collections
 import contextlib
@@ -21,8 +21,8 @@ from jax_rnnt_speech.system import UserError, refuse_if
 # Options of train that decide what is read, or how it is padded.
 OPTIONS = options_of("texts")
 OPTIONS |= {"rate", "hop", "alphabet", "max_seconds", "batch_seconds", "batch", "buckets"}
-SHOWN = 10  # texts, before and after --normalize
-RARE = 3  # characters of fewer texts are named, where there are ten times as many texts
+SHOWN = 10  # texts that are shown, before and after --normalize
+RARE = 3  # characters of fewer texts are named if there are ten times as many texts
 
 
 class Counting(NamedTuple):
@@ -49,7 +49,7 @@ class Findings:
         self.seconds = np.array([entry.whole for entry, _ in self.kept])
 
     def object(self):
-        """The object that --json prints."""
+        """Returns the object that --json prints."""
         return {
             "utterances": len(self.kept),
             "hours": float(self.seconds.sum() / 3600),
@@ -63,7 +63,7 @@ class Findings:
         }
 
     def by_split(self):
-        """How many utterances each split has, by names of files and folders or a column; nothing where none says it."""
+        """Counts the utterances of each split, by names of files and folders or a column; {} if nothing names one."""
         counts = collections.Counter()
         for entry, _ in self.kept:
             places = str(getattr(entry.audio, "archive", entry.audio)), entry.listed
@@ -72,7 +72,7 @@ class Findings:
         return {split or "none": n for split, n in counts.items()} if any(counts) else {}
 
     def not_read_aloud(self):
-        """Names of utterances by what --normalize basic leaves as it is in them, the most frequent first."""
+        """Returns utterances' names by the parts that --normalize basic leaves as they are, the most frequent first."""
         names = collections.defaultdict(list)
         for entry, text in self.kept if self.settings.texts.normalize.startswith("basic") else ():
             for part in dict.fromkeys(texts.unread(text)):
@@ -80,7 +80,7 @@ class Findings:
         return dict(sorted(names.items(), key=lambda x: -len(x[1])))
 
     def batches(self):
-        """The batches of a training on these corpora, on one device, or why there is none.
+        """Returns the batches of a training on these corpora, on one device, or why there is none.
 
         With --speeds, a training draws others of the same versions, and its shorter shapes may differ a little.
         """
@@ -118,7 +118,7 @@ class Findings:
 
 
 def options_of(args):
-    """Configuration, vocabulary or None, and frames of an encoder frame or None, of a model or file and the options."""
+    """Returns configuration, vocabulary or None, and subsampling or None, from a model or file and the options."""
     usual, vocabulary, source, file = {}, None, None, {}
     if args.model:
         settings, source, vocabulary = models.outline(args.model)

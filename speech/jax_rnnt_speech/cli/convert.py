@@ -24,9 +24,9 @@ class Converting:
 
 
 def claim(folder, source, overwrite):
-    """Raises where a folder cannot take the files of a model that is read from another one."""
+    """Raises an error where a folder cannot take the files of a model that is read from another one."""
     for place in (folder, *folder.parents):
-        refuse_if(place.is_file(), f"{folder}: {place} must be a folder, and is a file")
+        refuse_if(place.exists() and not place.is_dir(), f"{folder}: {place} must be a folder, and is a file")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise UserError(f"{folder} must be an empty folder: --overwrite writes into a full one")
     refuse_if((folder / runs.CHECKPOINTS).exists(), f"{folder} holds a training: name another folder")

@@ -25,14 +25,14 @@ from jax_rnnt_speech.system import UserError, outputs, refuse_if
 PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 USUAL = "cpu", "cuda", "tpu"
 STABLEHLO = lambda x: x.format == "stablehlo", "--format stablehlo"
-DATE = 1980, 1, 1, 0, 0, 0  # of the member, so that equal models are equal files
+DATE = 1980, 1, 1, 0, 0, 0  # date of the member, so that equal models are equal files
 
 
 def program_of(model):
-    """A function of samples [B, S] in [-1, 1] and their numbers [B]: what greedy search finds in them."""
+    """Returns a function from samples [B, S] in [-1, 1] and their numbers [B] to the result of greedy search."""
 
     def program(samples, lengths):
-        """Labels, their frames and log-probabilities [B, L], and how many there are [B]."""
+        """Returns labels, their frames and log-probabilities [B, L], and the number of labels [B]."""
         extractor, network = model.extractor, model.network(model.params)
         x = model.standardised(extractor(samples, jnp, lengths))
         hypotheses = search(model, network, *network.encode(x, extractor.counts(lengths, jnp)))
@@ -62,7 +62,7 @@ def write(model, path, seconds, platforms):
 
 @dataclasses.dataclass(frozen=True)
 class Exporting:
-    """What is written."""
+    """Options of the exported form."""
 
     format: str = option(
         "stablehlo", str, "a file with one program for JAX, or a folder with ONNX files for sherpa-onnx, which runs "
@@ -83,15 +83,24 @@ class Exporting:
     )  # fmt: skip
 
 
+def say_written(path, size, model, more):
+    """Prints what was written, and for which recordings."""
+    print(f"{path}: {size / 1e6:.1f} MB{more}")
+    if model.config.encoder.draws:
+        print("it hears whole recordings: the contexts for live text, in which the model was trained too, are those of "
+              "stream and serve")  # fmt: skip
+
+
 def export(args):
     to, opening = command_line.taken(args, Exporting), command_line.taken(args, Computing)
     if to.format == "sherpa-onnx":
         return export_folder(args.file, to, opening)
     outputs.check(args.file, [], option="FILE")
-    if not importlib.util.find_spec("flatbuffers"):  # of jax.export
+    if not importlib.util.find_spec("flatbuffers"):  # jax.export needs it
         raise UserError("export needs flatbuffers: pip install 'jax_rnnt_speech[export]'")
-    write(opening.opened("cpu"), args.file, to.seconds, to.platforms or USUAL)
-    print(f"{args.file}: {args.file.stat().st_size / 1e6:.1f} MB")
+    model = opening.opened("cpu")
+    write(model, args.file, to.seconds, to.platforms or USUAL)
+    say_written(args.file, args.file.stat().st_size, model, "")
     print(f"written by jax {jax.__version__}: versions more than six months newer may refuse it, so keep the model")
     return 0
 
@@ -104,12 +113,10 @@ def export_folder(folder, to, opening):
     refuse_if(opening.dtype == "bfloat16", "--dtype bfloat16: files for sherpa-onnx are of float32, or by --quantize")
     convert.claim(folder, opening.folder, to.overwrite)
     model = dataclasses.replace(opening, dtype="float32").opened("cpu")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.whole(folder, keep=lambda name: name.partition(".")[0] not in sherpa.PARTS) as new:
-        new.mkdir(exist_ok=True)
+    with outputs.whole_folder(folder, keep=lambda name: name.partition(".")[0] not in sherpa.PARTS) as new:
         sherpa.write(model, new, opening.folder, to.quantize)
-    size = sum(x.stat().st_size for part in sherpa.PARTS for x in folder.glob(f"{part}.onnx*")) / 1e6
-    print(f"{folder}: {size:.1f} MB for sherpa-onnx; README.md says how to run it")
+    size = sum(x.stat().st_size for part in sherpa.PARTS for x in folder.glob(f"{part}.onnx*"))
+    say_written(folder, size, model, " for sherpa-onnx; README.md says how to run it")
     return 0
 
 

@@ -22,7 +22,7 @@ OPTIONS = options_of("texts") - {"speaker_column"}
 
 
 def estimate(sentences, order):
-    """Probabilities of n-grams of each order, tuples of words, and the share that each context gives away."""
+    """Returns probabilities of n-grams of each order, tuples of words, and the share that each context gives away."""
     counts = [collections.Counter() for _ in range(order)]
     for words in sentences:
         words = "<s>", *words, "</s>"

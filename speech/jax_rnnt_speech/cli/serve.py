@@ -14,7 +14,7 @@ from jax_rnnt_speech.system import UserError, refuse_if
 
 
 def origin(text):
-    """An argument of --cors, as browsers write origins."""
+    """Checks an argument of --cors, which is written as browsers write origins."""
     if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text) and text != "null":
         raise argparse.ArgumentTypeError(f"expected *, or SCHEME://HOST[:PORT] without a path, got {text}")
     return text
@@ -58,7 +58,7 @@ class Serving:
 
 @dataclasses.dataclass(frozen=True)
 class Searched(Searching):
-    """Its depth is that of requests' phrases, too."""
+    """The options of a search; the depth is that of requests' phrases, too."""
 
     phrase_depth: float = option(
         0.0, amount, "how much more each label of a phrase earns from the second one on", metavar="D"

@@ -22,7 +22,7 @@ from jax_rnnt_speech.system import refuse_if, say_once
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """How a stream is shown."""
+    """Options of a stream's windows and its output."""
 
     endpoint: float = option(
         0.0, amount, "seconds of silence that end an utterance and its line; with 0, none does (0)", metavar="S"
@@ -45,7 +45,7 @@ class Live:
     )
 
     def stream(self, model, decoding):
-        """A Stream of the model."""
+        """Returns a Stream of the model."""
         refuse_if(decoding.spotter, "--phrases-by ctc: a stream has phrases by its search alone")
         sizes = {name: x for name in ("left", "chunk", "right") if (x := getattr(self, name)) is not None}
         if sizes or model.config.encoder.draws:
@@ -86,7 +86,7 @@ def events_of(live, file):
 
 
 def show_words(live, events, file, named):
-    """A line for each utterance, as its words come; an empty one if there are none. `named`: with the file."""
+    """Prints a line for each utterance, as its words come; an empty one without words. `named` adds the file."""
     begin, said, inside = f"{shown(file)}\t" if named else "", False, False
     for x in events:
         missed = [(x["start"], x["end"])] if x["type"] == "unheard" else []
@@ -104,7 +104,7 @@ def show_words(live, events, file, named):
 
 
 def show_events(live, events, file, named):
-    """An object for each event."""
+    """Prints an object for each event."""
     for x in events:
         print(json.dumps(({"file": str(file)} if named else {}) | x, ensure_ascii=False), flush=True)
 

@@ -27,7 +27,7 @@ from jax_rnnt_speech.recognition.search_options import Searching, decoding_of
 from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
 OPTIONS = options_of("texts")
-SPEAKERS = 20  # on the screen
+SPEAKERS = 20  # speakers that are shown on the screen
 KINDS = "insertions", "deletions", "substitutions"
 
 
@@ -57,7 +57,7 @@ class Test:
         self.interval = errors.interval([x.words for x in self.results])
 
     def recordings(self):
-        """(number, samples) of each utterance; those without samples are in the report."""
+        """Yields (number, samples) of each utterance; those without samples go to the report."""
         for i, x in enumerate(self.corpus.utterances):
             try:
                 yield i, self.corpus.samples(i, np.random.default_rng(i))
@@ -65,7 +65,7 @@ class Test:
                 self.report.add(getattr(error, "reason", str(error)), x.name)
 
     def streamed(self, live, words):
-        """Yields the Result of each utterance as a stream hears it. `words`: of `latency.words_of`."""
+        """Yields the Result of each utterance as a stream recognises it. `words` come from `latency.words_of`."""
         for i, samples in self.recordings():
             duration = len(samples) / live.extractor.rate
             try:
@@ -78,7 +78,7 @@ class Test:
             yield Result(i, text, duration=duration)
 
     def object(self):
-        """What --json prints."""
+        """Returns the object that --json prints."""
         kinds = {name: getattr(self.words, name) for name in KINDS}
         more = {"utterances": len(self.results), "left_out": dict(self.report.names)}
         rates = {"wer": self.words.rate, "cer": self.characters.rate, "interval": self.interval}
@@ -113,7 +113,7 @@ class Test:
             yield f"  {errors.difference(y.reference, y.hypothesis)}"
 
     def rows(self):
-        """A dictionary of each utterance, for files."""
+        """Yields a dictionary for each utterance, for files."""
         for x in self.results:
             row = {"name": x.name, "speaker": x.speaker, "seconds": round(x.seconds, 3), "words": x.words.length}
             row |= {name: getattr(x.words, name) for name in KINDS}
@@ -136,7 +136,7 @@ class Test:
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What is shown of a test, and where."""
+    """The options that decide what is shown of a test, and where."""
 
     output: Path | None = option(
         None, Path, "write each reference and its hypothesis to this file, .tsv or .jsonl", metavar="FILE"
@@ -149,7 +149,7 @@ class Shown:
     worst: int = option(5, natural, "show so many utterances with the most errors")
 
     def checked(self, sources):
-        """Returns itself, or raises where something has no place."""
+        """Returns itself, or raises an error where something has no place."""
         if self.output and self.output.suffix not in (".tsv", ".jsonl"):
             raise UserError(f"--output {self.output} must end in .tsv or .jsonl")
         if self.output:
@@ -158,7 +158,7 @@ class Shown:
 
 
 def reference_words(model, corpus, paths, settings, language):
-    """Words of the references with their times, as the command `align` finds them."""
+    """Returns the words of the references with their times, as the command `align` computes them."""
     needs = "--stream measures latencies by align, which needs"
     refuse_if(model.loss is None, f"{needs} a transducer")
     refuse_if(not hasattr(corpus, "entries"), f"{needs} recordings: {paths[0]} is a function")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax_rnnt_speech import models, runs
 from jax_rnnt_speech.config import FIXED, OPTIONS, Config, command_line, files, flag, named
-from jax_rnnt_speech.config.options import names
+from jax_rnnt_speech.config.options import names, written
 from jax_rnnt_speech.config.options import sources as named_sources
 from jax_rnnt_speech.data import archives, sources, texts
 from jax_rnnt_speech.model import encoders
@@ -20,7 +20,7 @@ SMALL = 20  # hours for which a cache takes less time than reading on the fly
 
 
 def resumed(options, start):
-    """The configuration of the run in the workdir, with options where they may differ."""
+    """Returns the configuration of the run in the workdir, with options where they may differ."""
     run = runs.Run(start.workdir, resume=True)
     if run.last is None:
         if "train" not in options:
@@ -31,21 +31,22 @@ def resumed(options, start):
     earlier = Config.from_options(**files.from_json(setup["config"], f"{start.workdir}", "train" not in options))
     now = encoders.checked(earlier.replace(**options), setup.get("source"))
     for name, x in options.items():
-        option, before, (section, field) = flag(name), earlier.get(name), OPTIONS[name]
+        before, (section, field) = earlier.get(name), OPTIONS[name]
         metadata = {"fixed": section in FIXED} | field.metadata
         if now.get(name) == before or metadata.get("free"):
             continue
-        refuse_if(metadata["fixed"], f"{start.workdir} holds a model with {option} {before}, got {x}")
+        was, wanted = f"{flag(name)} {written(before)}", written(x)
+        refuse_if(metadata["fixed"], f"{start.workdir} holds a model with {was}, got {wanted}")
         if not start.change:
-            raise UserError(f"{start.workdir} holds a run with {option} {before}, got {x}: --change allows that")
+            raise UserError(f"{start.workdir} holds a run with {was}, got {wanted}: --change allows that")
         off = metadata.get("off", x)
         if off is None or ("off" in metadata and (x == off) != (before == off)):
-            raise UserError(f"{start.workdir} holds an optimiser with {option} {before}, which {x} does not fit")
+            raise UserError(f"{start.workdir} holds an optimiser with {was}, which {wanted} does not fit")
     return now
 
 
 def decide_road(options, start):
-    """Says in the options of a new run whether its data are read on the fly, unless they say so; returns the reason."""
+    """Sets in the options of a new run whether its data are read on the fly, unless they say so; returns the reason."""
     corpora_named = names(options.get("train", ""))
     if "on_the_fly" in options:
         return "as asked for"
@@ -58,7 +59,7 @@ def decide_road(options, start):
     if start.resume or any(map(sources.by_function, corpora_named)) or options.get("bfloat16_rows"):  # rows of a cache
         return ""
     columns = [options.get(name, "") for name in ("audio_column", "text_column", "speaker_column")]
-    with contextlib.suppress(UserError, OSError):  # it is an error once it is read
+    with contextlib.suppress(UserError, OSError):  # reading it later raises the error
         hours = sources.hours(corpora_named, columns)
         if hours >= SMALL:
             options["on_the_fly"] = True
@@ -68,7 +69,7 @@ def decide_road(options, start):
 
 
 def road_of(config, why):
-    """The way that a training reads its data, and the other one."""
+    """Describes the way in which a training reads its data, and the other one."""
     kept = "features, and rows of the frozen layers," if "encoder:" in config.optimiser.freeze else "features"
     ways = (f"decodes all audio before the first step and keeps {kept} on the disk", "--no-on-the-fly"), \
            ("reads audio on the fly, anew in each epoch", "--on-the-fly")  # fmt: skip
@@ -77,7 +78,7 @@ def road_of(config, why):
 
 
 def reading(data, goes_on):
-    """The files that a training reads, in a line; those of a run that begins must not be those of its tests."""
+    """Describes the files that a training reads, in a line; those of a new run must not be those of its tests."""
     every = {name: sources.listed(getattr(data, name)) for name in ("train", "valid")}
     if not goes_on and not any(map(sources.by_function, names(data.train))):
         for name, x in every.items():
@@ -119,6 +120,8 @@ def train(args):
     with hosts.together():
         chosen = chosen or resumed(options, start).checked(judged)
         lines = [reading(chosen.data, start.resume), road_of(chosen, why)]
+        if chosen.features.kind == "sherpa-onnx" and chosen.formless:
+            lines += [f"{chosen.formless}: export --format sherpa-onnx will refuse this one"]
         rates = prepared(chosen, start, searching, lines).main()
     hosts.say(f"held-out CER {rates.cer:.1f}%, WER {rates.wer:.1f}% ({time.perf_counter() - started:.0f} seconds)")
     if start.expect_cer is not None and not rates.cer <= start.expect_cer:

@@ -21,7 +21,7 @@ FEW = 1000  # recordings whose headers are read for a bar
 
 @dataclasses.dataclass(frozen=True)
 class Writing(transcripts.Output):
-    """Which texts are written, and how."""
+    """The options that decide which texts are written, and how."""
 
     nbest: int = option(0, natural, "list so many hypotheses of --beam in --format json")
     segments: Path | None = option(
@@ -31,8 +31,8 @@ class Writing(transcripts.Output):
 
 
 def bar_of(entries, to):
-    """A bar of the seconds that are done. Their total comes from headers, which are not read of many files."""
-    quiet = not sys.stderr.isatty() or (not to.output and sys.stdout.isatty())  # it would be within the texts
+    """Returns a bar of the seconds that are done. Their total comes from headers, which are not read of many files."""
+    quiet = not sys.stderr.isatty() or (not to.output and sys.stdout.isatty())  # else the bar would be within the texts
     total, shown = None, "{desc}: {n:.0f} s heard [{elapsed}]"
     if not quiet and len(entries) <= FEW:
         lengths = [by_header(x) if getattr(x, "end", None) is None else x.end - x.start for x in entries]

@@ -26,33 +26,35 @@ from jax_rnnt_speech.config.options import (
     sources,
     speeds,
     strides,
+    written,
 )
 from jax_rnnt_speech.system import UserError, refuse_if
 
 PRETRAINED = "fastconformer", "whisper"
 ENCODERS = "conformer", "convolutional", *PRETRAINED
-# Those of `model.losses`, with jax_rnnt.
+# The losses of `model.losses`, with jax_rnnt.
 LOSSES = "rnnt", "monotonic", "constrained", "tdt", "multiblank", "hat", "robust", "wildcard", "pruned", "ctc"
-# Sections of which a checkpoint's arrays, or their meaning, depend on all options, but for some that say otherwise.
+# Sections on whose options a checkpoint's arrays, or their meaning, depend, except for options that say otherwise.
 FIXED = "features", "encoder", "blocks", "head"
+ONE_A_FRAME = "monotonic", "constrained"  # losses by which each label reads a frame
 MORE_MASKS = 2.5  # factor by which CR-CTC raises masks over time (Yao et al. 2024)
-MOST_FRAMES = 1 << 20  # of a step of a stream, and of what it remembers: 11 hours of frames of 40 ms
+MOST_FRAMES = 1 << 20  # limit for a step of a stream, and for what it remembers: 11 hours of frames of 40 ms
 MIN_SHERPA_RATE = 4000  # its highest filter ends 400 Hz below half of this
 DATA = {"nargs": "+", "metavar": "DATA"}
 
 
 def own(config):
-    """Whether the encoder is one of ours."""
+    """Returns True if the encoder is one of ours."""
     return config.encoder.kind not in PRETRAINED
 
 
 def attends(config):
-    """Whether a network of our blocks has attention."""
+    """Returns True if a network of our blocks has attention."""
     return config.encoder.kind == "conformer" or bool(config.head.stack)
 
 
 def where(name, *values):
-    """An option may need another one, or one of its values."""
+    """Returns the condition that an option needs another one, or one of its values, and the condition in words."""
     words = f"{dashed(name)} {' or '.join(values)}".strip()
     return (lambda config: config.get(name) in values if values else config.get(name)), words
 
@@ -165,13 +167,13 @@ class Encoder:
 
     @property
     def draws(self):
-        """Whether each batch draws what its frames see. A stream of such a model reads windows."""
+        """True if each batch draws what its frames see. A stream of such a model reads windows."""
         lists = any(isinstance(x, tuple) for x in (self.chunk, self.past, self.ahead))
         return bool(self.chunk and (lists or self.ahead or self.whole))
 
     @property
     def step(self):
-        """Encoder frames of a step of a stream whose encoder has a state; 0: its streams have no such steps."""
+        """Encoder frames in a step of a stream whose encoder has a state; 0 if its streams have no such steps."""
         return 0 if self.draws else self.chunk
 
 
@@ -322,11 +324,11 @@ class Config:
 
     @classmethod
     def from_options(cls, **options):
-        """The configuration of options by their names."""
+        """Returns the configuration of options by their names."""
         return cls().replace(**options)
 
     def replace(self, **options):
-        """The same configuration but for some options."""
+        """Returns the same configuration with some options changed."""
         sections = {}
         for name, x in options.items():
             section, field = OPTIONS[name]
@@ -336,26 +338,47 @@ class Config:
         })  # fmt: skip
 
     def get(self, name):
-        """The value of an option."""
+        """Returns the value of an option."""
         section, field = OPTIONS[name]
         return getattr(getattr(self, section), field.name)
 
     def options(self):
-        """All of them by their names."""
+        """Returns all options by their names."""
         return {name: self.get(name) for name in OPTIONS}
+
+    @property
+    def streams(self):
+        """Whether the rows of a recording can be computed in steps. Blocks on top of an encoder see all of them."""
+        return bool(self.encoder.step and not self.head.stack)
 
     @property
     def nemo_form(self):
         """Whether sherpa-onnx runs such a model in NeMo's form, with NeMo's features."""
-        return not self.encoder.step and (self.head.predictor == "lstm" or self.head.loss == "tdt")
+        return not self.streams and (self.head.predictor == "lstm" or self.head.loss == "tdt")
+
+    @property
+    def formless(self):
+        """A sentence that says why sherpa-onnx has no form for such a model; empty: it has one."""
+        head, kind = self.head, self.encoder.kind
+        reasons = {
+            "Whisper's encoder": kind == "whisper",
+            "Nemotron's encoder": kind == "fastconformer" and self.streams,
+            f"--loss {head.loss}": head.loss in ("multiblank", "hat", "ctc"),
+            f"--predictor lstm and --loss {head.loss}": head.predictor == "lstm" and head.loss in ONE_A_FRAME,
+            "--chunk and --predictor lstm or --loss tdt":
+                self.streams and (head.predictor == "lstm" or head.loss == "tdt"),
+            f"--durations {written(head.durations)}, which must be 0, 1, 2 and so on":
+                head.loss == "tdt" and list(head.durations) != [*range(len(head.durations))],
+        }  # fmt: skip
+        return next((f"sherpa-onnx has no form for models with {x}" for x, there in reasons.items() if there), "")
 
     @property
     def masks(self):
-        """(copies of each utterance in a batch of a training, masks over time of each)."""
+        """The pair (copies of each utterance in a batch of a training, masks over time of each)."""
         return (2, math.ceil(MORE_MASKS * self.data.time_masks)) if self.objective.cr_ctc else (1, self.data.time_masks)
 
     def checked(self, given=()):
-        """Returns itself, or raises where corpora are missing or options contradict each other."""
+        """Returns itself, or raises an error where corpora are missing or options contradict each other."""
         refuse_if(not self.data.train, "--train is missing: a manifest, a folder, or a corpus by FILE.py:FUNCTION")
         refuse_if(not self.data.valid, "--valid is missing: held-out utterances, as for --train")
         if not self.run.init and (not own(self) or self.run.new_head):
@@ -364,12 +387,12 @@ class Config:
         return self.consistent(given)
 
     def judged(self, given):
-        """Returns itself, or raises where an option that a person named lacks what it needs, whatever its value."""
+        """Returns itself, or raises an error if an option that a person named lacks what it needs, at any value."""
         satisfied(self, [(flag(name), OPTIONS[name][1], self.get(name)) for name in OPTIONS if name in given])
         return self
 
     def consistent(self, given=()):
-        """Returns itself, or raises where options contradict each other. `given` has the names for `judged`."""
+        """Returns itself, or raises an error if options contradict each other. `given` has the names for `judged`."""
         self.judged(given)
         features, width = self.features, self.blocks.width
         if attends(self) and width % (2 * self.blocks.heads):
@@ -379,12 +402,14 @@ class Config:
         if round(features.rate * features.window / 1000) < 2:
             raise UserError(f"a window of {features.window:g} ms has fewer than two samples at --rate {features.rate}")
         if self.encoder.draws:
-            several = "several --chunk, or --ahead or --whole,"
+            several = "several --chunk or --past, or --ahead or --whole,"
             fine = self.encoder.kind in ("conformer", "fastconformer")
             refuse_if(not fine, f"{several} need --encoder conformer or fastconformer, got {self.encoder.kind}")
             leaks = self.encoder.kind == "conformer" and any(time == 1 for time, _ in self.encoder.strides)
             refuse_if(leaks, f"{several} need --strides of 2 or more over time: with 1, frames see the next chunk")
             refuse_if(self.head.stack, f"{several} leave no place for --stack, whose blocks see everything")
+            none = "--whole 1 leaves no batch for --chunk: --chunk 0 is for a model that hears whole recordings alone"
+            refuse_if(self.encoder.whole == 1, none)
             frozen = "encoder:" in self.optimiser.freeze
             refuse_if(frozen, f"{several} change the rows that --freeze {self.optimiser.freeze} would keep")
         for name in ("chunk", "past") if self.encoder.step else ():
@@ -406,18 +431,18 @@ class Config:
 
 
 def tuples(x):
-    """Lists, as JSON and the command line have them, as tuples."""
+    """Returns lists, as JSON and the command line have them, as tuples."""
     return tuple(map(tuples, x)) if isinstance(x, list | tuple) else x
 
 
 def flag(name):
-    """An option as the command line has it, or else as JSON does."""
+    """Returns an option as the command line has it, or else as JSON does."""
     section, field = OPTIONS[name]
     return f"{section}.{field.name}" if field.metadata.get("hidden") else dashed(name)
 
 
 def _options():
-    """(section, field) of each option, by its name."""
+    """Returns (section, field) of each option, by its name."""
     options = {}
     for section in dataclasses.fields(Config):
         for field in dataclasses.fields(section.default):
@@ -431,12 +456,12 @@ OPTIONS = _options()
 
 
 def named(given, file):
-    """Options that a person named, on the command line or in a file. One for another encoder may have more of them."""
+    """Returns options that a person named, on the command line or in a file, where another encoder may have more."""
     other = {"encoder", "init"} & given.keys()
     lacks = {name for name in file if other and OPTIONS[name][1].metadata.get("needs") in (BLOCKS, OWN)}
     return given.keys() | (file.keys() - lacks)
 
 
 def options_of(*sections):
-    """Names of the options of some sections."""
+    """Returns the names of the options of some sections."""
     return {name for name, (section, _) in OPTIONS.items() if section in sections}

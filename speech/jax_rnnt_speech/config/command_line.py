@@ -6,10 +6,10 @@ from pathlib import Path
 
 from jax_rnnt_speech import config
 from jax_rnnt_speech.config import OPTIONS, flag
-from jax_rnnt_speech.config.options import dashed, satisfied
+from jax_rnnt_speech.config.options import dashed, satisfied, written
 
 ARGPARSE = "type", "action", "help", "choices", "nargs", "metavar"
-TWINS = {"batch": "batch_seconds", "steps": "epochs"}  # say the same thing: with one, the other is at its default
+TWINS = {"batch": "batch_seconds", "steps": "epochs"}  # they mean the same: with one, the other is at its default
 
 
 def add(parser, name, field, default=None):
@@ -18,7 +18,7 @@ def add(parser, name, field, default=None):
     if not {"choices", "action", "metavar"} & more.keys():
         more["metavar"] = "TEXT" if more["type"] is str else getattr(more["type"], "metavar", "N")
     if isinstance(usual, tuple):
-        usual = ",".join("x".join(map(str, x)) if isinstance(x, tuple) else f"{x:g}" for x in usual)
+        usual = written(usual)
     if default:
         more["help"] = f"{more['help'].partition('; default')[0]} ({default})"
     elif usual not in ("", 0, None):
@@ -47,9 +47,9 @@ def command(commands, name, about, run, *parts):
 
 
 def add_options(parser, names=tuple(OPTIONS), default=None, grouped=False):
-    """Options of the tree by their names; those that are not given are absent from the result.
+    """Adds options of the tree by their names; those that are not given are absent from the result.
 
-    `grouped`: each section has a heading.
+    If `grouped`, each section has a heading.
     """
     groups = {}
     for name, (section, field) in OPTIONS.items():
@@ -62,9 +62,9 @@ def add_options(parser, names=tuple(OPTIONS), default=None, grouped=False):
 
 
 def add_fields(parser, kind, names=None, but=(), group=None):
-    """Options of the fields of another dataclass: of all, of these `names` alone, or of all `but` some.
+    """Adds options for the fields of another dataclass: for all, for these `names` alone, or for all `but` some.
 
-    `group`: their heading.
+    `group` is their heading.
     """
     parser = parser.add_argument_group(group) if group else parser
     for field in dataclasses.fields(kind):
@@ -73,7 +73,7 @@ def add_fields(parser, kind, names=None, but=(), group=None):
 
 
 def taken(args, kind):
-    """The dataclass of a command's options; raises where one lacks what it needs."""
+    """Returns the dataclass of a command's options; raises an error where one lacks what it needs."""
     fields = [field for field in dataclasses.fields(kind) if field.name in vars(args)]
     x = kind(**{field.name: getattr(args, field.name) for field in fields})
     satisfied(x, [(dashed(field.name), field, getattr(x, field.name)) for field in fields])
@@ -81,18 +81,18 @@ def taken(args, kind):
 
 
 def given(args, names=tuple(OPTIONS)):
-    """Options of the tree that a command has."""
+    """Returns the options of the tree that a command has."""
     return {name: x for name, x in vars(args).items() if name in names}
 
 
 def decided(options):
-    """The options, and their twins. Of these, the first one that differs from a run's is named."""
+    """Returns the options and their twins; an error about twins names the first one that differs from a run's."""
     pairs = [*TWINS.items(), *((y, x) for x, y in TWINS.items())]
     return {y: OPTIONS[y][1].default for x, y in pairs if x in options and y not in options} | options
 
 
 def changed(config, args, names):
-    """A run's configuration with options of a command. A column that only the run names may be missing."""
+    """Returns a run's configuration with options of a command. A column that only the run names may be missing."""
     columns = {name: [x] for name in ("audio_column", "text_column", "speaker_column") if (x := config.get(name))}
     options = given(args, names)
     return config.replace(**columns | decided(options)).judged(options)

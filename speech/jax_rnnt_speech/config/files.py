@@ -11,11 +11,11 @@ from jax_rnnt_speech.config import OPTIONS
 from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 PRESETS = Path(__file__).parent / "presets"
-MIXED = "synthetic", "synthetic_share"  # of earlier runs; weights of the sources of --train say the same
+MIXED = "synthetic", "synthetic_share"  # of earlier runs; weights of the sources of --train have the same meaning
 
 
 def read_file(name):
-    """Options of a JSON file, or of one of the folder `presets` by its name."""
+    """Returns the options of a JSON file, or of one in the folder `presets` by its name."""
     path = Path(name) if Path(name).is_file() else PRESETS / f"{name}.json"
     if not path.is_file():
         presets = ", ".join(sorted(x.stem for x in PRESETS.glob("*.json")))
@@ -26,7 +26,7 @@ def read_file(name):
 
 
 def once(pairs):
-    """An object of JSON, which has no key twice."""
+    """Builds an object of JSON, which must have no key twice."""
     fields = {}
     for key, x in pairs:
         if key in fields:
@@ -37,7 +37,7 @@ def once(pairs):
 
 @contextlib.contextmanager
 def origins(file, options):
-    """Errors say which of the options that they name are those of a file."""
+    """Makes errors say which of the options that they name are those of a file."""
     try:
         yield
     except UserError as error:
@@ -52,9 +52,9 @@ def to_json(config):
 
 
 def from_json(tree, name, training=False):
-    """Options by their names, with their types checked as the command line checks them.
+    """Returns options by their names, with their types checked as the command line checks them.
 
-    `training`: raises where the file says what the model was trained on by options that are no more.
+    With `training`, it raises an error where options that are gone decide what the model was trained on.
     """
     refuse_if(not isinstance(tree, dict), f"{name}: expected an object of options, got {type(tree).__name__}")
     fields = {(section, field.name): option for option, (section, field) in OPTIONS.items()}

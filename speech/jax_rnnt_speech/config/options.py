@@ -1,4 +1,4 @@
-"""What an option is: a field of a dataclass that knows its type on the command line and in JSON, and its help."""
+"""An option is a field of a dataclass that knows its type on the command line and in JSON, and its help."""
 
 import argparse
 import dataclasses
@@ -9,19 +9,19 @@ from jax_rnnt_speech.system import refuse_if
 
 
 def names(x):
-    """A list of the names of corpora."""
+    """Returns a list of the names of corpora."""
     return list(x) if isinstance(x, list | tuple) or x == "" else [x]
 
 
 def sources(x):
-    """A type of argparse: the name of a corpus, or a list of names; of one, it is that name."""
+    """Parses, for argparse, the name of a corpus, or a list of names; a list of one becomes that name."""
     if x != "" and (not isinstance(x, str | list) or not x or not all(type(y) is str for y in x)):
         raise argparse.ArgumentTypeError(f"expected a name or a list of names, got {x}")
     return x[0] if isinstance(x, list) and len(x) == 1 else x
 
 
 def number(kind, low, below=math.inf, most=math.inf):
-    """A type of argparse: a number from `low` on, less than `below` and `most` or less."""
+    """Makes a type of argparse: a number from `low` on, less than `below` and `most` or less."""
 
     def read(text):
         try:
@@ -45,7 +45,7 @@ seed = number(int, 0, 2**32)
 
 
 def sequence(read, valid, metavar, expected):
-    """A type of argparse: text with commas, of which `read` makes values, or a list of JSON."""
+    """Makes a type of argparse: text with commas, from which `read` makes values, or a list of JSON."""
 
     def parse(text):
         try:
@@ -61,7 +61,7 @@ def sequence(read, valid, metavar, expected):
 
 
 def counts(low):
-    """A type of argparse: a whole number, or different ones of `low` or more with commas, or a list of JSON."""
+    """Makes a type of argparse: a whole number, or different ones of `low` or more with commas, or a list of JSON."""
     several = sequence(
         int,
         lambda x: x and all(type(y) is int and y >= low for y in x) and len({*x}) == len(x),
@@ -108,13 +108,13 @@ rates = sequence(
 
 
 def option(default, kind, text, **more):
-    """A field. `kind`: a type of argparse, or bool for a switch; `text`: its help.
+    """Declares a field. `kind` is a type of argparse, or bool for a switch; `text` is its help.
 
-    `flag`: the name of the option, if it is not that of the field. `needs`: (condition on the whole value, what it is
-    in words), without which nobody may name the option. `fixed`: a checkpoint's arrays, or their meaning, depend on it,
-    as on all of the sections `config.FIXED`; `free`: it may change where a run goes on. `off`: the value at which the
-    optimiser and its state lack a part. `hidden`: a field that pretrained models set, and no option. Other names are
-    those of argparse.
+    `flag` is the option's name, if it is not that of the field. `needs` is (condition on the whole value, the condition
+    in words), without which nobody may name the option. `fixed` says that a checkpoint's arrays, or their meaning,
+    depend on it, as on all of the sections `config.FIXED`; `free` that it may change where a run goes on. `off` is the
+    value at which the optimiser and its state lack a part. `hidden` marks a field that pretrained models set, and no
+    option. Other names are those of argparse.
     """
     kind = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
     return dataclasses.field(default=default, metadata={"help": text, **kind, **more})
@@ -122,6 +122,16 @@ def option(default, kind, text, **more):
 
 def dashed(name):
     return f"--{name.replace('_', '-')}"
+
+
+def written(x):
+    """A value as the command line has it: pairs such as 2x2 or encoder=0.1, and several values with commas."""
+    if not isinstance(x, list | tuple):
+        return f"{x:.10g}" if isinstance(x, float) else f"{x}"
+    named = any(isinstance(y, str) for y in x)
+    if any(isinstance(y, list | tuple) for y in x):
+        return ",".join(("=" if isinstance(y[0], str) else "x").join(map(written, y)) for y in x)
+    return (" " if named else ",").join(map(written, x))
 
 
 def satisfied(whole, given):

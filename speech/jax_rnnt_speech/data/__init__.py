@@ -1,1 +1,1 @@
-"""Where utterances come from: audio, manifests, corpora, texts and their labels, features, batches."""
+"""The sources of utterances: audio, manifests, corpora, texts and their labels, features, batches."""

@@ -2,7 +2,7 @@
 
 A file may hold several streams of audio one after the other. A stretch is a part with one rate and one layout of
 channels. Of several tracks at once, FFmpeg's choice is read: the one that is marked as the default. Times count from
-the start of the file: silence fills its place where the audio begins late, pauses or is damaged.
+the start of the file: silence fills the time where the audio begins late, pauses or is damaged.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.system import UserError, say_once
 
 RATES = range(1000, 400_000)  # samples a second that a file may have
-PLANES = 8  # PyAV reads memory beyond the channels of a frame with more, and may end the process
+PLANES = 8  # above so many channels PyAV reads memory beyond those of a frame, and may end the process
 PIECE = 16_384  # samples that are resampled at once, or more
 SLACK = 0.1  # seconds that a segment may end after its file, as manifests round them
 ALIKE = 0.05, 0.01  # seconds, and share, by which a file that was cut out of a longer one may differ from its times
 JITTER = 0.1  # seconds by which clock and samples may differ before silence is put in: that of FFmpeg's aresample
 RESET = 1  # seconds; a clock that goes back by more begins anew, and the audio goes on. No sample is ever dropped.
-SILENCE = 3600  # seconds of it that are put into a file at most: a damaged clock may say anything
+SILENCE = 3600  # seconds of silence that are put into a file at most: a damaged clock may say anything
 LIVE = 60  # seconds; MP4 and Matroska count from 0, but live recordings from anywhere: theirs begin later than this
-OPPOSED = 0.1  # of the power that channels would have together if they were independent: less is cancelled
+OPPOSED = 0.1  # share of the power that channels would have together if they were independent: less is cancelled
 # Demuxers that read one file. Playlists, which name other files, are not among them.
 FORMATS = "wav,w64,aiff,flac,mp3,ogg,mov,matroska,aac,amr,caf,au,asf,avi,mpegts,tta,wv,ape,flv,mpeg,ac3,eac3,voc"
 FORMATS += ",nistsphere"
@@ -43,7 +43,7 @@ MOV, MATROSKA = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"
 STATED = {"flac": 0, MOV: 0.25, "tta": 0.25, "wv": 0.25, "ape": 0.25, "nistsphere": 0}
 # Formats whose last packet may be a part of one: their size has been checked, or they may end anywhere.
 ENDLESS = "wav", "w64", "aiff", "caf", "au", "mpegts", "mpeg"
-# Tags that are no UTF-8 do no harm; PyAV 19 has no option of it.
+# Tags that are not UTF-8 do no harm; PyAV 19 has no such option.
 TAGS = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
 CUT, DAMAGED, FOREIGN = "audio that is cut off", "damaged audio", "no audio that FFmpeg knows"
 UNREAD = "audio of a form that FFmpeg does not read"
@@ -54,7 +54,7 @@ ORIGINAL = "its times are those of the recording from which it was cut; all of i
 
 
 class AudioError(UserError):
-    """A file of which nothing can be used. `reason` says why, without its name; `passing`: it may be usable later."""
+    """The error of an unusable file. `reason` is the cause, without its name; if `passing`, it may be usable later."""
 
     def __init__(self, path, reason, passing=False):
         super().__init__(f"{shown(path)}: {reason}")
@@ -62,7 +62,7 @@ class AudioError(UserError):
 
 
 class Beyond(AudioError):
-    """The error of a segment that its file lacks, or lacks the end of; `length`: the seconds of the file."""
+    """The error of a segment that its file lacks, or lacks the end of; `length` has the seconds of the file."""
 
     def __init__(self, path, length):
         super().__init__(path, BEYOND)
@@ -73,11 +73,11 @@ class Stretch(NamedTuple):
     rate: int
     channels: int
     samples: int
-    opposed: bool = False  # somewhere, its channels cancel each other
+    opposed: bool = False  # whether somewhere its channels cancel each other
 
 
 class Memory(io.BytesIO):
-    """The bytes of a file that is on no disk: may be read in the place of a path."""
+    """The bytes of a file that is on no disk, which may be read in place of a path."""
 
     def __init__(self, data, name):
         super().__init__(data)
@@ -88,7 +88,7 @@ class Memory(io.BytesIO):
 
 
 def opened(path):
-    """The file, which must be one that has something in it."""
+    """Opens the file, which must not be empty."""
     path = path.loaded() if hasattr(path, "loaded") else path
     if isinstance(path, Memory):
         if not path.getbuffer().nbytes:
@@ -113,7 +113,7 @@ def opened(path):
 
 
 def absent(path):
-    """Why there is no file of a name, as far as a second look at its folder shows."""
+    """Returns why there is no file of a name, as far as a second look at its folder shows."""
     if os.path.islink(path):
         return "a link to a file that is not there"
     name = composed(os.path.basename(path)).lower()
@@ -125,12 +125,12 @@ def absent(path):
 
 
 def unreadable(path, error):
-    """The error of what may be gone later: of the storage, or of too little memory."""
+    """Returns the error for a cause that may be gone later, of the storage or of too little memory."""
     return AudioError(path, f"a file that cannot be read ({error.strerror})", passing=True)
 
 
 def blocks(path):
-    """(rate, weights of the channels, samples [channels, n]) of a file, one block after the other."""
+    """Yields (rate, weights of the channels, samples [channels, n]) of a file, one block after the other."""
     with opened(path) as file:
         try:
             places = [*headers.begins(file), file.seek(0, os.SEEK_END)]
@@ -144,7 +144,7 @@ def blocks(path):
 
 
 def placed(path, frames):
-    """Blocks of frames (time, rate, weights, samples), with silence where the clock says that there is some."""
+    """Yields blocks of frames (time, rate, weights, samples), with silence where the clock says that there is some."""
     clock = silence = 0.0
     for (time, rate, weights, x), following in itertools.pairwise(itertools.chain(frames, [None])):
         then = following[0] if following else None
@@ -165,7 +165,7 @@ def placed(path, frames):
 
 @functools.lru_cache
 def weights_of(layout, channels):
-    """Of each channel in FFmpeg's mix, in sum 1; equal ones where nothing says which channel is which."""
+    """Returns each channel's weight in FFmpeg's mix, in sum 1; equal ones if nothing says which channel is which."""
     if channels > 2 and not re.fullmatch(r"\d+ channels", layout):
         with contextlib.suppress(av.error.FFmpegError, ValueError):
             frame = av.AudioFrame.from_ndarray(np.eye(channels, dtype=np.float32).reshape(1, -1), "flt", layout)
@@ -178,7 +178,7 @@ def weights_of(layout, channels):
 
 
 def decoded(path, part):
-    """(time, rate, weights, samples [channels, n]) of each frame of one file. A few bad packets do no harm."""
+    """Yields (time, rate, weights, samples [channels, n]) of each frame of one file. A few bad packets do no harm."""
     good, bad, inside = 0, 0, 0  # inside: bad packets before good ones, not those at the end of what is cut off
     zero, first, last, begin, end, latest = None, None, None, 0.0, 0.0, -math.inf  # seconds of the file's clock
     is_audio = part.raw or re.match(headers.KNOWN, part.at(0, 16), re.DOTALL)
@@ -192,7 +192,7 @@ def decoded(path, part):
             if stream.codec_context is None:
                 raise AudioError(path, CUT if headers.atoms_are_cut(part) else "audio of an unknown codec")
             if (container.format.name, stream.codec_context.name) == ("caf", "alac"):
-                # The last packet is as long as its audio: what FFmpeg would cut from it as padding is none.
+                # The last packet is as long as its audio: FFmpeg would cut some of it as padding, but there is none.
                 stream.codec_context.flags2 |= av.codec.context.Flags2.skip_manual
             bases = [float(x.time_base or 0) for x in container.streams]  # fractions are slow
             for packet in packets_of(container):
@@ -233,7 +233,7 @@ def decoded(path, part):
 
 
 def packets_of(container):
-    """Those of all tracks, until the data end or make no sense."""
+    """Yields the packets of all tracks, until the data end or make no sense."""
     try:
         yield from container.demux()
     except av.error.InvalidDataError:
@@ -241,14 +241,14 @@ def packets_of(container):
 
 
 def samples_of(path, frame):
-    """Samples float32 [channels, n] of a frame."""
+    """Returns the samples float32 [channels, n] of a frame."""
     if frame.format.is_planar and frame.layout.nb_channels > PLANES:
         raise AudioError(path, f"audio of more than {PLANES} channels")
     if frame.rate not in RATES:
         raise AudioError(path, f"a sample rate of {frame.rate} Hz")
     try:
         x = frame.to_ndarray()
-    except ValueError:  # of 64 bits, for example
+    except ValueError:  # such as samples of 64 bits
         raise AudioError(path, f"samples of an unknown form, {frame.format.name}") from None
     try:
         return scaled(x if frame.format.is_planar else x.reshape(-1, frame.layout.nb_channels).T)
@@ -257,7 +257,7 @@ def samples_of(path, frame):
 
 
 def start_of(container, packet, time):
-    """Where a file's clock begins: as for players, with the earliest track. The first frame comes at a time."""
+    """Returns where a file's clock begins: as for players, with the earliest track. The first frame comes at `time`."""
     first = float((packet.pts or 0) * packet.time_base)
     start = first if container.start_time is None else container.start_time / av.time_base
     if container.format.name in (MOV, MATROSKA) and start < LIVE:
@@ -266,9 +266,9 @@ def start_of(container, packet, time):
 
 
 def falls_short(part, container, stream, first, last, length, latest):
-    """Whether the audio, of a length and with its first and last packets, ends before its file says so.
+    """Returns True if the audio, with this length and its first and last packets, ends before its file says.
 
-    `latest`: the end of all tracks. FFmpeg estimates some durations from sizes, and does not say which.
+    `latest` is the end of all tracks. FFmpeg estimates some durations from sizes, and does not say which.
     """
     kind, duration = container.format.name, stream.duration and float(stream.duration * stream.time_base)
     if last is not None and last.is_corrupt and kind not in ENDLESS:
@@ -288,7 +288,7 @@ def falls_short(part, container, stream, first, last, length, latest):
 
 
 def stretches(path):
-    """Finds what a file holds by decoding all of it."""
+    """Returns the stretches of a file, by decoding all of it."""
     parts, opposed = [], []
     for (rate, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
         before = len(opposed)
@@ -298,9 +298,9 @@ def stretches(path):
 
 
 def mixed(some, rate, weights, said):
-    """Samples [n] of blocks [channels, n]: their mix, or where they cancel each other, the loudest one until then.
+    """Yields samples [n] of blocks [channels, n]: their mix, or where channels cancel each other the loudest so far.
 
-    It is decided for half a second at a time, however the blocks are cut; then `said` is called.
+    This is decided for half a second at a time, however the blocks are cut; then `said` is called.
     """
     if len(weights) == 1:
         yield from (x[0] for x in some)
@@ -318,7 +318,7 @@ def mixed(some, rate, weights, said):
 
 
 def halves(some, size):
-    """Blocks [channels, n] of blocks, of the same size but the last one."""
+    """Yields blocks [channels, n] of the same size, except the last one, from other blocks."""
     held = None
     for x in some:
         held = x if held is None else np.concatenate([held, x], 1)
@@ -330,12 +330,12 @@ def halves(some, size):
 
 
 def seconds(file):
-    """How long the stretches of a file last."""
+    """Returns how long the stretches of a file last."""
     return sum(x.samples / x.rate for x in file)
 
 
 def within(path, length, start, end, least=0.5):
-    """The part of a file that the times of a row mean: (start, end, None or a note of what was changed).
+    """Returns the part of a file that the times of a row mean: (start, end, None or a note of what was changed).
 
     The times of a row count from the start of its file, or from the start of the recording from which the file was cut,
     as in MLS, AMI and GigaSpeech. Keys do not tell which; the length of the file, in seconds, does:
@@ -362,7 +362,7 @@ def within(path, length, start, end, least=0.5):
 
 
 def checked(path, file, start, end, channel):
-    """Raises where a file, by its stretches, lacks a channel, or a segment as it is: `within` may change that."""
+    """Raises an error if a file, by its stretches, lacks a channel, or a segment that `within` would change."""
     length = seconds(file)
     if start >= length or within(path, length, start, end)[2]:
         raise Beyond(path, length)
@@ -370,7 +370,7 @@ def checked(path, file, start, end, channel):
 
 
 def lacks_channel(path, file, channel):
-    """Raises where a file, by its stretches, lacks a channel."""
+    """Raises an error where a file, by its stretches, lacks a channel."""
     missing = [x for x in channels_of(channel) if any(x >= y.channels for y in file)]
     if missing:
         raise AudioError(path, f"no channel {missing[0]}: the first is 0, and the file has {file[0].channels}")
@@ -381,7 +381,7 @@ def channels_of(channel):
 
 
 def bounds(begin, rate, start, end):
-    """First sample of a segment, and the one after its last, counted from the begin of a stretch."""
+    """Returns the first sample of a segment, and the one after its last, counted from the begin of a stretch."""
     return max(0, round((start - begin) * rate)), math.inf if end is None else max(0, round((end - begin) * rate))
 
 
@@ -391,7 +391,7 @@ def resampled_size(samples, own_rate, rate):
 
 
 def size(file, rate, start=0.0, end=None):
-    """Samples that `read` finds at a rate in a segment of a file, by its stretches."""
+    """Returns how many samples `read` gets at a rate in a segment of a file, by its stretches."""
     total, begin = 0, 0.0
     for stretch in file:
         first, last = bounds(begin, stretch.rate, start, end)
@@ -401,12 +401,12 @@ def size(file, rate, start=0.0, end=None):
 
 
 def read(path, rate, start=0.0, end=None, channel=None):
-    """Samples float32 [S] in [-1, 1] at a rate, as `pieces` has them; of opposed channels, the listing tells."""
+    """Returns samples float32 [S] in [-1, 1] at a rate, as `pieces` does; the listing reports opposed channels."""
     return np.concatenate([np.zeros(0, np.float32), *pieces(path, rate, start, end, channel, lambda: None)])
 
 
 def read_noted(path, rate, start=0.0, end=None, channel=None):
-    """(samples, None or a note) of the part that the times of a row mean, as `within` decides."""
+    """Returns (samples, None or a note) for the part that the times of a row mean, as `within` decides."""
     try:
         return read(path, rate, start, end, channel), None
     except Beyond as error:
@@ -415,11 +415,11 @@ def read_noted(path, rate, start=0.0, end=None, channel=None):
 
 
 def pieces(path, rate, start=0.0, end=None, channel=None, said=None):
-    """Samples float32 [n] in [-1, 1] at a rate, one piece after the other, as the file is decoded.
+    """Yields samples float32 [n] in [-1, 1] at a rate, one piece after the other, as the file is decoded.
 
-    A segment from `start` to `end` in seconds, by default all; one channel, or the mean of several, by default FFmpeg's
-    mix of all. What is wrong with the file is an error where it is met, which may be its end. `said` is called where
-    channels cancel each other; by default a line says so.
+    The segment is from `start` to `end` in seconds, by default all; it has one channel, or the mean of several, by
+    default FFmpeg's mix of all. A fault of the file is an error where it is met, which may be its end. `said` is called
+    where channels cancel each other; by default a line says so.
     """
     file, begin, said = [], 0.0, said or functools.partial(say_once, f"{shown(path)}: {CANCELLED}")
     for (own_rate, weights), group in itertools.groupby(blocks(path), lambda x: x[:2]):
@@ -441,7 +441,7 @@ def pieces(path, rate, start=0.0, end=None, channel=None, said=None):
 
 
 def segment(some, first, last, slack, read):
-    """The samples from `first` to `last` of blocks [n]; their sizes go to `read`."""
+    """Yields the samples from `first` to `last` of blocks [n]; their sizes go to `read`."""
     place = 0
     for x in some:
         piece = x[max(0, first - place) : max(0, min(last - place, len(x)))]
@@ -449,19 +449,19 @@ def segment(some, first, last, slack, read):
         read.append(len(x))
         if piece.size:
             yield piece
-        if place > last + slack:  # what comes then cannot matter
+        if place > last + slack:  # later samples cannot matter
             return
 
 
 def resampled_pieces(some, own_rate, rate):
-    """Pieces whose samples are, bit for bit, those that `resampled` makes of all pieces."""
+    """Yields pieces whose samples are, bit for bit, those that `resampled` makes of all pieces."""
     if own_rate == rate:
         yield from some
         return
     up, down = (x // math.gcd(own_rate, rate) for x in (rate, own_rate))
     # SciPy's filter sees 10 max(up, down) samples at the rate of both; begins are multiples of `down`.
     margin = -(-(10 * max(up, down) // up + 2) // down) * down
-    held, size, before = [], 0, 0  # samples, of which `before` have been resampled and are seen again
+    held, size, before = [], 0, 0  # samples, of which `before` have been resampled and are read again
     for piece in itertools.chain(some, [None]):
         if piece is not None:
             held.append(piece)

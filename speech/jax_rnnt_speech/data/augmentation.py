@@ -1,7 +1,7 @@
 """Versions of recordings for training: at other speeds, in noise, at other levels.
 
-Version 0 is the recording itself. Each further speed is a version, and with noise or gain every speed is there again.
-What a version is depends on the seed, the utterance and its number alone, so it can be kept on disk.
+Version 0 is the recording itself. Each further speed is a version, and with noise or gain every speed is there again. A
+version depends on the seed, the utterance and its number alone, so it can be kept on disk.
 """
 
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 from jax_rnnt_speech.data import audio, cache, lists, names
 from jax_rnnt_speech.system import refuse_if
 
-NOISE_SECONDS = 60  # of a file of noise that are used at most
+NOISE_SECONDS = 60  # of a file of noise, at most
 
 
 class Versions:
@@ -24,18 +24,18 @@ class Versions:
         self.noises = noises_of(config.data.noise) if config.data.noise else []
 
     def key(self):
-        """All that decides the versions, as JSON."""
+        """Returns everything that decides the versions, as JSON."""
         options, noises = self.options, [cache.stamp(x) for x in self.noises]
         more = [self.seed, noises, options.snr, options.gain]
         return [self.speeds, self.count, *(more if self.changed else [])]
 
     def size(self, samples, version):
-        """How many samples a version of `samples` samples has."""
+        """Returns how many samples a version of `samples` samples has."""
         speed = self.speeds[version % len(self.speeds)]
         return samples if speed == 1 else audio.resampled_size(samples, round(self.rate * speed), self.rate)
 
     def applied(self, samples, version, utterance):
-        """The version of samples float32 [S], those of an utterance by its number, or by several."""
+        """Returns the version of samples float32 [S] of an utterance, given by its number or by several numbers."""
         speed = self.speeds[version % len(self.speeds)]
         if speed != 1:
             samples = audio.resampled(samples, round(self.rate * speed), self.rate)
@@ -47,7 +47,7 @@ class Versions:
         return samples * np.float32(10 ** (rng.uniform(-1, 1) * self.options.gain / 20))
 
     def noise(self, rng, samples):
-        """Noise from a random place of a random file, at a random ratio to the samples."""
+        """Returns noise from a random place of a random file, at a random ratio to the samples."""
         noise = noise_samples(self.noises[rng.integers(len(self.noises))], self.rate)
         start = rng.integers(len(noise))
         noise = np.take(noise, np.arange(start, start + len(samples)), mode="wrap")

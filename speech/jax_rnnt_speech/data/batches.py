@@ -33,14 +33,14 @@ class Labelled(NamedTuple):
 
 
 class NothingLeft(UserError):
-    """A corpus of which nothing can be trained on."""
+    """The error of a corpus in which nothing can be trained on."""
 
 
 def labelled(corpus, tokens, subsampling, held_out=False):
-    """Labels of what can be trained on; what cannot goes to the corpus's report.
+    """Returns the labels of what can be trained on; the rest goes to the corpus's report.
 
-    `subsampling`: frames of an encoder frame; None: no model decides whether the labels fit. `held_out`: utterances
-    whose labels do not fit stay, `without` a loss.
+    `subsampling` is the number of frames of an encoder frame; with None, no model decides whether the labels fit. With
+    `held_out`, utterances whose labels do not fit stay, `without` a loss.
     """
     labels, without, scope = {}, [], "from the loss alone, " * held_out
     for i, x in enumerate(corpus.utterances):
@@ -63,7 +63,7 @@ def labelled(corpus, tokens, subsampling, held_out=False):
 
 
 def sentences(config, tokens):
-    """The first labels of each sentence of --text, [S, TEXT_LABELS], and their numbers [S]; without it None."""
+    """Returns the first labels of each sentence of --text, [S, TEXT_LABELS], and their numbers [S]; without it None."""
     if not config.data.text:
         return None
     normalize, report, spelled = texts.normalizer(config.texts.normalize, config.texts.lower), Report(), []
@@ -82,14 +82,14 @@ def sentences(config, tokens):
 
 
 def with_texts(batch, rng, part, texts):
-    """The batch with sentences."""
+    """Returns the batch with sentences."""
     (first, step), size = part, len(batch["valid"])
     some = rng.integers(len(texts[0]), size=TEXTS * step * size)[first::step]
     return batch | {"texts": texts[0][some], "text_lengths": texts[1][some]}
 
 
 def make_buckets(data, config, devices):
-    """Buckets from the shortest utterances to the longest, of little padding; fewer if that fills no batch."""
+    """Makes buckets with little padding, from the shortest utterances to the longest; fewer if that fills no batch."""
     order = sorted(data.labels, key=lambda i: (data.corpus.utterances[i].frames, i))
     frames = np.array([data.corpus.utterances[i].frames for i in order])
     limits = fewest(*np.unique(frames, return_counts=True), config.data.buckets).tolist()
@@ -98,8 +98,8 @@ def make_buckets(data, config, devices):
         waiting += [i for i in order if low < data.corpus.utterances[i].frames <= high]
         if len(waiting) >= size_of(config, devices, high):
             groups.append((high, waiting))
-            waiting = []  # otherwise too few for a batch: they join the next bucket
-    if waiting:  # the longest ones are few: the bucket before takes them
+            waiting = []  # otherwise they are too few for a batch, and join the next bucket
+    if waiting:  # the longest ones are few, and the bucket before takes them
         groups.append((limits[-1], (groups.pop()[1] if groups else []) + waiting))
     buckets = []
     for limit, group in groups:
@@ -110,7 +110,7 @@ def make_buckets(data, config, devices):
 
 
 def size_of(config, devices, frames):
-    """Utterances of so many frames that a batch has: as many on each device."""
+    """Returns how many utterances of `frames` frames a batch has, as many on each device."""
     size, seconds = config.data.batch, config.data.batch_seconds
     if seconds:
         size = max(1, int(seconds * 1000 / config.features.hop / frames))
@@ -118,7 +118,7 @@ def size_of(config, devices, frames):
 
 
 def collate(data, config, bucket, items, size):
-    """Arrays of a batch of `size` rows from (utterance, features or None, spans); rows without are not `valid`."""
+    """Returns arrays of a batch of `size` rows from (utterance, features or None, spans); rows without: not `valid`."""
     copies, time_masks = config.masks
     batch = {
         "features": np.zeros((size, bucket.frames, data.corpus.features), np.float32),
@@ -140,7 +140,7 @@ def collate(data, config, bucket, items, size):
 
 
 def testing(data, config, buckets, part):
-    """Every utterance once, always drawn alike; the last batch of a bucket may have rows that are not valid."""
+    """Yields every utterance once, always in the same draw; a bucket's last batch may have rows that are not valid."""
     for bucket in buckets:
         size = bucket.batch // part[1]
         for start in range(0, len(bucket.members), bucket.batch):

@@ -7,12 +7,12 @@ longest utterance, and batches of all buckets have about as many seconds.
 import numpy as np
 
 PADDING = 0.1  # share of the seconds of batches, at which more buckets are not worth their programs
-SECONDS = 24  # of audio of which a device of a CPU has the activations in memory at a time
-AROUND = 0.25  # by which batches of a bucket may be smaller or larger, so that the last one of an epoch is full
+SECONDS = 24  # seconds of audio whose activations one device of a CPU has in memory at a time
+AROUND = 0.25  # share by which batches of a bucket may be smaller or larger, so that the last one of an epoch is full
 
 
 def cuts(seconds, counts, most):
-    """Yields where one bucket, two, ... and up to `most` end, so that the least is padding.
+    """Yields the ends of one bucket, two, ... and up to `most`, with the least padding.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def cuts(seconds, counts, most):
     before, size = np.concatenate([[0], np.cumsum(counts)]), len(seconds)
     total, begins = np.where(np.arange(size + 1), np.inf, 0), []
     for _ in range(min(most, size)):
-        cost = total[:, None] + (before[1:] - before[:, None]) * seconds  # of buckets [begin, end]
+        cost = total[:, None] + (before[1:] - before[:, None]) * seconds  # cost of buckets [begin, end]
         cost[np.tri(size + 1, size, -1, dtype=bool)] = np.inf  # they end before they begin
         total = np.concatenate([[np.inf], cost.min(0)])
         begins.append(cost.argmin(0))
@@ -41,7 +41,7 @@ def cuts(seconds, counts, most):
 
 
 def fewest(seconds, counts, most):
-    """The longest utterances of each bucket, of so few buckets that leave PADDING, or of the `most`."""
+    """Returns the longest utterances of each bucket, of the fewest buckets that leave PADDING, or of the `most`."""
     for places in cuts(seconds, counts, most):
         ends = seconds[places]
         if (seconds * counts).sum() >= (1 - PADDING) * (ends * np.diff(np.cumsum(counts)[places], prepend=0)).sum():
@@ -50,15 +50,15 @@ def fewest(seconds, counts, most):
 
 
 def turns_of(rows, seconds, limit=SECONDS):
-    """Into how many equal parts rows of so many seconds are split, so that a part has at most `limit`, or one row."""
+    """Returns the number of equal parts in which rows of so many seconds have at most `limit`, or one row each."""
     return next(n for n in range(1, rows + 1) if rows % n == 0 and (rows // n * seconds <= limit or n == rows))
 
 
 def rows_of(seconds, count, wanted, common, devices, most):
-    """Rows of the batches of a bucket: about as many as wanted, and a multiple of `common`.
+    """Returns the rows of a bucket's batches: about as many as wanted, and a multiple of `common`.
 
     Batches of an epoch should have few rows without one of the `count` utterances, and devices of a CPU should be able
-    to take their rows in large equal parts. `most`: no more than this multiple of what is wanted.
+    to take their rows in large equal parts. The rows are at most `most` times the wanted ones.
     """
 
     def cost(rows):
@@ -71,7 +71,7 @@ def rows_of(seconds, count, wanted, common, devices, most):
 
 
 def planned(seconds, counts, amount, options, common, devices, window, varies):
-    """(seconds, rows) of each bucket: the fewest buckets that leave PADDING, or those that leave the least.
+    """Returns (seconds, rows) of each bucket: the fewest buckets that leave PADDING, or those that leave the least.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""A cache on disk holds what a training reads again and again: features, and rows of a frozen encoder.
+"""A cache on disk, for arrays that a training reads again and again: features, and rows of a frozen encoder.
 
-Arrays are float16, in one file for a corpus, which is mapped into memory. The folder's name is a hash of all that
-decides them; whoever changes any of it makes another folder.
+Arrays are float16, in one file for a corpus, which is mapped into memory. The folder's name is a hash of everything
+that decides them; whoever changes any of it makes another folder.
 """
 
 import hashlib
@@ -14,21 +14,21 @@ import numpy as np
 
 from jax_rnnt_speech.system import UserError, outputs
 
-FORM = 3  # of the files: another number makes them anew
+FORM = 3  # version of the files' form: another number makes them anew
 LEFT_OUT = "left-out.json"
-AGAIN = "again"  # a file in a folder that lacks what could not be read then: the next start makes it anew
-THREADS = 4  # that make features
+AGAIN = "again"  # marks a folder that lacks what could not be read then: the next start makes it anew
+THREADS = 4  # threads that make features
 LIMIT = np.finfo(np.float16).max
 
 
 def stamp(path):
-    """The path, size and time of a file, which show whether it has changed."""
+    """Returns the path, size and time of a file, which show whether it has changed."""
     status = os.stat(getattr(path, "archive", path))
     return [str(path), status.st_size, status.st_mtime_ns]
 
 
 def stamps(paths):
-    """The stamps of files, None where there is no such file."""
+    """Returns the stamps of files, None where there is no such file."""
     every = []
     for x in dict.fromkeys(paths):
         try:
@@ -58,10 +58,10 @@ class Stored:
 
 
 def stored(folder, key, count, features, report, expected, made, name_of, makes=True):
-    """The Stored of a key in a folder of several, for so many numbers. It is made if it is damaged or not there yet.
+    """Returns the Stored of a key in a folder of several, for `count` numbers; makes it if it is damaged or missing.
 
     `expected()` is about how many frames there will be, `made()` yields (number, array or None), and `name_of` has the
-    name of a number's utterance. The report gets what was left out as they were made. Without `makes`, another process
+    name of a number's utterance. The report gets what is left out as they are made. Without `makes`, another process
     has made it.
     """
     place = folder / hashlib.sha256(json.dumps([FORM, key], default=str).encode()).hexdigest()[:16]
@@ -76,7 +76,7 @@ def stored(folder, key, count, features, report, expected, made, name_of, makes=
         if need > free:
             room = f"{need / 1e9:.1f} GB in {folder}, which has {free / 1e9:.1f}"
             raise UserError(f"--cache needs {room}: name another folder, or none")
-        with outputs.whole(place) as part:  # which another run may make meanwhile
+        with outputs.whole(place) as part:  # another run may make it meanwhile
             part.mkdir()
             fill(part, count, made(), name_of)
             (part / LEFT_OUT).write_text(json.dumps([report.names, report.notes]), "utf-8")
@@ -104,7 +104,7 @@ def fill(folder, count, made, name_of):
 
 
 def tidy(folder, used):
-    """Removes what the cache of a run holds besides the folders that are used, and says so."""
+    """Removes everything from the cache of a run but the folders that are used, and says so."""
     other = [x for x in folder.glob("*") if x.is_dir() and x.name not in used]
     size = sum(y.stat().st_size for x in other for y in x.iterdir())
     for x in other:

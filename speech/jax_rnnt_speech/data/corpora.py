@@ -1,8 +1,8 @@
-"""Corpora of recordings: what a manifest or a folder lists, and what of it can be used.
+"""Corpora of recordings: the utterances that a manifest or a folder lists, and those of them that can be used.
 
 A corpus has `utterances`, `load(i, rng)`, the number of `features` of a frame, `hop`, the seconds between frames, and a
 `report`. To be tested it has `samples(i, rng)` too. FILE.py:FUNCTION names one of another kind: a function of the
-configuration, of "train" or "valid", and of what follows another colon, if there is one.
+configuration, of "train" or "valid", and of the text behind another colon, if there is one.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +15,11 @@ from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, outputs, refuse_if
 
 READERS = 16  # threads that decode
-MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"  # of language models
+MARKS = "<unk>", "<s>", "</s>", "<UNK>", "<S>", "</S>"  # words of language models
 
 
 def stretches_of(path):
-    """Stretches of a file, or an AudioError."""
+    """Returns the stretches of a file, or an AudioError."""
     try:
         return audio.stretches(path)
     except AudioError as error:
@@ -27,7 +27,7 @@ def stretches_of(path):
 
 
 def usable(entries, report):
-    """(entry, stretches of its file) where there are its audio, segment and channel; the rest is in the report."""
+    """Yields (entry, stretches of its file) where its audio, segment and channel exist; the rest goes to the report."""
     listed = []
     for x in entries:
         report.add(*x) if isinstance(x, Fault) else listed.append(x)
@@ -56,7 +56,7 @@ def usable(entries, report):
 
 
 def sentences_of(path, normalize, report, columns=()):
-    """Words, without marks of a model, of sentences of a corpus or lines of a text; the report names what has none."""
+    """Yields words, without marks of a model, of sentences of a corpus or a text; the report names those without."""
     for x in lists.sentences(path) if path.suffix == ".txt" else sources.read(path, *columns):
         if isinstance(x, rows.Fault):
             report.add(*x)
@@ -69,7 +69,7 @@ def sentences_of(path, normalize, report, columns=()):
 class Recordings:
     """The usable utterances of manifests and folders; the rest is in `report`.
 
-    `lenient`: of several sources, some may be no corpus. `testing`: utterances of any length.
+    With `lenient`, some of several sources may be no corpus. With `testing`, utterances may have any length.
     """
 
     def __init__(self, paths, config, lenient=False, testing=False):
@@ -92,7 +92,7 @@ class Recordings:
                 self.utterances.append(utterance)
 
     def unusable(self, entry, utterance, samples):
-        """Why it cannot be trained on, or None. A test leaves out only what has no text before it is normalised."""
+        """Returns why it cannot be trained on, or None. A test leaves out only entries that have no text as written."""
         if not (entry.text.split() if self.testing else utterance.text):
             return "empty transcript"
         if self.testing:
@@ -102,18 +102,18 @@ class Recordings:
         return None if utterance.frames else "shorter than a frame"
 
     def frames_of(self, utterance, versions):
-        """Frames of each of the `augmentation.Versions` of an utterance; 0: it is too long for a training."""
+        """Returns the frames of each of the `augmentation.Versions` of an utterance; 0 if too long for a training."""
         rate = self.config.features.rate
         sizes = [versions.size(round(utterance.seconds * rate), k) for k in range(versions.count)]
         return [self.extractor.count(x) if x <= round(self.config.data.max_seconds * rate) else 0 for x in sizes]
 
     def samples(self, i, rng):
-        """Samples [S] of an utterance."""
+        """Returns the samples [S] of an utterance."""
         x = self.entries[i]
         return audio.read(x.audio, self.config.features.rate, x.start, x.end, x.channel)
 
     def load(self, i, rng):
-        """Features [T, F] of an utterance; None: its audio is bad."""
+        """Returns the features [T, F] of an utterance; None if its audio is bad."""
         entry = self.entries[i]
         try:
             samples = self.samples(i, rng)
@@ -125,7 +125,7 @@ class Recordings:
 
 
 def tested(paths, config):
-    """The corpus of a test: every utterance with a text; or that of a function."""
+    """Returns the corpus of a test: every utterance with a text; or that of a function."""
     if len(paths) != 1 or not sources.by_function(paths[0]):
         return Recordings(paths, config, lenient=True, testing=True)
     corpus = open_corpus(paths[0], config, "valid")
@@ -134,20 +134,20 @@ def tested(paths, config):
 
 
 def refuse_functions(paths):
-    """Raises where a corpus of a function is among sources that are read."""
+    """Raises an error where a corpus of a function is among sources that are read."""
     if made := [x for x in map(str, paths) if sources.by_function(x)]:
         raise UserError(f"{made[0]}: a corpus that a function makes goes with no other, and only into train and test")
 
 
 def made_by(name, config, split):
-    """The corpus that a function of a user makes for --train or --valid; None: the name is of no function."""
+    """Returns the corpus that a user's function makes for --train or --valid; None if the name is not of a function."""
     refuse_functions(names(name) if isinstance(name, list | tuple) and len(name) > 1 else ())
     made = sources.by_function(name)
     return made and texts.loaded(made[0], f"--{split}", "a manifest, a folder or ")(config, split, *made[1])
 
 
 def open_corpus(name, config, split="valid"):
-    """The corpus that --valid names, or --train."""
+    """Returns the corpus that --valid names, or --train."""
     refuse_weights(name, split)
     if (corpus := made_by(name, config, split)) is not None:
         return corpus

@@ -1,4 +1,4 @@
-"""Log-mel spectra of samples, on the host with NumPy or on the device with JAX: the same function.
+"""Log-mel spectra of samples, on the host with NumPy or on the device with JAX, by the same function.
 
 --features chooses one of four: ours, that of NeMo's models, Whisper's, and those that sherpa-onnx computes.
 """
@@ -12,11 +12,11 @@ import numpy as np
 
 from jax_rnnt_speech.system import UserError
 
-LOUDEST = 10  # of full scale 1: samples beyond it have another scale, or are no sound
+LOUDEST = 10  # times full scale, which is 1: samples beyond it have another scale, or are no sound
 
 
 def scaled(samples):
-    """Samples float32 in [-1, 1] of integers of any width, or of floats that are so already."""
+    """Returns samples float32 in [-1, 1] from integers of any width, or from floats that are so already."""
     samples = np.asarray(samples)
     kind = samples.dtype.kind
     if kind in "iu":
@@ -33,15 +33,15 @@ def scaled(samples):
 
 @dataclasses.dataclass(frozen=True)
 class Extractor:
-    """From samples [..., S] to frames [..., T, mels]."""
+    """Turns samples [..., S] into frames [..., T, mels]."""
 
     rate: int = 16000  # samples a second
     mels: int = 80
-    window: int = 400  # samples of a frame
+    window: int = 400  # samples in a frame
     hop: int = 160  # samples from frame to frame
-    size: int = 512  # of the Fourier transform
+    size: int = 512  # size of the Fourier transform
     centred: str = ""  # how the samples go on before the first window and after the last: "constant", "reflect"
-    periodic: bool = False  # the window begins with its 0 and does not end with it
+    periodic: bool = False  # whether the window begins with its 0 and does not end with it
     preemphasis: float = 0.0
     slaney: bool = False  # mel scale of Slaney with filters of area 1, else of HTK with filters of height 1
     floor: float = 1e-6  # added to a filter's power, that of noise 60 dB below full scale
@@ -50,28 +50,28 @@ class Extractor:
 
     @property
     def margins(self):
-        """Samples before its place that a frame sees, and after it."""
+        """The samples before its place that a frame sees, and after it."""
         return (self.window // 2 if self.centred else 0,) * 2
 
     def padded(self, samples, before, after):
-        """Samples at the beginning or the end of a stream, with silence before or after them."""
+        """Returns samples at the beginning or the end of a stream, with silence before or after them."""
         return np.pad(samples, (before, after))
 
     def count(self, samples):
-        """Frames of a number of samples."""
+        """Returns the frames of a number of samples."""
         return max(self.frames(samples), 0) if samples else 0
 
     def counts(self, lengths, xp):
-        """Frames of an array of numbers of samples."""
+        """Returns the frames of an array of numbers of samples."""
         return xp.where(lengths > 0, xp.maximum(self.frames(lengths), 0), 0)
 
     def frames(self, samples):
-        """Of one sample or more; 0 or less: none."""
+        """Returns the frames of at least one sample; 0 or less means none."""
         samples = samples + self.tail
         return samples // self.hop if self.centred else 1 + (samples - self.window) // self.hop
 
     def __call__(self, samples, xp=np, lengths=None):
-        """Samples [..., S], floats or integers -> float32 [..., T, mels]; `xp` is numpy or jax.numpy.
+        """Turns samples [..., S], floats or integers, into float32 [..., T, mels]; `xp` is numpy or jax.numpy.
 
         With `lengths` [...] of JAX, so many samples of each recording count, and `self.counts` of its frames.
         """
@@ -90,14 +90,14 @@ class Extractor:
         return self.normalized(self.spectra(samples, frames, xp), xp, here)
 
     def emphasized(self, samples, xp=np, before=0.0):
-        """High frequencies raised; `before` is the sample before the first one."""
+        """Raises high frequencies; `before` is the sample before the first one."""
         if not self.preemphasis:
             return samples
         before = xp.concatenate([xp.full_like(samples[..., :1], before), samples[..., :-1]], -1)
         return samples - np.float32(self.preemphasis) * before
 
     def spectra(self, samples, frames, xp=np):
-        """Of the first windows."""
+        """Returns the spectra of the first windows."""
         window = np.hanning(self.window + self.periodic)[: self.window].astype(np.float32)
         parts = samples[..., self.hop * np.arange(frames)[:, None] + np.arange(self.window)] * window
         power = powers(parts, self.size, xp) @ self.filters
@@ -106,12 +106,12 @@ class Extractor:
         return xp.log(power + np.float32(self.floor))
 
     def normalized(self, x, xp, here=True):
-        """`here`: which frames count."""
+        """Normalises features; `here` tells which frames count."""
         more = {"keepdims": True, "where": here}
         if self.normalize == "whisper":
             return (xp.maximum(x, x.max((-2, -1), initial=-np.inf, **more) - 8) + 4) / 4
         if self.normalize == "recording":
-            deviation = xp.nan_to_num(x.std(-2, ddof=min(x.shape[-2] - 1, 1), **more))  # of one frame among more
+            deviation = xp.nan_to_num(x.std(-2, ddof=min(x.shape[-2] - 1, 1), **more))  # 0 for one frame among more
             return (x - x.mean(-2, **more)) / (deviation + np.float32(1e-5))
         return x
 
@@ -127,7 +127,7 @@ class Extractor:
 
 
 def powers(parts, size, xp):
-    """The powers [..., size / 2 + 1] of the frequencies of windows [..., W]."""
+    """Returns the powers [..., size / 2 + 1] of the frequencies of windows [..., W]."""
     rfft = xp.fft.rfft
     if xp is np:
         from scipy.fft import rfft  # over twice as fast as NumPy's, and slow to import
@@ -137,7 +137,7 @@ def powers(parts, size, xp):
 
 
 def triangles(places, corners, area):
-    """Filters [N, mels] at places [N] between corners [mels + 2], of area 1 or height 1. The latter are never empty."""
+    """Returns filters [N, mels] at places [N] between corners [mels + 2], of area 1, or of height 1 and never empty."""
     places, low, middle, high = places[:, None], corners[:-2], corners[1:-1], corners[2:]
     filters = np.maximum(np.minimum((places - low) / (middle - low), (high - places) / (high - middle)), 0)
     if not filters.any(0).all() and not area:
@@ -146,7 +146,7 @@ def triangles(places, corners, area):
 
 
 def slaney_corners(top, mels):
-    """Frequencies [mels + 2] from 0 to the top, which are evenly spaced on Slaney's mel scale.
+    """Returns frequencies [mels + 2] from 0 to the top, which are evenly spaced on Slaney's mel scale.
 
     It is linear up to 1 kHz, with 15 mel there, and logarithmic above, with 27 mel for a factor of 6.4.
     """
@@ -158,13 +158,13 @@ def slaney_corners(top, mels):
 PRESETS = {
     "log-mel": {},
     "nemo": dict(centred="constant", preemphasis=0.97, slaney=True, floor=2.0**-24, normalize="recording"),
-    # Half a second of the silence that fills Whisper's 30 seconds: without it, rows differ by a seventh.
+    # This is half a second of the silence that fills Whisper's 30 seconds; without it, rows differ by a seventh.
     "whisper": dict(centred="reflect", periodic=True, slaney=True, floor=1e-10, normalize="whisper", tail=8000),
 }
 
 
 def mirrored(samples, before, after, xp=np, lengths=None):
-    """Samples [..., S] with some more at both ends, the edge sample twice; `lengths` [...] of them count."""
+    """Returns samples [..., S] with some more at both ends, the edge sample twice; `lengths` [...] of them count."""
     places = xp.arange(-before, samples.shape[-1] + after)
     size = xp.asarray(samples.shape[-1:] if lengths is None else xp.maximum(lengths, 1)[..., None])
     places = places % (2 * size)
@@ -175,7 +175,7 @@ def mirrored(samples, before, after, xp=np, lengths=None):
 
 @dataclasses.dataclass(frozen=True)
 class Sherpa:
-    """The spectra that sherpa-onnx computes for the models that it runs, which no setting of it can change.
+    """The spectra that sherpa-onnx computes for the models that it runs, which none of its settings can change.
 
     They are those of kaldi-native-fbank: frames are centred on the middle of each hop, and samples go on behind both
     ends of a recording as in a mirror. Each frame is emphasised by itself. For NeMo's models it keeps its mean, and the
@@ -192,47 +192,47 @@ class Sherpa:
 
     @property
     def hop(self):
-        return round(self.rate * 0.01)
+        return self.rate // 100  # kaldi-native-fbank rounds both down
 
     @property
     def window(self):
-        return round(self.rate * 0.025)
+        return self.rate // 40
 
     @property
     def size(self):
-        """Of the Fourier transform."""
+        """The size of the Fourier transform."""
         return 1 << (self.window - 1).bit_length()
 
     @property
     def margins(self):
-        """Samples before the recording that its first frame sees, and after it that its last one does, at most."""
+        """The samples before the recording that its first frame sees, and after it that its last one does, at most."""
         return self.window // 2 - self.hop // 2, self.window - self.window // 2
 
     def count(self, samples):
-        """Frames of a number of samples."""
+        """Returns the frames of a number of samples."""
         return (samples + self.hop // 2) // self.hop
 
     def counts(self, lengths, xp):
-        """Frames of an array of numbers of samples."""
+        """Returns the frames of an array of numbers of samples."""
         return self.count(lengths)
 
     def padded(self, samples, before, after):
-        """Samples at the beginning or the end of a stream, and before or after them their mirror image."""
+        """Returns samples at the beginning or the end of a stream, and before or after them their mirror image."""
         return mirrored(samples, before, after) if len(samples) else samples
 
     def emphasized(self, samples, xp=np, before=0.0):
-        """As they are: each frame is emphasised by itself."""
+        """Returns the samples unchanged, as each frame is emphasised by itself."""
         return samples
 
     def __call__(self, samples, xp=np, lengths=None):
-        """As `Extractor` does."""
+        """Works as `Extractor` does."""
         samples = scaled(samples) if xp is np else samples
         if not (frames := self.count(samples.shape[-1])):
             return xp.zeros((*samples.shape[:-1], 0, self.mels), np.float32)
         return self.spectra(mirrored(samples, *self.margins, xp, lengths), frames, xp)
 
     def spectra(self, samples, frames, xp=np):
-        """Of the first windows."""
+        """Returns the spectra of the first windows."""
         parts = samples[..., self.hop * np.arange(frames)[:, None] + np.arange(self.window)]
         if not self.nemo:
             parts = parts - parts.mean(-1, keepdims=True)
@@ -252,7 +252,7 @@ class Sherpa:
 
 
 def extractor(config):
-    """What makes the features of a `config.Config`."""
+    """Returns the object that makes the features of a `config.Config`."""
     if config.features.kind == "sherpa-onnx":
         return Sherpa(config.features.rate, config.features.mels, config.nemo_form)
     return preset(config.features, bool(config.encoder.step))
@@ -260,17 +260,17 @@ def extractor(config):
 
 @functools.lru_cache
 def preset(options, streams):
-    """The Extractor of a `config.Features`; `streams`: for recordings that are never whole."""
+    """Returns the Extractor of a `config.Features`; `streams` is for recordings that are never whole."""
     window, hop = round(options.rate * options.window / 1000), max(1, round(options.rate * options.hop / 1000))
     fields = PRESETS[options.kind]
     size = window if options.kind == "whisper" else 2 ** math.ceil(math.log2(window))
     if options.kind == "nemo" and streams:
-        fields = fields | {"normalize": "corpus"}  # Nemotron's features are as they are
+        fields = fields | {"normalize": "corpus"}  # Nemotron's features are not normalised
     return Extractor(options.rate, options.mels, window, hop, size, **fields)
 
 
 def draw_spans(config, rng, frames, features):
-    """SpecAugment (Park et al. 2019): starts and ends int32 [masks, 2] over time, then over features, of each copy."""
+    """Draws SpecAugment (Park et al. 2019): starts and ends int32 [masks, 2] over time, then features, of each copy."""
     copies, time_masks, options = *config.masks, config.data
     longest = [(frames, int(options.time_mask * frames))] * time_masks
     longest += [(features, min(options.mel_mask, features))] * options.mel_masks
@@ -283,7 +283,7 @@ def draw_spans(config, rng, frames, features):
 
 
 def hide(x, lengths, spans, time_masks):
-    """Features [B, T, F] of lengths [B] with the mean of what is kept of an utterance in its spans [B, masks, 2]."""
+    """Masks spans [B, masks, 2] of features [B, T, F] of lengths [B] with the mean of what is kept of an utterance."""
     places = (np.arange(size) for size in x.shape[1:])
     parts = spans[:, :time_masks], spans[:, time_masks:]
     frames, mels = (((i >= y[..., :1]) & (i < y[..., 1:])).any(1) for i, y in zip(places, parts))

@@ -1,11 +1,11 @@
-"""Reads what FFmpeg leaves to others: joined files, and headers that are wrong, or that it misunderstands."""
+"""Handles what FFmpeg leaves to others: joined files, and headers that are wrong, or that it misunderstands."""
 
 import os
 import re
 import struct
 
-INITIAL = re.escape(bytes(x for x in range(256) if x & 8))  # of the flags of WavPack: the first block of a moment
-# Begins of files that FFmpeg reads once, where several are joined. Patterns of which each begins in one way are fast.
+INITIAL = re.escape(bytes(x for x in range(256) if x & 8))  # bit in the flags of WavPack: the first block of a moment
+# Begins of files that FFmpeg reads once, where several are joined. Patterns that begin in only one way are fast.
 JOINED = (
     *(name + rb".{4}WAVE[ -~]{4}" for name in (b"RIFF", b"RIFX", b"RF64", b"BW64")),
     *(rb"FORM.{4}AIF[FC]", rb"riff\x2e\x91\xcf\x11", rb"caff\0\x01\0\0desc"),
@@ -14,16 +14,17 @@ JOINED = (
     rb"0&\xb2u\x8ef\xcf\x11\xa6\xd9\0\xaa\0\x62\xce\x6c",
     rb"wvpk.{12}\0\0\0\0.{5}[" + INITIAL + b"]",
 )
-BEGIN = 32  # bytes of which a pattern has fewer
-# FFmpeg neither says where a header ends the samples, nor doubts it. Chunks by the first bytes of a file: the form of
-# name and size, where the first is, how many bytes of these the size counts, and to which multiple it is filled up.
+BEGIN = 32  # more bytes than any pattern has
+# FFmpeg neither says where a header ends the samples, nor doubts it. These are chunks by the first bytes of a file: the
+# form of name and size, where the first is, how many bytes of these the size counts, and to which multiple it is filled
+# up.
 CHUNKS = {
     rb"(RIFF|RF64|BW64)....WAVE": ("<4sI", 12, 0, 2),
     rb"RIFX....WAVE|FORM....AIF": (">4sI", 12, 0, 2),
     rb"caff": (">4sq", 8, 0, 1),
     rb"riff": ("<16sq", 40, 24, 8),
 }
-# From these on, a size that is more than there is means that the program that wrote it into a pipe did not know it:
+# Larger sizes than these that exceed the file mean that the program that wrote it into a pipe did not know its size:
 # SoX has 0x7F000000 for AIFF, others have 2^31 - 1 or 2^32 - 1, and as much of 64 bits.
 UNKNOWN, WIDE = 0x7F000000, 2**48
 ASF, SIZES = b"0&\xb2u\x8ef\xcf\x11", b"\xa1\xdc\xab\x8cG\xa9\xcf\x11"  # how a file and the chunk of its size begin
@@ -43,7 +44,7 @@ class Part:
         place = self.tell()
         try:
             data = self.file.read(max(0, min(size, self.end - self.begin - place)))
-        except OSError as error:  # of the storage: for FFmpeg, the file ends
+        except OSError as error:  # an error of the storage: for FFmpeg, the file ends
             self.error = error
             return b""
         for at, new in self.replaced:
@@ -66,7 +67,7 @@ class Part:
 
 
 def begins(file):
-    """Where the files begin that are joined in a file, of kinds of which FFmpeg reads the first alone."""
+    """Returns where the files begin that are joined in a file, of kinds of which FFmpeg reads the first alone."""
     file.seek(0)
     start, places, tail, place = file.read(BEGIN), {0}, b"", 0
     for pattern in JOINED:
@@ -95,9 +96,9 @@ def leave_out_tags(part):
 
 
 def correct(part):
-    """Replaces what is wrong in the header of a part, and says whether all samples are there that it promises.
+    """Replaces errors in the header of a part, and returns True if all the samples are there that it promises.
 
-    A size is not believed if programs write it that do not know it yet, or if what is behind it is no other chunk.
+    A size is not believed if programs write it that do not know it yet, or if the bytes behind it are no other chunk.
     """
     leave_out_tags(part)
     start = part.at(0, 48)
@@ -112,7 +113,7 @@ def correct(part):
         while True:
             chunk, first = part.at(place, length), place + length
             if len(chunk) < length:
-                return True  # without samples: FFmpeg says what is wrong
+                return True  # there are no samples: FFmpeg says what is wrong
             name, stated = struct.unpack(form, chunk)
             stated -= counted
             if name[:4] in (b"data", b"SSND"):
@@ -123,7 +124,7 @@ def correct(part):
             place = first + max(0, stated + -stated % filled)
         field = (place + length - struct.calcsize(form[-1:]), form[0] + form[-1:])
         if start[:4] in (b"RF64", b"BW64"):
-            part.replaced.append((0, b"RF64"))  # the same, but FFmpeg knows one
+            part.replaced.append((0, b"RF64"))  # the same format, but FFmpeg knows one name
             if stated == 0xFFFFFFFF:
                 stated, field = *struct.unpack("<q", start[28:36]), (28, "<q")
     there, narrow = size - first, field[1][1] == "I"
@@ -136,25 +137,25 @@ def correct(part):
         stated = min(there + counted, 0xFFFFFFFF) if narrow else there + counted
         part.replaced.append((field[0], struct.pack(field[1], max(0, stated))))
         stated = there
-    if part.raw or not stated:  # 0 is unknown for FFmpeg
+    if part.raw or not stated:  # 0 means unknown to FFmpeg
         part.begin, part.end = part.begin + first * bool(part.raw), part.begin + first + stated
         part.replaced *= not part.raw
     return stated <= there
 
 
 def corrections(name, first, body):
-    """Yields what FFmpeg misreads in a chunk: (place, bytes). Samples may have fewer bits than there is room for."""
+    """Yields corrections of a chunk that FFmpeg misreads: (place, bytes). Samples may have fewer bits than room."""
     if name == b"fmt " and len(body) >= 28 and body[:2] == b"\xfe\xff":
         yield first + 18, body[14:16]
     if name == b"desc" and len(body) >= 32 and body[8:12] == b"lpcm":
         width, _, channels = struct.unpack(">III", body[16:28])
         yield first + 28, struct.pack(">I", 8 * width // max(1, channels) % 2**32)
     if name == b"COMM":
-        yield first + 2, bytes(4)  # the number of samples: the data tell it
+        yield first + 2, bytes(4)  # the number of samples, which the data determine
 
 
 def raw(body):
-    """Options of FFmpeg for the samples of a RIFX, of whose bytes it does not swap those."""
+    """Returns options of FFmpeg for the samples of a RIFX, whose bytes it does not swap."""
     tag, channels, rate, _, _, bits = struct.unpack(">HHIIHH", body[:16].ljust(16, b"\0"))
     long = tag == 0xFFFE and len(body) == 40
     codec = max(body[24:28]) if long else tag  # in whatever order the GUID is
@@ -164,31 +165,31 @@ def raw(body):
 
 
 def frames_of_mp3(header):
-    """How many frames follow, by what encoders write into the first one, or None."""
+    """Returns how many frames follow, by what encoders write into the first one, or None."""
     count = re.search(rb"(?:Xing|Info)\0\0\0[\1\3\5\7\x09\x0b\x0d\x0f](.{4})|VBRI.{10}(.{4})", header, re.DOTALL)
     return count and int.from_bytes(count[1] or count[2], "big")
 
 
 def atoms_are_cut(part):
-    """Whether an MP4 ends before its last atom does, which may be the one that lists the tracks."""
+    """Returns True if an MP4 ends before its last atom does, which may be the one that lists the tracks."""
     place = 0
     while len(head := part.at(place, 16)) >= 8 and part.at(4, 4) == b"ftyp":
         size = int.from_bytes(head[:4], "big")
         size = int.from_bytes(head[8:], "big") if size == 1 else size
-        if size < 8:  # up to the end
+        if size < 8:  # the atom goes up to the end
             return False
         place += size
     return place > part.end - part.begin
 
 
 def is_cut(part):
-    """Whether an AVI, ASF or Ogg ends before its header says so, or within a page: FFmpeg is silent about it."""
+    """Returns True if an AVI, ASF or Ogg ends before its header says, or within a page: FFmpeg does not report it."""
     size, head = part.end - part.begin, part.at(0, 2**16)
     if re.match(b"RIFF....AVI ", head, re.DOTALL) and (place := head.find(b"movi")) > 0:
         stated = int.from_bytes(head[place - 4 : place], "little")
         return stated < 0x7FFFF000 and place + stated > size
     if head.startswith(ASF) and (place := head.find(SIZES)) > 0:
-        live = head[place + 88 : place + 89] in (b"\1", b"\3")  # which has no size
+        live = head[place + 88 : place + 89] in (b"\1", b"\3")  # a live one has no size
         return not live and int.from_bytes(head[place + 40 : place + 48], "little") > size
     data = part.at(max(0, size - 2**17), 2**17) if part.at(0, 4) == b"OggS" else b""
     page = data[max(0, data.rfind(b"OggS")) :]  # it may be far before the end, and whole
@@ -196,7 +197,7 @@ def is_cut(part):
 
 
 def seconds(start, size):
-    """Seconds of FLAC and of WAV, or None where they are not where they usually are, or need not be all."""
+    """Returns the seconds of FLAC and of WAV, or None where they are in an unusual place, or need not be all."""
     if start[:4] == b"fLaC" and len(start) >= 26 and start[4] & 127 == 0:
         rate = int.from_bytes(start[18:21], "big") >> 4
         samples = int.from_bytes(start[21:26], "big") & (2**36 - 1)

@@ -1,4 +1,4 @@
-"""Where each utterance of some shards is, and how long it lasts: what an order over them needs, and nothing decoded.
+"""The place and length of each utterance of some shards, which an order over them needs. Nothing is decoded.
 
 Seconds come from the manifest, or from headers of FLAC and WAV that are read with those of a tar. Others are read from
 the header of the audio by whoever asks first. All are kept in a folder and mapped into memory, so that another start
@@ -20,32 +20,32 @@ from jax_rnnt_speech.data.archives import storage
 from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.system import outputs
 
-FORM = 3  # of the files: another number makes them anew
-LITTLE = 1e-3  # seconds of what begins behind the end of its file
-THREADS = 16  # that read headers, in each process
+FORM = 3  # version of the files' form: another number makes them anew
+LITTLE = 1e-3  # seconds of an utterance that begins behind the end of its file
+THREADS = 16  # threads that read headers, in each process
 PIECE = 100  # headers that one of them reads
 ARRAYS = "rows", "seconds", "shards"
 SLACK = 0.05  # seconds by which an utterance may be longer than is written, as manifests round
-SURE = 1.05, 1.1  # factor, and seconds: what is written to be longer than this beyond a limit is not decoded
+SURE = 1.05, 1.1  # factor, and seconds: an utterance that is stated to exceed a limit by more than this is not decoded
 ESTIMATE = 1.05, 0.2  # factor, and seconds: by how much it may be longer than estimated
-STATED = {*audio.STATED, *audio.ENDLESS, "ogg"} - {"mpegts", "mpeg"} | {audio.MATROSKA}  # durations are in headers
+STATED = {*audio.STATED, *audio.ENDLESS, "ogg"} - {"mpegts", "mpeg"} | {audio.MATROSKA}  # headers have durations
 
 
 def longest(seconds):
-    """Seconds that utterances may last, by what is written."""
+    """Returns the seconds that utterances may last at most, by what is written."""
     return np.where(seconds < 0, -seconds * ESTIMATE[0] + ESTIMATE[1], seconds + SLACK).astype(np.float64)
 
 
 def surely_longer(seconds, most):
-    """Whether utterances are longer than a limit however their lengths were rounded or estimated."""
+    """Returns True where utterances are longer than a limit however their lengths were rounded or estimated."""
     return np.abs(seconds) > most * SURE[0] + SURE[1]
 
 
 class Index:
-    """The index that a folder holds. To a worker, the name of the folder goes with the shards.
+    """The index in a folder. A worker gets the name of the folder with the shards.
 
-    `rows`: int64 [n, 5], as the shards understand them. `seconds`: float32 [n]; below 0 where they are an estimate, 0
-    where a header must be read. `shards`: int32 [n], numbers of shards, which ascend.
+    `rows` is int64 [n, 5], as the shards understand them. `seconds` is float32 [n]: below 0 where they are an estimate,
+    0 where a header must be read. `shards` is int32 [n], numbers of shards, which ascend.
     """
 
     def __init__(self, folder, number, listed, keys):
@@ -57,7 +57,7 @@ class Index:
 
     @functools.cached_property
     def later(self):
-        """float32 [n] of headers that were read later; 0 where none was, and not a number where that failed."""
+        """Seconds float32 [n] from headers that were read later; 0 where none was, and NaN where that failed."""
         try:
             with open(self.folder / "later", "a+b") as file:
                 os.posix_fallocate(file.fileno(), 0, 4 * len(self.seconds))
@@ -66,17 +66,17 @@ class Index:
             return np.zeros(self.seconds.shape, np.float32)
 
     def entry(self, i, sought=True):
-        """The Entry or Fault of an utterance. `sought`: whether its audio is."""
+        """Returns the Entry or Fault of an utterance. `sought` tells if its audio is looked for."""
         return self.listed[self.shards[i]].entry(self.rows[i].tolist(), self.keys, sought)
 
     listing = entry
 
     def lengths(self, items):
-        """Seconds of utterances, below 0 where they are an estimate; nan: they are unknown. Headers may be read."""
+        """Returns the seconds of utterances, below 0 for estimates, NaN if they are unknown. Headers may be read."""
         seconds = np.array(self.seconds[items])
         if (unwritten := np.unique(items[seconds == 0])).size:
             left = unwritten[self.later[unwritten] == 0]
-            pieces = np.split(left, np.flatnonzero(np.diff(self.shards[left])) + 1)  # of a shard each
+            pieces = np.split(left, np.flatnonzero(np.diff(self.shards[left])) + 1)  # each piece belongs to one shard
             pieces = [x[i : i + PIECE] for x in pieces for i in range(0, len(x), PIECE)]
             with ThreadPoolExecutor(THREADS) as pool:
                 list(pool.map(self.read, pieces))  # so that errors are raised
@@ -84,16 +84,16 @@ class Index:
         return seconds
 
     def lengths_of_versions(self, items, versions, speeds, most):
-        """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
+        """Returns (versions, seconds) of items: they may be too long for their version's speed. Headers may be read."""
         seconds = self.lengths(items)
         used = np.isfinite(seconds) & ~surely_longer(seconds, most)  # the others are left out in their turn
         lengths = np.where(used, np.minimum(longest(seconds), most + SLACK), 0)
         plain = lengths / speeds[versions % len(speeds)] > most + SLACK
-        versions = np.where(plain, versions - versions % len(speeds), versions)  # without another speed
+        versions = np.where(plain, versions - versions % len(speeds), versions)  # at the recording's own speed
         return versions, lengths / speeds[versions % len(speeds)]
 
     def read(self, items):
-        """Reads headers of utterances. Several may do it at once, as all find the same."""
+        """Reads headers of utterances. Several threads may do it at once, as all get the same."""
         for i in items.tolist():
             self.later[i] = by_header(self.entry(i))
 
@@ -104,7 +104,7 @@ class Index:
 
 
 def written(entry):
-    """How long an utterance lasts by what is written, 0 where nothing is."""
+    """Returns how long an utterance lasts by what is written, 0 where nothing is."""
     if entry.end is not None:
         return entry.end - entry.start
     whole = entry.whole or getattr(entry.audio, "seconds", 0.0)
@@ -112,7 +112,7 @@ def written(entry):
 
 
 def by_header(entry):
-    """How long an utterance lasts by the header of its audio; below 0 where that is an estimate; nan: it has none."""
+    """Returns how long an utterance lasts by its audio's header; below 0 for an estimate, NaN if there is none."""
     if isinstance(entry, Fault):
         return np.nan
     try:
@@ -123,7 +123,7 @@ def by_header(entry):
 
 
 def seconds_by_header(recording):
-    """Seconds of a recording by its header, below 0 where they are an estimate; an AudioError where there are none."""
+    """Returns seconds of a recording by its header, below 0 for an estimate; raises an AudioError if there are none."""
     member = isinstance(recording, storage.Member)
     with audio.opened(recording.archive if member else recording) as file:
         begin = recording.place if member else 0
@@ -139,7 +139,7 @@ def seconds_by_header(recording):
 
 
 def probed(recording, part):
-    """Seconds that FFmpeg finds in a header, or that its packets last, below 0.
+    """Returns the seconds that FFmpeg finds in a header, or those that the packets last, below 0.
 
     FFmpeg estimates the duration of some formats from the size of the file, which may be wrong by any factor where the
     bit rate varies. Their packets are counted, which reads all of the file and decodes nothing.
@@ -161,11 +161,11 @@ def probed(recording, part):
         lengths = (x.duration or 0 for x in container.demux(stream))
         if seconds := sum(lengths) * float(stream.time_base or 0):
             return -seconds
-    return -audio.seconds(audio.stretches(recording))  # nothing but decoding tells
+    return -audio.seconds(audio.stretches(recording))  # only decoding tells
 
 
 def scanned(shards, keys, i):
-    """(rows, seconds, faults) of a shard."""
+    """Returns (rows, seconds, faults) of a shard."""
     rows, seconds, faults = [], [], []
     for x in shards[i].read(keys, brief=True):
         if isinstance(x, Fault):
@@ -177,7 +177,7 @@ def scanned(shards, keys, i):
 
 
 def indexed(shards, keys, folder, number=0, count=0):
-    """The Index of the shards of a reader, by its number, from the folder, or read by `count` processes."""
+    """Returns the Index of a reader's shards, by its number, from the folder, or read by `count` processes."""
     files = dict.fromkeys(x for shard in shards for x in shard.files)
     stamps = [cache.stamp(x) for x in files]
     parts = [[type(x).__name__, *x.files, *(str(y) for y in vars(x).values() if isinstance(y, int))] for x in shards]
@@ -193,9 +193,7 @@ def fill(shards, keys, folder, count):
     for x in outputs.bar(workers.items(read, len(shards), THREADS, count), "shards", len(shards)):
         scans.append(x[:2])
         faults += x[2]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.whole(folder) as part:
-        part.mkdir()
+    with outputs.whole_folder(folder) as part:
         empty = np.zeros((0, 5), np.int64), np.zeros(0, np.float32)
         rows, seconds = map(np.concatenate, zip(*[*scans, empty]))
         shard = np.repeat(np.arange(len(scans), dtype=np.int32), [len(x) for x, _ in scans])

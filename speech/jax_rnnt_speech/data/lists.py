@@ -45,7 +45,7 @@ say = functools.cache(say_once)
 
 
 class ListError(UserError):
-    """A manifest or folder that lists nothing. `reason` says why, behind its name."""
+    """The error of a manifest or folder that lists nothing. `reason` is the cause, without the name."""
 
     def __init__(self, path, reason):
         super().__init__(f"{path} {reason}")
@@ -53,12 +53,12 @@ class ListError(UserError):
 
 
 def suffix_of(path):
-    """The suffix of a name in lower case, without .gz."""
+    """Returns the suffix of a name in lower case, without .gz."""
     return (Path(path.stem).suffix if path.suffix.lower() == ".gz" else path.suffix).lower()
 
 
 def read(path, audio_column="", text_column="", speaker_column="", texts=True, alone=True, archive=lambda path: None):
-    """Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
+    """Yields Entries and Faults of a manifest or folder. Without `texts`, it needs none, and none is read.
 
     `archive` is a function of the path: the shards that are to be read if it is an archive, or None.
 
@@ -88,7 +88,7 @@ def read(path, audio_column="", text_column="", speaker_column="", texts=True, a
 
 
 def text_of(path):
-    """The text of a file, with a newline alone at the ends of lines. Bytes that are no UTF-8 are for `encodable`."""
+    """Returns a file's text, with only a newline at the ends of lines. Bytes that are not UTF-8 are for `encodable`."""
     data = path.read_bytes()
     data = gzip.decompress(data) if path.suffix.lower() == ".gz" else data
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # as spreadsheets write "Unicode text"
@@ -100,14 +100,14 @@ def text_of(path):
 
 
 def lines_of(path):
-    """(number, line) of a text's lines that are not empty. Other characters that Unicode counts as ends are none."""
+    """Yields (number, line) of a text's nonempty lines. Other characters that Unicode counts as ends are none."""
     for i, line in enumerate(text_of(path).split("\n"), 1):
         if line.strip():
             yield i, line
 
 
 def sentences(path):
-    """An Entry without audio, or a Fault, for each line of a text."""
+    """Yields an Entry without audio, or a Fault, for each line of a text."""
     try:
         for i, line in lines_of(path):
             name = f"{path.name} line {i}"
@@ -130,7 +130,7 @@ def manifest(path, keys):
 
 
 def objects(path, keys):
-    """(name, object or LineError) of JSON lines, or of an array."""
+    """Yields (name, object or LineError) of JSON lines, or of an array."""
     text = text_of(path)
     whole = parsed(text)
     if isinstance(whole, list):
@@ -144,7 +144,7 @@ def objects(path, keys):
 
 
 def table(path, keys):
-    """(name, row as a dictionary or LineError) of a table whose first line names the columns."""
+    """Yields (name, row as a dictionary or LineError) of a table whose first line names the columns."""
     text = text_of(path)
     first = text.split("\n", 1)[0]
     tabs = suffix_of(path) == ".tsv" or first.count("\t") > max(first.count(x) for x in ",;")
@@ -168,7 +168,7 @@ def table(path, keys):
 
 
 def records(lines, delimiter):
-    """(number of its line, fields) of each record that is not empty, with quotes as Python's csv reads them.
+    """Yields (number of its line, fields) of each record that is not empty, with quotes as Python's csv reads them.
 
     A quote that csv cannot pair, or that would join lines which are rows already, is a character.
     """
@@ -195,7 +195,7 @@ MANIFESTS = f"{', '.join([*LISTS][:-1])} or {[*LISTS][-1]}, also with .gz"
 
 
 def folder(path, keys):
-    """Reads a folder as its layout says: Kaldi, Hugging Face's table, LibriSpeech, or a text next to each file."""
+    """Reads a folder by its layout: Kaldi, Hugging Face's table, LibriSpeech, or a text next to each file."""
     if (path / "wav.scp").exists():
         return kaldi(path, bool(keys[1]))
     tables = once(x for form in ("jsonl", "csv") if (x := path / f"metadata.{form}").exists())
@@ -203,7 +203,7 @@ def folder(path, keys):
 
 
 def no_corpus(path, what):
-    """The error of a folder; it names what a person may have meant, there or one level below.
+    """Returns the error of a folder; it names what a person may have meant, there or one level below.
 
     That is a manifest or a folder of Kaldi: one for a training, if a name says so, and then the largest one.
     """
@@ -217,7 +217,7 @@ def no_corpus(path, what):
 
 
 def below(folder):
-    """Files below a folder, also behind links, sorted; none that a system has put there.
+    """Returns files below a folder, also behind links, sorted; none that a system has put there.
 
     Each folder is read once, however many links lead there.
     """
@@ -235,7 +235,7 @@ def below(folder):
 
 
 def recordings(path):
-    """All audio files below a folder."""
+    """Yields all audio files below a folder."""
     files = [x for x in below(path) if x.suffix.lower() in SUFFIXES]
     if not files:
         raise no_corpus(path, "audio files, and no wav.scp as Kaldi")
@@ -243,12 +243,12 @@ def recordings(path):
 
 
 def key_of(file):
-    """The part of a name that an audio file and its text have in common."""
+    """Returns the part of a name that an audio file and its text have in common."""
     return composed(str(file.parent)), composed(file.stem)
 
 
 def audio_with_texts(path):
-    """Texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, next to the audio files NAME.*."""
+    """Reads texts in lines NAME TEXT of *.trans.txt, or in NAME.txt, next to the audio files NAME.*."""
     files, inside = {}, below(path)
     for x in inside:
         if x.suffix.lower() in SUFFIXES and files.setdefault(key_of(x), x) != x:
@@ -267,7 +267,7 @@ def audio_with_texts(path):
         try:
             leave_out_if(file is None, "a text without its audio file")
             leave_out_if(first is None, "a second text for the same audio file")
-            names = Path(os.path.abspath(file)).parts[-3:]  # SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER in LibriSpeech
+            names = Path(os.path.abspath(file)).parts[-3:]  # in LibriSpeech: SPEAKER/CHAPTER/SPEAKER-CHAPTER-NUMBER
             speaker = names[0] if name.startswith("-".join(names[:2]) + "-") else ""
             yield Entry(str(file.relative_to(path)), file, encodable(text, "the text"), speaker=speaker)
         except LineError as error:
@@ -276,13 +276,13 @@ def audio_with_texts(path):
 
 
 def kaldi(path, texts=True):
-    """A folder of Kaldi: wav.scp, text, and perhaps segments and utt2spk."""
+    """Reads a folder of Kaldi: wav.scp, text, and perhaps segments and utt2spk."""
 
     def fields(name):
         return [(composed(x[0]), *x[1:]) for _, line in lines_of(path / name) if (x := line.split(None, 1))]
 
     def by_name(name):
-        """{a name: the rest of its line}, or the LineError that two lines of one name differ."""
+        """Returns {a name: the rest of its line}, or the LineError that two lines of one name differ."""
         rests = {}
         for x, *rest in fields(name):
             rest, other = "".join(rest).strip(), rests.get(x)
@@ -315,7 +315,7 @@ def kaldi(path, texts=True):
 
 
 def base_of(path):
-    """(name without what says how it is packed or written, whether it is a tar)."""
+    """Returns (name without what says how it is packed or written, whether it is a tar)."""
     name = composed(path.name)
     packed = name.lower().endswith(PACKED)
     base, dot, suffix = (name.rpartition(".")[0] if packed else name).rpartition(".")
@@ -324,9 +324,10 @@ def base_of(path):
 
 
 def once(paths, same=False, named=False):
-    """The paths, but of those that stand for the same thing one; a line says so. Raises where they differ.
+    """Returns one path for each thing that several stand for; a line says so. Raises an error where they differ.
 
-    `same`: all of them do, whatever their names are. `named`: a person named each, so that those that differ are kept.
+    With `same`, all of them do, whatever their names are. With `named`, a person named each, so those that differ are
+    kept.
     """
     paths, twins = [Path(x) for x in paths], set()
     some = paths if same else sorted(filter(Path.is_file, paths), key=form_of)
@@ -343,12 +344,12 @@ def once(paths, same=False, named=False):
 
 
 def form_of(path):
-    """A key that is equal for those that stand for the same, and an order in which the best form comes first."""
+    """Returns a key that is equal for those that stand for the same, and puts the best form first."""
     return (str(path.parent), *base_of(path), path.name.lower().endswith(PACKED), str(path))
 
 
 def content(path):
-    """The content of a manifest, in whatever form; its bytes where it says nothing."""
+    """Returns the content of a manifest, in whatever form; its bytes where it says nothing."""
     try:
         rows = LISTS[suffix_of(path)](path, keys_of())
         rows = [row if isinstance(row, dict) else {"": row} for _, row in rows]

@@ -1,7 +1,7 @@
-"""Batches of utterances by their places in an order: decoded, augmented and turned into features, or read from memory.
+"""Makes batches of utterances by their places in an order: decoded, augmented and turned into features, or from memory.
 
-What is wrong with an utterance is found when its turn comes: its row of a batch is not valid then, and the batch names
-it in `left_out`.
+A fault of an utterance is found when its turn comes: its row of a batch is not valid then, and the batch names it in
+`left_out`.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax_rnnt_speech.data.utterances import Utterance
 
 
 class Late(NamedTuple):
-    """An utterance that its batch has no room for."""
+    """An utterance for which its batch has no room."""
 
     reader: int
     item: int
@@ -36,11 +36,11 @@ class Note(NamedTuple):
 
 
 class LargerError(Exception):
-    """An utterance is larger than the rows of its batch; the arguments are its frames and labels."""
+    """The error of an utterance larger than the rows of its batch; the arguments are its frames and labels."""
 
 
 def is_long(entry, seconds, most):
-    """Whether an utterance is longer than a limit, however its length was rounded, estimated, or cut by its file.
+    """Returns True if an utterance exceeds a limit, however its length was rounded, estimated, or cut by its file.
 
     A file may have no more than half of a segment, and a clip that the times of its row do not fit is read as a whole.
     """
@@ -50,12 +50,12 @@ def is_long(entry, seconds, most):
 
 
 def roomy(shape, frames, labels):
-    """Whether a row of batches of a shape has room for an utterance."""
+    """Returns True if a row of batches of a shape has room for an utterance."""
     return frames <= shape.frames and labels <= shape.labels
 
 
 def samples_of(entry, rate, again=True):
-    """(samples, None or a note of what differs from its manifest) of an utterance.
+    """Returns (samples, None or a note of what differs from its manifest) of an utterance.
 
     Storage that fails is tried `again`, and then ends the command.
     """
@@ -64,7 +64,7 @@ def samples_of(entry, rate, again=True):
 
 
 def text_of(entry, normalize):
-    """The text of an Entry as a training uses it; raises a LineError for a Fault or an empty text."""
+    """Returns the text of an Entry as a training uses it; raises a LineError for a Fault or an empty text."""
     if isinstance(entry, Fault):
         raise LineError(entry.reason)
     text = normalize(entry.text)
@@ -73,7 +73,7 @@ def text_of(entry, normalize):
 
 
 class Loader:
-    """Makes a batch of what the order has for it. Each worker has a copy.
+    """Makes a batch from the order's rows. Each worker has a copy.
 
     `features` are the numbers in a frame. `subsampling` says how many of the frames become one of the encoder.
     """
@@ -84,7 +84,7 @@ class Loader:
 
     @functools.cached_property
     def tools(self):
-        """(vocabulary, normalizer, extractor, augmentation): each worker makes its own, and copies none."""
+        """The tools (vocabulary, normalizer, extractor, augmentation), which each worker makes for itself."""
         normalize = texts.normalizer(self.config.texts.normalize, self.config.texts.lower)
         extractor = features.extractor(self.config)
         vocabulary = self.vocabulary and vocabularies.from_json(self.vocabulary)
@@ -118,7 +118,7 @@ class Loader:
         return batches.collate(data, self.config, self.shapes[shape], items, len(rows)) | {"left_out": left_out}
 
     def loaded(self, entry, index, version, key, notes):
-        """(features, labels) of an utterance, or a LineError or AudioError that says why there are none."""
+        """Returns (features, labels) of an utterance, or raises a LineError or AudioError that says what is wrong."""
         vocabulary, normalize, extractor, versions = self.tools
         remembered = isinstance(entry, Utterance)  # whose text is what is taught
         labels = vocabulary.encode(entry.text if remembered else text_of(entry, normalize))
@@ -134,9 +134,9 @@ class Loader:
         return x, np.array(labels, np.int32)
 
     def samples(self, entry, seconds, notes, again=True):
-        """Samples of an Entry, or a LineError or AudioError.
+        """Returns the samples of an Entry, or raises a LineError or AudioError.
 
-        `seconds`: how long it lasts by its manifest or header. `notes` gets what differs from its manifest.
+        `seconds` are its length by its manifest or header. `notes` gets what differs from its manifest.
         """
         rate, most = self.config.features.rate, self.config.data.max_seconds
         leave_out_if(is_long(entry, seconds, most), f"longer than {most:g} s")
@@ -148,7 +148,7 @@ class Loader:
         return samples
 
     def versions_of(self, place, items, i):
-        """(features of each version, or None of one that is too long; what is left out, notes) of an item, to be kept.
+        """(features by version, None for one that is too long; what is left out; notes) of an item, to be kept.
 
         A file that cannot be read now, but perhaps later, is left out; its reason is followed by True.
         """

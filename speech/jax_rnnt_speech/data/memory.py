@@ -26,7 +26,7 @@ class Remembered:
     the i of the utterances.
     """
 
-    number: int  # of the reader
+    number: int  # number of the reader
     utterances: list
     frames: np.ndarray
     hop: float  # seconds of a frame
@@ -36,7 +36,7 @@ class Remembered:
     listed: tuple = ()
     index: object = None  # an Index, which has the utterances by these numbers
     numbers: np.ndarray = None
-    folders: list = dataclasses.field(default_factory=list)  # those of arrays that were made
+    folders: list = dataclasses.field(default_factory=list)  # folders of arrays that were made
 
     @property
     def seconds(self):
@@ -49,22 +49,22 @@ class Remembered:
         return self.utterances[i]
 
     def listing(self, i, sought=True):
-        """The Entry that the sources list."""
+        """Returns the Entry that the sources list."""
         return self.index.entry(int(self.numbers[i]), sought)
 
     def load(self, i, version, rng):
-        """Features [T, F] of a version; None: its audio is bad."""
+        """Returns the features [T, F] of a version; None if its audio is bad."""
         return self.arrays.load(int(self.places[i]) * self.frames.shape[1] + version, rng)
 
     def lengths_of_versions(self, items, versions, speeds, most):
-        """(versions, seconds) of items: they may be too long for the speed of theirs."""
+        """Returns (versions, seconds) of items: they may be too long for their version's speed."""
         frames = self.frames[items, versions]
-        versions = np.where(frames, versions, versions - versions % len(speeds))  # without another speed
+        versions = np.where(frames, versions, versions - versions % len(speeds))  # at the recording's own speed
         return versions, self.frames[items, versions] * self.hop
 
 
 def remember_corpus(corpus, frames, number, readers):
-    """The Remembered of a corpus whose utterances have these frames in each version, and the items of a reader."""
+    """Returns the Remembered of a corpus whose versions have these frames, and the items of a reader."""
     frames = np.array(frames, np.int64).reshape(len(corpus.utterances), -1)
     places = np.arange(len(frames))
     remembered = Remembered(
@@ -88,8 +88,11 @@ class HeldOut(NamedTuple):
 
 
 def held_out(config, index, folder, count):
-    """The corpus that --valid names, with its index and its features in folders. Of several processes, the first one
-    makes them, in so many processes; without a folder for features, they are computed at each use."""
+    """Returns the corpus that --valid names, with its index and its features in folders.
+
+    Of several processes, the first one makes them, in `count` processes. Without a folder for features, they are
+    computed at each use.
+    """
     valid, first, report = names(config.data.valid), not jax.process_index(), Report()
     if folder is None or any(map(sources.by_function, valid)):
         return corpora.open_corpus(config.data.valid, config)
@@ -114,9 +117,10 @@ def held_out(config, index, folder, count):
 
 
 def kept(loader, place, items, folder, report, processes, makes=True):
-    """The Remembered of an index, whose features of some items are in a folder, and the numbers of those that have any.
+    """Returns the Remembered of an index, with features of some items in a folder, and the numbers that have any.
 
-    Features that are not in the folder yet are made by so many processes; without `makes`, another one has made them.
+    Features that are not in the folder yet are made by `processes` processes; without `makes`, another one has made
+    them.
     """
     index, (_, normalize, extractor, versions) = loader.indices[place], loader.tools
     options, count, hop = loader.config, versions.count, loader.config.features.hop / 1000
@@ -137,7 +141,7 @@ def kept(loader, place, items, folder, report, processes, makes=True):
 
     def expected():
         seconds = index.seconds[items]
-        with contextlib.suppress(UserError):  # of storage that fails: its files are left out in their turn
+        with contextlib.suppress(UserError):  # storage that fails: its files are left out in their turn
             seconds = index.lengths(items)
         return float(np.nan_to_num(np.abs(seconds)).sum()) / hop * count
 

@@ -11,24 +11,24 @@ import re
 import unicodedata
 from pathlib import Path
 
-# Of the forms that `audio` reads; names of them that are also those of pictures or subtitles are left out.
+# The suffixes of the forms that `audio` reads, without those of pictures or subtitles.
 SUFFIXES = {".3g2", ".3gp", ".aac", ".ac3", ".aif", ".aifc", ".aiff", ".amr", ".ape", ".asf", ".au", ".avi", ".caf",
             ".eac3", ".ec3", ".f4v", ".flac", ".flv", ".ism", ".isma", ".ismv", ".m2a", ".m2ts", ".m4a", ".m4b",
             ".m4v", ".mk3d", ".mka", ".mkv", ".mov", ".mp2", ".mp3", ".mp4", ".mpa", ".mpeg", ".mpg", ".mts",
             ".nist", ".oga", ".ogg", ".opus", ".psp", ".snd", ".sph", ".ts", ".tta", ".voc", ".w64", ".wav",
             ".webm", ".wma", ".wmv", ".wv"}  # fmt: skip
-# What Macs, network drives and archivers put next to the files of a person.
+# Names that Macs, network drives and archivers put next to the files of a person.
 FOLDERS = r"PaxHeaders?(?:\.\d+)?|__MACOSX|\.AppleDouble|\.Trashes|\.Spotlight-V100|\.fseventsd|@eaDir"
 HIDDEN = re.compile(rf"(?:^|/)(?:\._[^/]*$|\.DS_Store$|(?:{FOLDERS})/)")
 
 
 def composed(name):
-    """The one form in which names are compared."""
+    """Returns the one form in which names are compared."""
     return unicodedata.normalize("NFC", name)
 
 
 def is_hidden(name):
-    """Whether a file, by its name within a folder or an archive, was put there by a system and by no person."""
+    """Returns True if a file, by its name within a folder or archive, was put there by a system and not by a person."""
     return HIDDEN.search(str(name)) is not None
 
 
@@ -49,7 +49,7 @@ def listed(folder, _changed):
 
 
 def actual(path):
-    """The path with its accents in the form that they have on the disk, if there is something; otherwise as it is."""
+    """Returns the path with its accents in the form that they have on disk, if something is there; else unchanged."""
     path = Path(path)
     if str(path).isascii() or exists(path):
         return path
@@ -63,18 +63,18 @@ def actual(path):
 def exists(path):
     try:
         return os.path.lexists(path)
-    except ValueError:  # of characters that no name can have
+    except ValueError:  # for characters that no name can have
         return False
 
 
 def parts(name):
-    """(folders, last part) of a name."""
+    """Returns (folders, last part) of a name."""
     *folders, base = [x for x in composed(str(name)).split("/") if x not in ("", ".")] or [""]
     return tuple(folders), base
 
 
 def stem(name):
-    """The name without its suffix."""
+    """Returns the name without its suffix."""
     folders, base = parts(name)
     return "/".join((*folders, base.rpartition(".")[0] if "." in base else base))
 
@@ -91,9 +91,9 @@ class Names:
             self.by_last[key].append(named)
 
     def find(self, name, whole=False):
-        """The recordings that the name fits best: none, one, or several if it does not say which.
+        """Returns the recordings that the name fits best: none, one, or several if it does not say which.
 
-        `whole`: the name has all its folders and no suffix, as an identifier has.
+        With `whole`, the name has all its folders and no suffix, as an identifier has.
         """
         folders, base = parts(name)
         stem, dot, suffix = base.rpartition(".")
@@ -108,13 +108,13 @@ class Names:
         return list(dict.fromkeys(x[2] for rank, x in fits if rank == best))
 
     def namesakes(self, name):
-        """Whether there is a recording that has the last part of the name, in whatever folder."""
+        """Returns True if a recording has the last part of the name, in whatever folder."""
         base = parts(name)[1]
         return base in self.by_last or base.rpartition(".")[0] in self.by_last
 
 
 def agreement(wanted, other):
-    """How well two names agree, as something that is greater for better ones; None: their folders differ."""
+    """Returns how well two names agree, as something that is greater for better ones; None if their folders differ."""
     few = min(len(wanted[0]), len(other[0]))
     if few and wanted[0][-few:] != other[0][-few:]:
         return None

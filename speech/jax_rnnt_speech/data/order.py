@@ -1,4 +1,4 @@
-"""In which order a corpus of shards is read: a function of the seed, the epoch and the list of shards.
+"""The order in which a corpus of shards is read: a function of the seed, the epoch and the list of shards.
 
 Shards are dealt to R readers once; a process owns R / P of them, and rows of a batch come from every reader alike. In
 each epoch a reader permutes its shards, reads them one after the other, and moves each utterance to a random place
@@ -22,22 +22,22 @@ from jax_rnnt_speech.data.index import SLACK
 from jax_rnnt_speech.system import hosts, refuse_if
 
 SOUGHT = 1000  # lengths among which limits of buckets are chosen
-NEAR = 0.9  # of the longest utterances that are used, where no bucket for longer ones is considered
+NEAR = 0.9  # share of the longest utterances' length above which no bucket for longer ones is considered
 LEAST = 1000  # utterances of a window, for each reader
 
 
 class Shape(NamedTuple):
-    """Batches of a bucket."""
+    """The batches of a bucket."""
 
-    seconds: float  # of its utterances, at most
-    rows: int  # for each reader
+    seconds: float  # longest of its utterances
+    rows: int  # rows for each reader
     frames: int = 0
     labels: int = 0
-    batches: int = 0  # of a window, by the first one
+    batches: int = 0  # batches of a window, by the first one
 
 
 def dealt(sizes, readers):
-    """Numbers of shards of each reader, such that all have about as much: the largest first, to who has the least."""
+    """Returns the shards of each reader, such that all have about as much: the largest first, to who has the least."""
     total, shards = np.zeros(readers), [[] for _ in range(readers)]
     for i in np.argsort(-np.asarray(sizes, np.float64), kind="stable"):
         reader = int(np.argmin(total))
@@ -47,7 +47,7 @@ def dealt(sizes, readers):
 
 
 def shuffled(rng, shards, buffer):
-    """A permutation of utterances in the order of their shards: of the shards, and within the buffer."""
+    """Returns a permutation of utterances in the order of their shards: of the shards, and within the buffer."""
     starts = np.flatnonzero(np.diff(shards, prepend=-1))
     sizes = np.diff(starts, append=len(shards))
     ranks = rng.permutation(len(starts))  # the place of each shard
@@ -58,23 +58,23 @@ def shuffled(rng, shards, buffer):
 
 
 class Reader:
-    """A reader draws its utterances, epoch by epoch.
+    """Draws the utterances of a reader, epoch by epoch.
 
-    Of each source: `items`, the numbers of usable utterances of the reader, as the shards list them, and how many it
-    `draws`, None being all it has.
+    For each source, `items` are the numbers of usable utterances of the reader, as the shards list them, and `draws` is
+    how many of them it draws, None being all it has.
     """
 
     def __init__(self, number, seed, index, items, draws, versions, speeds, most, buffer):
         self.number, self.seed, self.index, self.items, self.draws = number, seed, index, items, draws
         self.versions, self.speeds, self.most, self.buffer = versions, np.array(speeds), most, buffer
         self.size = sum(len(x) if n is None else n for x, n in zip(items, draws) if len(x))
-        self.varies = len(speeds) > 1 or any(n is not None for n in draws)  # whether the number of batches does
+        self.varies = len(speeds) > 1 or any(n is not None for n in draws)  # whether the number of batches varies
 
     def rng(self, *what):
         return np.random.default_rng((self.seed, self.number, *what))
 
     def source(self, epoch, k):
-        """Items of a source in their order."""
+        """Returns the items of a source in their order."""
         items, draws = self.items[k], self.draws[k]
         shards = np.asarray(self.index.shards[items])
 
@@ -92,7 +92,7 @@ class Reader:
         return drawn[start : start + draws]
 
     def epoch(self, epoch):
-        """(items, versions) in their order; what is mixed lies evenly among the others."""
+        """Returns (items, versions) in their order; mixed sources lie evenly among the others."""
         parts = [self.source(epoch, k) for k in range(len(self.items))]
         items = np.concatenate([*parts, np.zeros(0, np.int64)])
         if len(parts) > 1:
@@ -101,18 +101,18 @@ class Reader:
         return items, self.rng(1, epoch).integers(self.versions, size=len(items))
 
     def lengths_of_versions(self, items, versions):
-        """(versions, seconds) of items: they may be too long for the speed of theirs. Headers may be read."""
+        """Returns (versions, seconds) of items: they may be too long for their version's speed. Headers may be read."""
         return self.index.lengths_of_versions(items, versions, self.speeds, self.most)
 
     def longest_item(self):
-        """Seconds of the longest item, in any version and epoch; all lengths must be known."""
+        """Returns the seconds of the longest item, in any version and epoch; all lengths must be known."""
         items = np.concatenate(self.items)
         versions = (np.full(len(items), i) for i in range(len(self.speeds)))
         return float(max(self.lengths_of_versions(items, x)[1].max(initial=0) for x in versions))
 
 
 def lengths(readers, epoch, window):
-    """(seconds [N], counts [N], sum of seconds) of the utterances of the first window, on all processes.
+    """Returns (seconds [N], counts [N], sum of seconds) of the first window's utterances, on all processes.
 
     The seconds are the upper edges of the bins of a histogram, and the last of them holds utterances of other windows.
     Utterances that will be left out last 0 s, and are not counted.
@@ -136,10 +136,10 @@ def lengths(readers, epoch, window):
 
 
 class Order:
-    """Batches of all epochs by their windows, those of some readers.
+    """The batches of all epochs by their windows, for some readers.
 
-    `window`: utterances of each reader in a window; 0: a window is an epoch, as all lengths are written or the readers
-    have no more than one window.
+    `window` is the number of utterances of each reader in a window; 0 makes an epoch the window, as all lengths are
+    written or the readers have no more than one window.
     """
 
     def __init__(self, readers, shapes, seed, window=0):
@@ -153,7 +153,7 @@ class Order:
         return np.minimum(np.searchsorted(edges, seconds - 1e-9), len(edges) - 1)
 
     def after(self, epoch, window):
-        """The next window."""
+        """Returns the next window."""
         return (epoch, window + 1) if window + 1 < self.windows else (epoch + 1, 0)
 
     @functools.lru_cache(2)  # noqa: B019
@@ -162,7 +162,7 @@ class Order:
 
     @functools.lru_cache(3)  # noqa: B019
     def rows(self, epoch, window):
-        """For each reader: (items, versions, seconds, places of the items of each shape)."""
+        """Returns for each reader (items, versions, seconds, places of the items of each shape)."""
         every, some = [], slice(window * self.window, (window + 1) * self.window or None)
         for reader, (items, versions) in zip(self.readers, self.epoch(epoch)):
             versions, seconds = reader.lengths_of_versions(items[some], versions[some])
@@ -172,17 +172,17 @@ class Order:
         return every
 
     def counts(self, epoch, window):
-        """Batches of each shape in a window, as far as these readers are concerned."""
+        """Returns the batches of each shape in a window, as far as these readers are concerned."""
         utterances = [[len(x) for x in places] for *_, places in self.rows(epoch, window)]
         return tuple((-(-np.array(utterances) // [x.rows for x in self.shapes])).max(0).tolist())
 
     def most(self, epoch, window):
-        """Batches of each shape in a window. All processes ask together."""
+        """Returns the batches of each shape in a window. All processes must ask together."""
         return tuple(hosts.gathered(np.array([self.counts(epoch, window)])).max(0).tolist())
 
     @functools.lru_cache(4)  # noqa: B019
     def sequence(self, epoch, window, counts):
-        """(shape, number among the batches of that shape) of each batch of a window.
+        """Returns (shape, number among the batches of that shape) of each batch of a window.
 
         It is the same for smaller counts, save that batches are missing.
         """
@@ -194,7 +194,7 @@ class Order:
         return shape[order], number[order]
 
     def batch(self, epoch, window, shape, number):
-        """(epoch, shape, [(reader, item, version) or None, ...])."""
+        """Returns (epoch, shape, [(reader, item, version) or None, ...])."""
         size, batch = self.shapes[shape].rows, []
         for i, (items, versions, _, places) in enumerate(self.rows(epoch, window)):
             some = places[shape][number * size :][:size]
@@ -203,7 +203,7 @@ class Order:
         return epoch, shape, batch
 
     def steps(self, first, epochs):
-        """Batches from the start of an epoch to that of another; an estimate where a window is less than an epoch."""
+        """Returns how many batches lie between two epochs' starts; an estimate where a window is less than an epoch."""
         if self.window:
             return round((epochs - first) * sum(x.batches for x in self.shapes) * max(1, self.size / self.window))
         varies = any(x.varies for x in self.readers)
@@ -211,7 +211,7 @@ class Order:
         return sum(counts) * (1 if varies else epochs - first)
 
     def padding(self, epoch):
-        """Share of the frames of the first window of an epoch that are none; rows without an utterance count."""
+        """Returns the share of padding in the frames of an epoch's first window; rows without an utterance count."""
         total = sum(x.seconds * x.rows * x.batches for x in self.shapes) * len(self.readers)
         return 1 - sum(seconds.sum() for _, _, seconds, _ in self.rows(epoch, 0)) / total
 
@@ -220,7 +220,7 @@ class Batches:
     """The batches of an order that have utterances of its readers, from a place on; None from epoch `until` on."""
 
     def __init__(self, order, epoch, window, done=0, until=None):
-        """`done`: so many of the window came before."""
+        """Starts in a window, of which `done` batches came before."""
         self.order, self.until = order, until
         self.starts = [(-done, epoch, window)]  # numbers of the first batches of windows
 

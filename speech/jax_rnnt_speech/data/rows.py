@@ -1,4 +1,4 @@
-"""Rows of lists of recordings, in the dialects of the field: which part of which file has which text.
+"""Rows of lists of recordings, in the dialects of the field: the text of each part of each file.
 
 A row gives an `Entry` for each of its utterances, or a `Fault` where it has none. A key that says which part of a file
 a text belongs to is honoured, or the row is a Fault.
@@ -20,7 +20,7 @@ TEXT_KEYS = "text", "sentence", "transcript", "transcription"
 START_KEYS, END_KEYS = ("offset", "start", "start_time", "begin_time", "begin"), ("end", "end_time", "stop")
 CHANNEL_KEYS = "channel", "channel_selector", "channels"  # a number under the last one counts them
 SPEAKER_KEYS = "speaker", "speaker_id", "client_id", "spk_id"
-SPLIT_KEYS = "split", "subset", "partition"  # under which a row says to which split of its data set it belongs
+SPLIT_KEYS = "split", "subset", "partition"  # keys for the split of its data set to which a row belongs
 PLAIN = ("audio",), ("text",), SPEAKER_KEYS  # keys of a row that another dialect becomes
 UNREAD = "frame_offset", "start_frame", "end_frame", "start_sample", "end_sample", "start_ms", "end_ms", "offset_ms"
 TOUCH = 0.0005  # seconds by which times that are equal may differ, as sums of rounded ones do
@@ -35,14 +35,14 @@ class Entry(NamedTuple):
     audio: Path
     text: str
     start: float = 0.0
-    end: float | None = None  # None: that of the file
+    end: float | None = None  # None: the end of the file
     channel: int | tuple | None = None  # None: the mean of all
     whole: float | None = None  # seconds that the file is said to last
     speaker: str = ""  # "": unknown
-    notes: tuple = ()  # what of its line is not read, and does no harm
+    notes: tuple = ()  # parts of its line that are not read, and do no harm
     columns: bool = False  # whether they have names, which an option may choose
     listed: str = ""  # the file or folder that lists it
-    split: str = ""  # what its row says
+    split: str = ""  # the split that its row names
 
 
 class Fault(NamedTuple):
@@ -51,24 +51,24 @@ class Fault(NamedTuple):
 
 
 class LineError(ValueError):
-    """Why a line is left out."""
+    """The reason why a line is left out."""
 
 
 def leave_out_if(wrong, reason):
-    """Raises the LineError of a line that is left out where something is wrong."""
+    """Raises the LineError of a line that is left out if something is wrong."""
     if wrong:
         raise LineError(reason)
 
 
 def keys_of(audio_column="", text_column="", speaker_column="", texts=True):
-    """Keys of a row's audio, text and speaker: a column, or the usual ones, perhaps behind others."""
+    """Returns keys of a row's audio, text and speaker: a column, or the usual ones, perhaps behind others."""
     columns = (audio_column, AUDIO_KEYS), (text_column if texts else "", TEXT_KEYS if texts else ())
     columns = *columns, (speaker_column, SPEAKER_KEYS)
     return [(x,) if x and isinstance(x, str) else (*x, *usual) for x, usual in columns]
 
 
 def entries_of_row(row, path, name, keys):
-    """Entries and Faults of a row; `path`: as for `entry`."""
+    """Yields Entries and Faults of a row; `path` as for `entry`."""
     try:
         yield from (cuts if is_cut(object_of(row)) else utterances)(row, path, name, keys)
     except LineError as error:
@@ -76,28 +76,28 @@ def entries_of_row(row, path, name, keys):
 
 
 def object_of(row):
-    """The row, which must be an object; raises the LineError that it may be."""
+    """Returns the row, which must be an object; raises the LineError that it may be."""
     row = plainly(row)
     leave_out_if(not isinstance(row, dict), "not an object with keys")
     return row
 
 
 def parsed(text):
-    """The value of some JSON, or a LineError."""
+    """Returns the value of some JSON, or a LineError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return LineError("not JSON")
 
 
-SKIP = "_skipme"  # NeMo's: whatever is under it is a reason, unless it is nothing or false
+SKIP = "_skipme"  # NeMo's key: its value is a reason, unless it is nothing or false
 APART = {*UNREAD, *END_KEYS, "segments", "supervisions", "recording", "tracks", SKIP}
 
 
 def plain(line, keys, name=None):
-    """(name of the audio, seconds or None) of a line that is one utterance, the usual one; else None.
+    """Returns (name of the audio, seconds or None) for a line that is one utterance, the usual case; else None.
 
-    `name`: that of the audio, if it is not in the line.
+    `name` is that of the audio, if it is not in the line.
     """
     row = parsed(line)
     if not isinstance(row, dict) or not APART.isdisjoint(row):
@@ -111,17 +111,17 @@ def plain(line, keys, name=None):
 
 
 def later(a, b):
-    """Whether a time comes after another, and not just by a sum that was rounded."""
+    """Returns True if a time comes after another, and not just by a sum that was rounded."""
     return a > b + TOUCH
 
 
 def differs(stated, seconds):
-    """Whether a file lasts other than its manifest states. A whole number of seconds may have been rounded."""
+    """Returns True if a file's length is not as stated. A whole number of seconds may have been rounded."""
     return abs(stated - seconds) > NEAR[0] + NEAR[1] * seconds + (stated == round(stated))
 
 
 def missing(x):
-    """Whether it is what tools write where there is nothing. NaN is no number in JSON, but pandas writes it."""
+    """Returns True for what tools write where there is nothing. NaN is no number in JSON, but pandas writes it."""
     return x is None or x == "" or (isinstance(x, float) and math.isnan(x))
 
 
@@ -136,7 +136,7 @@ def leave_out_if_marked(*rows):
 
 
 def number(row, keys):
-    """The seconds under one of the keys, or None."""
+    """Returns the seconds under one of the keys, or None."""
     values = {x: row[x] for x in keys if not missing(row.get(x))}
     if not values:
         return None
@@ -152,7 +152,7 @@ def number(row, keys):
 
 
 def span(row, notes):
-    """(start, end, whole): the seconds of a segment, and those of the file where the row has no segment."""
+    """Returns (start, end, whole): the seconds of a segment, and those of the file where the row has no segment."""
     for key in UNREAD:
         if not missing(row.get(key)):
             raise LineError(f"the key {key} is not in seconds: give start and end")
@@ -169,7 +169,7 @@ def span(row, notes):
 
 
 def length(row, notes):
-    """The seconds that a file is said to last, or None: nothing but a check needs them."""
+    """Returns the stated seconds of a file, or None: only a check needs them."""
     try:
         seconds = number(row, ("duration",))
     except LineError as error:
@@ -181,7 +181,7 @@ def length(row, notes):
 
 
 def channel(row, keys=CHANNEL_KEYS):
-    """None, the number of a channel from 0 on, or several."""
+    """Returns None, the number of a channel from 0 on, or several."""
     x = first_of({key: x for key, x in row.items() if key != "channels" or isinstance(x, list)}, keys)
     if x in (None, "average"):
         return None
@@ -191,7 +191,7 @@ def channel(row, keys=CHANNEL_KEYS):
 
 
 def as_integer(x):
-    """1, 1.0, "1" or "1.0", as columns with gaps have them, as a number from 0 on; None: it is none."""
+    """Returns 1, 1.0, "1" or "1.0", as in columns with gaps, as a number from 0 on; None if it is none."""
     if isinstance(x, (int, float, str)) and not isinstance(x, bool):
         whole = re.fullmatch(r"(\d{1,9})(?:\.0+)?", str(x))
         return int(whole[1]) if whole else None
@@ -199,7 +199,7 @@ def as_integer(x):
 
 
 def speaker(row, notes, keys=SPEAKER_KEYS):
-    """The name or number of the speaker, or "": nothing but statistics needs it."""
+    """Returns the name or number of the speaker, or "": only statistics need it."""
     if len(keys) == 1 and keys[0] not in row:
         notes.append(f"no {keys[0]}, which is to name the speaker")
     x = first_of(row, keys)
@@ -213,7 +213,7 @@ def speaker(row, notes, keys=SPEAKER_KEYS):
 
 
 def encodable(text, what):
-    """The text, unless it holds bytes that are no UTF-8, or half of a surrogate pair, or is none."""
+    """Returns the text; raises a LineError for none, for bytes that are not UTF-8, or for half of a surrogate pair."""
     try:
         if isinstance(text, str):
             text.encode()
@@ -225,7 +225,7 @@ def encodable(text, what):
 
 
 def located(name, manifest):
-    """The file of a name: next to the manifest, in `clips` there (Common Voice), or from the current folder.
+    """Returns the file of a name: next to the manifest, in `clips` there (Common Voice), or from the current folder.
 
     A Mac may have written accents of the name by themselves, on its disk or in the list, and Windows backslashes.
     """
@@ -238,7 +238,7 @@ def located(name, manifest):
 
 
 def local(name):
-    """The path that a shell or a browser makes of ~/a.wav or file:///a%20b.wav."""
+    """Returns the path that a shell or a browser makes of ~/a.wav or file:///a%20b.wav."""
     if name.startswith("~"):
         return os.path.expanduser(name)
     scheme, _, rest = name.partition(":")
@@ -256,12 +256,12 @@ def is_file(path):
 
 
 def entry(row, path, keys, name=""):
-    """The Entry of a row that says which part of a file has which text; by default, its audio gives the name.
+    """Returns the Entry of a row with the text of a part of a file; by default, its audio gives the name.
 
-    `path`: the manifest, or a function that finds the audio by its name.
+    `path` is the manifest, or a function that finds the audio by its name.
     """
     audio, notes = first_of(row, keys[0]), []
-    if isinstance(audio, dict):  # as Hugging Face has it
+    if isinstance(audio, dict):  # as Hugging Face writes it
         leave_out_if(not audio.get("path") and not missing(audio.get("array")), ARRAY)
         audio = audio.get("path")
     leave_out_if(isinstance(audio, list), ARRAY)
@@ -279,7 +279,7 @@ def entry(row, path, keys, name=""):
 
 
 def utterances(row, path, line, keys):
-    """Entries of one row: one, or one for each of its segments."""
+    """Yields Entries of one row: one, or one for each of its segments."""
     parts = row.get("segments")
     leave_out_if_marked(row)
     if missing(parts):
@@ -300,12 +300,12 @@ def utterances(row, path, line, keys):
 
 
 def is_cut(row):
-    """Whether it is one of Lhotse's."""
+    """Returns True if the row is one of Lhotse's cuts."""
     return bool({"supervisions", "recording", "tracks"} & row.keys())
 
 
 def cuts(row, path, line, _):
-    """Entries of one of Lhotse's cuts: one for each of its supervisions."""
+    """Yields Entries of one of Lhotse's cuts: one for each of its supervisions."""
     recording, supervisions = row.get("recording"), row.get("supervisions")
     leave_out_if_marked(row, row.get("custom"))
     leave_out_if("tracks" in row, "a mixed cut of Lhotse is not read")
@@ -326,7 +326,7 @@ def cuts(row, path, line, _):
 
 
 def supervision(x, name, row, recording, path, first, whole):
-    """The Entry of a supervision, whose times count from the start of its cut."""
+    """Returns the Entry of a supervision, whose times count from the start of its cut."""
     offset, duration = first_of(x, ("start",)) or 0.0, number(x, ("duration",))
     if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not math.isfinite(offset):
         raise LineError("start is no number of seconds")
@@ -353,7 +353,7 @@ def supervision(x, name, row, recording, path, first, whole):
 
 
 def plainly(x):
-    """What is no LineError; raises what is one."""
+    """Returns its argument, but raises a LineError."""
     if isinstance(x, LineError):
         raise x
     return x

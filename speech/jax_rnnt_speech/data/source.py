@@ -1,9 +1,9 @@
-"""The source of a training says which utterances there are, in which order they come, and makes their batches.
+"""The source of a training, which determines its utterances and their order, and makes their batches.
 
 Before the first step, lines and headers of archives are read, and headers of one window where lengths are not written
-(`order`). Grain's workers decode, augment and make features anew in each epoch, and what of an utterance cannot be used
-is found when its turn comes. A source that remembers does so once, before the first step (`memory`); nothing else
-differs, and a corpus that a function makes is read likewise.
+(`order`). Grain's workers decode, augment and make features anew in each epoch, and faults of an utterance are found
+when its turn comes. A source that remembers does so once, before the first step (`memory`); nothing else differs, and a
+corpus that a function makes is read likewise.
 
 An utterance that turns out to be longer than its manifest or header says, so that its batch has no room for it, is
 trained on at the end of the epoch, in a batch that has.
@@ -39,18 +39,18 @@ from jax_rnnt_speech.data.rows import Fault, keys_of
 from jax_rnnt_speech.data.utterances import Report, Utterance
 from jax_rnnt_speech.system import UserError, hosts, refuse_if
 
-SAMPLE = 20_000  # texts of which a vocabulary is made, and the longest ones are found
-ROOM = 1.25  # for labels in a batch, beyond the longest of a sample
-THREADS = 2  # that load batches, without workers
-RUNS = RUN = 10  # of how many utterances hours are estimated
-FULL = 20  # batches that a window has at least
+SAMPLE = 20_000  # texts from which a vocabulary is made, and among which the longest ones are found
+ROOM = 1.25  # factor of the room for labels in a batch, relative to the longest of a sample
+THREADS = 2  # threads that load batches, without workers
+RUNS = RUN = 10  # numbers of runs and of utterances in each, from which hours are estimated
+FULL = 20  # least number of batches in a window
 USUAL = 5  # seconds of an utterance, as far as that matters
 SHARE = 0.5  # of a former option: digests of earlier runs hold it
 EARLIER = {}  # the state of the order in a checkpoint of a version that had another one
 
 
 def hours_of(index, items):
-    """Hours of items of an index; by some headers where they are not written."""
+    """Returns the hours of items of an index; by some headers where they are not written."""
     seconds, some = index.seconds[items], np.arange(len(items))
     if not seconds.all():
         some = np.unique(np.linspace(0, max(0, len(items) - RUN), RUNS).astype(int)[:, None] + np.arange(RUN))
@@ -60,28 +60,28 @@ def hours_of(index, items):
 
 
 def batch_of(drawn, loads, i):
-    """A batch of an `order.Batches` by its number; behind the last one there is nothing."""
+    """Returns a batch of an `order.Batches` by its number; behind the last one there is nothing."""
     batch = drawn[i]
     return loads(*batch) if batch else {}
 
 
 class Source:
-    """The utterances of --train, in shards. Its `utterances` are a sample, of which vocabulary and statistics are made.
+    """The utterances of --train, in shards. Its `utterances` are a sample, for the vocabulary and the statistics.
 
     Parameters
     ----------
     config
         A `Config`. Without `on_the_fly`, features are computed once and kept in `kept`.
     folder
-        Where the index is.
+        The folder of the index.
     count
-        How many processes load batches; none of them is this one.
+        Number of processes that load batches, besides this one.
     state
-        What `at` returned, in the checkpoint with which a run goes on at `step`; `EARLIER` if that has none, or None.
+        The result of `at`, from the checkpoint with which a run goes on at `step`; `EARLIER` if that has none, or None.
     kept
-        A folder for features; None: none are kept.
+        A folder for features; None to keep none.
     corpus
-        A corpus that is read in the place of what the configuration names.
+        A corpus that is read in place of those that the configuration names.
     """
 
     def __init__(self, config, folder, count=0, state=None, step=0, kept=None, corpus=None):
@@ -111,10 +111,10 @@ class Source:
         if kept is not None:
             self.remember(kept)
         written = hosts.gathered(np.array([[all(x.seconds.all() for x in self.indices)]]))
-        self.written = bool(written.all())  # whether all lengths are, in all processes
+        self.written = bool(written.all())  # whether all lengths are written, in all processes
         self.utterances, self.places = self.sample()
         self.texts = [text for some in hosts.each([x.text for x in self.utterances]) for text in some]
-        if self.exact:  # of what is used, all is known
+        if self.exact:  # everything that is used is known
             used = (
                 [(x.name, x.text) for x in corpus.utterances]
                 if corpus is not None
@@ -123,7 +123,7 @@ class Source:
             self.digest = hashlib.sha256(json.dumps(used).encode()).hexdigest()
 
     def list(self):
-        """Shards of the sources, and the index of those that are this process's."""
+        """Lists the shards of the sources, and the index of those that are this process's."""
         shards_of = [archives.all_shards(name, self.config.texts.columns, self.readers) for name, _ in self.named]
         for (name, _), shards in zip(self.named, shards_of):
             refuse_if(not shards, f"{name}: nothing is listed")
@@ -145,8 +145,10 @@ class Source:
             self.items.append(self.chosen(own, np.array(kinds)))
 
     def chosen(self, index, kinds):
-        """Numbers of usable utterances of each source of a reader; `kinds`: of each shard its source, and whether it is
-        a part of every reader."""
+        """Returns numbers of usable utterances of each source of a reader.
+
+        `kinds` has for each shard its source, and whether it is a part of every reader.
+        """
         most = self.config.data.max_seconds
         kind, split = kinds[index.shards].T if len(index.shards) else np.zeros((2, 0), int)
         numbers = np.arange(len(index.shards))
@@ -160,7 +162,7 @@ class Source:
         return [np.flatnonzero(mine & ~long & (kind == k)) for k in range(len(self.named))]
 
     def remember(self, folder):
-        """Computes what is not in the folder yet. From then on, items are what has features."""
+        """Computes what is not in the folder yet. From then on, items are those that have features."""
         loader = self.loader()
         for place, some in enumerate(self.items):
             every = np.sort(np.concatenate(some))
@@ -169,12 +171,12 @@ class Source:
 
     @property
     def remembers(self):
-        """Whether features are kept on the disk."""
+        """True if features are kept on the disk."""
         return self.exact and self.corpus is None
 
     @property
     def folders(self):
-        """Names of folders with features in them, of all processes."""
+        """Names of folders with features in them, for all processes."""
         own = [x for index in self.indices for x in getattr(index, "folders", ())]
         return {x for some in hosts.each(own) for x in some}
 
@@ -183,7 +185,7 @@ class Source:
         return loading.Loader(self.config, subsampling, vocabulary, list(self.indices), shapes, self.features)
 
     def sample(self):
-        """Utterances of this process, and (place, number) of each."""
+        """Returns utterances of this process, and (place, number) of each."""
         if not hosts.gathered(np.array([[sum(len(x) for some in self.items for x in some)]])).sum():
             raise UserError(f"{', '.join(name for name, _ in self.named)}: no usable utterance{self.report.summary()}")
         utterances, places, self.whole_sample = [], [], True
@@ -198,7 +200,7 @@ class Source:
         return utterances, places
 
     def said(self, place, i):
-        """The Utterance of an item, or None; its audio is not sought."""
+        """Returns the Utterance of an item, or None; its audio is not looked for."""
         index = self.indices[place]
         x = index.entry(i, False)
         if isinstance(x, Utterance):
@@ -211,7 +213,7 @@ class Source:
         return Utterance(x.name, self.extractor.count(samples), text, x.speaker, seconds)
 
     def load(self, i, rng):
-        """Features of an utterance of the sample; None: its audio is bad."""
+        """Returns the features of an utterance of the sample; None if its audio is bad."""
         place, number = self.places[i]
         index = self.indices[place]
         entry = index.entry(number)
@@ -223,7 +225,7 @@ class Source:
             return self.report.add(error.reason, entry.name, again=False)
 
     def shares(self):
-        """Draws of each source in an epoch, of all readers: None is each utterance once."""
+        """Returns how many utterances of each source an epoch of all readers draws; None is each utterance once."""
         options = self.config.data
         counts = hosts.gathered(np.array([[sum(len(some[k]) for some in self.items) for k in range(len(self.named))]]))
         counts = counts.sum(0)
@@ -239,7 +241,7 @@ class Source:
         return counts, [round(int(counts.sum()) * x / weights.sum()) for x in weights]
 
     def opened(self, model, devices):
-        """The order of a run of a model on `devices` devices, with its shapes."""
+        """Opens the order of a run of a model on `devices` devices, with its shapes."""
         config, options = self.config, self.config.data
         counts, draws = self.shares()
         each = [None if x is None else max(1, round(x / self.readers)) if x else 0 for x in draws]
@@ -272,9 +274,9 @@ class Source:
         return self
 
     def continued(self, decided, former, devices):
-        """The state with which the run goes on exactly, or nothing; `anew` is a line that says why not.
+        """Returns the state with which the run goes on exactly, or nothing; then `anew` says why.
 
-        `decided`: a digest of the options; `former`: what an earlier version had in its place.
+        `decided` is a digest of the options; `former` is that of an earlier version.
         """
         state, self.anew = self.state, None
         self.first, self.place = (0, 0), (self.step, 0, 0, 0)  # step and epoch; step, epoch, window, batches before
@@ -300,20 +302,20 @@ class Source:
         self.anew = f"epoch {epoch + 1} begins anew, in another order: the run had {why}"
 
     def longest(self):
-        """Seconds that an utterance lasts at most."""
+        """Returns the seconds that an utterance lasts at most."""
         if not self.exact:
             return self.config.data.max_seconds
         frames = [x.frames.max(initial=0) for x in self.indices]
         return float(hosts.gathered(np.array([[max(frames)]])).max()) * self.hop
 
     def frames(self, seconds):
-        """Frames of an utterance that lasts so long."""
+        """Returns the frames of an utterance that lasts so long."""
         if self.exact:
             return int(seconds / self.hop + 1e-6)
         return self.extractor.count(math.ceil(seconds * self.config.features.rate))
 
     def largest(self, last, model, devices):
-        """The shape of batches for what is longer than expected, and has no room in the `last` of the others."""
+        """Returns the shape of batches for utterances longer than expected, for which the other shapes have no room."""
         longest = (self.longest() + SLACK) / min(1.0, *self.speeds)
         frames = max(last.frames, self.frames(longest))
         labels = max(last.labels, min(2 * last.labels, -(-frames // model.subsampling)))
@@ -347,7 +349,7 @@ class Source:
         return [x._replace(batches=n) for x, n in zip(planned, shaped(planned).most(epoch, 0))]
 
     def spoken(self, rows):
-        """(seconds, text) of a sample, or of utterances of rows of the order where lengths are not written."""
+        """Yields (seconds, text) of a sample, or of utterances of rows of the order where lengths are not written."""
         if rows is None:
             yield from ((x.seconds, x.text) for x in self.utterances)
             return
@@ -357,7 +359,7 @@ class Source:
                     yield x, utterance.text
 
     def say(self):
-        """Prints what the source holds, and the shapes of its batches."""
+        """Prints the size of the source, and the shapes of its batches."""
         counts, draws = self.counts, self.draws
         about, window = "" if self.written else "about ", self.order.window
         by = "" if self.exact else ", by their manifests and headers"
@@ -374,7 +376,7 @@ class Source:
                       f"windows of {window:,} utterances of each part")  # fmt: skip
 
     def batches(self):
-        """A line with the shapes of batches; other epochs may have other padding where what they draw varies."""
+        """Returns a line with the shapes of batches; other epochs may have other padding where their draws vary."""
         shapes = ", ".join(
             f"{x.rows * self.readers} x {x.frames} frames x {x.labels} labels" for x in self.order.shapes
         )
@@ -385,22 +387,22 @@ class Source:
 
     @property
     def usual(self):
-        """Utterances that a batch has on average."""
+        """The utterances that a batch has on average."""
         shapes = self.order.shapes
         return self.readers * sum(x.rows * x.batches for x in shapes) / max(1, sum(x.batches for x in shapes))
 
     def steps(self, epochs):
-        """Steps until the end of `epochs` epochs of the whole run; about that where lengths are not written."""
+        """Returns the steps until `epochs` epochs of the whole run end; an estimate where lengths are not written."""
         return self.first[0] + self.order.steps(self.first[1], max(epochs, self.first[1]))
 
     def at(self, step):
-        """A checkpoint keeps this of the order, to go on from a step."""
+        """Returns the order's state that a checkpoint keeps, to go on from a step."""
         collections.deque(self.read(step, step), 0)
         late = [x for some in hosts.each(self.late) for x in some]
         return self.state | {"epoch": self.place[1], "place": [*self.place[1:]], "late": late}
 
     def planned(self):
-        """(shape, rows of this process) of batches for what came too late; processes have as many of each shape."""
+        """Returns (shape, this process's rows) of batches for late utterances; processes have as many of each shape."""
         shapes, plan = self.loads.shapes, []
         groups = [[] for _ in shapes]
         for x in self.late:
@@ -414,7 +416,7 @@ class Source:
         return plan
 
     def taken(self, batch, step, then):
-        """A batch as `read` gives it; what it lacks is noted."""
+        """Returns a batch as `read` yields it, and notes what it lacks."""
         for x in batch.pop("left_out"):
             if type(x) is Note:
                 self.report.note(*x, again=False)
@@ -427,9 +429,9 @@ class Source:
         return then(batch, np.random.default_rng((self.config.run.seed, 4, step))) if then else batch
 
     def read(self, first, end, then=None, until=None):
-        """Batches of steps `first` to `end`, or to the start of epoch `until`, whose `last` one says so.
+        """Yields batches of steps `first` to `end`, or to the start of epoch `until`, whose `last` one says so.
 
-        `then`: a function of a batch and a generator of random numbers, to add to it.
+        `then` is a function of a batch and a generator of random numbers, to add to it.
         """
         source, made, ahead, pool = self.order, None, None, ThreadPoolExecutor(1)
         (step, epoch, window, done), late = self.place, []

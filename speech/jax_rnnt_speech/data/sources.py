@@ -1,7 +1,7 @@
-"""Names of sources stand for files; which ones, of which splits and how many hours, is found before anything is read.
+"""Finds the files that names of sources stand for, with their splits and hours, before anything is read.
 
 A folder or pattern whose files belong to several splits of a data set is refused, as a training would learn what is
-held out. Nor may --train and --valid name the same files.
+held out. Nor may --train and --valid name the same files. `source` makes the batches of a training from these files.
 """
 
 import collections
@@ -31,12 +31,11 @@ SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev", "devel", "development"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-KINDS = {tars: "tar", nemo: "NeMo's tar", shar: "Lhotse Shar", parquet: "Parquet", None: "manifest"}
-AUDIO, KALDI = "audio", "Kaldi"
+AUDIO, KALDI, MANIFEST = "audio", "Kaldi", "manifest"  # kinds of files that are no archives
 NAMED = 3  # files or sources that a line names
 PROBED = 100  # utterances whose headers are read to estimate hours
-PEEKED = 8  # files or lines of a tar that tell whether its rows say their split
-SHARDS = 8  # shards of a source that are listed for that
+PEEKED = 8  # files or lines of a tar that are read to learn whether its rows name their split
+SHARDS = 8  # shards of a source that are listed to estimate hours
 
 
 class File(NamedTuple):
@@ -44,19 +43,19 @@ class File(NamedTuple):
 
     path: str
     kind: str
-    split: str  # "": no name says one
+    split: str  # "" if no name has one
     group: str  # a folder or pattern that has the files of this split, or the file
-    rows: tuple = ()  # (split, how many rows a column of theirs says to be of it); empty: there is no such column
+    rows: tuple = ()  # (split, how many rows name it in a column); empty if there is no such column
 
 
 def is_list(path):
-    """Whether `read` takes it for a list of recordings, and not for one."""
+    """Returns True if `read` takes it for a list of recordings, and not for a recording."""
     listed = actual(path).is_dir() or path.name in lists.KALDI or lists.suffix_of(path) in lists.LISTS
     return listed or archives.is_archive(path) or archives.is_pattern(path)
 
 
 def read(name, *columns, **options):
-    """Entries and Faults of all that a name is for: a list, an archive, or a pattern of either; as `lists.read`."""
+    """Yields Entries and Faults of all that a name stands for, as `lists.read`: a list, an archive, or a pattern."""
     if not archives.is_pattern(name):
         yield from lists.read(name, *columns, **options, archive=archives.shards_of)
         return
@@ -65,7 +64,7 @@ def read(name, *columns, **options):
 
 
 def read_all(paths, *columns, lenient=True, texts=True, alone=None):
-    """Entries and Faults of several names. `lenient`: one that cannot be read is a Fault."""
+    """Yields Entries and Faults of several names. If `lenient`, one that cannot be read is a Fault."""
     for path in paths:
         try:
             yield from read(path, *columns, texts=texts, alone=len(paths) == 1 if alone is None else alone)
@@ -76,13 +75,13 @@ def read_all(paths, *columns, lenient=True, texts=True, alone=None):
 
 
 def by_function(name):
-    """(FILE.py:FUNCTION, the arguments behind it) of a corpus that a function makes, or None."""
+    """Returns (FILE.py:FUNCTION, the arguments behind it) of a corpus that a function makes, or None."""
     match = re.fullmatch(r"(.+\.py:\w+)(?::(.+))?", name) if isinstance(name, str) else None
     return match and (match[1], [match[2]] if match[2] else [])
 
 
 def absolute(name):
-    """The same corpora from any folder."""
+    """Returns names of the same corpora that hold in any folder."""
     if not isinstance(name, str):
         return [absolute(x) for x in name]
     if made := by_function(name):
@@ -96,19 +95,19 @@ def absolute(name):
 
 
 def last_parts(name):
-    """The same corpora without their folders."""
+    """Returns the names of the same corpora without their folders."""
     return Path(name).name if isinstance(name, str) else [Path(x).name for x in name]
 
 
 def word_of(name):
-    """(the split that a name says, where its word ends), or None."""
+    """Returns (the split in a name, where its word ends), or None."""
     words = re.finditer(r"[^\W\d_]+", name)
     return next(((SPLITS[x[0].lower()], x.end()) for x in words if x[0].lower() in SPLITS), None)
 
 
 @functools.lru_cache(10_000)
 def split_by_folders(base, folder):
-    """(split, group) by the names of the folders from a base on; the outermost that says one decides."""
+    """Returns (split, group) by the names of folders from a base on; the outermost that names a split decides."""
     parts = [x for x in os.path.relpath(folder or ".", base).split(os.sep) if x != "."]
     for i, part in enumerate(parts, 1):
         if word := word_of(part):
@@ -117,7 +116,7 @@ def split_by_folders(base, folder):
 
 
 def split_of(base, path, with_name):
-    """(split, group) of a file by its folders from a base on, and perhaps by its name."""
+    """Returns (split, group) of a file by its folders from a base on, and perhaps by its name."""
     folder, name = os.path.split(path)
     split, group = split_by_folders(str(base), folder)
     if not split and with_name and (word := word_of(name)):
@@ -127,20 +126,22 @@ def split_of(base, path, with_name):
 
 
 def files_of(name):
-    """The Files that a source names; none where there is nothing, which is an error once it is read."""
+    """Returns the Files that a source names; none where there is nothing: reading it raises the error."""
     name, files = archives.weighted(name)[0], []
     several = archives.is_pattern(name)
     fixed = os.path.dirname(re.split(r"[*?[{]|_OP_", name)[0])
     for path in filter(Path.exists, map(Path, archives.expanded(name))):
-        kind, inside = KINDS[archives.kind_of(path)], [path]
+        kind, inside = MANIFEST, [path]
         if path.is_dir() and archives.is_archive(path):
-            module, inside = archives.archives_of_folder(path)
-            kind = KINDS[module]
+            archive, inside = archives.archives_of_folder(path)
+            kind = archive.KIND
         elif (path / "wav.scp").exists() or path.name in lists.KALDI:
             path = path if path.is_dir() else path.parent
             kind, inside = KALDI, [path]
         elif path.is_dir():
             kind, inside = AUDIO, [x for x in lists.below(path) if x.suffix.lower() in SUFFIXES]
+        elif archive := archives.kind_of(path):
+            kind = archive.KIND
         base = fixed if several else path if path.is_dir() and kind != KALDI else path.parent
         splits = [split_of(base, x, True) for x in inside]
         if kind == AUDIO and not all(split for split, _ in splits):  # names of recordings may be words that are spoken
@@ -152,21 +153,21 @@ def files_of(name):
 
 
 def rows_of(path, kind):
-    """(split, how many rows say that they are of it) of a manifest, Parquet or tar; nothing where no key says it."""
+    """Returns (split, how many rows name it) for a manifest, Parquet or tar; nothing where no key names splits."""
     rows = ()
-    with contextlib.suppress(UserError, OSError, EOFError, zlib.error):  # it is an error once it is read
-        if kind == KINDS[parquet]:
+    with contextlib.suppress(UserError, OSError, EOFError, zlib.error):  # reading it later raises the error
+        if kind == parquet.KIND:
             file = parquet.opened(str(path))
             columns = [x for x in SPLIT_KEYS if x in file.schema_arrow.names]
             rows = file.read(columns).to_pylist() if columns else ()
-        elif kind in (KINDS[tars], KINDS[nemo]) and path.is_file():
+        elif kind in (tars.KIND, nemo.KIND) and path.is_file():
             every = (x for shard in archives.shards_of(path) for x in shard.objects())
             first = list(itertools.islice(every, PEEKED))
             if any(isinstance(x, dict) and not x.keys().isdisjoint(SPLIT_KEYS) for x in first):
                 rows = [x for x in itertools.chain(first, every) if isinstance(x, dict)]
-        elif kind == KINDS[None] and (form := lists.LISTS.get(lists.suffix_of(path))):
+        elif kind == MANIFEST and (form := lists.LISTS.get(lists.suffix_of(path))):
             with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as data:
-                head = data.read(2**16).replace(b"\0", b"")  # also of UTF-16
+                head = data.read(2**16).replace(b"\0", b"")  # also from UTF-16
             head = head if form is lists.objects else head.partition(b"\n")[0]
             if re.search(rb"\b(%s)\b" % "|".join(SPLIT_KEYS).encode(), head):
                 rows = [x for _, x in form(path, keys_of()) if isinstance(x, dict)]
@@ -175,28 +176,28 @@ def rows_of(path, kind):
 
 
 def split_of_row(said):
-    """The split that a column of a row says; "": none."""
+    """Returns the split that a row's column names; "" for none."""
     return (word_of(str(said or "")) or ("",))[0]
 
 
 def listed(sources):
-    """The Files of each source, by its name; of none that a function makes, or that cannot be read."""
+    """Returns the Files of each source, by its name; without functions, and empty for one that cannot be read."""
     every = {}
     for x in map(str, names(sources)):
         if not by_function(x):
             every[x] = []
-            with contextlib.suppress(OSError):  # it is an error once it is read
+            with contextlib.suppress(OSError):  # reading it later raises the error
                 every[x] = files_of(x)
     return every
 
 
 def once(sources):
-    """The sources, but none that is named twice or whose files others have, too; a line says what is not read again."""
+    """Returns the sources but those that are named twice or whose files others have; a line names those left out."""
     every, some = {}, list(map(str, names(sources)))
     if len(some) < 2 or any(by_function(x) or archives.weighted(x)[1] is not None for x in some):
         return sources  # a weight says how often each is read
     for x in some:
-        with contextlib.suppress(UserError, OSError):  # it is an error once it is read
+        with contextlib.suppress(UserError, OSError):  # reading it later raises the error
             every[x] = {os.path.realpath(file.path) for file in files_of(x)}
     kept = {str(x) for x in lists.once(dict.fromkeys(some), named=True)}
     for x in sorted(every.keys() & kept, key=lambda x: (len(every[x]), -some.index(x))):
@@ -213,13 +214,13 @@ def once(sources):
 
 
 def places(every):
-    """{a file, or what an utterance of it names as its place: the split} of the Files of sources."""
+    """Returns {a file, or the name of an utterance's place in it: the split} for the Files of sources."""
     splits = {x.path: x.split for files in every.values() for x in files}
     return splits | {str(shar.tar_of(Path(x))): split for x, split in splits.items() if shar.tar_of(Path(x))}
 
 
 def described(every):
-    """The sources of an option that have files, in a line, with these files by kind and split."""
+    """Describes the sources of an option that have files, in a line, with these files by kind and split."""
     lines, every = [], {name: files for name, files in every.items() if files}
     for name, files in [*every.items()][:NAMED]:
         kinds = ", ".join(f"{n:,} file{'s' * (n > 1)} of {x}" for x, n in counted(x.kind for x in files))
@@ -234,7 +235,7 @@ def counted(some):
 
 
 def unmixed(option, every, held_out=True):
-    """Raises where a source has several splits, by names of files and folders or by a column of its rows."""
+    """Raises an error if a source has several splits, by names of files and folders or by a column of its rows."""
     for name, files in every.items():
         splits, rows = collections.defaultdict(lambda: collections.defaultdict(list)), collections.Counter()
         for x in files:
@@ -260,12 +261,12 @@ def unmixed(option, every, held_out=True):
 
 
 def mixed(splits, held_out):
-    """Whether some splits must not be one source. A training may have files that name no split."""
+    """Returns True if some splits must not be one source. A training may have files that name no split."""
     return len(splits) > 1 and (held_out or not splits.keys() <= {"", "train"})
 
 
 def is_a_speaker(files, splits):
-    """Whether the one folder that a word for a split names is rather a person: several folders next to it have none."""
+    """Returns True if the one folder named like a split is rather a person: several folders next to it name none."""
     if len(splits) > 2 or "" not in splits or any(x.kind != AUDIO for x in files):
         return False
     (split,) = splits.keys() - {""}
@@ -274,14 +275,14 @@ def is_a_speaker(files, splits):
 
 
 def apart(trained, tested):
-    """Raises where a training would be tested on files that it is trained on."""
+    """Raises an error where a training would be tested on files that it is trained on."""
     real = {os.path.realpath(x.path) for files in trained.values() for x in files}
     both = [x for files in tested.values() for x in files if os.path.realpath(x.path) in real]
     if not both:
         return
     what = shown(both[0].path) + f" and {len(both) - 1:,} more files" * (len(both) > 1)
     parts = "put some of its lines into a manifest for --valid, and the others into one for --train"
-    if both[0].kind != KINDS[None]:
+    if both[0].kind != MANIFEST:
         parts = "name some of the folders or files for --valid, and the others for --train"
     raise UserError(f"--train and --valid both read {what}, so that error rates would be those of the training: {parts}"
                     ", best by speakers; to see a model learn its data by heart, name a manifest for --valid that "
@@ -289,7 +290,7 @@ def apart(trained, tested):
 
 
 def in_both(train, valid):
-    """How many utterances of a corpus of recordings are also among those that a `Source` samples."""
+    """Counts the utterances of a corpus of recordings that are also among those that a `Source` samples."""
     held_out = {key(x) for x in getattr(valid, "entries", ())}
     if not held_out or train.corpus is not None:
         return 0
@@ -302,12 +303,12 @@ def in_both(train, valid):
 
 
 def key(entry):
-    """Distinguishes an utterance from others: its recording, and where it is in that."""
+    """Returns what distinguishes an utterance from others: its recording, and its place in that."""
     return os.path.realpath(str(entry.audio)), entry.start, entry.end, entry.channel
 
 
 def hours(sources, columns):
-    """About how many hours sources hold, by a part of what their manifests say, and by some headers."""
+    """Estimates how many hours sources hold, by a part of what their manifests say, and by some headers."""
     keys, total = keys_of(*columns), 0.0
     for name in sources:
         shards, rows, seconds = archives.all_shards(archives.weighted(name)[0], columns), [], []

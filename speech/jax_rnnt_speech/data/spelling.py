@@ -1,6 +1,6 @@
-"""Numbers in the words of a language. Babel knows how it writes them, unicode-rbnf how it says them, both from CLDR.
+"""Spells numbers in the words of a language. Babel knows how it writes them, unicode-rbnf the words, both from CLDR.
 
-What is not sure to be read aloud in one way is not read: leading zeros, times, dates, ranges, money, fractions, units.
+A text that may be read aloud in several ways is not read: leading zeros, times, dates, ranges, money, fractions, units.
 """
 
 import functools
@@ -14,7 +14,7 @@ from unicode_rbnf.engine import NoRuleForNumberError, RbnfError
 
 from jax_rnnt_speech.system import UserError, refuse_if
 
-SPACE = "\u202f"  # between the digits of one number, and before its unit, for all no-break spaces
+SPACE = "\u202f"  # between the digits of one number, and before its unit; it replaces all no-break spaces
 # Above them, unicode-rbnf has the same words for different numbers.
 LIMITS = {"ak": 10**8, "ff": 10_001, "ga": 20_000, "lt": 100_000, "sl": 3000, "zu": 10_001}
 DIGITS = "\ufdd0"  # in place of the digits of an ordinal
@@ -22,12 +22,12 @@ UNITS = {"%": "concentr-percent", "٪": "concentr-percent", "‰": "concentr-per
          "°c": "temperature-celsius", "°f": "temperature-fahrenheit"}  # fmt: skip
 WITHOUT_SPACES = {"ja", "km", "lo", "my", "th", "yue", "zh"}
 ATTACHED = WITHOUT_SPACES | {"ko"}  # where letters touch the digits of a number
-ENDINGS = {"fr": {"ère": "re", "ème": "e"}}  # of ordinals, besides those of CLDR
+ENDINGS = {"fr": {"ère": "re", "ème": "e"}}  # endings of ordinals, besides those of CLDR
 OTHER_FORMS = re.compile("year|verbose|financial|alternate|days|ordinal")  # of numbers, which have other uses
 
 
 def locale_of(name, option):
-    """Babel's locale of de, de_CH, pt-BR, zh-Hant, ..."""
+    """Returns Babel's locale of de, de_CH, pt-BR, zh-Hant, ..."""
     from babel import Locale, UnknownLocaleError
 
     try:
@@ -37,7 +37,7 @@ def locale_of(name, option):
 
 
 def language_of(name, option):
-    """The Language of a name, or an error that has all names."""
+    """Returns the Language of a name, or raises an error that lists all names."""
     supported = RbnfEngine.get_supported_languages()
     try:
         x = locale_of(name, option)
@@ -51,7 +51,7 @@ def language_of(name, option):
 
 
 class Language:
-    """How a language reads what has digits. Its functions return None where they are not sure."""
+    """Reads texts with digits in a language. Its functions return None where they are not sure."""
 
     def __init__(self, name, locale):
         self.name, self.locale, self.base = name, locale, name.partition("_")[0]
@@ -67,7 +67,7 @@ class Language:
         self.patterns = [[x for digit, x in every if (digit == "[0-9]") == latin] for latin in (False, True)]
         self.percent_first = locale.percent_formats[None].pattern.startswith("%")
         marks = symbols["latn"]["decimal"], locale_of(name, name).number_symbols["latn"]["decimal"]
-        self.point = self.find_point() if marks[0] == marks[1] else None  # es-MX writes a point, es says a comma
+        self.point = self.find_point() if marks[0] == marks[1] else None  # es-MX writes a point, and es says a comma
         self.minus = self.find_minus()
         self.digits = self.engine if name == self.base else RbnfEngine.for_language(self.base)
         shown = [x for x in self.digits.rulesets if x.startswith("digits-ordinal")]
@@ -80,27 +80,27 @@ class Language:
         self.cardinal, self.read = (functools.lru_cache(10_000)(x) for x in (self.cardinal, self.read))
 
     def said(self, ruleset, number):
-        """The words of a rule; some numbers have none."""
+        """Returns the words of a rule; some numbers have none."""
         words = "".join(self.engine.iter_format_number(number, ruleset)).replace("\xad", "")
         if not words.strip() or DIGITS in words:
             raise NoRuleForNumberError(words)
         return words.replace("・", "点")  # a Japanese point is read aloud
 
     def cardinal(self, number):
-        """The words of a number from 0 on."""
+        """Returns the words of a number from 0 on."""
         try:
             ruleset = self.engine.format_number(number).text_ruleset
             return self.said(ruleset, number) if number < LIMITS.get(self.name, 10**18) else None
-        except NoRuleForNumberError:  # it is too large
+        except NoRuleForNumberError:  # the number is too large
             return None
 
     def forms(self, number):
-        """The words of a number for all genders and cases."""
+        """Returns the words of a number for all genders and cases."""
         texts = self.engine.format_number(number).text_by_ruleset.items()
         return {words for ruleset, words in texts if not OTHER_FORMS.search(ruleset)}
 
     def find_point(self):
-        """What is said between a number and its decimals, which are said one by one. Some rules spell all as zero."""
+        """Returns the words between number and decimals, which are read one by one. Some rules spell all as zero."""
         for ruleset in sorted(self.engine.rulesets, key=len):
             usual = ruleset.startswith("spellout") and not OTHER_FORMS.search(ruleset)
             if usual and not self.engine.rulesets[ruleset].is_private:
@@ -125,7 +125,7 @@ class Language:
         return words.removesuffix(plain) if words.endswith(plain) else None
 
     def value(self, text):
-        """(whole number, its decimals or None) of what is written without a sign."""
+        """Returns (whole number, its decimals or None) of what is written without a sign."""
         for pattern in self.patterns[bool(re.search("[0-9]", text))]:
             if match := pattern.fullmatch(text):
                 whole = re.sub(r"\D", "", match["whole"])
@@ -134,7 +134,7 @@ class Language:
         return None
 
     def number(self, text):
-        """Words of a number, perhaps with a minus, and per cent, per mille or a temperature."""
+        """Returns the words of a number, perhaps with a minus, and per cent, per mille or a temperature."""
         sign = text[:1] in ("-", "\u2212")
         text, unit = text[sign:], ""
         if self.percent_first and text[:1] == "%":
@@ -159,7 +159,7 @@ class Language:
         return self.measured(-number if sign else number, words, UNITS[unit]) if unit else words
 
     def measured(self, number, words, unit):
-        """The words with a unit behind or before them, where CLDR has a word for it."""
+        """Returns the words with a unit behind or before them, where CLDR has a word for it."""
         from babel import numbers, units
 
         text = units.format_unit(number, unit, "long", locale=self.locale)
@@ -168,7 +168,7 @@ class Language:
         return before + words + after if written and named else None
 
     def ordinal(self, text):
-        """1st, 2e, 3º: as CLDR writes the ordinals of a language, in words, if all such have the same."""
+        """Returns 1st, 2e, 3º, as CLDR writes a language's ordinals, in words, if all such forms have the same."""
         match = re.fullmatch(r"([^\W\d]*)([1-9]\d*)(\D*)", text)
         if not match or not (match[1] or match[3]):
             return None
@@ -184,7 +184,7 @@ class Language:
         return words.pop() if len(words) == 1 else None
 
     def compound(self, text):
-        """Words and numbers with hyphens between them: COVID-19. 10-летний is one word, 10-year three."""
+        """Returns the words of words and numbers with hyphens: COVID-19. 10-летний is one word, 10-year three."""
         first, *rest = text.split("-")
         if not rest or not (is_word(first) or self.base == "en"):
             return None
@@ -193,15 +193,15 @@ class Language:
         return None if None in words or any(map(all, itertools.pairwise(numbers))) else " ".join(words)
 
     def read(self, text):
-        """Words of what has a digit or a sign that is said."""
+        """Returns the words of a text with a digit or a sign that is read aloud."""
         words = self.number(text) or self.ordinal(text) or self.compound(text)
         return words and words.replace("\u200b", "").replace(" " if self.without_spaces else "\u200b", "")
 
     def grouped(self, text):
-        """Digits that are written with plain spaces as one number, where the language does so and where it is sure.
+        """Joins digits that are written with plain spaces to one number, where the language does so for sure.
 
-        601 123 456 may be a telephone number, and 12 000 in English one number or two. Such are joined by what no
-        number has.
+        601 123 456 may be a telephone number, and 12 000 in English one number or two. Such groups are joined by a sign
+        that no number has.
         """
 
         def join(match):
@@ -215,7 +215,7 @@ class Language:
 
 
 def patterns(group, mark, digit, locale):
-    """How numbers are written with a sign between groups of digits, and one before decimals."""
+    """Yields patterns of numbers with a sign between groups of digits, and one before decimals."""
     group = re.escape(SPACE if not group.strip() else "'" if group == "\u2019" else group)
     ends = rf"(?:{re.escape(mark)}(?P<part>{digit}+))?"
     groups = rf"{digit}{{1,3}}(?P<group>[{SPACE}{group}]){digit}{{3}}(?:(?P=group){digit}{{3}})*"

@@ -1,4 +1,4 @@
-"""Texts as a training sees them: composed characters, and what --normalize makes of them."""
+"""Texts as a training sees them: composed characters, in the form that --normalize gives them."""
 
 import importlib.util
 import re
@@ -28,9 +28,9 @@ BETWEEN = re.compile(rf"(?<=[{UNSPACED}])\n+(?=[{UNSPACED}])")
 APART = re.compile(
     rf"(?<=\d){SPACE}(?=\d)|(?<=\d)[ {SPACE}](?=[%٪‰؉{CURRENCY}]|°[cf]\b)|(?<=[{CURRENCY}])[ {SPACE}](?=\d)"
 )
-# Between numbers: a minus, a range or a pause.
+# Between numbers, this is a minus, a range or a pause.
 BOTH = re.compile(rf"(?:(?<=[\d%٪‰؉{CURRENCY}])|(?<=°[cf])) ([-–]) (?=[{CURRENCY}]?\d)")
-# What begins with a part of a number, or with what may be one.
+# Beginnings of parts of a number, or of what may be one.
 SIGNED = re.compile(rf"(?<![.,–-])(?:[.,]\d|[-–][.,]?[{CURRENCY}]?\d)")
 TOKENS = re.compile(r"([ \n]+)")
 
@@ -56,7 +56,7 @@ def is_said(x):
 
 
 def prepared(x):
-    """Wide and narrow forms as usual ones, no invisible characters but joiners, a line for what is in no number."""
+    """Replaces wide and narrow forms, drops invisible characters but joiners, ends a line at what no number has."""
     kind = unicodedata.category(x)
     if x in "\xa0\u2007\u2009\u202f":
         return SPACE
@@ -64,7 +64,7 @@ def prepared(x):
         return prepared(unicodedata.normalize("NFKC", x)) if x != "\u3000" else " "
     if x in "‐‑‒":
         return "-"
-    if kind == "Cf" or x == "ـ":  # which makes words of Arabic wider
+    if kind == "Cf" or x == "ـ":  # ـ makes words of Arabic wider
         return x if x in JOINERS or x == "\u180e" else ""
     if kind in ("Ps", "Pe", "Pi", "Pf") or x in "!?;¿¡…—―":
         return "\n"
@@ -72,7 +72,7 @@ def prepared(x):
 
 
 def cleaned(x):
-    """A line for punctuation. Armenian has three marks on the vowels of its words."""
+    """Ends a line at punctuation. Armenian has three marks on the vowels of its words."""
     if x in "\u055b\u055c\u055e":
         return ""
     return x if x in INSIDE + JOINERS or is_said(x) or unicodedata.category(x)[0] in "LMN " or x == " " else "\n"
@@ -86,7 +86,7 @@ def has_said(text):
 
 
 def lowered(language=""):
-    """A function that puts a text in the lower case of a language. İ leaves no dot above an i."""
+    """Returns a function that puts a text in the lower case of a language. İ leaves no dot above an i."""
 
     def lower(text):
         text = text.replace("İ", "i")
@@ -96,7 +96,7 @@ def lowered(language=""):
 
 
 def clean(text):
-    """A text without digits and signs that are said, without punctuation."""
+    """Returns a text, without digits and signs that are read aloud, without its punctuation."""
 
     def kept(match):
         inner = text[: match.start()][-1:].strip() and text[match.end() :][:1].strip()
@@ -107,7 +107,7 @@ def clean(text):
 
 
 def core_of(token, ordinals):
-    """A token without the punctuation around it. `ordinals`: a point behind a number may make it one."""
+    """Returns a token without the punctuation around it. `ordinals`: a point behind a number may make it one."""
     start, end = 0, len(token)
     while start < end and CLEANED[ord(token[start])] in ("\n", *INSIDE) and not SIGNED.match(token, start):
         start += 1
@@ -120,7 +120,7 @@ def core_of(token, ordinals):
 
 
 def basic(language):
-    """Lower case, what is sure to be read aloud in words of a language, no punctuation but that within words."""
+    """Returns a function to lower case, with words for what is sure to be read aloud, and punctuation only in words."""
     language = spelling.language_of(language, f"--normalize basic:{language}")
     lower, tokens = lowered(language.base), TOKENS
     if language.attached:
@@ -149,7 +149,7 @@ def basic(language):
         return text if text.isascii() else JOINER_EDGES.sub("", BETWEEN.sub("", text))
 
     def settled(text):
-        """Once a part is gone, what is left next to it may have a reading: a text is read until nothing changes."""
+        """Reads a text until nothing changes: once a part is gone, its neighbours may have a reading."""
         for _ in range(4):
             before, text = text, " ".join(normalize(text).split())
             if text == before or not has_said(text):
@@ -160,12 +160,12 @@ def basic(language):
 
 
 def unread(text):
-    """Parts of a normalised text that are not read aloud, as they have a digit or a sign that is said."""
+    """Returns parts of a normalised text that are not read aloud, though they have a digit or a sign that is."""
     return [x for x in re.split(rf"[\s{UNSPACED}]+", text) if has_said(x)] if has_said(text) else []
 
 
 def loaded(name, option="--normalize", others="none, basic, basic:LANGUAGE or "):
-    """The function that FILE:FUNCTION names, the value of an option that may have others."""
+    """Returns the function that FILE:FUNCTION names, the value of an option that may have others."""
     file, _, function = name.rpartition(":")
     refuse_if(not Path(file).is_file(), f"{option} must be {others}FILE:FUNCTION of a Python file, got {name}")
     spec = importlib.util.spec_from_file_location(f"jax_rnnt_speech_{option.strip('-')}", file)
@@ -184,7 +184,7 @@ def is_built_in(name):
 
 
 def normalizer(name, lower=False):
-    """Function of a text: in NFC, without spaces at its ends and several in a row, and as `name` says."""
+    """Returns a function that puts a text in NFC, trims and joins its spaces, and changes it as `name` says."""
     kind, _, language = name.partition(":")
     if not is_built_in(name):
         change, language = loaded(name), ""
@@ -212,7 +212,7 @@ def normalizer(name, lower=False):
 
 
 def absolute(name):
-    """The same --normalize from any folder."""
+    """Returns the same --normalize for any folder."""
     file, colon, function = name.rpartition(":")
     built_in = is_built_in(name) or not colon or not Path(file).is_file()
     return name if built_in else f"{Path(file).resolve()}:{function}"

@@ -18,26 +18,26 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")  # a piece that is a byte
 
 @functools.cache
 def characters_of_bytes():
-    """{character: byte}: how byte-level tokenizers write bytes (Radford et al. 2019): what can be printed, as it is."""
+    """Returns {character: byte} of byte-level tokenizers (Radford et al. 2019), which keep printable bytes."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [x for x in range(256) if x not in printed]
     return {chr(x): x for x in printed} | {chr(256 + i): x for i, x in enumerate(others)}
 
 
 def bytes_of(piece):
-    """The bytes that a piece of a tokenizer writes, in `Vocabulary.texts`: <0xC3>, or a character for each."""
+    """Returns the bytes that a tokenizer's piece writes, in `Vocabulary.texts`: <0xC3>, or a character for each."""
     values, number = characters_of_bytes(), BYTE.fullmatch(piece)
     if not number and not {*piece} <= values.keys():
         return piece
     return (bytes.fromhex(number[1]) if number else bytes(map(values.get, piece))).decode("utf-8", "surrogateescape")
 
 
-# Control characters and ends of lines are spaces: no format has them in a text. Nor a byte order mark.
+# Control characters and ends of lines become spaces, as no format has them in a text. A byte order mark is dropped.
 CONTROLS = dict.fromkeys([*range(32), *range(127, 160), 0x2028, 0x2029], " ") | {0xFEFF: ""}
 
 
 class Labels(list):
-    """A vocabulary knows what each label writes; its `decode` writes several."""
+    """The texts of a vocabulary's labels; its `decode` writes several labels."""
 
     def __init__(self, texts, decode):
         super().__init__(texts)
@@ -48,7 +48,7 @@ class Vocabulary:
     """Labels and their names, the `pieces`. `decode` is the one spelling of labels."""
 
     separator = " "  # between words, in `texts`
-    unknown = None  # the label of what no other spells
+    unknown = None  # the label of text that no other spells
 
     @property
     def texts(self):
@@ -60,7 +60,7 @@ class Vocabulary:
 
     @functools.cached_property
     def labels(self):
-        """The text of each label, for words and models of words; None: nothing, or that of another label."""
+        """The text of each label, for words and models of words; None for nothing, or for the text of another label."""
         texts, first = [None if i == self.unknown or x in SILENT else x for i, x in enumerate(self.texts)], {}
         for i in sorted(range(len(texts)), key=lambda i: BYTE.fullmatch(self.pieces[i]) is not None):
             first.setdefault(texts[i], i)
@@ -68,7 +68,7 @@ class Vocabulary:
 
     @functools.cached_property
     def separates(self):
-        """Whether there are spaces in texts."""
+        """True if there are spaces in texts."""
         return any(map(str.isspace, self.decode(range(len(self.pieces)))))
 
 
@@ -78,7 +78,7 @@ class Characters(Vocabulary):
         self.index = {piece: i for i, piece in enumerate(self.pieces)}
 
     def encode(self, text):
-        """Labels of a text, or None if a character is not in the alphabet."""
+        """Returns the labels of a text, or None if a character is not in the alphabet."""
         labels = [self.index.get(x) for x in text]
         return None if None in labels else labels
 
@@ -103,7 +103,7 @@ class Pieces(Vocabulary):
 
     @functools.cached_property
     def texts(self):
-        """Each is what it adds behind another label, as a text begins without a space."""
+        """The text that each label adds behind another one, as a text begins without a space."""
         first = next(([i] for i in range(len(self.pieces)) if self.decode([i]).isalnum()), [])
         before = self.decode(first)
 
@@ -123,7 +123,7 @@ class Subwords(Pieces):
         self.pieces = [self.tokenizer.id_to_piece(i) for i in range(self.tokenizer.get_piece_size())]
 
     def encode(self, text):
-        """Labels of a text, or None if a character is in no subword."""
+        """Returns the labels of a text, or None if a character is in no subword."""
         labels = self.tokenizer.encode(text)
         return None if self.unknown in labels else labels
 
@@ -147,7 +147,7 @@ class Pretrained(Pieces):
         self.pieces = [self.tokenizer.id_to_token(i) or "" for i in range(count)]
 
     def encode(self, text):
-        """Labels of a text, or None if the tokenizer does not know a part of it."""
+        """Returns the labels of a text, or None if the tokenizer does not know a part of it."""
         labels = self.tokenizer.encode(text, add_special_tokens=False).ids
         return None if self.unknown in labels or max(labels, default=0) >= len(self.pieces) else labels
 
@@ -162,7 +162,7 @@ class Numbers(Vocabulary):
         self.pieces = [f" {i}" for i in range(count)]
 
     def encode(self, text):
-        """The labels that a text names, or None if it names anything else."""
+        """Returns the labels that a text names, or None if it names anything else."""
         words = text.split()
         valid = all(x.isdecimal() and int(x) < len(self.pieces) for x in words)
         return [int(x) for x in words] if valid else None
@@ -185,7 +185,7 @@ def from_json(stored):
 
 
 def train(options, texts):
-    """The vocabulary of a `config.Head`, from the training texts."""
+    """Makes the vocabulary of a `config.Head`, from the training texts."""
     if options.tokens == "characters":
         return Characters(sorted(set(options.alphabet) or set().union(*texts)))
     model = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Grain's threads and processes, which make what is taken in order."""
+"""Runs Grain's threads and processes, whose results are taken in order."""
 
 import atexit
 import functools
@@ -11,12 +11,12 @@ import threading
 
 from jax_rnnt_speech.system import UserError
 
-SHARED = "/dev/shm"  # where Grain puts what its workers make
-BY_SIGNALS = f" -{signal.SIGINT:d}", f" -{signal.SIGTERM:d}"  # ends of what Grain says of a worker
+SHARED = "/dev/shm"  # Grain puts the results of its workers there
+BY_SIGNALS = f" -{signal.SIGINT:d}", f" -{signal.SIGTERM:d}"  # ends of Grain's message about a worker
 
 
 def items(function, count, threads, workers=0):
-    """A function of 0 to `count` - 1, by `workers` processes of `threads` threads each, or by threads alone."""
+    """Yields a function's results for 0 to `count` - 1, by `workers` processes of `threads` threads, or by threads."""
     import grain  # slow to import
     from absl import flags
 
@@ -37,7 +37,7 @@ def items(function, count, threads, workers=0):
         if "Worker process" not in str(error):
             raise
         ended = str(error).partition(". ")[0]
-        if ended.endswith(BY_SIGNALS):  # before it was `alone`
+        if ended.endswith(BY_SIGNALS):  # the signal came before the worker was `alone`
             raise KeyboardInterrupt from None
         raise UserError(f"--workers {workers}: {ended}{cause(ended)}") from None
     finally:
@@ -51,18 +51,18 @@ def items(function, count, threads, workers=0):
 
 @functools.cache
 def free_at_exit():
-    """Has Python wait at its end for Grain's thread, which frees the memory of batches after they are let go."""
+    """Makes Python wait at its end for Grain's thread, which frees the memory of batches after they are let go."""
     from grain.multiprocessing import SharedMemoryArray
 
     def wait():
         if pool := getattr(SharedMemoryArray, "_del_thread_pool", None):
-            pool.apply(int)  # after all that its one thread was given before
+            pool.apply(int)  # after everything that its one thread was given before
 
     atexit.register(wait)  # it runs before the end of the pool, since that was registered earlier
 
 
 def cause(ended):
-    """Why a worker may have ended, by the signal that its exit code is."""
+    """Returns why a worker may have ended, by the signal in its exit code."""
     number = next((x for x in (signal.SIGKILL, signal.SIGBUS) if ended.endswith(f" -{x:d}")), None)
     if number == signal.SIGBUS:
         try:
@@ -75,7 +75,7 @@ def cause(ended):
 
 
 class Told:
-    """A function whose errors for people are results, as Grain's workers would print them with a traceback."""
+    """A function that returns errors for people, as Grain's workers would print them with a traceback."""
 
     def __init__(self, function):
         self.function = function
@@ -84,11 +84,11 @@ class Told:
         try:
             return self.function(i)
         except UserError as error:
-            return UserError(str(error))  # whatever its kind, it can be copied
+            return UserError(str(error))  # whatever its kind, this one can be copied
 
 
 def alone(*_):
-    """In a worker: Ctrl-C and SIGTERM are for the first process, and devices are not for workers."""
+    """Prepares a worker: Ctrl-C and SIGTERM are for the first process, and devices are not for workers."""
     for x in (signal.SIGINT, signal.SIGTERM):
         signal.signal(x, signal.SIG_IGN)
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -96,6 +96,6 @@ def alone(*_):
 
 
 def orphaned():
-    """Ends a worker whose first process was killed: Grain waits for ever."""
+    """Ends a worker whose first process was killed, as Grain would wait for ever."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""An ONNX graph that grows node by node, with sizes that are known only when it runs."""
+"""An ONNX graph that grows node by node, with sizes that are known only at run time."""
 
 import hashlib
 import math
@@ -7,12 +7,12 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-OPSET, IR = 17, 8  # of 2022, which every runtime of today reads
+OPSET, IR = 17, 8  # of 2022, which every current runtime reads
 LIMIT = 2**31 - 2**24  # bytes of a file: protobuf ends at 2 GiB, and nodes and names need some of them
 
 
 def kind(dtype):
-    """ONNX's number of a type."""
+    """Returns ONNX's number for a type."""
     return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
 
 
@@ -23,7 +23,7 @@ class Size:
         self.graph, self.name = graph, name
 
     def by(self, operator, other, swapped=False):
-        """`self operator other`, or the reverse."""
+        """Returns `self operator other`, or the reverse."""
         other = other.name if isinstance(other, Size) else self.graph.constant(np.int64(other))
         names = (other, self.name) if swapped else (self.name, other)
         return Size(self.graph, self.graph.node(operator, *names))
@@ -44,7 +44,7 @@ class Size:
         return self.by("Mod", other)
 
     def __floordiv__(self, other):
-        """Rounded down, where ONNX rounds to zero."""
+        """Rounds down, where ONNX rounds to zero."""
         return (self - self % other).by("Div", other)
 
     def __pow__(self, exponent):
@@ -66,13 +66,13 @@ ARITHMETIC = {
 
 
 class Graph:
-    """Nodes and constants; of equal ones there is one. `symbols`: the Size of each symbol of JAX's shapes."""
+    """Nodes and constants, equal ones only once. `symbols` has the Size of each symbol of JAX's shapes."""
 
     def __init__(self):
         self.nodes, self.arrays, self.names, self.symbols = [], {}, {}, {}
 
     def fresh(self, key):
-        """(a name, whether it is new) for what has this key."""
+        """Returns (a name, whether it is new) for a key."""
         new = key not in self.names
         return self.names.setdefault(key, f"x{len(self.names)}"), new
 
@@ -84,7 +84,7 @@ class Graph:
         return name
 
     def node(self, operator, *inputs, outputs=1, **attributes):
-        """The name of its output, or the list of their names."""
+        """Returns the name of its output, or the list of their names."""
         made = [self.fresh((operator, inputs, repr(attributes), i)) for i in range(outputs)]
         names, new = [name for name, _ in made], made[0][1]
         if new:
@@ -92,7 +92,7 @@ class Graph:
         return names[0] if outputs == 1 else names
 
     def size(self, size):
-        """An int or a Size of one of JAX's sizes, whose text is a formula of symbols."""
+        """Returns an int or a Size for one of JAX's sizes, whose text is a formula of symbols."""
         if isinstance(size, int | np.integer):
             return int(size)
         if isinstance(size, Size):
@@ -100,7 +100,7 @@ class Graph:
         return eval(f"{size}".replace("^", "**"), ARITHMETIC, self.symbols)
 
     def sizes(self, sizes):
-        """The name of an int64 tensor of JAX's sizes."""
+        """Returns the name of an int64 tensor of JAX's sizes."""
         sizes = [self.size(x) for x in sizes]
         if all(isinstance(x, int) for x in sizes):
             return self.constant(np.array(sizes, np.int64))
@@ -110,7 +110,7 @@ class Graph:
         return self.node("Concat", *parts, axis=0)
 
     def size_of(self, name, axis):
-        """The Size of an axis of a tensor."""
+        """Returns the Size of an axis of a tensor."""
         return Size(self, self.node("Gather", self.node("Shape", name), self.constant(np.int64(axis)), axis=0))
 
     def reshape(self, name, sizes):
@@ -132,7 +132,7 @@ class Graph:
         self.nodes.append(helper.make_node("Cast", [x], [name], to=kind(dtype)))
 
     def save(self, path, inputs, outputs, metadata):
-        """Writes the graph. Inputs and outputs: {name: (type, shape)}, whose shapes have numbers and names.
+        """Writes the graph. Inputs and outputs are {name: (type, shape)}, whose shapes have numbers and names.
 
         Arrays that no file of protobuf can hold go into a second file, which has the name of the first and `.data`.
         """

@@ -1,7 +1,8 @@
-"""What JAX traces of a function, its jaxpr, as an ONNX graph: the primitives of our networks, with symbolic sizes.
+"""Writes a function's jaxpr as an ONNX graph, for the primitives of our networks, with symbolic sizes.
 
-Calls are inlined, and what depends on constants alone is computed. A broadcast keeps sizes of 1 until an operator needs
-it as a whole. An emitter of our own, since jax2onnx 0.17.1 writes none of our encoders with sizes that are open.
+Calls are inlined, and values that depend on constants alone are computed. A broadcast keeps sizes of 1 until an
+operator needs it as a whole. This is an emitter of our own, since jax2onnx 0.17.1 writes none of our encoders with open
+sizes.
 """
 
 import math
@@ -22,18 +23,18 @@ OPERATORS = {
     "logistic": "Sigmoid", "lt": "Less", "max": "Max", "min": "Min", "mul": "Mul", "neg": "Neg", "not": "Not",
     "or": "Or", "pow": "Pow", "sign": "Sign", "sin": "Sin", "sqrt": "Sqrt", "sub": "Sub", "tanh": "Tanh",
 }  # fmt: skip
-LARGEST = 2**22  # numbers of an array that is computed here, and written as a constant
+LARGEST = 2**22  # size of the largest array that is computed here, and written as a constant
 
 
 class Tensor(NamedTuple):
-    """A tensor of the graph. Sizes that are 1 here may be others in JAX: a broadcast that is still to be done."""
+    """A tensor of the graph. Sizes of 1 here may be larger in JAX: such a broadcast is still to be done."""
 
     name: str
     shape: tuple
 
 
 def elementwise(graph, eqn, names):
-    """The name of an elementwise primitive's result, or None of other primitives."""
+    """Returns the name of an elementwise primitive's result, or None for other primitives."""
     primitive, (x, *others) = eqn.primitive.name, names or [None]
     dtype = eqn.invars[0].aval.dtype if eqn.invars else None
     match primitive:
@@ -70,7 +71,7 @@ def require(fine, eqn):
 
 
 def iota(graph, eqn):
-    """A Tensor: numbers along one axis, which are broadcast to the others."""
+    """Returns a Tensor of numbers along one axis, which are broadcast to the others."""
     shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
     numbers, zero, one = graph.reshape(graph.sizes([shape[axis]]), []), *(graph.constant(np.int64(x)) for x in (0, 1))
     numbers = graph.cast(graph.node("Range", zero, numbers, one), eqn.outvars[0].aval.dtype)
@@ -79,7 +80,7 @@ def iota(graph, eqn):
 
 
 def broadcast_in_dim(graph, eqn, x):
-    """A Tensor with axes of size 1 where it is to be broadcast."""
+    """Returns a Tensor with axes of size 1 where it is to be broadcast."""
     sizes = [1] * len(eqn.outvars[0].aval.shape)
     for axis, size in zip(eqn.params["broadcast_dimensions"], x.shape):
         sizes[axis] = size
@@ -134,7 +135,7 @@ def reduce_max(graph, eqn, x):
 
 
 def gather(graph, eqn, x, index):
-    """What is at places [..., 1] of an axis, as in an embedding; or a slice, whose sizes may be symbols."""
+    """Takes the values at places [..., 1] of an axis, as in an embedding; or a slice, whose sizes may be symbols."""
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
     (shape, (*places, _)), sizes = (v.aval.shape for v in eqn.invars), eqn.params["slice_sizes"]
     axes, index = list(numbers.start_index_map), graph.cast(index, "int64")
@@ -149,7 +150,7 @@ def gather(graph, eqn, x, index):
 
 
 def dot_general(graph, eqn, x, y):
-    """A product of matrices, or of one for each place of the batch axes. Other axes become two for the product."""
+    """Multiplies matrices, one pair for each place of the batch axes. Other axes become two for the product."""
     (sums_x, sums_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
     shape_x, shape_y = (v.aval.shape for v in eqn.invars)
     free_x = [i for i in range(len(shape_x)) if i not in (*batch_x, *sums_x)]
@@ -186,7 +187,7 @@ def is_static(shape):
 
 
 def joined(shape, tensors):
-    """The shape of an elementwise result, with sizes of 1 where all its tensors have them."""
+    """Returns the shape of an elementwise result, with sizes of 1 where all its tensors have them."""
     shapes = [(1,) * (len(shape) - len(x.shape)) + x.shape for x in tensors]
     return tuple(1 if all(f"{x[i]}" == "1" for x in shapes) else size for i, size in enumerate(shape))
 
@@ -201,14 +202,14 @@ class Emitter:
         return x if isinstance(x, Tensor) else Tensor(self.graph.constant(x), x.shape)
 
     def whole(self, x, shape):
-        """The name of a value's tensor, with its broadcast done."""
+        """Returns the name of a value's tensor, with its broadcast done."""
         name, sizes = self.tensor(x)
         if [*map(str, sizes)] == [*map(str, shape)]:
             return name
         return self.graph.node("Expand", name, self.graph.sizes(shape))
 
     def run(self, jaxpr, constants, values):
-        """The values of a jaxpr's results."""
+        """Returns the values of a jaxpr's results."""
         constants = [x if is_key(x) else np.asarray(x) for x in constants]  # calls take keys of dropout, unused
         known = dict(zip(jaxpr.constvars, constants)) | dict(zip(jaxpr.invars, values))
 
@@ -220,7 +221,7 @@ class Emitter:
         return [read(x) for x in jaxpr.outvars]
 
     def results(self, eqn, values):
-        """The values of what an equation computes."""
+        """Returns the values that an equation computes."""
         primitive, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
         if primitive in CALLS:
             inner = params.get("jaxpr") or params["call_jaxpr"]

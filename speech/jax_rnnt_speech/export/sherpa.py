@@ -1,4 +1,4 @@
-"""Models as folders that sherpa-onnx runs, in the forms that it has for them.
+"""Writes models as folders for sherpa-onnx, in the forms that it knows.
 
 icefall's form is for stateless predictors, with one label a frame at most; NeMo's for LSTM predictors and TDT; the
 online one for encoders that stream. B sequences, T feature frames of F features, N rows of E numbers, P numbers of a
@@ -28,14 +28,12 @@ from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
 PARTS = "encoder", "decoder", "joiner"
 LICENCES = "LICENSE*", "LICENCE*", "NOTICE*", "card.md", "README.md"  # the last one is a card on Hugging Face
-ONE_A_FRAME = "monotonic", "constrained"  # losses by which each label reads a frame
-TRANSDUCERS = *ONE_A_FRAME, "rnnt", "robust", "wildcard", "pruned", "tdt"
 F, I, L = "float32", "int32", "int64"
 UNWRITTEN = re.compile(r"[\s\ud800-\udfff]", re.ASCII)  # parts of characters are surrogates
 
 
 class Part(NamedTuple):
-    """A graph: what it computes, and {name: (type, shape)} of inputs and outputs, with letters for sizes.
+    """A graph: its function, and {name: (type, shape)} of inputs and outputs, with letters for sizes.
 
     With a `unit`, T frames are padded to a multiple of it, and to two at least, before the function sees them.
     """
@@ -70,7 +68,7 @@ class Part(NamedTuple):
 
 
 def icefall(model, network):
-    """The parts of icefall's form, where the blank is the first class."""
+    """Returns the parts of icefall's form, where the blank is the first class."""
     blank, history, encoder, state = model.blank, network.predictor.history, *sizes_of(network)
 
     def encode(x, lengths):
@@ -97,7 +95,7 @@ def icefall(model, network):
 
 
 def online(model, network):
-    """The parts of the online form, whose encoder keeps what it knows of a stream in the first of two states of zeros.
+    """Returns the parts of the online form, whose encoder keeps its past in the first of two states of zeros.
 
     The streams of a batch began at different times, so each is a batch of its own.
     """
@@ -125,7 +123,7 @@ def online(model, network):
 
 
 def nemo(model, network):
-    """The parts of NeMo's form, where the blank is the last label, and durations follow."""
+    """Returns the parts of NeMo's form, where the blank is the last label, and durations follow."""
     predictor, blank, features, (encoder, state) = network.predictor, model.blank, len(model.mean), sizes_of(network)
     lstm = model.config.head.predictor == "lstm"
     layers, width = (predictor.layers, state) if lstm else (max(predictor.history - 1, 1), 1)
@@ -140,7 +138,7 @@ def nemo(model, network):
         return row[..., None], count, hidden, cell
 
     def stateless_step(labels, count, past, unused):
-        """The past are labels less the blank, which is the start: a state of zeros begins."""
+        """Keeps past labels minus the blank, which is the start, so that a state of zeros begins."""
         last = [*(past[i, :, 0].astype(I) + blank for i in range(predictor.history - 1)), labels[:, 0]]
         after = jnp.stack(last[1:] or last)[..., None] - blank
         return predictor.rows(jnp.stack(last, -1))[..., None], count, after.astype(F), unused
@@ -182,7 +180,7 @@ ONLINE = """\
 
 
 class Form(NamedTuple):
-    """A form: its parts, whether its blank comes first, and what of sherpa-onnx runs it."""
+    """A form: its parts, whether its blank comes first, and the parts of sherpa-onnx that run it."""
 
     parts: Callable
     name: str
@@ -190,7 +188,7 @@ class Form(NamedTuple):
     model_type: str
     program: str
     recogniser: str
-    lines: str  # of Python
+    lines: str  # lines of Python
 
 
 FORMS = {
@@ -201,35 +199,24 @@ FORMS = {
 
 
 def sizes_of(network):
-    """(E, P)"""
+    """Returns (E, P)."""
     return network.joint.encoder.in_features, network.joint.predictor.in_features
 
 
 def check(model, folder):
     """The Form of a model; raises where there is none, or where the model, of a folder, has other features."""
-    config, head = model.config, model.config.head
-    nemo = head.predictor == "lstm" or head.loss == "tdt"
-    reasons = {
-        "Whisper's encoder": config.encoder.kind == "whisper",
-        "Nemotron's encoder": config.encoder.kind == "fastconformer" and model.chunk,
-        f"--loss {head.loss}": head.loss not in TRANSDUCERS,
-        f"--predictor lstm and --loss {head.loss}": head.predictor == "lstm" and head.loss in ONE_A_FRAME,
-        "--chunk and --predictor lstm or --loss tdt": model.chunk and nemo,
-        f"--durations {','.join(map(str, head.durations))}, which must be 0, 1, 2 and so on":
-            head.loss == "tdt" and list(head.durations) != [*range(len(head.durations))],
-    }  # fmt: skip
-    for reason, there in reasons.items():
-        refuse_if(there, f"sherpa-onnx has no form for models with {reason}")
+    config = model.config
+    refuse_if(config.formless, config.formless)
     if config.features.kind != "sherpa-onnx":
         had = f"{folder} was trained with --features {config.features.kind}"
         raise UserError(f"{had}, and sherpa-onnx computes others, which no option changes: train with --features "
                         "sherpa-onnx, or let this model go on with them by "
                         f"rnnt-speech train --init {folder} --features sherpa-onnx")  # fmt: skip
-    return FORMS["online" if model.chunk else "NeMo" if nemo else "icefall"]
+    return FORMS["online" if config.streams else "NeMo" if config.nemo_form else "icefall"]
 
 
 def tokens_of(vocabulary, blank_first):
-    """The text of tokens.txt. Labels that write nothing, as </s>, have their names."""
+    """Returns the text of tokens.txt. Labels that write nothing, as </s>, have their names."""
     symbols = {"<blk>": None}
     for label, (text, piece) in enumerate(zip(vocabulary.texts, vocabulary.pieces)):
         symbol = "<unk>" if label == vocabulary.unknown else (text or piece or f"<{label}>").replace(" ", "▁")
@@ -243,7 +230,7 @@ def tokens_of(vocabulary, blank_first):
 
 
 def origins(folder):
-    """The folder of a model, and those that its training started from, as far as they are here."""
+    """Yields the folder of a model, and those that its training started from, as far as they are here."""
     with contextlib.suppress(UserError):
         while folder.is_dir():
             yield folder
@@ -275,7 +262,7 @@ def quantize(exact, folder):
 
 
 def readme(model, form, settings, copied):
-    """What a person finds in the folder."""
+    """Returns the text of the folder's readme."""
     row = 1000 * model.seconds
     most = "one label" if form.blank_first else "5 labels" if model.config.head.loss == "tdt" else "10 labels"
     notes = [f"Recordings have {model.extractor.rate:,} samples a second; others are resampled. A row of the encoder "
@@ -283,6 +270,8 @@ def readme(model, form, settings, copied):
     if model.chunk:
         step = model.chunk * model.seconds + 0.01
         notes += [f"A step of a stream takes {step:g} s: give it as much silence behind the last samples."]
+    if model.config.encoder.draws:
+        notes += ["It hears whole recordings, and not the contexts for live text in which the model was trained too."]
     if form.blank_first and model.subsampling != 4:
         notes += [f"sherpa-onnx counts rows of 40 ms: multiply its times of labels by {row / 40:g}."]
     if copied:

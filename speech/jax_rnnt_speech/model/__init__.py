@@ -1,4 +1,4 @@
-"""A model with all that it takes to use it: configuration, vocabulary, statistics of the features. All of it is stored.
+"""A model with all that its use needs: configuration, vocabulary, statistics of the features. All of it is stored.
 
 B utterances, T feature frames, N encoder frames, U labels. Parameters are arguments, so that a step can change them.
 """
@@ -28,7 +28,7 @@ def is_key(x):
 
 
 class Model:
-    """`source`: the JSON files of a pretrained model, by name; config.json decides its encoder."""
+    """A model. `source` has the JSON files of a pretrained model, by name; config.json decides its encoder."""
 
     def __init__(self, config, vocabulary, mean, deviation, source=None):
         self.config, self.tokens, self.variant, self.source = config, vocabulary, variant_of(config.head), source
@@ -40,12 +40,12 @@ class Model:
         network = nnx.eval_shape(lambda: self.made(Uncounted))
         self.prompt = self.language(config.search.prompt) if network.prompt or config.search.prompt else None
         self.subsampling, self.width = encoders.subsampling(config, source), network.encoder.width
-        self.seconds = self.subsampling * self.extractor.hop / self.extractor.rate  # of an encoder frame
+        self.seconds = self.subsampling * self.extractor.hop / self.extractor.rate  # seconds of an encoder frame
         self.chunk = 0 if network.head else network.encoder.chunk
         self.graphdef, self.shapes, noise = nnx.split(network, WEIGHTS, ...)
         leaves, tree = jax.tree.flatten(noise)
 
-        @jax.jit  # one program in the place of many: they take as long as all the keys of the network
+        @jax.jit  # one program in place of many, which take as long as all the keys of the network
         def drawn():
             keys = jax.random.split(jax.random.key(config.run.seed), len(leaves))
             return tree.unflatten(k if is_key(x) else jnp.zeros(x.shape, x.dtype) for k, x in zip(keys, leaves))
@@ -53,7 +53,7 @@ class Model:
         self.noise = drawn()
 
     def made(self, stream=nnx.RngStream):
-        """The network, of random weights from such streams of keys."""
+        """Returns the network with random weights from such streams of keys."""
         rngs = nnx.Rngs(self.config.run.seed, dropout=self.config.run.seed)
         for name, usual in [*rngs.items()]:
             setattr(rngs, name, stream(usual.key[...], tag=name))
@@ -61,11 +61,11 @@ class Model:
 
     @functools.cached_property
     def params(self):
-        """Random weights. A file that is read takes their place before any is drawn: `shapes` say what it must have."""
+        """Random weights. A file that is read takes their place before any is drawn: `shapes` are what it must have."""
         return nnx.state(self.made(), WEIGHTS)
 
     def take(self, parts):
-        """Weights by part, as `encoder`. Those of parts that are not there are drawn, and no others."""
+        """Takes weights by part, such as `encoder`. Those of missing parts are drawn, and no others."""
         missing = [name for name in self.shapes if name not in parts]
         if missing:
             parts = parts | jax.jit(lambda: {name: nnx.state(self.made(), WEIGHTS)[name] for name in missing})()
@@ -80,17 +80,17 @@ class Model:
         return cls(config, *stored, **options)
 
     def setup(self):
-        """A checkpoint stores this besides the parameters."""
+        """Returns what a checkpoint stores besides the parameters."""
         stored = {"config": to_json(self.config), "tokens": self.tokens.to_json()}
         return stored | {"mean": self.mean.tolist(), "deviation": self.deviation.tolist(), "source": self.source}
 
     @property
     def longest(self):
-        """Seconds of a recording that the model takes at most."""
+        """Seconds of the longest recording that the model takes."""
         return encoders.longest(self.config, self.source)
 
     def network(self, params, step=None):
-        """The network; at a step of training with dropout."""
+        """Returns the network; at a step of training with dropout."""
         if step is None:
             network = nnx.merge(self.graphdef, params, self.noise)
             network.eval()
@@ -100,18 +100,18 @@ class Model:
         return nnx.merge(self.graphdef, params, noise)
 
     def inputs(self, batch):
-        """Features [B, T, F] of a batch, with mean 0 and deviation 1."""
+        """Returns features [B, T, F] of a batch, with mean 0 and deviation 1."""
         return self.standardised(batch["features"])
 
     def standardised(self, x):
         return (x - self.mean) / self.deviation
 
     def features(self, samples):
-        """The features that the model takes, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
+        """Returns the features that the model takes, float32 [T, F], of samples [S]: floats in [-1, 1], or integers."""
         return self.standardised(self.extractor(samples))
 
     def encoded(self, network, x, batch, layers=None, language=None, context=None):
-        """Every loss is computed from this. `layers`: x holds rows after so many layers of the encoder."""
+        """Returns the Encoded of a batch, for every loss. With `layers`, x has rows after that many encoder layers."""
         if layers is None:
             rows, lengths = network.encode(x, batch["lengths"], context)
         else:
@@ -122,7 +122,7 @@ class Model:
         )
 
     def language(self, name):
-        """The prompt of a language; its name is one of the model, or a number."""
+        """Returns the prompt of a language; its name is one that the model has, or a number."""
         fields, processor = ((self.source or {}).get(f"{x}config.json", {}) for x in ("", "processor_"))
         count, names = fields.get("num_prompts", 0), processor.get("prompt_dictionary", {})
         refuse_if(not count, f"--prompt {name}: the model knows no prompts")
@@ -133,7 +133,7 @@ class Model:
         return prompt
 
     def prompt_of(self, language):
-        """The prompt of a language by its code, as de or de-DE; None: the model knows no prompts."""
+        """Returns the prompt of a language by its code, such as de or de-DE; None if the model knows no prompts."""
         if self.prompt is None:
             return None
         names = (self.source or {}).get("processor_config.json", {}).get("prompt_dictionary", {})
@@ -145,13 +145,13 @@ class Model:
         return prompt
 
     def prompted(self, network, rows, language=None):
-        """Rows with the prompt of a language, by default the usual one, for a network that has prompts."""
+        """Returns rows with the prompt of a language, by default the usual one, for a network that has prompts."""
         return network.prompt(rows, self.prompt if language is None else language) if network.prompt else rows
 
     @programs.announced("rows of frozen blocks")
     @functools.partial(jax.jit, static_argnums=(0, 3))
     def lower(self, params, batch, layers):
-        """Rows [B, N, E] of the features of a batch after `layers` layers of the encoder, and their lengths [B]."""
+        """Returns rows [B, N, E] of a batch's features after `layers` layers of the encoder, and their lengths [B]."""
         encoder = self.network(params).encoder
         return encoder.lower(self.inputs(batch), batch["lengths"], layers), encoder.lengths(batch["lengths"])
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax_rnnt import decode
 from jax_rnnt.lattices import Arc, log_likelihood
 
-# States are columns of a lattice: even ones the blanks between labels, odd ones labels. Each path is there once: a
-# label is left by `skip`, to the blank's state, on the frame of what follows it; before the same label, by `next`, a
+# States are columns of a lattice: even ones are the blanks between labels, odd ones are labels. Each path occurs once:
+# a label is left by `skip`, to the blank's state, on the frame of what follows it; before the same label, by `next`, a
 # blank.
 TOPOLOGY = Arc("stay", 1, 0), Arc("next", 1, 1), Arc("skip", 0, 1)
 
 
 def loss(logits, targets, frame_lengths, target_lengths):
-    """Losses [B] of logits [B, N, V]; 0 where the labels do not fit: equal neighbours need a blank between them.
+    """Returns losses [B] of logits [B, N, V]; 0 where the labels do not fit: equal neighbours need a blank between.
 
     `jax_rnnt.lattices` sums over all paths, by its kernels where there are some. A scan would launch kernels for
     each frame on a GPU.
@@ -33,7 +33,7 @@ def loss(logits, targets, frame_lengths, target_lengths):
     again = (targets == jnp.roll(targets, -1, 1)) & (places < target_lengths[:, None])
 
     def states(before, of, after):
-        """[B, N + 1, 2 U + 1] of the blanks before labels, of labels, and of the last blank."""
+        """Returns [B, N + 1, 2 U + 1] from the blanks before labels, labels, and the last blank."""
         before, of, after = (jnp.broadcast_to(x, y.shape) for x, y in ((before, label), (of, label), (after, blank)))
         return jnp.concatenate([jnp.stack([before, of], -1).reshape(*label.shape[:2], -1), after], -1)
 
@@ -47,7 +47,7 @@ def loss(logits, targets, frame_lengths, target_lengths):
 
 
 def consistency(logits, frame_lengths):
-    """How far each row of logits [B, N, V] is from the other copy of its utterance: divergences [B] (Yao et al. 2024).
+    """Returns how far the logits [B, N, V] are from those of an utterance's other copy, [B] (Yao et al. 2024).
 
     Rows 2 i and 2 i + 1 are copies. The divergence of Kullback and Leibler of their posteriors is summed over frames;
     the other copy, from which a row learns, has no gradient.
@@ -70,9 +70,9 @@ class State(NamedTuple):
 
 
 def search(logits, lengths, room, state=None, allowed=None):
-    """`decode.Hypotheses` of the most probable class of each frame, without repetitions and blanks.
+    """Returns `decode.Hypotheses` with the most probable class of each frame, without repetitions and blanks.
 
-    `allowed`, bool [V]: labels that may be written, by the log-probabilities of all; blanks always may.
+    `allowed`, bool [V], has the labels that may be written, by the log-probabilities of all; blanks always may.
     """
     batch, count, classes = logits.shape
     blank, zeros = classes - 1, jnp.zeros(batch, jnp.int32)
@@ -98,7 +98,7 @@ def search(logits, lengths, room, state=None, allowed=None):
 
     last = jnp.take_along_axis(past, lengths[:, None], 1)[:, 0]
     scores = jnp.where(bad, jnp.nan, total + values.sum(1))
-    again = (best != blank) & (place >= 0)  # of a label that began in an earlier part, nothing is counted
+    again = (best != blank) & (place >= 0)  # a label that began in an earlier part counts nothing here
     return decode.Hypotheses(
         labels=spread(best.astype(jnp.int32), begins, -1),
         frames=spread(before[:, None] + jnp.arange(count, dtype=jnp.int32), begins, -1),

@@ -19,7 +19,7 @@ COLUMNS = 4  # columns of the lattice that pruning keeps in every frame
 
 
 class Encoded(NamedTuple):
-    """Rows of encoder and predictor, and targets: what every loss is computed from."""
+    """Rows of encoder and predictor, and targets: the inputs of every loss."""
 
     frames: jax.Array  # [B, N, E]
     states: jax.Array  # [B, U + 1, P]
@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
 
 
 def losses_of_nodes(loss, model, x, tiles):
-    """Losses [B] of the logits of all nodes; if `tiles`, these are never all in memory."""
+    """Returns losses [B] of the logits of all nodes; if `tiles`, these are never all in memory."""
     if tiles:
         logits = model.joint.logits(x.frames, x.states)
     else:
@@ -49,12 +49,12 @@ def pruned(loss, model, x, tiles):
 
 
 def losses_by_ctc(loss, model, x, tiles):
-    """Losses [B] of a model that has a head for CTC alone."""
+    """Returns losses [B] of a model that has a head for CTC alone."""
     return ctc.loss(model.ctc(x.frames), *x[2:])
 
 
 def loss_of_texts(model, targets, lengths, labels):
-    """Mean cross-entropy of sentences [B, U], in nats: the row of the encoder is zeros, and blanks do not count."""
+    """Returns the mean cross-entropy of sentences [B, U] in nats, without blanks, and with zeros as encoder rows."""
     rows = jnp.zeros((len(targets), 1, model.joint.encoder.in_features))
     logits = model.joint(rows, model.predictor(targets))[:, :-1, :labels].astype(jnp.float32)
     values = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -68,7 +68,7 @@ class Variant(NamedTuple):
     durations: int = 0  # logits after the blank
 
     def outputs(self, labels):
-        """(the blank, number of logits) for a number of labels."""
+        """Returns (the blank, number of logits) for a number of labels."""
         return labels + self.extra_blanks, labels + self.extra_blanks + 1 + self.durations
 
 
@@ -88,7 +88,7 @@ LOSSES = {
 
 
 def variant_of(options):
-    """The variant that a `config.Head` chooses."""
+    """Returns the variant that a `config.Head` chooses."""
     chosen = LOSSES[options.loss]
     if options.loss == "tdt":
         loss = jax_rnnt.TDTLoss(tuple(options.durations), sigma=options.sigma)

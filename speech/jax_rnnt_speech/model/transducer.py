@@ -34,7 +34,7 @@ class Head(nnx.Module):
 
 
 class Prompt(nnx.Module):
-    """Rows [B, N, E] of recordings in a language, which is one of `count` prompts."""
+    """Turns rows [B, N, E] of recordings into those of a language, which is one of `count` prompts."""
 
     def __init__(self, count, hidden, width, **more):
         self.width, self.linear_1 = width, nnx.Linear(width + count, hidden, **more)
@@ -48,7 +48,7 @@ class Prompt(nnx.Module):
 class Transducer(nnx.Module):
     """Encoder, predictor and joint with `outputs` logits; class `blank` is the blank, with the labels before it.
 
-    A model of CTC alone has a head for it in the place of predictor and joint; other models may have one as well.
+    A model of CTC alone has a head for it in place of predictor and joint; other models may have one as well.
 
     `source` are the JSON files of a pretrained model.
     """
@@ -76,9 +76,9 @@ class Transducer(nnx.Module):
             self.state_scores = nnx.Linear(width, outputs, **more)
 
     def encode(self, x, lengths, context=None):
-        """Rows [B, N, E] of utterances [B, T, F], and their lengths [B]; by default, in their usual context."""
+        """Returns rows [B, N, E] of utterances [B, T, F], and their lengths [B]; by default, in their usual context."""
         return self.on_rows(*self.encoder(x, lengths, self.usual if context is None else context))
 
     def on_rows(self, rows, lengths):
-        """The input of predictor and joint, from the encoder's rows [B, N, E] and their lengths [B]."""
+        """Returns the input of predictor and joint, from the encoder's rows [B, N, E] and their lengths [B]."""
         return self.head(rows, lengths) if self.head else (rows, lengths)

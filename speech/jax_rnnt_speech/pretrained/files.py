@@ -1,10 +1,9 @@
-"""Models from elsewhere are read from JSON whose fields are checked, and from files of weights. No pickle is run.
+"""Reads models from elsewhere: JSON whose fields are checked, and files of weights. No pickle is run.
 
-`hugging_face`, `nemo`, `whisper` and `package` say what there must be in them.
+`hugging_face`, `nemo`, `whisper` and `package` decide which fields and weights these must have.
 """
 
 import collections
-import contextlib
 import dataclasses
 import io
 import json
@@ -31,7 +30,7 @@ SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 MODEL = re.compile(rf".*\.safetensors(\.index.*\.json)?|model\.bin|tokenizer\.json|recogniser\.json|card\.md|"
                    rf"{'|'.join(map(re.escape, SETTINGS))}")  # fmt: skip
 ACTIVATIONS = "relu", "silu", "gelu"
-# Says nothing of what a model computes.
+# Names of fields that do not change what a model computes.
 METADATA = re.compile(
     "_.*|architectures|.*dtype|.*_version|initializer_range|is_encoder_decoder|.*_token_id|use_cache|return_.*"
     "|output_.*|processor_class|id2label|label2id|problem_type|chunk_size_feed_forward|model_type|tie_word_embeddings"
@@ -46,7 +45,7 @@ def require(fine, file, name, expected, got):
 
 
 def read_json(file):
-    """The object of a JSON file."""
+    """Returns the object of a JSON file."""
     with as_user_error(f"{file} must be JSON", ValueError):
         fields = json.loads(file.read_bytes())
     refuse_if(not isinstance(fields, dict), f"{file} must be an object, got {type(fields).__name__}")
@@ -54,7 +53,7 @@ def read_json(file):
 
 
 def checked(kind, fields, file, only=None):
-    """A dataclass of the fields that it has. `only`: values that other fields must have; what is left is named."""
+    """Returns a dataclass of the fields that it has. `only` are values that others must have; the rest is named."""
     values, unused = {}, []
     for field in dataclasses.fields(kind):
         if field.name not in fields:
@@ -85,7 +84,7 @@ def checked(kind, fields, file, only=None):
 
 
 def files_of(folder):
-    """({file of weights: names of tensors that an index expects in it, or None}) of a folder."""
+    """Returns ({file of weights: names of tensors that an index expects in it, or None}) of a folder."""
     there = sorted(x.name for x in folder.glob("*.safetensors") if x.is_file() and not x.name.startswith("."))
     whole = {}
     for match in filter(None, map(SHARD.fullmatch, there)):
@@ -117,7 +116,7 @@ def files_of(folder):
 
 
 def read_tensors(folder):
-    """{name: array} of the files of weights of a folder, float32."""
+    """Returns {name: array} of the files of weights of a folder, float32."""
     arrays, places = {}, {}
     for file, expected in files_of(folder).items():
         with as_user_error(f"{file} must be a file of safetensors", SafetensorError, ValueError):
@@ -132,7 +131,7 @@ def read_tensors(folder):
 
 
 class Tensors(pickle.Unpickler):
-    """The tensors of a checkpoint of PyTorch, a zip file."""
+    """Reads the tensors of a checkpoint of PyTorch, a zip file."""
 
     def __init__(self, archive):
         (name,) = (x for x in archive.namelist() if x.rpartition("/")[2] == "data.pkl")
@@ -156,9 +155,9 @@ class Tensors(pickle.Unpickler):
 
 
 def strided(storage, offset, shape, strides, *_):
-    """A tensor, copied from within its storage."""
+    """Returns a tensor, copied from within its storage."""
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    count = math.prod(shape)  # steps of 0 would make many numbers of one
+    count = math.prod(shape)  # steps of 0 would turn one number into many
     if min([offset, *shape, *strides], default=0) < 0 or count > len(storage) or (count and last >= len(storage)):
         raise ValueError(f"a tensor {tuple(shape)} of its weights is outside of their {len(storage)} numbers")
     bytes_of = [step * storage.itemsize for step in strides]
@@ -166,7 +165,7 @@ def strided(storage, offset, shape, strides, *_):
 
 
 def mapped(params, value):
-    """The parameters with ``value("encoder.blocks.layers.0...", array)`` in the place of each, which may be a shape."""
+    """Returns the parameters, each replaced by ``value("encoder.blocks.layers.0...", array)``; they may be shapes."""
 
     def replaced(path, x):
         x = np.asarray(value(".".join(str(key.key) for key in path), x), x.dtype)
@@ -178,22 +177,18 @@ def mapped(params, value):
     return params
 
 
-@contextlib.contextmanager
 def replaced(folder):
     """A new folder to write a model to, which takes the place of `folder` once it is whole.
 
     Files of an earlier model, of any form, go then; others stay.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.whole(folder, keep=lambda name: not MODEL.fullmatch(name)) as new:
-        new.mkdir(exist_ok=True)
-        yield new
+    return outputs.whole_folder(folder, keep=lambda name: not MODEL.fullmatch(name))
 
 
 def save(arrays, file, like):
-    """Writes tensors to a file with the mode of another one: safetensors lets the owner alone read it."""
+    """Writes tensors to a file with the mode of another one: safetensors lets only the owner read it."""
     try:
-        save_file(arrays, file, {"format": "pt"})
+        save_file({name: np.asarray(x) for name, x in arrays.items()}, file, {"format": "pt"})
     except SafetensorError as error:  # of the disk, too
         raise OSError(str(error)) from None
     shutil.copymode(like, file)

@@ -20,7 +20,7 @@ from jax_rnnt_speech.model.encoders.fastconformer import EncoderConfig
 from jax_rnnt_speech.pretrained import files
 from jax_rnnt_speech.system import UserError, as_user_error, refuse_if, say_once
 
-# Of a model: its encoder, its loss, and what makes its features.
+# The encoder of a model, its loss, and the class of its features.
 WHOLE = "parakeet_encoder", "ParakeetFeatureExtractor"
 CAUSAL = "nemotron_asr_streaming_encoder", "NemotronAsrStreamingFeatureExtractor"
 MODELS = {
@@ -30,7 +30,7 @@ MODELS = {
     "nemotron_asr_streaming": ("rnnt", *CAUSAL),
     "nemotron3_5_asr": ("rnnt", *CAUSAL),
 }
-CHECKED = "encoder_config", "durations", "vocab_size"  # one by one
+CHECKED = "encoder_config", "durations", "vocab_size"  # checked one by one
 LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
 MODULES = {
     "joint.encoder": "encoder_projector",
@@ -74,7 +74,7 @@ class FeatureFields:
 
 
 def encoder_of(fields, kind, file):
-    """The EncoderConfig of encoder_config."""
+    """Returns the EncoderConfig of encoder_config."""
     files.require(isinstance(fields, dict), file, "encoder_config", "an object", fields)
     heads = fields.get("num_attention_heads", EncoderConfig.num_attention_heads)
     x = files.checked(EncoderConfig, fields, f"{file}: encoder_config", {"num_key_value_heads": heads})
@@ -90,7 +90,7 @@ def encoder_of(fields, kind, file):
 
 
 def features_of(source, folder, kind, bins):
-    """From preprocessor_config.json, or from the part of processor_config.json that stands for it."""
+    """Reads the features from preprocessor_config.json, or from the part of processor_config.json in its place."""
     file, name = folder / "preprocessor_config.json", "feature_extractor_type"
     fields = source.get(file.name)
     if fields is None and "processor_config.json" in source:
@@ -110,14 +110,14 @@ def features_of(source, folder, kind, bins):
 
 
 def config_of(folder):
-    """(Config of a folder, its JSON files by name); both are checked as a whole."""
+    """Returns (Config of a folder, its JSON files by name); both are checked as a whole."""
     refuse_if(not (folder / "config.json").is_file(), f"{folder} has no config.json")
     source = {x: files.read_json(folder / x) for x in files.SETTINGS if (folder / x).is_file()}
     return config_from(folder, source), source
 
 
 def config_from(folder, source):
-    """The Config of JSON files by name."""
+    """Returns the Config of JSON files by name."""
     file, fields = folder / "config.json", source["config.json"]
     kind = fields.get("model_type")
     files.require(kind in MODELS, file, "model_type", f"one of {', '.join(MODELS)}", kind)
@@ -158,7 +158,7 @@ def config_from(folder, source):
 
 
 def read(folder):
-    """The Model of a folder, with its parameters in float32."""
+    """Returns the Model of a folder, with its parameters in float32."""
     config, source = config_of(folder)
     labels, file = source["config.json"]["vocab_size"] - 1, folder / "tokenizer.json"
     with as_user_error(f"{file} must be JSON", UnicodeDecodeError):
@@ -167,7 +167,7 @@ def read(folder):
 
 
 def filled(folder, config, source, vocabulary, tensors):
-    """The Model of {name: array}, all of which must be of this model. Each is taken out: none stays twice."""
+    """Returns the Model of {name: array}, all of which it must have. Each is taken out, so none stays twice."""
     model = Model(config, vocabulary, [0.0] * config.features.mels, [1.0] * config.features.mels, source)
     channels = channels_of(source)
 
@@ -184,7 +184,7 @@ def filled(folder, config, source, vocabulary, tensors):
 
 
 def fits(model):
-    """Whether it has the old head of its source."""
+    """Returns True if the model has the old head of its source."""
     fields, config = (model.source or {}).get("config.json", {}), model.config
     head = fields.get("vocab_size", 0) - 1, fields.get("decoder_hidden_size", HeadFields.decoder_hidden_size)
     same = (len(model.tokens.pieces), config.blocks.width) == head and not config.head.stack
@@ -194,7 +194,7 @@ def fits(model):
 
 
 def write(model, folder, dtype="float32"):
-    """Writes a folder for `transformers`. Of two biases with one sum the first one has all of it."""
+    """Writes a folder for `transformers`. Where two biases have one sum, the first one has all of it."""
     config, tensors, channels = model.config, {}, channels_of(model.source)
 
     def add(path, x):
@@ -226,7 +226,7 @@ def channels_of(source):
 
 
 def names_of(path, config):
-    """The tensors whose sum is the parameter of this path."""
+    """Returns the tensors whose sum is the parameter of this path."""
     module, leaf = path.rsplit(".", 1)
     if lstm := re.fullmatch(r"predictor\.lstm(\d+)\.dense_(i|h)", module):
         layer, side = lstm[1], {"i": "ih", "h": "hh"}[lstm[2]]
@@ -246,7 +246,7 @@ def names_of(path, config):
 
 
 def from_torch(name, x, shape, channels):
-    """The parameter of this shape from a tensor [outputs, inputs, ...]."""
+    """Returns the parameter of this shape from a tensor [outputs, inputs, ...]."""
     if x.ndim >= 2 and not is_table(name):
         if name.endswith("subsampling.linear.weight"):  # PyTorch's rows have channels before bins
             x = x.reshape(len(x), channels, -1).swapaxes(1, 2).reshape(x.shape)
@@ -256,7 +256,7 @@ def from_torch(name, x, shape, channels):
 
 
 def to_torch(path, name, x, channels):
-    """The tensor of a parameter."""
+    """Returns the tensor of a parameter."""
     if x.ndim < 2 or is_table(name):
         return x
     x = np.moveaxis(x[..., None, :] if "depthwise_conv" in path else x, (-2, -1), (1, 0))
@@ -268,5 +268,5 @@ def to_torch(path, name, x, channels):
 
 
 def is_table(name):
-    """Whether a tensor of two axes is no matrix of a layer."""
+    """Returns True if a tensor of two axes is no matrix of a layer."""
     return name.endswith(("embedding.weight", "bias_u", "bias_v"))

@@ -21,7 +21,7 @@ from jax_rnnt_speech.system import UserError, refuse_if, say_once
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 LARGEST = 2**26  # bytes of a member that are read; a tar file of a few bytes may claim any number
-# Of NeMo's names of modules, and those of `transformers`; a pattern that does not fit changes nothing.
+# NeMo's names of modules, and those of `transformers`; a pattern that does not fit changes nothing.
 MODULES = {
     r"^encoder\.pre_encode\.out": "encoder.subsampling.linear",
     r"^encoder\.pre_encode\.conv": "encoder.subsampling.layers",
@@ -40,7 +40,7 @@ MODULES = {
     r"^prompt_kernel\.2": "prompt_projector.linear_2",
 }
 UNUSED = re.compile(r"preprocessor\..*|encoder\.pos_enc\..*|.*spec_augmentation.*")
-# Fields of the encoder, those of `transformers`, and what others must be.
+# Fields of the encoder, with their names in `transformers`, and the required values of others.
 ENCODER = {
     "feat_in": "num_mel_bins", "n_layers": "num_hidden_layers", "d_model": "hidden_size",
     "n_heads": "num_attention_heads", "subsampling_factor": "subsampling_factor",
@@ -54,7 +54,7 @@ REGULAR = {"causal_downsampling": False, "conv_norm_type": "batch_norm", "conv_c
 REGULAR |= {"conv_context_style": "regular"}
 CAUSAL = {"causal_downsampling": True, "conv_norm_type": "layer_norm", "conv_context_size": "causal"}
 SEVERAL = "chunked_limited_with_rc"
-STYLES = {  # of attention: what goes with it
+STYLES = {  # styles of attention, with the values that belong to them
     "regular": REGULAR,
     "chunked_limited": REGULAR | CAUSAL,
     SEVERAL: REGULAR | {"conv_context_style": "dcc"},
@@ -67,7 +67,7 @@ SOUNDS = {"window": "hann", "log": True, "frame_splicing": 1, "mag_power": 2.0, 
 
 
 def archive_of(path):
-    """The archive itself, or that in a folder."""
+    """Returns the archive itself, or that in a folder."""
     archives = [path] if path.suffix == ".nemo" and path.is_file() else sorted(path.glob("*.nemo"))
     refuse_if(len(archives) > 1, f"{path} has several archives of NeMo: name {' or '.join(x.name for x in archives)}")
     return archives[0]
@@ -75,7 +75,7 @@ def archive_of(path):
 
 @contextlib.contextmanager
 def reading(file, name, what):
-    """Whatever Python says of a part of an archive that is wrong becomes an error of that part."""
+    """Turns whatever Python raises for a faulty part of an archive into an error that names this part."""
     try:
         yield
     except (
@@ -87,7 +87,7 @@ def reading(file, name, what):
 
 
 def opened(path):
-    """(the archive, {last part of a member's name: its bytes}, those of weights empty; fields of the configuration)."""
+    """Returns (the archive, {last part of a member's name: its bytes, empty for weights}, configuration fields)."""
     file, members = archive_of(path), {}
     try:
         with tarfile.open(file) as tar:
@@ -109,7 +109,7 @@ def opened(path):
 
 
 def weights_of(file):
-    """{NeMo's name: array}"""
+    """Returns {NeMo's name: array}."""
     with reading(file, WEIGHTS, "a checkpoint of PyTorch"), tarfile.open(file) as tar:
         member = next(x for x in tar if x.name.rpartition("/")[2] == WEIGHTS)
         with zipfile.ZipFile(tar.extractfile(member)) as archive:
@@ -153,7 +153,7 @@ def encoder_of(file, whole):
     found |= {"attention_bias": fields.get("use_bias", True), "convolution_bias": fields.get("use_bias", True)}
     context = fields.get("att_context_size") or [-1, -1]
     sizes = context[0] if isinstance(context[0], list) else context
-    if style != "chunked_limited":  # NeMo has three sizes where there are several contexts, which say no more
+    if style != "chunked_limited":  # if there are several contexts, NeMo has three sizes, which add nothing
         fine, found["model_type"] = sizes in ([-1] * 2, [-1] * 3), hugging_face.WHOLE[0]
     else:
         left, right = sizes
@@ -167,7 +167,7 @@ def encoder_of(file, whole):
 
 
 def contexts_of(file, whole):
-    """The options of an encoder that was trained in several contexts; {} for another encoder.
+    """Returns the options of an encoder that was trained in several contexts; {} for another encoder.
 
     NeMo adds the losses of the whole and of a context, with weights; here, each batch draws one of the two. As in
     NeMo's training, chunks count from the start of the recording. NeMo's script for live text counts them from the
@@ -205,7 +205,7 @@ def sounds_of(file, whole, causal):
 
 
 def contents(path):
-    """(the archive, JSON files by name, further options, labels)"""
+    """Returns (the archive, JSON files by name, further options, labels)."""
     file, members, whole = opened(path)
     with reading(file, CONFIG, "the configuration of a model"):
         return file, *translated(path, file, members, whole)
@@ -246,7 +246,7 @@ def translated(path, file, members, whole):
 
 
 def labels_of(file, members, whole):
-    """The vocabulary: a model of sentencepiece, or characters."""
+    """Returns the vocabulary: a model of sentencepiece, or characters."""
     kind = (whole.get("tokenizer") or {}).get("type")
     models = [x for name, x in members.items() if name.endswith(".model")]
     named = str((whole.get("tokenizer") or {}).get("model_path") or "").removeprefix("nemo:").rpartition("/")[2]
@@ -277,7 +277,7 @@ def renamed(name, causal):
 
 
 def read(path):
-    """The Model of an archive, with its parameters in float32."""
+    """Returns the Model of an archive, with its parameters in float32."""
     file, source, more, vocabulary = contents(path)
     fields = source["config.json"]
     causal = fields["encoder_config"]["model_type"] == hugging_face.CAUSAL[0]

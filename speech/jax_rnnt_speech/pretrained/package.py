@@ -1,4 +1,4 @@
-"""A model of any kind as a folder to hand on: its weights, what it takes to use them, and a card for people."""
+"""A model of any kind as a folder to hand on: its weights, everything that their use needs, and a card for people."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ def write(model, folder, dtype, card=""):
 
 
 def setup_of(folder):
-    """The setup of a folder, from which `Model.from_setup` makes a model without parameters."""
+    """Returns the setup of a folder, from which `Model.from_setup` makes a model without parameters."""
     file = Path(folder) / SETUP
     setup = files.read_json(file)
     if not isinstance(setup, dict) or not {"config", "tokens", "mean", "deviation"} <= {*setup}:
@@ -50,7 +50,7 @@ def setup_of(folder):
 
 
 def read(folder):
-    """A Model with its parameters, in float32."""
+    """Returns a Model with its parameters, in float32."""
     model = Model.from_setup(setup_of(folder))
     arrays = files.read_tensors(folder)
 

@@ -1,4 +1,4 @@
-"""The encoder of Whisper: from model.bin of CTranslate2, or from *.safetensors of Hugging Face's WhisperModel.
+"""Reads the encoder of Whisper from model.bin of CTranslate2, or from *.safetensors of Hugging Face's WhisperModel.
 
 model.bin, little-endian; a string is its length with a final zero (uint16) and its bytes:
 
@@ -24,7 +24,7 @@ from jax_rnnt_speech.pretrained import files
 from jax_rnnt_speech.system import UserError, as_user_error, refuse_if, say_once
 
 TYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16}
-# Modules of ours, of CTranslate2 and of Hugging Face, where three matrices of an attention are one of the others.
+# Modules here, in CTranslate2 and in Hugging Face, where three matrices of an attention are one of the others.
 WHOLE = {
     "subsample.conv1": ("conv1", ["conv1"]),
     "subsample.conv2": ("conv2", ["conv2"]),
@@ -48,13 +48,13 @@ LEAVES = {
 
 
 def is_whisper(folder):
-    """Whether a folder of Hugging Face holds a Whisper."""
+    """Returns True if a folder of Hugging Face holds a Whisper."""
     file = folder / "config.json"
     return file.is_file() and files.read_json(file).get("model_type") == "whisper"
 
 
 def binary_of(folder):
-    """The model.bin of a folder, or None: next to *.safetensors if config.json is CTranslate2's, which has no type."""
+    """Returns a folder's model.bin or None; next to *.safetensors only if config.json has no type, as CTranslate2's."""
     file = folder / "model.bin"
     if not file.is_file():
         return None
@@ -67,7 +67,7 @@ def binary_of(folder):
 
 
 def read_binary(file):
-    """{name: array or number} of the encoder in a model.bin."""
+    """Returns {name: array or number} of the encoder in a model.bin."""
     data, place, arrays = file.read_bytes(), 0, {}
 
     def take(form):
@@ -97,12 +97,12 @@ def read_binary(file):
 
 
 def config_of(folder):
-    """(Config of a folder, its JSON files by name)."""
+    """Returns (Config of a folder, its JSON files by name)."""
     return parts_of(folder)[:2]
 
 
 def parts_of(folder):
-    """(Config, JSON files, function of the names of both formats: an array)."""
+    """Returns (Config, JSON files, function of the names of both formats that returns an array)."""
     if file := binary_of(folder):
         arrays = read_binary(file)
 
@@ -143,14 +143,14 @@ def parts_of(folder):
 
 
 def read(folder):
-    """A Model with the encoder of a folder, and no labels."""
+    """Returns a Model with the encoder of a folder, and no labels."""
     config, source, array = parts_of(folder)
     model = Model(config, tokens.Characters(""), [0.0] * config.features.mels, [1.0] * config.features.mels, source)
     heads = source["config.json"]["encoder_attention_heads"]
 
     def value(path, x):
         if not path.startswith("encoder."):
-            return np.zeros(x.shape)  # nobody uses it
+            return np.zeros(x.shape)  # nobody uses these
         module, leaf = path.removeprefix("encoder.").rsplit(".", 1)
         here, there, before = WHOLE, "", ""
         if layer := re.match(r"blocks\.layers\.(\d+)\.", module):
@@ -161,7 +161,7 @@ def read(folder):
         y = array(f"{there}{name}/{ours}", [f"{before}{part}.{theirs}" for part in parts])
         if module == "attention.inputs":  # query, key and value of each head side by side
             y = y.reshape(3, heads, -1, *y.shape[1:]).swapaxes(0, 1).reshape(y.shape)
-        y = y.T.reshape(-1, len(y)) if y.ndim > 1 else y  # of a convolution: three frames side by side
+        y = y.T.reshape(-1, len(y)) if y.ndim > 1 else y  # for a convolution: three frames side by side
         refuse_if(y.shape != x.shape, f"{folder}: encoder.{path} must have shape {x.shape}, got {y.shape}")
         return y
 

@@ -1,4 +1,4 @@
-"""Where a recording has speech, whatever a model wrote: the network of Silero VAD (MIT licence), in NumPy.
+"""Finds speech in a recording, whatever a model wrote there, by the network of Silero VAD (MIT licence), in NumPy.
 
 Its weights are those of silero-vad 6.2.3 for 16 kHz, in float16: activity.safetensors, with their licence next to them.
 A chunk of 512 samples gets the probability that somebody speaks in it; an LSTM goes from chunk to chunk.
@@ -13,15 +13,15 @@ import av
 import numpy as np
 from safetensors.numpy import load_file
 
-RATE, CHUNK, CONTEXT = 16000, 512, 64  # samples a second, of a chunk, and before it
+RATE, CHUNK, CONTEXT = 16000, 512, 64  # samples a second, in a chunk, and before it
 SECONDS = CHUNK / RATE
 BEGINS, ENDS = 0.5, 0.35  # probabilities at which speech begins and ends
 PAUSE = 0.1  # seconds below ENDS that end speech
 FILTER, HOP = 256, 128  # samples of a spectrum
 ROWS = 2048  # chunks whose convolutions are computed at once
 QUIET = 0.1  # probability below which it is sure that nobody speaks
-ENOUGH = 16  # chunks that it takes: of 849 clips of 0.2 s within speech, 5 stay below QUIET, of 760 of 0.5 s none
-KNOWN = 1.0  # seconds of speech which show that the detector hears the voices of a recording
+ENOUGH = 16  # chunks that are needed: of 849 clips of 0.2 s within speech, 5 stay below QUIET, of 760 of 0.5 s none
+KNOWN = 1.0  # seconds of speech which show that the detector recognises the voices of a recording
 STEADY, FAINT = 4.0, 1e-3  # ratio of loudness within noise, and loudness that always counts as silence
 
 
@@ -32,7 +32,7 @@ def weights():
 
 
 def convolved(x, name, stride=1):
-    """relu of a convolution of x [N, T, C] with three taps, and a zero at both ends."""
+    """Returns relu of a convolution of x [N, T, C] with three taps, and a zero at both ends."""
     kernel = weights()[f"{name}.weight"]  # [D, C, 3]
     x = np.pad(x, ((0, 0), (1, 1), (0, 0)))
     count = (x.shape[1] - 3) // stride + 1
@@ -42,7 +42,7 @@ def convolved(x, name, stride=1):
 
 
 def spectra(x):
-    """Magnitudes [N, T, 129] of chunks [N, CONTEXT + CHUNK], whose end is mirrored."""
+    """Returns magnitudes [N, T, 129] of chunks [N, CONTEXT + CHUNK], whose end is mirrored."""
     x = np.concatenate([x, x[:, -2 : -CONTEXT - 2 : -1]], 1)
     basis = weights()["stft_conv.weight"][:, 0].T  # [FILTER, 258]
     frames = np.lib.stride_tricks.sliding_window_view(x, FILTER, 1)[:, ::HOP]
@@ -55,10 +55,10 @@ def sigmoid(x):
 
 
 class Detector:
-    """Probabilities of speech in the chunks of a recording, whose samples come at a rate, in pieces of any size."""
+    """Finds probabilities of speech in a recording's chunks. Its samples come at a rate, in pieces of any size."""
 
     def __init__(self, rate):
-        # Of chunks from the first on that are not forgotten.
+        # These belong to the chunks that are not forgotten, from `first` on.
         self.rate, self.probabilities, self.levels, self.first = rate, array.array("f"), array.array("f"), 0
         self.spoken = 0  # chunks with speech
         self.state = np.zeros((2, 128), np.float32)
@@ -66,7 +66,7 @@ class Detector:
         self.samples = np.zeros(CONTEXT, np.float32)
 
     def add(self, samples):
-        """More samples float32 [S]."""
+        """Takes more samples float32 [S]."""
         if self.resampler is not None and len(samples):
             frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples)[None], "flt", "mono")
             frame.sample_rate = self.rate
@@ -82,7 +82,7 @@ class Detector:
             self.samples = self.samples[count * CHUNK :]
 
     def of(self, x):
-        """Probabilities of the next chunks [N, CONTEXT + CHUNK]."""
+        """Returns probabilities of the next chunks [N, CONTEXT + CHUNK]."""
         x = convolved(spectra(x), "conv1")
         for name, stride in (("conv2", 2), ("conv3", 2), ("conv4", 1)):
             x = convolved(x, name, stride)
@@ -111,10 +111,10 @@ class Detector:
         self.first += count
 
     def sure(self, begin, end):
-        """Whether nobody speaks in [begin, end), in seconds. Before and after a recording nobody does.
+        """Returns True if surely nobody speaks in [begin, end), in seconds. Before and after a recording nobody does.
 
-        A recording in which the detector hears no voice may have one that it cannot hear, such as whispers, or tones
-        that a model has learned to read. There, only silence and steady noise are sure.
+        A recording in which the detector finds no voice may have one that it cannot recognise, such as whispers, or
+        tones that a model has learned to read. There, only silence and steady noise are sure.
         """
         a = max(0, min(math.floor(begin / SECONDS) - self.first, len(self.levels) - ENOUGH))
         b = max(a + ENOUGH, math.ceil(end / SECONDS) - self.first)
@@ -124,7 +124,7 @@ class Detector:
         return self.spoken * SECONDS >= KNOWN or max(levels) <= STEADY * min(levels) + FAINT
 
     def speech(self, since=0.0):
-        """[begin, end) in seconds of the stretches with speech, in what it has heard since a time."""
+        """Returns [begin, end) in seconds of the stretches with speech, in its chunks since a time."""
         stretches, begin, quiet = [], None, 0
         first = max(self.first, int(since / SECONDS))
         chunks = [*self.probabilities[first - self.first :], *[0.0] * round(PAUSE / SECONDS + 1)]

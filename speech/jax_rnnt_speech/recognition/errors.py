@@ -1,4 +1,4 @@
-"""Errors of transcripts: how many, of which kind and where. Edits are found by rapidfuzz, the interval by SciPy."""
+"""Counts the errors of transcripts, by kind and place. Edits come from rapidfuzz, the interval from SciPy."""
 
 import collections
 import itertools
@@ -30,7 +30,7 @@ class Counts(NamedTuple):
 
 
 class Tested(NamedTuple):
-    """An utterance with what was recognised. `words` and `characters` have its errors; characters include spaces."""
+    """An utterance and its recognised text. `words` and `characters` have its errors; characters include spaces."""
 
     name: str
     speaker: str  # "": unknown
@@ -42,13 +42,13 @@ class Tested(NamedTuple):
 
 
 def tested(name, speaker, seconds, reference, hypothesis):
-    """The Tested of an utterance, with its errors counted over words and over characters."""
+    """Returns the Tested of an utterance, with its errors counted over words and over characters."""
     words = counted(reference.split(), hypothesis.split())
     return Tested(name, speaker, seconds, reference, hypothesis, words, counted(reference, hypothesis))
 
 
 def counted(reference, hypothesis):
-    """The Counts between two lists of words, or between two strings."""
+    """Returns the Counts between two lists of words, or between two strings."""
     tags = collections.Counter(x.tag for x in Levenshtein.editops(reference, hypothesis))
     return Counts(tags["insert"], tags["delete"], tags["replace"], len(reference))
 
@@ -58,9 +58,9 @@ def summed(counts):
 
 
 def interval(counts, seed=0):
-    """The 95% interval [low, high] of the error rate over the choice of utterances (Bisani and Ney 2004), in per cent.
+    """Returns the error rate's 95% interval [low, high] over the choice of utterances, in % (Bisani and Ney 2004).
 
-    Whole utterances are drawn anew, with replacement. None: one utterance says nothing about others.
+    Whole utterances are drawn anew, with replacement. It is None for one utterance, which says nothing about others.
     """
     if len(counts) < 2:
         return None
@@ -75,7 +75,7 @@ def interval(counts, seed=0):
 
 
 def by_speaker(results):
-    """{speaker: results}, the highest word error rate first; empty where no speaker is known."""
+    """Returns {speaker: results}, the highest word error rate first; empty where no speaker is known."""
     groups = collections.defaultdict(list)
     for x in results:
         groups[x.speaker].append(x)
@@ -86,19 +86,19 @@ def by_speaker(results):
 
 
 def worst(results, count):
-    """The utterances with the most wrong words."""
+    """Returns the utterances with the most wrong words."""
     wrong = sorted((x for x in results if x.words.errors), key=lambda x: (-x.words.errors, -x.words.rate, x.name))
     return wrong[:count]
 
 
 def edits(reference, hypothesis):
-    """(words of the reference, words in their place) of two lists of words; equal ones where both agree."""
+    """Yields (words of the reference, words in their place) of two lists of words; equal ones where both agree."""
     for x in Levenshtein.opcodes(reference, hypothesis):
         yield reference[x.src_start : x.src_end], hypothesis[x.dest_start : x.dest_end]
 
 
 def confusions(results, count):
-    """The most frequent ((reference word, word in its place), times); "" is no word."""
+    """Returns the most frequent ((reference word, word in its place), times); "" is no word."""
     pairs = collections.Counter()
     for x in results:
         for old, new in edits(x.reference.split(), x.hypothesis.split()):
@@ -107,7 +107,7 @@ def confusions(results, count):
 
 
 def difference(reference, hypothesis):
-    """Both texts as one, in the form of wdiff: the [-cat-]{+hat+} sat."""
+    """Returns both texts as one, in the form of wdiff: the [-cat-]{+hat+} sat."""
     parts = []
     for old, new in edits(reference.split(), hypothesis.split()):
         before, after = " ".join(old), " ".join(new)

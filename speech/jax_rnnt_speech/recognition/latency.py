@@ -1,6 +1,6 @@
-"""When words of a stream become final: the seconds from the end of each one to the event that has it.
+"""Measures when words of a stream become final: the seconds from the end of each word to the event that has it.
 
-The clock is that of the audio: what a stream has heard when an event comes, without the time of computing.
+The clock is that of the audio: the seconds that a stream has received when an event comes, without computing time.
 """
 
 from typing import NamedTuple
@@ -20,13 +20,13 @@ SHARE = 95  # per cent of words
 def alignments(model, data, settings, language=None):
     """Yields (place, labels, frames) of each utterance of `batches.labelled` data whose audio is readable.
 
-    Frames are those of the labels on the best path; None: the model has no path.
+    Frames are those of the labels on the best path; None if the model has no path.
     """
 
     @programs.announced("alignments", place=1)
     @jax.jit
     def frames_of(params, batch):
-        """The frame of each label on the best path, [B, U]; -1 where there is no path."""
+        """Returns the frame of each label on the best path, [B, U]; -1 where there is no path."""
         network = model.network(params)
         x = model.encoded(network, model.inputs(batch), batch, language=language)
         return model.loss.align(network.joint.logits(x.frames, x.states), *x[2:])[1]
@@ -41,7 +41,7 @@ def alignments(model, data, settings, language=None):
 
 
 def words_of(model, corpus, data, settings, language=None):
-    """{(audio, start, end, channel): words with their times} of the utterances of `alignments`, from their starts."""
+    """Returns {(audio, start, end, channel): words with times from their starts} for utterances of `alignments`."""
     found = {}
     for i, labels, frames in alignments(model, data, settings, language):
         if frames is not None:
@@ -55,7 +55,7 @@ def key(entry):
 
 
 def heard(live, samples):
-    """(text, [(word, seconds that were heard when it was final)]) of samples [S] that arrive in a `streams.Stream`."""
+    """Returns (text, [(word, seconds received when it was final)]) of samples [S] that arrive in a `streams.Stream`."""
     live.restart()
     rate, found = live.extractor.rate, []
     size = round(BLOCK * rate)
@@ -68,7 +68,7 @@ def heard(live, samples):
 
 
 class Latency(NamedTuple):
-    """Of one recording."""
+    """The latencies of one recording."""
 
     seconds: list  # from the end of each recognised word to the event that made it final
     at_the_end: int  # how many of these words the end of the recording made final
@@ -76,7 +76,7 @@ class Latency(NamedTuple):
 
 
 def latency(reference, found, duration):
-    """The Latency of words that were `heard`, against those of the reference, as Intervals."""
+    """Returns the Latency of words that were `heard`, against those of the reference, as Intervals."""
     seconds, at_the_end = [], 0
     for x in Levenshtein.opcodes([x.text for x in reference], [text for text, _ in found]):
         for i, j in zip(range(x.src_start, x.src_end), range(x.dest_start, x.dest_end)) if x.tag == "equal" else ():
@@ -86,9 +86,9 @@ def latency(reference, found, duration):
 
 
 def laal(delays, duration, count):
-    """Length-adaptive average lagging (Papi et al. 2022), as in NeMo: how far words lag behind evenly spoken ones.
+    """Returns length-adaptive average lagging (Papi et al. 2022), as NeMo: how far words lag behind evenly spoken ones.
 
-    `delays`: seconds that were heard when each word was final; `count`: words of the reference. None: no word came.
+    `delays` are the seconds received when each word was final; `count` are the reference's words. None: no word came.
     """
     if not delays:
         return None
@@ -101,7 +101,7 @@ def laal(delays, duration, count):
 
 
 def summary(latencies):
-    """What a test says of the Latency of its recordings."""
+    """Returns a test's summary of the Latency of its recordings."""
     seconds, lags = [y for x in latencies for y in x.seconds], [x.laal for x in latencies if x.laal is not None]
     mean, most = (float(np.mean(seconds)), float(np.percentile(seconds, SHARE))) if seconds else (None, None)
     more = {"words": len(seconds), "at_the_end": sum(x.at_the_end for x in latencies)}

@@ -1,8 +1,8 @@
 """Words of a recording as it arrives, by an encoder that sees whole windows: left, chunk and right, as in NeMo.
 
 Each window is a chunk with what comes before and after it. Labels of the chunk are final, as one search goes on from
-chunk to chunk, and so are frames beyond it that a label of TDT reads. Those of the right part are open: the next
-window hears them again.
+chunk to chunk, and so are frames beyond it that a label of TDT reads. Those of the right part are open: the next window
+contains them again.
 """
 
 from typing import NamedTuple
@@ -24,9 +24,9 @@ MOST = 3600  # seconds of a window: each is in memory as a whole
 
 
 class Window(NamedTuple):
-    """Features [T, F] of a window, rows before its chunk, and rows of the chunk; None: all that follow.
+    """Features [T, F] of a window, rows before its chunk, and rows of the chunk; None for all that follow.
 
-    `anew`: the search begins anew.
+    With `anew`, the search begins anew.
     """
 
     x: np.ndarray
@@ -36,7 +36,7 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """Searches windows one after the other in programs of one size, in the place of `streams.Slots`."""
+    """Searches windows one after the other in programs of one size, in place of `streams.Slots`."""
 
     def __init__(self, model, decoding, frames, context=None):
         self.model, self.decoding, self.frames, self.context, self.state = model, decoding, frames, context, None
@@ -44,7 +44,7 @@ class Windows:
         self.elsewhere = None  # a coroutine function of (self, step), which runs steps in a thread
 
     def run(self, steps):
-        """(Labels that are final, others, rows) of a window."""
+        """Returns (Labels that are final, others, rows) of a window."""
         ((x, first, count, anew),) = steps
         if anew:
             self.forget()
@@ -61,7 +61,7 @@ class Windows:
         return [(final_labels, unsure, count)]
 
     async def step(self, step):
-        """`run` of one step, here or elsewhere."""
+        """Calls `run` for one step, here or elsewhere."""
         return await (self.elsewhere((self, step)) if self.elsewhere else Slots.step(self, step))
 
     def forget(self):
@@ -70,7 +70,7 @@ class Windows:
             self.state = decode.reset_streams(self.state, np.ones(1, bool))
 
     def search(self, rows, count, keep=False):
-        """(Hypotheses, how many labels are final) of the first rows behind the state; `keep`: it goes on there."""
+        """Returns (Hypotheses, number of final labels) of the first rows after the state; `keep` moves it there."""
         counts, decoding = np.array([count], np.int32), self.decoding.of(self.owns)
         if self.state is None:
             self.state = before_all(self.model, rows, counts, decoding)
@@ -90,15 +90,16 @@ class Windowed(Stream):
 
     def __init__(self, model, decoding=GREEDY, silence=0.0, left=None, chunk=2.0, right=2.0, listens=True):
         refuse_if(model.chunk, "--left, --chunk and --right are for models that see whole utterances: this one streams")
+        if not round(chunk / model.seconds):
+            raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")
         context = None
         if model.config.encoder.draws:
             context = contexts.nearest(model.config.encoder, *(x / model.seconds for x in (chunk, right)))
             chunk, right = (x * model.seconds for x in (context.chunk, context.right))
         if left is None:
-            left = 10.0 if context is None else context.left * model.seconds
+            longest = model.config.data.max_seconds  # of the training: beyond it, no frame saw anything
+            left = 10.0 if context is None else min(context.left * model.seconds, longest)
         self.rows = {name: round(x / model.seconds) for name, x in (("left", left), ("chunk", chunk), ("right", right))}
-        if not self.rows["chunk"]:
-            raise UserError(f"--chunk {chunk:g}: the model has a row in {model.seconds:g} s, which is the least chunk")
         if left + chunk + right > (most := min(model.longest, MOST)):
             raise UserError(f"--left, --chunk and --right: the model hears {most:g} s at most")
         self.sizes = {"left": left, "chunk": chunk, "right": right}
@@ -109,19 +110,19 @@ class Windowed(Stream):
         super().__init__(model, decoding, silence, slots=Windows(model, decoding, frames, context), listens=listens)
 
     def restart(self, start=0.0):
-        """As `Stream.restart`."""
+        """Restarts as `Stream.restart` does."""
         super().restart(start)
         self.samples, self.row, self.begin = np.zeros(0, np.float32), 0, 0  # rows done, and rows before the samples
         self.slots.forget()
 
     def steps(self, samples, end=False):
-        """Yields the Windows of more samples [S], floats in [-1, 1] or integers; `end`: they are the last ones."""
+        """Yields the Windows of more samples [S], floats in [-1, 1] or integers; with `end`, they are the last ones."""
         samples = features.scaled(samples)
         self.samples, self.total = np.concatenate([self.samples, samples]), self.total + len(samples)
         if self.ear:
             self.ear.add(samples)
         chunk, size = self.rows["chunk"], self.rows["chunk"] + self.rows["right"]
-        # More samples than the window has: the last one takes all that is left.
+        # There are more samples than the window has; the last window takes all that is left.
         while len(self.samples) > (stop := (self.row - self.begin + size) * self.step + self.tail):
             x = self.model.features(self.samples[:stop])[: (stop - self.tail) // self.extractor.hop]
             yield Window(x, self.row - self.begin, chunk, self.turns())
@@ -132,13 +133,13 @@ class Windowed(Stream):
             yield Window(self.model.features(self.samples), self.row - self.begin, None, self.turns())
 
     def other(self):
-        """As `Stream.other`."""
+        """Returns what `Stream.other` does."""
         other = Windowed(self.model, self.slots.decoding, **self.sizes, listens=False)
         other.slots.owns, other.slots.elsewhere = self.slots.owns, self.slots.elsewhere
         return other
 
     @property
     def said_sizes(self):
-        """The sizes of its windows, in words."""
+        """Describes the sizes of its windows in words."""
         parts = ", ".join(f"{name} {x:.3g} s" for name, x in self.sizes.items())
         return parts + (", the nearest context in which the model was trained" if self.slots.context else "")

@@ -1,8 +1,8 @@
-"""Texts of many recordings of any length, in batches.
+"""Transcribes many recordings of any length, in batches.
 
 Batches of recordings of equal length waste no padding, so recordings are sorted first. Sorting all of
 them would hold all their samples in memory, and texts would come in another order. So as many are read as have `HELD`
-frames together, and their texts come before the next ones are read. `windows` hears them; whatever is wrong with one
+frames together, and their texts come before the next ones are read. `windows` transcribes them; a fault of one
 recording becomes its Result, and the others go on.
 """
 
@@ -39,9 +39,9 @@ def listed(arguments, audio_column=""):
 
 
 def recordings(arguments, audio_column=""):
-    """What `listed` yields, as far as it can be read before a model has said which column names the audio.
+    """Returns the entries of `listed` that can be read before a model has determined the column of the audio.
 
-    With it, a command that has no place for its texts ends before it opens a model. Errors of lists come later.
+    With them, a command that has no place for its texts ends before it opens a model. Errors of lists come later.
     """
     entries = []
     with contextlib.suppress(UserError):
@@ -58,7 +58,7 @@ def settled(entries):
     lengths = {}
     for x in entries:
         if isinstance(x, rows.Entry) and x.end is not None:
-            with contextlib.suppress(UserError, OSError):  # it is an error once it is read
+            with contextlib.suppress(UserError, OSError):  # reading it later raises the error
                 if x.audio not in lengths:
                     lengths[x.audio] = abs(index.seconds_by_header(x.audio)), False
                 if not lengths[x.audio][1] and lengths[x.audio][0] < ROOM * x.end + 1:
@@ -88,9 +88,9 @@ def transcribe(model, recordings, decoding=GREEDY, watch=None, progress=None, ow
     on how long they are.
 
     `watch` is called with a recording's place and its Labels so far, after each of its windows and before it waits for
-    one; a recording for which it returns false is heard no further, and its Result is an error. `progress` is called
-    with the seconds that were heard since it was last called. `owns` are the phrases of each recording, or None, as
-    `search_options.Room` has them.
+    one; a recording for which it returns false is not transcribed further, and its Result is an error. `progress` is
+    called with the seconds that were transcribed since it was last called. `owns` are the phrases of each recording, or
+    None, as `search_options.Room` has them.
     """
     waiting, held = [], 0
     for i, (name, samples) in enumerate(recordings):

@@ -1,4 +1,4 @@
-"""What a search found in a recording; and labels of one search in the text of another, between its words."""
+"""The results of a search in a recording; and labels of one search in the text of another, between its words."""
 
 import itertools
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Labels(NamedTuple):
 
     @classmethod
     def of(cls, hypotheses, row, count, decoding):
-        """The first ones of a row of Hypotheses [B]."""
+        """Returns the first labels of a row of Hypotheses [B]."""
         sure = np.exp(hypotheses.label_log_probs) if decoding.confidence is None else hypotheses.label_confidences
         fields = hypotheses.labels, hypotheses.frames, hypotheses.label_log_probs, sure, hypotheses.durations
         return cls(*(np.asarray(x)[row, :count].tolist() for x in fields))
@@ -37,7 +37,7 @@ class Labels(NamedTuple):
         return Labels(*([x[i] for i in places] for x in self))
 
     def joined(self, *more):
-        """These labels with others behind them, which keep their frames."""
+        """Returns these labels with others behind them, which keep their frames."""
         return Labels(*(list(itertools.chain(*x)) for x in zip(self, *more)))
 
 
@@ -64,7 +64,7 @@ class Result(NamedTuple):
 
 
 def words_of(tokens, labels):
-    """[first, last) of the labels of each word."""
+    """Returns [first, last) of the labels of each word."""
     if not tokens.separates:
         return [(i, i + 1) for i in range(len(labels))]
     starts = [i for i, x in enumerate(labels) if tokens.texts[x].startswith(tokens.separator)]
@@ -72,7 +72,7 @@ def words_of(tokens, labels):
 
 
 def spliced(tokens, labels, first, last, more):
-    """Labels with `more` in the place of [first, last); None: that is within a word.
+    """Returns labels with `more` in place of [first, last); None if that is within a word.
 
     Where a space is a label of its own, it is added on both sides.
     """
@@ -93,5 +93,5 @@ def spliced(tokens, labels, first, last, more):
 
 
 def silent(labels, frame):
-    """Labels that nobody said, in a frame."""
+    """Returns labels that nobody said, in a frame."""
     return Labels(labels, *([x] * len(labels) for x in (frame, 0.0, 1.0, 0)))

@@ -1,6 +1,6 @@
-"""Which labels write a script, or some characters: masks for the search. Scripts are Unicode's, as fontTools has them.
+"""Finds labels that write a script, or some characters: masks for the search. Scripts are Unicode's, by fontTools.
 
-Characters of no script of their own, as digits and punctuation, are of all. Languages and their scripts are CLDR's.
+Characters without a script of their own, such as digits and punctuation, belong to all. CLDR has languages' scripts.
 """
 
 import itertools
@@ -22,7 +22,7 @@ BYTES = range(0xDC80, 0xDD00)  # surrogate escapes: a byte of a character that a
 
 
 def codes(names):
-    """ISO 15924's codes of scripts by their names or codes, as in `latin,Cyrl`."""
+    """Returns ISO 15924's codes of scripts by their names or codes, as in `latin,Cyrl`."""
     chosen = []
     for name in names.split(","):
         wanted = name.strip().replace(" ", "_").lower()
@@ -35,7 +35,7 @@ def codes(names):
 
 
 def subtags(language):
-    """The code of a language, and what follows it, from a tag such as ru, sr-Latn or rus, or an English name."""
+    """Returns a language's code, and what follows it, from a tag such as ru, sr-Latn or rus, or an English name."""
     text = language.strip().replace("_", "-").lower()
     named = {x.lower(): code for code, x in babel.Locale("en").languages.items()}
     code, *rest = named.get(text, text).replace("_", "-").split("-")
@@ -43,7 +43,7 @@ def subtags(language):
 
 
 def scripts_of_language(language):
-    """Scripts of a language, by its code such as ru, sr-Latn or rus, or its English name; None: there is none."""
+    """Returns the scripts of a language, by a code such as ru, sr-Latn or rus, or its English name; None for none."""
     code, rest = subtags(language)
     script = next((x.capitalize() for x in rest if len(x) == 4), None)
     if script is None:
@@ -60,7 +60,7 @@ def scripts_of_language(language):
 
 
 def mask_of_scripts(tokens, classes, scripts):
-    """bool [classes]: labels with characters of these scripts alone."""
+    """Returns bool [classes]: labels with characters of these scripts alone."""
     wanted = {*scripts, *SHARED}
     written = {unicode.script(x) for text in tokens.texts for x in text}
     # Bytes are needed for a script of which no label writes a character.
@@ -73,7 +73,7 @@ def mask_of_scripts(tokens, classes, scripts):
 
 
 def characters_of(scripts):
-    """All characters of some scripts."""
+    """Yields all characters of some scripts."""
     ends = [*unicode.Scripts.RANGES[1:], 0x110000]
     for begin, end, script in zip(unicode.Scripts.RANGES, ends, unicode.Scripts.VALUES):
         if script in scripts:
@@ -81,7 +81,7 @@ def characters_of(scripts):
 
 
 def mask_of_characters(tokens, classes, characters):
-    """bool [classes]: labels with these characters alone, and what separates words."""
+    """Returns bool [classes]: labels with these characters alone, and what separates words."""
     wanted = {*unicodedata.normalize("NFC", characters)} - {" "}
     missing = wanted - {text.replace(tokens.separator, "") for text in tokens.texts}
     if missing and not has_bytes(tokens):
@@ -94,7 +94,7 @@ def has_bytes(tokens):
 
 
 def mask(tokens, classes, good, missing):
-    """Labels all of whose characters are good. Those with bytes stay where characters need them that are missing."""
+    """Allows labels with only good characters. Those with bytes stay where missing characters need them."""
     parts = set()
     for x in missing:
         data = x.encode().decode("ascii", "surrogateescape")

@@ -1,4 +1,4 @@
-"""Searches for the labels of rows of an encoder, of whole recordings or of one part after the other.
+"""Searches for the labels of an encoder's rows, of whole recordings or of one part after the other.
 
 B utterances, N rows of the encoder.
 """
@@ -14,24 +14,24 @@ from jax_rnnt_speech.recognition.spellings import Written
 
 BEST = "labels", "frames", "durations", "counts", "scores", "label_log_probs", "full", "label_confidences"
 OPEN = 100  # labels of a recording in parts, by beam, that later parts may still change
-NEVER = 2**30  # rows before which no deadline is
+NEVER = 2**30  # more rows than any recording has
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """What a `search_options.Searching` asks of a model, with its files read: how labels are searched for.
+    """The search that a `search_options.Searching` asks of a model, with its files read.
 
-    An argument of jitted functions: the n-gram is arrays, the rest decides the program.
+    It is an argument of jitted functions: the n-gram is arrays, the rest decides the program.
     """
 
-    beam: int = dataclasses.field(default=0, metadata={"static": True})  # hypotheses; 0: greedy
+    beam: int = dataclasses.field(default=0, metadata={"static": True})  # number of hypotheses; 0 for greedy search
     ilm_weight: float = dataclasses.field(default=0.0, metadata={"static": True})
-    fusion: tuple = ()  # of (n-gram or phrases, weight)
+    fusion: tuple = ()  # pairs (n-gram or phrases, weight)
     confidence: decode.Entropy | None = dataclasses.field(default=None, metadata={"static": True})
-    ctc: bool = dataclasses.field(default=False, metadata={"static": True})  # by that head
-    language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None: the usual one
-    allowed: jax.Array | None = None  # bool [V] of labels that may be written; None: all of them
+    ctc: bool = dataclasses.field(default=False, metadata={"static": True})  # whether to search by that head
+    language: int | None = dataclasses.field(default=None, metadata={"static": True})  # prompt; None for the usual one
+    allowed: jax.Array | None = None  # bool [V]: labels that may be written; None for all
     spotter: object = dataclasses.field(default=None, metadata={"static": True})  # a `spotter.Spotter` of whole windows
     room: object = dataclasses.field(default=None, metadata={"static": True})  # a `search_options.Room`
     guarded: bool = dataclasses.field(default=True, metadata={"static": True})  # phrases, by a `decode.Guard`
@@ -39,7 +39,7 @@ class Decoding:
     written: Written = dataclasses.field(default=Written(), metadata={"static": True})  # for the spellings of a text
 
     def of(self, lists):
-        """The Decoding of a batch whose recordings have these `search_options.Own` phrases, or None."""
+        """Returns the Decoding of a batch whose recordings have these `search_options.Own` phrases, or None."""
         if self.room is None:
             return self
         return dataclasses.replace(self, room=None, fusion=(*self.fusion, (self.room.model_of(tuple(lists)), 1.0)))
@@ -49,13 +49,13 @@ GREEDY = Decoding()
 
 
 def best(hypotheses):
-    """The best ones of a beam, [B] of [B, N]."""
+    """Returns the best hypotheses of a beam, [B] of [B, N]."""
     first = {name: getattr(hypotheses, name) for name in BEST}
     return hypotheses._replace(**{name: x[:, 0] for name, x in first.items() if x is not None})
 
 
 def in_float32(joint):
-    """A LinearJoint whose logits are float32, also where its products have fewer bits: rounded logits have ties."""
+    """Returns a LinearJoint with float32 logits, also where its products have fewer bits: rounded logits have ties."""
     if joint.weight.dtype == jnp.float32:
         return joint
 
@@ -67,19 +67,19 @@ def in_float32(joint):
 
 
 def summed(x, kernel, bias):
-    """x kernel + bias, by products in the type of the kernel and sums in float32."""
+    """Returns x kernel + bias, by products in the type of the kernel and sums in float32."""
     return jnp.dot(x.astype(kernel.dtype), kernel, preferred_element_type=jnp.float32) + bias.astype(jnp.float32)
 
 
 def ctc_logits(network, rows):
-    """Logits [B, N, V] of the head for CTC."""
+    """Returns logits [B, N, V] of the head for CTC."""
     return summed(rows, network.ctc.kernel[...].astype(rows.dtype), network.ctc.bias[...])
 
 
 def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=False, more=0):
-    """Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`.
+    """Returns Hypotheses [B], and the state of a stream; of a beam, the best ones, or [B, N] if `every`.
 
-    `more`: room for so many labels of rows before these.
+    `more` is room for labels of rows before these.
     """
     options = model.config.search
     room = rows.shape[1] * options.max_symbols + more
@@ -103,8 +103,8 @@ def search(model, network, rows, lengths, decoding=GREEDY, state=None, every=Fal
 def next_part(model, network, rows, lengths, state, deadline, decoding):
     """(hypotheses [B], how many of their labels [B] are final, state, other hypotheses) of the next rows.
 
-    Labels that were not final come again with the next part. All are where the last one ends `deadline` [B] rows,
-    counted from the start of the recording, before the end of these, or earlier.
+    Labels that were not final come again with the next part. All are final where the last one ends `deadline` [B] rows,
+    counted from the start of the recording, before the end of these rows, or earlier.
     """
     rows = model.prompted(network, rows, decoding.language)
     beam = search(model, network, rows, lengths, decoding, state, every=True, more=OPEN)

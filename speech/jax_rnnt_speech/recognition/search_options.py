@@ -1,8 +1,8 @@
-"""The options of a search, and the `Decoding` that they ask a model for.
+"""The options of a search, and the `Decoding` that follows from them for a model.
 
 A Decoding is made once for a command, and again for each language that a request names. Files are read here, and not by
 the search: an n-gram and phrases become arrays over the model's classes, so that a search is one compiled program
-whatever the files hold, and an option that the model cannot follow is an error before any audio is read.
+whatever the files contain, and an option that the model cannot follow is an error before any audio is read.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ class WordBonus:
     """
 
     separates: jax.Array  # bool [V]: labels that begin with the separator
-    spells: jax.Array  # bool [V]: those with other characters
+    spells: jax.Array  # bool [V]: labels with other characters
 
     def initial(self, batch):
-        """Whether a word is in progress."""
+        """Returns False for each row: no word is in progress."""
         return jnp.zeros(batch, bool)
 
     def step(self, inside, labels):
@@ -120,7 +120,7 @@ class Searching:
     )
 
     def checked(self):
-        """Returns itself, or raises where a file is missing."""
+        """Returns itself, or raises an error where a file is missing."""
         for name in ("ngram", "phrases"):
             file = getattr(self, name)
             refuse_if(file and not file.is_file(), f"--{name} {file} is no file")
@@ -128,7 +128,7 @@ class Searching:
 
 
 def read(path, model, unknown=None):
-    """The n-gram of a file over the classes of a model. `unknown` is what an unknown word costs, in nats.
+    """Reads the n-gram of a file over the classes of a model. `unknown` is the cost of an unknown word, in nats.
 
     Classes without a text, such as the blank, have no label that an n-gram could read.
     """
@@ -147,7 +147,7 @@ def word_bonus(model):
 
 
 def listed(path, usual):
-    """[(number, spellings, weight)] of the lines of a file of phrases. Those without a weight have the `usual` one."""
+    """Returns [(number, spellings, weight)] of a file of phrases. Lines without a weight have the `usual` one."""
     with as_user_error(f"--phrases {path} is not readable", OSError, ValueError):
         lines = [(i, rows.encodable(line, f"line {i}")) for i, line in lists.lines_of(path)]
     phrases = []
@@ -167,7 +167,7 @@ def listed(path, usual):
 
 
 def speller(model, exact=False):
-    """A function from a text to the labels of each way to write it that the vocabulary has, by `spellings.cases`."""
+    """Returns a function from a text to the labels of each of its `spellings.cases` that the vocabulary can write."""
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
 
     def spell(text):
@@ -178,9 +178,9 @@ def speller(model, exact=False):
 
 
 def spelled(path, model, usual, exact=False):
-    """[(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
+    """Returns [(text, labels, number)] of a file of phrases, spelled as the vocabulary spells texts.
 
-    What the vocabulary cannot spell is named and left out.
+    Texts that the vocabulary cannot spell are named and left out.
     """
     spell, phrases = speller(model, exact), []
     for i, spellings, weight in listed(path, usual):
@@ -194,7 +194,7 @@ def spelled(path, model, usual, exact=False):
 
 
 def guarded(phrases, options):
-    """Whether the guard watches phrases [(labels, weight)]. A person is told where their weights are beyond it."""
+    """Returns True if the guard watches phrases [(labels, weight)]. A line reports weights beyond it."""
     largest = max((weight for _, weight in phrases), default=0.0) * (1 + options.phrase_depth)
     if largest > LARGE:
         print(f"--phrases: a label earns {largest:g} nats; phrases that nobody says may be written above {LARGE:g}",
@@ -203,7 +203,7 @@ def guarded(phrases, options):
 
 
 def written(path, model, exact=False):
-    """What is written for the phrases of a file that have several spellings."""
+    """Returns the texts to write for the phrases of a file that have several spellings."""
     several = [spellings for _, spellings, _ in listed(path, 0) if len(spellings) > 1]
     normalize = texts.normalizer(model.config.texts.normalize, model.config.texts.lower)
     return Written(several, normalize, model.tokens.separates, exact)
@@ -213,7 +213,7 @@ UNSPACED = re.compile("CJK|HIRAGANA|KATAKANA|BOPOMOFO|THAI|LAO|KHMER|MYANMAR|TIB
 
 
 def space_of(tokens):
-    """The label that comes before each word, where it is one by itself; None if words begin elsewhere, too."""
+    """Returns the label that comes before each word, where it stands alone; None if words begin elsewhere, too."""
     labels = [x or "" for x in tokens.labels]
     begin = [i for i, x in enumerate(labels) if x.startswith(tokens.separator)]
     unspaced = any(UNSPACED.match(unicodedata.name(y, "")) for x in labels for y in x)
@@ -222,7 +222,7 @@ def space_of(tokens):
 
 
 def phrases(model, lists, depth=0.0, size=None):
-    """The model of fusion that prefers phrases: those of a list [(labels, weight)] for all, or of one for each.
+    """Returns the model of fusion that prefers phrases: a list [(labels, weight)] for all, or one for each.
 
     They begin where a word does.
     """
@@ -255,7 +255,7 @@ class Room:
         self.model_of = functools.lru_cache(maxsize=8)(self.made)
 
     def own(self, texts):
-        """(Own of a recording or None, texts that it lacks: the vocabulary cannot spell them, or there is no room)."""
+        """Returns (Own of a recording or None, texts that it lacks: they have no spelling, or no room)."""
         ways = ((rank, i, x) for i, text in enumerate(texts) for rank, x in enumerate(self.spell(text)))
         found, kept, left = [], set(), self.most * LONGEST
         for _, i, labels in sorted(ways):
@@ -267,22 +267,22 @@ class Room:
         return Own(found) if found else None, lacking
 
     def made(self, owns):
-        """The model of fusion of a batch whose recordings have these Own phrases, or None."""
+        """Returns the model of fusion of a batch whose recordings have these Own phrases, or None."""
         lists = [[*self.fixed, *(own.phrases if own else ())] for own in owns]
         with jax.ensure_compile_time_eval():  # it is kept, and may be made while a program is traced
             return phrases(self.model, lists, self.depth, self.size)
 
     @property
     def bytes(self):
-        """The memory that each recording of a batch takes."""
+        """The bytes of memory that each recording of a batch takes."""
         return sum(x.nbytes for x in jax.tree.leaves(self.made((None,))))
 
 
 def decoding_of(options, model, most=0):
-    """The Decoding that a Searching asks for; raises where the model has no head, prompt or label for it.
+    """Returns the Decoding of a Searching; raises an error where the model has no head, prompt or label for it.
 
     Phrases that the search writes are a model of fusion. A head for CTC finds phrases after the search, by a `Spotter`.
-    `most`: a recording may have so many phrases of its own, if the search is one that can prefer them.
+    With `most`, a recording may have so many phrases of its own, if the search is one that can prefer them.
     """
     fusion, ilm, kind = (), 0.0, options.confidence
     if options.ngram:
@@ -325,7 +325,7 @@ def decoding_of(options, model, most=0):
 
 
 def allowed(model, names="", characters=""):
-    """The mask of the labels that scripts, by their names, or characters leave; None where all labels are allowed.
+    """Returns the mask of labels that scripts, by their names, or characters leave; None where all are allowed.
 
     None keeps the program of a search without a mask, which other searches have compiled already.
     """
@@ -340,7 +340,7 @@ def allowed(model, names="", characters=""):
 
 
 def decoding_for(model, decoding, language):
-    """(the Decoding for a language, whether the language decides anything), or None where nobody knows the language.
+    """Returns (the Decoding for a language, whether the language decides anything), or None for an unknown language.
 
     The script of the language decides which labels are allowed. In a model with prompts, the language is the prompt.
     """

@@ -1,6 +1,6 @@
-"""Segments of recordings that others have found, such as the turns of speakers: RTTM, CTM, and JSON of pyannote.
+"""Segments of recordings, such as the turns of speakers, from other programs: RTTM, CTM, and JSON of pyannote.
 
-Each becomes an Entry of its own, overlaps too, so that the encoder hears nothing but the segment.
+Each becomes an Entry of its own, overlaps too, so that the encoder sees nothing but the segment.
 """
 
 import collections
@@ -20,13 +20,13 @@ from jax_rnnt_speech.data.utterances import column, shown
 from jax_rnnt_speech.recognition import recognise
 from jax_rnnt_speech.system import UserError, as_user_error, refuse_if
 
-GAP = 0.5  # seconds between words of a speaker in CTM that a turn goes on over
-HELD = 60  # seconds of a segment that is decoded with its neighbours; a longer one is decoded by itself
+GAP = 0.5  # seconds between words of a speaker in CTM that do not end a turn
+HELD = 60  # longest segment in seconds that is decoded with its neighbours; a longer one is decoded by itself
 MISSING = "", "<NA>", "NA", "-"
 
 
 class Segment(NamedTuple):
-    recording: str  # "": the only one
+    recording: str  # "" for the only one
     channel: str  # as the file says it
     start: float
     end: float
@@ -34,7 +34,7 @@ class Segment(NamedTuple):
 
 
 def times(start, end=None, duration=None):
-    """(start, end) of a segment; with a duration, their sum to a microsecond."""
+    """Returns (start, end) of a segment; with a duration, their sum to a microsecond."""
     try:
         start = float(start)
         end = float(end) if duration is None else round(start + float(duration), 6)
@@ -45,12 +45,12 @@ def times(start, end=None, duration=None):
 
 
 def segment_of_rttm(line):
-    """The Segment of a line, or None for a line of another type than SPEAKER."""
+    """Returns the Segment of a line, or None for a line of another type than SPEAKER."""
     fields = line.split()
     if fields[0] != "SPEAKER":
         return None
     rows.leave_out_if(len(fields) < 8, f"SPEAKER has 9 or 10 columns, got {len(fields)}")
-    # Tools write names with spaces: of a recording before these two columns, of a speaker behind them.
+    # Tools write names with spaces: a recording's before these two columns, a speaker's behind them.
     place = next((i for i in range(5, len(fields) - 2) if fields[i : i + 2] == ["<NA>", "<NA>"]), 5)
     channel, start, duration, _, _, *last = fields[place - 3 :]
     for _ in range(2):  # two columns may follow the speaker
@@ -68,7 +68,7 @@ def is_number(text):
 
 
 def segment_of_ctm(line):
-    """The last one of eight columns is the speaker of a word; with fewer columns, the token is that of a segment."""
+    """Reads a Segment: the last of eight columns is a word's speaker; with fewer, the token is that of a segment."""
     fields = line.split()
     rows.leave_out_if(len(fields) < 5, f"CTM has 5 to 8 columns, got {len(fields)}")
     speaker = known(fields[7] if len(fields) > 7 else fields[4])
@@ -80,7 +80,7 @@ def known(speaker):
 
 
 def segment_of_json(segment):
-    """A Segment of an object of pyannote."""
+    """Returns a Segment from an object of pyannote."""
     rows.leave_out_if(not isinstance(segment, dict), "it is no object")
     place = segment["segment"] if isinstance(segment.get("segment"), dict) else segment
     speaker = next((str(segment[key]) for key in ("speaker", "label") if segment.get(key) is not None), "")
@@ -88,12 +88,12 @@ def segment_of_json(segment):
 
 
 def lines_of(path):
-    """(place, line) of those that are no comments."""
+    """Returns (place, line) of the lines that are no comments."""
     return ((f"line {i}", x) for i, x in lists.lines_of(path) if not x.lstrip().startswith(";;"))
 
 
 def objects_of(path):
-    """(place, object) of pyannote: an annotation's `for_json`, a result's `serialize`, its API's answer, or a list."""
+    """Yields (place, object) of pyannote's annotation (`for_json`), result (`serialize`) or API's answer, or a list."""
     with as_user_error(f"--segments {path} is no JSON", ValueError, RecursionError):
         x = json.loads(lists.text_of(path))
     x = x.get("output", x) if isinstance(x, dict) else x
@@ -114,7 +114,7 @@ FORMATS = {
 
 
 def read(path):
-    """(the segments of a file, a Fault for each line that is no segment)."""
+    """Returns (the segments of a file, a Fault for each line that is no segment)."""
     refuse_if(path.suffix.lower() not in FORMATS, f"--segments {path} must end in {', '.join(FORMATS)}")
     read, form = FORMATS[path.suffix.lower()]
     segments, faults, others = [], [], collections.Counter()
@@ -135,7 +135,7 @@ def read(path):
 
 
 def joined(segments, gap):
-    """The segments in order of time. Those of a speaker that overlap, or are at most `gap` apart, become one."""
+    """Returns the segments in order of time. A speaker's that overlap, or are at most `gap` apart, become one."""
     turns = []
     for _, group in itertools.groupby(sorted(segments, key=key), key):
         last = None
@@ -152,7 +152,7 @@ def key(x):
 
 
 def entries(path, recordings):
-    """Entries of the segments of recordings, and Faults of what has no place.
+    """Returns Entries of the segments of recordings, and Faults of those that have no place.
 
     The recordings are Entries of whole files; a Fault among them stays one.
     """
@@ -185,15 +185,15 @@ def entries(path, recordings):
 
 
 def recordings_of(by_name, whole, path):
-    """{audio: names by which the file of segments calls it}; a name that may mean two recordings is an error."""
+    """Returns {audio: its names in the file of segments}; a name that may mean two recordings is an error."""
     names, meant = Names(), collections.defaultdict(list)
     for x in whole:
         for name in {str(x.audio), x.name}:
-            for form in {name, column(name)}:  # as CTM has it
+            for form in {name, column(name)}:  # the form in CTM
                 names.add(form, x.audio)
     audios = dict.fromkeys(x.audio for x in whole)
     for name in by_name:
-        named = names.find(name) if name else [*audios] * (len(audios) == 1)  # without a name: the only one
+        named = names.find(name) if name else [*audios] * (len(audios) == 1)  # without a name, it is the only one
         if len(named) > 1:
             raise UserError(f"--segments {path}: {shown(name)} may be {shown(named[0])} or {shown(named[1])}: "
                             "name their folders, too, or transcribe them one by one")  # fmt: skip
@@ -203,7 +203,7 @@ def recordings_of(by_name, whole, path):
 
 
 def number_of(channel):
-    """The number of a channel, from 0 on; None if it is none. RTTM and CTM count from 1, or have letters from A."""
+    """Returns a channel's number, from 0 on; None if it is none. RTTM and CTM count from 1, or have letters from A."""
     if channel.isdecimal() and int(channel) > 0:
         return int(channel) - 1
     letters = len(channel) == 1 and channel.upper().isascii() and channel.isalpha()
@@ -211,12 +211,12 @@ def number_of(channel):
 
 
 def loaded(entries, rate):
-    """(name, samples, their pieces, or the UserError that there are none) of each Entry.
+    """Yields (name, samples, their pieces, or the UserError that there are none) of each Entry.
 
     Segments of a recording that follow each other in time are cut out of it as it is decoded, once.
     """
     for _, group in itertools.groupby(entries, lambda x: isinstance(x, rows.Entry) and x.audio):
-        neighbours, sources = list(group), {}  # of the channels of a recording
+        neighbours, sources = list(group), {}  # sources by the channels of a recording
         for x in neighbours:
             if isinstance(x, rows.Fault):
                 yield from recognise.loaded([x], rate)
@@ -230,7 +230,7 @@ def loaded(entries, rate):
 
 
 def cut_at_the_end(x, rate):
-    """Pieces of the samples of a segment, which may end behind its recording."""
+    """Yields pieces of the samples of a segment, which may end behind its recording."""
     heard = False
     try:
         for piece in audio.pieces(x.audio, rate, x.start, x.end, x.channel):
@@ -247,7 +247,7 @@ def say_overrun(x):
 
 
 def cuts(entries, rate):
-    """The samples of each segment, or a UserError: cut out of a recording as it is decoded, in order of their starts.
+    """Yields samples of each segment, or a UserError: cut out of a recording as it is decoded, in order of starts.
 
     A segment that ends behind its recording, as diarizers write them, is cut there, and a line says so. Samples are
     held from the start of the last segment on.

@@ -1,7 +1,7 @@
 """Phrases that are written in several ways: in other cases, or by spellings of which one is put in the text.
 
-A search prefers every spelling, as the labels of each are a phrase. `Written` then puts the one that a person wants in
-the place of the others: in texts, and in words, whose times it keeps or joins.
+A search prefers every spelling, as the labels of each are a phrase. `Written` then puts the wanted one in place of the
+others: in texts, and in words, whose times it keeps or joins.
 """
 
 import re
@@ -11,24 +11,24 @@ AROUND = r"[^\w\s]*"
 
 
 def cases(text):
-    """The text as it is, in lower case, in capitals, with a capital for each word, and with one for the first."""
+    """Returns the text as is, in lower case, in capitals, with a capital for each word, and with one for the first."""
     words = " ".join(x[:1].upper() + x[1:].lower() for x in text.split())
     return [*dict.fromkeys((text, text.lower(), text.upper(), words, text[:1].upper() + text[1:]))]
 
 
 class Written:
-    """What is written for each spelling. All are equal: they decide nothing of the programs that a `Decoding` decides.
+    """The text to write for each spelling. All are equal: they do not change the programs that a `Decoding` decides.
 
     Parameters
     ----------
     phrases
         The spellings of each phrase, the one to write first.
     normalize
-        What makes a spelling the text that the model writes.
+        Turns a spelling into the text that the model writes.
     separates
         Whether there are spaces between words; a spelling is then replaced where it is whole words.
     exact
-        Whether upper and lower case are told apart.
+        Whether upper and lower case are distinguished.
     """
 
     def __init__(self, phrases=(), normalize=str, separates=True, exact=False):
@@ -59,14 +59,14 @@ class Written:
         return text if self.exact else text.lower()
 
     def put(self, match):
-        """The text of a match of the pattern, with what is written."""
+        """Returns the text of a match of the pattern, with the text to write."""
         return match[1] + self.table.get(self.key(match[2]), match[2]) + match[3]
 
     def text(self, text):
         return self.pattern.sub(self.put, text) if self else text
 
     def spans(self, texts):
-        """(first word, the one behind the last, what is written) of each spelling among the texts of words."""
+        """Yields (first word, the one behind the last, text to write) of each spelling among the texts of words."""
         begins, ends, place = {}, {}, 0  # words that begin and end at places of the joined text
         for i, x in enumerate(texts):
             begins[place], ends[place + len(x)] = i, i + 1
@@ -77,7 +77,7 @@ class Written:
                 yield first, last, self.put(match)
 
     def words(self, words):
-        """Words as `timing.Interval`. As many words as before keep their times; others are joined to one."""
+        """Returns words as `timing.Interval`. As many words as before keep their times; others are joined to one."""
         done, result = 0, []
         for first, last, text in self.spans([x.text for x in words]):
             parts, some = text.split() if self.space else [text], words[first:last]
@@ -93,7 +93,7 @@ class Written:
         return result + words[done:]
 
     def held(self, texts):
-        """Numbers of the words before which no text may end: they are within a spelling, or later words may say so."""
+        """Returns the words before which no text may end: they are within a spelling, or later words may show it."""
         inside = {i for first, last, _ in self.spans(texts) for i in range(first + 1, last)}
         for i in range(max(0, len(texts) - self.most), len(texts)):
             if self.key(self.space.join(texts[i:])).lstrip(",.;:!?¿¡\"'([") in self.begun:
@@ -101,7 +101,7 @@ class Written:
         return inside
 
     def settled(self, text):
-        """The text as it is written, up to the last word that later ones can change."""
+        """Returns the text as it is written, up to the last word that later ones can change."""
         if not self:
             return text
         words = text.split() if self.space else list(text)

@@ -1,4 +1,4 @@
-"""Phrases that a head for CTC finds, in the place of the words that a search wrote there (Andrusenko et al. 2024).
+"""Phrases that a head for CTC finds, in place of the words that a search wrote there (Andrusenko et al. 2024).
 
 The search stays as it is, so that it costs nothing; `decode.find_phrases` finds the phrases.
 """
@@ -22,25 +22,25 @@ NEAR = 1  # frames by which the middle of a word may be outside of its phrase
 class Spotter:
     """Phrases, and nats that each of their labels may be worse than the head's best class."""
 
-    labels: tuple  # of tuples
+    labels: tuple  # a tuple of tuples
     weights: tuple
     depth: float = 0.0
 
     def found(self, model, rows, lengths):
-        """[FoundPhrase] of each utterance, in rows [B, N, E] of an encoder."""
+        """Returns [FoundPhrase] of each utterance, in rows [B, N, E] of an encoder."""
         return decode.find_phrases(
             logits_of(model, model.params, rows), lengths, [*self.labels], [*self.weights], depth=self.depth
         )
 
     def earned(self, i):
-        """Nats, as `Phrases` has them."""
+        """Returns the nats that a phrase earns, as in `Phrases`."""
         count, weight = len(self.labels[i]), self.weights[i]
         if not self.depth:
             return count * weight
         return weight + sum(weight * (1 + self.depth) + math.log(k) for k in range(2, count + 1))
 
     def put(self, model, heard, places):
-        """Labels with the phrases of some places (FoundPhrase, with frames from the start of the recording)."""
+        """Returns labels with the phrases of some places (FoundPhrase, with frames from the start of the recording)."""
         for place in places:
             labels, (a, b) = self.labels[place.phrase], (place.start, place.end)
             over = [(i, j) for i, j in self.spoken(model.tokens, heard) if a - NEAR <= middle(heard, i, j) <= b + NEAR]
@@ -56,7 +56,7 @@ class Spotter:
         return heard
 
     def spoken(self, tokens, heard):
-        """[first, last) of the labels of each word, without a label before it that is a space."""
+        """Yields [first, last) of the labels of each word, without a label before it that is a space."""
         for i, j in words_of(tokens, heard.labels):
             while i < j and tokens.texts[heard.labels[i]] == tokens.separator:
                 i += 1
@@ -65,7 +65,7 @@ class Spotter:
 
 
 def middle(heard, first, last):
-    """The frame in the middle of a word."""
+    """Returns the frame in the middle of a word."""
     return (heard.frames[first] + heard.frames[last - 1] + max(heard.durations[last - 1], 1) - 1) / 2
 
 

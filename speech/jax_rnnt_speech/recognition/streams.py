@@ -26,30 +26,30 @@ from jax_rnnt_speech.recognition.unheard import Ear
 from jax_rnnt_speech.system import as_user_error, programs, refuse_if
 
 BLOCK = 0.1  # seconds of a stream that arrive at once
-LONGEST = 200  # labels of a word, at most
+LONGEST = 200  # labels of the longest word
 CONTEXT = 8  # labels before others that may change what those write: a space, or none
 WHOLE = "the model sees whole utterances: only one that was trained with --chunk can stream"
-PART = "\ufffd"  # what a tokenizer writes for a part of a character
+PART = "\ufffd"  # the sign that tokenizers write for a part of a character
 
 
 class Step(NamedTuple):
-    """The next features [T, F] of the stream in a slot, of which `count` count; `fresh`: its first ones."""
+    """The next features [T, F] of the stream in a slot, of which `count` count; `fresh` marks its first ones."""
 
     slot: int
     x: np.ndarray
     count: int
-    deadline: int  # of `search.next_part`
+    deadline: int  # the one of `search.next_part`
     fresh: bool
-    anew: bool  # the search begins anew, and the encoder goes on
+    anew: bool  # whether the search begins anew, while the encoder goes on
 
 
 @programs.announced("a step of streams")
 @functools.partial(jax.jit, static_argnums=(0, 10))
 def continued(model, params, x, lengths, deadlines, fresh, anew, encoder, decoder, decoding, first=None):
-    """(state of the encoder, rows [B], `next_part`) after the next features [B, T, F] of streams.
+    """Returns (state of the encoder, rows [B], `next_part`) after the next features [B, T, F] of streams.
 
-    `fresh` [B]: those that begin; `anew`: those whose search does. `first`: all or none begin, where states before and
-    after a first step differ.
+    `fresh` [B] marks those that begin, `anew` those whose search does. With `first`, all or none begin, where states
+    before and after a first step differ.
     """
     network = model.network(params)
     start = network.encoder.initial(1)
@@ -89,7 +89,7 @@ class Slots:
         self.decoder = decode.reset_streams(shapes[2][2], np.ones(count, bool))
 
     def stream(self, silence):
-        """A Stream in a free slot; so many seconds of silence end an utterance."""
+        """Returns a Stream in a free slot; so many seconds of silence end an utterance."""
         return Stream(self.model, silence=silence, slots=self)
 
     def arguments(self, first, steps):
@@ -103,7 +103,7 @@ class Slots:
         return self.encoder, self.decoder, self.decoding.of(self.owns), first if self.apart else None
 
     def run(self, steps):
-        """(Labels that are final, others, rows) of some steps, at most one of each stream; of none: it compiles."""
+        """Returns (final Labels, others, rows) of steps, at most one of each stream; without steps it compiles."""
         results = {}
         for first in (True, False) if self.apart else (False,):
             chosen = [step for step in steps if not self.apart or step.fresh == first]
@@ -118,13 +118,13 @@ class Slots:
         return [results[step.slot] for step in steps]
 
     async def step(self, step):
-        """`run` of one step; a program with many streams puts a function in its place that runs theirs together."""
+        """Calls `run` for one step; a program with many streams puts a function here that runs theirs together."""
         (result,) = self.run([step])
         return result
 
 
 class Words:
-    """Final labels of a recording, one part after the other, to words."""
+    """Turns final labels of a recording, one part after the other, into words."""
 
     def __init__(self, model, silence=0.0, start=0.0, ear=None, decoding=GREEDY):
         self.drop, self.written = decoding.drop_invented, decoding.written
@@ -141,7 +141,7 @@ class Words:
         return self.rows - self.searched - self.patience
 
     def begins(self):
-        """Places of labels at which all words before them are final. No frame has labels on both sides of a place."""
+        """Returns places of labels before which all words are final. No frame has labels on both sides of a place."""
         labels, frames, tokens, places, size = *self.waiting[:2], self.model.tokens, [], 0
         words = transcripts.words_of(tokens, labels, range(len(labels)), hop=1.0)
         held = self.written.held([x.text for x in words])
@@ -154,12 +154,12 @@ class Words:
                 continue
             if word.text[0] == PART and not tokens.decode(labels[: first + 1]).rstrip(PART)[-1:].isspace():
                 continue  # it may become a mark on the character before it
-            # Punctuation between them is of either one.
+            # Punctuation between them may belong to either.
             places += [i for i in range(last, first + 1) if len("".join(tokens.decode(labels[:i]).split())) == size][:1]
         return places
 
     def take(self, count, duration=float("inf")):
-        """Words of the first waiting labels."""
+        """Takes the words of the first waiting labels."""
         some, self.waiting = self.waiting.part(count), self.waiting.part(count, None)
         kept, invented = self.sifted(some, duration)
         self.invented += [x._replace(start=self.start + x.start, end=self.start + x.end) for x in invented]
@@ -173,16 +173,16 @@ class Words:
         return self.written.words(transcripts.words(self.model, *heard, self.start, duration))
 
     def sifted(self, labels, duration=float("inf")):
-        """As `unheard.sifted`."""
+        """Works as `unheard.sifted`."""
         return unheard.sifted(self.model, labels, self.ear, duration) if self.ear else (labels, [])
 
     def without_ends(self, part):
         return part.chosen([i for i, x in enumerate(part.labels) if x not in self.last_labels])
 
     def add(self, part, rows, more=False):
-        """(words that are final, whether an utterance ends) after final labels, and so many encoder rows.
+        """Returns (words that are final, whether an utterance ends) after final labels, and so many encoder rows.
 
-        `more`: the rows have labels that are not final.
+        With `more`, the rows have labels that are not final.
         """
         self.rows += rows
         ended = any(i in self.last_labels for i in part.labels)
@@ -202,20 +202,20 @@ class Words:
 
 
 class Stream:
-    """Words of one recording as it arrives. `decoding`: greedy or a beam; `silence`: seconds that end an
+    """The words of one recording as it arrives. `decoding` is greedy or a beam; `silence` are seconds that end an
     utterance, or 0.
 
     `feed` and, at the end, `finish` return the words that are final since the call before, as `timing.Interval` with
     seconds from the start. `open` is the text behind them, which may change; `ends` has the seconds of the utterances'
     ends in the last call.
 
-    `listens`: speech without words is heard once more, by a stream of its own, and becomes an event `unheard` where
-    that finds no words, either. Words of it come before those of later labels, which wait for it.
+    If it `listens`, speech without words is searched once more, by a stream of its own, and becomes an event `unheard`
+    where that finds no words, either. Words of it come before those of later labels, which wait for it.
 
-    A program with many streams gives them the same `slots`, and waits for what they `hear`.
+    A program with many streams gives them the same `slots`, and waits for the results of `hear`.
 
-    `own`: phrases of this recording, as `search_options.Room` has them. Others that become `wanted` later are those of
-    the next utterance: the search begins anew with them as soon as no word is open.
+    `own` are phrases of this recording, as `search_options.Room` has them. Others that become `wanted` later are those
+    of the next utterance: the search begins anew with them as soon as no word is open.
     """
 
     def __init__(self, model, decoding=GREEDY, silence=0.0, slots=None, listens=True, own=None):
@@ -224,21 +224,21 @@ class Stream:
         self.slots = slots or Slots(model, 1, decoding)
         self.slot, self.model, self.extractor = self.slots.free.pop(), model, model.extractor
         self.slots.owns[self.slot] = own
-        self.ends, self.text = [], ""  # text: of the last event's words, with the white space before them
+        self.ends, self.text = [], ""  # text of the last event's words, with the white space before them
         self.restart()
 
     def restart(self, start=0.0):
         """Forgets what is open: samples that come now begin an utterance, at so many seconds of the recording."""
         # Emphasised samples from the next frame's first one on, and what came before: samples, their last, frames.
         self.samples, self.total, self.last, self.taken = np.zeros(0, np.float32), 0, 0.0, 0
-        self.begun = False  # whether what comes before the recording is among the samples
+        self.begun = False  # whether the samples contain those before the recording
         self.ear = Ear(self.extractor.rate) if self.listens else None
         self.words = Words(self.model, self.silence, start, self.ear, self.slots.decoding)
         self.unsure, self.said = no_labels(), ""
         self.missed = []  # [begin, end) of unheard speech since the last events
 
     def turns(self):
-        """Whether the search begins anew before the next step, with the phrases that are wanted."""
+        """Returns True if the search begins anew before the next step, with the phrases that are wanted."""
         if self.own is self.wanted or self.words.end or self.unsure.labels:
             return False
         self.own = self.slots.owns[self.slot] = self.wanted
@@ -259,14 +259,14 @@ class Stream:
 
     @property
     def size(self):
-        """Frames of the next step."""
+        """The frames of the next step."""
         return self.slots.sizes[not self.taken]
 
     def cut(self, frames):
-        """The step of the next frames, padded; drops the samples that no later one has."""
+        """Returns the step of the next frames, padded; drops the samples that no later one has."""
         x = self.model.standardised(self.extractor.spectra(self.samples, frames))
         padded = np.pad(x, ((0, self.size - frames), (0, 0))).astype(np.float32)
-        anew = self.turns()  # which moves the deadline
+        anew = self.turns()  # this moves the deadline
         step = Step(self.slot, padded, frames, self.words.deadline, not self.taken, anew)
         self.samples = self.samples[frames * self.extractor.hop :]
         self.taken += frames
@@ -291,7 +291,7 @@ class Stream:
                 yield self.cut(min(remaining, self.size))
 
     async def taking(self, part, unsure, rows):
-        """(words that are final, whether an utterance ends) after the step that found these."""
+        """Returns (words that are final, whether an utterance ends) after the step that found these."""
         before = self.words.searched
         part, unsure = (x._replace(frames=[before + y for y in x.frames]) for x in (part, unsure))
         self.unsure = unsure
@@ -309,7 +309,7 @@ class Stream:
         return found
 
     async def resting(self, seconds=None):
-        """The words that are left at the end of a recording of so many seconds."""
+        """Returns the words that are left at the end of a recording of so many seconds."""
         last, self.unsure = self.unsure, no_labels()
         if self.ear:
             self.ear.take(self.words.rows * self.model.seconds, self.step, end=True)
@@ -319,7 +319,7 @@ class Stream:
         return words + self.words.take(LONGEST, lasts)
 
     async def with_missed(self, part):
-        """Labels that are to become final, with those of missed speech where they are found."""
+        """Returns labels that are to become final, with those of missed speech where they are found."""
         jobs, missed = self.ear.jobs, self.ear.found
         self.ear.jobs, self.ear.found = [], []
         for begin, end, first, samples in jobs:
@@ -332,7 +332,7 @@ class Stream:
         return part
 
     async def again(self, samples):
-        """The labels of samples that are heard by themselves; none if all slots but one are busy."""
+        """Returns the labels of samples that are searched by themselves; none if all slots but one are busy."""
         other, labels = self.other(), no_labels()
         if other is None:
             return labels
@@ -346,7 +346,7 @@ class Stream:
         return self.words.without_ends(labels)
 
     def other(self):
-        """Another Stream that runs in the same programs, or None where no slot is free for it."""
+        """Returns another Stream that runs in the same programs, or None where no slot is free for it."""
         if self.shares and len(self.slots.free) < 2:  # the last one is for a recording of its own
             return None
         return Stream(
@@ -356,7 +356,7 @@ class Stream:
     async def hear(self, samples, end=False, seconds=None):
         """Yields (words that are final, whether an utterance ends) for each step of more samples [S].
 
-        `end`: they are the last ones, of a recording of so many seconds.
+        With `end`, they are the last ones, of a recording of so many seconds.
         """
         for step in self.steps(samples, end):
             yield await self.taking(*await self.slots.step(step))
@@ -364,14 +364,14 @@ class Stream:
             yield await self.resting(seconds), False
 
     def heard(self, samples, end=False):
-        """Yields what `hear` yields, by steps that run at once."""
+        """Yields what `hear` does, by steps that run at once."""
         coming = self.hear(samples, end)
         with contextlib.suppress(StopAsyncIteration):
             while True:
                 yield finished(anext(coming))
 
     def feed(self, samples, end=False):
-        """`samples` [S]: floats in [-1, 1], or integers."""
+        """Returns the words that become final by `samples` [S]: floats in [-1, 1], or integers."""
         words, self.ends = [], []
         for some, ended in self.heard(samples, end):
             words += some
@@ -382,7 +382,7 @@ class Stream:
         return self.feed(np.zeros(0, np.float32), True)
 
     def events(self, words, ended=False):
-        """Yields what has happened, for programs: final words, text that may change, the end of an utterance."""
+        """Yields events for programs: final words, text that may change, the end of an utterance."""
         time, open_ = {"time": self.time}, self.open.strip()
         self.text, self.words.said = self.words.said, ""
         if words:
@@ -401,7 +401,7 @@ class Stream:
 
 
 def finished(waiting):
-    """The result of a coroutine of a Stream whose steps run at once, so that it never waits."""
+    """Returns the result of a coroutine of a Stream whose steps run at once, so that it never waits."""
     try:
         waiting.send(None)
     except StopIteration as end:
@@ -409,14 +409,14 @@ def finished(waiting):
 
 
 def blocks_of_file(path, rate):
-    """Samples of a file as it is read, `BLOCK` seconds or fewer at once."""
+    """Yields samples of a file as it is read, `BLOCK` seconds or fewer at once."""
     size = int(BLOCK * rate)
     for piece in audio.pieces(path, rate):
         yield from (piece[start : start + size] for start in range(0, len(piece), size))
 
 
 def blocks_of_microphone(rate):
-    """Samples from the default microphone, without end."""
+    """Yields samples from the default microphone, without end."""
     with as_user_error("--microphone", ImportError, OSError):
         import sounddevice
     blocks, size = queue.Queue(), int(BLOCK * rate)

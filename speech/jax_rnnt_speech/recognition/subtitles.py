@@ -1,4 +1,4 @@
-"""Captions: words that are shown together, and their files, SubRip (SRT) and WebVTT."""
+"""Captions (words that are shown together) and their files, SubRip (SRT) and WebVTT."""
 
 import itertools
 import math
@@ -9,9 +9,10 @@ from typing import NamedTuple
 from jax_rnnt import timing
 from jax_rnnt_speech.recognition import timed
 
-MILLISECONDS = 1000  # of a second, in which captions have their times
-# SubRip has no escapes: what players read as markup (<i>, {\an8}, \N) is written in full-width forms. FFmpeg takes
-# "< b >" for bold type too, and libass hides whatever is in braces; a sign that nothing closes is text to all of them.
+MILLISECONDS = 1000  # units of a second, in which captions have their times
+# SubRip has no escapes: signs that players read as markup (<i>, {\an8}, \N) are written in full-width forms. FFmpeg
+# takes "< b >" for bold type too, and libass hides whatever is in braces; a sign that nothing closes is text to all of
+# them.
 MARKUP = [
     (re.compile("<.*>|<[/A-Za-z]", re.DOTALL), str.maketrans("<>", "＜＞")),
     (re.compile(r"\{.*\}", re.DOTALL), str.maketrans("{}", "｛｝")),
@@ -21,7 +22,7 @@ LEAST = 0.002  # seconds from one caption to the next, however short words are: 
 
 
 def lay_out(words, text=None, *, space=" ", line_length=42, lines=2, gap=1.0, shortest=1.0, longest=7.0):
-    """The captions of a recording, as Intervals whose texts have line breaks.
+    """Returns the captions of a recording, as Intervals whose texts have line breaks.
 
     A caption takes words until the next one finds no room, comes `gap` seconds after the one before, or would end
     `longest` seconds after the first one began. It is shown from its first word to the end of its last one, or for
@@ -76,7 +77,7 @@ def joined(row: list[Piece]) -> str:
 
 
 def kept(row: list[Piece], following: Piece, line_length: int) -> int:
-    """How many pieces of a full line stay there: no space says where it may end, so punctuation does."""
+    """Returns how many pieces of a full line stay there: without spaces to end it, it ends at punctuation."""
     if following.before:
         return len(row)
     good = (i for i, x in enumerate(row) if x.before or unicodedata.category(row[i - 1].text[-1])[0] == "P")
@@ -84,7 +85,7 @@ def kept(row: list[Piece], following: Piece, line_length: int) -> int:
 
 
 def pieces_of(words, text: str | None, space: str, line_length: int, gap: float):
-    """The words as they are written, those together that no line may part, and long ones in parts."""
+    """Returns the words as they are written, joined where no line may part them, and long ones in parts."""
     found: list[Piece] = []
     for piece in written(words, text, space):
         before = found[-1] if found else None
@@ -103,7 +104,7 @@ def pieces_of(words, text: str | None, space: str, line_length: int, gap: float)
 
 
 def room(text: str, line_length: int) -> int:
-    """Characters of a long text that a line takes: it ends behind a space or punctuation, or where it may."""
+    """Returns the characters of a long text that fit a line: it ends behind a space or punctuation, or where it may."""
     widths = [*itertools.accumulate(map(columns, text))]
     most = max(1, sum(x <= line_length for x in widths))
     places = [i for i in range(1, min(most + 1, len(text))) if not timing.joins(text[i - 1], text[i])]
@@ -114,7 +115,7 @@ def room(text: str, line_length: int) -> int:
 
 
 def written(words, text: str | None, space: str):
-    """Each word as the text has it, with the white space before it."""
+    """Yields each word as the text has it, with the white space before it."""
     place, last = 0, None
     for start, end, word, *_ in words:
         found = None if text is None else place_of(text, place, word)
@@ -129,7 +130,7 @@ def written(words, text: str | None, space: str):
 
 
 def place_of(text: str, place: int, word: str) -> tuple[int, int] | None:
-    """[begin, end) of a word that comes next in a text, whatever white space is in it; None: another one does."""
+    """Returns [begin, end) of a word that comes next in a text, across white space; None if another word does."""
     while text[place : place + 1].isspace():
         place += 1
     begin = place
@@ -143,8 +144,11 @@ def place_of(text: str, place: int, word: str) -> tuple[int, int] | None:
 
 
 def begins_line(before: str, after: str) -> bool:
-    """Whether a line may begin between two characters, where no space is: not with a small kana or what repeats or
-    lengthens the one before, nor with punctuation unless it opens, nor behind what opens (Japan's JIS X 4051)."""
+    """Returns True if a line may begin between two characters without a space.
+
+    It may not begin with a small kana or a sign that repeats or lengthens the one before, nor with punctuation unless
+    it opens, nor behind an opening sign (Japan's JIS X 4051).
+    """
     kinds = unicodedata.category(before), unicodedata.category(after)
     sign = unicodedata.name(after, "")
     follows = any(x in sign for x in ("KANA LETTER SMALL", "PROLONGED SOUND", "ITERATION MARK"))
@@ -153,7 +157,7 @@ def begins_line(before: str, after: str) -> bool:
 
 
 def columns(text: str) -> int:
-    """How wide it is: a character of East Asia takes two columns, a mark on another one none."""
+    """Returns how wide it is: a character of East Asia takes two columns, a mark on another one none."""
     kinds = ((unicodedata.category(x), x) for x in text)
     return sum(0 if kind in ("Mn", "Me", "Cf") else 1 + (unicodedata.east_asian_width(x) in "WF") for kind, x in kinds)
 
@@ -162,10 +166,10 @@ def columns(text: str) -> int:
 
 
 def srt(captions):
-    """The text of a SubRip file, for video players. Times are rounded to milliseconds.
+    """Returns the text of a SubRip file, for video players. Times are rounded to milliseconds.
 
-    Texts are no markup: where players could read one as such, for example "<i>" or "{\\an8}", its signs have their
-    full-width forms, from which Unicode's form NFKC makes the usual ones.
+    Texts are no markup: where players could read one as such, for example "<i>" or "{\\an8}", its signs are written in
+    their full-width forms, which Unicode's form NFKC turns into the usual ones.
     """
     cues = []
     for start, end, text, _ in timed.in_units(captions, MILLISECONDS, "captions", "lines"):
@@ -178,7 +182,7 @@ def srt(captions):
 
 
 def vtt(captions):
-    """The text of a WebVTT file, for browsers. Texts may hold "-->"."""
+    """Returns the text of a WebVTT file, for browsers. Texts may hold "-->"."""
     cues = ["WEBVTT\n"]
     for start, end, text, _ in timed.in_units(captions, MILLISECONDS, "captions", "lines"):
         text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

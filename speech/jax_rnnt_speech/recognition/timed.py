@@ -1,4 +1,4 @@
-"""Words with times as the text of a CTM file (NIST) or a TextGrid (Praat), and as JSON has them."""
+"""Words with times as the text of a CTM file (NIST) or a TextGrid (Praat), and as objects of JSON."""
 
 import math
 import tempfile
@@ -6,7 +6,7 @@ import unicodedata
 from pathlib import Path
 
 SECOND = 1_000_000  # microseconds, in which files have their times
-# What a text must be, by its form.
+# Requirements for a text, by its form.
 FORMS = {
     "line": "be without line breaks, control characters, byte order marks and lone surrogates",
     "word": "be without line breaks, control characters, byte order marks and lone surrogates, and not empty",
@@ -16,7 +16,7 @@ FORMS = {
 
 
 def ctm(name, words, channel="1"):
-    """A line ``name channel start duration text confidence`` for each word of a recording, in seconds.
+    """Returns a line ``name channel start duration text confidence`` for each word of a recording, in seconds.
 
     The last column is missing where the confidence is None. Numbers have six decimals. Start and end are rounded, so a
     word that begins where another one ends does so in the file too: its start is the other's start plus duration, digit
@@ -34,7 +34,7 @@ def ctm(name, words, channel="1"):
 
 
 def objects(words):
-    """Words as `json.dump` takes them, with times in seconds to the microsecond."""
+    """Returns words as `json.dump` takes them, with times in seconds to the microsecond."""
     return [
         {"word": text, "start": start / SECOND, "end": end / SECOND, "confidence": sure}
         for start, end, text, sure in in_units(words, SECOND, "words", "line")
@@ -42,12 +42,12 @@ def objects(words):
 
 
 def stretches(times):
-    """[begin, end) in seconds as `json.dump` takes them."""
+    """Returns [begin, end) in seconds as `json.dump` takes them."""
     return [{"start": round(a, 3), "end": round(b, 3)} for a, b in times]
 
 
 def textgrid(tiers, seconds):
-    """The text of a TextGrid of one recording that lasts so long, with the words of each tier by its name.
+    """Returns the text of a TextGrid of one recording that lasts so long, with the words of each tier by its name.
 
     Times are rounded to microseconds, and gaps become empty intervals. White space at the ends of a text is left out,
     and so are confidences, for which the format has no place. The end of the recording ends the last word.
@@ -67,11 +67,11 @@ def textgrid(tiers, seconds):
 
 
 def in_units(words, unit, what, form, limit=math.inf):
-    """[(start, end, text, confidence)] of Intervals, with times in whole units, of which a second has `unit`.
+    """Returns [(start, end, text, confidence)] of Intervals, with times in whole units, of which a second has `unit`.
 
     Raises a ValueError where a file cannot hold them; `what` they are called in it. Times are rounded first and
-    compared then, so what is right here is right in the file. `form`: a key of `FORMS`. `limit`: the second before
-    which each one must begin.
+    compared then, so times that are valid here are valid in the file. `form` is a key of `FORMS`. `limit` is the second
+    before which each one must begin.
     """
     found, before = [], 0
     for x in words:
@@ -90,7 +90,7 @@ def in_units(words, unit, what, form, limit=math.inf):
 
 
 def check_text(text, what, form):
-    """Raises if a line of a file, lines or a column of it cannot hold this text."""
+    """Raises an error if a line of a file, lines or a column of it cannot hold this text."""
     lines = text.split("\n") if form == "lines" else [text]
     if any(unicodedata.category(x) in ("Cc", "Cs", "Zl", "Zp") or x == "\ufeff" for line in lines for x in line):
         raise ValueError(f"{what} must {FORMS['line' if form == 'column' else form]}, got {text!r}")

@@ -23,12 +23,12 @@ from jax_rnnt_speech.recognition import subtitles, timed
 from jax_rnnt_speech.system import UserError, as_user_error, outputs, refuse_if
 
 LINES = "text", "json", "jsonl"  # written as they come
-# What has a file for each recording.
+# Formats with a file for each recording.
 SUFFIXES = {"srt": ".srt", "vtt": ".vtt", "textgrid": ".TextGrid"}
 FORMATS = *LINES, "ctm", *SUFFIXES
 SHORTEST = 0.01  # seconds before the end of a recording in which a label can be spoken
-LEAST_COLUMNS = 20  # of a line of captions behind a long name
-DIGITS = 6  # of a confidence
+LEAST_COLUMNS = 20  # columns of a line of captions behind a long name
+DIGITS = 6  # decimals of a confidence
 LONGEST = 240  # bytes of the name of a recording: with a suffix, and a number where names are equal, 255 are allowed
 SHARE = 10  # times as long as it takes to write a file of some segments, nothing is written again
 
@@ -36,17 +36,17 @@ SHARE = 10  # times as long as it takes to write a file of some segments, nothin
 class Transcript(NamedTuple):
     text: str
     duration: float  # seconds of the recording, or of its segment
-    words: list  # of timing.Interval, in seconds from the start of the file
-    nbest: list | None = None  # of {"text", "score"}
+    words: list  # a list of timing.Interval, in seconds from the start of the file
+    nbest: list | None = None  # a list of {"text", "score"}
     space: str = " "  # between words
-    speaker: str = ""  # of a segment, if one is to be named
+    speaker: str = ""  # speaker of a segment, if one is to be named
     unheard: tuple = ()  # [begin, end) of speech without words, in seconds from the start of the file
-    invented: tuple = ()  # as `words`, of those where nobody speaks
+    invented: tuple = ()  # like `words`, those where nobody speaks
 
     def object(self, entry):
         x = {"file": str(entry.audio), "text": self.text, "duration": round(self.duration, 3)}
         if (entry.start, entry.end) != (0.0, None):
-            x["start"] = entry.start  # of a segment, in seconds from the start of the file
+            x["start"] = entry.start  # start of a segment, in seconds from the start of the file
         if self.speaker:
             x["speaker"] = self.speaker
         x["words"] = timed.objects(self.words)
@@ -55,7 +55,7 @@ class Transcript(NamedTuple):
 
     @property
     def doubts(self):
-        """What words and speech do not have in common, as JSON has it."""
+        """The words and the speech that do not match each other, for JSON."""
         doubts = {"unheard": timed.stretches(self.unheard), "invented": timed.objects(self.invented)}
         return {name: x for name, x in doubts.items() if x}
 
@@ -68,7 +68,7 @@ def words_of(tokens, labels, frames, durations=None, **options):
 
 
 def words(model, labels, frames, confidences=None, durations=None, start=0.0, duration=math.inf):
-    """The words of an utterance, from the encoder frames of its labels; it begins at `start` seconds of its file.
+    """Returns the words of an utterance, from the frames of its labels; it begins at `start` seconds of its file.
 
     The last frame may reach beyond the recording, or begin at its end. No word does.
     """
@@ -101,27 +101,27 @@ def places_of_words(tokens, labels):
 
 
 def space_of(tokens):
-    """The separator that is written between words."""
+    """Returns the separator that is written between words."""
     return " " if tokens.separates else ""
 
 
 def captions(words, end, space=" ", text=None, **lines):
-    """Captions of a recording that ends after so many seconds. They are shown no longer, but for slivers at the end.
+    """Returns captions of a recording that ends after so many seconds. Only slivers at the end are shown longer.
 
-    `text`: what the words spell, with its white space. `lines`: other options of `subtitles.lay_out`.
+    `text` is what the words spell, with its white space. `lines` are other options of `subtitles.lay_out`.
     """
     cues = subtitles.lay_out(words, text, space=space, **lines)
     return [x._replace(end=min(x.end, max(end, x.start + SHORTEST))) for x in cues]
 
 
 def spoken_captions(form, parts, end):
-    """Captions of (start, Transcript) as the text of a file that names speakers, whose captions may overlap."""
+    """Returns the file of captions of (start, Transcript) that names speakers, whose captions may overlap."""
     cues = []
     for _, x in parts:
         name = f"{shown(x.speaker)}: " if x.speaker and form == "srt" else ""
         words = in_order(x.words)
         for caption in captions(words, end, x.space, x.text, line_length=max(LEAST_COLUMNS, 42 - len(name))):
-            # One caption at a time is checked and spelled; in a list, none may overlap.
+            # One caption at a time is checked and spelled, as in a list none may overlap.
             cue = captioned(form, [caption._replace(text=name + caption.text)])
             times, text = cue.removeprefix("WEBVTT\n\n").removeprefix("1\n").split("\n", 1)
             voice = f"<v {html.escape(shown(x.speaker), quote=False)}>" if form == "vtt" and x.speaker else ""
@@ -133,19 +133,19 @@ def spoken_captions(form, parts, end):
 
 
 def segments(x):
-    """The text of a Transcript in parts, with their times: captions of one line."""
+    """Returns the text of a Transcript in parts, with their times: captions of one line."""
     return captions(x.words, x.duration, x.space, x.text, line_length=84, lines=1)
 
 
 def captioned(form, cues):
-    """Captions as the text of a file."""
+    """Returns captions as the text of a file."""
     if form == "srt":  # it has no escapes
         cues = [x._replace(text=x.text.replace("-->", "→")) for x in cues]
     return {"srt": subtitles.srt, "vtt": subtitles.vtt}[form](cues)
 
 
 def transcript(model, entry, result, nbest=0, speaker=""):
-    """The Transcript of a Result of an Entry."""
+    """Returns the Transcript of a Result of an Entry."""
     heard = result.labels, result.frames, result.confidences, result.durations
     best = [{"text": text, "score": round(score, 4)} for text, score in result.nbest[:nbest]] if nbest else None
     with as_user_error(shown(entry.name), ValueError):
@@ -160,7 +160,7 @@ def transcript(model, entry, result, nbest=0, speaker=""):
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Options of what is written, and where."""
+    """The options that decide what is written, and where."""
 
     format: str = option(FORMATS[0], str, "format of what is written", choices=FORMATS)
     output: Path | None = option(
@@ -170,11 +170,11 @@ class Output:
 
     @property
     def alone(self):
-        """Whether --output is the file of one recording."""
+        """True if --output is the file of one recording."""
         return self.output.suffix.lower() == SUFFIXES[self.format].lower()
 
     def checked(self, sources, entries=()):
-        """Returns itself, or raises where the output has no place."""
+        """Returns itself, or raises an error where the output has no place."""
         if self.output:
             outputs.check(self.output, sources, self.format in SUFFIXES and not self.alone)
         elif sys.stdout is None:
@@ -183,7 +183,7 @@ class Output:
         return self
 
     def check_names(self, names):
-        """Raises where the output has no place for so many recordings."""
+        """Raises an error where the output has no place for so many recordings."""
         count = len(set(names.values()))
         if count < 2 or self.format in LINES:
             return
@@ -198,7 +198,7 @@ class Output:
 
 
 def names_of(entries, clean=str, together=False):
-    """The name of each Entry in CTM and as a file: that of its audio, with one name for all segments of it.
+    """Returns the name of each Entry in CTM and as a file: that of its audio, with one name for all its segments.
 
     Where segments of a file overlap, each has its own name, unless all are `together`, as those of speakers are.
     `clean` makes a text one that can be written.
@@ -229,10 +229,10 @@ def names_of(entries, clean=str, together=False):
 
 @contextlib.contextmanager
 def writer(to, entries):
-    """A function of (place in entries, Transcript) that writes what an Output says; None: there is no transcript.
+    """Yields a function of (place in entries, Transcript or None) that writes as an Output says.
 
-    All is on the disk as it comes, in files that programs can read; JSON's list is closed at the end, whatever ends it.
-    Raises where no transcript came.
+    Everything is on the disk as it comes, in files that programs can read; JSON's list is closed at the end, whatever
+    ends it. Raises an error where no transcript came.
     """
     clean = column if to.format == "ctm" else lambda name: outputs.shortened(shown(name), LONGEST)
     names = names_of(entries, clean, together=bool(getattr(to, "segments", None)))
@@ -261,14 +261,14 @@ def writer(to, entries):
 
 
 def in_order(words):
-    """The words of a recording, which end before the next one begins, where segments touch."""
+    """Returns the words of a recording, which end before the next one begins, where segments touch."""
     words = sorted(words)
     ends = [x.start for x in words[1:]] + [math.inf]
     return [x if later(x.end, end) else x._replace(end=min(x.end, end)) for x, end in zip(words, ends)]
 
 
 def tiers(parts):
-    """{name: words} of (start, Transcript) in order: for each speaker, and again for what overlaps."""
+    """Returns {name: words} of (start, Transcript) in order: for each speaker, and again for overlaps."""
     found, ends = {}, {}  # ends: the speaker of a tier, and when its last segment ends
     for begin, x in sorted(parts, key=lambda part: part[1].speaker):
         name = x.speaker.strip() or "words"
@@ -282,7 +282,7 @@ def tiers(parts):
 
 
 class Lines:
-    """A line for each Transcript, in the order of their entries: each once it is known what those before it are."""
+    """Writes a line for each Transcript, in the order of their entries: each once those before it are known."""
 
     def __init__(self, to, entries, names):
         self.to, self.entries, self.names, self.file, self.known = to, entries, names, None, {}
@@ -294,7 +294,7 @@ class Lines:
         return i
 
     def group(self, i):
-        """A key that tells apart the entries among which the order counts."""
+        """Returns a key that distinguishes the entries among which the order counts."""
         return None
 
     def add(self, i, x):
@@ -332,12 +332,12 @@ class Lines:
 
 
 def ctm_word(text):
-    """A word as one column of CTM. NIST's tools take <...> for marks of theirs, such as <ALT_BEGIN>."""
+    """Returns a word as one column of CTM. NIST's tools take <...> for marks of theirs, such as <ALT_BEGIN>."""
     return re.sub("^<(.*)>$", "＜\\1＞", column("_".join(text.split())))
 
 
 class Rows(Lines):
-    """CTM, whose order counts within a recording."""
+    """Writes CTM, whose order counts within a recording."""
 
     def place(self, i):
         return self.entries[i].start
@@ -355,13 +355,13 @@ class Rows(Lines):
 
 
 class Files:
-    """A file for each recording. While segments of it come, it is written again from time to time."""
+    """Writes a file for each recording. While segments of it come, it is written again from time to time."""
 
     def __init__(self, to, entries, names):
         self.to, self.entries, self.names = to, entries, names
         self.missing = collections.Counter(names.values())  # segments of each recording
-        self.found = collections.defaultdict(list)  # (second in which it begins, Transcript) of each recording
-        self.next = {}  # when to write the file of a recording again
+        self.found = collections.defaultdict(list)  # (second in which it begins, Transcript) by recording
+        self.next = {}  # the time to write the file of a recording again
 
     def add(self, i, x):
         name = self.names[i]

@@ -1,8 +1,8 @@
-"""Speech of a recording for which a search wrote nothing, and words that it wrote where nobody speaks.
+"""Finds speech for which a search wrote nothing, and words that it wrote where nobody speaks.
 
-`activity` says where somebody speaks, and the labels say where something was written. Speech without labels is searched
-again by itself, with other samples before and after it and a search that begins anew. Words without speech are named,
-or left out.
+`activity` finds speech, and the labels show where something was written. Speech without labels is searched again by
+itself, with other samples before and after it and a search that begins anew. Words without speech are named, or left
+out.
 """
 
 import numpy as np
@@ -14,16 +14,16 @@ LEAST = 1.0  # seconds of speech without a label that count, if no pause in them
 AROUND = 0.5  # seconds before and after a label in which speech may be its own
 BEFORE = 0.4  # seconds before and after unheard speech that are searched with it
 LONGEST = 20.0  # seconds that are searched again at once
-MOST = 600.0  # seconds of a recording that are searched again, at most
+MOST = 600.0  # longest part of a recording that is searched again, in seconds
 # Seconds by which a word may come behind its speech, and before it. A small streaming model wrote 8,855 words into 2.43
 # hours of LibriSpeech's dev-clean, of which one lies 0.01 s behind what is not QUIET to the detector, and none farther
 # away. Larger models that stream wait longer with a label.
 LATE, EARLY = 0.5, 0.3
-CONFIDENCE = 0.5  # of a word, by its least probable label, from which on it shows that the second text is one
+CONFIDENCE = 0.5  # a word's confidence, by its least probable label, that shows that the second text is speech
 
 
 def without(speech, spans):
-    """Speech [begin, end) at least `AROUND` from spans of labels, in parts of `LONGEST`; both are in order of time."""
+    """Yields speech [begin, end) at least `AROUND` from labels' spans, in parts of `LONGEST`; both in order of time."""
     for begin, end in speech:
         for a, b in spans:
             if b + AROUND <= begin or a - AROUND >= end:
@@ -37,9 +37,9 @@ def without(speech, spans):
 
 
 def gaps(speech, spans, until, final=-np.inf):
-    """([begin, end) of unheard speech, the time from which on nothing is decided), as far as labels are known.
+    """Returns ([begin, end) of unheard speech, time from which on nothing is decided), as far as labels are known.
 
-    `final`: the time of a label that stays, and before which there will be no others.
+    `final` is the time of a label that stays, and before which there will be no others.
     """
     until -= AROUND  # a label may come behind its speech
     groups, missed, decided = [], [], until
@@ -58,7 +58,7 @@ def gaps(speech, spans, until, final=-np.inf):
 
 
 class Ear:
-    """Listens to a recording next to its search, and keeps samples until it is known what was written for them."""
+    """Listens to a recording next to its search, and keeps samples until their labels are known."""
 
     def __init__(self, rate):
         self.detector, self.rate = activity.Detector(rate), rate
@@ -70,16 +70,16 @@ class Ear:
         self.detector.add(samples)
 
     def wrote(self, labels, seconds):
-        """Labels of some frames, which last so many seconds; the same ones may come again."""
+        """Takes labels of some frames, which last so many seconds; the same ones may come again."""
         spans = ((x * seconds, (x + max(n, 1)) * seconds) for x, n in zip(labels.frames, labels.durations))
         self.spans = sorted({*self.spans, *spans})
 
     def forget(self, until):
-        """Drops what the detector has heard, but for what is to be known of words from a time on."""
+        """Drops the detector's chunks, except those that words from a time on need."""
         self.detector.forget(min(until - LATE, self.decided) - LEAST)
 
     def check(self, until, end=False, final=-np.inf):
-        """Yields [begin, end) of unheard speech, where labels until then are known; each once. `final`: of `gaps`."""
+        """Yields each [begin, end) of unheard speech once labels until then are known. `final` is that of `gaps`."""
         until = until + LEAST + LONGEST if end else until
         found = self.detector.speech(self.decided - LEAST)
         speech = [(max(a, self.decided), b) for a, b in found if b > self.decided]
@@ -93,13 +93,13 @@ class Ear:
         self.samples, self.begin = self.samples[kept:], self.begin + kept
 
     def cut(self, begin, end, step):
-        """(first sample, a multiple of `step`, samples) around unheard speech."""
+        """Returns (first sample, a multiple of `step`, samples) around unheard speech."""
         first = max(self.begin, round((begin - BEFORE) * self.rate))
         first = -(-first // step) * step
         return first, self.samples[first - self.begin : round((end + BEFORE) * self.rate) - self.begin].copy()
 
     def take(self, until, step, end=False, final=-np.inf):
-        """Puts unheard speech into `found`, and what is to be searched again into `jobs`."""
+        """Puts unheard speech into `found`, and the parts that are to be searched again into `jobs`."""
         for a, b in self.check(until, end, final):
             self.found.append((a, b))
             if sum(y - x for x, y, *_ in self.jobs) < MOST:
@@ -107,7 +107,7 @@ class Ear:
 
 
 def joined(model, first, second, rows, begin, end):
-    """Labels, and those of another search that began after `rows` rows; None: it found no words in [begin, end).
+    """Returns labels with those of another search from `rows` rows on; None if it found no words in [begin, end).
 
     Whole words are taken, and only between words: the second text counts if one of them is sure.
     """
@@ -127,7 +127,7 @@ def joined(model, first, second, rows, begin, end):
 
 
 def sifted(model, labels, ear, duration=np.inf):
-    """(Labels of the words that somebody may have said, `transcripts.words` of the others).
+    """Returns (Labels of the words that somebody may have said, `transcripts.words` of the others).
 
     All of a word, and so much before and after it as its labels may be late or early, must lie where nobody speaks.
     """

@@ -1,4 +1,4 @@
-"""Recordings of any length, by encoders of any kind, in memory that does not depend on it.
+"""Transcribes recordings of any length, by encoders of any kind, in memory that does not depend on the length.
 
 An encoder that streams takes its steps (`streams`). Another one hears a window of at most `WINDOW` seconds, or of its
 limit: what is to be transcribed, and `MARGIN` seconds on both sides, of which the rows are dropped. A quick greedy
@@ -10,6 +10,7 @@ compile, and memory as long as the process lasts.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,23 +27,40 @@ from jax_rnnt_speech.recognition.unheard import Ear, joined, sifted
 from jax_rnnt_speech.system import UserError, programs
 
 WINDOW = 30.0  # seconds of a window, margins included
-MARGIN = 2.0  # seconds that the encoder hears before and after what is transcribed
+MARGIN = 2.0  # seconds that the encoder sees before and after the part to transcribe
 PAUSE = 0.8  # seconds without a label in which the last place serves as well as any
-MOST = 4  # windows of a batch
-BATCH = 16_384  # frames of a batch, padding included, if it has more than one recording
+
+
+class Batches(NamedTuple):
+    """The shapes of batches. Each one is compiled, and each place in it costs something, whether it is taken or not."""
+
+    windows: int  # windows of long recordings
+    frames: int  # frames of several shorter ones, padding included
+    room: int  # places for each of them, at most
+    sizes: int  # sizes of lengths in an octave
+
+
+# On CPUs a second of audio costs as much alone as in a batch (31 million parameters, one core: 20 ms, of eight 19; two
+# cores: 13, 16), so padding is all that counts. Elsewhere small batches cost more, and so does compiling.
+BATCHES = {"cpu": Batches(windows=1, frames=2_048, room=1, sizes=4)}
+ELSEWHERE = Batches(windows=4, frames=16_384, room=2, sizes=2)
+
+
+def batches():
+    return BATCHES.get(jax.default_backend(), ELSEWHERE)
 
 
 @programs.announced("an encoder")
 @functools.partial(jax.jit, static_argnums=0)
 def window(model, params, x, lengths, first, context=None):
-    """Rows [B, N, E] from the `first` [B] on, of features [B, T, F], and their lengths [B]."""
+    """Returns rows [B, N, E] from the `first` [B] on, of features [B, T, F], and their lengths [B]."""
     rows, lengths = model.network(params).encode(x, lengths, context)
     place = jnp.minimum(jnp.arange(rows.shape[1]) + first[:, None], rows.shape[1] - 1)
     return jnp.take_along_axis(rows, place[..., None], 1), lengths - first
 
 
 def encoded(model, parts, frames, context=None):
-    """`window` of parts, each (its features [T, F], rows before its first one) or None, padded to so many frames."""
+    """Calls `window` for parts padded to so many frames, each (features [T, F], rows before its first one) or None."""
     batch = np.zeros((len(parts), frames, len(model.mean)), np.float32)
     lengths, first = np.zeros((2, len(parts)), np.int32)
     for i, part in enumerate(parts):
@@ -55,12 +73,12 @@ def encoded(model, parts, frames, context=None):
 @programs.announced("a search")
 @functools.partial(jax.jit, static_argnums=0)
 def taken(model, params, rows, lengths, decoder=None, decoding=GREEDY):
-    """`next_part` of rows of windows."""
+    """Calls `next_part` for rows of windows."""
     return next_part(model, model.network(params), rows, lengths, decoder, -NEVER, decoding)
 
 
 def before_all(model, rows, lengths, decoding):
-    """The state of `taken` before the first rows, shaped for rows such as these."""
+    """Returns the state of `taken` before the first rows, shaped for rows such as these."""
     shapes = jax.eval_shape(functools.partial(taken, model), model.params, rows, lengths, None, decoding)
     return decode.reset_streams(shapes[2], np.ones(len(lengths), bool))
 
@@ -73,9 +91,9 @@ class Recording:
         self.name, self.model, self.extractor, self.watch, self.own = name, model, model.extractor, watch, own
         self.progress, self.passed = progress, 0.0  # seconds that `progress` has counted
         self.error, self.total, self.samples, self.found, self.nbest = "", 0, np.zeros(0, np.float32), no_labels(), ()
-        self.drop, self.kept = drop, (0, no_labels())  # whether to drop invented words; labels, and what stays of them
+        self.drop, self.kept = drop, (0, no_labels())  # whether to drop invented words; labels, and those that stay
         self.spotted, self.done = [], False  # phrases, as `decode.find_phrases` has them
-        self.written = Written()  # of the Decoding
+        self.written = Written()  # the one of the Decoding
         self.begin = self.row = 0  # rows of the encoder before the samples, and before what is to be transcribed
         self.step, rate = self.extractor.hop * model.subsampling, self.extractor.rate  # samples of a row
         most = max(1, round(min(WINDOW, model.longest) * rate) // self.step)  # rows
@@ -89,7 +107,7 @@ class Recording:
 
     @property
     def last(self):
-        """Whether the window ends with the recording."""
+        """True if the window ends with the recording."""
         return len(self.samples) <= self.size
 
     @property
@@ -99,7 +117,7 @@ class Recording:
 
     @property
     def window(self):
-        """Features [T, F] of the next window, and rows before what is to be transcribed."""
+        """Features [T, F] of the next window, and rows before the part to transcribe."""
         return self.model.features(self.samples[: self.size]), self.row - self.begin
 
     def fail(self, error):
@@ -107,13 +125,13 @@ class Recording:
         self.samples = self.samples[:0]
 
     def wanted(self):
-        """Whether a client waits for the rest, by `watch` of `recognise.transcribe`."""
+        """Returns True if a client waits for the rest, by `watch` of `recognise.transcribe`."""
         if self.watch and not self.error and not self.watch(self.so_far()):
             self.fail("nobody waits for it")
         return not self.error
 
     def so_far(self):
-        """Labels of the text so far. Words before the last one are settled, so they are sifted once."""
+        """Returns labels of the text so far. Words before the last one are settled, so they are sifted once."""
         if not self.drop or self.done:
             return self.sifted()[0]
         before, kept = self.kept
@@ -124,13 +142,13 @@ class Recording:
         return kept.joined(sifted(self.model, tail.part(last, None), self.ear)[0])
 
     def sifted(self):
-        """(Labels of the text, invented words)."""
+        """Returns (Labels of the text, invented words)."""
         seconds = self.total / self.extractor.rate
         kept, invented = sifted(self.model, self.found, self.ear, seconds) if self.ear else (self.found, [])
         return kept if self.drop else self.found, invented
 
     def read(self):
-        """The next piece, of any length, or None."""
+        """Returns the next piece, of any length, or None."""
         try:
             piece = next(self.pieces, None)
             piece = None if piece is None else features.scaled(piece)
@@ -151,7 +169,7 @@ class Recording:
             self.samples = np.concatenate(held)
 
     def cut(self, rows, frames, durations):
-        """How many of the rows to transcribe, by the frames of labels that a search found in them."""
+        """Returns how many of the rows to transcribe, by the frames of labels that a search found in them."""
         if self.last:
             return rows
         high = rows - self.margin
@@ -185,7 +203,7 @@ class Recording:
             self.done = bool(self.error)
 
     def tell(self, labels, rows):
-        """Tells the ear and the bar of labels, which may still change, up to so many rows."""
+        """Passes labels, which may still change, up to so many rows to the ear and the bar."""
         if self.progress:
             seconds = self.total / self.extractor.rate if self.done else rows * self.model.seconds
             self.progress(seconds - self.passed)
@@ -225,7 +243,7 @@ class Recording:
 
 
 def hear(model, recordings, decoding):
-    """Finds the labels of Recordings; speech for which there are none is heard once more, by itself."""
+    """Finds the labels of Recordings; speech without labels is searched once more, by itself."""
     hear_once(model, recordings, decoding)
     jobs = [(x, *job) for x in recordings if x.ear and not x.error for job in x.ear.jobs]
     second = [Recording(x.name, samples, model, again=True, own=x.own) for x, *_, samples in jobs]
@@ -252,18 +270,27 @@ def hear_once(model, recordings, decoding):
         hear_long(model, long, decoding)
     waiting = sorted((x for x in recordings if x.frames and not x.long), key=lambda x: -len(x.samples))
     while waiting := [x for x in waiting if x.wanted()]:
-        power = 1 << max(9, (waiting[0].frames - 1).bit_length())
-        frames = next(x for x in (power * 3 // 4, power) if waiting[0].frames <= x)
-        most = 1 << (max(1, BATCH // frames).bit_length() - 1)
-        size = next(x for x in (most, most // 8, 1) if 0 < x <= 2 * len(waiting))
+        size, frames = shape_of_batch(waiting[0].frames, len(waiting))
         rows, waiting = waiting[:size], waiting[size:]
         rows += [None] * (size - len(rows))
         hear_windows(model, rows, frames, None, None, decoding)
 
 
+def shape_of_batch(longest, count):
+    """Returns (rows, frames) of the next batch of `count` recordings, of which the longest has so many frames.
+
+    Rows and frames have few values, so that few programs are compiled.
+    """
+    _, batch, room, sizes = batches()
+    power = 1 << max(9, (longest - 1).bit_length())
+    frames = next(x for x in range(power // 2, power + 1, power // 2 // sizes) if longest <= x)
+    most = 1 << (max(1, batch // frames).bit_length() - 1)
+    return next(x for x in (most, most // 8, 1) if 0 < x <= room * count), frames
+
+
 def hear_long(model, recordings, decoding):
-    """Window by window; a row of the batch that has ended is the next recording's."""
-    size = 1 if len(recordings) == 1 else MOST
+    """Transcribes window by window; a row of the batch that has ended is the next recording's."""
+    size = 1 if len(recordings) == 1 else batches().windows
     waiting, rows, state = recordings[::-1], [None] * size, None
     while waiting or any(rows):
         free = np.array([x is None for x in rows])
@@ -274,16 +301,16 @@ def hear_long(model, recordings, decoding):
 
 
 def hear_windows(model, rows, frames, state, free, decoding):
-    """Takes the next window of each Recording or None; the state of the search after it.
+    """Takes the next window of each Recording or None; returns the state of the search after it.
 
-    `free`: rows that begin; None: all do, and end.
+    `free` marks rows that begin; with None, all do, and end.
     """
     decoding = decoding.of([x and x.own for x in rows])
     heard, cuts = encoded(model, [x and x.window for x in rows], frames)
     if not all(x is None or x.last for x in rows):
         cuts = np.array(cuts)
         same = {name: getattr(decoding, name) for name in ("ctc", "language", "allowed")}
-        probing = Decoding(**same)  # greedy, whatever comes after it
+        probing = Decoding(**same)  # a greedy search, whatever comes after it
         probe = jax.device_get(taken(model, model.params, heard, cuts, None, probing)[0])
         labels = [(probe.frames[i, :n], probe.durations[i, :n]) for i, n in enumerate(probe.counts)]
         cuts = np.array([0 if x is None else x.cut(int(n), *y) for x, n, y in zip(rows, cuts, labels)], np.int32)

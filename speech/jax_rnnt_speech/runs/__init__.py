@@ -20,20 +20,20 @@ from jax_rnnt_speech.system import Terminated, UserError, hosts, outputs, reason
 METRICS, TENSORBOARD, CHECKPOINTS, BEST = "metrics.jsonl", "tensorboard", "checkpoints", "best"
 BEST_FIRST = BEST, CHECKPOINTS
 LEFT_OUT = "left-out-{}.tsv"
-WRITTEN = METRICS, TENSORBOARD, LEFT_OUT.format("*"), BEST, CHECKPOINTS  # by a run
+WRITTEN = METRICS, TENSORBOARD, LEFT_OUT.format("*"), BEST, CHECKPOINTS  # names that a run writes
 EARLIER = "earlier"  # the run before --overwrite, until the new one has a checkpoint
 FLUSH = 10  # seconds between events for TensorBoard on the disk
-LOCKS = {}  # of folders that this process trains in
+LOCKS = {}  # locks of folders that this process trains in
 
 
 def steps_of(folder):
-    """The steps of the checkpoints in a folder, the last one first."""
+    """Returns the steps of the checkpoints in a folder, the last one first."""
     names = (x.name for x in folder.iterdir() if x.is_dir()) if folder.is_dir() else ()
     return sorted((int(x) for x in names if x.isascii() and x.isdigit()), reverse=True)
 
 
 def read_setup(folder):
-    """A checkpoint stores this besides its arrays."""
+    """Returns what a checkpoint stores besides its arrays."""
     setup = json.loads((folder / "setup/metadata").read_text("utf-8"))  # as Orbax writes JSON
     if not isinstance(setup, dict) or "config" not in setup:
         raise ValueError("it has no config")
@@ -41,7 +41,7 @@ def read_setup(folder):
 
 
 def damage(folder, parts):
-    """A line that says what is wrong with parts of a checkpoint, or None."""
+    """Describes in a line what is wrong with parts of a checkpoint; returns None if nothing is."""
     if wrong := outputs.damage(folder, [f"{x}/" for x in parts]):
         return wrong
     try:
@@ -64,7 +64,7 @@ class Run:
             raise UserError(f"{workdir} holds an earlier run: continue it with --resume, or delete it with --overwrite")
 
     def missing(self):
-        """The error that it has no checkpoint."""
+        """Returns the error that it has no checkpoint."""
         earlier = self.workdir / EARLIER
         more = f"; {earlier} holds the run before --overwrite" if has_model(earlier) else ""
         return UserError(f"{self.workdir} has no checkpoint: train first, with all options{more}")
@@ -83,7 +83,7 @@ class Run:
         self.manager, self.best = Checkpoints(self.workdir / CHECKPOINTS, 2), Checkpoints(self.workdir / BEST, 1)
 
     def set_aside(self):
-        """A run with checkpoints is kept until the new one has one; of what is here of others, nothing is."""
+        """Keeps a run with checkpoints until the new one has one; removes other files of runs that are here."""
         earlier = self.workdir / EARLIER
         kept = has_model(self.workdir)
         if kept and has_model(earlier):
@@ -96,7 +96,7 @@ class Run:
                 outputs.remove(path)
 
     def whole(self, parts, names=(CHECKPOINTS,), quiet=False):
-        """The folder of the last checkpoint whose parts are whole, in folders of these names, one after the other."""
+        """Returns the folder of the last checkpoint whose parts are whole; searches folders of these names in turn."""
         bad = []
         for folder in (self.workdir / name / str(x) for name in names for x in steps_of(self.workdir / name)):
             if not (wrong := damage(folder, ("setup", *parts))):
@@ -108,13 +108,13 @@ class Run:
         raise UserError(f"{self.workdir} has no whole checkpoint: {'; '.join(bad)}")
 
     def setup(self, *parts, quiet=False):
-        """What the last checkpoint whose parts are whole stores besides its arrays; from now on it is the last."""
+        """Returns what the last whole checkpoint stores besides its arrays; from now on it is the last."""
         folder = self.whole(parts, quiet=quiet)
         self.last = int(folder.name)
         return read_setup(folder)
 
     def restore(self, folder=None, **trees):
-        """Arrays by name of a checkpoint, as these trees of shapes say; by default of the last one."""
+        """Returns arrays by name of a checkpoint, as these trees of shapes say; by default of the last one."""
         from jax_rnnt_speech.runs import checkpoints
 
         folder = folder or self.workdir / CHECKPOINTS / str(self.last)
@@ -125,7 +125,7 @@ class Run:
             raise UserError(f"{folder} lacks arrays of this model ({why})") from None
 
     def save(self, step, setup, best=False, **trees):
-        """Saves a checkpoint in the place of those of this step and of later ones."""
+        """Saves a checkpoint in place of those of this step and of later ones."""
         with self.resumable():
             (self.best if best else self.manager).save(step, setup, trees)
         if self.saved:  # the one before is whole now
@@ -133,14 +133,14 @@ class Run:
         self.saved |= not best
 
     def check(self):
-        """Raises where a checkpoint could not be written."""
+        """Raises an error where a checkpoint could not be written."""
         with self.resumable():
             for manager in (self.manager, self.best):
                 manager.check()
 
     @contextlib.contextmanager
     def resumable(self):
-        """An error says what there is to go on from."""
+        """Adds to an error the step from which the run can go on."""
         try:
             yield
         except UserError as error:
@@ -150,7 +150,7 @@ class Run:
             raise error from None
 
     def forget(self):
-        """The run before --overwrite has a successor now."""
+        """Removes the run before --overwrite, which has a successor now."""
         if not jax.process_index():
             outputs.remove(self.workdir / EARLIER)
 
@@ -187,7 +187,7 @@ def lock(workdir):
 
 
 def open_run(workdir):
-    """The run of a folder that must have a checkpoint, to read."""
+    """Returns the run of a folder that must have a checkpoint, to read."""
     run = Run(workdir, resume=True)
     if not has_model(run.workdir):
         raise run.missing()
@@ -195,12 +195,12 @@ def open_run(workdir):
 
 
 def setup_of(workdir):
-    """What the last whole checkpoint of a folder stores besides its arrays; who reads these says which one it is."""
+    """Returns what a folder's last whole checkpoint stores besides its arrays; whoever reads these names it."""
     return read_setup(open_run(workdir).whole((), (CHECKPOINTS, BEST), quiet=True))
 
 
 def metrics_of(workdir):
-    """Objects of the lines of metrics.jsonl. What a resumed run wrote again counts; damaged lines are left out."""
+    """Returns the objects in metrics.jsonl. Of repeated steps a resumed run's count; damaged lines are left out."""
     file, kept, bad = workdir / METRICS, [], []
     for i, line in enumerate(file.read_bytes().split(b"\n") if file.is_file() else (), 1):
         try:
@@ -223,7 +223,7 @@ def metrics_of(workdir):
 
 @contextlib.contextmanager
 def interruptions():
-    """A list that gets the exception of Ctrl-C or SIGTERM; the second one ends, and in several processes the first."""
+    """Yields a list for the exception of Ctrl-C or SIGTERM; the second one ends, and in several processes the first."""
     heard, alone = [], jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
     before = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)} if alone else {}
     before = {x: handler for x, handler in before.items() if handler is not signal.SIG_IGN}  # as nohup and & have it
@@ -248,7 +248,7 @@ def interruptions():
 class Metrics:
     """Numbers of steps, written by the first process alone. They are no part of the state: without them a run goes on.
 
-    What an interrupted run wrote after the step that is resumed is dropped.
+    Lines that an interrupted run wrote after the step that is resumed are dropped.
     """
 
     def __init__(self, workdir, first, hook=None):
@@ -266,7 +266,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def trying(self, step, name):
-        """Says that a file cannot be written, once until it can be again."""
+        """Reports that a file cannot be written, once until it can be again."""
         try:
             yield
             self.failed.discard(name)
@@ -279,7 +279,7 @@ class Metrics:
             self.failed.add(name)
 
     def open_board(self, step):
-        """A file for TensorBoard, which is to forget what others have from this step on.
+        """Opens a file for TensorBoard, which is to forget the steps in others from this one on.
 
         It is written without SummaryWriter, whose thread ends at an error, and whose queue then waits for ever.
         """
@@ -332,6 +332,6 @@ class Metrics:
 
     def close(self):
         board, self.board = self.board, None
-        with contextlib.suppress(OSError):  # what is in memory has no room
+        with contextlib.suppress(OSError):  # the data in memory have no room
             if board:
                 board.close()

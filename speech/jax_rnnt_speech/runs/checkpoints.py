@@ -22,7 +22,7 @@ for name in ("absl", "asyncio"):  # Orbax logs each error with its traceback, an
 
 
 def unraised(event, before=sys.unraisablehook):
-    """Of several files without room, TensorStore reports the later ones to a loop that has ended with the first."""
+    """Drops later errors of TensorStore: of several files without room, the first one has ended its loop."""
     if str(event.exc_value) != "Event loop is closed":
         before(event)
 
@@ -31,7 +31,7 @@ sys.unraisablehook = unraised
 
 
 def restore(folder, trees):
-    """A list of trees of arrays, of {name: tree of shapes}; where a shape has no place, on the first device."""
+    """Returns a list of trees of arrays, for {name: tree of shapes}; shapes without a place go to the first device."""
     here = SingleDeviceSharding(jax.local_devices()[0])
 
     def placed(x):
@@ -57,32 +57,32 @@ class Checkpoints:
             self.manager = ocp.CheckpointManager(folder, options=options)
 
     def tidy(self):
-        """Removes what interrupted writes have left."""
+        """Removes the remains of interrupted writes."""
         if not jax.process_index():
             for x in self.folder.glob(f"*{UNFINISHED}*"):
                 outputs.remove(x)
 
     def seal(self):
-        """Called by Orbax in the first process, when all is written; its last rename comes before or after."""
+        """Seals a written checkpoint. Orbax calls it in the first process, before or after its last rename."""
         for x in (*self.folder.glob(f"{self.step}{UNFINISHED}*"), self.folder / str(self.step)):
             if x.is_dir():
                 return outputs.seal(x)
 
     @contextlib.contextmanager
     def writing(self):
-        """Whatever Orbax or TensorStore says of a disk is one line."""
+        """Turns whatever Orbax or TensorStore says of a disk into one line."""
         try:
             yield
         except Exception as error:
             self.failed = True
             name = self.folder if self.step is None else self.folder / str(self.step)
-            code = re.search(r"os_error_code='(\d+)'", str(error))  # of TensorStore
+            code = re.search(r"os_error_code='(\d+)'", str(error))  # a code of TensorStore
             reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None) or str(error)
             reason = reason.partition("\n")[0]
             raise UserError(f"{name} cannot be written: {reason}") from None
 
     def save(self, step, setup, trees):
-        """Saves a step in the place of itself and of later ones, which are damaged or of an interrupted run."""
+        """Saves a step in place of itself and of later ones, which are damaged or of an interrupted run."""
         self.check()
         with self.writing():
             self.manager.wait_until_finished()
@@ -94,12 +94,12 @@ class Checkpoints:
             self.manager.save(step, args=ocp.args.Composite(**args), force=True)
 
     def check(self):
-        """Raises where what is written in the background has failed."""
+        """Raises an error if writing in the background has failed."""
         with self.writing():
             self.manager.check_for_errors()
 
     def close(self):
-        """Waits for what is written in the background."""
+        """Waits for writing in the background."""
         try:
             with self.writing() if not self.failed else contextlib.suppress(Exception):
                 self.manager.close()

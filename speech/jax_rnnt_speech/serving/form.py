@@ -1,4 +1,4 @@
-"""Forms with a file, as OpenAI's clients send them: how they are read, and what they ask for."""
+"""Forms with a file, as OpenAI's clients send them: reads them, and finds what they ask for."""
 
 import asyncio
 import json
@@ -44,19 +44,19 @@ SWITCHES = (
 )
 HARMLESS |= dict.fromkeys(SWITCHES.split(), NO)
 ONCE |= {*WITHOUT_EFFECT.split(), *HARMLESS}
-ABSENT = "null", "none", "undefined"  # what JavaScript and Python write for a value that is not there
-ANY = "", "auto", "und"  # languages that say that nobody knows which one it is
+ABSENT = "null", "none", "undefined"  # the value that JavaScript and Python write for a missing one
+ANY = "", "auto", "und"  # languages which mean that nobody knows the language
 FIELDS = 2**16  # bytes of all fields that are no file
 PROMPT = 200  # characters of a prompt that may be a list of phrases
 COMMA = re.compile("[,\N{ARABIC COMMA}\N{IDEOGRAPHIC COMMA}\N{FULLWIDTH COMMA}]")
 PATIENCE = 60  # seconds in which a client has to send more of a form, or the next message, or to read
-# What aiohttp raises, or warns of, where a form is none.
+# Exceptions and warnings of aiohttp for a malformed form.
 MALFORMED = ValueError, AssertionError, RuntimeError, RuntimeWarning
 MALFORMED += aiohttp.ClientError, BadHttpMessage, web.RequestPayloadError
 
 
 class File(audio.Memory):
-    """An upload. `gone`: its client waits no longer; `listener` takes its Labels so far, where they are found."""
+    """An upload. `gone` says that its client has left; `listener` takes its Labels so far, where they are found."""
 
     def __init__(self, data, name):
         super().__init__(data, name)
@@ -70,7 +70,7 @@ class File(audio.Memory):
 
 
 class Asked(NamedTuple):
-    """What a form asks for."""
+    """The wishes of a form."""
 
     form: str
     granularities: set
@@ -90,7 +90,7 @@ class Forms:
         self.languages = {}  # (Decoding, whether the language decides anything) of those that forms have named
 
     async def read(self, request):
-        """(File, {name: texts}) of a form, of which no more than the limits is read."""
+        """Returns (File, {name: texts}) of a form, of which no more than the limits is read."""
         most, fields, file, size = self.options.max_bytes, {}, None, 0
         too_large = Problem(413, f"the file must have {most} bytes or fewer (--max-bytes)", "file")
         kind = request.content_type
@@ -111,7 +111,7 @@ class Forms:
                     data += chunk
                     if len(data) > (most if is_file else FIELDS - size):
                         raise too_large if is_file else Problem(413, f"more than {FIELDS} bytes of fields", key)
-                data = part.decode(data)  # of a transfer encoding, such as base64
+                data = part.decode(data)  # decoded from a transfer encoding, such as base64
                 if is_file:
                     file = File(bytes(data), shown(part.filename or "file"))
                     require(data, f"{file}: an empty file", "file")
@@ -127,7 +127,7 @@ class Forms:
         return file, fields
 
     def checked(self, fields):
-        """The `Asked` of the fields; raises where a field asks for what the server does not do."""
+        """Returns the `Asked` of the fields; raises an error where a field asks for what the server does not do."""
         one = {name: texts[0].strip() for name, texts in fields.items()}
         one = {name: "" if x.lower() in ABSENT else x for name, x in one.items()}
         form, parts = one.get("response_format", "").lower() or "json", listed(fields.get(GRANULARITIES, []))
@@ -159,7 +159,7 @@ class Forms:
         return Asked(form, parts, language, stream in YES, bool(include), decoding, *phrases)
 
     def own(self, keywords, prompt=""):
-        """(search_options.Own or None, phrases without effect) of keywords, and of a prompt if it is a list."""
+        """Returns (search_options.Own or None, phrases without effect) of keywords, and of a prompt if it is a list."""
         room, most = self.decoding.room, self.options.max_phrases
         require(not most or len(keywords) <= most, f"more than {most} keywords (--max-phrases)", "keywords")
         for x in keywords:
@@ -173,7 +173,7 @@ class Forms:
         return own, lacking + keywords[most:]
 
     def decoding_of(self, language):
-        """(the Decoding for the language of a form, the language if it decides anything and else "")."""
+        """Returns (the Decoding for the language of a form, the language if it decides anything and else "")."""
         if not language:
             return self.decoding, ""
         if language not in self.languages:
@@ -189,13 +189,13 @@ class Forms:
 
 
 def listed(texts):
-    """The elements of a list, which some clients send as one text: with commas, or as JSON."""
+    """Returns the elements of a list, which some clients send as one text: with commas, or as JSON."""
     elements = [x.strip().strip("\"'") for text in texts for x in text.strip("[] ").split(",")]
     return [x for x in elements if x and x.lower() not in ABSENT]
 
 
 def keywords_of(texts):
-    """The keywords of a form: one in each text, several with commas, or a list of JSON."""
+    """Returns the keywords of a form: one in each text, several with commas, or a list of JSON."""
     found = []
     for text in texts:
         try:
@@ -209,7 +209,7 @@ def keywords_of(texts):
 
 
 def phrases_of(prompt):
-    """The phrases of a prompt, which has them between commas or line breaks; none if it is long, or has neither.
+    """Returns the phrases in a prompt, between commas or line breaks; none if it is long, or has neither.
 
     Clients of Whisper send the text that came before, or a sentence in the style that they want: no phrases.
     """
@@ -218,7 +218,7 @@ def phrases_of(prompt):
 
 
 async def flowing(request, reading):
-    """The result of a coroutine that reads the body of a request, however long it takes, while data flow."""
+    """Returns the result of a coroutine that reads the body of a request, however long it takes, while data flow."""
     loop, task = asyncio.get_running_loop(), asyncio.create_task(reading)
     count, since = 0, loop.time()
     try:

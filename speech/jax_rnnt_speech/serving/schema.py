@@ -1,4 +1,4 @@
-"""What the server answers, in the schema of OpenAI's API: texts, segments, errors."""
+"""The server's answers, in the schema of OpenAI's API: texts, segments, errors."""
 
 import json
 import logging
@@ -13,14 +13,14 @@ from jax_rnnt_speech.data.utterances import shown
 from jax_rnnt_speech.recognition import timed, transcripts
 
 FORMATS = "json", "text", "srt", "vtt", "verbose_json"
-BRIEF = 40  # characters of a client's text that a line of ours has, at most
+BRIEF = 40  # longest part of a client's text in a line of ours, in characters
 UNUSED = "X-Unused-Keywords"  # a header, as JSON in ASCII of at most so many characters
 HEADER = 4096
-UNLIKELY = -9999.0  # OpenAI's log-probability of what is very unlikely: JSON has no infinity
+UNLIKELY = -9999.0  # OpenAI's log-probability for very unlikely labels, as JSON has no infinity
 
 
 class Problem(Exception):
-    """What is wrong with a request."""
+    """The error of a request."""
 
     def __init__(self, status, message, field=None, code=None):
         self.status, self.error = status, {"message": message, "type": "server_error", "param": field, "code": code}
@@ -29,19 +29,19 @@ class Problem(Exception):
 
 
 def require(fine, message, field=None, status=400):
-    """Raises the Problem of a request that is not fine."""
+    """Raises a Problem if a request is not fine."""
     if not fine:
         raise Problem(status, message, field)
 
 
 def brief(text):
-    """The beginning of a client's text, for a message."""
+    """Returns the beginning of a client's text, for a message."""
     text = shown(text)
     return text if len(text) <= BRIEF else f"{text[: BRIEF - 3]}..."
 
 
 def unexpected(request):
-    """The Problem that an exception of ours is to a client; it is logged, but for texts that its message may have."""
+    """Returns the Problem that an exception of ours is to a client; logs it, without texts that it may contain."""
     error = sys.exception()
     place = "".join(traceback.format_tb(error.__traceback__))
     what = f"{type(error).__name__}: {brief(error)}"
@@ -50,7 +50,7 @@ def unexpected(request):
 
 
 def unused_header(texts):
-    """The header that names phrases without effect; of many, the first ones and how many others there are."""
+    """Returns the header that names phrases without effect; of many, the first ones and the number of others."""
     for count in range(len(texts), 0, -1):
         others = [f"and {len(texts) - count} more"] * (count < len(texts))
         if len(line := json.dumps([*texts[:count], *others])) <= HEADER:
@@ -59,20 +59,20 @@ def unused_header(texts):
 
 
 def log_probs(labels):
-    """The log-probabilities of labels as OpenAI's clients read them. A label is (number, text, log-probability)."""
+    """Returns log-probabilities of labels (number, text, log-probability) as OpenAI's clients read them."""
     texts = ((data_of(text), x) for _, text, x in labels)
     return [{"token": data.decode(errors="replace"), "bytes": list(data), "logprob": x} for data, x in texts]
 
 
 def data_of(text):
-    """The bytes of what a label adds to a text, which may be a part of a character."""
+    """Returns the bytes that a label adds to a text, which may be a part of a character."""
     return text.encode(errors="surrogateescape")
 
 
 def answer(transcript, form, granularities, language, labels=(), include=False, unused=()):
-    """The response in a form. `labels`: as `Server.spelled` returns them; `include`: their log-probabilities.
+    """Returns the response in a form. `labels` are those of `Server.spelled`; `include` adds their log-probabilities.
 
-    `unused`: phrases without effect.
+    `unused` are phrases without effect.
     """
     if form == "text":
         return web.Response(text=f"{transcript.text}\n")
@@ -95,7 +95,7 @@ def answer(transcript, form, granularities, language, labels=(), include=False, 
 
 
 def segments(captions, labels):
-    """Captions with all that OpenAI's schema requires.
+    """Returns captions with all that OpenAI's schema requires.
 
     `avg_logprob` is the mean of the labels, `compression_ratio` that of zlib, as in Whisper. The search draws nothing,
     so its `temperature` is 0, and it begins with the recording, so `seek` is 0. No model here has a `no_speech_prob`:

@@ -1,8 +1,8 @@
 """Texts over HTTP and WebSocket, on aiohttp.
 
 Files are read into memory, decoded and transcribed in a thread, together with those that wait; streams share a batch in
-another. No file of a client is kept, and none is heard further once its client has gone. Answers have the schema of
-OpenAI's API, errors too.
+another. No file of a client is kept, and none is transcribed further once its client has gone. Answers have the schema
+of OpenAI's API, errors too.
 """
 
 import asyncio
@@ -47,13 +47,13 @@ SLASHES = "{_:/*}"  # behind a path, as some clients write them
 
 
 class Server:
-    """`options`: a `cli.serve.Serving` with a name."""
+    """The server. `options` are a `cli.serve.Serving` with a name."""
 
     def __init__(self, model, decoding, options):
         self.model, self.options, self.forms = model, options, form.Forms(model, decoding, options)
         self.texts = [x.replace(model.tokens.separator, " ") for x in model.tokens.texts]
         self.files, self.uploads, self.sockets = Together(self.transcribed, TOGETHER), 0, set()
-        self.ending = False  # whether the server refuses what is new
+        self.ending = False  # whether the server refuses new requests
         sizes = {name: x for name in ("chunk", "right") if (x := getattr(options, name)) is not None}
         self.slots = None
         if sizes or model.config.encoder.draws:
@@ -100,7 +100,7 @@ class Server:
         return web.json_response({"error": problem.error}, status=problem.status, headers=headers)
 
     def allowed(self, request):
-        """The origin whose pages may read the answer, if it is one of --cors."""
+        """Returns the origin whose pages may read the answer, if it is one of --cors."""
         return "*" if "*" in self.options.cors else request.headers.get("Origin")
 
     async def allow(self, request, response):
@@ -137,7 +137,7 @@ class Server:
         raise Problem(404, "nothing is translated: /v1/audio/transcriptions writes what is said")
 
     async def end(self, seconds):
-        """Refuses what is new, and gives work in hand so many seconds. Then its clients get the error that it ends."""
+        """Refuses new requests, and gives work in hand so many seconds. Then its clients get the error that it ends."""
         self.ending = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -146,7 +146,7 @@ class Server:
         self.over.set_result(None)
 
     async def before_the_end(self, work):
-        """The result of a coroutine; a Problem if the server ends before it."""
+        """Returns the result of a coroutine; raises a Problem if the server ends before it."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task, self.over], return_when=asyncio.FIRST_COMPLETED)
@@ -213,7 +213,7 @@ class Server:
         loop, queue, said, count = asyncio.get_running_loop(), asyncio.Queue(), "", 0
 
         def tell(labels):
-            # Without a character that is not whole, and without white space, as a text may end here.
+            # It drops a character that is not whole, and white space, as a text may end here.
             text = self.model.tokens.decode(labels.labels).rstrip("\ufffd").strip()
             text = file.decoding.written.settled(text)
             loop.call_soon_threadsafe(queue.put_nowait, (text, self.spelled(labels) if include else []))
@@ -246,11 +246,11 @@ class Server:
             job.cancel()
 
     def spelled(self, heard):
-        """(label, its text, log-probability) of each of the Labels."""
+        """Returns (label, its text, log-probability) of each of the Labels."""
         return [(i, self.texts[i], max(UNLIKELY, x)) for i, x in zip(heard.labels, heard.log_probs)]
 
     def transcribed(self, files):
-        """The Transcript, or the Problem, of each File. It runs in a thread."""
+        """Returns the Transcript, or the Problem, of each File. It runs in a thread."""
         answers = {}
         for decoding in {id(x.decoding): x.decoding for x in files}.values():  # files of a language are a batch
             some = [x for x in files if x.decoding is decoding]
@@ -262,14 +262,14 @@ class Server:
         return [answers[id(x)] for x in files]
 
     def check_audio(self, file):
-        """Raises where nothing of a file can be decoded."""
+        """Raises a Problem where nothing of a file can be decoded."""
         try:
             next(audio.blocks(file), None)
         except UserError as error:
             raise Problem(400, str(error), "file") from None
 
     def samples(self, file):
-        """(name, pieces of its samples as it is decoded) of a File."""
+        """Returns (name, pieces of its samples as it is decoded) of a File."""
         rate = self.model.extractor.rate
 
         def pieces():
@@ -355,7 +355,7 @@ class Server:
         await socket.close()
 
     def prefer(self, stream, text):
-        """The event that answers a message with the phrases of the next utterance."""
+        """Returns the event that answers a message with the phrases of the next utterance."""
         try:
             message = json.loads(text)
         except ValueError:
@@ -373,7 +373,7 @@ class Server:
 
 
 class Samples:
-    """Samples of bytes of a type, at the rate of the model; FFmpeg changes the rate."""
+    """Turns bytes of a type into samples, at the rate of the model; FFmpeg changes the rate."""
 
     def __init__(self, dtype, rate, wanted):
         self.dtype, self.rate, self.wanted, self.count, self.left = dtype, rate, wanted, 0, b""
@@ -381,7 +381,7 @@ class Samples:
         self.resampler = None if rate == wanted else av.AudioResampler("flt", "mono", wanted)
 
     def __call__(self, data):
-        """Messages may end within a sample, which the next one goes on with."""
+        """Returns the samples of a message, which may end within a sample that the next one goes on with."""
         data = self.left + data
         whole = len(data) - len(data) % self.dtype.itemsize
         self.left = data[whole:]
@@ -398,7 +398,7 @@ class Samples:
         return joined(self.resampler.resample(frame))
 
     def rest(self):
-        """The samples that the resampler still holds, as an utterance ends. The next one has another resampler."""
+        """Returns the samples still in the resampler at an utterance's end. The next one has another resampler."""
         if not self.used:
             return np.zeros(0, np.float32)
         last, self.used = self.resampler, False
@@ -411,7 +411,7 @@ def joined(frames):
 
 
 def closed():
-    """The Problem of a request that meets the end of the server."""
+    """Returns the Problem of a request that meets the end of the server."""
     return Problem(503, "the server is shutting down: try again")
 
 
@@ -424,7 +424,7 @@ def runner(server):
 
 @contextlib.contextmanager
 def listening(options):
-    """An address that cannot be had becomes a line that names the options."""
+    """Turns the error of an unavailable address into a line that names the options."""
     try:
         yield
     except OSError as error:  # asyncio says more than the reason; the resolver's errors have negative numbers

@@ -5,7 +5,7 @@ import concurrent.futures
 
 
 class Together:
-    """Calls of coroutines, as one call of `run` in a thread for all that wait, at most so many."""
+    """Makes waiting calls of coroutines one call of `run` in a thread, for at most so many."""
 
     def __init__(self, run, most):
         self.run, self.most, self.waiting, self.task = run, most, [], None

@@ -9,7 +9,7 @@ from jax_rnnt_speech.serving.together import Together
 
 
 class Places:
-    """What `streams.Slots` is for an encoder with a chunk. `sizes`: arguments of `Windowed`, such as `chunk`."""
+    """Serves as `streams.Slots`, for encoders without a chunk. `sizes` are arguments of `Windowed`, such as `chunk`."""
 
     def __init__(self, model, count, decoding, sizes):
         self.count, self.free = count, [0] * count
@@ -18,10 +18,10 @@ class Places:
         first = self.made()
         self.said = first.said_sizes
         for step in first.steps(np.zeros(first.extractor.rate, np.float32), end=True):
-            first.slots.run([step])  # compiles
+            first.slots.run([step])  # this compiles
 
     def stream(self, silence):
-        """A Stream, which takes a place; so many seconds of silence end an utterance."""
+        """Returns a Stream, which takes a place; so many seconds of silence end an utterance."""
         stream = self.made(silence=silence)
         self.free.pop()
         stream.slots.elsewhere = self.together

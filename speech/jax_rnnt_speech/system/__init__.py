@@ -1,4 +1,4 @@
-"""A program deals with its machine here: processes and devices, files, compiled programs, errors for people."""
+"""Deals with the machine: processes and devices, files, compiled programs, errors for people."""
 
 import contextlib
 import functools
@@ -9,13 +9,13 @@ from tqdm import tqdm
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, of which services and schedulers expect another status than that of Ctrl-C."""
+    """SIGTERM, for which services and schedulers expect another status than for Ctrl-C."""
 
     status = 143
 
     @classmethod
     def hear(cls, *_):
-        """Its handler: as after Ctrl-C, what is written is whole then."""
+        """Handles the signal: as after Ctrl-C, files are whole then."""
         raise cls
 
 
@@ -24,12 +24,12 @@ class UserError(Exception):
 
 
 def reason(error):
-    """Says an error of a file to a person: its number says nothing, and its name is known."""
+    """Describes an error of a file to a person: its number says nothing, and its name is known."""
     return getattr(error, "strerror", None) or str(error)
 
 
 def leave(status):
-    """Ends the process at once: threads that compute, and what would wait for them, are left as they are."""
+    """Ends the process at once: threads that compute, and those that would wait for them, are left as they are."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -38,19 +38,19 @@ def leave(status):
 
 @functools.lru_cache(4096)
 def say_once(line):
-    """On the standard error; above a bar, if there is one."""
+    """Writes to the standard error; above a bar, if there is one."""
     tqdm.write(line, file=sys.stderr)
 
 
 def refuse_if(wrong, message):
-    """Raises, with a message for a person, where something is wrong."""
+    """Raises a UserError, with a message for a person, if something is wrong."""
     if wrong:
         raise UserError(message)
 
 
 @contextlib.contextmanager
 def as_user_error(what, *kinds):
-    """Errors of these kinds become one line for a person, which says first what went wrong."""
+    """Turns errors of these kinds into one line for a person, which begins with `what`."""
     try:
         yield
     except kinds as error:

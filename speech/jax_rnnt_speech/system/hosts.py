@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from jax_rnnt_speech.system import UserError, refuse_if
 
-ONE_HEAP = -8  # M_ARENA_MAX of malloc.h
+ONE_HEAP = -8  # value of M_ARENA_MAX in malloc.h
 DIED = "another process has ended or is out of reach; start all again with --resume"
 # Where another process dies, C++ aborts this one: JAX's client, or Gloo within a collective. No Python runs in it then,
-# so the advice must come from yet another process, which reads what C++ writes. It passes that on, but for the stack,
+# so the advice must come from yet another process, which reads what C++ writes. It passes that on, without the stack,
 # and writes the advice last. It ignores signals, which schedulers send to all processes of a job, and ends when nobody
 # is left who could write to it.
 RELAY = """
@@ -59,7 +59,7 @@ def relay(words):
 
 
 def died():
-    """The last line of a process that another one has left alone."""
+    """Returns the last line of a process that another one has left alone."""
     return f"process {jax.process_index()}: " * bool(jax.process_index()) + f"rnnt-speech: {DIED}"
 
 
@@ -109,7 +109,7 @@ def say(line):
 
 
 def devices(platform, count):
-    """`count` devices of each process, or all. A CPU poses as `count` or 2 of them, unless XLA_FLAGS splits it."""
+    """Returns `count` devices of each process, or all. A CPU poses as `count` or 2, unless XLA_FLAGS splits it."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has it; elsewhere nothing is needed
         ctypes.CDLL(None).mallopt(ONE_HEAP, 1)  # memory that compilers free can then be used by steps, in any thread
     if platform:
@@ -156,18 +156,18 @@ def together():
 
 
 def part():
-    """(number of this process, number of all)."""
+    """Returns (number of this process, number of all)."""
     return jax.process_index(), jax.process_count()
 
 
 def agree(name, x):
-    """Raises unless all processes have the same JSON."""
+    """Raises an error unless all processes have the same JSON."""
     digest = np.frombuffer(hashlib.sha256(json.dumps(x).encode()).digest(), np.uint8)
     refuse_if((multihost_utils.process_allgather(digest) != digest).any(), f"{name} differ between the processes")
 
 
 def each(x):
-    """JSON of every process, in a list."""
+    """Returns the JSON of every process, in a list."""
     if jax.process_count() == 1:
         return [x]
     data = np.frombuffer(json.dumps(x).encode(), np.uint8)
@@ -177,7 +177,7 @@ def each(x):
 
 
 def gathered(tree):
-    """NumPy arrays of all processes, along their first axis."""
+    """Returns the NumPy arrays of all processes, along their first axis."""
     return multihost_utils.process_allgather(tree, tiled=True)
 
 

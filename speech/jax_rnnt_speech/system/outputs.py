@@ -1,4 +1,4 @@
-"""Where commands write: checked before they work, whole or not at all; and the bars that say how far they are."""
+"""The outputs of commands: checked before they work, written whole or not at all; and the bars that show progress."""
 
 import contextlib
 import ctypes
@@ -20,16 +20,16 @@ from tqdm import tqdm
 
 from jax_rnnt_speech.system import UserError, as_user_error, reason, refuse_if
 
-SUMS = "sums.json"  # of a sealed folder
-CLAIMS = {}  # open sockets, by what this process writes
-BROKEN_PIPE = 141  # the status of what SIGPIPE ends
+SUMS = "sums.json"  # in a sealed folder
+CLAIMS = {}  # open sockets, by the files that this process writes
+BROKEN_PIPE = 141  # the status of processes that SIGPIPE ends
 
-# On a terminal alone. No delay: what is written before a delayed bar is shown leaves a part of it.
+# A bar is shown on a terminal alone. No delay: text that is written before a delayed bar is shown leaves a part of it.
 bar = functools.partial(tqdm, mininterval=1, leave=False, disable=None)
 
 
 def unread():
-    """Whether the program that read the standard output has ended, as `head` does. Nothing more is written there."""
+    """Returns True if the reader of the standard output has ended, as `head` does. Nothing more is written there."""
     if sys.stdout is None:
         return False
     poll = select.poll()
@@ -45,9 +45,9 @@ def unread():
 
 
 def claim(path, name):
-    """Raises where another command of this machine writes the same; else none may, while this process lives.
+    """Raises an error if another command of this machine writes the same; else none may, while this process lives.
 
-    A name of Linux's for sockets says so: unlike a file that locks, it ends with the process, and nothing stays.
+    It uses a name of Linux's for sockets: unlike a file that locks, it ends with the process, and nothing stays.
     """
     place = path.resolve()
     if sys.platform != "linux" or place in CLAIMS or (path.exists() and not (path.is_file() or path.is_dir())):
@@ -64,7 +64,7 @@ def claim(path, name):
 
 
 def check(path, sources, folder=False, option="--output"):
-    """Raises where a file or folder cannot be written, or is one of the files that are read."""
+    """Raises an error where a file or folder cannot be written, or is one of the files that are read."""
     name = f"{option} {path}".strip()
     refuse_if(not path.parent.is_dir(), f"{name}: {path.parent} is no folder")
     refuse_if(path.exists() and path.is_dir() != folder, f"{name} must be {'a folder' if folder else 'a file'}")
@@ -76,15 +76,15 @@ def check(path, sources, folder=False, option="--output"):
 
 
 def writing(path):
-    """An error of the disk becomes a line that names what could not be written."""
+    """Turns an error of the disk into a line that names what could not be written."""
     return as_user_error(f"{path} cannot be written", OSError)
 
 
 @contextlib.contextmanager
 def whole(path, keep=None):
-    """A name next to `path`, to write a file or folder to. It takes the place of `path` once it is on the disk.
+    """Yields a name next to `path`, to write a file or folder to. It replaces `path` once it is on the disk.
 
-    Whatever happens before leaves `path` as it was. Of an earlier folder, entries stay for whose name `keep` is true.
+    Whatever happens before leaves `path` as it was. In an earlier folder, entries stay for whose name `keep` is true.
     """
     path = Path(path)
     if alone := path.exists() and not (path.is_file() or path.is_dir()):  # a device or a pipe
@@ -116,13 +116,29 @@ def whole(path, keep=None):
             remove(part)
 
 
+@contextlib.contextmanager
+def whole_folder(path, keep=None):
+    """`whole` of a folder. Its parents are made, and those that were missing go again if nothing is written."""
+    missing = [x for x in path.resolve().parents if not x.exists()]
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path, keep) as part:
+            part.mkdir(exist_ok=True)
+            yield part
+    finally:
+        for x in missing:
+            with contextlib.suppress(OSError):  # something is in it
+                x.rmdir()
+
+
 def shortened(name, most):
-    """The first characters of a name, in so many bytes at most."""
+    """Returns the first characters of a name, in so many bytes at most."""
     return os.fsencode(name)[:most].decode("utf-8", "ignore") if len(os.fsencode(name)) > most else name
 
 
 class Growing:
-    """A text file to which whole pieces are added: of one for which there is no room, nothing stays."""
+    """A text file to which whole pieces are added; if there is no room for one, nothing of it stays."""
 
     def __init__(self, path):
         self.path, self.size = path, 0
@@ -148,7 +164,7 @@ class Growing:
 
 
 class Screen:
-    """The standard output, as `Growing`."""
+    """The standard output, in the form of `Growing`."""
 
     def write(self, text):
         with writing("the standard output"):
@@ -159,7 +175,7 @@ class Screen:
 
 
 class Nowhere(io.TextIOBase):
-    """Takes what nobody reads."""
+    """Takes output that nobody reads."""
 
     def write(self, text):
         return len(text)
@@ -184,7 +200,7 @@ def remove(path):
 
 
 def link(old, new):
-    """A second name of a file, or a copy where the file system has no second names."""
+    """Gives a file a second name, or copies it where the file system has no second names."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:
@@ -221,7 +237,7 @@ def sync(path, within=True):
 
 
 def sum_of(path):
-    """[bytes, CRC-32] of a file."""
+    """Returns [bytes, CRC-32] of a file."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(2**22):
@@ -237,7 +253,7 @@ def seal(folder):
 
 
 def damage(folder, parts=("",)):
-    """A line that says what is wrong with the parts of a folder, whose names begin so, or None."""
+    """Describes in a line what is wrong with parts of a folder, by the beginnings of their names; else None."""
     try:
         if not (folder / SUMS).exists():
             return f"it has no {SUMS}"

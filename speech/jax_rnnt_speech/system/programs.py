@@ -1,4 +1,4 @@
-"""Compiled programs: kept in a folder for the next start, and announced before they are compiled."""
+"""Keeps compiled programs in a folder for the next start, and announces them before they are compiled."""
 
 import contextlib
 import functools
@@ -16,18 +16,18 @@ from tqdm import tqdm
 
 MOST = 2**30  # bytes of programs in a folder
 PROCESSOR = Path("/proc/cpuinfo")
-NAMING = "model name", "flags", "CPU part", "Features"  # lines there, of x86 and of ARM, which programs depend on
+NAMING = "model name", "flags", "CPU part", "Features"  # lines there, of x86 and of ARM, on which programs depend
 
 
 def machine():
-    """The name of a folder: programs of another jaxlib, or of a processor with other features, do not run here."""
+    """Returns a folder's name: programs of another jaxlib, or of a processor with other features, do not run here."""
     lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else [platform.processor()]
     named = sorted({x for x in lines if x.startswith(NAMING)} or {*lines})
     return f"jaxlib-{jaxlib.__version__}-{platform.machine()}-{hashlib.sha256(repr(named).encode()).hexdigest()[:8]}"
 
 
 def keep(folder):
-    """Programs are read from the folder and written there, or in the user's cache; JAX may have a folder already."""
+    """Reads and writes programs in the folder, or in the user's cache; JAX may have a folder already."""
     if folder is None or not os.access(next(x for x in folder.absolute().parents if x.exists()), os.W_OK):
         folder = Path.home() / ".cache/jax_rnnt_speech/programs"
     if not jax.config.jax_compilation_cache_dir:
@@ -55,9 +55,10 @@ def tidy(folder):
 
 
 def announced(name, place=2):
-    """For a compiled function that is to say when it compiles for new shapes, and how long that took.
+    """Decorates a compiled function to say when it compiles for new shapes, and how long that took.
 
-    Its argument at `place` is features [B, T, ...], or a batch with them. `shapes` of the result has what was compiled.
+    Its argument at `place` is features [B, T, ...], or a batch with them. `shapes` of the result has the compiled
+    shapes.
     """
 
     def decorated(function):

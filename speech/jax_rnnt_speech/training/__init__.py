@@ -1,1 +1,1 @@
-"""From a corpus to a model: what is made small, which parameters learn, steps, epochs."""
+"""From a corpus to a model: the objective, the parameters to train, steps and epochs."""

@@ -15,23 +15,23 @@ from jax_rnnt_speech.training import objective
 
 
 class Rates(NamedTuple):
-    loss: float  # nats an utterance
-    cer: float  # per cent
+    loss: float  # nats per utterance
+    cer: float  # per cent, as is `wer`
     wer: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Held-out utterances, and how their labels are searched for."""
+    """The held-out utterances, and the search for their labels."""
 
     model: Model
     data: batches.Labelled
     buckets: list
-    split: Callable  # a batch over the devices
+    split: Callable  # puts a batch on the devices
     decoding: Decoding
 
     def rates(self, params, examples=0):
-        """Rates of all utterances, and (reference, hypothesis) of the first ones."""
+        """Returns the Rates of all utterances, and (reference, hypothesis) of the first ones."""
         model, data, loss, scored, characters, words, pairs = self.model, self.data, 0.0, 0, [], [], []
         for batch in batches.testing(data, model.config, self.buckets, hosts.part()):
             batch["valid"] &= ~np.isin(batch["index"], [*data.without])
@@ -49,7 +49,7 @@ class Evaluation:
         return Rates(loss / max(scored, 1), *(errors.summed(x).rate for x in (characters, words))), pairs
 
     def measured(self, params, step):
-        """The Rates, which are printed with two examples."""
+        """Returns the Rates, and prints them with two examples."""
         rates, pairs = self.rates(params, examples=2)
         hosts.say(f"step {step}: held-out loss {rates.loss:.2f}, CER {rates.cer:.1f}%, WER {rates.wer:.1f}%")
         for reference, hypothesis in pairs:

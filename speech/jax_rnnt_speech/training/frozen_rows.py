@@ -1,4 +1,4 @@
-"""Rows of the frozen lower part of an encoder, which a source may remember in the place of features."""
+"""Rows of the frozen lower part of an encoder, which a source may keep in place of features."""
 
 import collections
 import dataclasses
@@ -11,7 +11,7 @@ from jax_rnnt_speech.data import batches, cache
 
 
 def lower_of(model, parts):
-    """(the model that computes rows, all of it that decides them)."""
+    """Returns (the model that computes rows, everything of it that determines them)."""
     config, standard, weights = model.config, (model.mean.tolist(), model.deviation.tolist()), hashlib.sha256()
     for path, x in sorted(parts.frozen(model.params).items()):
         weights.update(path.encode() + np.ascontiguousarray(jax.device_get(x)).tobytes())
@@ -23,7 +23,7 @@ def lower_of(model, parts):
 
 
 def remember(model, parts, source, folder):
-    """Lets a source that is opened have rows after the frozen layers. They are computed once and kept in a folder.
+    """Makes an opened source give rows after the frozen layers. They are computed once and kept in a folder.
 
     The head stacks rows after all layers, so these are more than the model has in the end.
     """
@@ -51,7 +51,7 @@ def remember(model, parts, source, folder):
 
 
 def rows_of(model, params, layers, index, source):
-    """(number, rows) of all versions of the utterances of an index, computed in batches of a shape."""
+    """Yields (number, rows) of all versions of the utterances of an index, computed in batches of a shape."""
     data = batches.Labelled(source, collections.defaultdict(lambda: np.zeros(0, np.int32)))
     items, versions = np.nonzero(index.frames)
     buckets = source.order.bucket(index.frames[items, versions] * index.hop)

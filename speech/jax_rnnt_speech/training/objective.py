@@ -1,4 +1,4 @@
-"""What a training makes small, and what its tests measure."""
+"""The objective of training, and the measures of its tests."""
 
 import functools
 
@@ -12,22 +12,22 @@ from jax_rnnt_speech.recognition.search import search
 from jax_rnnt_speech.system import programs, refuse_if
 from jax_rnnt_speech.training.parts import lower_layers
 
-SAMPLE = 200  # utterances of which statistics are taken
+SAMPLE = 200  # number of utterances from which statistics are computed
 
 
 def copied(batch, copies):
-    """The batch with each utterance as often as it has masks; its copies are next to each other, on one device."""
+    """Returns the batch with a copy of each utterance for each of its masks; copies are neighbours, on one device."""
     rows = {name: x if name.startswith("text") else jnp.repeat(x, copies, 0) for name, x in batch.items()}
     return rows | {"spans": batch["spans"].reshape(len(rows["valid"]), -1, 2)}
 
 
 def mean_loss(model, params, batch, step, layers=None, valid=None, ramp=1.0, context=None):
-    """Mean loss of the utterances of a batch, in nats; `layers`: of their rows after so many layers.
+    """Returns the mean loss of a batch's utterances, in nats; `layers`: it has rows after so many layers, not features.
 
-    `context`: a `contexts.Context`; by default, what a row of a whole recording sees.
+    `context` is a `contexts.Context`; by default, it is what a row of a whole recording sees.
 
-    `valid`: which rows are utterances in a whole batch, of which this one is a part. The sum over all parts is the mean
-    loss of the whole. `ramp`: factor of the weight of CR-CTC.
+    `valid` says which rows are utterances in a whole batch, of which this one is a part. The sum over all parts is the
+    mean loss of the whole. `ramp` is a factor of the weight of CR-CTC.
     """
     config, valid = model.config, batch["valid"] if valid is None else valid
     copies, time_masks = config.masks
@@ -35,7 +35,7 @@ def mean_loss(model, params, batch, step, layers=None, valid=None, ramp=1.0, con
         batch, valid = copied(batch, copies), jnp.repeat(valid, copies)
     x = model.inputs(batch) if layers is None else batch["features"]
     x = features.hide(x, batch["lengths"], batch["spans"], time_masks)
-    batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # of no other row are frames
+    batch = batch | {"lengths": jnp.where(batch["valid"], batch["lengths"], 0)}  # other rows have no frames
     frozen = lower_layers(config.optimiser.freeze) if layers is None else None
     if frozen is not None:  # they have no dropout, as rows of the cache have none
         lower = model.network(params).encoder
@@ -61,7 +61,7 @@ def mean_loss(model, params, batch, step, layers=None, valid=None, ramp=1.0, con
 @programs.announced("a test")
 @functools.partial(jax.jit, static_argnums=0)
 def evaluated(model, params, batch, decoding):
-    """Sum of losses, and labels [B, L] with their numbers [B]."""
+    """Returns the sum of losses, and labels [B, L] with their numbers [B]."""
     network = model.network(params)
     x = model.encoded(network, model.inputs(batch), batch, language=decoding.language)
     values = model.variant.compute(model.loss, network, x, model.config.network.joint == "tiles")
@@ -70,7 +70,7 @@ def evaluated(model, params, batch, decoding):
 
 
 def standardise(model, data):
-    """Gives a model mean and deviation of each feature in some training utterances."""
+    """Gives a model the mean and deviation of each feature in some training utterances."""
     if model.extractor.normalize != "corpus":
         return
     some = list(data.labels)[:: max(1, len(data.labels) // SAMPLE)]

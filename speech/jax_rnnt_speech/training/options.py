@@ -1,4 +1,4 @@
-"""Options of one start of a training, which no checkpoint keeps: where it runs, and what becomes of an earlier run."""
+"""Options of one start of a training, which no checkpoint keeps: where it runs, and the fate of an earlier run."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ from jax_rnnt_speech.config.options import amount, natural, option, positive
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a training runs, and what becomes of an earlier one."""
+    """The place where a training runs, and the fate of an earlier one."""
 
     workdir: Path | None = option(None, Path, "folder of this training; default: runs/NAME-LOSS", metavar="FOLDER")
     resume: bool = option(

@@ -1,4 +1,4 @@
-"""Parameters by their paths, such as encoder/blocks/layers/0/...: which are frozen, and how fast the others learn."""
+"""Parameters by their paths, such as encoder/blocks/layers/0/...: which are frozen, and the others' rates."""
 
 import re
 
@@ -9,7 +9,7 @@ import numpy as np
 from jax_rnnt_speech.system import UserError, refuse_if
 
 LOWER = re.compile(r"encoder:(\d+)")
-STATISTICS = "/norm/mean", "/norm/var"  # ends of the paths of batch norms'
+STATISTICS = "/norm/mean", "/norm/var"  # ends of the paths of batch norms' statistics
 BLOCK = re.compile(r"(encoder/blocks/layers)/(\d+)/(.*)")
 
 
@@ -19,7 +19,7 @@ def path_of(keys):
 
 
 def lower_layers(freeze):
-    """LAYERS of encoder:LAYERS in --freeze, or None."""
+    """Returns the LAYERS of encoder:LAYERS in --freeze, or None."""
     counts = [int(match[1]) for x in freeze.split(",") if (match := LOWER.fullmatch(x.strip()))]
     return max(counts, default=None)
 
@@ -30,7 +30,7 @@ def within(path, prefix):
 
 @jax.custom_vjp
 def unstacked(x):
-    """The rows of an array. Their gradients are stacked; JAX would add as many arrays of zeros with a row each."""
+    """Returns an array's rows. Their gradients are stacked; JAX would add as many arrays of zeros with a row each."""
     return jnp.unstack(x)
 
 
@@ -38,10 +38,10 @@ unstacked.defvjp(lambda x: (jnp.unstack(x), None), lambda _, rows: (jnp.stack(ro
 
 
 class Parts:
-    """Which of the parameters are trained. As they are trained, they are a dictionary by path.
+    """The choice of parameters to train. Those in training are a dictionary by path.
 
-    With --scan, those of all blocks are one array, as the program of the encoder takes them: XLA leaves out that they
-    are taken apart and put together again, and the optimiser has few arrays.
+    With --scan, those of all blocks are one array, as the program of the encoder takes them: XLA removes the splitting
+    and stacking, and the optimiser has few arrays.
     """
 
     def __init__(self, config, params):
@@ -78,7 +78,7 @@ class Parts:
             self.groups[name], self.factors[name] = group, float(column.min()) if np.ptp(column) == 0 else column
 
     def statistics(self, config, frozen):
-        """Paths of batch norms' statistics that --batch-norm freezes, besides the prefixes that --freeze names."""
+        """Returns the paths of batch norms' statistics that --batch-norm freezes, besides the prefixes in --freeze."""
         paths = [path for path in self.paths if path.endswith(STATISTICS)]
         if config.network.batch_norm == "frozen":
             return paths
@@ -95,14 +95,14 @@ class Parts:
                 for name, group in chosen.items()}  # fmt: skip
 
     def free(self, params):
-        """{path: array} of those that are trained."""
+        """Returns {path: array} of the parameters that are trained."""
         return self.chosen(params, True)
 
     def frozen(self, params):
         return self.chosen(params, False)
 
     def whole(self, *some):
-        """The parameters of dictionaries that have all of them."""
+        """Returns the parameters from dictionaries that together have all of them."""
         arrays, leaves = {path: x for one in some for path, x in one.items()}, {}
         for name, group in self.groups.items():
             leaves |= zip(group, unstacked(arrays[name]) if len(group) > 1 else [arrays[name]])

@@ -1,4 +1,4 @@
-"""Opens all that a training needs, and checks it, before anything of an earlier run is set aside."""
+"""Opens and checks all that a training needs, before anything of an earlier run is set aside."""
 
 import functools
 import sys
@@ -22,7 +22,7 @@ from jax_rnnt_speech.training.train import Training
 
 
 def report(model, parts, train, valid):
-    """Prints what is left out, and how large the corpora and the model are."""
+    """Prints which utterances are left out, and the sizes of the corpora and of the model."""
     for name, data in (("train", train), ("valid", valid)):
         for line in data.corpus.report.lines():
             hosts.say(f"{name}: {line}")
@@ -41,7 +41,7 @@ def warn(*lines):
 
 
 def opened_source(config, start, run, index, folder):
-    """The Source of what --train names; `index` and `folder`: for the index and for features, or None."""
+    """Returns the Source of --train. `index` and `folder` are for the index and for features, or None."""
     corpus = corpora.made_by(config.data.train, config, "train")
     refuse_if(start.workers and corpus is not None, "--workers: a corpus that a function makes is read by one process")
     state = None if run.last is None else run.setup("params", "training", quiet=True).get("order", EARLIER)
@@ -50,7 +50,7 @@ def opened_source(config, start, run, index, folder):
 
 
 def standardise(model, train):
-    """Gives a new model the statistics of utterances of the first reader, whichever process has it."""
+    """Gives a new model the statistics of utterances of the first reader, in whichever process it is."""
     some = {i: x for i, x in train.labels.items() if not train.corpus.places[i][0]}
     objective.standardise(model, train._replace(labels=some))
     first = hosts.each([model.mean.tolist(), model.deviation.tolist()])[0]
@@ -58,7 +58,7 @@ def standardise(model, train):
 
 
 def counted(config, source):
-    """(the configuration with the steps that --epochs come to, the epoch at which the run ends, or None)."""
+    """Returns (the configuration with the steps of --epochs, the epoch at which the run ends, or None)."""
     if not (count := config.run.epochs):
         return config, None
     about = "about " * bool(source.order.window)  # the learning rate follows an estimate then
@@ -68,7 +68,7 @@ def counted(config, source):
 
 
 def prepared(config, start, searching, lines=()):
-    """A Training by its configuration, a `Start` and a `Searching`; before data are read, these lines are printed."""
+    """Returns a Training by its configuration, a `Start` and a `Searching`; prints these lines before it reads data."""
     run = runs.Run(start.workdir, resume=start.resume, overwrite=start.overwrite)
     devices = Devices(Mesh(np.array(hosts.devices(start.platform, start.devices)), ("data",)))
     programs.keep(run.workdir / "programs")

@@ -1,4 +1,4 @@
-"""A training writes checkpoints into its run, with what it takes to go on from them, and the best one."""
+"""Writes a training's checkpoints into its run, with all that it needs to go on from them, and the best one."""
 
 import dataclasses
 import hashlib
@@ -15,14 +15,14 @@ from jax_rnnt_speech.training.evaluation import Rates
 
 @dataclasses.dataclass
 class Progress:
-    """The best test so far, and how many came after it. It is stored with each checkpoint."""
+    """The best test so far, and the number of tests after it. It is stored with each checkpoint."""
 
     step: int = 0
-    rates: Rates | list | None = None  # None: there was no test
+    rates: Rates | list | None = None  # None if there was no test
     since: int = 0
 
     def better(self, step, rates):
-        """Whether these are the best rates, by WER and then by CER; takes note of them."""
+        """Returns True if these are the best rates, by WER and then by CER; records them."""
         self.since += 1
         if self.rates is None or (rates.wer, rates.cer) < (self.rates.wer, self.rates.cer):
             self.step, self.rates, self.since = step, rates, 0
@@ -34,7 +34,7 @@ class Progress:
 
 
 def digest(corpus):
-    """A hash that changes with the utterances of a corpus."""
+    """Returns a hash that changes with the utterances of a corpus."""
     return (
         getattr(corpus, "digest", None)
         or hashlib.sha256(json.dumps([(x.name, x.text) for x in corpus.utterances]).encode()).hexdigest()
@@ -46,19 +46,19 @@ class Record:
 
     def __init__(self, run, train, valid):
         self.run, self.progress, self.corpus, self.model = run, Progress(), train, None
-        self.losses = []  # of steps since the last line of metrics
-        self.at = None  # the step that is saved
+        self.losses = []  # losses of steps since the last line of metrics
+        self.at = None  # the step that has been saved
         self.stored = {"utterances": digest(train), "held_out": digest(valid)}
 
     def open(self, config, devices, start):
-        """The model, new or restored. An earlier run is opened now, and a new one once all is checked."""
+        """Returns the model, new or restored. An earlier run is opened now, and a new one once all is checked."""
         if self.run.last is None:
             self.model = models.fresh(config, self.corpus)
             return self.model
         self.run.open()
         setup = self.run.setup("params", "training")
         changed = [name for name, x in self.stored.items() if setup.get(name) not in (None, x)]
-        if "order" not in setup and self.corpus.corpus is None:  # of a version that told utterances apart otherwise
+        if "order" not in setup and self.corpus.corpus is None:  # a version that distinguished utterances otherwise
             changed = [name for name in changed if name != "utterances"]
         if changed and not start.change:
             kind = "training" if "utterances" in changed else "held-out"
@@ -77,7 +77,7 @@ class Record:
         return self.model.setup() | self.stored | order | {"progress": dataclasses.asdict(self.progress)}
 
     def best(self, devices):
-        """(step, parameters) of the best checkpoint."""
+        """Returns (step, parameters) of the best checkpoint."""
         folder = self.run.whole(["params"], runs.BEST_FIRST)
         (params,) = self.run.restore(folder, params=devices.shapes(self.model.shapes))
         return int(folder.name), params
@@ -94,6 +94,6 @@ class Record:
         self.at = step
 
     def impatient(self):
-        """Whether the run ends because no test of late was better."""
+        """Returns True if the run ends because no recent test was better."""
         patience = self.model.config.run.patience
         return patience and self.progress.since >= patience

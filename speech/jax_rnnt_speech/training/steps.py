@@ -1,4 +1,4 @@
-"""What a step of training computes: the optimiser, the state, and the program that takes one to the next."""
+"""A step of training: the optimiser, the state, and the program that computes the next state."""
 
 import functools
 
@@ -13,16 +13,16 @@ from jax_rnnt_speech.training.parts import STATISTICS
 
 
 def updates_of(options, steps):
-    """(updates of a training, those until the highest learning rate)."""
+    """Returns (updates of a training, those until the highest learning rate)."""
     updates = max(1, steps // options.accumulate)
     return updates, 1 + int(options.warmup * updates)
 
 
 def make_optimizer(options, steps, factors=None):
-    """AdamW after warm-up, clipping and accumulation. A step that is not finite changes nothing and is counted.
+    """Returns AdamW with warm-up, clipping and accumulation. It skips and counts a step that is not finite.
 
-    `options`: a `config.Optimiser`. `factors` of the learning rate, by the path of a parameter; None: weights are any
-    tree, and learn alike.
+    `options` is a `config.Optimiser`. `factors` multiply the learning rate, by the path of a parameter; with None,
+    weights are any tree, and all have the same rate.
     """
     updates, warmup = updates_of(options, steps)
     schedule = optax.warmup_cosine_decay_schedule(0, options.learning_rate, warmup, max(updates, warmup) + 1)
@@ -38,7 +38,7 @@ def make_optimizer(options, steps, factors=None):
 
 
 def if_finite(optimizer):
-    """optax.apply_if_finite without its conditional, for which XLA copies the state."""
+    """Acts as optax.apply_if_finite without its conditional, for which XLA copies the state."""
 
     def update(updates, state, params):
         finite = jnp.isfinite(optax.tree_utils.tree_norm(updates))
@@ -55,7 +55,7 @@ def if_finite(optimizer):
 
 
 def first_state(options, optimizer, weights):
-    """The state of a training: weights by path, those of the optimiser, and their moving average."""
+    """Returns the state of a training: weights by path, the optimiser's state, and the weights' moving average."""
     state = {"weights": weights, "optimizer": optimizer.init(weights)}
     if options.average:
         state |= {"average": jax.tree.map(jnp.copy, weights), "updates": jnp.zeros((), jnp.int32)}
@@ -63,12 +63,12 @@ def first_state(options, optimizer, weights):
 
 
 def used(options):
-    """The name in a state of the weights that are tested and used."""
+    """Returns the name in a state of the weights that are tested and used."""
     return "average" if options.average else "weights"
 
 
 def averaged(options, before, state):
-    """The moving average after a step. It follows fast while there were few updates."""
+    """Returns the moving average after a step. It follows fast while there were few updates."""
     inner = (x["optimizer"].inner_state for x in (before, state))
     old, new = (x.gradient_step if options.accumulate > 1 else 0 for x in inner)
     updated = new != old if options.accumulate > 1 else state["optimizer"].last_finite
@@ -79,9 +79,9 @@ def averaged(options, before, state):
 
 
 def in_turns(loss, weights, batch, devices, turns):
-    """The sum of loss(weights, part, i) over parts of a batch, one after the other, and its gradient.
+    """Returns the sum of loss(weights, part, i) over parts of a batch, one after the other, and its gradient.
 
-    The activations of one part at a time are in memory.
+    Only the activations of one part at a time are in memory.
     """
 
     def split(x):  # each device has rows of every part, so that none move
@@ -100,9 +100,10 @@ def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, u
     """Returns a jitted (state, batch, frozen, step) -> (state, numbers).
 
     `layers`: batches hold rows after so many. `cpus`: the devices are so many CPUs, which gain nothing from large
-    batches, and take a batch in turns. `usual`: utterances that a batch has on average, so that all utterances weigh
-    alike in gradients, however many their batch has; None: all batches weigh alike. `warmup`: steps in which the weight
-    of CR-CTC rises to that of its option, as its divergence may be large before the CTC loss has learned anything.
+    batches, and take a batch in turns. `usual` is the mean number of utterances in a batch; with it, all utterances
+    weigh alike in gradients, however many their batch has; with None, all batches weigh alike. `warmup` is the number
+    of steps in which the weight of CR-CTC rises to its option's, as its divergence may be large before the CTC loss has
+    learned anything.
     """
     options, features, copies = model.config.optimiser, model.config.features, model.config.masks[0]
     cpus *= layers is None and model.config.network.batch_norm == "frozen"  # else statistics are those of a batch
@@ -128,7 +129,7 @@ def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, u
         gradient |= jax.tree.map(jnp.zeros_like, statistics)
         least = min(gradient, key=lambda name: gradient[name].size)  # one is enough: a step is skipped for its norm
         gradient[least] = jnp.where(jnp.isfinite(value), gradient[least], jnp.nan)
-        norm = optax.tree_utils.tree_norm(gradient)  # as clipping has it: computed once
+        norm = optax.tree_utils.tree_norm(gradient)  # the norm that clipping computes, too: XLA computes it once
         updates, optimizer_state = optimizer.update(gradient, state["optimizer"], state["weights"])
         weights = optax.apply_updates(state["weights"], updates)
         weights |= {name: jnp.where(jnp.isfinite(norm), x, weights[name]) for name, x in statistics.items()}

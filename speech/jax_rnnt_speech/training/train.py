@@ -1,4 +1,4 @@
-"""Trains a model: steps, and between them tests and checkpoints. `preparation` makes a Training of options."""
+"""Trains a model: steps, with tests and checkpoints between them. `preparation` makes a Training from options."""
 
 import contextlib
 import dataclasses
@@ -22,13 +22,13 @@ from jax_rnnt_speech.training.evaluation import Evaluation
 from jax_rnnt_speech.training.parts import Parts
 from jax_rnnt_speech.training.record import Record
 
-HOPELESS = 100  # steps in a row that are not finite end the run
+HOPELESS = 100  # so many steps in a row that are not finite end the run
 
 
 class Log:
-    """Shows steps: in a bar, and in lines of metrics with the means since the line before.
+    """Shows steps: in a bar, and in lines of metrics with the means since the previous line.
 
-    `losses` are those since that line, which a run that goes on has in its checkpoint.
+    `losses` are those since that line; a resumed run has them from its checkpoint.
     """
 
     def __init__(self, metrics, bar, losses):
@@ -36,7 +36,7 @@ class Log:
         self.begin()
 
     def begin(self):
-        """Counts seconds and steps from here."""
+        """Starts the count of seconds and steps."""
         self.timed, self.started = 0, time.perf_counter()
 
     def add(self, numbers):
@@ -58,7 +58,7 @@ class Log:
 
 @contextlib.contextmanager
 def rescuing(save):
-    """Where files cannot be read, `save` keeps what was computed, as after SIGTERM; None: there is nothing yet."""
+    """Calls `save`, as after SIGTERM, where files cannot be read, unless it is None: nothing is computed yet."""
     try:
         yield
     except Exception as error:
@@ -73,24 +73,24 @@ def rescuing(save):
 
 @dataclasses.dataclass
 class Training:
-    """A training that is opened and checked; `main` does it."""
+    """A training that is opened and checked; `main` runs it."""
 
-    config: Config  # with --steps, which --epochs may have decided
+    config: Config  # with --steps, which --epochs may have determined
     model: Model
     parts: Parts
-    layers: int | None  # of which batches have the rows, in the place of features
+    layers: int | None  # number of layers whose rows are in batches in place of features
     devices: Devices
-    read: Callable  # batches of the steps from one to another; one of them may be the `last`
-    ended: bool  # whether none is left
-    shapes: int  # of batches
-    usual: float  # utterances of a batch
+    read: Callable  # returns the batches of the steps from one to another; one of them may be the `last`
+    ended: bool  # whether no step is left
+    shapes: int  # number of shapes of batches
+    usual: float  # mean number of utterances in a batch
     record: Record
     evaluation: Evaluation
-    reports: dict  # of corpora, by the option's name
+    reports: dict  # reports of corpora, by the option's name
     hook: Callable | None
 
     def main(self):
-        """Trains; returns the best rates. A run that has ended is tested, and nothing is written."""
+        """Trains; returns the best rates. For a run that has ended, it only tests, and writes nothing."""
         run, first = self.record.run, self.record.run.last or 0
         with contextlib.closing(run):
             if self.ended or self.record.impatient():
@@ -113,7 +113,7 @@ class Training:
         return best.rates
 
     def begin(self, first):
-        """The state of step `first`, the frozen parameters, and the jitted step."""
+        """Returns the state of step `first`, the frozen parameters, and the jitted step."""
         optimiser, shard, devices = self.config.optimiser, self.config.compute.shard, self.devices
         params = devices.put(self.model.params, shard)
         del self.model.params  # from now on they are in the state
@@ -133,12 +133,12 @@ class Training:
         return state, frozen, programs.announced("a step of training", place=1)(step)
 
     def used(self, state, frozen):
-        """The parameters to test and to use, the moving average if there is one. Every device has them."""
+        """Returns the parameters to test and use, the moving average if there is one. Every device has them."""
         params = self.parts.whole(state[steps.used(self.config.optimiser)], frozen)
         return self.devices.whole(params) if self.config.compute.shard else params
 
     def unused(self, state):
-        """What a checkpoint stores of the state besides the parameters that are used."""
+        """Returns the part of the state that a checkpoint stores besides the parameters that are used."""
         return {name: x for name, x in state.items() if name != steps.used(self.config.optimiser)}
 
     def loop(self, state, frozen, step_of, first, metrics, interrupted):
@@ -150,7 +150,7 @@ class Training:
         log = Log(metrics, bar, record.losses)
 
         def save():
-            """Saves the step, unless that is done; returns the line that says so."""
+            """Saves the step, unless that is done; returns a line about it."""
             if record.at != step:
                 record.save(step, self.used(state, frozen), self.unused(state), log.losses)
             return f"step {step} is saved: {command} goes on"
@@ -179,7 +179,7 @@ class Training:
                     with rescuing(save):
                         rates = self.test(params, step, metrics)
                     record.tested(step, rates, params)
-                    del params  # of no use to the next step, which takes the memory of the state
+                    del params  # the next step does not need them, and takes the memory of the state
                 ends = tested and record.impatient()
                 if step % plan.save_every == 0 or last or stopped or ends:
                     save()
@@ -197,7 +197,7 @@ class Training:
         return rates
 
     def write_left_out(self):
-        """Names of what is left out, which are no part of the state either."""
+        """Writes the names of left-out utterances, which are no part of the state either."""
         for name, report in self.reports.items():
             path = self.record.run.workdir / runs.LEFT_OUT.format(f"{name}{jax.process_index() or ''}")
             try:

@@ -1,7 +1,7 @@
-"""Shards: archives of recordings, or parts of a manifest, of which any utterance can be read by itself.
+"""Shards: archives of recordings, or parts of a manifest, any utterance of which can be read by itself.
 
-Each module of `KINDS` is a kind of archive. Names of its files in a folder match `NAMES`, `takes` says whether a path
-is one, and `shards` are its shards. The first kind that takes a path has it.
+Each module of `KINDS` is a kind of archive. Messages call it `KIND`. Names of its files in a folder match `NAMES`,
+`takes` says whether a path is one, and `shards` makes its shards. The first kind that takes a path has it.
 """
 
 import glob
@@ -19,7 +19,7 @@ RANGE = re.compile(r"(?:_OP_|\{)(\d+)\.\.(\d+)(?:_CL_|\})")
 
 
 def expanded(name):
-    """The names that a pattern or a range is for; a name that is neither by itself."""
+    """Returns the names that a pattern or a range matches; a name that is neither by itself."""
     name = str(name)
     if os.path.exists(path := actual(name)):
         return [str(path)]
@@ -42,12 +42,12 @@ def expanded(name):
 
 
 def is_pattern(name):
-    """Whether several files may be meant."""
+    """Returns True if a name may stand for several files."""
     return not os.path.exists(actual(name)) and bool(RANGE.search(str(name)) or glob.has_magic(str(name)))
 
 
 def weighted(name):
-    """(name, weight or None) of NAME:WEIGHT, where NAME alone is a source."""
+    """Returns (name, weight or None) of NAME:WEIGHT, where NAME alone is a source."""
     rest, _, number = str(name).rpartition(":")
     number = re.fullmatch(r"\d+(\.\d+)?|\.\d+", number) and number
     if rest and number and not os.path.exists(name) and (os.path.exists(rest) or is_pattern(rest)):
@@ -56,12 +56,12 @@ def weighted(name):
 
 
 def wanted(paths):
-    """Whether sources are read on the fly unless one says otherwise: archives, and sources with weights."""
+    """Returns True if sources are read on the fly by default: archives, and sources with weights."""
     return any(weight is not None or is_archive(x) for x, weight in map(weighted, paths))
 
 
 def archives_of_folder(folder):
-    """(kind, archives) of a folder and of the folders in it; none where audio is beside."""
+    """Returns (kind, archives) of a folder and of the folders in it; none where there is audio too."""
     files = []
     for x in [*os.scandir(folder)]:
         files += os.scandir(x) if x.is_dir() else [x]
@@ -76,12 +76,12 @@ def archives_of_folder(folder):
 
 
 def kind_of(path):
-    """The module of an archive, or None."""
+    """Returns the module of an archive's kind, or None."""
     return next((kind for kind in KINDS if kind.takes(path)), None)
 
 
 def is_archive(name):
-    """Whether the name is an archive, or a folder, range or pattern of some."""
+    """Returns True if the name is an archive, or a folder, range or pattern of archives."""
     path = Path(str(name))
     if is_pattern(name):
         return any(map(is_archive, expanded(name)[:1]))
@@ -92,7 +92,7 @@ def is_archive(name):
 
 
 def shards_of(name):
-    """Shards of an archive, or of a folder of some; None: it is none."""
+    """Returns the shards of an archive, or of a folder of archives; None if it is neither."""
     path = Path(name)
     if not is_archive(name):
         return None
@@ -103,7 +103,7 @@ def shards_of(name):
 
 
 def sources(name):
-    """[(path, shards or None)] of all that a name is for. What is a part of another one is not read by itself.
+    """Returns [(path, shards or None)] for everything that a name matches. Parts of others are not read by themselves.
 
     A pattern may match a tar and the manifest that is for it, or two manifests for one tar.
     """
@@ -129,7 +129,7 @@ def sources(name):
 
 
 def all_shards(name, columns=(), readers=1):
-    """The shards of any source. Lists that are no archives are cut such that each reader has several."""
+    """Returns the shards of any source. Lists that are no archives are cut such that each reader has several."""
     every = []
     for x, shards in sources(name):
         every += parts.shards(x, columns, 8 * readers) if shards is None else shards

@@ -11,18 +11,19 @@ from jax_rnnt_speech.data.archives.paired import Paired, lines_in, packed, unpac
 from jax_rnnt_speech.data.lists import ListError, once, say
 from jax_rnnt_speech.data.names import is_hidden
 
+KIND = "NeMo's tar"
 NAMES, COMMON = tars.NAMES, "tarred_audio_manifest"
-FORMS = ".json", ".jsonl", ".json.gz", ".jsonl.gz"  # of a manifest, which tools write beside each other
+FORMS = ".json", ".jsonl", ".json.gz", ".jsonl.gz"  # suffixes of a manifest, which tools write next to each other
 
 
 def number_of(path):
-    """The number at the end of a name, before its suffixes."""
+    """Returns the number at the end of a name, before its suffixes."""
     digits = re.search(r"(\d+)\.(?:tar|jsonl?(?:\.gz)?)$", path.name)
     return digits and digits[1]
 
 
 def own(tar):
-    """Manifests for a tar alone: beside it, or in the folder that NeMo makes for them."""
+    """Returns the manifests for a tar alone: next to it, or in the folder that NeMo makes for them."""
     number = number_of(tar)
     numbers = dict.fromkeys((number, str(int(number)))) if number else ()
     places = tar.parent, tar.parent / "sharded_manifests"
@@ -31,7 +32,7 @@ def own(tar):
 
 
 def manifest_of(tar):
-    """The manifest of a tar, for it alone or for all beside it; or None. Those of two places must be the same."""
+    """Returns the manifest of a tar, its own or that of its folder; or None. Those of two places must be the same."""
     common = [file for form in FORMS if (file := tar.parent / f"{COMMON}{form}").exists()]
     if alone := own(tar):
         if common:
@@ -41,7 +42,7 @@ def manifest_of(tar):
 
 
 def tars_of(manifest):
-    """{number: tar} of those beside a manifest, if its lines name these, or if it is that of one."""
+    """Returns {number: tar} for those next to a manifest, if its lines name these, or if it is that of one."""
     if not manifest.name.endswith(FORMS) or not manifest.is_file():
         return {}
     folders = manifest.parent.parent, manifest.parent
@@ -59,12 +60,12 @@ def first_line(path):
         with gzip.open(path) if packed(path) else open(path, "rb") as file:
             return file.readline(2**16)
     except (EOFError, gzip.BadGzipFile, gzip.zlib.error):
-        return b""  # whoever reads it says so
+        return b""  # whoever reads it raises the error
 
 
 @functools.lru_cache(4)
 def by_shard(manifest, _changed):
-    """{number of a tar: (starts, sizes) of its lines} of a manifest; None: those without a number."""
+    """Returns {number of a tar: (starts, sizes) of its lines} for a manifest; lines without a number are under None."""
     text, places = unpacked(manifest), {}
     for begin, size in lines_in(text):
         shard = re.search(rb'"shard_id"\s*:\s*(\d+)', text[begin : begin + size])
@@ -85,7 +86,7 @@ def shards(path):
             places = places if places is not None else lines.get(None, ((), ()))
         return [Paired(str(path), str(manifest), places)]
     lines, tars = by_shard(str(path), path.stat().st_mtime_ns), tars_of(path)
-    if [*lines] == [None]:  # the manifest of one tar
+    if [*lines] == [None]:  # it is the manifest of one tar
         return [Paired(str(tar), str(path)) for tar in tars.values()]
     if missing := sorted({*lines} - {*tars} - {None}):
         raise ListError(path, f"names {len(missing)} tars that are not beside it: number {missing[0]}")

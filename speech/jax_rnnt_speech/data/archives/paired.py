@@ -19,23 +19,23 @@ CUT = ".shar"  # behind the id of a cut of Lhotse, which names its recording wit
 
 @dataclasses.dataclass(frozen=True)
 class Paired(Shard):
-    """A tar of audio, and lines elsewhere about it. Rows: (start, end) in the tar, (start, size) of a line."""
+    """A tar of audio, and lines elsewhere about it. Rows are (start, end) in the tar, (start, size) of a line."""
 
     lines: str  # the file with the lines
-    places: tuple = None  # starts and sizes of those of this tar; None: all
+    places: tuple = None  # starts and sizes of this tar's lines; None for all
 
     @property
     def files(self):
         return [self.path, self.lines]
 
     def listed(self):
-        """(start, size) of each line, and its text."""
+        """Yields (start, size) of each line, and its text."""
         text = unpacked(self.lines)
         for begin, size in lines_in(text) if self.places is None else zip(*self.places):
             yield begin, size, text[begin : begin + size]
 
     def objects(self):
-        """The value of the JSON of each line."""
+        """Returns the values of each line's JSON."""
         return (rows.parsed(line) for *_, line in self.listed())
 
     def located(self, keys, brief):
@@ -72,7 +72,7 @@ class Paired(Shard):
             yield (*place, begin, size), entries
 
     def folders(self, keys):
-        """The folders that lines name for each last part of a name."""
+        """Returns the folders that lines name for each last part of a name."""
         folders = collections.defaultdict(set)
         for *_, line in self.listed():
             row = rows.parsed(line)
@@ -82,7 +82,7 @@ class Paired(Shard):
         return folders
 
     def missing(self, recordings, others, wanted):
-        """Why there is no recording of a name, as far as a second look at the names shows."""
+        """Returns why there is no recording of a name, as far as a second look at the names shows."""
         name = wanted.removesuffix(CUT)
         kind = others.get("/".join(filter(None, name.split("/"))) if name != wanted else names.stem(name))
         other = f", but .{kind}" if kind else ", but one of another folder" * recordings.namesakes(name)
@@ -99,23 +99,23 @@ class Paired(Shard):
 
 
 def last(name):
-    """The last part of a name, without its suffix and what `some` leaves out."""
+    """Returns the last part of a name, without its suffix and what `some` leaves out."""
     return re.sub(r"-sub\d+$", "", names.stem(names.parts(name)[1]))
 
 
 def some(recordings, name):
-    """The recordings that a name may mean; NeMo writes -sub1, -sub2, ... behind further parts of one."""
+    """Returns the recordings that a name may mean; NeMo writes -sub1, -sub2, ... behind further parts of one."""
     if name.endswith(CUT):
         return recordings.find(name.removesuffix(CUT), whole=True)
     return recordings.find(name) or recordings.find(re.sub(r"-sub\d+(?=\.\w+$|$)", "", name))
 
 
 def described(line, where, name, keys):
-    """Entries and Faults of a line of JSON whose audio is in an archive."""
+    """Returns Entries and Faults of a line of JSON whose audio is in an archive."""
     row = rows.parsed(line)
     recording = row.get("recording") if isinstance(row, dict) else None
     for source in recording.get("sources") or () if isinstance(recording, dict) else ():
-        if isinstance(source, dict) and source.get("type") == "shar":  # the audio is known by the id of the cut
+        if isinstance(source, dict) and source.get("type") == "shar":  # the audio is found by the id of the cut
             source |= {"type": "file", "source": f"{row.get('id')}{CUT}"}
     return rows.entries_of_row(row, where, name, keys)
 
@@ -126,7 +126,7 @@ def packed(path):
 
 @functools.lru_cache(16)
 def unpacked(path):
-    """The bytes of a file of lines."""
+    """Returns the bytes of a file of lines."""
 
     try:
         data = steadily(Path(path).read_bytes, path)
@@ -136,7 +136,7 @@ def unpacked(path):
 
 
 def lines_in(text):
-    """(start, size) of the lines that are not empty."""
+    """Yields (start, size) of the lines that are not empty."""
     for line in re.finditer(rb"[^\r\n]+", text):
         if line[0].strip():
             yield line.start(), len(line[0])

@@ -10,18 +10,19 @@ from jax_rnnt_speech.data.lists import ListError
 from jax_rnnt_speech.data.rows import Fault, LineError
 from jax_rnnt_speech.system import UserError
 
+KIND = "Parquet"
 NAMES = r".*\.parquet"
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A recording in a row: may be read in the place of a path."""
+    """A recording in a row, which may be read in place of a path."""
 
     archive: str
     column: str
-    group: int  # of rows
+    group: int  # group of rows
     row: int  # within the group
-    clip = True  # a row holds what it is about
+    clip = True  # a row holds only the recording that it describes
 
     def __str__(self):
         return f"{self.archive}/{self.group}.{self.row}"
@@ -52,7 +53,7 @@ def opened(path):
 
 
 def table_of(path, group, columns):
-    """Columns of a group of rows. What Arrow cannot read is no failure of the storage, if that has no number."""
+    """Returns columns of a group of rows. An error of Arrow without a number is no failure of the storage."""
 
     def act():
         try:
@@ -72,13 +73,13 @@ def group_of(path, group, column):
 
 @dataclasses.dataclass(frozen=True)
 class Parquet(Shard):
-    """A group of rows of a file. Rows: (group, row in it)."""
+    """A group of rows of a file. Rows are (group, row in it)."""
 
     group: int
     amount = 1
 
     def columns(self, keys):
-        """(name of the audio's column, names of the others that hold no bytes)."""
+        """Returns (name of the audio's column, names of the others that hold no bytes)."""
         names = opened(self.path).schema_arrow.names
         sound = next((x for x in keys[0] if x in names), None)
         if sound is None:
@@ -115,14 +116,14 @@ class Parquet(Shard):
 
 @functools.lru_cache(8)
 def rows_of(path, group, sound, names):
-    """(name of the audio's column, whether a row has audio, the path of that or None, what else it has) of each row."""
+    """Returns (name of the audio's column, whether it has audio, the audio's path or None, its other values) by row."""
     cells = cells_of(path, group, sound)
     others = table_of(path, group, names).to_pylist() if names else [{}] * len(cells)
     return [(sound, *cell, row) for cell, row in zip(cells, others)]
 
 
 def cells_of(path, group, column):
-    """(whether it holds bytes, its path or None) of each cell with audio; bytes are read if nothing else says so."""
+    """Returns (whether it holds bytes, its path or None) of each cell; bytes are read if nothing else tells."""
     file, name = opened(path), f"{column}.bytes"
     group_of_rows, kind = file.metadata.row_group(group), file.schema_arrow.field(column).type
     leaves = [group_of_rows.column(k) for k in range(group_of_rows.num_columns)]
@@ -139,7 +140,7 @@ def cells_of(path, group, column):
 
 
 def holds_arrays(path, column):
-    """Whether a column has lists of numbers in place of audio."""
+    """Returns True if a column has lists of numbers in place of audio."""
     kind = opened(path).schema_arrow.field(column).type
     return "list" in str(kind) and "bytes" not in [x.name for x in getattr(kind, "fields", ())]
 

@@ -8,17 +8,17 @@ from jax_rnnt_speech.data import lists, rows
 from jax_rnnt_speech.data.archives.paired import described, packed
 from jax_rnnt_speech.data.archives.storage import Shard, bytes_of
 
-LINES = 2**20  # bytes of a manifest that are one shard
-LISTED = 1000  # utterances of other lists that are one shard
+LINES = 2**20  # bytes of a manifest in one shard
+LISTED = 1000  # utterances of other lists in one shard
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines(Shard):
-    """A part of a manifest of JSON lines. Rows: (number, 0), (start, size) of a line."""
+    """A part of a manifest of JSON lines. Rows are (number, 0), (start, size) of a line."""
 
     begin: int
     end: int
-    number: int  # of its first line
+    number: int  # number of its first line
 
     @property
     def amount(self):
@@ -40,7 +40,7 @@ class Lines(Shard):
 
 @dataclasses.dataclass(frozen=True)
 class Listed(Shard):
-    """Entries and Faults of any other list, in memory. Rows: the number of one."""
+    """Entries and Faults of any other list, in memory. A row is the number of one."""
 
     entries: tuple
 
@@ -56,7 +56,7 @@ class Listed(Shard):
 
 
 def shards(path, columns, several):
-    """Those of a list. Of each there are so many that every reader has some."""
+    """Returns the shards of a list, so many that every reader has some."""
     path = Path(path)
     lines = lists.suffix_of(path) in (".jsonl", ".ndjson", ".json") and not packed(path)
     if lines and (parts := parts_of_manifest(path, several)) is not None:
@@ -67,9 +67,9 @@ def shards(path, columns, several):
 
 
 def parts_of_manifest(path, several):
-    """Parts of a manifest of JSON lines, or None if it is none of them."""
+    """Returns the parts of a manifest of JSON lines, or None if it is not one."""
     if not path.is_file():
-        return None  # the list tells what there is in its place
+        return None  # the list's reader says what there is in its place
     with open(path, "rb") as file:
         start = file.read(2)
         if start[:1] != b"{":

@@ -5,11 +5,12 @@ import re
 from jax_rnnt_speech.data.archives.paired import Paired
 from jax_rnnt_speech.data.lists import ListError
 
+KIND = "Lhotse Shar"
 NAMES = r"cuts\.(.+?)\.jsonl(\.gz)?"
 
 
 def tar_of(cuts):
-    """The tar of recordings that belongs to a part, or None."""
+    """Returns the tar of recordings that belongs to a part, or None."""
     match = re.fullmatch(NAMES, cuts.name)
     return match and cuts.with_name(f"recording.{match[1]}.tar")
 

@@ -12,11 +12,11 @@ from jax_rnnt_speech.data.rows import Fault
 from jax_rnnt_speech.system import UserError, reason
 
 WAITS = 1, 4, 16  # seconds before storage that has failed is tried again
-HEAD = 256  # bytes of audio that tell its seconds
+HEAD = 256  # bytes of audio that are enough to read its seconds
 
 
 def steadily(act, path):
-    """Returns what `act` does, which may need several attempts."""
+    """Returns the result of `act`, which may need several attempts."""
     for wait in (*WAITS, None):
         try:
             return act()
@@ -31,7 +31,7 @@ def steadily(act, path):
 
 
 def bytes_of(path, place, size):
-    """Bytes of a file, from a place on; fewer where it ends."""
+    """Returns bytes of a file, from a place on; fewer where it ends."""
 
     def act():
         with open(path, "rb", buffering=0) as file:
@@ -45,14 +45,14 @@ def bytes_of(path, place, size):
 
 
 def refuse_pipes(path):
-    """Raises where no part of an archive can be read by itself."""
+    """Raises an error where no part of an archive can be read by itself."""
     if not stat.S_ISREG(steadily(lambda: os.stat(path), path).st_mode):
         raise ListError(path, "is a pipe or device, of which no part can be read alone: save it as a file")
 
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A recording within an archive: may be read in the place of a path."""
+    """A recording within an archive, which may be read in place of a path."""
 
     archive: str
     place: int
@@ -74,9 +74,10 @@ class Member:
 class Shard:
     """A part of a source, in a file.
 
-    A kind of shard has `located(keys, brief)`, which yields where something is, as four numbers that are places in its
-    files, and the Entries and Faults that are there; `entries_at` finds those again. A row is these numbers, and the
-    number of the utterance among those of the same place.
+    A kind of shard has `located(keys, brief)`. It yields a place, as four numbers that are places in the shard's files,
+    and the Entries and Faults that are there. `entries_at` finds those again from the numbers; (), no numbers, is the
+    place of a Fault that nobody seeks again. A row is these numbers, and the number of the utterance among those of the
+    same place. `keys` are those of `rows.keys_of`: without texts, `keys[1]` is empty.
     """
 
     path: str
@@ -87,7 +88,7 @@ class Shard:
 
     @property
     def amount(self):
-        """About how much it holds."""
+        """About how much the shard holds."""
         return os.path.getsize(self.path)
 
     @property
@@ -95,17 +96,17 @@ class Shard:
         return os.path.basename(self.path)
 
     def read(self, keys, brief=False):
-        """(row, Entry) of the utterances, or Faults. `brief`: of the usual ones, (name, seconds or None) will do."""
+        """Yields (row, Entry) of the utterances, or Faults. With `brief`, usual ones may be (name, seconds or None)."""
         for where, entries in self.located(keys, brief):
             for part, x in enumerate(entries):
                 yield x if type(x) is Fault else ((*where, part), x)
 
     def entry(self, row, keys, sought=True):
-        """The Entry or Fault of a row. Without `sought`, its audio may be a name and no path."""
+        """Returns the Entry or Fault of a row. Without `sought`, its audio may be a name and no path."""
         *where, part = row
         return next(itertools.islice(self.entries_at(where, keys, sought), part, None))
 
 
 def utterances(row, member, name, keys):
-    """Entries of a row whose audio is a recording in an archive."""
+    """Returns Entries of a row whose audio is a recording in an archive."""
     return rows.utterances(row, lambda _: member, name, (("audio",), *keys[1:]))

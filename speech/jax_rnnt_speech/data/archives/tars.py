@@ -1,4 +1,4 @@
-"""Tars, which are read by their headers, at any place: so they must not be compressed. Those of WebDataset are here.
+"""Reads tars by their headers, at any place, so they must not be compressed. Those of WebDataset are here.
 
 A tar ends where nothing but zeros follows: behind the end of one, another may have been joined.
 """
@@ -20,6 +20,7 @@ from jax_rnnt_speech.data.names import composed, is_hidden
 from jax_rnnt_speech.data.rows import Fault, LineError
 
 COMPRESSED = ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst"
+KIND = "tar"
 NAMES = r"(?!\._).*\.(tar|tar\.(gz|bz2|xz|zst)|tgz|tbz2?|txz|tzst)"
 CUT = "an archive that is cut off; what comes before was read"
 DAMAGED = "a damaged archive; what comes before was read"
@@ -30,7 +31,7 @@ APART = "texts of one key that are apart in the archive: sort the files by name 
 PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 BLOCK = 4096  # bytes of a tar that are read at once
 HEADER = struct.Struct("100s24x12s12x8sc188x155s12x")  # name, size, sum of the bytes, kind, prefix of the name
-ENOUGH = 512  # bytes of data that are wanted of a block that other files share
+ENOUGH = 512  # bytes of data that are wanted from a block that other files share
 PLAIN = {b"path", b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname"}  # of an extended header
 TEXTS = "txt", "json"
 ARRAYS = "npy", "npz", "pyd", "pkl", "pickle", "pt", "pth", "ten", "tensor", "mp", "msgpack"
@@ -42,11 +43,11 @@ class Info(NamedTuple):
     """A file in a tar."""
 
     name: str
-    offset: int  # of its header
+    offset: int  # offset of its header
     offset_data: int
     size: int
-    start: bytes = b""  # of its data
-    link: str = ""  # the file that it stands for, in whose place a tar has a link
+    start: bytes = b""  # beginning of its data
+    link: str = ""  # the file that it stands for, if the tar has a link in its place
 
     @property
     def end(self):
@@ -54,9 +55,9 @@ class Info(NamedTuple):
 
 
 def usual(block, begin, place):
-    """The Info of a plain file whose header is at a place, or None: tarfile knows the other kinds.
+    """Returns the Info of a plain file whose header is at a place, or None: tarfile knows the other kinds.
 
-    `block`: what is in the tar from `begin` on. The Info has as much of the file's data as the block has.
+    `block` holds the tar's bytes from `begin` on. The Info has as much of the file's data as the block has.
     """
     at = place - begin
     if len(block) < at + 512:
@@ -66,7 +67,7 @@ def usual(block, begin, place):
         size, total = int(size.rstrip(b" \0"), 8), int(written.rstrip(b" \0"), 8) + sum(written) - 256
     except ValueError:
         return None
-    # The sum of all bytes is half of Adler's, which one call has.
+    # The sum of all bytes is half of Adler's, which one call computes.
     wrong = (total + 1) % 65521 != zlib.adler32(block[at : at + 512]) & 65535
     if wrong or size < 0:
         return None
@@ -86,7 +87,7 @@ def text(field):
 
 
 def pax(data):
-    """The name in an extended header, or nothing; None where something else of importance may be in it."""
+    """Returns the name in an extended header, or nothing; None where it may hold something else of importance."""
     fields = dict(re.findall(rb"\d+ ([^=\n]+)=([^\n]*)\n", data))
     size = sum(len(key) + len(value) + 3 for key, value in fields.items())
     digits = sum(len(x) for x in re.findall(rb"(?:^|\n)(\d+) ", data))
@@ -94,7 +95,7 @@ def pax(data):
 
 
 def size_of_common(block):
-    """Bytes of an extended header of all files, such as git writes, with nothing of importance; 0: it is none."""
+    """Returns the bytes of an extended header of all files without anything of importance, as git writes; 0 if none."""
     try:
         info = tarfile.TarInfo.frombuf(block[:512], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -103,7 +104,7 @@ def size_of_common(block):
 
 
 def past_zeros(read, place):
-    """Where the block of the first byte that is not zero begins, from a place on; None: there is no such byte."""
+    """Returns where the block of the first nonzero byte begins, from a place on; None if all bytes are zero."""
     while data := read(place, 2**20):
         if left := len(data.lstrip(b"\0")):
             return (place + len(data) - left) // 512 * 512
@@ -112,7 +113,7 @@ def past_zeros(read, place):
 
 
 def info_of(member, read):
-    """The Info of a file, or of a link that has the name of one of audio or text; None: others."""
+    """Returns the Info of a file, or of a link that has the name of one of audio or text; None for others."""
     if member.isreg():
         start = read(member.offset_data, min(member.size, HEAD))
         return Info(member.name, member.offset, member.offset_data, member.size, start)
@@ -122,9 +123,9 @@ def info_of(member, read):
 
 
 def walked(path, place=0, end=None):
-    """Infos of the files of a tar from a place on, and where that ends: a Fault where the tar ends early.
+    """Yields Infos of the files of a tar from a place on, and where that ends: a Fault where the tar ends early.
 
-    Those that a system has put there are left out. A link is an Info if its name is that of audio or of a text.
+    Files that a system has put there are left out. A link is an Info if its name is that of audio or of a text.
     """
     with steadily(lambda: open(path, "rb", buffering=0), path) as file:
         size, last, tar, begin, block = os.fstat(file.fileno()).st_size, "the start", None, place, b""
@@ -174,7 +175,7 @@ def walked(path, place=0, end=None):
 
 
 def members(path):
-    """Infos of all files of a tar, and a Fault where it ends early."""
+    """Returns Infos of all files of a tar, and a Fault where it ends early."""
     refuse_pipes(path)
     start = bytes_of(path, 0, 8)
     if kind := next((x for mark, x in PACKED.items() if start.startswith(mark)), None):
@@ -191,12 +192,12 @@ def member_of(path, info):
 
 
 def two(a, b):
-    """The names of two files, with their places where the names are equal."""
+    """Returns the names of two files, with their places where the names are equal."""
     return f"{a.name} and {b.name}" if a.name != b.name else f"{a.name} at byte {a.offset} and at byte {b.offset}"
 
 
 def key_of(name):
-    """A member's sample and its kind: a/b.c.txt is c.txt of a/b, as WebDataset has it."""
+    """Returns a member's sample and its kind, as in WebDataset: a/b.c.txt is c.txt of a/b."""
     folder, slash, base = composed(name).removeprefix("./").rpartition("/")
     key, _, kind = base.partition(".")
     return folder + slash + key, kind.lower()
@@ -215,7 +216,7 @@ def stem_of(kind):
 
 
 def samples(infos):
-    """(key, {kind: Info}) of files in a row with the same key, or Faults. A second file of a kind begins another.
+    """Yields (key, {kind: Info}) of files in a row with one key, or Faults. A second file of a kind begins one more.
 
     So does a file that differs behind the first dot of its name, where both the audio and a text of the one before are
     there: a.1.wav, a.1.txt, a.2.wav, a.2.txt.
@@ -240,7 +241,7 @@ def samples(infos):
 
 
 def paired(infos):
-    """[(Infos of audio, {txt or json: Info})] of the files of a key.
+    """Returns [(Infos of audio, {txt or json: Info})] for the files of a key.
 
     A text of the key alone is for its first audio that has none whose name agrees behind the first dot, too.
     """
@@ -260,9 +261,10 @@ def paired(infos):
 
 
 class Tar(Shard):
-    """A tar of WebDataset: audio beside a text or an object of JSON with the same key.
+    """A tar of WebDataset: audio next to a text or an object of JSON with the same key.
 
-    Rows: (start, end) of a key, or of its audio, with (start, end) of its texts where these are elsewhere in the tar.
+    Rows are (start, end) of a key, or of its audio, with (start, end) of its texts where these are elsewhere in the
+    tar.
     """
 
     def located(self, keys, brief):
@@ -294,7 +296,7 @@ class Tar(Shard):
                     yield (), [self.incomplete(key, infos, sounds, texts, elsewhere)]
 
     def joined(self, key, sounds, texts, keys):
-        """(place, Entries or Faults) of audio and texts that are apart in the tar."""
+        """Returns (place, Entries or Faults) of audio and texts that are apart in the tar."""
         several = sorted(texts.values(), key=lambda x: x.offset)
         if len(several) > 1 and several[-1].end - several[0].offset > NEAR:
             return (), [Fault(APART, f"{self.base}/{key}")]
@@ -304,7 +306,7 @@ class Tar(Shard):
         return place, itertools.chain(self.entries(key, infos, keys), more)
 
     def incomplete(self, key, infos, sounds, texts, elsewhere):
-        """The Fault of a key that lacks audio or a text; `elsewhere`: whether another folder has what is missing."""
+        """Returns the Fault of a key without audio or text; `elsewhere`: another folder has what is missing."""
         kinds = sorted({x.rpartition(".")[2] for x in infos if not is_audio(x) and not is_text(x)})
         folder = "; one of the same name is in another folder of the archive" * elsewhere
         if sounds:
@@ -317,13 +319,13 @@ class Tar(Shard):
         return Fault(reason, f"{self.base}/{key}" + f".{stem}" * bool(stem))
 
     def objects(self):
-        """For each file what its JSON says, or None where it has none."""
+        """Yields the value of each file's JSON, or None where it has none."""
         for x in members(self.path):
             is_json = type(x) is not Fault and key_of(x.name)[1].endswith("json")
             yield rows.parsed(data_of(self.path, x)) if is_json else None
 
     def plain(self, infos, keys):
-        """Does what `rows.plain` does for a line, for the files of a key: one of audio, and one of text or JSON."""
+        """Works as `rows.plain` for a line, for the files of a key: one of audio, and one of text or JSON."""
         if len(infos) != 2 or any(x.link for x in infos.values()):
             return None
         (kind, sound), (other, text) = infos.items()
@@ -342,7 +344,7 @@ class Tar(Shard):
         return sound.name, seconds
 
     def entries(self, key, infos, keys):
-        """Entries or Faults of one key."""
+        """Yields Entries or Faults of one key."""
         for sounds, texts in paired(infos):
             if links := [x for x in (*sounds[:1], *texts.values()) if x.link]:
                 yield Fault(LINK, f"{self.base}/{links[0].name} to {links[0].link}")

@@ -15,13 +15,13 @@ PRETRAINED = {"fastconformer": (FastConformer, EncoderConfig), "whisper": (Whisp
 
 
 def fields_of(source):
-    """The fields of an encoder, among the JSON files of a pretrained model."""
+    """Returns the fields of an encoder, among the JSON files of a pretrained model."""
     fields = (source or {}).get("config.json", {})
     return fields.get("encoder_config", fields)
 
 
 def subsampling(config, source):
-    """Feature frames of a row that predictor and joint see."""
+    """Returns the feature frames of a row that predictor and joint see."""
     if config.encoder.kind in OWN:
         return math.prod(time for time, _ in config.encoder.strides)
     factor = EncoderConfig.subsampling_factor if config.encoder.kind == "fastconformer" else Whisper.subsampling
@@ -29,7 +29,7 @@ def subsampling(config, source):
 
 
 def longest(config, source):
-    """Seconds of a recording that the encoder takes at most."""
+    """Returns the seconds of the longest recording that the encoder takes."""
     if config.encoder.kind != "whisper":
         return math.inf
     extractor = features.extractor(config)
@@ -38,7 +38,7 @@ def longest(config, source):
 
 
 def checked(config, source):
-    """The configuration. Raises if a training has longer recordings than the encoder takes, or longer contexts."""
+    """Returns the configuration; raises an error if recordings or contexts are too long for the encoder."""
     seconds = config.data.max_seconds
     if seconds > (most := longest(config, source)):
         raise UserError(f"--max-seconds {seconds:g}: the encoder hears {most:g} s at most")
@@ -52,7 +52,7 @@ def checked(config, source):
 
 
 def make(config, inputs, fields, *, dtype, rngs):
-    """The encoder of a configuration. `fields`: those of a pretrained one's config.json."""
+    """Makes the encoder of a configuration. `fields` are those of a pretrained one's config.json."""
     if config.encoder.kind in OWN:
         encoder = OWN[config.encoder.kind](config, inputs, dtype=dtype, rngs=rngs)
     else:

@@ -1,7 +1,7 @@
 """The base of all encoders.
 
-B utterances, T feature frames of F features, N encoder frames, E the width of a row. Frames after the end of an
-utterance never change those before.
+There are B utterances, T feature frames of F features and N encoder frames; E is the width of a row. Frames after the
+end of an utterance never change those before.
 """
 
 import functools
@@ -14,25 +14,25 @@ from flax import nnx
 
 ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "silu": jax.nn.silu}
 ACTIVATIONS["gelu"] = functools.partial(jax.nn.gelu, approximate=False)
-EPSILON = 1e-5  # PyTorch's, in all norms
+EPSILON = 1e-5  # as in PyTorch, for all norms
 
 
 def inside(lengths, size):
-    """Which of `size` frames belong to the utterances: bool [B, size]."""
+    """Returns which of `size` frames belong to the utterances, bool [B, size]."""
     return jnp.arange(size) < lengths[:, None]
 
 
 def cut(x, lengths):
-    """Zeros from `lengths` on in x [B, T, ...], whatever is there."""
+    """Puts zeros from `lengths` on in x [B, T, ...], whatever is there."""
     here = inside(lengths, x.shape[1])
     return jnp.where(here.reshape(*here.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 def extended(x, before, kernel, causal=False):
-    """(x with the frames that a convolution over time sees around it, those to keep for the next chunk).
+    """Returns (x with the frames around it that a convolution over time sees, those to keep for the next chunk).
 
-    `before` [B, kernel - 1, ...] are the frames before x; None: x is the whole utterance, with zeros at both ends, or
-    before it alone if `causal`.
+    `before` [B, kernel - 1, ...] are the frames before x. With None, x is the whole utterance, with zeros at both ends,
+    or before it alone if `causal`.
     """
     if before is None:
         around = (kernel - 1, 0) if causal else ((kernel - 1) // 2, kernel // 2)
@@ -42,7 +42,7 @@ def extended(x, before, kernel, causal=False):
 
 
 class Uncounted(nnx.RngStream):
-    """Its keys are all the same, for those who ask for shapes alone: counting takes longer than all else in that."""
+    """Its keys are all the same, for callers that need only shapes, whose time would mostly go into counting."""
 
     def __call__(self):
         return self.key[...]
@@ -52,7 +52,7 @@ class Uncounted(nnx.RngStream):
 
 
 def alike(count, kind, config, *, rngs, **more):
-    """Blocks of one kind. Where shapes alone are asked for, one is made and copied, in a tenth of the time."""
+    """Makes blocks of one kind. Where only shapes are needed, one is made and copied, in a tenth of the time."""
     first = kind(config, rngs=rngs, **more)
     copied = isinstance(rngs.params, Uncounted)
     others = (nnx.clone(first) if copied else kind(config, rngs=rngs, **more) for _ in range(count - 1))
@@ -67,7 +67,7 @@ apart = jax.lax.optimization_barrier  # on CPUs, XLA would compute the gradients
 
 
 def recomputed(block):
-    """The block, computed again in the backward pass. Its dropout counts no call, and is drawn once a step."""
+    """Returns the block, computed again in the backward pass. Its dropout counts no call, and is drawn once a step."""
     graphdef, state = nnx.split(block)
     run = jax.checkpoint(lambda state, *inputs: nnx.merge(graphdef, state)(*inputs))
     return functools.partial(run, state)
@@ -79,14 +79,14 @@ def applied(graphdef, state, *inputs):
 
 
 def traced_once(block):
-    """The block, which JAX traces once for all that are alike, not once for each."""
+    """Returns the block, which JAX traces once for all that are alike, not once for each."""
     return functools.partial(applied, *nnx.split(block))
 
 
 def scanned(blocks, rows, shared, states, remat):
-    """Rows after blocks that are alike, and a list of their states, by one program that runs for each of them.
+    """Returns rows after blocks that are alike, and a list of their states, by one program that runs for each of them.
 
-    Blocks round their parameters to the type of the rows, but for those of norms: here once, not in each run.
+    Blocks round their parameters to the type of the rows, except those of norms: here once, not in each run.
     """
     graphdefs, parameters = zip(*map(nnx.split, blocks))
 
@@ -107,10 +107,10 @@ def scanned(blocks, rows, shared, states, remat):
 
 
 class Depthwise(nnx.Module):
-    """Convolution of each channel by itself over one or two dimensions: a sum of shifted products.
+    """A convolution of each channel by itself over one or two dimensions, as a sum of shifted products.
 
     XLA's own convolution with a group for each channel takes 12 to 60 times as long on two cores of a CPU. Programs
-    that are no XLA's have a good one: `grouped` asks for it.
+    other than XLA's have a good one: `grouped` asks for it.
     """
 
     grouped = False
@@ -122,9 +122,9 @@ class Depthwise(nnx.Module):
         self.stride, self.dtype = stride, dtype
 
     def __call__(self, x, ends=None):
-        """x [B, *sizes, C], with the zeros around it.
+        """Convolves x [B, *sizes, C], with the zeros around it.
 
-        `ends` [T]: where what each frame sees of x ends in time; from there on it sees zeros.
+        `ends` [T] is where the part of x that each frame sees ends in time; from there on it sees zeros.
         """
         kernel, x = self.kernel[...].astype(self.dtype), x.astype(self.dtype)
         *sizes, channels = kernel.shape
@@ -147,9 +147,9 @@ class Depthwise(nnx.Module):
         return out
 
     def phases(self, x):
-        """{start along each axis: every stride-th entry of x from there}.
+        """Returns {start along each axis: every stride-th entry of x from there}.
 
-        By splits, whose gradients are joined: those of slices are a sum of arrays as large as x.
+        It uses splits, whose gradients are joined: those of slices are a sum of arrays as large as x.
         """
         sizes, stride = x.shape[1:-1], self.stride
         counts = [-(-n // stride) for n in sizes]
@@ -163,7 +163,7 @@ class Depthwise(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Features [B, T, F] and lengths [B] -> rows [B, N, E] and lengths [B]; rows after an end mean nothing.
+    """Turns features [B, T, F] and lengths [B] into rows [B, N, E] and lengths [B]; rows after an end mean nothing.
 
     A `contexts.Context` limits what rows see; without one, they see everything.
 
@@ -171,19 +171,19 @@ class Encoder(nnx.Module):
     `shared` and `whole`; one that streams sets `chunk`, and has `initial`.
     """
 
-    chunk = 0  # encoder frames of a step of a stream; 0: the encoder sees whole utterances alone
+    chunk = 0  # encoder frames of a step of a stream; 0 if the encoder sees whole utterances alone
     remat = False  # whether blocks are computed again in the backward pass
-    scan = False  # whether one program is run for each block, in the place of one program of all blocks
+    scan = False  # whether one program is run for each block, in place of one program of all blocks
 
     def lengths(self, frames):
-        """How many encoder frames `frames` feature frames become; numbers or arrays."""
+        """Returns how many encoder frames `frames` feature frames become; numbers or arrays."""
         return -(-frames // self.subsampling)
 
     def __call__(self, x, lengths, context=None):
         return self.upper(self.lower(x, lengths, 0, context), self.lengths(lengths), 0, context)
 
     def lower(self, x, lengths, layers, context=None):
-        """Rows [B, N, E] after subsampling and the first `layers` blocks; `self.lengths(lengths)` are theirs."""
+        """Returns rows [B, N, E] after subsampling and `layers` blocks; `self.lengths(lengths)` are their lengths."""
         first, blocks = self.whole(x.shape[0])
         rows, _ = self.subsample(x, lengths, first)
         return self.through(rows, self.lengths(lengths), first, blocks, slice(layers), context)[0]
@@ -194,9 +194,9 @@ class Encoder(nnx.Module):
         return self.norm(self.through(rows, lengths, first, blocks, slice(layers, None), context)[0]), lengths
 
     def step(self, x, lengths, state):
-        """Rows of the next features of streams, their lengths, and the state after them.
+        """Returns rows of the next features of streams, their lengths, and the state after them.
 
-        x [B, frames_of_step, F]; lengths [B] are fewer at the end of a stream alone.
+        x is [B, frames_of_step, F]; lengths [B] are fewer at the end of a stream alone.
         """
         first, blocks = state
         rows, after = self.subsample(x, lengths, first)
@@ -205,14 +205,14 @@ class Encoder(nnx.Module):
         return self.norm(rows), lengths, (after, blocks)
 
     def frames_of_step(self, first):
-        """Feature frames of a step of a stream, if the `first` one."""
+        """Returns the feature frames of a step of a stream, of its `first` one or of a later one."""
         return self.chunk * self.subsampling
 
     def lengths_of_step(self, lengths, first):
         return self.lengths(lengths)
 
     def through(self, rows, lengths, first, states, layers, context=None):
-        """Rows after some of the blocks, and the states of these. `first`: the state of the subsampling before."""
+        """Returns rows after some of the blocks, and their states. `first` is the state of the subsampling before."""
         shared, after = self.shared(rows, lengths, first, context), []
         if self.scan and len(self.blocks.layers[layers]) > 1:
             return scanned(self.blocks.layers[layers], rows, shared, states[layers], self.remat)
@@ -222,5 +222,5 @@ class Encoder(nnx.Module):
         return rows, after
 
     def shared(self, rows, lengths, first, context=None):
-        """All blocks take this besides their rows."""
+        """Returns the input of all blocks besides their rows."""
         return lengths

@@ -21,11 +21,11 @@ class Subsampling(nnx.Module):
         for i, stride in enumerate(strides):
             padding = ((0, 0), (1, 1))
             convs.append(nnx.Conv(*sizes[i : i + 2], (3, 3), stride, padding=padding, dtype=dtype, rngs=rngs))
-        self.convs = nnx.Sequential(*convs)  # in the place of a list: `__call__` runs each by itself
+        self.convs = nnx.Sequential(*convs)  # in place of a list: `__call__` runs each by itself
         self.project = nnx.Linear(self.shapes()[-1][0] * channels, width, dtype=dtype, rngs=rngs)
 
     def shapes(self):
-        """Features and channels of the input and of each convolution."""
+        """Returns features and channels of the input and of each convolution."""
         shapes = [(self.features, 1)]
         for conv, (_, stride) in zip(self.convs.layers, self.strides):
             shapes.append((-(-shapes[-1][0] // stride), conv.out_features))
@@ -57,7 +57,7 @@ class FeedForward(nnx.Module):
 
 
 def rotated(x, first):
-    """Rows [B, N, H, D] of frames from `first` on, with their place in pairs of angles (RoPE, Su et al. 2021)."""
+    """Rotates rows [B, N, H, D] of frames from `first` on by angles of their place (RoPE, Su et al. 2021)."""
     half = x.shape[-1] // 2
     angles = (first + jnp.arange(x.shape[1]))[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     cos, sin = (f(angles)[:, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
@@ -66,7 +66,7 @@ def rotated(x, first):
 
 
 class Attention(nnx.Module):
-    """Self-attention. `rotary`: rows know their place by angles; otherwise they know it already."""
+    """Self-attention. If `rotary`, rows know their place by angles; otherwise they know it already."""
 
     def __init__(self, width, heads, chunk, past, dropout, rotary=True, *, dtype, rngs):
         self.heads, self.chunk, self.past, self.rotary = heads, chunk, past, rotary
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def initial(self, batch):
-        """Keys and values of the `past` frames before, and how many of them there are."""
+        """Returns keys and values of the `past` frames before, and how many of them there are."""
         shape = batch, self.past, self.heads, self.inputs.in_features // self.heads
         return jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((), jnp.int32)
 
@@ -113,7 +113,7 @@ class Convolution(nnx.Module):
         self.norm = layer_norm(width, **options)
         self.gate = nnx.Linear(width, 2 * width, **options)
         self.depthwise = Depthwise((kernel,), width, **options)
-        self.norm2 = layer_norm(width, **options)  # of a batch, statistics would see other utterances
+        self.norm2 = layer_norm(width, **options)  # statistics of a batch would see other utterances
         self.output = nnx.Linear(width, width, **options)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
@@ -143,7 +143,7 @@ class Block(nnx.Module):
         return self.attention.initial(batch), self.convolution.initial(batch)
 
     def before_all(self, batch):
-        """The state of whole utterances in chunks: attention knows their chunks, convolutions see zeros."""
+        """Returns the state of whole utterances in chunks: attention knows their chunks, convolutions see zeros."""
         return None, self.convolution.initial(batch)
 
     def __call__(self, x, shared, state):
@@ -157,7 +157,7 @@ class Block(nnx.Module):
 
 
 class Conformer(Encoder):
-    """Strided convolutions and blocks of the configuration's sizes."""
+    """Strided convolutions, and blocks of the sizes in the configuration."""
 
     def __init__(self, config, features, *, dtype, rngs):
         more = {"dtype": dtype, "rngs": rngs}
@@ -175,11 +175,11 @@ class Conformer(Encoder):
         return lengths, context
 
     def initial(self, batch):
-        """The state of a stream before its first chunk."""
+        """Returns the state of a stream before its first chunk."""
         return self.subsample.initial(batch), [block.initial(batch) for block in self.blocks.layers]
 
     def whole(self, batch):
-        """The state of whole utterances."""
+        """Returns the state of whole utterances."""
         if self.chunk:
             return self.subsample.initial(batch), [block.before_all(batch) for block in self.blocks.layers]
         return [None] * len(self.subsample.strides), [block.whole for block in self.blocks.layers]

@@ -1,4 +1,4 @@
-"""What a frame of an encoder may see: a context of left, chunk and right, in encoder frames.
+"""The frames that a frame of an encoder may see: a context of left, chunk and right, in encoder frames.
 
 Frames are cut into chunks. In each layer, the attention of a frame sees its chunk, `left` frames before the chunk and
 `right` frames after it. A convolution sees the frames that its kernel reaches: those before the chunk, those of the
@@ -16,9 +16,9 @@ EVERYTHING = 1 << 29  # frames of a chunk that no recording fills
 
 
 class Context(NamedTuple):
-    """Frames before a chunk, in it and after it: numbers, or traced ones.
+    """The numbers of frames before a chunk, in it and after it, which may be traced.
 
-    `before`: how many frames of the first chunk came earlier, and are not there.
+    `before` tells how many frames of the first chunk came earlier, and are not there.
     """
 
     left: int
@@ -27,13 +27,13 @@ class Context(NamedTuple):
     before: int = 0
 
     def edges(self, count):
-        """The first frame that each of `count` frames sees, and the end of what it sees: int32 [count] each."""
+        """Returns the first frame that each of `count` frames sees, and the end of what it sees, int32 [count] each."""
         place = jnp.arange(count) + self.before
         start = place - jax.lax.rem(place, jnp.int32(self.chunk)) - self.before
         return start - self.left, start + self.chunk + self.right
 
     def visible(self, count):
-        """Whether a frame (row) sees another one (column): bool [count, count]."""
+        """Returns True where a frame (row) sees another one (column), bool [count, count]."""
         first, end = (x[:, None] for x in self.edges(count))
         place = jnp.arange(count)
         return (place >= first) & (place < end)
@@ -43,7 +43,7 @@ WHOLE = Context(0, EVERYTHING, 0)
 
 
 def listed(options):
-    """The lists (left, chunk, right) from which batches draw, of a `config.Encoder`; None if they do not draw."""
+    """Returns the lists (left, chunk, right) of a `config.Encoder` from which batches draw; None if none draws."""
     if not options.draws:
         return None
     several = (x if isinstance(x, tuple) else (x,) for x in (options.past, options.chunk, options.ahead))
@@ -51,7 +51,7 @@ def listed(options):
 
 
 def drawn(options, seed, step):
-    """The Context of a batch: everything, or one entry of each list. The seed and the step decide."""
+    """Returns the Context of a batch, by seed and step: everything, or one entry of each list."""
     sizes = listed(options)
     if sizes is None:
         return None
@@ -62,12 +62,12 @@ def drawn(options, seed, step):
 
 
 def usual(options):
-    """The Context of a whole recording: all of it (None) if the training had such batches, or else the largest."""
+    """Returns the Context of a whole recording: None (all of it) if the training had such batches, else the largest."""
     sizes = listed(options)
     return None if sizes is None or options.whole else Context(*map(max, sizes))
 
 
 def nearest(options, chunk, right):
-    """The Context of a training whose chunk and right are nearest to these frames, with the longest left."""
+    """Returns the Context of a training with the chunk and right nearest to these frames, and the longest left."""
     lefts, *sizes = listed(options)
     return Context(max(lefts), *(min(x, key=lambda y, z=z: abs(y - z)) for x, z in zip(sizes, (chunk, right))))

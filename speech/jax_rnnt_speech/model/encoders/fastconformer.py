@@ -23,13 +23,13 @@ from jax_rnnt_speech.model.encoders.base import (
     layer_norm,
 )
 
-GROUP = 64  # channels of the largest arrays that are there at once
-MOMENTUM = 0.1  # of batch norm, as PyTorch counts it: the share of a batch in the running statistics
+GROUP = 64  # channels of the largest arrays that are in memory at once
+MOMENTUM = 0.1  # share of a batch in the running statistics of batch norm, as PyTorch counts it
 
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig:
-    """Fields have the names and defaults of `encoder_config` in config.json."""
+    """The encoder's sizes. Fields have the names and defaults of `encoder_config` in config.json."""
 
     model_type: str = "parakeet_encoder"
     hidden_size: int = 1024
@@ -59,19 +59,19 @@ class EncoderConfig:
 
     @property
     def margins(self):
-        """Zeros before and after what a strided convolution reads: past frames alone in a causal one."""
+        """Zeros before and after the input of a strided convolution: only past frames in a causal one."""
         kernel, stride = self.subsampling_conv_kernel_size, self.subsampling_conv_stride
         return (kernel - 1, stride - 1) if self.causal else ((kernel - 1) // 2,) * 2
 
     def strided(self, length):
-        """Frames, or bins, after one strided convolution; of none, none."""
+        """Returns frames, or bins, after one strided convolution; 0 for 0."""
         more = length + sum(self.margins) - self.subsampling_conv_kernel_size
-        # By 2, in one operation; a division of arrays is twenty, which XLA repeats in the loop of each mask.
+        # It divides by 2 in one operation; a division of arrays is twenty, which XLA repeats in the loop of each mask.
         return ((more >> 1) + 1) * (length > 0)
 
     @property
     def strides(self):
-        """How many convolutions are strided."""
+        """The number of convolutions that are strided."""
         return round(math.log2(self.subsampling_factor))
 
 
@@ -88,7 +88,7 @@ class SubsamplingLayer(nnx.Module):
 class Subsampling(nnx.Module):
     """Strided convolutions over time and bins, then a projection: [B, S, M] -> [B, T, E]."""
 
-    grouped = False  # as of `Depthwise`: each convolution is a whole one, and not a group of channels after the other
+    grouped = False  # as in `Depthwise`: each convolution is a whole one, and not a group of channels after the other
 
     def __init__(self, config, **more):
         channels, kernel = config.subsampling_conv_channels, config.subsampling_conv_kernel_size
@@ -102,7 +102,7 @@ class Subsampling(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=more["rngs"])
 
     def initial(self, batch):
-        """Frames that were, and the zeros before a stream."""
+        """Returns the number of frames so far, and the zeros before a stream."""
         count, bins, channels, caches = self.config.subsampling_conv_kernel_size - 1, self.config.num_mel_bins, 1, []
         for _ in range(self.config.strides):
             caches.append(jnp.zeros((batch, count, bins, channels), jnp.float32))
@@ -110,17 +110,17 @@ class Subsampling(nnx.Module):
         return jnp.zeros((), jnp.int32), caches
 
     def lengths(self, lengths, past):
-        """After a convolution; `past` are the frames before a part of a stream."""
+        """Returns lengths after a convolution; `past` are the frames before a part of a stream."""
         config = self.config
         if past is None or past.shape[1] > config.subsampling_conv_kernel_size - config.subsampling_conv_stride:
             return config.strided(lengths)
         return -(-lengths // config.subsampling_conv_stride)
 
     def first(self, x, lengths):
-        """(rows after conv_in and layers0, their lengths) of whole utterances, zeros behind their ends.
+        """Returns (rows after conv_in and layers0, their lengths) of whole utterances, with zeros behind their ends.
 
-        What conv_in makes has four times the size of any array after it. Both convolutions see a channel by itself: a
-        training has a few channels at a time in memory, and computes them again in the backward pass.
+        The result of conv_in has four times the size of any array after it. Both convolutions see a channel by itself:
+        a training has a few channels at a time in memory, and computes them again in the backward pass.
         """
         config, channels, dtype = self.config, self.config.subsampling_conv_channels, self.conv_in.dtype
         around = [(0, 0), config.margins, config.margins, (0, 0)]
@@ -146,10 +146,10 @@ class Subsampling(nnx.Module):
         return jax.nn.relu(cut(self.layers0.pointwise_conv(x), lengths)), lengths
 
     def __call__(self, x, lengths, state):
-        """(rows [B, T, E], the state after them).
+        """Returns (rows [B, T, E], the state after them).
 
-        The state of a stream has the frames before x for each convolution; None: x is all there is, and zeros surround
-        it.
+        The state of a stream has the frames before x for each convolution. With None, x is all there is, and zeros
+        surround it.
         """
         seen, past = state or (0, None)
         before, after = self.config.margins
@@ -185,17 +185,17 @@ class FeedForward(nnx.Module):
 
 
 def positions(width, first, last):
-    """Sines and cosines [first - last + 1, width] of the distances from `first` down to `last`."""
+    """Returns sines and cosines [first - last + 1, width] of the distances from `first` down to `last`."""
     frequencies = 10000.0 ** (-jnp.arange(0, width, 2, jnp.float32) / width)
     angles = jnp.arange(first, last - 1, -1, jnp.float32)[:, None] * frequencies
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(-1, width)
 
 
 def by_distance(scores, keys):
-    """[..., T, P] -> [..., T, keys]: score j of query i is that of position T - 1 - i + j, which is their distance's.
+    """Aligns [..., T, P] to [..., T, keys]: score j of query i is at position T - 1 - i + j, that of their distance.
 
     Row i begins one position before row i - 1, so all rows are one run through memory with steps of P - 1. A row holds
-    no more keys than that. So P is at least keys + 1, which makes a difference where there is a single query.
+    no more keys than that. So P must be at least keys + 1, which makes a difference where there is a single query.
     """
     *batch, queries, count = scores.shape
     flat = scores.reshape(*batch, queries * count)[..., queries - 1 :]
@@ -215,10 +215,10 @@ class Attention(nnx.Module):
         self.dropout = nnx.Dropout(config.attention_dropout, rngs=rngs)
 
     def __call__(self, x, distances, mask, past):
-        """(rows [B, T, E], keys and values of the same shape as `past` for the next part of a stream).
+        """Returns (rows [B, T, E], keys and values of the same shape as `past` for the next part of a stream).
 
-        x [B, T, E]; distances [P, E]; mask [B or 1, T, L + T]: which keys a query sees; past: keys and values
-        [B, L, E] of the frames before, or None.
+        x is [B, T, E]; distances are [P, E]; mask [B or 1, T, L + T] tells which keys a query sees; past has keys and
+        values [B, L, E] of the frames before, or is None.
         """
 
         def split(rows):
@@ -240,7 +240,7 @@ class Attention(nnx.Module):
 
 @jax.custom_vjp
 def tracking(x, old, new):
-    """x. The gradient of statistics `old` is what comes in their place, `new`, through scan, remat and meshes alike."""
+    """Returns x. The gradient of statistics `old` is `new`, their next value, through scan, remat and meshes alike."""
     return x
 
 
@@ -248,7 +248,7 @@ tracking.defvjp(lambda x, old, new: (x, new), lambda new, gradient: (gradient, n
 
 
 class BatchNorm(nnx.Module):
-    """Normalises channels by running statistics or, in training, by those of the frames of a batch without padding."""
+    """Normalises channels by running statistics or, in training, by those of a batch's frames without padding."""
 
     def __init__(self, width, *, dtype, rngs):
         self.scale, self.bias = nnx.Param(jnp.ones(width)), nnx.Param(jnp.zeros(width))
@@ -271,7 +271,7 @@ class BatchNorm(nnx.Module):
 
 
 class Convolution(nnx.Module):
-    """Gated convolution over time; batch norm, or layer norm in a causal encoder."""
+    """A gated convolution over time with batch norm, or with layer norm in a causal encoder."""
 
     def __init__(self, config, **more):
         width, kernel, bias = config.hidden_size, config.conv_kernel_size, config.convolution_bias
@@ -301,7 +301,7 @@ class Block(nnx.Module):
             setattr(self, f"norm_{name}", layer_norm(config.hidden_size, **more))
 
     def __call__(self, x, shared, past):
-        """(rows [B, T, E], past of the next part)."""
+        """Returns (rows [B, T, E], past of the next part)."""
         lengths, distances, mask, ends = shared
         x = x + 0.5 * self.feed_forward1(self.norm_feed_forward1(x))
         attended, keys = self.self_attn(self.norm_self_att(x), distances, mask, past[0])
@@ -327,7 +327,7 @@ class FastConformer(Encoder):
         self.dropout_positions = nnx.Dropout(config.dropout_positions, rngs=rngs)
 
     def norm(self, rows):
-        """Each block ends with its own."""
+        """Returns rows unchanged, as each block ends with its own norm."""
         return rows
 
     def lengths(self, frames):
@@ -336,7 +336,7 @@ class FastConformer(Encoder):
         return frames
 
     def frames_of_step(self, first):
-        """The first frame of a stream sees one feature frame, and no encoder frame sees later ones than its last."""
+        """Returns a step's feature frames: a stream's first frame sees one, and no frame sees ones after its last."""
         return self.subsampling * (self.chunk - first) + first
 
     def lengths_of_step(self, lengths, first):
@@ -354,7 +354,7 @@ class FastConformer(Encoder):
         return None, [(None, None)] * self.config.num_hidden_layers
 
     def shared(self, rows, lengths, first, context=None):
-        """Lengths, the distances between frames, which keys a query sees, and where convolutions see zeros."""
+        """Returns lengths, distances between frames, which keys a query sees, and where convolutions see zeros."""
         count, window = rows.shape[1], self.config.sliding_window - 1
         left, seen = (window, first[0]) if first else (0, 0)
         # Each key and query have their distance in these, and the last one is there for `by_distance` alone.

@@ -1,6 +1,7 @@
 """The encoder of Whisper (Radford et al. 2022): two convolutions, positions, and transformer blocks.
 
-The original sees 30 seconds, with silence after the recording. This one sees what there is; its positions end at 30 s.
+The original sees 30 seconds, with silence after the recording. This one sees the recording alone; its positions end at
+30 s.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ GELU = ACTIVATIONS["gelu"]
 
 @dataclasses.dataclass(frozen=True)
 class WhisperConfig:
-    """Fields have the names of config.json; sizes are those of Whisper tiny."""
+    """The encoder's sizes. Fields have the names of config.json; defaults are those of Whisper tiny."""
 
     d_model: int = 384
     encoder_layers: int = 4
@@ -29,7 +30,7 @@ class WhisperConfig:
 
 
 def positions(count, width):
-    """Sines, then cosines, of `count` places: [count, width], in the float16 of the released weights."""
+    """Returns sines, then cosines, of `count` places: [count, width], in the float16 of the released weights."""
     frequencies = 10000.0 ** (-np.arange(width // 2) / (width // 2 - 1))
     angles = np.arange(count)[:, None] * frequencies
     return np.concatenate([np.sin(angles), np.cos(angles)], 1).astype(np.float16)
