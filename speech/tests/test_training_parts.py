@@ -399,13 +399,22 @@ def test_a_batch_in_turns(corpus, more, monkeypatch):
     ]
     value, gradient = jax.tree.map(lambda total, *x: np.float64(total) + np.mean(x, 0), alone(weights), *found)
     norm = math.sqrt(sum((x**2).sum() for x in gradient.values()))
-    for limit in (99, 3 * seconds * model.config.masks[0], 1e-3):  # as a whole, in two parts, in six
+    for limit, turns in (
+        (99, 1),
+        (3 * seconds * model.config.masks[0], 2),
+        (1e-3, 6),
+    ):  # as a whole, in two parts, in six
         monkeypatch.setattr(steps, "SECONDS", limit)
         step = steps.make_train_step(model, parts, optimizer, places=jax.tree.map(lambda x: x.sharding, state), cpus=2)
         split = Devices(mesh).split(batch)
-        compiled = step.lower(state, split, frozen, 1).compile()
-        own[limit] = compiled.memory_analysis().temp_size_in_bytes
-        state, numbers = compiled(state, split, frozen, 1)
+        own[limit] = (
+            step.add.lower((jnp.zeros(()), state["weights"]), state["weights"], split, frozen, 1, 0, turns=turns)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
+        state, numbers = step(state, split, frozen, 1)
+        assert step.add._cache_size() == (turns > 1)  # one program for all parts
         np.testing.assert_allclose([numbers["loss"], numbers["norm"]], [value, norm], rtol=1e-4)
     whole, two, six = own.values()
     assert two < 0.7 * whole and six < 0.4 * whole, own

@@ -78,22 +78,15 @@ def averaged(options, before, state):
     return {"average": average, "updates": updates}
 
 
-def in_turns(loss, weights, batch, devices, turns):
-    """Returns the sum of loss(weights, part, i) over parts of a batch, one after the other, and its gradient.
+def part_of(batch, devices, turns, turn):
+    """Returns one of so many equal parts of a batch. Each device has rows of every part, so that none move."""
 
-    Only the activations of one part at a time are in memory.
-    """
-
-    def split(x):  # each device has rows of every part, so that none move
+    def part(x):
         size, *inner = x.shape
         each = x.reshape(devices, turns, size // (devices * turns), *inner)
-        return jnp.swapaxes(each, 0, 1).reshape(turns, size // turns, *inner)
+        return jnp.swapaxes(each, 0, 1).reshape(turns, size // turns, *inner)[turn]
 
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(weights, *part)), None
-
-    none = jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
-    return jax.lax.scan(add, none, (jax.tree.map(split, batch), jnp.arange(turns)))[0]
+    return jax.tree.map(part, batch)
 
 
 def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, usual=None, warmup=1):
@@ -108,24 +101,52 @@ def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, u
     options, features, copies = model.config.optimiser, model.config.features, model.config.masks[0]
     cpus *= layers is None and model.config.network.batch_norm == "frozen"  # else statistics are those of a batch
 
+    def loss_of(weights, part, frozen, step, seed, valid):
+        context = contexts.drawn(model.config.encoder, model.config.run.seed, step)
+        ramp = jnp.minimum(step / warmup, 1) if copies > 1 else 1.0
+        return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid, ramp, context)
+
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
     def train_step(state, batch, frozen, step):
-        context = contexts.drawn(model.config.encoder, model.config.run.seed, step)
+        found = jax.value_and_grad(loss_of)(state["weights"], batch, frozen, step, step, None)
+        return updated(state, batch["valid"], *found)
 
-        def loss(weights, part=batch, seed=step, valid=None):
-            return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid, ramp, context)
+    total_places = places and (places["optimizer"].total_notfinite, places["weights"])
 
-        rows, frames = batch["features"].shape[:2] if cpus else (1, 1)
-        turns = turns_of(rows // cpus, copies * frames * features.hop / 1000, SECONDS) if cpus else 1
-        ramp = jnp.minimum(step / warmup, 1) if copies > 1 else 1.0
-        if turns > 1:
-            seeded = lambda weights, part, i: loss(weights, part, step * turns + i, batch["valid"])  # noqa: E731
-            value, gradient = in_turns(seeded, state["weights"], batch, cpus, turns)
-        else:
-            value, gradient = jax.value_and_grad(loss)(state["weights"])
+    @functools.partial(jax.jit, out_shardings=total_places)
+    def nothing(weights):
+        return jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
+
+    @functools.partial(jax.jit, donate_argnums=0, static_argnames="turns", out_shardings=total_places)
+    def add(total, weights, batch, frozen, step, turn, turns):
+        """Adds the loss of a part and its gradient to a total."""
+        part, seed = part_of(batch, cpus, turns, turn), step * turns + turn
+        found = jax.value_and_grad(loss_of)(weights, part, frozen, step, seed, batch["valid"])
+        return jax.tree.map(jnp.add, total, found)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
+    def end(state, valid, value, gradient):
+        return updated(state, valid, value, gradient)
+
+    def in_turns(state, batch, frozen, step):
+        """Computes the loss and its gradient by parts, so that memory holds the activations of one alone.
+
+        Each part is a program: in a loop, XLA leaves convolutions as they are, and they take far longer on CPUs.
+        """
+        rows, frames = batch["features"].shape[:2]
+        turns = turns_of(rows // cpus, copies * frames * features.hop / 1000, SECONDS)
+        if turns == 1:
+            return train_step(state, batch, frozen, step)
+        total = nothing(state["weights"])
+        for turn in range(turns):
+            total = add(total, state["weights"], batch, frozen, step, turn, turns=turns)
+        return end(state, batch["valid"], *total)
+
+    def updated(state, valid, value, gradient):
+        """Returns the state after a step, and its numbers."""
         statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch
         if usual is not None:
-            gradient = jax.tree.map(lambda x: x * (batch["valid"].sum() / usual), gradient)
+            gradient = jax.tree.map(lambda x: x * (valid.sum() / usual), gradient)
         gradient |= jax.tree.map(jnp.zeros_like, statistics)
         least = min(gradient, key=lambda name: gradient[name].size)  # one is enough: a step is skipped for its norm
         gradient[least] = jnp.where(jnp.isfinite(value), gradient[least], jnp.nan)
@@ -139,4 +160,5 @@ def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, u
         numbers = {"loss": value, "norm": norm, "skipped": optimizer_state.total_notfinite}
         return after, numbers | {"row": optimizer_state.notfinite_count}
 
-    return train_step
+    in_turns.add = add
+    return in_turns if cpus else train_step
