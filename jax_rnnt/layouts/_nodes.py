@@ -355,7 +355,7 @@ def sum_over_nodes(
 
     See Also
     --------
-    Explains tiles, and `chunk`, their size.
+    JointLogits : Tiles, and `chunk`, their size.
 
     Notes
     -----
