@@ -106,42 +106,6 @@ def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, u
         ramp = jnp.minimum(step / warmup, 1) if copies > 1 else 1.0
         return objective.mean_loss(model, parts.whole(weights, frozen), part, seed, layers, valid, ramp, context)
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
-    def train_step(state, batch, frozen, step):
-        found = jax.value_and_grad(loss_of)(state["weights"], batch, frozen, step, step, None)
-        return updated(state, batch["valid"], *found)
-
-    total_places = places and (places["optimizer"].total_notfinite, places["weights"])
-
-    @functools.partial(jax.jit, out_shardings=total_places)
-    def nothing(weights):
-        return jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
-
-    @functools.partial(jax.jit, donate_argnums=0, static_argnames="turns", out_shardings=total_places)
-    def add(total, weights, batch, frozen, step, turn, turns):
-        """Adds the loss of a part and its gradient to a total."""
-        part, seed = part_of(batch, cpus, turns, turn), step * turns + turn
-        found = jax.value_and_grad(loss_of)(weights, part, frozen, step, seed, batch["valid"])
-        return jax.tree.map(jnp.add, total, found)
-
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
-    def end(state, valid, value, gradient):
-        return updated(state, valid, value, gradient)
-
-    def in_turns(state, batch, frozen, step):
-        """Computes the loss and its gradient by parts, so that memory holds the activations of one alone.
-
-        Each part is a program: in a loop, XLA leaves convolutions as they are, and they take far longer on CPUs.
-        """
-        rows, frames = batch["features"].shape[:2]
-        turns = turns_of(rows // cpus, copies * frames * features.hop / 1000, SECONDS)
-        if turns == 1:
-            return train_step(state, batch, frozen, step)
-        total = nothing(state["weights"])
-        for turn in range(turns):
-            total = add(total, state["weights"], batch, frozen, step, turn, turns=turns)
-        return end(state, batch["valid"], *total)
-
     def updated(state, valid, value, gradient):
         """Returns the state after a step, and its numbers."""
         statistics = {name: x for name, x in gradient.items() if name.endswith(STATISTICS)}  # those after this batch
@@ -159,6 +123,39 @@ def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, u
             after |= averaged(options, state, after)
         numbers = {"loss": value, "norm": norm, "skipped": optimizer_state.total_notfinite}
         return after, numbers | {"row": optimizer_state.notfinite_count}
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=places and (places, None))
+    def train_step(state, batch, frozen, step):
+        found = jax.value_and_grad(loss_of)(state["weights"], batch, frozen, step, step, None)
+        return updated(state, batch["valid"], *found)
+
+    end = jax.jit(updated, donate_argnums=0, out_shardings=places and (places, None))
+    total_places = places and (places["optimizer"].total_notfinite, places["weights"])
+
+    @functools.partial(jax.jit, out_shardings=total_places)
+    def nothing(weights):
+        return jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
+
+    @functools.partial(jax.jit, donate_argnums=0, static_argnames="turns", out_shardings=total_places)
+    def add(total, weights, batch, frozen, step, turn, turns):
+        """Adds the loss of a part and its gradient to a total."""
+        part, seed = part_of(batch, cpus, turns, turn), step * turns + turn
+        found = jax.value_and_grad(loss_of)(weights, part, frozen, step, seed, batch["valid"])
+        return jax.tree.map(jnp.add, total, found)
+
+    def in_turns(state, batch, frozen, step):
+        """Computes the loss and its gradient by parts, so that memory holds the activations of one alone.
+
+        Each part is a program: in a loop, XLA leaves convolutions as they are, and they take far longer on CPUs.
+        """
+        rows, frames = batch["features"].shape[:2]
+        turns = turns_of(rows // cpus, copies * frames * features.hop / 1000, SECONDS)
+        if turns == 1:
+            return train_step(state, batch, frozen, step)
+        total = nothing(state["weights"])
+        for turn in range(turns):
+            total = add(total, state["weights"], batch, frozen, step, turn, turns=turns)
+        return end(state, batch["valid"], *total)
 
     in_turns.add = add
     return in_turns if cpus else train_step
