@@ -41,15 +41,15 @@ def test_steps_that_are_not_finite(corpus):
 
 def test_statistics_of_a_step_that_is_not_finite(monkeypatch):
     """Those of norms come in the place of a gradient, and stay as they were before."""
-    loss = lambda model, params, batch, *_: batch * (params["weight"] + params["x/norm/mean"])
+    loss = lambda model, params, batch, *_: batch["features"] * (params["weight"] + params["x/norm/mean"])
     monkeypatch.setattr(objective, "mean_loss", loss)
     model, parts = types.SimpleNamespace(config=configuration()), types.SimpleNamespace(whole=lambda free, _: free)
     optimizer = steps.make_optimizer(model.config.optimiser, 9)
     weights = {name: jax.numpy.zeros(()) for name in ("weight", "x/norm/mean")}
     state = steps.first_state(model.config.optimiser, optimizer, weights)
     step = steps.make_train_step(model, parts, optimizer)
-    for batch in (3.0, np.nan):
-        state, _ = step(state, batch, {}, 1)
+    for x in (3.0, np.nan):
+        state, _ = step(state, {"features": x, "valid": np.ones(1, bool)}, {}, 1)
         assert state["weights"]["x/norm/mean"] == 3
 
 
