@@ -90,7 +90,7 @@ def part_of(batch, devices, turns, turn):
 
 
 def make_train_step(model, parts, optimizer, layers=None, places=None, cpus=0, usual=None, warmup=1):
-    """Returns a jitted (state, batch, frozen, step) -> (state, numbers).
+    """Returns a function (state, batch, frozen, step) -> (state, numbers), which is jitted unless there are `cpus`.
 
     `layers`: batches hold rows after so many. `cpus`: the devices are so many CPUs, which gain nothing from large
     batches, and take a batch in turns. `usual` is the mean number of utterances in a batch; with it, all utterances
