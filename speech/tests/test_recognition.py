@@ -291,13 +291,14 @@ def test_cuts(whole):
 def test_few_programs(whole, monkeypatch, device, most):
     """However many recordings come together, and however long they are: each is in one batch, of one of few shapes."""
     shapes, rng = set(), np.random.default_rng(0)
-    batch = windows.BATCHES.get(device, windows.ELSEWHERE).frames
+    _, batch, room, _ = windows.BATCHES.get(device, windows.ELSEWHERE)
     if device != "cpu":
         monkeypatch.setattr(windows, "BATCHES", {})
 
     def hear(model, rows, frames, *_):
         shapes.add((len(rows), frames))
         assert all(x is None or x.frames <= frames for x in rows) and (len(rows) == 1 or len(rows) * frames <= batch)
+        assert len(rows) <= room * sum(x is not None for x in rows)
         for x in filter(None, rows):
             heard.append(x.name)
             x.done = True
